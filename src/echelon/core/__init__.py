@@ -1,0 +1,1 @@
+"""Units, names, errors and the spec parser: standard library only."""

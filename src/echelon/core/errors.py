@@ -1,0 +1,31 @@
+"""Errors that a user can cause, said in one line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+USER_ERROR_EXIT_CODE = 2
+
+
+class UserError(Exception):
+    """The user's input cannot be used: names the file or field, and the fix.
+
+    The command line prints it as one line and exits with code 2; a worker that raises it is not restarted.
+    """
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return `did you mean X? ` for the closest known word, or an empty string.
+
+    >>> nearest("resnt20", ["resnet20", "mlp"])
+    'did you mean resnet20? '
+    """
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"did you mean {matches[0]}? " if matches else ""
+
+
+def unknown(kind: str, word: str, known: Iterable[str]) -> UserError:
+    """Build the refusal of an unknown name: the nearest known one, then what exists."""
+    names = sorted(known)
+    return UserError(f"unknown {kind} {word!r}: {nearest(word, names)}known: {', '.join(names)}")

@@ -1,0 +1,66 @@
+"""Bytes, seconds and bits per second, read from and written for people."""
+
+from __future__ import annotations
+
+import re
+
+from echelon.core.errors import UserError
+
+_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_NUMBER = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*$")
+
+
+def _parse(text: str, scale: dict[str, float], what: str, example: str) -> float:
+    match = _NUMBER.match(text.lower())
+    if not match or match[2] not in scale:
+        raise UserError(f"{text!r} is not a {what}: write a number and one of {', '.join(scale)}, for example {example}")
+    return float(match[1]) * scale[match[2]]
+
+
+def parse_seconds(text: str) -> float:
+    """Read a duration such as `500ms`, `30s`, `5m` or `2h`, in seconds.
+
+    >>> parse_seconds("5m")
+    300.0
+    """
+    return _parse(text, _SECONDS, "duration", "5m")
+
+
+def parse_bits_per_s(text: str) -> float:
+    """Read a link rate such as `100mbit`, in bits per second.
+
+    >>> parse_bits_per_s("100mbit")
+    100000000.0
+    """
+    return _parse(text, _BITS, "link rate", "100mbit")
+
+
+def format_bytes(n_bytes: float) -> str:
+    """Write a size with a decimal unit.
+
+    >>> format_bytes(1_200_000)
+    '1.2 MB'
+    """
+    size = float(n_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(size) < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration with the unit that suits it.
+
+    >>> format_seconds(0.0032), format_seconds(75)
+    ('3.2 ms', '1m 15s')
+    """
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m {rest}s"
+    return f"{minutes // 60}h {minutes % 60}m"
