@@ -1,0 +1,145 @@
+"""Build a run's description from defaults < YAML file < command line, and remember where each value came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from echelon.config.schema import RunConfig
+from echelon.config.validate import check
+from echelon.core.errors import UserError, nearest
+
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A checked description and the origin of each value by dotted name (`optimizer.lr`: `run.yaml, line 4`)."""
+
+    config: RunConfig
+    origins: Mapping[str, str]
+
+
+def leaves(config_type: type = RunConfig, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
+    """Yield (dotted name, field, type) of every setting."""
+    hints = get_type_hints(config_type)
+    for item in fields(config_type):
+        name = f"{prefix}{item.name}"
+        if is_dataclass(hints[item.name]):
+            yield from leaves(hints[item.name], f"{name}.")
+        else:
+            yield name, item, hints[item.name]
+
+
+def flag_of(name: str, item: Field[Any]) -> str:
+    """Return the command-line flag of a setting."""
+    return item.metadata.get("flag") or "--" + name.rsplit(".", 1)[-1].replace("_", "-")
+
+
+def build(file: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Resolved:
+    """Merge defaults, a YAML file and overrides by dotted name, then check the whole.
+
+    Raises:
+        UserError: an unknown key, a wrong type, a value out of bounds, or settings that contradict each other.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for name, value, origin in [*_from_file(file), *((k, v, "command line") for k, v in (overrides or {}).items())]:
+        values[name], origins[name] = value, origin
+    tree: dict[str, Any] = {}
+    known = {name: (item, kind) for name, item, kind in leaves()}
+    for name, value in values.items():
+        if name not in known:
+            raise UserError(f"{origins[name]}: unknown setting {name!r}: {nearest(name, known)}".rstrip(": "))
+        _place(tree, name, _checked(name, value, known[name], origins[name]))
+    config = TypeAdapter(RunConfig).validate_python(tree)
+    check(config)
+    return Resolved(config, {name: origins.get(name, DEFAULT) for name in known})
+
+
+def load_run_config(file: Path) -> RunConfig:
+    """Read a run's own `config.yaml`.
+
+    Raises:
+        UserError: the file is missing or not a run's description.
+    """
+    return build(file).config
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Write the description so that `build` reads the same one back."""
+    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
+
+
+def _place(tree: dict[str, Any], name: str, value: Any) -> None:
+    *sections, leaf = name.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[leaf] = value
+
+
+def _checked(name: str, value: Any, known: tuple[Field[Any], Any], origin: str) -> Any:
+    item, kind = known
+    flag = flag_of(name, item)
+    if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)  # YAML reads `nodes: 2` as a number
+    where = f"{flag} ({name})" if origin == "command line" else f"{origin}: {name}"
+    try:
+        value = TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
+        hint = nearest(str(value), [str(a) for a in getattr(kind, "__args__", ())])
+        raise UserError(f"{where} is {value!r}: {hint}{reason[0].lower()}{reason[1:]}") from None
+    low, high = item.metadata.get("min"), item.metadata.get("max")
+    if (low is not None and value < low) or (high is not None and value > high):
+        bounds = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
+        raise UserError(f"{where} is {value}: it must be {bounds}")
+    return value
+
+
+def _from_file(file: Path | None) -> Iterator[tuple[str, Any, str]]:
+    if file is None:
+        return
+    try:
+        text = file.read_text()
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
+    if node is None:
+        return
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError(f"{file}: expected settings such as `data: {{source: digits}}`")
+    yield from _walk(file, node, "")
+
+
+def _walk(file: Path, node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, Any, str]]:
+    """Yield each leaf; a section given as a scalar is its main setting (`model: resnet20` is `model.name`)."""
+    settings = [name for name, _, _ in leaves()]
+    seen: set[str] = set()
+    for key_node, value_node in node.value:
+        name = f"{prefix}{key_node.value}"
+        origin = f"{file}, line {key_node.start_mark.line + 1}"
+        if name in seen:
+            raise UserError(f"{origin}: {name} stands twice")
+        seen.add(name)
+        is_section = any(s.startswith(f"{name}.") for s in settings)
+        if is_section and isinstance(value_node, yaml.MappingNode):
+            yield from _walk(file, value_node, f"{name}.")
+            continue
+        if is_section:
+            main = next((s for s in (f"{name}.name", f"{name}.source") if s in settings), None)
+            if main is None or not isinstance(value_node, yaml.ScalarNode):
+                raise UserError(f"{origin}: {name} is a group of settings, write `{name}: {{...}}`")
+            name = main
+        elif name not in settings:
+            sections = {s.partition(".")[0] for s in settings}
+            raise UserError(f"{origin}: unknown setting {name!r}: {nearest(name, [*settings, *sections])}".rstrip(": "))
+        loader = yaml.SafeLoader("")
+        yield name, loader.construct_object(value_node, deep=True), origin

@@ -1,0 +1,146 @@
+"""What contradicts itself is refused before anything starts. Knows no torch: what a strategy accepts, it checks itself."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from echelon.config.schema import RunConfig
+from echelon.core.axes import Axis
+from echelon.core.errors import UserError
+from echelon.core.spec import parse_chain, parse_layout, parse_spec
+from echelon.core.units import parse_seconds
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """How many machines take part: fixed, or a range that may change while the run goes."""
+
+    least: int
+    most: int
+
+
+@dataclass(frozen=True)
+class CheckpointInterval:
+    """Either a number of optimizer steps or a duration in seconds; the other is None."""
+
+    steps: int | None
+    seconds: float | None
+
+
+def parse_nodes(text: str) -> Nodes:
+    """Read `2` or `1:4`.
+
+    Raises:
+        UserError: the text is neither.
+    """
+    match = re.fullmatch(r"\s*([1-9]\d*)(?::([1-9]\d*))?\s*", text)
+    if not match:
+        raise UserError(f"--nodes {text!r}: write a number such as 2, or a range such as 1:4")
+    least, most = int(match[1]), int(match[2] or match[1])
+    if least > most:
+        raise UserError(f"--nodes {text!r}: the least number of machines comes first")
+    return Nodes(least, most)
+
+
+def parse_interval(text: str) -> CheckpointInterval:
+    """Read `200` (steps) or `5m` (duration).
+
+    Raises:
+        UserError: the text is neither, or not positive.
+    """
+    if re.fullmatch(r"\s*\d+\s*", text):
+        if int(text) == 0:
+            raise UserError("--checkpoint-every 0: write a number of steps of at least 1, or a duration such as 5m")
+        return CheckpointInterval(int(text), None)
+    try:
+        seconds = parse_seconds(text)
+    except UserError:
+        raise UserError(f"--checkpoint-every {text!r}: write a number of steps (200) or a duration (5m)") from None
+    return CheckpointInterval(None, seconds)
+
+
+def parse_rendezvous(text: str) -> tuple[str, int]:
+    """Read `HOST:PORT`.
+
+    Raises:
+        UserError: host or port is missing.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UserError(f"--rendezvous {text!r}: write HOST:PORT, for example node0:29400")
+    return host, int(port)
+
+
+def check_world(config: RunConfig, world_size: int) -> None:
+    """Refuse what this number of ranks cannot do.
+
+    Raises:
+        UserError: the layout is not the world, or the batch is smaller than the world.
+    """
+    sizes = parse_layout(config.strategy.parallel)
+    fixed = math.prod(size for size in sizes.values() if size > 0)
+    if (-1 in sizes.values() and world_size % fixed) or (-1 not in sizes.values() and fixed != world_size):
+        raise UserError(
+            f"--parallel {config.strategy.parallel}: {fixed} ranks, but there are {world_size} workers; "
+            f"write dp=-1 or --workers {fixed}"
+        )
+    if config.data.batch_size < world_size:
+        raise UserError(
+            f"--batch-size {config.data.batch_size} is smaller than the {world_size} workers that share it; "
+            f"use at least {world_size}, or fewer workers"
+        )
+
+
+def check(config: RunConfig) -> None:
+    """Refuse contradictions within a description.
+
+    Raises:
+        UserError: names the settings and the fix.
+    """
+    _check_strategy(config)
+    _check_launch(config)
+    _check_training(config)
+
+
+def _check_strategy(config: RunConfig) -> None:
+    parse_layout(config.strategy.parallel)
+    parse_spec(config.strategy.sync)
+    parse_chain(config.strategy.compression)
+    parse_spec(config.strategy.collective)
+    beyond = [axis for axis in parse_layout(config.strategy.parallel) if axis is not Axis.DP]
+    if beyond:
+        raise UserError(f"--parallel {config.strategy.parallel}: {beyond[0]} is not there yet; dp=N exists")
+
+
+def _check_launch(config: RunConfig) -> None:
+    nodes = parse_nodes(config.launch.nodes)
+    if config.launch.rendezvous:
+        parse_rendezvous(config.launch.rendezvous)
+    elif nodes.most > 1:
+        raise UserError(f"--nodes {config.launch.nodes} needs --rendezvous HOST:PORT of the first machine, on each machine")
+    if config.launch.workers and nodes.least == nodes.most:
+        check_world(config, config.launch.workers * nodes.most)
+    try:
+        timeout_s = parse_seconds(config.launch.timeout)
+    except UserError as error:
+        raise UserError(f"--timeout: {error}") from None
+    if timeout_s < 1:
+        raise UserError(f"--timeout {config.launch.timeout}: use at least 1s")
+    parse_interval(config.checkpoint.every)
+
+
+def _check_training(config: RunConfig) -> None:
+    optimizer, training = config.optimizer, config.training
+    if optimizer.warmup_epochs >= training.epochs and optimizer.warmup_epochs > 0:
+        raise UserError(
+            f"--warmup-epochs {optimizer.warmup_epochs:g} leaves nothing of --epochs {training.epochs}: use a shorter warm-up"
+        )
+    if training.accumulate > config.data.batch_size:
+        raise UserError(
+            f"--accumulate {training.accumulate} cuts a batch of {config.data.batch_size} into empty micro-batches: "
+            f"use at most {config.data.batch_size}"
+        )
+    if training.precision == "fp16" and training.device == "cpu":
+        raise UserError("--precision fp16 needs a GPU: on a CPU use --precision bf16 or fp32")

@@ -1,0 +1,1 @@
+"""What a run did: phases, wire bytes, events, one JSONL record. Knows no strategy."""

@@ -1,0 +1,122 @@
+"""Where the time of a step goes.
+
+On a CPU the clock is read at each boundary. On a GPU work is queued, so events are recorded in the stream and read
+later, without making the device wait.
+"""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Phase(StrEnum):
+    """The phases of a step. `communicate` is what is exposed: not hidden behind backward."""
+
+    DATA = "data"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    COMMUNICATE = "communicate"
+    UPDATE = "update"
+    OTHER = "other"
+
+
+PHASES = list(Phase)
+
+
+class PhaseClock(Protocol):
+    """Divides time into phases: `enter` ends the phase before and begins the next."""
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a phase now."""
+
+    def split(self, phase: Phase, at: object) -> None:
+        """End the phase before at an earlier moment, taken with `mark`, from which on `phase` counts."""
+
+    def drain(self) -> list[float]:
+        """Return seconds per phase since the last call, in the order of `PHASES`, and start anew."""
+
+
+def mark() -> float:
+    """Take a moment for `PhaseClock.split` on a CPU."""
+    return time.perf_counter()
+
+
+class HostClock:
+    """Phases by the host's clock, for CPU training."""
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._phase = Phase.OTHER
+        self._since = time.perf_counter()
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a phase now."""
+        now = time.perf_counter()
+        self._seconds[self._phase] += now - self._since
+        self._phase, self._since = phase, now
+
+    def split(self, phase: Phase, at: object) -> None:
+        """End the present phase at `at` (seconds of `mark`), when that lies within it; `phase` begins there."""
+        assert isinstance(at, float)
+        moment = max(at, self._since)
+        self._seconds[self._phase] += moment - self._since
+        self._phase, self._since = phase, moment
+
+    def drain(self) -> list[float]:
+        """Return seconds per phase since the last call, and start anew."""
+        self.enter(self._phase)
+        seconds = [self._seconds[p] for p in PHASES]
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        return seconds
+
+
+class DeviceClock:
+    """Phases by events in the current CUDA stream; waiting for input is what the host adds (`data`).
+
+    The stream runs behind the host, so a phase's seconds are those between its events on the device.
+    """
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[Phase, torch.cuda.Event]] = []
+        self.enter(Phase.OTHER)
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a phase at this place in the stream."""
+        self._marks.append((phase, device_mark()))
+
+    def split(self, phase: Phase, at: object) -> None:
+        """Begin `phase` at an event recorded earlier."""
+        import torch
+
+        assert isinstance(at, torch.cuda.Event)
+        self._marks.append((phase, at))
+
+    def drain(self) -> list[float]:
+        """Return seconds per phase since the last call; waits for the stream to reach this place."""
+        last = self._marks[-1][0]
+        self.enter(last)
+        self._marks[-1][1].synchronize()
+        seconds = dict.fromkeys(PHASES, 0.0)
+        for (phase, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            seconds[phase] += max(0.0, begin.elapsed_time(end) / 1e3)
+        self._marks = self._marks[-1:]
+        return [seconds[p] for p in PHASES]
+
+
+def device_mark() -> torch.cuda.Event:
+    """Record a timing event in the current CUDA stream."""
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def make_clock(device_type: str) -> PhaseClock:
+    """Return the clock for `cpu` or `cuda`."""
+    return DeviceClock() if device_type == "cuda" else HostClock()
