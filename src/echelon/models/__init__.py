@@ -1,1 +1,15 @@
-""""""
+"""Models by name, fitted to the data: built-ins, timm, torchvision, and a user's own; weights read from files."""
+
+from echelon.models.base import ModelInput
+from echelon.models.registry import auto_name, build_model, builtin_names, parameter_count
+from echelon.models.weights import load_weights, read_weights
+
+__all__ = [
+    "ModelInput",
+    "auto_name",
+    "build_model",
+    "builtin_names",
+    "load_weights",
+    "parameter_count",
+    "read_weights",
+]

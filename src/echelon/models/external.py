@@ -1,0 +1,142 @@
+"""Models from timm, torchvision and a user's own module. The libraries are imported when first asked for."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from echelon.core.errors import UserError, nearest
+from echelon.models.base import ModelInput
+
+
+def build_timm(name: str, data: ModelInput) -> nn.Module:
+    """Build `timm/NAME` without pretrained weights, its classifier, first layer and, where fixed, image size from data.
+
+    Raises:
+        UserError: timm has no such model, or it cannot be built for such images.
+    """
+    import timm
+    from timm.models import get_pretrained_cfg
+
+    if not timm.is_model(name):
+        raise UserError(f"unknown model 'timm/{name}': {_suggest('timm', name, timm.list_models())}")
+    size: dict[str, int] = {}
+    pretrained = get_pretrained_cfg(name, allow_unregistered=True)
+    if pretrained is not None and pretrained.fixed_input_size:
+        size["img_size"] = data.image_size
+    try:
+        return timm.create_model(name, pretrained=False, num_classes=data.classes, in_chans=data.channels, **size)
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        raise _not_for_such_images(f"timm/{name}", data, error) from error
+
+
+def build_torchvision(name: str, data: ModelInput) -> nn.Module:
+    """Build `torchvision/NAME` without pretrained weights.
+
+    Raises:
+        UserError: torchvision has no such classification model, or the images do not have 3 channels.
+    """
+    from torchvision import models
+
+    known = models.list_models(module=models)
+    if name not in known:
+        raise UserError(f"unknown model 'torchvision/{name}': {_suggest('torchvision', name, known)}")
+    if data.channels != 3:
+        raise UserError(
+            f"--model torchvision/{name} takes 3-channel images, the data has {data.channels}: "
+            "use a timm/ or built-in model, which adapt"
+        )
+    options: dict[str, Any] = {"num_classes": data.classes}
+    if name.startswith("vit_"):
+        options["image_size"] = data.image_size
+    if name in {"googlenet", "inception_v3"}:
+        # Their auxiliary classifiers return a tuple while training, which no other model does.
+        options |= {"aux_logits": False, "init_weights": True}
+    try:
+        return models.get_model(name, weights=None, **options)
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        raise _not_for_such_images(f"torchvision/{name}", data, error) from error
+
+
+def build_own(name: str, data: ModelInput) -> nn.Module:
+    """Call `module:function` with `data: ModelInput`, or with those of classes, channels, image_size that it takes.
+
+    The current folder is searched too, as `python -m` does.
+
+    Raises:
+        UserError: there is no such module or function, it takes something else, or returns no `nn.Module`.
+    """
+    module_name, _, function_name = name.partition(":")
+    function = _resolve(name, module_name, function_name)
+    if isinstance(function, nn.Module):
+        raise UserError(f"--model {name} is a module: name a function or class that builds one for the data")
+    if not callable(function):
+        raise UserError(f"--model {name} is a {type(function).__name__}: name a function that returns a model")
+    model = function(**_arguments(name, function, data))
+    if not isinstance(model, nn.Module):
+        raise UserError(f"--model {name} must return a torch.nn.Module; it returned {type(model).__name__}")
+    return model
+
+
+def library_names() -> dict[str, list[str]]:
+    """Return every model name of timm and of torchvision."""
+    import timm
+    from torchvision import models
+
+    return {"timm": timm.list_models(), "torchvision": models.list_models(module=models)}
+
+
+def _resolve(name: str, module_name: str, function_name: str) -> Any:
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise UserError(
+            f"--model {name}: there is no module {module_name!r}; write module:function, "
+            "the module importable from the current folder"
+        ) from error
+    if not hasattr(module, function_name):
+        functions = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+        raise UserError(
+            f"--model {name}: {module_name} has no {function_name!r}; {nearest(function_name, functions)}"
+            f"it has: {', '.join(functions) or 'no functions'}"
+        )
+    return getattr(module, function_name)
+
+
+def _arguments(name: str, function: Callable[..., Any], data: ModelInput) -> dict[str, Any]:
+    offered = {"data": data, **asdict(data)}
+    parameters = list(inspect.signature(function).parameters.values())
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    taken = {p.name: offered[p.name] for p in named if p.name in offered and p.kind is not p.POSITIONAL_ONLY}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        taken |= asdict(data)
+    missing = [p.name for p in named if p.default is p.empty and p.name not in taken]
+    if missing:
+        raise UserError(
+            f"--model {name} needs {', '.join(missing)}, which is not known here: "
+            f"give it a default, or take some of {', '.join(offered)}"
+        )
+    return taken
+
+
+def _suggest(library: str, name: str, known: list[str]) -> str:
+    return f"{nearest(name, known)}{library} has {len(known)}: see {library}'s list_models()"
+
+
+def _not_for_such_images(name: str, data: ModelInput, error: Exception) -> UserError:
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return UserError(
+        f"--model {name} cannot be built for {data.describe()} ({reason}): choose another model or --image-size"
+    )

@@ -1,0 +1,108 @@
+"""From a model's name to a module that fits the data."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from echelon.config.schema import ModelConfig
+from echelon.core.errors import UserError, nearest, unknown
+from echelon.models import builtin
+from echelon.models.base import ModelInput
+from echelon.models.external import build_own, build_timm, build_torchvision, library_names
+from echelon.models.weights import load_weights
+
+
+def build_model(config: ModelConfig, data: ModelInput) -> nn.Module:
+    """Build `config.name` for the data and load `config.weights` where given.
+
+    Every model is tried once on two blank images, so that one that cannot take them is refused before anything starts.
+
+    Raises:
+        UserError: the name is unknown (with the nearest one), the model cannot take such images or does not give one
+            logit per class, or the weights do not fit.
+    """
+    name = auto_name(data) if config.name == "auto" else config.name
+    model = _build(name, data)
+    _try_out(model, name, data)
+    if config.weights:
+        load_weights(model, Path(config.weights))
+    return model
+
+
+def auto_name(data: ModelInput) -> str:
+    """Choose a model by image size: mlp below 8 pixels, small_cnn below 32, resnet20 up to 64, timm/resnet50 above."""
+    if data.image_size < 8:
+        return "mlp"
+    if data.image_size < 32:
+        return "small_cnn"
+    return "resnet20" if data.image_size <= 64 else "timm/resnet50"
+
+
+def builtin_names() -> list[str]:
+    """Return the built-in models: the names of the files in `models/builtin`. Imports none of them."""
+    return sorted(module.name for module in pkgutil.iter_modules(builtin.__path__))
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Return the number of trainable scalars."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _build(name: str, data: ModelInput) -> nn.Module:
+    if name.startswith("timm/"):
+        return build_timm(name.removeprefix("timm/"), data)
+    if name.startswith("torchvision/"):
+        return build_torchvision(name.removeprefix("torchvision/"), data)
+    if ":" in name:
+        return build_own(name, data)
+    if name in builtin_names():
+        return importlib.import_module(f"{builtin.__name__}.{name}").build(data)
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> UserError:
+    known = [*builtin_names(), "auto"]
+    library, _, rest = name.rpartition("/")
+    if library:
+        return UserError(
+            f"unknown model {name!r}: {nearest(library, ['timm', 'torchvision'])}"
+            f"write timm/{rest}, torchvision/{rest}, module:function or one of {', '.join(known)}"
+        )
+    found = [f"{prefix}/{name}" for prefix, names in library_names().items() if name in names]
+    if found:
+        return UserError(f"unknown model {name!r}: did you mean {' or '.join(found)}?")
+    if nearest(name, known):
+        return unknown("model", name, [*known, "timm/NAME", "torchvision/NAME", "module:function"])
+    anywhere = {each: f"{prefix}/{each}" for prefix, names in reversed(library_names().items()) for each in names}
+    closest = nearest(name, anywhere).removeprefix("did you mean ").removesuffix("? ")
+    if closest:
+        return UserError(f"unknown model {name!r}: did you mean {anywhere[closest]}? built-in: {', '.join(known)}")
+    return unknown("model", name, [*known, "timm/NAME", "torchvision/NAME", "module:function"])
+
+
+def _try_out(model: nn.Module, name: str, data: ModelInput) -> None:
+    was_training = model.training
+    model.eval()
+    example = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    images = torch.zeros(2, data.channels, data.image_size, data.image_size, device=example.device, dtype=example.dtype)
+    try:
+        with torch.no_grad():
+            logits = model(images)
+    except (RuntimeError, ValueError, AssertionError, TypeError, IndexError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"--model {name} cannot take {data.describe()} ({reason}): choose another model or --image-size"
+        ) from error
+    finally:
+        model.train(was_training)
+    if not isinstance(logits, torch.Tensor) or logits.shape != (2, data.classes):
+        got = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+        raise UserError(
+            f"--model {name} must return logits of shape (batch, {data.classes}), one per class; "
+            f"for a batch of 2 it returned {got}"
+        )

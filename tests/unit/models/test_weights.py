@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from echelon.config.schema import ModelConfig
+from echelon.core.errors import UserError
+from echelon.models import ModelInput, build_model, load_weights
+
+CIFAR = ModelInput(classes=10, channels=3, image_size=32)
+
+
+def model(name: str = "small_cnn", data: ModelInput = CIFAR) -> nn.Module:
+    return build_model(ModelConfig(name=name), data)
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch", "nested", "ddp", "compiled", "no_counters"])
+def test_round_trip(tmp_path: Path, form: str) -> None:
+    source, target = model("resnet20"), model("resnet20")
+    state: dict[str, Tensor] = dict(source.state_dict())
+    path = tmp_path / "weights.bin"  # the content tells the format, not the name
+    match form:
+        case "safetensors":
+            save_file(state, path)
+        case "nested":
+            torch.save({"epoch": 3, "state_dict": state}, path)
+        case "ddp":
+            torch.save({f"module.{name}": tensor for name, tensor in state.items()}, path)
+        case "compiled":
+            torch.save({f"_orig_mod.{name}": tensor for name, tensor in state.items()}, path)
+        case "no_counters":
+            torch.save({name: tensor for name, tensor in state.items() if not name.endswith("tracked")}, path)
+        case _:
+            torch.save(state, path)
+    load_weights(target, path)
+    assert same(source, target)
+
+
+def test_build_model_loads_the_configured_file(tmp_path: Path) -> None:
+    source = model("mlp")
+    save_file(source.state_dict(), tmp_path / "w.safetensors")
+    assert same(source, build_model(ModelConfig(name="mlp", weights=str(tmp_path / "w.safetensors")), CIFAR))
+
+
+def refusal(target: nn.Module, path: Path) -> str:
+    before = [tensor.clone() for tensor in target.state_dict().values()]
+    with pytest.raises(UserError) as caught:
+        load_weights(target, path)
+    after = target.state_dict().values()
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "nothing is half loaded"
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_another_shape_names_the_parameter_and_both_shapes(tmp_path: Path) -> None:
+    save_file(model(data=ModelInput(10, 1, 32)).state_dict(), tmp_path / "w")
+    words = refusal(model(), tmp_path / "w")
+    assert "'features.0.weight' is 32x1x3x3 in the file and 32x3x3x3 in the model" in words
+    assert "--image-size" in words
+
+
+def test_another_class_count_is_named_as_the_reason(tmp_path: Path) -> None:
+    source, target = model(data=ModelInput(1000, 3, 32)), model()
+    save_file(source.state_dict(), tmp_path / "w")
+    words = refusal(target, tmp_path / "w")
+    assert "'classifier.weight' is 1000x128 in the file and 10x128 in the model" in words
+    assert "for 1000 classes, the data has 10" in words
+    head = target.get_parameter("classifier.weight").clone()
+    load_weights(target, tmp_path / "w", new_head=True)
+    assert torch.equal(target.get_parameter("classifier.weight"), head)
+    assert torch.equal(target.get_parameter("features.0.weight"), source.get_parameter("features.0.weight"))
+
+
+def test_another_model(tmp_path: Path) -> None:
+    save_file(model("mlp").state_dict(), tmp_path / "w")
+    assert "has no 'features.0.weight'" in refusal(model(), tmp_path / "w")
+    extra = {**model().state_dict(), "more": torch.ones(1)}
+    save_file(extra, tmp_path / "w")
+    assert "has 'more', which the model has not" in refusal(model(), tmp_path / "w")
+
+
+class Attack:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, ("touch unpickled",)
+
+
+def test_no_code_in_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": Attack()}, tmp_path / "zip.pt")
+    (tmp_path / "plain.pkl").write_bytes(pickle.dumps(Attack()))
+    for name in ("zip.pt", "plain.pkl"):
+        assert "cannot be read" in refusal(model(), tmp_path / name)
+    assert not (tmp_path / "unpickled").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"hello, world", b"PK\x03\x04 torn", b"\x10\0\0\0\0\0\0\0{ torn"])
+def test_a_file_that_is_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "w").write_bytes(content)
+    assert "cannot be read" in refusal(model(), tmp_path / "w")
+
+
+def test_missing_file_folder_and_no_state_dict(tmp_path: Path) -> None:
+    assert "no such file" in refusal(model(), tmp_path / "none.pt")
+    assert "a folder" in refusal(model(), tmp_path)
+    torch.save([1, 2], tmp_path / "list.pt")
+    assert "holds no state dict" in refusal(model(), tmp_path / "list.pt")
