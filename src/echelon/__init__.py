@@ -1,1 +1,26 @@
-"""Echelon."""
+"""Echelon trains PyTorch models on many processes and machines, and shows what each way of doing so costs.
+
+Everything public is imported on first use, so that `import echelon` costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from echelon.api import Outcome, evaluate, report, resume, train
+    from echelon.collectives.hook import ddp_hook
+
+__all__ = ["Outcome", "ddp_hook", "evaluate", "report", "resume", "train"]
+
+_HOMES = {name: "echelon.api" for name in ("Outcome", "evaluate", "report", "resume", "train")} | {
+    "ddp_hook": "echelon.collectives.hook"
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'echelon' has no attribute {name!r}")

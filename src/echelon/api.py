@@ -1,0 +1,270 @@
+"""Starting, resuming, evaluating and reporting runs: what the command line calls, and Python users too."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from echelon.config import RunConfig, build, load_run_config
+from echelon.config.build import flag_of, leaves
+from echelon.config.validate import check_world
+from echelon.core.errors import UserError, nearest
+from echelon.launch.plan import LaunchPlan, nodes_of, thread_count, worker_count
+from echelon.launch.preload import start_import_server
+from echelon.observe.record import Recorder, read_records
+from echelon.train import folder as folders
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.data import Dataset
+
+    from echelon.launch.elastic import Death
+    from echelon.train.assemble import Given
+
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torchvision.transforms.v2",
+    "timm.optim",
+    "timm.scheduler",
+    "torchmetrics.classification",
+    "sklearn.datasets",
+    "tensorboard",
+    "echelon.train.worker",
+)
+RESUMABLE = ("launch.", "checkpoint.", "training.epochs", "training.max_steps", "training.eval_every", "data.loaders")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: `completed`, `stopped` or `failed`; its folder; the numbers of `summary.json`."""
+
+    status: str
+    folder: Path
+    summary: Mapping[str, Any]
+
+
+def train(
+    model: str | nn.Module = "auto",
+    data: str | tuple[Dataset[Any], Dataset[Any]] = "digits",
+    run: str | Path = "",
+    **settings: Any,
+) -> Outcome:
+    """Train a model on data and return how it went.
+
+    Args:
+        model: a name as on the command line, or a module (with several workers it is sent to them: it must pickle).
+        data: a name or folder as on the command line, or (training, evaluation) map-style data sets of (input, label).
+        run: the run's folder; empty: `runs/DATA-MODEL-NUMBER`.
+        settings: any other setting by its command-line name: `epochs=5, batch_size=64, workers=2, sync="allreduce"`.
+
+    Raises:
+        UserError: a setting that does not exist or does not fit.
+
+    Example:
+        >>> echelon.train("small_cnn", "digits", epochs=2).status  # doctest: +SKIP
+        'completed'
+    """
+    overrides = {_dotted(name): value for name, value in settings.items()}
+    overrides |= {"run": str(run), "model.name": model if isinstance(model, str) else type(model).__name__}
+    overrides["data.source"] = data if isinstance(data, str) else type(data[0]).__name__
+    config = build(None, overrides).config
+    given = None
+    if not isinstance(model, str) or not isinstance(data, str):
+        given = _given(None if isinstance(model, str) else model, None if isinstance(data, str) else data)
+    return start(config, given)
+
+
+def resume(run: str | Path, overrides: Mapping[str, Any] | None = None) -> Outcome:
+    """Continue a run from its newest whole checkpoint, on any number of workers.
+
+    Raises:
+        UserError: the folder holds no run, or a setting would make it another run.
+    """
+    path = Path(run)
+    config = _with_overrides(path, overrides or {})
+    with _lock(path, config):
+        return _start_in(path, config, None, fresh=False)
+
+
+def evaluate(run: str | Path) -> Mapping[str, float]:
+    """Evaluate a run's best checkpoint on its evaluation data; returns the metrics."""
+    path = Path(run)
+    config = _config_of(path)
+    from echelon.train.rescore import rescore
+
+    return rescore(path, config)
+
+
+def report(run: str | Path) -> Path:
+    """Write a run's report and summary again from its record; returns its folder.
+
+    Raises:
+        UserError: the folder holds no run.
+    """
+    path = Path(run)
+    _config_of(path)
+    from echelon.observe.report import write_report
+
+    write_report(path)
+    return path
+
+
+def start(config: RunConfig, given: Given | None = None) -> Outcome:
+    """Start a new run.
+
+    Raises:
+        UserError: it cannot start as described.
+    """
+    from echelon.train.folder import create, default_folder
+
+    if _is_worker():
+        return _start_as_worker(config, given)
+    path = Path(config.run) if config.run else default_folder(config)
+    config = replace(config, run=str(path))
+    create(path, config)
+    with _lock(path, config):
+        return _start_in(path, config, given, fresh=True)
+
+
+def plan_of(config: RunConfig, path: Path, given: Given | None = None) -> LaunchPlan:
+    """Return what would be started on this machine.
+
+    Raises:
+        UserError: the workers do not fit the machine or the description.
+    """
+    workers = worker_count(config.launch, config.training.device)
+    nodes = nodes_of(config.launch)
+    if nodes.least == nodes.most:
+        check_world(config, workers * nodes.most)
+    return LaunchPlan(
+        entry="echelon.train.worker:run_worker",
+        args=(str(path), given),
+        workers=workers,
+        threads=thread_count(config.launch, workers),
+        nodes=nodes,
+        rendezvous=config.launch.rendezvous,
+        max_restarts=config.launch.max_restarts,
+        log_dir=path / "logs",
+        preload=PRELOAD,
+    )
+
+
+def check_strategies(config: RunConfig) -> None:
+    """Refuse specs that no registered strategy takes.
+
+    Raises:
+        UserError: names the spec and the nearest that works.
+    """
+    from echelon.sync import check_sync
+
+    check_sync(config.strategy.sync)
+
+
+def _dotted(setting: str) -> str:
+    flags = {flag_of(name, item).lstrip("-").replace("-", "_"): name for name, item, _ in leaves()}
+    if setting not in flags:
+        raise UserError(f"unknown setting {setting!r}: {nearest(setting, flags)}".rstrip(": "))
+    return flags[setting]
+
+
+def _given(model: nn.Module | None, data: tuple[Dataset[Any], Dataset[Any]] | None) -> Given:
+    from echelon.data import from_datasets
+    from echelon.train.assemble import Given
+
+    return Given(model, from_datasets(*data) if data else None)
+
+
+def _config_of(path: Path) -> RunConfig:
+    if not (path / folders.CONFIG_FILE).exists():
+        known = [str(p.parent) for p in Path("runs").glob(f"*/{folders.CONFIG_FILE}")]
+        raise UserError(f"{path} holds no run: {nearest(str(path), known)}there is no {folders.CONFIG_FILE} in it")
+    return load_run_config(path / folders.CONFIG_FILE)
+
+
+def _with_overrides(path: Path, overrides: Mapping[str, Any]) -> RunConfig:
+    _config_of(path)
+    for name in overrides:
+        if not name.startswith(RESUMABLE):
+            raise UserError(f"{name} cannot change when a run is resumed: start a new run, with --weights from this one")
+    config = build(path / folders.CONFIG_FILE, overrides).config
+    return replace(config, run=str(path))
+
+
+def _lock(path: Path, config: RunConfig) -> AbstractContextManager[None]:
+    return nullcontext() if _is_worker() else folders.locked(path, shared=nodes_of(config.launch).most > 1)
+
+
+def _is_worker() -> bool:
+    """Whether torchrun or another launcher started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _start_as_worker(config: RunConfig, given: Given | None) -> Outcome:
+    from echelon.train.under_launcher import agree_on_folder
+    from echelon.train.worker import run_worker
+
+    check_strategies(config)
+    path = agree_on_folder(config)
+    status = run_worker(str(path), given)
+    return _outcome(path, status)
+
+
+def _start_in(path: Path, config: RunConfig, given: Given | None, fresh: bool) -> Outcome:
+    if not fresh:
+        folders.prepare(path, config)
+    if _is_worker():
+        from echelon.train.worker import run_worker
+
+        return _outcome(path, run_worker(str(path), given))
+    plan = plan_of(config, path, given)
+    start_import_server(plan.preload)
+    check_strategies(config)
+    record = Recorder(path)
+    try:
+        status = _run_plan(plan, path, record)
+    finally:
+        record.close()
+        folders.mark_ended(path)
+    return _outcome(path, status)
+
+
+def _run_plan(plan: LaunchPlan, path: Path, record: Recorder) -> str:
+    from echelon.launch.elastic import Interrupted, Refused, WorkersFailed, run_workers
+    from echelon.observe.report import write_report
+
+    def on_death(death: Death, restarts_left: int) -> None:
+        then = "the group restarts from the newest checkpoint" if restarts_left else "no restarts are left"
+        record.event(
+            "worker_died", f"{death}; {then}", rank=death.rank, host=death.host, pid=death.pid, exit_code=death.exit_code
+        )
+
+    try:
+        return next(iter(run_workers(plan, on_death).values()), "completed") or "completed"
+    except Interrupted:
+        return "stopped"
+    except Refused:
+        reason = _last_event(path, "refused")
+        record.write("end", status="refused", message=reason)
+        write_report(path)
+        raise UserError(reason) from None
+    except WorkersFailed:
+        reason = _last_event(path, "worker_died")
+        record.write("end", status="failed", message=reason)
+        write_report(path)
+        return "failed"
+
+
+def _last_event(path: Path, name: str) -> str:
+    events = [r["message"] for r in read_records(path) if r["kind"] == "event" and r.get("name") == name]
+    return events[-1] if events else f"the workers ended; see {path}/logs"
+
+
+def _outcome(path: Path, status: str) -> Outcome:
+    summary = path / "summary.json"
+    return Outcome(status, path, json.loads(summary.read_text()) if summary.exists() else {})

@@ -1,0 +1,35 @@
+"""`echelon evaluate` and `echelon report`: commands on a run that exists."""
+
+from typing import Annotated
+
+import typer
+from typer.core import TyperCommand
+
+from echelon.cli.app import COMMANDS, as_command
+
+
+def evaluate_command() -> TyperCommand:
+    """Build `echelon evaluate`."""
+
+    def evaluate(run: Annotated[str, typer.Argument(help="the run's folder")]) -> None:
+        from echelon import api
+
+        for name, value in api.evaluate(run).items():
+            print(f"{name:16} {value:.4f}")
+
+    return as_command(evaluate, "evaluate", COMMANDS["evaluate"][1])
+
+
+def report_command() -> TyperCommand:
+    """Build `echelon report`."""
+
+    def report(run: Annotated[str, typer.Argument(help="the run's folder")]) -> None:
+        from echelon import api
+        from echelon.observe.report import closing_words, read_summary
+
+        folder = api.report(run)
+        for line in closing_words(read_summary(folder)):
+            print(line)
+        print(f"report: {folder / 'report.html'}")
+
+    return as_command(report, "report", COMMANDS["report"][1])

@@ -1,0 +1,190 @@
+"""Run a plan's workers under torch.distributed.elastic: rendezvous, monitoring, restarts."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import socket
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from echelon.config.validate import parse_rendezvous
+from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
+from echelon.launch.death import die_with_parent
+from echelon.launch.plan import LaunchPlan
+
+MONITOR_INTERVAL_S = 0.1
+JOIN_TIMEOUT_S = 600
+LAST_CALL_S = 2
+
+
+@dataclass(frozen=True)
+class Death:
+    """A worker that ended when it should not have: its rank, machine, process and exit code (negative: signal)."""
+
+    rank: int
+    host: str
+    pid: int
+    exit_code: int
+
+    def __str__(self) -> str:
+        how = f"exit code {self.exit_code}"
+        if self.exit_code < 0:
+            how = signal.Signals(-self.exit_code).name
+        return f"rank {self.rank} (pid {self.pid} on {self.host}) died: {how}"
+
+
+class WorkersFailed(Exception):
+    """The workers died more often than restarts were allowed."""
+
+
+class Refused(Exception):
+    """A worker refused the user's input: it has said why in the run's record."""
+
+
+class Interrupted(Exception):
+    """The run was asked to stop by a signal; the workers have ended."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+class _Agent(LocalElasticAgent):
+    """An elastic agent that says who died, and does not restart what refused its input."""
+
+    on_death: Callable[[Death, int], None]
+    refused = False
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.FAILED:
+            codes = self._exit_codes(worker_group)
+            if USER_ERROR_EXIT_CODE in [death.exit_code for death in codes]:
+                self.refused = True
+                self._remaining_restarts = 0
+            elif codes:
+                self.on_death(codes[0], self._remaining_restarts)
+        return result
+
+    def _exit_codes(self, worker_group: WorkerGroup) -> list[Death]:
+        """Return the workers that failed: those that a signal killed before those that failed because of it."""
+        processes = self._pcontext._pc.processes if self._pcontext and self._pcontext._pc else []
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        deaths = [
+            Death(ranks[i], socket.gethostname(), process.pid, process.exitcode)
+            for i, process in enumerate(processes)
+            if process.exitcode not in (0, None, -signal.SIGTERM)
+        ]
+        return sorted(deaths, key=lambda death: death.exit_code)
+
+
+def run_workers(plan: LaunchPlan, on_death: Callable[[Death, int], None]) -> dict[int, Any]:
+    """Run the workers to their end; returns each local rank's result.
+
+    Args:
+        plan: what to start.
+        on_death: called with each death and the restarts that are left.
+
+    Raises:
+        Refused: a worker refused its input.
+        WorkersFailed: restarts are used up.
+        Interrupted: this process was asked to stop; the workers were given time to write a checkpoint.
+        UserError: the rendezvous cannot be reached.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    handler = rendezvous_registry.get_rendezvous_handler(_rendezvous(plan))
+    spec = WorkerSpec(
+        role="worker",
+        local_world_size=plan.workers,
+        entrypoint=_enter,
+        args=(plan.entry, plan.threads, plan.args),
+        rdzv_handler=handler,
+        max_restarts=plan.max_restarts,
+        monitor_interval=MONITOR_INTERVAL_S,
+    )
+    redirects = dict.fromkeys(range(plan.workers), Std.ALL)
+    redirects[0] = Std.NONE  # rank 0 shows the progress
+    logs = DefaultLogsSpecs(log_dir=str(plan.log_dir), redirects=redirects)
+    agent = _Agent(spec, logs, start_method="forkserver", exit_barrier_timeout=60)
+    agent.on_death = on_death
+    close = True
+    try:
+        result = agent.run()
+    except SignalException as stopped:
+        close = False
+        raise Interrupted(int(stopped.sigval)) from None
+    except RendezvousError as error:
+        raise UserError(f"--rendezvous {plan.rendezvous}: {error}") from error
+    finally:
+        if close:
+            handler.shutdown()
+    if not result.is_failed():
+        return result.return_values
+    if agent.refused:
+        raise Refused
+    raise WorkersFailed
+
+
+def _enter(entry: str, threads: int, args: tuple[Any, ...]) -> Any:
+    """Run in the worker: ends with its parent, then calls the entry point."""
+    die_with_parent()
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    module, _, function = entry.partition(":")
+    return getattr(importlib.import_module(module), function)(*args)
+
+
+def _rendezvous(plan: LaunchPlan) -> RendezvousParameters:
+    several = plan.nodes.most > 1
+    if several:
+        _check_port(*parse_rendezvous(plan.rendezvous))
+    settings: dict[str, Any] = {"join_timeout": JOIN_TIMEOUT_S, "last_call_timeout": LAST_CALL_S}
+    return RendezvousParameters(
+        backend="c10d",
+        endpoint=plan.rendezvous if several else "localhost:0",
+        run_id=plan.rendezvous if several else uuid.uuid4().hex,
+        min_nodes=plan.nodes.least,
+        max_nodes=plan.nodes.most,
+        local_addr=None if several else "localhost",
+        **settings,
+    )
+
+
+def _check_port(host: str, port: int) -> None:
+    """Refuse a port of this machine that another program holds.
+
+    Raises:
+        UserError: the host is unknown, or the port is taken by something that is not a rendezvous.
+    """
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
+    except OSError as error:
+        raise UserError(f"--rendezvous {host}:{port}: the host is unknown ({error.strerror})") from None
+    with socket.socket(socket.AF_INET6 if ":" in str(address[0]) else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            return
+        except OSError as error:
+            if error.errno != 98:  # not EADDRINUSE: the address is another machine's
+                return
+    try:
+        TCPStore(host, port, is_master=False, timeout=timedelta(seconds=3), wait_for_workers=False)
+    except (RuntimeError, ValueError):
+        raise UserError(
+            f"--rendezvous {host}:{port}: the port is taken by another program; choose another, the same on all machines"
+        ) from None

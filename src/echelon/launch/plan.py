@@ -1,0 +1,68 @@
+"""What is to be started, as data: pure and torch-free, so that a dry run can show it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.config import LaunchConfig
+from echelon.config.validate import Nodes, parse_nodes
+from echelon.core.errors import UserError
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """Processes of one machine.
+
+    Attributes:
+        entry: `package.module:function` that each worker calls with `args`.
+        preload: modules imported once, before workers are forked: what makes a restart fast.
+        log_dir: each rank's output goes to a file here.
+    """
+
+    entry: str
+    args: tuple[Any, ...]
+    workers: int
+    threads: int
+    nodes: Nodes
+    rendezvous: str
+    max_restarts: int
+    log_dir: Path
+    preload: tuple[str, ...] = ()
+
+
+def visible_gpus() -> int:
+    """Count NVIDIA GPUs that this process may use, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([v for v in visible.split(",") if v.strip() and v.strip() != "-1"])
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def usable_cores() -> int:
+    """Count the CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def worker_count(config: LaunchConfig, device: str) -> int:
+    """Return how many workers this machine runs.
+
+    Raises:
+        UserError: more GPU workers than GPUs.
+    """
+    gpus = 0 if device == "cpu" else visible_gpus()
+    if device == "cuda" and config.workers > gpus:
+        raise UserError(f"--workers {config.workers} with --device cuda, but this machine shows {gpus} GPUs")
+    return config.workers or gpus or min(2, usable_cores())
+
+
+def thread_count(config: LaunchConfig, workers: int) -> int:
+    """Return compute threads per worker."""
+    return config.threads or max(1, usable_cores() // workers)
+
+
+def nodes_of(config: LaunchConfig) -> Nodes:
+    """Return how many machines take part."""
+    return parse_nodes(config.nodes)

@@ -1,0 +1,42 @@
+"""What machine a run ran on, for the record."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def environment() -> dict[str, Any]:
+    """Return versions, processor, GPUs and the command of this process."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "echelon": version("echelon"),
+        "platform": platform.platform(),
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "gpus": gpus,
+    }
+
+
+def cpu_name() -> str:
+    """Return the processor's name as the kernel tells it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def command_line() -> str:
+    """Return the command that started this process, as one would type it."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])

@@ -1,0 +1,87 @@
+"""Synchronous SGD: every step, gradients are summed over all replicas while backward still runs (Goyal et al. 2017).
+
+g = sum over replicas of (1 / global batch) * sum over local samples of grad(loss_i), so that an uneven share of the
+batch weighs what it should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from echelon.collectives.hook import GradientHook
+from echelon.sync.base import Sync, SyncContext
+from echelon.sync.buffers import average_buffers
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`allreduce` has no settings."""
+
+
+SETTINGS = Settings
+
+
+class AllReduce:
+    """DistributedDataParallel with our communication hook; a single process has nothing to agree on."""
+
+    def __init__(self, context: SyncContext) -> None:
+        self._context = context
+        self._hook: GradientHook | None = None
+        self.module: nn.Module = context.model
+        if context.group is None:
+            return
+        on_gpu = context.device.type == "cuda"
+        self._ddp = DistributedDataParallel(
+            context.model,
+            device_ids=[context.device] if on_gpu else None,
+            process_group=context.group,
+            broadcast_buffers=False,  # averaged before evaluation instead: nothing is sent for them in a step
+            gradient_as_bucket_view=True,
+        )
+        self._hook = GradientHook(
+            context.group, context.compression, context.collective, average=False, seed=context.seed
+        )
+        self._hook.attach(self._ddp)
+        self.module = self._ddp
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        """Keep gradients local until the last micro-batch."""
+        return nullcontext() if last or self._hook is None else self._ddp.no_sync()
+
+    def communication_began(self) -> Any:
+        """Return when the last bucket was handed over: from then on backward only waits."""
+        if self._hook is None:
+            return None
+        return self._hook.last_ready_event if self._context.device.type == "cuda" else self._hook.last_ready_s
+
+    def step(self) -> None:
+        """Gradients are summed already: update."""
+        self._context.update()
+
+    def gather_buffers(self) -> None:
+        """Average BatchNorm statistics over the replicas."""
+        average_buffers(self._context.model, self._context.group)
+
+    def bytes_sent(self) -> Mapping[str, int]:
+        """Return the bytes sent by this rank, by group of parameters."""
+        return dict(self._hook.wire.by_group) if self._hook else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the hook's state: error-feedback memories and step counters."""
+        return self._hook.state_dict() if self._hook else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back the hook's state."""
+        if self._hook and state:
+            self._hook.load_state_dict(state)
+
+
+def build(settings: Settings, context: SyncContext) -> Sync:
+    """Build the strategy."""
+    return AllReduce(context)

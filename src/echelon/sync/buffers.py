@@ -1,0 +1,27 @@
+"""Averaging of what is state but not a parameter: BatchNorm statistics."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+@torch.no_grad()
+def average_buffers(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Replace every buffer by its mean over the replicas, and counters by their maximum.
+
+    Floating-point buffers are averaged in one all-reduce; the others (BatchNorm's number of batches) take the maximum.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    floats = [b for b in model.buffers() if b.is_floating_point() and b.numel()]
+    if floats:
+        flat = torch.cat([b.reshape(-1).float() for b in floats])
+        dist.all_reduce(flat, group=group)
+        flat /= dist.get_world_size(group)
+        for buffer, mean in zip(floats, flat.split([b.numel() for b in floats]), strict=True):
+            buffer.copy_(mean.view_as(buffer))
+    for buffer in model.buffers():
+        if not buffer.is_floating_point() and buffer.numel():
+            dist.all_reduce(buffer, op=dist.ReduceOp.MAX, group=group)

@@ -1,0 +1,47 @@
+"""Strategies by name: the files of this folder that define `build` and `SETTINGS`."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+from types import ModuleType
+
+from echelon.core.errors import UserError, nearest
+from echelon.core.spec import Spec, bind, parse_spec
+from echelon.sync.base import Sync, SyncContext
+
+_NOT_STRATEGIES = {"base", "registry", "buffers"}
+_PLANNED = ("local", "diloco", "easgd", "ps")
+
+
+def names() -> list[str]:
+    """Return the names of the strategies that exist."""
+    folder = str(Path(__file__).parent)
+    return sorted(m.name for m in pkgutil.iter_modules([folder]) if m.name not in _NOT_STRATEGIES)
+
+
+def _module(spec: Spec) -> ModuleType:
+    if spec.name not in names():
+        if spec.name in _PLANNED:
+            raise UserError(f"--sync {spec}: {spec.name} is not there yet; there is: {', '.join(names())}")
+        hint = nearest(spec.name, [*names(), *_PLANNED])
+        raise UserError(f"--sync {spec}: unknown strategy; {hint}there is: {', '.join(names())}")
+    return importlib.import_module(f"echelon.sync.{spec.name}")
+
+
+def check_sync(text: str) -> None:
+    """Refuse a spec that cannot be built.
+
+    Raises:
+        UserError: an unknown strategy or setting, with the nearest one.
+    """
+    spec = parse_spec(text)
+    bind(spec, _module(spec).SETTINGS)
+
+
+def build_sync(text: str, context: SyncContext) -> Sync:
+    """Build a strategy from its spec."""
+    spec = parse_spec(text)
+    module = _module(spec)
+    return module.build(bind(spec, module.SETTINGS), context)

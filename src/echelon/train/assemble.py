@@ -1,0 +1,180 @@
+"""Building the parts of a run from its description."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from echelon.config import RunConfig
+from echelon.config.validate import parse_interval
+from echelon.core.errors import UserError
+from echelon.data import LoaderConfig, Shard, Source, open_data
+from echelon.data.loader import EvalLoader, TrainLoader
+from echelon.models import ModelInput, build_model, parameter_count
+from echelon.observe.environment import environment
+from echelon.observe.phases import make_clock
+from echelon.observe.record import Recorder, read_records
+from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
+from echelon.sync import SyncContext, build_sync
+from echelon.train.display import Display, RunLength
+from echelon.train.folder import read_launch
+from echelon.train.loop import LoopSettings, TrainingRun
+from echelon.train.losses import build_loss
+from echelon.train.optim import EMA, build_optimizer, build_schedule
+from echelon.train.saving import Saver
+from echelon.train.state import Cursor, RunParts, fingerprint, seed_everything
+from echelon.train.step import Step, StepSettings, make_update
+from echelon.train.world import World
+
+_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Given:
+    """A model and data of the caller's own, in place of names."""
+
+    model: nn.Module | None = None
+    source: Source | None = None
+
+
+def assemble(config: RunConfig, path: Path, world: World, record: Recorder, given: Given) -> tuple[TrainingRun, Cursor]:
+    """Build the parts of a run from its description, and restore the newest checkpoint.
+
+    Raises:
+        UserError: something in the description cannot be built.
+    """
+    training = config.training
+    seed_everything(training.seed)
+    source = given.source or open_data(config.data, training.seed)
+    if source.info.train_size < world.size:
+        raise UserError(f"{source.info.name} has {source.info.train_size} samples for {world.size} workers: use fewer workers")
+    train_loader, eval_loader = _loaders(config, source, world)
+    parts = _parts(config, source, world, given.model)
+    saver = Saver(path, config.checkpoint.keep, parts, world, record, fingerprint(config, source.info))
+    restored = saver.restore()
+    if restored is None:
+        seed_everything(_rank_seed(training.seed, world.rank))
+    cursor = restored or Cursor()
+    loss = build_loss(config.optimizer, source.info.class_counts)
+    clock = make_clock(world.device.type)
+    run = TrainingRun(
+        world=world,
+        parts=parts,
+        step=Step(loss, _step_settings(config, world.device), clock, parts.scaler),
+        loss=loss,
+        schedule=build_schedule(parts.optimizer, config.optimizer, train_loader.batches_per_epoch, training.epochs),
+        train_loader=train_loader,
+        eval_loader=eval_loader,
+        classes=source.info.classes,
+        clock=clock,
+        saver=saver,
+        record=record,
+        display=_display(config, train_loader.batches_per_epoch, world, cursor),
+        settings=LoopSettings(training.epochs, training.max_steps, training.eval_every, parse_interval(config.checkpoint.every)),
+    )
+    _record_start(config, run, source, cursor, path)
+    if restored is not None:
+        _record_resume(record, cursor, path)
+    return run, cursor
+
+
+def _step_settings(config: RunConfig, device: torch.device) -> StepSettings:
+    return StepSettings(
+        device=device,
+        autocast=_AUTOCAST[config.training.precision],
+        accumulate=config.training.accumulate,
+        clip_norm=config.optimizer.clip_norm,
+        channels_last=_channels_last(config, device),
+    )
+
+
+def _display(config: RunConfig, steps_per_epoch: int, world: World, cursor: Cursor) -> Display:
+    steps = config.training.epochs * steps_per_epoch
+    total = min(steps, config.training.max_steps or steps)
+    return Display(RunLength(total, config.training.epochs), world.leads, cursor.step)
+
+
+def _rank_seed(seed: int, rank: int) -> int:
+    """Dropout and the like differ between ranks, the parameters do not."""
+    return (seed * 1_000_003 + rank + 1) % 2**63
+
+
+def _record_start(config: RunConfig, run: TrainingRun, source: Source, cursor: Cursor, path: Path) -> None:
+    world, info = run.world, source.info
+    if not world.leads:
+        return
+    launch = read_launch(path)
+    run.record.write(
+        "start",
+        attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        world_size=world.size,
+        hosts=[socket.gethostname()],
+        pids=[os.getpid()],
+        backend="none" if world.group is None else ("nccl" if world.device.type == "cuda" else "gloo"),
+        device=str(world.device),
+        threads=torch.get_num_threads(),
+        parameters=parameter_count(run.parts.model),
+        model=config.model.name,
+        data=info.name,
+        classes=list(info.classes),
+        train_size=info.train_size,
+        eval_size=info.eval_size,
+        batch_size=config.data.batch_size,
+        steps_per_epoch=run.train_loader.batches_per_epoch,
+        epochs=config.training.epochs,
+        start_step=cursor.step,
+        start_epoch=cursor.epoch,
+        environment={**environment(), "command": launch["command"]},
+        launched_t=launch["launched_t"],
+    )
+
+
+def _record_resume(record: Recorder, cursor: Cursor, path: Path) -> None:
+    """Say from where the run goes on, and what was trained before and is trained again."""
+    reached = max((r["step"] for r in read_records(path) if r["kind"] == "steps"), default=cursor.step)
+    lost = max(0, reached - cursor.step)
+    message = f"resumed at step {cursor.step}" + (f"; {lost} steps since the checkpoint are trained again" if lost else "")
+    record.event("resumed", message, step=cursor.step, lost_steps=lost)
+
+
+def _loaders(config: RunConfig, source: Source, world: World) -> tuple[TrainLoader, EvalLoader]:
+    settings = LoaderConfig.of(config.data, config.training.seed, world.device)
+    shard = Shard(world.rank, world.size)
+    return TrainLoader(source, settings, shard), EvalLoader(source, settings, shard)
+
+
+def _model(config: RunConfig, source: Source, world: World, own: nn.Module | None) -> nn.Module:
+    info = source.info
+    model = own or build_model(config.model, ModelInput(len(info.classes), info.channels, info.image_size))
+    if config.model.sync_batchnorm and world.group is not None:
+        model = convert_sync_batchnorm(model, world.group)
+    layout = torch.channels_last if _channels_last(config, world.device) else torch.preserve_format
+    return model.to(world.device, memory_format=layout)
+
+
+def _channels_last(config: RunConfig, device: torch.device) -> bool:
+    wanted = config.model.channels_last
+    return wanted == "on" or (wanted == "auto" and device.type == "cuda")
+
+
+def _parts(config: RunConfig, source: Source, world: World, own: nn.Module | None) -> RunParts:
+    model = _model(config, source, world, own)
+    optimizer = build_optimizer(model, config.optimizer, config.data.batch_size)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=config.training.precision == "fp16")
+    held = torch.compile(model) if config.model.compile else model
+    context = SyncContext(
+        model=held,
+        update=make_update(model, optimizer, scaler, config.optimizer.clip_norm),
+        group=world.group,
+        device=world.device,
+        compression=config.strategy.compression,
+        collective=config.strategy.collective,
+        seed=config.training.seed,
+    )
+    ema = EMA(model, config.training.ema) if config.training.ema else None
+    return RunParts(model, optimizer, scaler, ema, build_sync(config.strategy.sync, context))

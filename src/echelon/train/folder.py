@@ -1,0 +1,102 @@
+"""A run's folder: made by whoever starts the run, locked while it goes, read by everyone."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from echelon.config import RunConfig, to_yaml
+from echelon.core.errors import UserError
+from echelon.core.files import write_atomic
+from echelon.observe.environment import command_line
+
+CONFIG_FILE = "config.yaml"
+LAUNCH_FILE = "launch.json"
+_LOCK_FILE = ".lock"
+
+
+def default_folder(config: RunConfig, root: Path = Path("runs")) -> Path:
+    """Return the next free `runs/DATA-MODEL-NUMBER`; machines that share a rendezvous and a disk get the same one."""
+    name = f"{_word(config.data.source)}-{_word(config.model.name)}"
+    numbers = [int(m[1]) for p in root.glob(f"{name}-*") if (m := re.fullmatch(rf"{re.escape(name)}-(\d+)", p.name))]
+    newest = root / f"{name}-{max(numbers, default=0)}"
+    if numbers and joins(newest, config):
+        return newest
+    return root / f"{name}-{max(numbers, default=0) + 1}"
+
+
+def _word(text: str) -> str:
+    """Return the last part of a path or name, fit for a folder's name."""
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", text.rstrip("/").rpartition("/")[2]).strip("-") or "run"
+
+
+def joins(folder: Path, config: RunConfig) -> bool:
+    """Whether a folder holds a run that other machines started for the same rendezvous and that has not ended."""
+    launch = read_launch(folder)
+    return bool(config.launch.rendezvous) and launch.get("rendezvous") == config.launch.rendezvous and not launch.get("ended")
+
+
+def create(folder: Path, config: RunConfig) -> None:
+    """Make a new run's folder with its description.
+
+    Raises:
+        UserError: the folder holds a run already, or cannot be written.
+    """
+    if (folder / CONFIG_FILE).exists() and not joins(folder, config):
+        raise UserError(f"{folder} holds a run already: continue it with `echelon resume {folder}`, or choose another --run")
+    prepare(folder, config)
+
+
+def prepare(folder: Path, config: RunConfig) -> None:
+    """Write the description and how the run was started.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / CONFIG_FILE, to_yaml(config))
+        launch = {"launched_t": time.time(), "command": command_line(), "rendezvous": config.launch.rendezvous}
+        write_atomic(folder / LAUNCH_FILE, json.dumps(launch))
+    except OSError as error:
+        raise UserError(f"--run {folder} cannot be written: {error.strerror}") from None
+
+
+def read_launch(folder: Path) -> dict[str, Any]:
+    """Read when and how a run was started; empty values when that is unknown."""
+    path = folder / LAUNCH_FILE
+    values: dict[str, Any] = {"launched_t": time.time(), "command": "", "rendezvous": ""}
+    if path.exists():
+        values |= json.loads(path.read_text())
+    return values
+
+
+def mark_ended(folder: Path) -> None:
+    """Note that the run has ended: a later start for the same rendezvous is a new run."""
+    write_atomic(folder / LAUNCH_FILE, json.dumps({**read_launch(folder), "ended": True}))
+
+
+@contextmanager
+def locked(folder: Path, shared: bool) -> Iterator[None]:
+    """Hold a run's folder while it goes; several machines of one run share it.
+
+    Raises:
+        UserError: another run goes on in this folder.
+    """
+    try:
+        fd = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UserError(f"--run {folder} cannot be written: {error.strerror}") from None
+    with os.fdopen(fd, "r+"):
+        try:
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"a run goes on in {folder}: wait for it, or choose another --run") from None
+        yield

@@ -1,0 +1,160 @@
+"""The training loop: reads like the papers, on one page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from echelon.config.validate import CheckpointInterval
+from echelon.data.loader import EvalLoader, TrainLoader
+from echelon.observe.phases import PHASES, Phase, PhaseClock
+from echelon.observe.record import Recorder
+from echelon.train.display import Display
+from echelon.train.evaluate import EvaluationReport, evaluate
+from echelon.train.optim import Schedule
+from echelon.train.saving import Saver
+from echelon.train.state import Cursor, RunParts
+from echelon.train.step import Step
+from echelon.train.stop import StopFlag
+from echelon.train.window import Traffic, Window, WindowTotals
+from echelon.train.world import World
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """How long to train, and when to evaluate and save."""
+
+    epochs: int
+    max_steps: int
+    eval_every: int
+    checkpoint: CheckpointInterval
+
+
+@dataclass
+class TrainingRun:
+    """The parts of a run, put together by `worker.py` or by a loop of one's own."""
+
+    world: World
+    parts: RunParts
+    step: Step
+    loss: Callable[[Tensor, Tensor], Tensor]
+    schedule: Schedule
+    train_loader: TrainLoader
+    eval_loader: EvalLoader
+    classes: tuple[str, ...]
+    clock: PhaseClock
+    saver: Saver
+    record: Recorder
+    display: Display
+    settings: LoopSettings
+    traffic: Traffic = field(default_factory=Traffic)
+
+
+def fit(run: TrainingRun, cursor: Cursor, stop: StopFlag) -> str:
+    """Train from a cursor to the end; returns `completed` or `stopped`."""
+    window = Window(run.world, run.clock)
+    totals: WindowTotals | None = None
+    due, saved_s = False, time.monotonic()
+    while cursor.epoch < run.settings.epochs and not _reached(run, cursor):
+        run.clock.enter(Phase.DATA)
+        for batch in run.train_loader.epoch(cursor.epoch, cursor.batch):
+            run.schedule.set_step(cursor.step)
+            window.add(run.step.forward_backward(batch, run.parts.sync))
+            run.clock.enter(Phase.UPDATE)
+            run.parts.sync.step()
+            if run.parts.ema:
+                run.parts.ema.update(run.parts.model)
+            run.clock.enter(Phase.OTHER)
+            cursor.step, cursor.batch = cursor.step + 1, cursor.batch + 1
+            due = _steps_due(run, cursor)
+            epoch_ends = cursor.batch == run.train_loader.batches_per_epoch or _reached(run, cursor)
+            if window.full or due or epoch_ends:
+                totals = _close_window(run, window, cursor, stop, saved_s)
+                if totals.stop:
+                    run.saver.save(cursor, reason="stop")
+                    return "stopped"
+                due = due or totals.checkpoint_due
+                if due and not epoch_ends:
+                    run.saver.save(cursor, reason="interval")
+                    saved_s = time.monotonic()
+            if _reached(run, cursor):
+                break
+            run.clock.enter(Phase.DATA)
+        _end_epoch(run, cursor, totals)
+        if due:  # at an epoch's end the checkpoint comes after the evaluation
+            run.saver.save(cursor, reason="interval")
+            saved_s = time.monotonic()
+    run.saver.save(cursor, reason="end")
+    return "completed"
+
+
+def _reached(run: TrainingRun, cursor: Cursor) -> bool:
+    return 0 < run.settings.max_steps <= cursor.step
+
+
+def _steps_due(run: TrainingRun, cursor: Cursor) -> bool:
+    every = run.settings.checkpoint.steps
+    return every is not None and cursor.step % every == 0
+
+
+def _close_window(run: TrainingRun, window: Window, cursor: Cursor, stop: StopFlag, saved_s: float) -> WindowTotals:
+    every_s = run.settings.checkpoint.seconds
+    due = every_s is not None and time.monotonic() - saved_s >= every_s
+    sent = run.traffic.since_last(run.parts.sync.bytes_sent())
+    totals = window.close(sum(sent.values()), bool(stop), due)
+    run.record.write(
+        "steps",
+        epoch=cursor.epoch,
+        step=cursor.step,
+        losses=totals.losses,
+        correct=totals.correct,
+        samples=totals.samples,
+        lr=run.schedule.lr,
+        seconds=totals.seconds,
+        phase_names=[p.value for p in PHASES],
+        phases=totals.phases,
+        wire_bytes=totals.wire_bytes,
+        wire_bytes_by_group=sent,
+        memory_bytes=totals.memory_bytes,
+    )
+    run.display.window(cursor.epoch, cursor.step, totals)
+    return totals
+
+
+def _end_epoch(run: TrainingRun, cursor: Cursor, totals: WindowTotals | None) -> None:
+    """Evaluate where it is due, keep the best, and move the cursor to the next epoch."""
+    whole = cursor.batch >= run.train_loader.batches_per_epoch
+    last = _reached(run, cursor) or cursor.epoch + 1 >= run.settings.epochs
+    every = run.settings.eval_every
+    report = run_evaluation(run, cursor) if last or (whole and every and (cursor.epoch + 1) % every == 0) else None
+    epoch = cursor.epoch
+    if whole:
+        cursor.epoch, cursor.batch = cursor.epoch + 1, 0
+    if report is not None:
+        run.saver.consider_best(cursor, report)
+    if totals is not None:
+        run.display.epoch(epoch, totals, report)
+
+
+def run_evaluation(run: TrainingRun, cursor: Cursor) -> EvaluationReport:
+    """Evaluate the present model (its moving average, where there is one) and record the result."""
+    run.parts.sync.gather_buffers()
+    averaged: AbstractContextManager[object] = run.parts.ema.swapped(run.parts.model) if run.parts.ema else nullcontext()
+    with averaged:
+        report = evaluate(run.parts.model, run.eval_loader, run.loss, run.world, run.classes)
+    run.record.write(
+        "evaluation",
+        epoch=cursor.epoch,
+        step=cursor.step,
+        loss=report.loss,
+        metrics=report.metrics,
+        seconds=report.seconds,
+        samples=report.samples,
+    )
+    return report
+
+

@@ -1,0 +1,45 @@
+"""Evaluating a finished run again, in this process alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from echelon.config import RunConfig
+from echelon.data import LoaderConfig, Shard, open_data
+from echelon.data.loader import EvalLoader
+from echelon.models import ModelInput, build_model
+from echelon.train.evaluate import evaluate
+from echelon.train.losses import build_loss
+from echelon.train.optim import EMA
+from echelon.train.saving import best_state
+from echelon.train.world import World
+
+
+def rescore(folder: Path, config: RunConfig) -> Mapping[str, float]:
+    """Evaluate the best checkpoint of a run on its evaluation data; returns the metrics.
+
+    Raises:
+        UserError: no whole checkpoint, or the data is gone.
+    """
+    state = best_state(folder)
+    source = open_data(config.data, config.training.seed)
+    info = source.info
+    device = torch.device("cuda" if torch.cuda.is_available() and config.training.device != "cpu" else "cpu")
+    model = build_model(config.model, ModelInput(len(info.classes), info.channels, info.image_size)).to(device)
+    model.load_state_dict(state["model"])
+    average = EMA(model, config.training.ema) if config.training.ema else None
+    if average is not None:
+        average.load_state_dict(state["ema"])
+    settings = LoaderConfig.of(config.data, config.training.seed, device)
+    loader = EvalLoader(source, settings, Shard(0, 1))
+    try:
+        with average.swapped(model) if average else nullcontext():
+            alone = World(0, 1, 0, device, None)
+            report = evaluate(model, loader, build_loss(config.optimizer, info.class_counts), alone, info.classes)
+    finally:
+        loader.close()
+    return {"loss": report.loss, **report.metrics}

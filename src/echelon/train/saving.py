@@ -1,0 +1,118 @@
+"""Checkpoints of a run: gathered over the ranks, written by rank 0, found again by all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from echelon.checkpoint import CheckpointStore, gather_rank_state
+from echelon.checkpoint.store import Saved
+from echelon.core.errors import UserError
+from echelon.core.files import write_atomic
+from echelon.observe.record import Recorder
+from echelon.train.evaluate import EvaluationReport
+from echelon.train.state import Cursor, RunParts, check_fingerprint, load_rank_state, load_shared_state, rank_state, shared_state
+from echelon.train.world import World
+
+EVALUATION_FILE = "evaluation.json"
+
+
+class Saver:
+    """Writes and reads the checkpoints of one run."""
+
+    def __init__(self, folder: Path, keep: int, parts: RunParts, world: World, record: Recorder, fingerprint: dict[str, Any]) -> None:
+        self._folder, self._parts, self._world, self._record, self._fingerprint = folder, parts, world, record, fingerprint
+        self._store = CheckpointStore(folder / "checkpoints", keep, self._saved, self._rejected)
+        self._reason, self._last_step = "", -1
+        self._best: float | None = None
+
+    def save(self, cursor: Cursor, reason: str, metric: float | None = None) -> None:
+        """Write a checkpoint in the background; all ranks call it after the same step."""
+        if cursor.step == self._last_step and metric is None:
+            return
+        self._last_step = cursor.step
+        ranks = gather_rank_state(rank_state(self._parts, self._world), self._world.group)
+        if self._world.leads:
+            self._reason = reason
+            state = shared_state(self._parts, cursor)
+            state |= {"fingerprint": self._fingerprint, "best": self._best, "ranks": {str(r): s for r, s in ranks.items()}}
+            self._store.save(cursor.step, state, metric=metric)
+
+    def consider_best(self, cursor: Cursor, report: EvaluationReport) -> None:
+        """Keep a checkpoint, and the detail of the evaluation, when top-1 is the best so far."""
+        value = report.metrics["top1"]
+        if self._best is not None and value <= self._best:
+            return
+        self._best = value
+        if self._world.leads:
+            detail = {**report.detail, "epoch": cursor.epoch, "step": cursor.step}
+            write_atomic(self._folder / EVALUATION_FILE, json.dumps(detail))
+        self.save(cursor, "best", metric=value)
+
+    def restore(self) -> Cursor | None:
+        """Restore the newest whole checkpoint that any rank sees; None when there is none.
+
+        Raises:
+            UserError: the checkpoint is of another run, or not all machines see it.
+        """
+        found = self._store.newest()
+        step = -1 if found is None else found[0]
+        self._check_same_step(step)
+        if found is None:
+            return None
+        state = found[1]
+        check_fingerprint(state["fingerprint"], self._fingerprint)
+        self._best = state["best"]
+        self._last_step = step
+        cursor = load_shared_state(self._parts, state)
+        load_rank_state(self._parts, self._world, state["ranks"])
+        return cursor
+
+    def _check_same_step(self, step: int) -> None:
+        if self._world.group is None:
+            return
+        steps = torch.full((self._world.size,), 0, dtype=torch.int64, device=self._world.device)
+        steps[self._world.rank] = step
+        dist.all_reduce(steps, group=self._world.group)
+        if len(set(steps.tolist())) > 1:
+            seen = ", ".join("none" if s < 0 else f"step {s}" for s in steps.tolist())
+            raise UserError(f"the ranks see different checkpoints in {self._folder} ({seen}): put --run on storage that all machines share")
+
+    def finish(self) -> None:
+        """Wait until everything is on disk.
+
+        Raises:
+            UserError: the disk is full, or cannot be written.
+        """
+        self._store.wait()
+
+    def _saved(self, saved: Saved) -> None:
+        self._record.write(
+            "checkpoint", step=saved.step, blocked_s=saved.blocked_s, total_s=saved.total_s, n_bytes=saved.n_bytes,
+            path=str(saved.path), reason=self._reason,
+        )  # fmt: skip
+
+    def _rejected(self, path: Path, reason: str) -> None:
+        if self._world.leads:
+            message = f"checkpoint {path.name} is damaged and was passed over: {reason}"
+            self._record.event("checkpoint_rejected", message, path=str(path), reason=reason)
+
+
+def best_state(folder: Path) -> Mapping[str, Any]:
+    """Read the best checkpoint of a run, or the newest when none was evaluated.
+
+    Raises:
+        UserError: the run has no whole checkpoint.
+    """
+    store = CheckpointStore(folder / "checkpoints", keep=1)
+    found = store.best() or store.newest()
+    if found is None:
+        raise UserError(f"{folder} holds no whole checkpoint to evaluate")
+    return found[1]
+
+

@@ -1,0 +1,119 @@
+"""One optimizer step on one rank: forward and backward over micro-batches, then the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from echelon.data.base import Batch
+from echelon.observe.phases import Phase, PhaseClock
+from echelon.sync.base import Sync
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a step needs to know of the description: device, autocast type, micro-batches, clipping."""
+
+    device: torch.device
+    autocast: torch.dtype | None
+    accumulate: int
+    clip_norm: float
+    channels_last: bool
+
+
+@dataclass
+class StepResult:
+    """Sums over this rank's samples, on the device: loss over the global batch size, and correct predictions."""
+
+    loss: Tensor
+    correct: Tensor
+    samples: int
+
+
+class Step:
+    """Forward and backward of a batch. Loss sums are divided by the global batch, so gradients only need summing."""
+
+    def __init__(
+        self, loss: Callable[[Tensor, Tensor], Tensor], settings: StepSettings, clock: PhaseClock, scaler: torch.amp.GradScaler
+    ) -> None:
+        self._loss, self._settings, self._clock, self._scaler = loss, settings, clock, scaler
+
+    def forward_backward(self, batch: Batch, sync: Sync) -> StepResult:
+        """Accumulate the gradients of a batch; replicas may communicate during the last micro-batch's backward.
+
+        Args:
+            batch: this rank's part, inputs `(B, ...)`, targets `(B,)`; B may be 0 at the end of an epoch.
+        """
+        inputs, targets = self._to_device(batch)
+        count = self._settings.accumulate
+        zero = torch.zeros((), device=self._settings.device)
+        result = StepResult(zero, zero.clone(), len(targets))
+        parts = zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)
+        for i, (part, wanted) in enumerate(parts):
+            last = i == count - 1
+            with sync.micro_batch(last):
+                self._micro_batch(sync, part, wanted, batch.global_size, result)
+            if last and (began := sync.communication_began()) is not None:
+                self._clock.split(Phase.COMMUNICATE, began)
+        return result
+
+    def _micro_batch(self, sync: Sync, inputs: Tensor, targets: Tensor, global_size: int, result: StepResult) -> None:
+        self._clock.enter(Phase.FORWARD)
+        with self._autocast():
+            logits = self._forward(sync.module, inputs)
+            total = self._loss(logits.float(), targets) / global_size if len(targets) else logits.sum() * 0.0
+        self._clock.enter(Phase.BACKWARD)
+        self._scaler.scale(total).backward()
+        result.loss = result.loss + total.detach()
+        if len(targets):
+            result.correct = result.correct + (logits.detach().argmax(-1) == targets).sum()
+
+    def _forward(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        """Run the model; a rank without samples takes part with one blank sample of weight zero."""
+        if len(inputs):
+            return module(inputs)
+        with evaluating(module):
+            return module(inputs.new_zeros((1, *inputs.shape[1:])))
+
+    def _autocast(self) -> torch.autocast:
+        dtype = self._settings.autocast
+        return torch.autocast(self._settings.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+    def _to_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        settings = self._settings
+        inputs = batch.inputs.to(settings.device, non_blocking=True)
+        if settings.channels_last and inputs.ndim == 4:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        return inputs, batch.targets.to(settings.device, non_blocking=True)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode, then each of its parts back into the mode that it had."""
+    modes = [(m, m.training) for m in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def make_update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, clip_norm: float
+) -> Callable[[], None]:
+    """Return the function that applies gradients: unscale, clip by global norm, step, clear."""
+
+    def update() -> None:
+        if clip_norm:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+
+    return update

@@ -1,0 +1,68 @@
+"""This process among the others: ranks, device and process group, from the environment that any launcher sets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from echelon.config import RunConfig
+from echelon.config.validate import check_world
+from echelon.core.errors import UserError
+from echelon.core.units import parse_seconds
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands. `group` is None when it is alone."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    group: dist.ProcessGroup | None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which shows and records."""
+        return self.rank == 0
+
+
+@contextmanager
+def join_world(config: RunConfig) -> Iterator[World]:
+    """Join the process group of the run and leave it at the end.
+
+    Raises:
+        UserError: the number of ranks does not fit the description, or there is no GPU for this rank.
+    """
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    check_world(config, size)
+    device = _device(config.training.device, local_rank)
+    if size == 1:
+        yield World(rank, size, local_rank, device, None)
+        return
+    timeout = timedelta(seconds=parse_seconds(config.launch.timeout))
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timeout)
+    try:
+        yield World(rank, size, local_rank, device, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+def _device(wanted: str, local_rank: int) -> torch.device:
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
+    if wanted == "cuda" and gpus <= local_rank:
+        raise UserError(f"--device cuda: worker {local_rank} finds {gpus} GPUs on this machine; use --device cpu or fewer workers")
+    if gpus < local_size:
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
