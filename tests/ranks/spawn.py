@@ -184,7 +184,7 @@ def _collect(running: list[_Running], deadline: float) -> bool:
             except EOFError:
                 rank.outcome = None
             waiting.remove(rank)
-            if rank.outcome is None and not rank.struck or rank.outcome is not None and rank.outcome[0] == "error":
+            if (rank.outcome is None and not rank.struck) or (rank.outcome is not None and rank.outcome[0] == "error"):
                 deadline = min(deadline, time.monotonic() + GRACE_S)
         if all(any(f.how == "stop" for f in r.struck) for r in waiting):
             break

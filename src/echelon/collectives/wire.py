@@ -1,0 +1,51 @@
+"""What this rank sent: bytes in total and by group of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+SMALL_NUMEL = 1024
+"""Parameters of one dimension or fewer elements than this are sent whole: `small`; the others are `weights`."""
+
+
+@dataclass
+class WireCount:
+    """Bytes handed to the network by this rank; headers of TCP and IP are not in them.
+
+    Attributes:
+        by_group: bytes since the start by group of parameters, `weights` and `small`.
+        steps: backward passes whose gradients were reduced.
+    """
+
+    by_group: dict[str, int] = field(default_factory=lambda: {"weights": 0, "small": 0})
+    steps: int = 0
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.by_group.values())
+
+    def add(self, group: str, n_bytes: int) -> None:
+        """Count bytes for a group."""
+        self.by_group[group] = self.by_group.get(group, 0) + n_bytes
+
+
+def is_small(parameter: torch.Tensor) -> bool:
+    """Whether a parameter (bias, normalisation, tiny matrix) is sent whole instead of encoded."""
+    return parameter.dim() < 2 or parameter.numel() < SMALL_NUMEL
+
+
+def ring_bytes(n_bytes: int, world_size: int) -> int:
+    """Bytes each rank sends when the backend reduces `n_bytes`: 2 (N - 1) / N of them (Patarasuk and Yuan 2009)."""
+    return round(2 * (world_size - 1) * n_bytes / world_size)
+
+
+def numel_by_group(parameters: Iterable[torch.Tensor]) -> dict[str, int]:
+    """Count elements of `weights` and `small` parameters."""
+    count = {"weights": 0, "small": 0}
+    for parameter in parameters:
+        count["small" if is_small(parameter) else "weights"] += parameter.numel()
+    return count
