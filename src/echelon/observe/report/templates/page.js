@@ -1,0 +1,62 @@
+"use strict";
+(() => {
+  const figures = JSON.parse(document.getElementById("figures").textContent);
+  const root = document.documentElement;
+  const chosen = {};
+  const printed = 660; // CSS pixels of an A4 page between its margins
+
+  const token = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).trim();
+
+  function paint(value) {
+    if (typeof value === "string") {
+      return value.startsWith("@color:") ? token(value.slice(7)) : value;
+    }
+    if (Array.isArray(value)) return value.map(paint);
+    if (value && typeof value === "object") {
+      return Object.fromEntries(Object.entries(value).map(([key, inner]) => [key, paint(inner)]));
+    }
+    return value;
+  }
+
+  function withTheme(layout, width) {
+    const narrow = width < 480;
+    const axis = (own) => ({
+      gridcolor: token("rule"), linecolor: token("rule"), zerolinecolor: token("rule"), automargin: true,
+      fixedrange: true, nticks: narrow ? 5 : 8, ...own, title: { standoff: 8, ...(own || {}).title },
+    });
+    return {
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: token("muted") },
+      margin: { l: 8, r: 12, t: 34, b: 8 }, dragmode: false, hovermode: "x unified",
+      hoverlabel: { bgcolor: token("wash"), bordercolor: token("rule"), font: { color: token("ink") } },
+      ...layout,
+      legend: { orientation: "h", x: 0, xanchor: "left", y: 1, yanchor: "bottom", ...layout.legend },
+      xaxis: axis(layout.xaxis), yaxis: axis(layout.yaxis),
+    };
+  }
+
+  function draw(id, print) {
+    const element = document.getElementById(id);
+    const figure = figures[id];
+    const width = print ? Math.min(printed, element.clientWidth || printed) : element.clientWidth;
+    const traces = paint(figure.traces);
+    const shown = figure.choices[chosen[id] || 0];
+    if (shown) traces.forEach((trace, i) => { trace.visible = shown.includes(i); });
+    const layout = withTheme(paint(figure.layout), width);
+    if (print) layout.width = width;
+    return Plotly.react(element, traces, layout, { displayModeBar: false, responsive: !print, scrollZoom: false });
+  }
+
+  const drawAll = (print) => Promise.all(Object.keys(figures).map((id) => draw(id, print)));
+
+  for (const select of document.querySelectorAll("select[data-chart]")) {
+    select.addEventListener("change", () => {
+      chosen[select.dataset.chart] = Number(select.value);
+      draw(select.dataset.chart, false);
+    });
+  }
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawAll(false));
+  addEventListener("beforeprint", () => drawAll(true));
+  addEventListener("afterprint", () => drawAll(false));
+  drawAll(false).then((drawn) => { root.dataset.charts = String(drawn.length); });
+})();

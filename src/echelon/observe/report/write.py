@@ -1,0 +1,80 @@
+"""Write a run's report: `report.html` and `summary.json`, from nothing but its record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from echelon.core.files import write_atomic
+from echelon.observe.report.charts_cost import time_charts, traffic_charts
+from echelon.observe.report.charts_eval import class_rows, evaluation_charts
+from echelon.observe.report.charts_events import timeline_chart
+from echelon.observe.report.charts_learning import learning_charts
+from echelon.observe.report.page import render_page
+from echelon.observe.report.records import RunRecord, load_run
+from echelon.observe.report.summary import Summary, summarise
+from echelon.observe.report.tables import (
+    command,
+    environment_table,
+    evaluation_table,
+    happenings,
+    headlines,
+    rank_table,
+)
+from echelon.observe.report.timing import measure
+from echelon.observe.report.words import closing_words
+
+REPORT_FILE = "report.html"
+SUMMARY_FILE = "summary.json"
+
+
+def write_report(run: Path) -> Summary:
+    """Write `report.html` and `summary.json` into a run's folder, each atomically, from its record.
+
+    A torn record, a run that failed before its first step and missing files are survived and said in the notes.
+
+    Raises:
+        UserError: the folder does not exist.
+    """
+    record = load_run(run)
+    summary = summarise(record)
+    write_atomic(run / REPORT_FILE, _encodable(render_run(record, summary)))
+    numbers = {**summary.to_json(), "words": closing_words(summary)}
+    write_atomic(run / SUMMARY_FILE, json.dumps(numbers, indent=2, allow_nan=False) + "\n")
+    return summary
+
+
+def _encodable(text: str) -> str:
+    """Replace lone surrogates, which JSON may carry and no file can."""
+    return text.encode(errors="replace").decode()
+
+
+def render_run(record: RunRecord, summary: Summary) -> str:
+    """The page of one run as HTML."""
+    timing = measure(record)
+    timeline = timeline_chart(record)
+    sections = {
+        "learning": learning_charts(record),
+        "evaluation": evaluation_charts(record),
+        "time": time_charts(record, timing),
+        "traffic": traffic_charts(record),
+        "events": [timeline] if timeline else [],
+    }
+    detail_notes = record.detail.get("notes")
+    return render_page(
+        "run.html.j2",
+        [chart for charts in sections.values() for chart in charts],
+        title=record.name,
+        summary=summary,
+        words=closing_words(summary),
+        headlines=headlines(summary),
+        sections=sections,
+        class_rows=class_rows(record),
+        evaluation_notes=[str(n) for n in detail_notes] if isinstance(detail_notes, list) else [],
+        ranks=rank_table(record, timing),
+        evaluations=evaluation_table(record),
+        happenings=happenings(record),
+        environment=environment_table(record),
+        command=command(record),
+        config=record.config_text,
+    )
