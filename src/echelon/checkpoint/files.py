@@ -1,0 +1,191 @@
+"""A checkpoint's folder on disk: durable files, a manifest of checksums, names, and the writer's lock.
+
+`manifest.sha256` is in the format of the sha256sum tool and covers `manifest.json`, which covers every other file:
+any changed, missing or added byte shows.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.core.errors import UserError
+
+MANIFEST = "manifest.json"
+MANIFEST_SUM = "manifest.sha256"
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_TEMPORARY = ".tmp-"
+_DOOMED = ".old-"
+_LOCK = ".lock"
+_POLL_S = 0.05
+
+
+class DamagedError(Exception):
+    """A checkpoint on disk is not what was written: says what differs."""
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """One checkpoint in a folder. `revision` counts saves of the same step; entries sort from old to new."""
+
+    step: int
+    revision: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint's manifest says of it; `n_bytes` is the size of all its files but the manifest's own two."""
+
+    step: int
+    metric: float | None
+    n_bytes: int
+
+
+def entries(folder: Path) -> list[Entry]:
+    """List the checkpoints in `folder` from old to new, by name alone; none when it does not exist."""
+    if not folder.is_dir():
+        return []
+    found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    return sorted(Entry(int(match[1]), int(match[2] or 1), path) for match, path in found if match)
+
+
+def free_entry(folder: Path, step: int) -> Entry:
+    """Return the entry under which `step` can be saved beside what is there already."""
+    revision = max((entry.revision for entry in entries(folder) if entry.step == step), default=0) + 1
+    return Entry(step, revision, folder / (f"step-{step:08d}" + (f".{revision}" if revision > 1 else "")))
+
+
+def temporary(target: Path) -> Path:
+    """Return the hidden name under which `target` is written before it is renamed."""
+    return target.with_name(_TEMPORARY + target.name)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's contents, or a folder's names, are on the disk. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint: out of sight in one step, so that a kill midway leaves no half of one. Raises OSError."""
+    doomed = path.with_name(_DOOMED + path.name)
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def clean(folder: Path) -> None:
+    """Remove what a killed writer left behind. Only for the process that holds the lock."""
+    for path in folder.iterdir():
+        if path.name.startswith((_TEMPORARY, _DOOMED)):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def lock(folder: Path, deadline_s: float) -> int:
+    """Take the writer's lock of `folder` and return its open file; the kernel frees it when the process ends.
+
+    Raises UserError when another process still holds it after `deadline_s` seconds.
+    """
+    handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    end = time.monotonic() + deadline_s
+    while True:
+        try:
+            # A record lock, not flock: a forked data worker that outlives its killed parent must not keep it.
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() > end:
+                os.close(handle)
+                raise UserError(
+                    f"{folder}: another run is saving its checkpoints here: give this one a folder of its own"
+                ) from None
+            time.sleep(_POLL_S)
+
+
+def unlock(handle: int) -> None:
+    """Give back the lock of `lock`."""
+    os.close(handle)
+
+
+def seal(folder: Path, step: int, metric: float | None) -> Manifest:
+    """Write the manifest of all files in `folder` and wait until everything is on the disk. Raises OSError."""
+    files: dict[str, Any] = {}
+    for path in sorted(folder.iterdir()):
+        sync(path)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    body = {"format": FORMAT, "step": step, "metric": None if metric is None else repr(metric), "files": files}
+    write_durable(folder / MANIFEST, json.dumps(body, indent=1).encode())
+    write_durable(folder / MANIFEST_SUM, _sum_line(folder / MANIFEST))
+    sync(folder)
+    return Manifest(step, metric, sum(file["bytes"] for file in files.values()))
+
+
+def write_durable(path: Path, data: bytes) -> None:
+    """Write a file and wait until it is on the disk. Raises OSError."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def verify(entry: Entry) -> Manifest:
+    """Compare every byte of a checkpoint with its checksums. Raises DamagedError, or OSError on a failing disk."""
+    manifest, files = _read_manifest(entry)
+    present = {path.name for path in entry.path.iterdir()} - {MANIFEST, MANIFEST_SUM}
+    if present != files.keys():
+        missing, added = sorted(files.keys() - present), sorted(present - files.keys())
+        raise DamagedError(f"missing files {missing}, files that do not belong there {added}")
+    for name, expected in files.items():
+        path = entry.path / name
+        size = path.stat().st_size
+        if not path.is_file() or size != expected["bytes"]:
+            raise DamagedError(f"{name} has {size} bytes, not {expected['bytes']}: it was cut or overwritten")
+        if _sha256(path) != expected["sha256"]:
+            raise DamagedError(f"the checksum of {name} does not match: its contents changed after it was written")
+    return manifest
+
+
+def read_manifest(entry: Entry) -> Manifest:
+    """Read a checkpoint's manifest alone, verified by its own checksum. Raises DamagedError, OSError."""
+    return _read_manifest(entry)[0]
+
+
+def _read_manifest(entry: Entry) -> tuple[Manifest, dict[str, Any]]:
+    try:
+        if (entry.path / MANIFEST_SUM).read_bytes() != _sum_line(entry.path / MANIFEST):
+            raise DamagedError(f"the checksum of {MANIFEST} does not match {MANIFEST_SUM}")
+        body = json.loads((entry.path / MANIFEST).read_bytes())
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
+        raise DamagedError(f"no readable manifest: {error}") from error
+    if body["format"] != FORMAT:
+        raise UserError(
+            f"{entry.path} has checkpoint format {body['format']}, this version of echelon reads {FORMAT}: "
+            f"use the version that wrote it"
+        )
+    if body["step"] != entry.step:
+        raise DamagedError(f"it was written at step {body['step']}, not {entry.step}: the folder was renamed")
+    metric = None if body["metric"] is None else float(body["metric"])
+    return Manifest(body["step"], metric, sum(file["bytes"] for file in body["files"].values())), body["files"]
+
+
+def _sum_line(path: Path) -> bytes:
+    return f"{_sha256(path)}  {path.name}\n".encode()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

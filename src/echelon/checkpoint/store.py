@@ -1,0 +1,276 @@
+"""The checkpoints of one run: each is one folder that is there whole, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from echelon.checkpoint import files
+from echelon.checkpoint.files import DamagedError, Entry, Manifest
+from echelon.checkpoint.tensors import read_tensors, stage, write_tensors
+from echelon.checkpoint.tree import State, flatten, slots, unflatten
+from echelon.core.errors import UserError
+
+RANKS = "ranks"
+"""The key of a state under which each rank's own part lies, by rank: `state["ranks"][3]`."""
+
+_TREE = "tree.json"
+_LOCK_DEADLINE_S = 10.0
+_READ_ERRORS_OF_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One checkpoint that is on the disk now. `blocked_s` is how long the caller of `save` waited."""
+
+    step: int
+    path: Path
+    metric: float | None
+    n_bytes: int
+    blocked_s: float
+    total_s: float
+
+
+@dataclass(frozen=True)
+class _Job:
+    step: int
+    metric: float | None
+    tree: Any
+    tensors: dict[str, Tensor]
+    started_s: float
+    blocked_s: float
+
+
+class CheckpointStore:
+    """Saves, finds and reads the checkpoints in `folder`.
+
+    Reading never changes anything, so that any process may do it. The first `save` makes this process the writer:
+    it takes the folder's lock (UserError when another process holds it) and removes what a killed writer left.
+
+    Kept are the `keep` newest checkpoints and the one of the highest metric; the others are removed once the new one
+    is on the disk. One of a later step than that just saved is of a run that was rolled back, and is removed too.
+
+    `on_saved` is called from the writer's thread when `save` works in the background. `on_rejected` is told of each
+    damaged checkpoint that was passed over and why; without it, this is logged as a warning.
+    `deadline_s` bounds every wait for the background writer.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        on_saved: Callable[[Saved], None] | None = None,
+        on_rejected: Callable[[Path, str], None] | None = None,
+        deadline_s: float = 600.0,
+    ) -> None:
+        if keep < 1:
+            raise UserError(f"checkpoints to keep: {keep}: keep at least 1")
+        self.folder = folder
+        self.keep = keep
+        self.deadline_s = deadline_s
+        self._on_saved = on_saved
+        self._on_rejected = on_rejected
+        self._lock: int | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def claim(self) -> None:
+        """Become the writer of the folder, as the first `save` does by itself. Raises UserError."""
+        if self._lock is not None:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = files.lock(self.folder, min(_LOCK_DEADLINE_S, self.deadline_s))
+            files.clean(self.folder)
+        except OSError as error:
+            raise UserError(f"cannot keep checkpoints in {self.folder}: {error.strerror or error}") from error
+
+    def save(self, step: int, state: State, *, metric: float | None = None, background: bool = True) -> None:
+        """Save `state` as the checkpoint of `step`; a higher `metric` is better (give a loss with a minus sign).
+
+        Tensors are copied before this returns. With `background` the rest happens in a thread, and what it raises is
+        raised by the next `save` or `wait`. A save that still runs is waited for.
+        Raises UserError when the disk is full or the folder cannot be written, TimeoutError when the one before is
+        not done after `deadline_s`, TypeError for a value that a checkpoint cannot hold.
+        """
+        started_s = time.monotonic()
+        if step < 0:
+            raise ValueError(f"step {step}: steps count from 0")
+        self.wait()
+        self.claim()
+        tree, tensors = flatten(state)
+        staged = stage(tensors)
+        job = _Job(step, _finite(metric), tree, staged, started_s, blocked_s=time.monotonic() - started_s)
+        # Not a daemon: an interpreter that ends normally finishes the checkpoint first.
+        self._thread = threading.Thread(target=self._run, args=(job, background), name="echelon-checkpoint")
+        self._thread.start()
+        if not background:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the background writer and raise what it raised. Raises TimeoutError after `deadline_s`."""
+        if self._thread is not None:
+            self._thread.join(self.deadline_s)
+            if self._thread.is_alive():
+                raise TimeoutError(
+                    f"a checkpoint in {self.folder} is not written after {self.deadline_s:g} s: is its disk stuck?"
+                )
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Wait for the background writer, then let another process write here."""
+        try:
+            self.wait()
+        finally:
+            if self._lock is not None and self._thread is None:
+                files.unlock(self._lock)
+                self._lock = None
+
+    def newest(self, rank: int | None = None) -> tuple[int, State] | None:
+        """Return step and state of the newest checkpoint that is whole, or None where none was ever saved.
+
+        Every byte is compared with its checksum; a damaged checkpoint is reported and the one before it is used.
+        With `rank`, of the parts in `state["ranks"]` only that rank's is read.
+        Raises UserError when there are checkpoints and all are damaged: starting over would remove them.
+        """
+        return self._first_whole(list(reversed(files.entries(self.folder))), rank)
+
+    def best(self, rank: int | None = None) -> tuple[int, State] | None:
+        """Return step and state of the whole checkpoint with the highest metric, or None where none has a metric."""
+        scored = [(metric, entry) for entry in files.entries(self.folder) if (metric := _metric(entry)) is not None]
+        return self._first_whole([entry for _, entry in sorted(scored, reverse=True)], rank)
+
+    def load(self, path: Path, rank: int | None = None) -> State:
+        """Return the state of the checkpoint at `path`. Raises UserError when it is none, or a damaged one."""
+        entry = next((entry for entry in files.entries(path.parent) if entry.path.name == path.name), None)
+        if entry is None:
+            raise UserError(f"{path} is no checkpoint: give one of the folders named step-...")
+        try:
+            return _read(entry, rank)
+        except DamagedError as error:
+            raise UserError(f"the checkpoint {path} is damaged: {error}; use the one before it") from error
+
+    def _first_whole(self, candidates: list[Entry], rank: int | None) -> tuple[int, State] | None:
+        for entry in candidates:
+            try:
+                return entry.step, _read(entry, rank)
+            except DamagedError as error:
+                self._reject(entry, str(error))
+        if candidates:
+            raise UserError(
+                f"{self.folder}: no checkpoint here is whole ({len(candidates)} tried): "
+                f"move the folder away to start over, or put a good copy in its place"
+            )
+        return None
+
+    def _reject(self, entry: Entry, reason: str) -> None:
+        if self._on_rejected is not None:
+            self._on_rejected(entry.path, reason)
+        else:
+            logging.getLogger(__name__).warning("checkpoint %s is not used: %s", entry.path, reason)
+
+    def _run(self, job: _Job, background: bool) -> None:
+        try:
+            saved = self._write(job, background)
+            if self._on_saved is not None:
+                self._on_saved(saved)
+        except OSError as error:
+            self._failure = _in_words(error, self.folder, job)
+        except BaseException as error:  # noqa: BLE001 - kept for `wait`, which raises it where it can be handled
+            self._failure = error
+
+    def _write(self, job: _Job, background: bool) -> Saved:
+        target = files.free_entry(self.folder, job.step)
+        unfinished = files.temporary(target.path)
+        try:
+            unfinished.mkdir()
+            write_tensors(unfinished, job.tensors)
+            files.write_durable(unfinished / _TREE, json.dumps(job.tree).encode())
+            manifest = files.seal(unfinished, job.step, job.metric)
+            unfinished.rename(target.path)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)  # gives a full disk its room back
+            raise
+        files.sync(self.folder)
+        self._prune(target, manifest)
+        total_s = time.monotonic() - job.started_s
+        blocked_s = job.blocked_s if background else total_s
+        return Saved(job.step, target.path, job.metric, manifest.n_bytes, blocked_s, total_s)
+
+    def _prune(self, new: Entry, manifest: Manifest) -> None:
+        """Remove what is neither among the newest nor the best, and what the new checkpoint replaces."""
+        older = [entry for entry in files.entries(self.folder) if entry.step < new.step]
+        scored = [(metric, entry) for entry in older if (metric := _metric(entry)) is not None]
+        if manifest.metric is not None:
+            scored.append((manifest.metric, new))
+        kept = {*[*older, new][-self.keep :], *(entry for _, entry in sorted(scored)[-1:])}
+        for entry in files.entries(self.folder):
+            if entry not in kept:
+                files.remove(entry.path)
+
+
+def _read(entry: Entry, rank: int | None) -> State:
+    try:
+        files.verify(entry)
+        tree = json.loads((entry.path / _TREE).read_bytes())
+        if rank is not None:
+            tree = _only_rank(tree, rank)
+        state = unflatten(tree, read_tensors(entry.path, slots(tree)))
+    except OSError as error:
+        # Any other error (too many open files, no permission) says nothing about the checkpoint.
+        if error.errno not in _READ_ERRORS_OF_DAMAGE:
+            raise
+        raise DamagedError(f"it cannot be read: {error}") from error
+    if not isinstance(state, Mapping):
+        raise DamagedError(f"it holds a {type(state).__name__}, not a state")
+    return state
+
+
+def _only_rank(tree: dict[str, Any], rank: int) -> dict[str, Any]:
+    def narrowed(key: Any, value: Any) -> Any:
+        return {"dict": [item for item in value["dict"] if item[0] == rank]} if key == RANKS else value
+
+    return {"dict": [[key, narrowed(key, value)] for key, value in tree["dict"]]}
+
+
+def _metric(entry: Entry) -> float | None:
+    try:
+        return files.read_manifest(entry).metric
+    except (DamagedError, FileNotFoundError):
+        return None  # reported when it is the one to be read
+
+
+def _finite(metric: float | None) -> float | None:
+    return None if metric is None or not math.isfinite(metric) else float(metric)
+
+
+def _in_words(error: OSError, folder: Path, job: _Job) -> UserError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        need = sum(tensor.nbytes for tensor in job.tensors.values())
+        free = shutil.disk_usage(folder).free
+        return _chained(
+            f"the disk of {folder} is full: the checkpoint of step {job.step} needs {need} bytes and {free} are free; "
+            f"the checkpoints before it are whole: free some space and resume",
+            error,
+        )
+    return _chained(f"cannot write the checkpoint of step {job.step} in {folder}: {error.strerror or error}", error)
+
+
+def _chained(words: str, cause: OSError) -> UserError:
+    error = UserError(words)
+    error.__cause__ = cause
+    return error
