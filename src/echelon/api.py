@@ -34,7 +34,7 @@ PRELOAD = (
     "timm.scheduler",
     "torchmetrics.classification",
     "sklearn.datasets",
-    "tensorboard",
+    "torch.utils.tensorboard",
     "echelon.train.worker",
 )
 RESUMABLE = ("launch.", "checkpoint.", "training.epochs", "training.max_steps", "training.eval_every", "data.loaders")
@@ -191,7 +191,9 @@ def _with_overrides(path: Path, overrides: Mapping[str, Any]) -> RunConfig:
     _config_of(path)
     for name in overrides:
         if not name.startswith(RESUMABLE):
-            raise UserError(f"{name} cannot change when a run is resumed: start a new run, with --weights from this one")
+            raise UserError(
+                f"{name} cannot change when a run is resumed: start a new run, with --weights from this one"
+            )
     config = build(path / folders.CONFIG_FILE, overrides).config
     return replace(config, run=str(path))
 
@@ -241,7 +243,12 @@ def _run_plan(plan: LaunchPlan, path: Path, record: Recorder) -> str:
     def on_death(death: Death, restarts_left: int) -> None:
         then = "the group restarts from the newest checkpoint" if restarts_left else "no restarts are left"
         record.event(
-            "worker_died", f"{death}; {then}", rank=death.rank, host=death.host, pid=death.pid, exit_code=death.exit_code
+            "worker_died",
+            f"{death}; {then}",
+            rank=death.rank,
+            host=death.host,
+            pid=death.pid,
+            exit_code=death.exit_code,
         )
 
     try:

@@ -40,7 +40,9 @@ class LazyGroup(TyperGroup):
         return name, command, rest
 
 
-app = typer.Typer(cls=LazyGroup, rich_markup_mode=None, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=LazyGroup, rich_markup_mode=None, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 
 
 @app.callback()

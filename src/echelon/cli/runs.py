@@ -25,10 +25,10 @@ def report_command() -> TyperCommand:
 
     def report(run: Annotated[str, typer.Argument(help="the run's folder")]) -> None:
         from echelon import api
-        from echelon.observe.report import closing_words, read_summary
+        from echelon.observe.report import closing_words, load_run, summarise
 
         folder = api.report(run)
-        for line in closing_words(read_summary(folder)):
+        for line in closing_words(summarise(load_run(folder))):
             print(line)
         print(f"report: {folder / 'report.html'}")
 

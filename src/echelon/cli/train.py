@@ -34,8 +34,14 @@ def command() -> TyperCommand:
         _finish(api.start(resolved.config))
 
     extra = [
-        _parameter("config", str | None, typer.Option(None, "--config", help="YAML file of settings; options override it")),
-        _parameter("dry_run", bool, typer.Option(False, "--dry-run", help="show the settings with their origins, start nothing")),
+        _parameter(
+            "config", str | None, typer.Option(None, "--config", help="YAML file of settings; options override it")
+        ),
+        _parameter(
+            "dry_run",
+            bool,
+            typer.Option(False, "--dry-run", help="show the settings with their origins, start nothing"),
+        ),
     ]
     return as_command(_with_settings(train, extra), "train", COMMANDS["train"][1])
 
@@ -55,10 +61,9 @@ def resume_command() -> TyperCommand:
 
 
 def _finish(outcome: Any) -> None:
-    from echelon.observe.report import closing_words, read_summary
+    from echelon.observe.report import closing_words, load_run, summarise
 
-    summary = read_summary(outcome.folder)
-    for line in closing_words(summary) if summary else []:
+    for line in closing_words(summarise(load_run(outcome.folder))):
         print(line)
     where = outcome.folder / "report.html"
     print(f"{outcome.status}; report: {where}" if where.exists() else f"{outcome.status}; run: {outcome.folder}")
@@ -77,7 +82,9 @@ def _argument_name(dotted: str) -> str:
     return dotted.replace(".", "__")
 
 
-def _with_settings(function: Callable[..., None], extra: list[inspect.Parameter], only: tuple[str, ...] = ()) -> Callable[..., None]:
+def _with_settings(
+    function: Callable[..., None], extra: list[inspect.Parameter], only: tuple[str, ...] = ()
+) -> Callable[..., None]:
     """Give a function one keyword parameter per setting, for typer to read."""
     settings = [_setting(name, item, kind) for name, item, kind in leaves() if not only or name.startswith(only)]
     parameters = sorted([*extra, *settings], key=lambda p: isinstance(p.default, typer.models.OptionInfo))
@@ -92,10 +99,16 @@ def _setting(name: str, item: Field[Any], kind: Any) -> inspect.Parameter:
     default = "" if item.default in ("", MISSING) else f" [default: {item.default}]"
     text = item.metadata["help"] + default
     if not flag.startswith("--"):
-        return _parameter(_argument_name(name), str | None, typer.Argument(None, metavar=flag, help=text, show_default=False))
+        return _parameter(
+            _argument_name(name), str | None, typer.Argument(None, metavar=flag, help=text, show_default=False)
+        )
     if kind is bool:
         flags = f"{flag}/--no-{flag[2:]}"
-        return _parameter(_argument_name(name), bool | None, typer.Option(None, flags, help=text, rich_help_panel=panel, show_default=False))
+        return _parameter(
+            _argument_name(name),
+            bool | None,
+            typer.Option(None, flags, help=text, rich_help_panel=panel, show_default=False),
+        )
     metavar = "|".join(get_args(kind)) if get_origin(kind) is not None else kind.__name__.upper()
     option = typer.Option(None, flag, help=text, metavar=metavar, rich_help_panel=panel, show_default=False)
     return _parameter(_argument_name(name), str | None, option)

@@ -86,8 +86,6 @@ def _place(tree: dict[str, Any], name: str, value: Any) -> None:
 def _checked(name: str, value: Any, known: tuple[Field[Any], Any], origin: str) -> Any:
     item, kind = known
     flag = flag_of(name, item)
-    if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
-        value = str(value)  # YAML reads `nodes: 2` as a number
     where = f"{flag} ({name})" if origin == "command line" else f"{origin}: {name}"
     try:
         value = TypeAdapter(kind).validate_python(value)
@@ -121,7 +119,7 @@ def _from_file(file: Path | None) -> Iterator[tuple[str, Any, str]]:
 
 def _walk(file: Path, node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, Any, str]]:
     """Yield each leaf; a section given as a scalar is its main setting (`model: resnet20` is `model.name`)."""
-    settings = [name for name, _, _ in leaves()]
+    settings = {name: kind for name, _, kind in leaves()}
     seen: set[str] = set()
     for key_node, value_node in node.value:
         name = f"{prefix}{key_node.value}"
@@ -141,5 +139,7 @@ def _walk(file: Path, node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str
         elif name not in settings:
             sections = {s.partition(".")[0] for s in settings}
             raise UserError(f"{origin}: unknown setting {name!r}: {nearest(name, [*settings, *sections])}".rstrip(": "))
-        loader = yaml.SafeLoader("")
-        yield name, loader.construct_object(value_node, deep=True), origin
+        if settings[name] is str and isinstance(value_node, yaml.ScalarNode):
+            yield name, value_node.value, origin  # as written: YAML reads 1:4 as a number to base 60
+        else:
+            yield name, yaml.SafeLoader("").construct_object(value_node, deep=True), origin

@@ -14,7 +14,9 @@ from pydantic.dataclasses import dataclass
 STRICT = ConfigDict(extra="forbid")
 
 
-def setting(default: Any, help: str, flag: str | None = None, above: float | None = None, below: float | None = None) -> Any:
+def setting(
+    default: Any, help: str, flag: str | None = None, above: float | None = None, below: float | None = None
+) -> Any:
     """Declare one field: default, help, flag; `above` and `below` are inclusive bounds, checked for numbers."""
     return field(default=default, metadata={"help": help, "flag": flag, "min": above, "max": below})
 
@@ -31,9 +33,15 @@ class DataConfig:
     augment: Literal["auto", "none", "flip_crop", "imagenet"] = setting(
         "auto", "augmentation: auto (by image size), none, flip_crop (pad and crop), imagenet (random resized crop)"
     )
-    holdout: float = setting(0.2, "share held out for evaluation when the data has no val/ or test/", above=0.01, below=0.9)
-    loaders: int = setting(-1, "loading processes per worker; 0: in the worker itself; -1: chosen from the data", above=-1)
-    on_bad_image: Literal["stop", "skip"] = setting("stop", "an image that cannot be decoded: stop, or skip and count it")
+    holdout: float = setting(
+        0.2, "share held out for evaluation when the data has no val/ or test/", above=0.01, below=0.9
+    )
+    loaders: int = setting(
+        -1, "loading processes per worker; 0: in the worker itself; -1: chosen from the data", above=-1
+    )
+    on_bad_image: Literal["stop", "skip"] = setting(
+        "stop", "an image that cannot be decoded: stop, or skip and count it"
+    )
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -74,7 +82,9 @@ class TrainingConfig:
     max_steps: int = setting(0, "stop after this many optimizer steps; 0: no limit", above=0)
     accumulate: int = setting(1, "micro-batches that a worker's part of a batch is cut into", above=1)
     precision: Literal["fp32", "bf16", "fp16"] = setting("fp32", "fp32, bf16 (autocast) or fp16 (autocast, GradScaler)")
-    ema: float = setting(0.0, "decay of an exponential moving average of the weights, used in evaluation; 0: off", above=0, below=1)
+    ema: float = setting(
+        0.0, "decay of an exponential moving average of the weights, used in evaluation; 0: off", above=0, below=1
+    )
     eval_every: int = setting(1, "epochs between evaluations; 0: only at the end", above=0)
     seed: int = setting(0, "seed of parameters, order and augmentation", above=0)
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a GPU per worker where there are enough")

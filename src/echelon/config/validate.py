@@ -1,4 +1,4 @@
-"""What contradicts itself is refused before anything starts. Knows no torch: what a strategy accepts, it checks itself."""
+"""What contradicts itself is refused before anything starts; what a strategy accepts, the strategy checks."""
 
 from __future__ import annotations
 
@@ -119,7 +119,9 @@ def _check_launch(config: RunConfig) -> None:
     if config.launch.rendezvous:
         parse_rendezvous(config.launch.rendezvous)
     elif nodes.most > 1:
-        raise UserError(f"--nodes {config.launch.nodes} needs --rendezvous HOST:PORT of the first machine, on each machine")
+        raise UserError(
+            f"--nodes {config.launch.nodes} needs --rendezvous HOST:PORT of the first machine, on each machine"
+        )
     if config.launch.workers and nodes.least == nodes.most:
         check_world(config, config.launch.workers * nodes.most)
     try:
@@ -135,7 +137,8 @@ def _check_training(config: RunConfig) -> None:
     optimizer, training = config.optimizer, config.training
     if optimizer.warmup_epochs >= training.epochs and optimizer.warmup_epochs > 0:
         raise UserError(
-            f"--warmup-epochs {optimizer.warmup_epochs:g} leaves nothing of --epochs {training.epochs}: use a shorter warm-up"
+            f"--warmup-epochs {optimizer.warmup_epochs:g} leaves nothing of --epochs {training.epochs}: "
+            "use a shorter warm-up"
         )
     if training.accumulate > config.data.batch_size:
         raise UserError(

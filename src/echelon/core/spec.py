@@ -92,6 +92,8 @@ def parse_spec(text: str) -> Spec:
     for part in split_top_level(inside, ",") if inside and inside.strip() else []:
         key, equals, value = part.partition("=")
         if equals:
+            if not _WORD.match(key.strip()):
+                raise UserError(f"cannot read {part.strip()!r} in spec {text!r}: write key=value")
             if key.strip() in kwargs:
                 raise UserError(f"{key.strip()!r} stands twice in spec {text!r}")
             kwargs[key.strip()] = parse_value(value, text)

@@ -14,7 +14,9 @@ _NUMBER = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*$")
 def _parse(text: str, scale: dict[str, float], what: str, example: str) -> float:
     match = _NUMBER.match(text.lower())
     if not match or match[2] not in scale:
-        raise UserError(f"{text!r} is not a {what}: write a number and one of {', '.join(scale)}, for example {example}")
+        raise UserError(
+            f"{text!r} is not a {what}: write a number and one of {', '.join(scale)}, for example {example}"
+        )
     return float(match[1]) * scale[match[2]]
 
 

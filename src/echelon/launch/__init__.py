@@ -1,1 +1,1 @@
-"""Starting processes: on this machine, and under schedulers. Starts commands and entry points by name; knows no training."""
+"""Starting processes, here and under schedulers: entry points by name, no knowledge of training."""

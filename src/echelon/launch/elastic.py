@@ -186,5 +186,6 @@ def _check_port(host: str, port: int) -> None:
         TCPStore(host, port, is_master=False, timeout=timedelta(seconds=3), wait_for_workers=False)
     except (RuntimeError, ValueError):
         raise UserError(
-            f"--rendezvous {host}:{port}: the port is taken by another program; choose another, the same on all machines"
+            f"--rendezvous {host}:{port}: the port is taken by another program; "
+            "choose another, the same on all machines"
         ) from None

@@ -1,4 +1,4 @@
-"""Workers are forked from a server process that has imported torch already, so that (re)starting one takes no imports."""
+"""Workers are forked from a server process that has imported torch: (re)starting one takes no imports."""
 
 from __future__ import annotations
 

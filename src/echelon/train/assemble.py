@@ -19,6 +19,7 @@ from echelon.models import ModelInput, build_model, parameter_count
 from echelon.observe.environment import environment
 from echelon.observe.phases import make_clock
 from echelon.observe.record import Recorder, read_records
+from echelon.observe.scalars import Scalars
 from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
 from echelon.sync import SyncContext, build_sync
 from echelon.train.display import Display, RunLength
@@ -52,7 +53,9 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
     seed_everything(training.seed)
     source = given.source or open_data(config.data, training.seed)
     if source.info.train_size < world.size:
-        raise UserError(f"{source.info.name} has {source.info.train_size} samples for {world.size} workers: use fewer workers")
+        raise UserError(
+            f"{source.info.name} has {source.info.train_size} samples for {world.size} workers: use fewer workers"
+        )
     train_loader, eval_loader = _loaders(config, source, world)
     parts = _parts(config, source, world, given.model)
     saver = Saver(path, config.checkpoint.keep, parts, world, record, fingerprint(config, source.info))
@@ -74,8 +77,11 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
         clock=clock,
         saver=saver,
         record=record,
+        scalars=Scalars(path if world.leads else None),
         display=_display(config, train_loader.batches_per_epoch, world, cursor),
-        settings=LoopSettings(training.epochs, training.max_steps, training.eval_every, parse_interval(config.checkpoint.every)),
+        settings=LoopSettings(
+            training.epochs, training.max_steps, training.eval_every, parse_interval(config.checkpoint.every)
+        ),
     )
     _record_start(config, run, source, cursor, path)
     if restored is not None:
@@ -138,7 +144,9 @@ def _record_resume(record: Recorder, cursor: Cursor, path: Path) -> None:
     """Say from where the run goes on, and what was trained before and is trained again."""
     reached = max((r["step"] for r in read_records(path) if r["kind"] == "steps"), default=cursor.step)
     lost = max(0, reached - cursor.step)
-    message = f"resumed at step {cursor.step}" + (f"; {lost} steps since the checkpoint are trained again" if lost else "")
+    message = f"resumed at step {cursor.step}" + (
+        f"; {lost} steps since the checkpoint are trained again" if lost else ""
+    )
     record.event("resumed", message, step=cursor.step, lost_steps=lost)
 
 

@@ -30,10 +30,15 @@ class Display:
         self._length = length
         self._console = Console(quiet=not visible, highlight=False, file=sys.stdout)
         self._live = visible and self._console.is_terminal
-        self._progress = Progress(
-            TextColumn("epoch {task.fields[epoch]}"), BarColumn(bar_width=24), TextColumn("{task.percentage:3.0f}%"),
-            TextColumn("{task.fields[numbers]}"), TextColumn("ETA"), TimeRemainingColumn(), console=self._console, transient=True,
-        )  # fmt: skip
+        columns = (
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:3.0f}%"),
+            TextColumn("{task.fields[numbers]}"),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(*columns, console=self._console, transient=True)
         fields = {"epoch": "-", "numbers": ""}
         self._task = self._progress.add_task("", total=length.total_steps, completed=done_steps, **fields)
 
@@ -42,7 +47,9 @@ class Display:
             self._progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._live:
             self._progress.stop()
 
@@ -68,7 +75,9 @@ class Display:
 def _numbers(totals: WindowTotals) -> str:
     busy = [sum(row[i] for row in totals.phases) for i in range(len(PHASES))]
     whole = sum(busy) or 1.0
-    shares = " ".join(f"{phase.value} {share / whole:.0%}" for phase, share in zip(PHASES, busy, strict=True) if share / whole >= 0.01)
+    shares = " ".join(
+        f"{phase.value} {share / whole:.0%}" for phase, share in zip(PHASES, busy, strict=True) if share / whole >= 0.01
+    )
     rate = totals.samples / max(totals.seconds, 1e-9)
     accuracy = totals.correct / max(1, totals.samples)
     loss = sum(totals.losses) / max(1, len(totals.losses))

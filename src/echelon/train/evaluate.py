@@ -30,7 +30,11 @@ class EvaluationReport:
 
 @torch.inference_mode()
 def evaluate(
-    model: nn.Module, loader: EvalLoader, loss: Callable[[Tensor, Tensor], Tensor], world: World, classes: tuple[str, ...]
+    model: nn.Module,
+    loader: EvalLoader,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    world: World,
+    classes: tuple[str, ...],
 ) -> EvaluationReport:
     """Evaluate a model on the data of all ranks; every rank gets the same report.
 

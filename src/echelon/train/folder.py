@@ -40,7 +40,11 @@ def _word(text: str) -> str:
 def joins(folder: Path, config: RunConfig) -> bool:
     """Whether a folder holds a run that other machines started for the same rendezvous and that has not ended."""
     launch = read_launch(folder)
-    return bool(config.launch.rendezvous) and launch.get("rendezvous") == config.launch.rendezvous and not launch.get("ended")
+    return (
+        bool(config.launch.rendezvous)
+        and launch.get("rendezvous") == config.launch.rendezvous
+        and not launch.get("ended")
+    )
 
 
 def create(folder: Path, config: RunConfig) -> None:
@@ -50,7 +54,9 @@ def create(folder: Path, config: RunConfig) -> None:
         UserError: the folder holds a run already, or cannot be written.
     """
     if (folder / CONFIG_FILE).exists() and not joins(folder, config):
-        raise UserError(f"{folder} holds a run already: continue it with `echelon resume {folder}`, or choose another --run")
+        raise UserError(
+            f"{folder} holds a run already: continue it with `echelon resume {folder}`, or choose another --run"
+        )
     prepare(folder, config)
 
 

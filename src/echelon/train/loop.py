@@ -13,6 +13,7 @@ from echelon.config.validate import CheckpointInterval
 from echelon.data.loader import EvalLoader, TrainLoader
 from echelon.observe.phases import PHASES, Phase, PhaseClock
 from echelon.observe.record import Recorder
+from echelon.observe.scalars import Scalars
 from echelon.train.display import Display
 from echelon.train.evaluate import EvaluationReport, evaluate
 from echelon.train.optim import Schedule
@@ -49,6 +50,7 @@ class TrainingRun:
     clock: PhaseClock
     saver: Saver
     record: Recorder
+    scalars: Scalars
     display: Display
     settings: LoopSettings
     traffic: Traffic = field(default_factory=Traffic)
@@ -121,6 +123,9 @@ def _close_window(run: TrainingRun, window: Window, cursor: Cursor, stop: StopFl
         wire_bytes_by_group=sent,
         memory_bytes=totals.memory_bytes,
     )
+    rate = totals.samples / max(totals.seconds, 1e-9)
+    curves = {"train/loss": totals.losses[-1], "train/lr": run.schedule.lr, "train/samples_per_s": rate}
+    run.scalars.write(cursor.step, curves)
     run.display.window(cursor.epoch, cursor.step, totals)
     return totals
 
@@ -143,7 +148,9 @@ def _end_epoch(run: TrainingRun, cursor: Cursor, totals: WindowTotals | None) ->
 def run_evaluation(run: TrainingRun, cursor: Cursor) -> EvaluationReport:
     """Evaluate the present model (its moving average, where there is one) and record the result."""
     run.parts.sync.gather_buffers()
-    averaged: AbstractContextManager[object] = run.parts.ema.swapped(run.parts.model) if run.parts.ema else nullcontext()
+    averaged: AbstractContextManager[object] = (
+        run.parts.ema.swapped(run.parts.model) if run.parts.ema else nullcontext()
+    )
     with averaged:
         report = evaluate(run.parts.model, run.eval_loader, run.loss, run.world, run.classes)
     run.record.write(
@@ -155,6 +162,5 @@ def run_evaluation(run: TrainingRun, cursor: Cursor) -> EvaluationReport:
         seconds=report.seconds,
         samples=report.samples,
     )
+    run.scalars.write(cursor.step, {f"test/{name}": value for name, value in report.metrics.items()})
     return report
-
-

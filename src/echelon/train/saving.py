@@ -16,7 +16,15 @@ from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.observe.record import Recorder
 from echelon.train.evaluate import EvaluationReport
-from echelon.train.state import Cursor, RunParts, check_fingerprint, load_rank_state, load_shared_state, rank_state, shared_state
+from echelon.train.state import (
+    Cursor,
+    RunParts,
+    check_fingerprint,
+    load_rank_state,
+    load_shared_state,
+    rank_state,
+    shared_state,
+)
 from echelon.train.world import World
 
 EVALUATION_FILE = "evaluation.json"
@@ -25,8 +33,16 @@ EVALUATION_FILE = "evaluation.json"
 class Saver:
     """Writes and reads the checkpoints of one run."""
 
-    def __init__(self, folder: Path, keep: int, parts: RunParts, world: World, record: Recorder, fingerprint: dict[str, Any]) -> None:
-        self._folder, self._parts, self._world, self._record, self._fingerprint = folder, parts, world, record, fingerprint
+    def __init__(
+        self, folder: Path, keep: int, parts: RunParts, world: World, record: Recorder, fingerprint: dict[str, Any]
+    ) -> None:
+        self._folder, self._parts, self._world, self._record, self._fingerprint = (
+            folder,
+            parts,
+            world,
+            record,
+            fingerprint,
+        )
         self._store = CheckpointStore(folder / "checkpoints", keep, self._saved, self._rejected)
         self._reason, self._last_step = "", -1
         self._best: float | None = None
@@ -40,7 +56,11 @@ class Saver:
         if self._world.leads:
             self._reason = reason
             state = shared_state(self._parts, cursor)
-            state |= {"fingerprint": self._fingerprint, "best": self._best, "ranks": {str(r): s for r, s in ranks.items()}}
+            state |= {
+                "fingerprint": self._fingerprint,
+                "best": self._best,
+                "ranks": {str(r): s for r, s in ranks.items()},
+            }
             self._store.save(cursor.step, state, metric=metric)
 
     def consider_best(self, cursor: Cursor, report: EvaluationReport) -> None:
@@ -81,7 +101,10 @@ class Saver:
         dist.all_reduce(steps, group=self._world.group)
         if len(set(steps.tolist())) > 1:
             seen = ", ".join("none" if s < 0 else f"step {s}" for s in steps.tolist())
-            raise UserError(f"the ranks see different checkpoints in {self._folder} ({seen}): put --run on storage that all machines share")
+            raise UserError(
+                f"the ranks see different checkpoints in {self._folder} ({seen}): "
+                "put --run on storage that all machines share"
+            )
 
     def finish(self) -> None:
         """Wait until everything is on disk.
@@ -114,5 +137,3 @@ def best_state(folder: Path) -> Mapping[str, Any]:
     if found is None:
         raise UserError(f"{folder} holds no whole checkpoint to evaluate")
     return found[1]
-
-

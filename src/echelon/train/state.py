@@ -86,7 +86,7 @@ def rank_state(parts: RunParts, world: World) -> dict[str, Any]:
         "numpy": torch.from_numpy(np.random.get_state(legacy=True)[1].astype(np.int64)),
         "numpy_position": int(np.random.get_state(legacy=True)[2]),
         "sync": parts.sync.state_dict(),
-        "buffers": {name: buffer for name, buffer in parts.model.named_buffers()},
+        "buffers": dict(parts.model.named_buffers()),
     }
     if world.device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(world.device)

@@ -38,7 +38,11 @@ class Step:
     """Forward and backward of a batch. Loss sums are divided by the global batch, so gradients only need summing."""
 
     def __init__(
-        self, loss: Callable[[Tensor, Tensor], Tensor], settings: StepSettings, clock: PhaseClock, scaler: torch.amp.GradScaler
+        self,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        settings: StepSettings,
+        clock: PhaseClock,
+        scaler: torch.amp.GradScaler,
     ) -> None:
         self._loss, self._settings, self._clock, self._scaler = loss, settings, clock, scaler
 

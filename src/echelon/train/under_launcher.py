@@ -50,6 +50,8 @@ def _launcher_store() -> Store:
         UserError: the launcher keeps none.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise UserError("RANK and WORLD_SIZE are set but no launcher's store was found: start with torchrun, or unset them")
+        raise UserError(
+            "RANK and WORLD_SIZE are set but no launcher's store was found: start with torchrun, or unset them"
+        )
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return TCPStore(host, port, is_master=False, timeout=_WAIT, wait_for_workers=False)

@@ -79,7 +79,14 @@ class Window:
         numbers = torch.stack([*self._losses, *self._correct]).double().cpu()
         seconds = time.perf_counter() - self._began
         leads = float(world.leads)
-        head = [self._samples, wire_bytes, stop, leads * checkpoint_due, leads * seconds, leads * self._next_length(seconds)]
+        head = [
+            self._samples,
+            wire_bytes,
+            stop,
+            leads * checkpoint_due,
+            leads * seconds,
+            leads * self._next_length(seconds),
+        ]
         table = torch.zeros(world.size, len(PHASES) + 1, dtype=torch.float64)
         table[world.rank] = torch.tensor([*self._clock.drain(), resident_bytes(world.device)])
         flat = torch.cat([torch.tensor(head, dtype=torch.float64), numbers, table.reshape(-1)])

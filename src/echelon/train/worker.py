@@ -24,8 +24,8 @@ from echelon.train.world import join_world
 def run_worker(folder: str, given: Given | None = None) -> str:
     """Train one rank of the run that a folder describes; returns `completed` or `stopped`.
 
-    A user's mistake is written to the record, then ends the process with exit code 2. Any other error is logged with its
-    traceback and ends it with exit code 1, so that the group can be restarted.
+    A user's mistake is written to the record, then ends the process with exit code 2. Any other error is logged with
+    its traceback and ends it with exit code 1, so that the group can be restarted.
     """
     path = Path(folder)
     _log_to(path / "logs" / f"rank{os.environ.get('RANK', '0')}.log")
@@ -56,6 +56,7 @@ def _run(path: Path, given: Given) -> str:
         finally:
             run.train_loader.close()
             run.eval_loader.close()
+            run.scalars.close()
         _end(run, path, record, status)
         if stop:
             _leave(stop, record)

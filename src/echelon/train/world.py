@@ -60,7 +60,9 @@ def _device(wanted: str, local_rank: int) -> torch.device:
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
     if wanted == "cuda" and gpus <= local_rank:
-        raise UserError(f"--device cuda: worker {local_rank} finds {gpus} GPUs on this machine; use --device cpu or fewer workers")
+        raise UserError(
+            f"--device cuda: worker {local_rank} finds {gpus} GPUs on this machine; use --device cpu or fewer workers"
+        )
     if gpus < local_size:
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)

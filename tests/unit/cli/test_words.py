@@ -1,0 +1,64 @@
+"""The command line without torch: help, unknown words, dry runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+
+def echelon(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "echelon", *args], capture_output=True, text=True, timeout=60, cwd=cwd)
+
+
+def test_help_is_quick_and_imports_no_torch() -> None:
+    code = "import sys\nsys.argv = ['', '--help']\nfrom echelon.cli import main\ntry: main()\nexcept SystemExit: pass\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code + "assert 'torch' not in sys.modules"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    best = min(_seconds() for _ in range(3))
+    assert best < 0.5, f"--help took {best:.2f} s"
+
+
+def _seconds() -> float:
+    began = time.perf_counter()
+    echelon("--help")
+    return time.perf_counter() - began
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["trian"], "did you mean train?"),
+        (["train", "digits", "--bach-size", "3"], "--batch-size"),
+        (["train", "digits", "--batch-size", "x"], "--batch-size"),
+        (["train", "digits", "--epochs", "0"], "at least 1"),
+        (["train", "digits", "--precision", "bf61"], "did you mean bf16"),
+        (["train", "digits", "--config", "none.yaml"], "cannot read none.yaml"),
+        (["train", "digits", "--parallel", "dp=3", "--workers", "2"], "3 ranks"),
+        (["resume", "nowhere"], "holds no run"),
+        (["report", "nowhere"], "holds no run"),
+        (["evaluate", "nowhere"], "holds no run"),
+    ],
+)
+def test_bad_words_are_one_line_and_exit_code_2(args: list[str], words: str, tmp_path: Path) -> None:
+    done = echelon(*args, cwd=tmp_path)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_shows_origins_and_starts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("optimizer: {lr: 0.2}\n")
+    done = echelon("train", "digits", "--config", "run.yaml", "--workers", "2", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line.strip()}
+    assert "run.yaml, line 1" in lines["optimizer.lr"]
+    assert "command line" in lines["launch.workers"]
+    assert "would start 2 workers" in done.stdout
+    assert [p.name for p in tmp_path.iterdir()] == ["run.yaml"]

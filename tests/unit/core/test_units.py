@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import pytest
+
+from echelon.core.errors import UserError
+from echelon.core.units import format_bytes, format_seconds, parse_bits_per_s, parse_seconds
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("500ms", 0.5), ("30s", 30), ("5m", 300), ("1.5 h", 5400)])
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "5", "m", "-5s", "5 parsecs"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="not a duration"):
+        parse_seconds(text)
+
+
+def test_rates() -> None:
+    assert parse_bits_per_s("10mbit") == 1e7
+
+
+def test_words() -> None:
+    assert [format_bytes(n) for n in (12, 1500, 2.5e9)] == ["12 B", "1.5 kB", "2.5 GB"]
+    assert [format_seconds(s) for s in (0.002, 3.21, 61, 7300)] == ["2 ms", "3.21 s", "1m 1s", "2h 1m"]
