@@ -1,1 +1,7 @@
 """Codecs: what travels instead of a tensor. Importing this package does not import torch."""
+
+from __future__ import annotations
+
+from echelon.compression.registry import build, names
+
+__all__ = ["build", "names"]

@@ -15,116 +15,45 @@ In the compressed all-reduce the owner of a chunk encodes the sum again with `co
 from __future__ import annotations
 
 import math
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from echelon.compression.state import (
+    Meta,
+    NonFiniteError,
+    Payload,
+    State,
+    check_momentum,
+    flat,
+    flat32,
+    refuse_nonfinite,
+    refuse_nonfinite_elements,
+    working_dtype,
+)
 from echelon.compression.wire import Layout, pack, packed_bytes, unpack
+
+__all__ = [
+    "Codec",
+    "Meta",
+    "NonFiniteError",
+    "Payload",
+    "Rounds",
+    "State",
+    "check_momentum",
+    "flat",
+    "flat32",
+    "fuse_rounds",
+    "refuse_nonfinite",
+    "refuse_nonfinite_elements",
+    "working_dtype",
+]
 
 Rounds = Generator[Tensor, Tensor, Tensor]
 """Yields what is to be reduced, is sent its mean over the workers, returns the mean of the workers' tensors."""
-
-
-class NonFiniteError(ValueError):
-    """A tensor to be encoded holds NaN or infinity; `name` is its parameter. No state was changed."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"gradient of {name!r} holds NaN or infinity: it cannot be compressed")
-        self.name = name
-
-
-@dataclass(frozen=True)
-class Meta:
-    """What sender and receiver both know about a tensor without sending it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @staticmethod
-    def of(tensor: Tensor) -> Meta:
-        return Meta(tuple(tensor.shape), tensor.dtype)
-
-
-@dataclass(frozen=True)
-class Payload:
-    """One encoded tensor.
-
-    Attributes:
-        tensors: what travels: contiguous 1-D tensors on the input's device, of the codec's `layout`.
-        meta: shape and dtype of the tensor it stands for.
-        n_bytes: length of `to_bytes(payload)`: what goes over the wire.
-    """
-
-    tensors: tuple[Tensor, ...]
-    meta: Meta
-    n_bytes: int
-
-
-@dataclass
-class State:
-    """What a codec remembers of one tensor between steps. Everything here belongs into a checkpoint.
-
-    Attributes:
-        name: the parameter's name, the same on all workers; errors say it and seeds depend on it.
-        seed: the same on all workers (shared draws: randomk's indices, PowerSGD's first factor).
-        stream: the sender's number (its rank): dithers of different senders are independent.
-        memory: tensors with one value per element of the encoded tensor (1-D, in element order), such as "error" and
-            "velocity". Codecs change them in place, so they may be views of a larger tensor, may be cut and
-            concatenated by element, and are summed when the number of workers changes (`feedback.resize`).
-        factors: tensors of other sizes (PowerSGD's "q").
-        numbers: scalars: "step" (messages encoded so far), thresholds, counters of the entropy coder.
-    """
-
-    name: str
-    seed: int = 0
-    stream: int = 0
-    memory: dict[str, Tensor] = field(default_factory=dict)
-    factors: dict[str, Tensor] = field(default_factory=dict)
-    numbers: dict[str, float] = field(default_factory=lambda: {"step": 0})
-
-    @property
-    def step(self) -> int:
-        return int(self.numbers["step"])
-
-    def shared_key(self) -> int:
-        """A number that all workers share for this tensor and step."""
-        return _mix(self.seed, zlib.crc32(self.name.encode()), self.step)
-
-    def own_key(self) -> int:
-        """A number for this tensor, step and sender."""
-        return _mix(self.shared_key(), self.stream, 0x9E3779B9)
-
-    def state_dict(self) -> dict[str, Tensor | float]:
-        """Return the state as tensors and scalars under flat keys such as `memory.error` (tensors are not copied)."""
-        flat: dict[str, Tensor | float] = {f"numbers.{k}": v for k, v in self.numbers.items()}
-        flat |= {f"memory.{k}": v for k, v in self.memory.items()}
-        return flat | {f"factors.{k}": v for k, v in self.factors.items()}
-
-    def load_state_dict(self, flat: dict[str, Tensor | float]) -> None:
-        """Take over what `state_dict` returned, in place.
-
-        Raises:
-            ValueError: keys or shapes are not those of this state (another codec, another tensor).
-        """
-        numbers = {k.removeprefix("numbers."): float(v) for k, v in flat.items() if k.startswith("numbers.")}
-        tensors = {k: v for k, v in flat.items() if isinstance(v, Tensor)}
-        own = {k: v for k, v in self.state_dict().items() if isinstance(v, Tensor)}
-        shapes = {k: tuple(v.shape) for k, v in tensors.items()}
-        wanted = {k: tuple(v.shape) for k, v in own.items()}
-        if shapes != wanted:
-            raise ValueError(f"compression state of {self.name!r} does not fit: it has {shapes}, needs {wanted}")
-        for key, tensor in own.items():
-            tensor.copy_(tensors[key])
-        self.numbers = {k: int(v) if v.is_integer() else v for k, v in numbers.items()}
 
 
 class Codec(ABC):
@@ -138,13 +67,19 @@ class Codec(ABC):
         direction: the result of a compressed all-reduce is a direction of fixed size (majority vote), neither a sum
             nor a mean: do not divide it by the number of workers.
         absorbs_momentum: the momentum that the codec applies in the worker before encoding: the optimizer's must be
-            0 (`momentum.optimizer_momentum` says so in words). None: it leaves momentum to the optimizer.
+            0 (`registry.place_momentum` sees to it). None: it leaves momentum to the optimizer.
+        momentum_inside: momentum after decoding spoils training, also where the codec itself applies none.
+        local_clip: each worker's tensor is scaled down to this Euclidean norm before encoding; 0: never.
     """
 
     name: ClassVar[str]
     linear: ClassVar[bool] = False
-    biased: ClassVar[bool] = False
     shaped: ClassVar[bool] = False
+    momentum_inside: ClassVar[bool] = False
+
+    @property
+    def biased(self) -> bool:
+        return False
 
     @property
     def direction(self) -> bool:
@@ -153,6 +88,10 @@ class Codec(ABC):
     @property
     def absorbs_momentum(self) -> float | None:
         return None
+
+    @property
+    def local_clip(self) -> float:
+        return 0.0
 
     @property
     def fixed_size(self) -> bool:
@@ -199,7 +138,7 @@ class Codec(ABC):
         size = self.n_bytes(numel)
         return math.nan if size is None else 8.0 * size / max(numel, 1)
 
-    def density(self, state: State) -> float:
+    def share_sent(self, state: State) -> float:
         """Share of elements that the next message carries a value for."""
         return 1.0
 
@@ -251,50 +190,25 @@ class Codec(ABC):
         """
         raise TypeError(f"{self.name} is not linear: use compress and extract")
 
+    def subtract_reduced(self, pending: Tensor, mean: Tensor, state: State) -> None:
+        """After `reduce_rounds`: leave in `pending`, in place, what of it was not sent (summed over workers)."""
+        pending.sub_(mean.view_as(pending))
+
 
 def fuse_rounds(rounds: Sequence[Rounds]) -> Generator[Tensor, Tensor, list[Tensor]]:
-    """Run the rounds of several tensors as one: each reduction carries all of them, concatenated.
+    """Run the rounds of several tensors as one: each reduction carries all that are not done, concatenated.
 
-    All must be of one codec, so that they yield equally often and equal dtypes; returns their results in order.
+    Returns their results in order. They must stand in the same order on all workers.
     """
-    pieces = [next(r) for r in rounds]
-    results: list[Tensor] = []
-    while pieces:
-        reduced = (yield torch.cat(pieces)).split([p.numel() for p in pieces])
-        following: list[Tensor] = []
-        for one, mean in zip(rounds, reduced, strict=True):
+    results: dict[int, Tensor] = {}
+    waiting = {i: next(one) for i, one in enumerate(rounds)}
+    while waiting:
+        means = (yield torch.cat(list(waiting.values()))).split([piece.numel() for piece in waiting.values()])
+        following: dict[int, Tensor] = {}
+        for i, mean in zip(waiting, means, strict=True):
             try:
-                following.append(one.send(mean))
+                following[i] = rounds[i].send(mean)
             except StopIteration as stop:
-                results.append(stop.value)
-        if following and results:
-            raise ValueError("tensors of one fused reduction must take equally many rounds")
-        pieces = following
-    return results
-
-
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that codecs compute and remember in: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """Return the tensor as a contiguous 1-D tensor of the working dtype (no copy where it is one already)."""
-    return tensor.detach().reshape(-1).to(working_dtype(tensor.dtype)).contiguous()
-
-
-def refuse_nonfinite(statistic: Tensor | float, state: State) -> None:
-    """Raise NonFiniteError unless a sum or maximum over the tensor is finite (on CUDA: waits for one number)."""
-    if not math.isfinite(float(statistic)):
-        raise NonFiniteError(state.name)
-
-
-def _mix(*words: int) -> int:
-    """Hash integers to 63 bits (splitmix64), the same on every machine."""
-    x = 0
-    for word in words:
-        x = (x + word + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        x ^= x >> 31
-    return x >> 1
+                results[i] = stop.value
+        waiting = following
+    return [results[i] for i in range(len(rounds))]

@@ -1,0 +1,48 @@
+"""What the casts share: a shorter float instead of float32."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from echelon.compression.base import Codec, Meta, Payload, Rounds, State, refuse_nonfinite_elements
+from echelon.compression.wire import Layout
+
+
+class Cast(Codec):
+    """A codec that sends every element in a shorter float, rounded to nearest; sums may be reduced directly."""
+
+    linear: ClassVar[bool] = True
+    wire_dtype: ClassVar[torch.dtype]
+
+    def layout(self, numel: int) -> Layout:
+        return ((self.wire_dtype, numel),)
+
+    def compress(self, tensor: Tensor, state: State) -> Payload:
+        payload = self.payload((self._cast(tensor, state),), Meta.of(tensor))
+        state.numbers["step"] += 1
+        return payload
+
+    def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
+        (short,) = payload.tensors
+        if out is None:
+            return short.to(payload.meta.dtype, copy=True).view(payload.meta.shape)
+        out.view(-1).copy_(short)
+        return out
+
+    def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
+        target.view(-1).add_(payload.tensors[0], alpha=alpha)
+
+    def reduce_rounds(self, tensor: Tensor, state: State) -> Rounds:
+        short = self._cast(tensor, state)
+        state.numbers["step"] += 1
+        mean = yield short
+        return mean.to(tensor.dtype).view(tensor.shape)
+
+    def _cast(self, tensor: Tensor, state: State) -> Tensor:
+        source = tensor.detach().reshape(-1)
+        limit = torch.finfo(self.wire_dtype).max
+        refuse_nonfinite_elements(source, state, limit)
+        return source.to(self.wire_dtype, copy=True).contiguous()

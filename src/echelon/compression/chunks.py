@@ -1,0 +1,46 @@
+"""Loops over cache-sized pieces, for codecs that turn every element into a code.
+
+Eager torch walks memory once per operation. On a CPU these loops take 65,536 elements at a time, so that all but the
+first read stay in the L2 cache: the speed of fused loops without a compiler. Elsewhere there is one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from echelon.compression.base import Payload
+
+CHUNK = 1 << 16
+
+Pieces = Iterable[tuple[int, int, Tensor]]
+"""(start, end, decoded values [end - start] in float32, valid until the next one)."""
+
+
+def spans(n: int, block: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) over n elements in whole blocks, cache-sized on a CPU; a ragged last block comes alone."""
+    whole = n // block * block
+    size = max(CHUNK // block, 1) * block if device.type == "cpu" else max(whole, 1)
+    for start in range(0, whole, size):
+        yield start, min(start + size, whole)
+    if whole < n:
+        yield whole, n
+
+
+def write(pieces: Pieces, payload: Payload, out: Tensor | None, device: torch.device) -> Tensor:
+    """Write decoded pieces into `out`, or a new tensor, of the payload's shape and dtype."""
+    meta = payload.meta
+    result = torch.empty(meta.shape, dtype=meta.dtype, device=device) if out is None else out
+    target = result.view(-1)
+    for start, end, values in pieces:
+        target[start:end] = values
+    return result
+
+
+def accumulate(pieces: Pieces, target: Tensor, alpha: float) -> None:
+    """Add alpha times the decoded pieces to `target`, in place."""
+    flat = target.view(-1)
+    for start, end, values in pieces:
+        flat[start:end].add_(values, alpha=alpha)

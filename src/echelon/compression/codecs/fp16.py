@@ -1,0 +1,24 @@
+"""fp16: a cast to 16 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from echelon.compression.casts import Cast
+
+
+@dataclass(frozen=True)
+class Fp16(Cast):
+    """Every element as float16 (10 bits of fraction), rounded to nearest even; beyond 65,504 is refused like infinity.
+
+    16 bits per element. Linear: sums are reduced in float16. No error feedback: the error is that of one rounding.
+    """
+
+    name: ClassVar[str] = "fp16"
+    wire_dtype: ClassVar[torch.dtype] = torch.float16
+
+
+CODEC = Fp16

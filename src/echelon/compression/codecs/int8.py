@@ -1,0 +1,47 @@
+"""int8: eight bits an element and a scale per block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from echelon.compression.blocks import Grid
+from echelon.compression.quantiser import Quantiser
+
+
+@dataclass(frozen=True)
+class Int8(Quantiser):
+    """Eight-bit codes with one float32 scale per block, rounded stochastically.
+
+    For a block x with s = max|x|: c = floor(127 x / s + 127 + u), u uniform on [0, 1); decoded (c - 127) s / 127.
+    Unbiased: E[decoded] = x; |decoded - x| < s / 127. 8 + 32 / block bits per element.
+
+    Attributes:
+        block: elements that share a scale.
+
+    Paper: QSGD with 127 levels and the maximum norm (Alistarh et al. 2017, arXiv:1610.02132).
+    """
+
+    name: ClassVar[str] = "int8"
+    block: int = 1024
+
+    def __post_init__(self) -> None:
+        self.grid  # noqa: B018 (checks the settings)
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(127, self.block)
+
+    def packed_size(self, numel: int) -> int:
+        return numel
+
+    def pack(self, codes: Tensor) -> Tensor:
+        return codes
+
+    def unpack(self, packed: Tensor, n: int) -> Tensor:
+        return packed
+
+
+CODEC = Int8

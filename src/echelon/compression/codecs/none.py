@@ -1,0 +1,45 @@
+"""none: tensors travel as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from echelon.compression.base import Codec, Meta, Payload, Rounds, State
+from echelon.compression.wire import Layout
+
+
+@dataclass(frozen=True)
+class Uncompressed(Codec):
+    """Every element as float32 (float64 tensors are rounded to it outside `reduce_rounds`); 32 bits per element.
+
+    Linear. NaN and infinity pass, as without a codec.
+    """
+
+    name: ClassVar[str] = "none"
+    linear: ClassVar[bool] = True
+
+    def layout(self, numel: int) -> Layout:
+        return ((torch.float32, numel),)
+
+    def compress(self, tensor: Tensor, state: State) -> Payload:
+        state.numbers["step"] += 1
+        return self.payload((tensor.detach().reshape(-1).to(torch.float32, copy=True),), Meta.of(tensor))
+
+    def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
+        (values,) = payload.tensors
+        if out is None:
+            return values.to(payload.meta.dtype, copy=True).view(payload.meta.shape)
+        out.view(-1).copy_(values)
+        return out
+
+    def reduce_rounds(self, tensor: Tensor, state: State) -> Rounds:
+        state.numbers["step"] += 1
+        mean = yield tensor.detach().reshape(-1)
+        return mean.view(tensor.shape)
+
+
+CODEC = Uncompressed

@@ -1,0 +1,124 @@
+"""powersgd: a low-rank approximation from one warm-started power iteration."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from echelon.compression.base import Codec, Meta, Payload, Rounds, State, refuse_nonfinite_elements, working_dtype
+from echelon.compression.wire import Layout
+
+
+@dataclass(frozen=True)
+class PowerSgd(Codec):
+    """For a parameter's matrix M [n, m] (convolutions: [out, rest]) plus its kept error, with Q [m, r] of last step:
+
+        P = mean(M Q);  P = orthonormalise(P);  Q = mean(M^T P);  M^ = P Q^T;  error = M - M^
+
+    Two all-reduces, of n r and m r numbers: linear, the workers' means are exact. Q starts random, from the shared
+    seed. Vectors, and matrices that rank r would not shrink, travel whole. 32 r (n + m) / (n m) bits per element. Biased.
+    Momentum stays with the optimizer, after aggregation.
+
+    Outside an all-reduce (`compress`), the same with the worker's own M alone.
+
+    Attributes:
+        rank: r, at least 1.
+
+    Paper: Vogels et al. 2019, "PowerSGD", arXiv:1905.13727 (algorithms 1 and 2, warm start).
+    """
+
+    name: ClassVar[str] = "powersgd"
+    linear: ClassVar[bool] = True
+    shaped: ClassVar[bool] = True
+    rank: int = 2
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError("rank must be at least 1, the nearest is 1")
+
+    @property
+    def biased(self) -> bool:
+        return True
+
+    def layout(self, numel: int) -> Layout:
+        # The matrix, or P and an empty Q, or P and Q: which follows from the shape, the lengths are sent.
+        return ((torch.float32, None), (torch.float32, None))
+
+    def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
+        state = State(name, seed, stream)
+        _, m, r = self._sizes(tuple(like.shape))
+        if r:
+            generator = torch.Generator().manual_seed(state.shared_key())
+            q = torch.randn(m, r, generator=generator, dtype=torch.float64)
+            state.factors["q"] = q.to(like.device, working_dtype(like.dtype))
+        return state
+
+    def compress(self, tensor: Tensor, state: State) -> Payload:
+        refuse_nonfinite_elements(tensor, state)
+        matrix = _matrix(tensor)
+        if "q" in state.factors:
+            p = _orthonormal(matrix @ state.factors["q"])
+            torch.mm(matrix.t(), p, out=state.factors["q"])
+            tensors = p.float().reshape(-1), state.factors["q"].float().reshape(-1).clone()
+        else:
+            tensors = matrix.float().reshape(-1).clone(), torch.empty(0, device=tensor.device)
+        state.numbers["step"] += 1
+        return self.payload(tensors, Meta.of(tensor))
+
+    def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
+        p, q = payload.tensors
+        meta = payload.meta
+        n, m, r = self._sizes(meta.shape)
+        if (p.numel(), q.numel()) != ((n * r, m * r) if r else (meta.numel, 0)):
+            raise ValueError(f"message holds {p.numel()} and {q.numel()} numbers, which do not fit shape {meta.shape}")
+        whole = p.view(n, r) @ q.view(m, r).t() if r else p
+        if out is None:
+            return whole.to(meta.dtype).view(meta.shape)
+        out.view(-1).copy_(whole.reshape(-1))
+        return out
+
+    def reduce_rounds(self, tensor: Tensor, state: State) -> Rounds:
+        refuse_nonfinite_elements(tensor, state)
+        matrix = _matrix(tensor)
+        state.numbers["step"] += 1
+        if "q" not in state.factors:
+            mean = yield matrix.reshape(-1)
+            return mean.view(tensor.shape).to(tensor.dtype)
+        q = state.factors["q"]
+        p = matrix @ q
+        p = _orthonormal((yield p.view(-1)).view_as(p))
+        q.copy_((yield (matrix.t() @ p).view(-1)).view_as(q))
+        return (p @ q.t()).view(tensor.shape).to(tensor.dtype)
+
+    def bits_per_element(self, numel: int, state: State | None = None) -> float:
+        if state is None or numel == 0:
+            return math.nan
+        if "q" not in state.factors:
+            return 32.0
+        m, r = state.factors["q"].shape
+        return 32.0 * r * (numel // m + m) / numel
+
+    def _sizes(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """Return rows, columns and rank of a tensor's matrix; rank 0: it is sent whole."""
+        numel = math.prod(shape)
+        n = shape[0] if len(shape) > 1 else 1
+        m = numel // n if n else 0
+        return n, m, self.rank if self.rank * (n + m) < n * m else 0
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    """View a tensor as [first dimension, rest] in the working dtype; vectors and scalars as one row."""
+    values = tensor.detach().to(working_dtype(tensor.dtype))
+    return values.reshape(tensor.shape[0] if tensor.dim() > 1 else 1, -1) if tensor.numel() else values.reshape(1, 0)
+
+
+def _orthonormal(p: Tensor) -> Tensor:
+    """Orthonormalise the columns of p [n, r]; r < n. Columns that depend on others become arbitrary unit vectors."""
+    return torch.linalg.qr(p).Q.contiguous()
+
+
+CODEC = PowerSgd

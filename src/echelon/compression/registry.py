@@ -1,0 +1,110 @@
+"""From a spec such as `topk(0.01)+huffman` to a codec. Naming codecs does not import torch; building one does."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING
+
+from echelon.compression import codecs
+from echelon.core.errors import UserError, unknown
+from echelon.core.spec import Spec, bind, parse_chain
+
+if TYPE_CHECKING:
+    from echelon.compression.base import Codec
+
+ENTROPY_CODER = "huffman"
+
+
+def names() -> list[str]:
+    """Return the codecs that exist: the files of `codecs/`."""
+    return sorted(module.name for module in pkgutil.iter_modules(codecs.__path__))
+
+
+def codec_class(name: str) -> type[Codec]:
+    """Return the settings class of a codec.
+
+    Raises:
+        UserError: no such codec; names the nearest.
+    """
+    if name == ENTROPY_CODER:
+        raise UserError(f"compression 'huffman' codes the symbols of another codec: write for example qsgd+{name}")
+    if name not in names():
+        raise unknown("compression", name, names())
+    found: type[Codec] = importlib.import_module(f"{codecs.__name__}.{name}").CODEC
+    return found
+
+
+def build(text: str) -> Codec:
+    """Build what a spec names, with error feedback and the worker's momentum around it where the codec needs them.
+
+    Example: `build("topk(0.01)+huffman")`.
+
+    Raises:
+        UserError: an unknown codec or setting, an impossible value, or a chain that cannot work; names what does.
+    """
+    first, *rest = parse_chain(text)
+    codec = bind(first, codec_class(first.name))
+    _check_chain(text, codec, rest)
+    if codec.biased or codec.absorbs_momentum or codec.local_clip:
+        from echelon.compression.feedback import ErrorFeedback
+
+        codec = ErrorFeedback(codec)
+    if rest:
+        from echelon.compression.huffman import Huffman
+
+        codec = Huffman(codec)
+    return codec
+
+
+def place_momentum(text: str, momentum: float) -> tuple[str, float]:
+    """Decide where momentum is applied: inside the codec, before encoding, where that is how the codec works.
+
+    Args:
+        text: the compression's spec.
+        momentum: what the user asked of the optimizer (the SGD family's momentum; 0 for others).
+
+    Returns:
+        the spec to build, and the momentum that is left for the optimizer.
+
+    Example: `place_momentum("topk(0.01)", 0.9)` is `("topk(0.01, momentum=0.9)", 0.0)`.
+
+    Raises:
+        UserError: the spec and the optimizer contradict each other; says what works.
+    """
+    first, *rest = parse_chain(text)
+    codec = bind(first, codec_class(first.name))
+    if getattr(codec, "momentum", 0.0) is None and momentum:
+        inside = Spec(first.name, first.args, (*first.kwargs, ("momentum", momentum)))
+        return "+".join(str(spec) for spec in (inside, *rest)), 0.0
+    applied = codec.absorbs_momentum
+    if applied and momentum not in (0.0, applied):
+        raise UserError(
+            f"compression {first} applies its momentum before encoding, but optimizer.momentum is {momentum}: "
+            f"make them equal, or leave momentum out of the compression"
+        )
+    if codec.momentum_inside and momentum and not applied:
+        raise UserError(
+            f"compression {first}: optimizer.momentum {momentum} after decoding, together with error feedback, spoils "
+            f"training; write {first.name}(momentum={momentum}), or set optimizer.momentum to 0"
+        )
+    return text, 0.0 if applied else momentum
+
+
+def _check_chain(text: str, codec: Codec, rest: list[Spec]) -> None:
+    """Refuse what cannot follow a codec."""
+    for spec in rest:
+        if spec.name != ENTROPY_CODER:
+            known = [*names(), ENTROPY_CODER]
+            if spec.name not in known:
+                raise unknown("compression", spec.name, known)
+            raise UserError(f"compression {text!r}: only +{ENTROPY_CODER} can follow a codec; choose one of the others")
+        if spec.args or spec.kwargs:
+            raise UserError(f"compression {text!r}: {ENTROPY_CODER} takes no settings; write +{ENTROPY_CODER}")
+    if len(rest) > 1:
+        raise UserError(f"compression {text!r}: one +{ENTROPY_CODER} is enough")
+    if rest and not codec.takes_entropy_coding:
+        raise UserError(
+            f"compression {text!r}: {codec.name} sends no symbols that +{ENTROPY_CODER} could shorten; "
+            f"write {codec.name} alone, or qsgd+{ENTROPY_CODER}"
+        )

@@ -1,0 +1,153 @@
+"""What the sparse codecs share: chosen indices, packed, and their values."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from echelon.compression import bits
+from echelon.compression.base import Codec, Meta, Payload, State, flat, refuse_nonfinite_elements
+from echelon.compression.indices import index_bytes, pack_indices, unpack_indices
+from echelon.compression.wire import Layout
+
+_FLOATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+VALUE_FORMS = (*_FLOATS, "sign")
+
+
+def check_density(density: float) -> None:
+    """Raise ValueError, in words, unless 0 < density <= 1."""
+    if not 0 < density <= 1:
+        raise ValueError(f"density must be above 0 and at most 1, the nearest is {1 if density > 1 else 0.001}")
+
+
+def check_values(values: str) -> None:
+    """Raise ValueError, in words, for an unknown form of values."""
+    if values not in VALUE_FORMS:
+        raise ValueError(f"values must be one of {', '.join(VALUE_FORMS)}, not {values}")
+
+
+class Sparse(Codec):
+    """A codec that sends some elements: their count where it varies, packed indices, values.
+
+    Values travel as `bf16` or `fp32`, or as `sign`: one bit each and the mean magnitude of all that are sent. What
+    rounding takes from them is left to error feedback, like what was not chosen.
+    """
+
+    values: str
+
+    @property
+    def biased(self) -> bool:
+        return True
+
+    @abstractmethod
+    def count(self, numel: int) -> int | None:
+        """Number of elements that are sent; None where it depends on values or on the step."""
+
+    @abstractmethod
+    def choose(self, x: Tensor, state: State) -> Tensor:
+        """Return the indices to send of x [n]: ascending, int64."""
+
+    def layout(self, numel: int) -> Layout:
+        count = self.count(numel)
+        head: Layout = ((torch.int64, 1),) if count is None else ()
+        indices: Layout = ((torch.uint8, None if count is None else index_bytes(numel, count)),)
+        return head + indices + self._value_layout(count)
+
+    def _value_layout(self, count: int | None) -> Layout:
+        if self.values == "sign":
+            return ((torch.float32, 1), (torch.uint8, None if count is None else bits.packed_size(count)))
+        return ((_FLOATS[self.values], count),)
+
+    def compress(self, tensor: Tensor, state: State) -> Payload:
+        x = flat(tensor)
+        refuse_nonfinite_elements(x, state)
+        indices = self.choose(x, state)
+        head = [torch.tensor([indices.numel()], device=x.device)] if self.count(x.numel()) is None else []
+        chosen = x[indices]
+        state.numbers["step"] += 1
+        tensors = [*head, pack_indices(indices, x.numel()), *self._pack_values(chosen)]
+        return self.payload(tensors, Meta.of(tensor))
+
+    def _pack_values(self, chosen: Tensor) -> list[Tensor]:
+        if self.values == "sign":
+            mean = chosen.abs().float().sum().view(1) / max(chosen.numel(), 1)
+            return [mean, bits.pack_bits(chosen >= 0)]
+        return [chosen.to(_FLOATS[self.values])]
+
+    def chosen(self, payload: Payload) -> tuple[Tensor, Tensor]:
+        """Return the indices and the float32 values that a payload carries.
+
+        Raises:
+            ValueError: a damaged message.
+        """
+        tensors = list(payload.tensors)
+        numel = payload.meta.numel
+        count = self.count(numel)
+        if count is None:
+            count = int(tensors.pop(0))
+            if not 0 <= count <= numel:
+                raise ValueError(f"message says {count} of {numel} elements")
+        packed, *values = tensors
+        indices = unpack_indices(packed, numel, count)
+        if self.values == "sign":
+            mean, signs = values
+            if signs.numel() != bits.packed_size(count):
+                raise ValueError(f"message holds {signs.numel()} bytes of signs for {count} elements")
+            return indices, (bits.unpack_bits(signs, count).float() * 2 - 1) * mean
+        if values[0].numel() != count:
+            raise ValueError(f"message holds {values[0].numel()} values for {count} indices")
+        return indices, values[0].float()
+
+    def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
+        indices, values = self.chosen(payload)
+        meta = payload.meta
+        if out is None:
+            out = torch.zeros(meta.shape, dtype=meta.dtype, device=values.device)
+        else:
+            out.zero_()
+        out.view(-1)[indices] = values.to(out.dtype)
+        return out
+
+    def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
+        indices, values = self.chosen(payload)
+        # Indices are distinct: reading, adding and writing back is index_add_ without its slow, ordered loop.
+        view = target.view(-1)
+        view[indices] = view[indices].add_(values.to(view.dtype), alpha=alpha)
+
+    def clear_sent(self, target: Tensor, payload: Payload) -> None:
+        target.view(-1)[self.chosen(payload)[0]] = 0
+
+    def bits_for(self, numel: int, count: int) -> float:
+        """Bits per element of a message that carries `count` of `numel` elements."""
+        value_bytes = 4 + bits.packed_size(count) if self.values == "sign" else count * _FLOATS[self.values].itemsize
+        return 8 * (index_bytes(numel, count) + value_bytes) / max(numel, 1)
+
+    def planes(self, payload: Payload) -> tuple[Tensor, ...]:
+        """Two-byte values are cut into low and high bytes: signs and exponents repeat, fractions do not."""
+        planes: list[Tensor] = []
+        for tensor in payload.tensors:
+            raw = tensor.view(torch.uint8)
+            if tensor.dtype == torch.uint8 or tensor.dtype == torch.int64:
+                planes.append(raw)
+            else:
+                width = tensor.dtype.itemsize
+                planes += [raw[byte::width].contiguous() for byte in range(width)]
+        return tuple(planes)
+
+    def from_planes(self, planes: tuple[Tensor, ...], meta: Meta) -> Payload:
+        rest, tensors = list(planes), []
+        for dtype, _ in self.layout(meta.numel):
+            if dtype in (torch.uint8, torch.int64):
+                tensors.append(rest.pop(0).view(dtype))
+            else:
+                pieces, rest = rest[: dtype.itemsize], rest[dtype.itemsize :]
+                tensors.append(torch.stack(pieces, dim=1).view(-1).view(dtype))
+        return self.payload(tensors, meta)
+
+
+def count_for(density: float, numel: int) -> int:
+    """Elements that a density sends of `numel`: at least one of a tensor that has any."""
+    return min(numel, max(1, math.floor(density * numel + 0.5))) if numel else 0
