@@ -74,7 +74,7 @@ def test_another_class_count_is_named_as_the_reason(tmp_path: Path) -> None:
     source, target = model(data=ModelInput(1000, 3, 32)), model()
     save_file(source.state_dict(), tmp_path / "w")
     words = refusal(target, tmp_path / "w")
-    assert "'classifier.weight' is 1000x128 in the file and 10x128 in the model" in words
+    assert "'classifier.weight' is 1000x512 in the file and 10x512 in the model" in words
     assert "for 1000 classes, the data has 10" in words
     head = target.get_parameter("classifier.weight").clone()
     load_weights(target, tmp_path / "w", new_head=True)

@@ -16,12 +16,15 @@ SMALLEST_MAP = 4
 
 
 def build(data: ModelInput) -> nn.Module:
-    """Build the network: 95 k parameters for 1 channel and 10 classes."""
+    """Build the network: 98 k parameters for 1 channel and 10 classes."""
     return SmallCNN(data)
 
 
 class SmallCNN(nn.Module):
-    """(N, channels, S, S) -> (N, classes); a map is halved after a stage while it stays at least 4 pixels wide."""
+    """(N, channels, S, S) -> (N, classes); a map is halved after a stage while it stays at least 4 pixels wide.
+
+    The classifier sees the mean of each quarter of the last map: unlike one global mean, this keeps where a stroke is.
+    """
 
     def __init__(self, data: ModelInput) -> None:
         super().__init__()
@@ -33,9 +36,12 @@ class SmallCNN(nn.Module):
             if side // 2 >= SMALLEST_MAP:
                 layers.append(nn.MaxPool2d(2))
                 side //= 2
-        self.features = nn.Sequential(*layers)
-        self.classifier = nn.Linear(channels, data.classes)
+        quarter = max(1, side // 2)
+        self.features = nn.Sequential(*layers, nn.AvgPool2d(quarter))
+        self.parts = side // quarter
+        self.classifier = nn.Linear(channels * self.parts**2, data.classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits (N, classes)."""
-        return self.classifier(self.features(images).mean(dim=(2, 3)))
+        # Divided so that the features' norm, and with it the learning rate that is stable, is that of one global mean.
+        return self.classifier(self.features(images).flatten(1) / self.parts)
