@@ -1,6 +1,26 @@
-"""All-reduce by path, with and without a codec, and the hook that lets DistributedDataParallel use it."""
+"""All-reduce by path, with and without a codec, and the hook that lets DistributedDataParallel use it.
 
-from echelon.collectives.hook import GradientHook
-from echelon.collectives.wire import WireCount
+Importing this package does not import torch.
+"""
 
-__all__ = ["GradientHook", "WireCount"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from echelon.collectives.registry import build, names
+
+if TYPE_CHECKING:
+    from echelon.collectives.hook import GradientHook
+    from echelon.collectives.route import Route, open_route
+    from echelon.collectives.wire import WireCount
+
+_WITH_TORCH = {"GradientHook": "hook", "Route": "route", "WireCount": "wire", "open_route": "route"}
+
+__all__ = ["GradientHook", "Route", "WireCount", "build", "names", "open_route"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)

@@ -1,0 +1,1 @@
+"""One file for each path; its name is the spec name."""

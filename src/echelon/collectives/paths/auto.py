@@ -1,0 +1,23 @@
+"""The backend's own all-reduce: NCCL's or gloo's choice of path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from echelon.collectives.base import Path
+from echelon.collectives.schedule import Step
+
+
+@dataclass(frozen=True)
+class Auto(Path):
+    """What `torch.distributed.all_reduce` does."""
+
+    name: ClassVar[str] = "auto"
+    by_backend: ClassVar[bool] = True
+
+    def schedule(self, rank: int, size: int, numel: int) -> list[Step]:
+        raise TypeError("the backend's own all-reduce has no schedule")
+
+
+PATH = Auto

@@ -1,0 +1,55 @@
+"""Recursive halving and doubling (Rabenseifner 2004): log2 N rounds each way, for any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from echelon.collectives.base import Path
+from echelon.collectives.schedule import Span, Step
+
+
+@dataclass(frozen=True)
+class HalvingDoubling(Path):
+    """2 log2 N rounds, 2 (N - 1) / N of the vector sent by each rank: fewest rounds.
+
+    With N between powers of two, N = 2^k + r, the r odd ranks among the first 2r add their vector to their left
+    neighbour's first and get the result from it last: two rounds and a whole vector more for these.
+    """
+
+    name: ClassVar[str] = "halving_doubling"
+
+    def schedule(self, rank: int, size: int, numel: int) -> list[Step]:
+        active = 1 << (size.bit_length() - 1)
+        folded = 2 * (size - active)
+        rounds = active.bit_length() - 1
+        first, last, whole = 0, 2 * rounds + 1, (0, numel)
+        if rank < folded and rank % 2:
+            return [Step(first, send_to=rank - 1, send=whole), Step(last, recv_from=rank - 1, recv=whole)]
+        index = rank // 2 if rank < folded else rank - folded // 2
+        steps = _halve_and_double(index, rounds, whole, lambda i: 2 * i if 2 * i < folded else i + folded // 2)
+        if rank < folded:
+            fold_in = Step(first, recv_from=rank + 1, recv=whole, add=True)
+            steps = [fold_in, *steps, Step(last, send_to=rank + 1, send=whole)]
+        return steps
+
+
+def _halve_and_double(index: int, rounds: int, span: Span, rank_of: Callable[[int], int]) -> list[Step]:
+    """Exchange halves with the partner that differs in one bit of the index, highest bit first; then go back."""
+    halving: list[Step] = []
+    doubling: list[Step] = []
+    for r in range(rounds):
+        bit = 1 << (rounds - 1 - r)
+        partner = rank_of(index ^ bit)
+        middle = span[0] + (span[1] - span[0] + 1) // 2
+        kept, given = (span[0], middle), (middle, span[1])
+        if index & bit:
+            kept, given = given, kept
+        halving.append(Step(1 + r, partner, given, partner, kept, add=True))
+        doubling.append(Step(2 * rounds - r, partner, kept, partner, given))
+        span = kept
+    return halving + doubling[::-1]
+
+
+PATH = HalvingDoubling

@@ -1,0 +1,25 @@
+"""Ring all-reduce (Patarasuk and Yuan 2009): every rank sends to the next one only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from echelon.collectives import schedule
+from echelon.collectives.base import Path
+
+
+@dataclass(frozen=True)
+class RingPath(Path):
+    """2 (N - 1) rounds, 2 (N - 1) / N of the vector sent by each rank: fewest bytes, latency grows with N."""
+
+    name: ClassVar[str] = "ring"
+
+    def schedule(self, rank: int, size: int, numel: int) -> list[schedule.Step]:
+        ring = schedule.Ring(range(size), rank)
+        pieces = schedule.cut((0, numel), size)
+        scattered = schedule.reduce_scatter(ring, pieces, first_round=0)
+        return scattered + schedule.all_gather(ring, pieces, first_round=size - 1)
+
+
+PATH = RingPath

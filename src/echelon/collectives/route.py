@@ -1,0 +1,60 @@
+"""A path opened for one process group: sums tensors along it and knows what that sends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.collectives import registry
+from echelon.collectives.base import Path
+from echelon.collectives.transfer import run_schedule
+from echelon.collectives.wire import ring_bytes
+
+
+@dataclass(frozen=True)
+class Route:
+    """A path and the ranks it runs between."""
+
+    path: Path
+    group: dist.ProcessGroup
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return self.group.size()
+
+    def sum_(self, tensor: Tensor) -> int:
+        """Sum a float tensor of any shape over the ranks, in place, the same bits on all; returns the bytes sent.
+
+        Raises:
+            PeerLostError, RuntimeError: a rank did not answer before the group's timeout.
+        """
+        if self.size == 1:
+            return 0
+        flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
+        if self.path.by_backend:
+            dist.all_reduce(flat, group=self.group)
+            sent = ring_bytes(flat.nbytes, self.size)
+        else:
+            sent = run_schedule(flat, self.path.schedule(self.rank, self.size, flat.numel()), self.group)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.view(tensor.shape))
+        return sent
+
+
+def open_route(path: str, group: dist.ProcessGroup | None = None) -> Route:
+    """Open the path that a spec names for a group (None: all ranks).
+
+    Raises:
+        UserError: an unknown path or setting.
+    """
+    chosen = group if group is not None else dist.group.WORLD
+    assert chosen is not None, "torch.distributed.init_process_group comes first"
+    return Route(registry.build(path), chosen)

@@ -1,0 +1,98 @@
+"""A path as data: which span of a vector each rank sends to whom, round by round, and the pieces paths are made of.
+
+A schedule is a plain function of (rank, world size, length): tests check every path for every size without a process,
+and one executor (`transfer.py`) runs them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Span = tuple[int, int]
+"""First element and the one after the last."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank does in one round; sender and receiver name the same round and span.
+
+    A span is sent as it is after all earlier steps. What is received is added to the span, or replaces it.
+    """
+
+    round: int
+    send_to: int | None = None
+    send: Span = (0, 0)
+    recv_from: int | None = None
+    recv: Span = (0, 0)
+    add: bool = False
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Ranks that pass pieces on in a circle; `index` is this rank's place among them."""
+
+    members: Sequence[int]
+    index: int
+
+    def piece(self, pieces: Sequence[Span], back: int) -> Span:
+        """Return the piece of the member `back` places before this one."""
+        return pieces[(self.index - back) % len(self.members)]
+
+    @property
+    def following(self) -> int:
+        """The member this rank sends to."""
+        return self.members[(self.index + 1) % len(self.members)]
+
+    @property
+    def preceding(self) -> int:
+        """The member this rank receives from."""
+        return self.members[(self.index - 1) % len(self.members)]
+
+
+def cut(span: Span, parts: int) -> list[Span]:
+    """Cut a span into parts whose lengths differ by one at most; the longer ones first.
+
+    >>> cut((0, 5), 3)
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    start, stop = span
+    short, longer = divmod(stop - start, parts)
+    bounds = [start + i * short + min(i, longer) for i in range(parts + 1)]
+    return list(zip(bounds[:-1], bounds[1:], strict=True))
+
+
+def reduce_scatter(ring: Ring, pieces: Sequence[Span], first_round: int) -> list[Step]:
+    """N - 1 rounds after which member i holds the sum of piece i; each piece travels once round the ring."""
+    steps = range(len(ring.members) - 1)
+    return [
+        Step(
+            first_round + s,
+            send_to=ring.following,
+            send=ring.piece(pieces, s + 1),
+            recv_from=ring.preceding,
+            recv=ring.piece(pieces, s + 2),
+            add=True,
+        )
+        for s in steps
+    ]
+
+
+def all_gather(ring: Ring, pieces: Sequence[Span], first_round: int) -> list[Step]:
+    """N - 1 rounds after which every member holds every piece, given that member i held piece i."""
+    steps = range(len(ring.members) - 1)
+    return [
+        Step(
+            first_round + s,
+            send_to=ring.following,
+            send=ring.piece(pieces, s),
+            recv_from=ring.preceding,
+            recv=ring.piece(pieces, s + 1),
+        )
+        for s in steps
+    ]
+
+
+def sent_numel(steps: Sequence[Step]) -> int:
+    """Elements that a schedule makes its rank send."""
+    return sum(s.send[1] - s.send[0] for s in steps if s.send_to is not None)

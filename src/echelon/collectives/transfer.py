@@ -1,0 +1,165 @@
+"""Runs a schedule between real processes: segments travel as soon as what they hold is summed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.collectives.schedule import Span, Step
+
+SEGMENT_BYTES = 256 * 1024
+"""Large enough that Python's part of a segment is small, small enough that the first one is under way early."""
+
+
+class PeerLostError(RuntimeError):
+    """A rank did not answer before the group's timeout, or its connection broke."""
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A part of a step's span that travels as one message; `after`: the last receipt it depends on, -1 for none."""
+
+    peer: int
+    round: int
+    span: Span
+    after: int = -1
+
+
+@dataclass(frozen=True)
+class _Receipt:
+    segment: _Segment
+    add: bool
+
+
+def run_schedule(flat: Tensor, steps: Sequence[Step], group: dist.ProcessGroup) -> int:
+    """Carry out this rank's steps on a contiguous 1-D tensor, in place; returns the bytes sent.
+
+    Every rank of the group must call it with its own steps of the same schedule.
+
+    Raises:
+        PeerLostError: a rank did not answer before the group's timeout.
+    """
+    if not steps:
+        return 0
+    if flat.is_cuda:
+        return _run_stepwise(flat, steps, group)
+    return _Pipeline(flat, steps, group).run()
+
+
+class _Pipeline:
+    """For a backend whose messages need no order between each other (gloo): all receives are posted at once.
+
+    A segment of round k + 1 leaves when the segment of round k that it depends on has been summed, so the link is
+    never idle between rounds. Sums are made in the order of the schedule: the bits do not depend on arrival.
+    """
+
+    def __init__(self, flat: Tensor, steps: Sequence[Step], group: dist.ProcessGroup) -> None:
+        self._flat = flat
+        self._group = group
+        length = max(1, SEGMENT_BYTES // flat.element_size())
+        self._receipts = [
+            _Receipt(_Segment(s.recv_from, s.round, part), s.add)
+            for s in steps
+            if s.recv_from is not None
+            for part in _segments(s.recv, length)
+        ]
+        self._sends = _ordered_sends(steps, length)
+        self._scratch = torch.empty(sum(_length(r.segment.span) for r in self._receipts if r.add), dtype=flat.dtype)
+
+    def run(self) -> int:
+        arrivals = self._post_receives()
+        waiting = list(self._sends[::-1])
+        under_way: list[tuple[_Segment, dist.Work]] = []
+        sent = self._send_ready(waiting, -1, under_way)
+        for number, (receipt, work, data) in enumerate(arrivals):
+            self._wait(receipt.segment, work)
+            if receipt.add:
+                self._flat[slice(*receipt.segment.span)].add_(data)
+            sent += self._send_ready(waiting, number, under_way)
+        for segment, work in under_way:
+            self._wait(segment, work)
+        return sent
+
+    def _post_receives(self) -> list[tuple[_Receipt, dist.Work, Tensor]]:
+        arrivals = []
+        used = 0
+        for receipt in self._receipts:
+            segment = receipt.segment
+            if receipt.add:
+                data = self._scratch[used : used + _length(segment.span)]
+                used += _length(segment.span)
+            else:
+                data = self._flat[slice(*segment.span)]
+            arrivals.append((receipt, self._group.recv([data], segment.peer, segment.round), data))
+        return arrivals
+
+    def _send_ready(self, waiting: list[_Segment], arrived: int, under_way: list[tuple[_Segment, dist.Work]]) -> int:
+        sent = 0
+        while waiting and waiting[-1].after <= arrived:
+            segment = waiting.pop()
+            data = self._flat[slice(*segment.span)]
+            under_way.append((segment, self._group.send([data], segment.peer, segment.round)))
+            sent += data.nbytes
+        return sent
+
+    def _wait(self, segment: _Segment, work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"rank {self._group.rank()} of the group lost rank {segment.peer} in round {segment.round}: {error}"
+            ) from error
+
+
+def _length(span: Span) -> int:
+    return span[1] - span[0]
+
+
+def _segments(span: Span, length: int) -> list[Span]:
+    return [(start, min(start + length, span[1])) for start in range(span[0], span[1], length)]
+
+
+def _ordered_sends(steps: Sequence[Step], length: int) -> list[_Segment]:
+    """Return all segments to send, each after the receipts it depends on and after those before it.
+
+    Keeping one order costs nothing (a span is received and sent on front to back) and lets messages of a round
+    between two ranks match in the order they were sent.
+    """
+    received: list[tuple[Span, int]] = []
+    number = 0
+    after = -1
+    sends: list[_Segment] = []
+    for step in sorted(steps, key=lambda s: s.round):
+        if step.send_to is not None:
+            for part in _segments(step.send, length):
+                needs = (n for span, n in received if span[0] < part[1] and part[0] < span[1])
+                after = max(after, max(needs, default=-1))
+                sends.append(_Segment(step.send_to, step.round, part, after))
+        if step.recv_from is not None:
+            for part in _segments(step.recv, length):
+                received.append((part, number))
+                number += 1
+    return sends
+
+
+def _run_stepwise(flat: Tensor, steps: Sequence[Step], group: dist.ProcessGroup) -> int:
+    """For a backend that runs messages in the order of one stream (NCCL): one group of messages per round."""
+    sent = 0
+    for step in sorted(steps, key=lambda s: s.round):
+        operations = []
+        out, into = flat[slice(*step.send)], flat[slice(*step.recv)]
+        data = torch.empty_like(into) if step.add else into
+        if step.send_to is not None and out.numel():
+            operations.append(dist.P2POp(dist.isend, out, group=group, group_peer=step.send_to))
+            sent += out.nbytes
+        if step.recv_from is not None and into.numel():
+            operations.append(dist.P2POp(dist.irecv, data, group=group, group_peer=step.recv_from))
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+        if step.add:
+            into.add_(data)
+    return sent
