@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.tree import Slot
+from echelon.checkpoint.tree import Slot, is_permuted
 
 # What safetensors and DCP's reader both know; any other dtype is stored as its bytes.
 _STORED_AS_THEY_ARE = frozenset(
@@ -77,6 +77,8 @@ def _copy_to_cpu(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if not tensor.is_cuda:
         return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+    # Same memory order on both sides: otherwise copy_ goes through unpinned memory that it does not wait for.
+    tensor = tensor if is_permuted(tensor) else tensor.contiguous()
     host = torch.empty_like(tensor, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 

@@ -60,6 +60,22 @@ def test_memory_order_is_kept(tmp_path: Path) -> None:
     assert back["transposed"].stride() == (1, 2)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="copies from a GPU need one")
+def test_tensors_on_a_gpu_come_back_on_the_cpu(tmp_path: Path) -> None:
+    matrix = torch.randn(300, 400, device="cuda")
+    image = torch.randn(2, 3, 40, 50, device="cuda").contiguous(memory_format=torch.channels_last)
+    state = {"matrix": matrix, "transposed": matrix.t(), "gaps": matrix[:, ::3], "image": image, "step": matrix[0, 0]}
+    expected = {name: tensor.cpu() for name, tensor in state.items()}
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(0, state)
+    for tensor in state.values():
+        tensor.zero_()
+    store.close()
+    newest = store.newest()
+    assert newest is not None
+    assert_same(expected, newest[1])
+
+
 def test_names_of_any_characters_stay_apart(tmp_path: Path) -> None:
     names = ["a.b", "", ".", "/", "../x", "__metadata__", "ü\n\0", "\ud800", "a.b#2", "weight\\ud800"]
     state: dict[str, Any] = {name: torch.tensor(i) for i, name in enumerate(names)}
