@@ -106,7 +106,7 @@ def _confusion(record: RunRecord) -> Chart | None:
     part = f"The {len(shown)} most confused of {len(matrix)} classes. " if len(shown) < len(matrix) else ""
     caption = f"{part}Rows are true classes; the colour is the share of the row, the number the samples."
     label = f"Confusion matrix. Most frequent errors: {worst_pairs(matrix, names)}."
-    height = 260 + max(12 * len(shown), 150)
+    height = 290 + max(12 * len(shown), 150)
     return Chart("confusion", "Confusion matrix", caption, label, [trace], layout, height)
 
 

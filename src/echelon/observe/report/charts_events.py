@@ -58,7 +58,7 @@ def _attempt_bars(record: RunRecord, stretches: list[Sitting]) -> Json:
         "base": x0,
         "x": [b - a for a, b in zip(x0, x1, strict=True)],
         "y": [_ROWS.index("attempt")] * len(spans),
-        "width": 0.35,
+        "width": 0.6,
         "text": [f"{format_seconds(b - a)}" for a, b in zip(x0, x1, strict=True)],
         "textposition": "inside",
         "insidetextanchor": "start",

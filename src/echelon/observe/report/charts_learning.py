@@ -70,4 +70,5 @@ def _lr(windows: list[Window]) -> Chart | None:
     rates = [r for _, r in known]
     said = f"Learning rate from {rates[0]:.3g} to {rates[-1]:.3g}, at most {max(rates):.3g}."
     layout = {"xaxis": axis("step"), "yaxis": axis("learning rate", rangemode="tozero")}
-    return Chart("lr", "Learning rate", said, said, [line("lr", [s for s, _ in known], rates, "train")], layout, 240)
+    traces = [line("lr", [s for s, _ in known], rates, "train")]
+    return Chart("lr", "Learning rate", said, said, traces, layout, 220, wide=True)

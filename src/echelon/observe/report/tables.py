@@ -40,7 +40,7 @@ def headlines(s: Summary) -> list[Headline]:
         aside = f"on {s.eval_samples} samples" if s.eval_samples else ""
         if s.eval_samples and 0 <= top1 <= 1:
             low, high = wilson_interval(top1, s.eval_samples)
-            aside = f"± {(high - low) * 50:.1f} points (95%)"
+            aside = f"± {(high - low) * 50:.1f} pt (95%)"
         found.append(Headline("top-1", f"{top1:.4f}", aside))
     if f1 is not None:
         found.append(Headline("macro F1", f"{f1:.4f}", f"ROC AUC {auc:.4f}" if auc is not None else ""))
@@ -49,7 +49,7 @@ def headlines(s: Summary) -> list[Headline]:
     if s.samples_per_s is not None and s.step_s is not None:
         found.append(Headline("samples/s", f"{s.samples_per_s:,.0f}", f"{format_seconds(s.step_s)} a step"))
     if s.wire_bytes_per_step is not None:
-        found.append(Headline("sent a step", format_bytes(s.wire_bytes_per_step), "all ranks together"))
+        found.append(Headline("sent a step", format_bytes(s.wire_bytes_per_step), "by all ranks"))
     if s.workers:
         restarts = f"{s.restarts} restart{'s' * (s.restarts != 1)}"
         found.append(Headline("workers", str(s.workers), restarts if s.restarts else ""))
