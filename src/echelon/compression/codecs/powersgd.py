@@ -20,8 +20,8 @@ class PowerSgd(Codec):
         P = mean(M Q);  P = orthonormalise(P);  Q = mean(M^T P);  M^ = P Q^T;  error = M - M^
 
     Two all-reduces, of n r and m r numbers: linear, the workers' means are exact. Q starts random, from the shared
-    seed. Vectors, and matrices that rank r would not shrink, travel whole. 32 r (n + m) / (n m) bits per element. Biased.
-    Momentum stays with the optimizer, after aggregation.
+    seed. Vectors, and matrices that rank r would not shrink, travel whole. 32 r (n + m) / (n m) bits per element.
+    Biased. Momentum stays with the optimizer, after aggregation.
 
     Outside an all-reduce (`compress`), the same with the worker's own M alone.
 
