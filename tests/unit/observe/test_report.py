@@ -138,7 +138,7 @@ def test_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
 def test_strange_entries_are_left_out_and_said(tmp_path: Path, broken: dict[str, Any]) -> None:
     summary, words = rewrite(tmp_path, [*tell(SHORT), broken])
     assert summary.steps == 200
-    assert "1 entries of record.jsonl lack" in words
+    assert "entries of record.jsonl are not what their kind needs" in words
 
 
 def test_run_that_failed_before_its_first_step(tmp_path: Path) -> None:

@@ -41,10 +41,8 @@ def timeline_chart(record: RunRecord) -> Chart | None:
         "showlegend": False,
         "hovermode": "closest",
     }
-    count = (
-        f"{len(record.of_kind('start'))} attempts, {len(record.evaluations)} evaluations, "
-        f"{len(record.of_kind('checkpoint'))} checkpoints, {len(events)} events."
-    )
+    numbers = {"attempt": len(record.of_kind("start"))} | {name: len(times) for name, _, _, times, _ in points}
+    count = ", ".join(f"{n} {name}{'s' * (n != 1)}" for name, n in numbers.items()) + "."
     return Chart("timeline", "What happened when", count, count, traces, layout, 250, True)
 
 

@@ -171,7 +171,7 @@ def _sort_records(raw: list[Json], notes: list[str]) -> tuple[list[Mark], list[W
         except (KeyError, TypeError, ValueError):
             unreadable += 1
     if unreadable:
-        notes.append(f"{unreadable} entries of {RECORD_FILE} lack what their kind needs and are left out.")
+        notes.append(f"{unreadable} of {len(raw)} entries of {RECORD_FILE} are not what their kind needs: left out.")
     return marks, windows, evaluations
 
 
