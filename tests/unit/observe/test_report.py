@@ -104,14 +104,30 @@ def test_death_without_restart_says_that_it_ended_there(tmp_path: Path) -> None:
     assert "The run did not continue." in words and "gave up." in words
 
 
+def test_deaths_before_the_first_step_are_each_told_and_the_last_ends_the_run(tmp_path: Path) -> None:
+    deaths = [
+        {"t": 100.0 + i, "kind": "event", "name": "worker_died", "message": f"rank {i} died: exit code 1"}
+        for i in range(2)
+    ]
+    error = {"t": 101.5, "kind": "event", "name": "rank_failed", "message": "ValueError: no such layer"}
+    end = {"t": 102.0, "kind": "end", "status": "failed", "message": "no restarts are left"}
+    summary, words = rewrite(tmp_path, [*deaths, error, end])
+    assert words.count("The run did not continue.") == 1
+    assert "Failed" in words and "the last error was ValueError: no such layer" in words
+    assert summary.seconds == pytest.approx(2.0)
+
+
 def test_resume_counts_no_restart_and_its_pause_no_time(tmp_path: Path) -> None:
     lines = tell(replace(SHORT, epochs=1, status="stopped"))
     for line in lines:
         line.pop("seconds") if line["kind"] == "end" else None
     seconds = lines[-1]["t"] - lines[0]["launched_t"]
     later = [dict(line, t=line["t"] + 86_400) for line in lines]
+    counters = {"sent_bytes": 460_000_000, "dropped": 0}
+    lines.append({"t": lines[-1]["t"] + 1, "kind": "link", "link": "100mbit", "hosts": [counters]})
     later[0] |= {"launched_t": lines[0]["launched_t"] + 86_400, "start_step": 100}
     summary, _ = rewrite(tmp_path, [*lines, *later])
+    assert "The kernel counted 460 MB sent on the links (100mbit)" in (tmp_path / "report.html").read_text()
     assert summary.restarts == 0
     assert summary.seconds == pytest.approx(2 * seconds, abs=0.01)
 
@@ -199,7 +215,7 @@ def test_falling_accuracy_is_not_flattered(tmp_path: Path) -> None:
     evaluations = [line for line in lines if line["kind"] == "evaluation"]
     evaluations[0]["metrics"]["top1"], evaluations[1]["metrics"]["top1"] = 0.9, 0.8
     _, words = rewrite(tmp_path, lines)
-    assert "The best was 0.9000 after epoch 1: the last is not the best one." in words
+    assert "The best was 0.9000 at step 100: the last is not the best one." in words
 
 
 def test_wilson_interval_against_its_published_example() -> None:

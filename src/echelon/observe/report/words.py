@@ -60,7 +60,7 @@ def _accuracy(s: Summary) -> list[str]:
         said += f" on {s.eval_samples} samples (95% interval {low:.4f} to {high:.4f})"
     words.append(f"{said}.")
     if s.best_top1 is not None and s.best_top1 - top1 >= 0.005:
-        words.append(f"The best was {s.best_top1:.4f} after epoch {s.best_epoch}: the last is not the best one.")
+        words.append(f"The best was {s.best_top1:.4f} at step {s.best_step}: the last is not the best one.")
     return words
 
 
