@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from echelon.launch.elastic import Death
+    from echelon.launch.link import LinkCounters
     from echelon.train.assemble import Given
 
 PRELOAD = (
@@ -152,6 +153,7 @@ def plan_of(config: RunConfig, path: Path, given: Given | None = None) -> Launch
         max_restarts=config.launch.max_restarts,
         log_dir=path / "logs",
         preload=PRELOAD,
+        link=config.launch.link,
     )
 
 
@@ -209,11 +211,11 @@ def _is_worker() -> bool:
 
 def _start_as_worker(config: RunConfig, given: Given | None) -> Outcome:
     from echelon.train.under_launcher import agree_on_folder
-    from echelon.train.worker import run_worker
+    from echelon.train.worker import train_rank
 
     check_strategies(config)
     path = agree_on_folder(config)
-    status = run_worker(str(path), given)
+    status = train_rank(path, given)
     return _outcome(path, status)
 
 
@@ -221,9 +223,9 @@ def _start_in(path: Path, config: RunConfig, given: Given | None, fresh: bool) -
     if not fresh:
         folders.prepare(path, config)
     if _is_worker():
-        from echelon.train.worker import run_worker
+        from echelon.train.worker import train_rank
 
-        return _outcome(path, run_worker(str(path), given))
+        return _outcome(path, train_rank(path, given))
     plan = plan_of(config, path, given)
     start_import_server(plan.preload)
     check_strategies(config)
@@ -237,7 +239,7 @@ def _start_in(path: Path, config: RunConfig, given: Given | None, fresh: bool) -
 
 
 def _run_plan(plan: LaunchPlan, path: Path, record: Recorder) -> str:
-    from echelon.launch.elastic import Interrupted, Refused, WorkersFailed, run_workers
+    from echelon.launch.elastic import Interrupted, Refused, Watch, WorkersFailed, run_workers
     from echelon.observe.report import write_report
 
     def on_death(death: Death, restarts_left: int) -> None:
@@ -251,8 +253,11 @@ def _run_plan(plan: LaunchPlan, path: Path, record: Recorder) -> str:
             exit_code=death.exit_code,
         )
 
+    def on_counters(counters: list[LinkCounters]) -> None:
+        record.write("link", link=plan.link, hosts=[asdict(c) for c in counters])
+
     try:
-        return next(iter(run_workers(plan, on_death).values()), "completed") or "completed"
+        return next(iter(run_workers(plan, Watch(on_death, on_counters)).values()), "completed") or "completed"
     except Interrupted:
         return "stopped"
     except Refused:

@@ -76,7 +76,7 @@ class AllReduce:
         """Return the hook's state: error-feedback memories and step counters."""
         return self._hook.state_dict() if self._hook else {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back the hook's state."""
         if self._hook and state:
             self._hook.load_state_dict(state)

@@ -55,5 +55,5 @@ class Sync(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's own state: tensors and plain values only."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave on this rank."""

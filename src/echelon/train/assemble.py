@@ -6,6 +6,7 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
@@ -161,8 +162,8 @@ def _model(config: RunConfig, source: Source, world: World, own: nn.Module | Non
     model = own or build_model(config.model, ModelInput(len(info.classes), info.channels, info.image_size))
     if config.model.sync_batchnorm and world.group is not None:
         model = convert_sync_batchnorm(model, world.group)
-    layout = torch.channels_last if _channels_last(config, world.device) else torch.preserve_format
-    return model.to(world.device, memory_format=layout)
+    model = model.to(world.device)
+    return model.to(memory_format=torch.channels_last) if _channels_last(config, world.device) else model
 
 
 def _channels_last(config: RunConfig, device: torch.device) -> bool:
@@ -174,7 +175,9 @@ def _parts(config: RunConfig, source: Source, world: World, own: nn.Module | Non
     model = _model(config, source, world, own)
     optimizer = build_optimizer(model, config.optimizer, config.data.batch_size)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.training.precision == "fp16")
-    held = torch.compile(model) if config.model.compile else model
+    held = model
+    if config.model.compile:
+        held = cast(nn.Module, torch.compile(model))
     context = SyncContext(
         model=held,
         update=make_update(model, optimizer, scaler, config.optimizer.clip_norm),

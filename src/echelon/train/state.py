@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -80,11 +80,12 @@ def shared_state(parts: RunParts, cursor: Cursor) -> dict[str, Any]:
 
 def rank_state(parts: RunParts, world: World) -> dict[str, Any]:
     """Return the state of this rank alone: random generators, buffers (BatchNorm) and what `sync` keeps."""
+    _, keys, position, *_ = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": list(random.getstate()[1]),
-        "numpy": torch.from_numpy(np.random.get_state(legacy=True)[1].astype(np.int64)),
-        "numpy_position": int(np.random.get_state(legacy=True)[2]),
+        "numpy": torch.from_numpy(keys.astype(np.int64)),
+        "numpy_position": int(position),
         "sync": parts.sync.state_dict(),
         "buffers": dict(parts.model.named_buffers()),
     }
@@ -112,15 +113,15 @@ def load_shared_state(parts: RunParts, state: Mapping[str, Any]) -> Cursor:
     return Cursor(**state["cursor"])
 
 
-def load_rank_state(parts: RunParts, world: World, ranks: Mapping[str, Any]) -> None:
+def load_rank_state(parts: RunParts, world: World, saved_size: int, ranks: Mapping[int, Any]) -> None:
     """Restore this rank's own state; on another number of ranks, only what can be kept.
 
     Random generators start anew from the shared state then, and the strategy merges what all ranks had.
     """
-    own = ranks.get(str(world.rank))
-    if len(ranks) != world.size or own is None:
+    if saved_size != world.size:
         parts.sync.load_state_dict(_of_another_world(ranks, world))
         return
+    own = ranks[world.rank]
     torch.set_rng_state(own["torch"])
     random.setstate((3, tuple(own["python"]), None))
     np.random.set_state(("MT19937", own["numpy"].numpy().astype(np.uint32), own["numpy_position"], 0, 0.0))
@@ -132,7 +133,7 @@ def load_rank_state(parts: RunParts, world: World, ranks: Mapping[str, Any]) -> 
     parts.sync.load_state_dict(own["sync"])
 
 
-def _of_another_world(ranks: Mapping[str, Any], world: World) -> dict[str, Any]:
+def _of_another_world(ranks: Mapping[int, Any], world: World) -> dict[str, Any]:
     """Return what the former ranks whose number falls on this one had, for the strategy to merge."""
     states = {r: s["sync"] for r, s in ranks.items() if s["sync"]}
     return {"former_ranks": states, "rank": world.rank, "world_size": world.size} if states else {}
