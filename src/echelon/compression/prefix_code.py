@@ -94,7 +94,7 @@ def encode(symbols: Bytes, lengths: Bytes) -> Bytes:
 
 
 def _place(codes: Ints, width: Ints, starts: Ints) -> npt.NDArray[np.uint64]:
-    """Write each code at its bit; returns 16-bit words. Bits are disjoint, so that words are sums (exact in float64)."""
+    """Write each code at its bit; returns 16-bit words. Bits are disjoint, so words are sums (exact in float64)."""
     word = starts >> 4
     spread = codes << (32 - width - (starts & 15))
     size = int(word[-1]) + 2

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from echelon.compression.base import Codec, Meta, Payload, Rounds, State, flat, refuse_nonfinite_elements
+from echelon.compression.base import Codec, Meta, Payload, Rounds, State, empty, flat, refuse_nonfinite_elements
+from echelon.compression.selection import gather, scatter
 from echelon.compression.sparse import check_density, count_for
 from echelon.compression.wire import Layout
 
@@ -50,7 +51,7 @@ class RandomK(Codec):
         x = flat(tensor)
         refuse_nonfinite_elements(x, state)
         key = state.shared_key()
-        values = x[self._drawn(x.numel(), key, x.device)].float()
+        values = gather(x, self._drawn(x.numel(), key, x.device)).float()
         state.numbers["step"] += 1
         return self.payload((torch.tensor([key], device=x.device), values), Meta.of(tensor))
 
@@ -58,17 +59,16 @@ class RandomK(Codec):
         key, values = payload.tensors
         meta = payload.meta
         if out is None:
-            out = torch.zeros(meta.shape, dtype=meta.dtype, device=values.device)
-        else:
-            out.zero_()
-        out.view(-1)[self._drawn(meta.numel, int(key), values.device)] = values.to(out.dtype)
+            out = empty(meta.numel, meta.dtype, values.device).view(meta.shape)
+        out.zero_()
+        scatter(out.view(-1), self._drawn(meta.numel, int(key), values.device), values)
         return out
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
         key, values = payload.tensors
         indices = self._drawn(payload.meta.numel, int(key), values.device)
         view = target.view(-1)
-        view[indices] = view[indices].add_(values.to(view.dtype), alpha=alpha)
+        scatter(view, indices, gather(view, indices).add_(values.to(view.dtype), alpha=alpha))
 
     def clear_sent(self, target: Tensor, payload: Payload) -> None:
         key, values = payload.tensors
@@ -79,9 +79,9 @@ class RandomK(Codec):
         refuse_nonfinite_elements(x, state)
         indices = self._drawn(x.numel(), state.shared_key(), x.device)
         state.numbers["step"] += 1
-        mean = yield x[indices]
+        mean = yield gather(x, indices)
         result = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        result.view(-1)[indices] = mean.to(tensor.dtype)
+        scatter(result.view(-1), indices, mean)
         return result
 
     def subtract_reduced(self, pending: Tensor, mean: Tensor, state: State) -> None:

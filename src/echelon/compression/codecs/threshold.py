@@ -72,7 +72,7 @@ class Threshold(Sparse):
 
     def choose(self, x: Tensor, state: State) -> Tensor:
         if self.tau is not None or not x.numel():
-            indices = above(x, self.tau or 0.0)
+            indices = above(x, self.tau or 0.0, state)
         else:
             indices = self._follow(x, state)
         state.numbers["sent"] = indices.numel() / max(x.numel(), 1)
@@ -82,10 +82,10 @@ class Threshold(Sparse):
         assert self.density is not None
         wanted = count_for(self.density, x.numel())
         threshold = state.numbers["threshold"]
-        indices = above(x, threshold) if threshold >= 0 else None
+        indices = above(x, threshold, state) if threshold >= 0 else None
         if indices is None or not wanted / _LOST <= indices.numel() <= wanted * _LOST:
             threshold = sampled_threshold(x, wanted)
-            indices = above(x, threshold)
+            indices = above(x, threshold, state)
         ratio = max(indices.numel(), 0.5) / wanted
         state.numbers["threshold"] = threshold * min(max(ratio**_GAIN, 0.5), 2.0)
         return indices
