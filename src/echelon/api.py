@@ -93,7 +93,7 @@ def resume(run: str | Path, overrides: Mapping[str, Any] | None = None) -> Outco
         return _start_in(path, config, None, fresh=False)
 
 
-def evaluate(run: str | Path) -> Mapping[str, float]:
+def evaluate(run: str | Path) -> Mapping[str, float | None]:
     """Evaluate a run's best checkpoint on its evaluation data; returns the metrics."""
     path = Path(run)
     config = _config_of(path)
@@ -157,17 +157,6 @@ def plan_of(config: RunConfig, path: Path, given: Given | None = None) -> Launch
     )
 
 
-def check_strategies(config: RunConfig) -> None:
-    """Refuse specs that no registered strategy takes.
-
-    Raises:
-        UserError: names the spec and the nearest that works.
-    """
-    from echelon.sync import check_sync
-
-    check_sync(config.strategy.sync)
-
-
 def _dotted(setting: str) -> str:
     flags = {flag_of(name, item).lstrip("-").replace("-", "_"): name for name, item, _ in leaves()}
     if setting not in flags:
@@ -200,6 +189,12 @@ def _with_overrides(path: Path, overrides: Mapping[str, Any]) -> RunConfig:
     return replace(config, run=str(path))
 
 
+def _check(config: RunConfig) -> None:
+    from echelon.train.combine import check_strategies
+
+    check_strategies(config)
+
+
 def _lock(path: Path, config: RunConfig) -> AbstractContextManager[None]:
     return nullcontext() if _is_worker() else folders.locked(path, shared=nodes_of(config.launch).most > 1)
 
@@ -213,7 +208,7 @@ def _start_as_worker(config: RunConfig, given: Given | None) -> Outcome:
     from echelon.train.under_launcher import agree_on_folder
     from echelon.train.worker import train_rank
 
-    check_strategies(config)
+    _check(config)
     path = agree_on_folder(config)
     status = train_rank(path, given)
     return _outcome(path, status)
@@ -228,7 +223,7 @@ def _start_in(path: Path, config: RunConfig, given: Given | None, fresh: bool) -
         return _outcome(path, train_rank(path, given))
     plan = plan_of(config, path, given)
     start_import_server(plan.preload)
-    check_strategies(config)
+    _check(config)
     record = Recorder(path)
     try:
         status = _run_plan(plan, path, record)

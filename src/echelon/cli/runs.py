@@ -14,7 +14,7 @@ def evaluate_command() -> Any:
         from echelon import api
 
         for name, value in api.evaluate(run).items():
-            print(f"{name:16} {value:.4f}")
+            print(f"{name:16} {value:.4f}" if value is not None else f"{name:16} undefined")
 
     return as_command(evaluate, "evaluate", COMMANDS["evaluate"][1])
 

@@ -23,6 +23,7 @@ from echelon.observe.record import Recorder, read_records
 from echelon.observe.scalars import Scalars
 from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
 from echelon.sync import SyncContext, build_sync
+from echelon.train.combine import settle_momentum
 from echelon.train.display import Display, RunLength
 from echelon.train.folder import read_launch
 from echelon.train.loop import LoopSettings, TrainingRun
@@ -50,7 +51,7 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
     Raises:
         UserError: something in the description cannot be built.
     """
-    training = config.training
+    config, training = settle_momentum(config), config.training
     seed_everything(training.seed)
     source = given.source or open_data(config.data, training.seed)
     if source.info.train_size < world.size:

@@ -162,5 +162,7 @@ def run_evaluation(run: TrainingRun, cursor: Cursor) -> EvaluationReport:
         seconds=report.seconds,
         samples=report.samples,
     )
-    run.scalars.write(cursor.step, {f"test/{name}": value for name, value in report.metrics.items()})
+    run.scalars.write(
+        cursor.step, {f"test/{name}": value for name, value in report.metrics.items() if value is not None}
+    )
     return report

@@ -67,6 +67,8 @@ class Saver:
     def consider_best(self, cursor: Cursor, report: EvaluationReport) -> None:
         """Keep a checkpoint, and the detail of the evaluation, when top-1 is the best so far."""
         value = report.metrics["top1"]
+        if value is None:
+            return
         if self._best is not None and value <= self._best:
             return
         self._best = value

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from echelon.data.base import Batch
 from echelon.observe.phases import Phase, PhaseClock
+from echelon.parallel.sync_batchnorm import has_sync_batchnorm
 from echelon.sync.base import Sync
 
 
@@ -77,8 +78,11 @@ class Step:
             result.correct = result.correct + (logits.detach().argmax(-1) == targets).sum()
 
     def _forward(self, module: nn.Module, inputs: Tensor) -> Tensor:
-        """Run the model; a rank without samples takes part with one blank sample of weight zero."""
-        if len(inputs):
+        """Run the model; a rank without samples takes part with one blank sample of weight zero.
+
+        With SyncBatchNorm it runs its empty batch instead, for the others wait for its statistics.
+        """
+        if len(inputs) or has_sync_batchnorm(module):
             return module(inputs)
         with evaluating(module):
             return module(inputs.new_zeros((1, *inputs.shape[1:])))
