@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import mmap
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +15,7 @@ from echelon.core.errors import UserError
 from echelon.data.augment import FLIP_CROP_DRAWS, IMAGENET_DRAWS, flip_crop, random_resized_crop, resize_and_crop
 from echelon.data.base import BadImage
 from echelon.data.decode import CannotDecode
-from echelon.data.images import ImageArray, Images, TensorItems
+from echelon.data.images import ImageArray, Images, TensorItems, random_state_kept
 from echelon.data.order import Indices, item_seeds, uniforms
 
 CACHE_BYTES = 512 * 10**6
@@ -149,7 +147,8 @@ class ItemRows:
 
     def __init__(self, items: TensorItems, seed: int) -> None:
         self.labels, self._items, self._seed = items.labels, items, seed
-        first = items[0][0].detach().cpu().numpy()
+        with random_state_kept():
+            first = items[0][0].detach().cpu().numpy()
         self.shape, self.dtype = first.shape, first.dtype
 
     def fill(self, epoch: int, indices: Indices, inputs: NDArray[Any], targets: NDArray[np.int64]) -> list[BadImage]:
@@ -158,7 +157,7 @@ class ItemRows:
         Raises:
             UserError: an item of another shape than the first.
         """
-        with _random_state_kept():
+        with random_state_kept():
             for row, (i, seed) in enumerate(zip(indices.tolist(), item_seeds(self._seed, epoch, indices), strict=True)):
                 torch.default_generator.manual_seed(seed)
                 random.seed(seed)
@@ -174,14 +173,3 @@ class ItemRows:
 
 
 Rows = ImageRows | ItemRows
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    torch_state, state, numpy_state = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(torch_state)
-        random.setstate(state)
-        np.random.set_state(numpy_state)

@@ -50,11 +50,15 @@ def random_resized_crop(picture: Picture, side: int, draws: NDArray[np.float64])
     top, left, height, width = crop_box(picture.height, picture.width, draws)
     pixels = picture.load(min(1.0, side / min(height, width)))
     if pixels.shape[-2:] != (picture.height, picture.width):  # the decoder has scaled it
-        down, across = pixels.shape[-2] / picture.height, pixels.shape[-1] / picture.width
-        top, left = int(top * down), int(left * across)
-        height, width = max(1, round(height * down)), max(1, round(width * across))
+        top, height = _scaled(top, height, pixels.shape[-2] / picture.height)
+        left, width = _scaled(left, width, pixels.shape[-1] / picture.width)
     crop = _resized(pixels[:, top : top + height, left : left + width], side, side)
     return crop.flip(-1) if draws[-1] < 0.5 else crop
+
+
+def _scaled(start: int, length: int, scale: float) -> tuple[int, int]:
+    first, last = round(start * scale), round((start + length) * scale)
+    return min(first, last - 1), max(1, last - first)
 
 
 def crop_box(height: int, width: int, draws: NDArray[np.float64]) -> Box:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,3 +123,15 @@ class TensorItems(Dataset[tuple[Tensor, int]]):
 
 
 Images = ImageFiles | ImageArray | ImageItems
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Give the process its random state back after a data set drew from it."""
+    torch_state, state, numpy_state = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(torch_state)
+        random.setstate(state)
+        np.random.set_state(numpy_state)

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from echelon.core.errors import UserError, nearest
 from echelon.data.base import DataInfo, Source
-from echelon.data.images import ImageItems, Images, Labels, TensorItems
+from echelon.data.images import ImageItems, Images, Labels, TensorItems, random_state_kept
 from echelon.data.statistics import measure
 from echelon.data.torchvision_sets import labels_of
 
@@ -40,8 +40,9 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
     for part, data in (("training", train), ("evaluation", evaluation)):
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__") or len(data) == 0:
             raise UserError(f"data {name}: the {part} data needs a length above 0 and items by index (map-style)")
-    first = _first_input(name, train)
-    labels, held_labels = _labels(name, train), _labels(name, evaluation)
+    with random_state_kept():
+        first = _first_input(name, train)
+        labels, held_labels = _labels(name, train), _labels(name, evaluation)
     names = tuple(classes) if classes else tuple(str(i) for i in range(int(max(labels.max(), held_labels.max())) + 1))
     if min(labels.min(), held_labels.min()) < 0 or max(labels.max(), held_labels.max()) >= len(names):
         raise UserError(f"data {name}: labels must be 0 to {len(names) - 1}, for the {len(names)} classes")
