@@ -94,6 +94,13 @@ def all_gather(ring: Ring, pieces: Sequence[Span], first_round: int) -> list[Ste
     ]
 
 
+def ring_sum(ring: Ring, span: Span, first_round: int) -> list[Step]:
+    """2 (N - 1) rounds after which every member holds the sum of a span."""
+    pieces = cut(span, len(ring.members))
+    halfway = first_round + len(ring.members) - 1
+    return reduce_scatter(ring, pieces, first_round) + all_gather(ring, pieces, halfway)
+
+
 def sent_numel(steps: Sequence[Step]) -> int:
     """Elements that a schedule makes its rank send."""
     return sum(s.send[1] - s.send[0] for s in steps if s.send_to is not None)
