@@ -6,6 +6,7 @@ batch weighs what it should.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -41,8 +42,8 @@ class AllReduce:
             context.model,
             device_ids=[context.device] if on_gpu else None,
             process_group=context.group,
-            broadcast_buffers=False,  # averaged before evaluation instead: nothing is sent for them in a step
             gradient_as_bucket_view=True,
+            **_no_buffers_in_steps(),
         )
         self._hook = GradientHook(
             context.group, context.compression, context.collective, average=False, seed=context.seed
@@ -80,6 +81,12 @@ class AllReduce:
         """Take back the hook's state."""
         if self._hook and state:
             self._hook.load_state_dict(state)
+
+
+def _no_buffers_in_steps() -> dict[str, Any]:
+    """Buffers are averaged before evaluation instead; torch 2.15 renamed the argument."""
+    renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
 
 
 def build(settings: Settings, context: SyncContext) -> Sync:
