@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
@@ -24,7 +24,7 @@ from echelon.data.pool import LoaderFailed
 from tests.unit.data.images import make_folder
 
 CPU = torch.device("cpu")
-DATA = ("digits", "folder", "crops", "kept", "own")
+DATA = ("digits", "folder", "crops", "kept", "own", "tensors")
 
 
 class Own(Dataset[tuple[Tensor, int]]):
@@ -57,7 +57,11 @@ def describe(kind: str, folder: Path) -> tuple[Source, dict[str, Any]]:
         "crops": {"source": str(folder), "batch_size": 7, "image_size": 128},
         "kept": {"source": str(folder), "batch_size": 7, "image_size": 32},
         "own": {"batch_size": 10},
+        "tensors": {"batch_size": 10},
     }
+    if kind == "tensors":
+        own = TensorDataset(torch.randn(27, 4, generator=torch.Generator().manual_seed(0)), torch.arange(27) % 3)
+        return from_datasets(own, Subset(own, range(5, 20))), given[kind]
     data = given[kind]
     return (from_datasets(Own(), Own()) if kind == "own" else open_data(DataConfig(**data), 3)), data
 

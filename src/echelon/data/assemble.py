@@ -15,7 +15,7 @@ from echelon.core.errors import UserError
 from echelon.data.augment import FLIP_CROP_DRAWS, IMAGENET_DRAWS, flip_crop, random_resized_crop, resize_and_crop
 from echelon.data.base import BadImage
 from echelon.data.decode import CannotDecode
-from echelon.data.images import ImageArray, Images, TensorItems, random_state_kept
+from echelon.data.images import ImageArray, Images, TensorArray, TensorItems, random_state_kept
 from echelon.data.order import Indices, item_seeds, uniforms
 
 CACHE_BYTES = 512 * 10**6
@@ -140,6 +140,22 @@ class ImageRows:
         return kept, np.frombuffer(mmap.mmap(-1, len(self.labels)), dtype=np.uint8)
 
 
+class ArrayRows:
+    """Takes rows of a user's own inputs out of memory."""
+
+    kept = in_memory = True
+
+    def __init__(self, array: TensorArray) -> None:
+        self.labels, self._values = array.labels, array.values
+        self.shape, self.dtype = array.values.shape[1:], array.values.dtype
+
+    def fill(self, epoch: int, indices: Indices, inputs: NDArray[Any], targets: NDArray[np.int64]) -> list[BadImage]:
+        """Copy the inputs of `indices` to `inputs` `(N, ...)` and their labels to `targets` `(N,)`."""
+        np.take(self._values, indices, axis=0, out=inputs, mode="clip")  # other modes copy twice
+        np.take(self.labels, indices, out=targets, mode="clip")
+        return []
+
+
 class ItemRows:
     """Makes rows of a user's own tensors, each item's random numbers seeded by where it stands."""
 
@@ -172,4 +188,4 @@ class ItemRows:
         return []
 
 
-Rows = ImageRows | ItemRows
+Rows = ImageRows | ArrayRows | ItemRows

@@ -108,6 +108,20 @@ class ImageItems(Dataset[tuple[Tensor, int]]):
 
 
 @dataclass(frozen=True)
+class TensorArray(Dataset[tuple[Tensor, int]]):
+    """Inputs of any type in memory, `(N, ...)`; used as they come."""
+
+    values: NDArray[Any]
+    labels: Labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return torch.from_numpy(self.values)[i], int(self.labels[i])
+
+
+@dataclass(frozen=True)
 class TensorItems(Dataset[tuple[Tensor, int]]):
     """Another data set whose items are (tensor of any type and one shape, label); used as they come."""
 

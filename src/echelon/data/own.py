@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from echelon.core.errors import UserError, nearest
 from echelon.data.base import DataInfo, Source
-from echelon.data.images import ImageItems, Images, Labels, TensorItems, random_state_kept
+from echelon.data.images import ImageArray, ImageItems, Images, Labels, TensorArray, TensorItems, random_state_kept
 from echelon.data.statistics import measure
 from echelon.data.torchvision_sets import labels_of
 
@@ -49,14 +49,24 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
     is_image = first.dtype == torch.uint8 and first.ndim == 3 and first.shape[0] in (1, 3)
     if is_image and first.shape[1] != first.shape[2]:
         raise UserError(f"data {name}: uint8 images must be square, not {tuple(first.shape)}; or give float tensors")
-    kind = ImageItems if is_image else TensorItems
     channels = int(first.shape[0]) if first.ndim else 1
     side = int(first.shape[-1]) if first.ndim == 3 else 1
-    data = kind(train, labels)
+    data, held = _samples(train, labels, is_image), _samples(evaluation, held_labels, is_image)
     mean, std = measure(data, side) if isinstance(data, Images) else ((), ())
     counts = tuple(np.bincount(labels, minlength=len(names)).tolist())
     info = DataInfo(name, names, channels, side, len(labels), len(held_labels), counts, mean, std)
-    return Source(data, kind(evaluation, held_labels), info)
+    return Source(data, held, info)
+
+
+def _samples(data: Any, labels: Labels, is_image: bool) -> Images | TensorArray | TensorItems:
+    """Take tensors in memory as they are, a whole batch at a time; anything else item by item."""
+    tensor = data.tensors[0] if type(data) is TensorDataset else None
+    if type(data) is Subset and type(data.dataset) is TensorDataset:
+        tensor = data.dataset.tensors[0][torch.as_tensor(data.indices)]
+    if tensor is None:
+        return ImageItems(data, labels) if is_image else TensorItems(data, labels)
+    values = tensor.detach().cpu().contiguous().numpy()
+    return ImageArray(values, labels) if is_image else TensorArray(values, labels)
 
 
 def from_function(name: str) -> Source:
@@ -103,6 +113,8 @@ def _first_input(name: str, data: Any) -> torch.Tensor:
     item = data[0]
     if not isinstance(item, (tuple, list)) or len(item) != 2 or not isinstance(item[0], (torch.Tensor, np.ndarray)):
         raise UserError(f"data {name}: items must be (tensor, label), not {_shape(item)}")
+    if item[0].dtype == torch.bfloat16:
+        raise UserError(f"data {name}: bfloat16 inputs cannot be loaded: give float32, and use --precision bf16")
     return torch.as_tensor(item[0])
 
 

@@ -11,10 +11,10 @@ import torch
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
-from echelon.data.assemble import ImageRows, ItemRows, Recipe, Rows
+from echelon.data.assemble import ArrayRows, ImageRows, ItemRows, Recipe, Rows
 from echelon.data.base import DataInfo
 from echelon.data.folder import SMALL_IMAGE
-from echelon.data.images import ImageArray, ImageFiles, ImageItems, TensorItems
+from echelon.data.images import ImageArray, ImageFiles, ImageItems, TensorArray, TensorItems
 
 _MOST_LOADERS = 12
 _LEAST_CROPPED = 32  # pixels of side; in smaller images four pixels to a side are too many
@@ -51,12 +51,12 @@ def make_rows(samples: Any, info: DataInfo, config: LoaderConfig, training: bool
         UserError: the augmentation or image size does not fit the data.
     """
     data = config.data
-    if isinstance(samples, TensorItems):
+    if isinstance(samples, (TensorArray, TensorItems)):
         if data.augment not in ("auto", "none"):
             raise UserError(f"--augment {data.augment} is for uint8 images (1 or 3, S, S); {info.name} gives others")
         if data.image_size:
             raise UserError(f"--image-size is for images; inputs of {info.name} are used as they come")
-        return ItemRows(samples, config.seed)
+        return ArrayRows(samples) if isinstance(samples, TensorArray) else ItemRows(samples, config.seed)
     if not isinstance(samples, (ImageArray, ImageFiles, ImageItems)):
         raise UserError(f"data {info.name}: make the Source with echelon.data.from_datasets or open_data")
     side = info.image_size
