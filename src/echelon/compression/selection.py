@@ -47,12 +47,14 @@ def _above(x: _Floats, threshold: float, state: State) -> _Ints:
     return np.concatenate(found) if found else np.empty(0, np.int64)
 
 
-def sampled_threshold(x: Tensor, count: float) -> float:
-    """Return a threshold that about `count` of the |x| exceed, from at most 262,144 evenly spaced elements."""
-    if x.numel() == 0:
-        return 0.0
-    sample = x[:: -(-x.numel() // _SAMPLE)].abs()
-    rank = round(count * sample.numel() / x.numel())
+def sampled(x: Tensor) -> Tensor:
+    """Return |x| of at most 262,144 evenly spaced elements of a 1-D tensor."""
+    return x[:: max(-(-x.numel() // _SAMPLE), 1)].abs()
+
+
+def quantile(sample: Tensor, count: float) -> float:
+    """Return a threshold that about `count` of a sample's elements exceed."""
+    rank = round(count)
     if rank >= sample.numel():
         return 0.0
     return float(torch.kthvalue(sample, sample.numel() - rank).values)
@@ -99,10 +101,11 @@ def largest(x: Tensor, k: int, state: State) -> Tensor:
 
 def _candidates(x: Tensor, k: int, state: State) -> _Ints | None:
     """Return at least k indices, ascending, that include the k largest; None if the sample did not help."""
-    expected = k * min(_SAMPLE, x.numel()) / x.numel()
+    sample = sampled(x)
+    expected = k * sample.numel() / x.numel()
     slack = 1.05 + 4 / max(expected, 1.0) ** 0.5
     for _ in range(_TRIES):
-        found = _above(x.numpy(), sampled_threshold(x, slack * k), state)
+        found = _above(x.numpy(), quantile(sample, slack * expected), state)
         if found.size >= k:
             return found if found.size <= x.numel() // 2 else None
         slack *= 2
