@@ -7,7 +7,7 @@ batch weighs what it should.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.collectives.hook import GradientHook
+from echelon.collectives.memory import merge
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.buffers import average_buffers
 
@@ -81,6 +82,17 @@ class AllReduce:
         """Take back the hook's state."""
         if self._hook and state:
             self._hook.load_state_dict(state)
+
+    def load_former_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Divide the error-feedback memories of other ranks; the sum over all ranks is kept."""
+        if self._hook and any(states):
+            numels = {name: parameter.numel() for name, parameter in self._ddp.module.named_parameters()}
+            self._hook.load_state_dict(merge(states, numels))
+
+    def close(self) -> None:
+        """End the hook's communication thread."""
+        if self._hook:
+            self._hook.close()
 
 
 def _no_buffers_in_steps() -> dict[str, Any]:

@@ -119,7 +119,7 @@ def load_rank_state(parts: RunParts, world: World, saved_size: int, ranks: Mappi
     Random generators start anew from the shared state then, and the strategy merges what all ranks had.
     """
     if saved_size != world.size:
-        parts.sync.load_state_dict(_of_another_world(ranks, world))
+        parts.sync.load_former_ranks([ranks[rank]["sync"] for rank in sorted(ranks)])
         return
     own = ranks[world.rank]
     torch.set_rng_state(own["torch"])
@@ -131,12 +131,6 @@ def load_rank_state(parts: RunParts, world: World, saved_size: int, ranks: Mappi
         for name, buffer in parts.model.named_buffers():
             buffer.copy_(own["buffers"][name])
     parts.sync.load_state_dict(own["sync"])
-
-
-def _of_another_world(ranks: Mapping[int, Any], world: World) -> dict[str, Any]:
-    """Return what the former ranks whose number falls on this one had, for the strategy to merge."""
-    states = {r: s["sync"] for r, s in ranks.items() if s["sync"]}
-    return {"former_ranks": states, "rank": world.rank, "world_size": world.size} if states else {}
 
 
 def seed_everything(seed: int) -> None:

@@ -62,6 +62,7 @@ def train_rank(path: Path, given: Given | None = None) -> str:
         with run.display:
             status = fit(run, cursor, stop)
         run.saver.finish()
+        run.parts.sync.close()
         run.train_loader.close()
         run.eval_loader.close()
         run.scalars.close()
