@@ -59,18 +59,13 @@ def derived_seconds(results: list[Result], candidate: str, link: str, seed: int,
 
 def rate_table(results: list[Result], link: str) -> str:
     """Write samples/s on a link beside plain DDP and beside the same candidate over loopback, and the bytes."""
-    found = {c: r for (c, shaped, place), r in newest(results, "rate", "candidate", "link", "place").items()
-             if shaped == link and place == link}  # fmt: skip
-    beside = {c: r for (c, shaped, place), r in newest(results, "rate", "candidate", "link", "place").items()
-              if shaped == link and place == LOOPBACK}  # fmt: skip
+    placed = newest(results, "rate", "candidate", "link", "place")
     rows = []
-    base = _paces(found["ddp"]) if "ddp" in found else []
-    for candidate, result in found.items():
-        mine = _paces(result)
+    for candidate, result in ((c, r) for (c, shaped, place), r in placed.items() if shaped == place == link):
+        mine = _paces(result["windows"])
         if not mine:
             rows.append([f"`{candidate}`", "failed", "", "", "", "", ""])
             continue
-        loop = _paces(beside[candidate]) if candidate in beside else []
         windows = result["windows"]
         wire = median(w["wire_bytes"] / w["steps"] for w in windows)
         counted = [w["counted_bytes"] / w["wire_bytes"] for w in windows if w["counted_bytes"]]
@@ -79,8 +74,8 @@ def rate_table(results: list[Result], link: str) -> str:
             [
                 f"`{candidate}`",
                 f"{median(BATCH / p for p in mine):.0f} (±{spread(mine) / 2:.0%}){failed}",
-                _number(paired_ratio(base, mine)),
-                _number(paired_ratio(loop, mine)),
+                _number(paired_ratio(_paces(result["ddp_windows"]), mine)),
+                _number(paired_ratio(_paces(result["loopback_windows"]), mine)),
                 f"{wire / 1e6:.3f}",
                 f"{median(counted):.3f}" if counted else "",
                 f"{median(w['cpu_s'] / w['steps'] for w in windows) * 1e3:.0f}",
@@ -91,8 +86,8 @@ def rate_table(results: list[Result], link: str) -> str:
     return markdown_table(header, rows)
 
 
-def _paces(result: Result) -> list[float]:
-    return [window["seconds"] / window["steps"] for window in result["windows"]]
+def _paces(windows: list[dict[str, Any]]) -> list[float]:
+    return [window["seconds"] / window["steps"] for window in windows]
 
 
 def _number(value: float) -> str:
@@ -159,7 +154,10 @@ def render(results: list[Result], to_terminal: bool) -> None:
     """Write every table that there are results for."""
     links = list(dict.fromkeys(r["link"] for r in results if r["kind"] == "rate"))
     sections = {
-        f"Slow link {link}: samples/s": (rate_table(results, link), [r for r in results if r.get("link") == link])
+        f"Slow link {link}: samples/s": (
+            rate_table(results, link),
+            [r for r in results if (r["kind"], r.get("link")) == ("rate", link)],
+        )
         for link in links
     }
     goal = target(results)

@@ -66,6 +66,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--windows", type=int, default=5, help="rate: windows of each candidate")
     parser.add_argument("--steps", type=int, help="rate, aborts: steps of a window or run (rate: a multiple of 8)")
     parser.add_argument("--warm-up", type=int, default=8, help="rate: steps before the first window")
+    parser.add_argument("--at-once", type=int, default=8, help="rate: candidates that are alive at once")
     parser.add_argument("--no-loopback", action="store_true", help="rate: leave out the same candidate over loopback")
     parser.add_argument("--epochs", type=float, default=3.0, help="curve: at least so many, on until the accuracy")
     parser.add_argument("--max-epochs", type=float, default=8.0, help="curve, accuracy: and at most so many")
@@ -81,18 +82,20 @@ def _options() -> argparse.Namespace:
 
 
 def rate(options: argparse.Namespace) -> None:
-    """Measure steps/s: all candidates are alive at once and get windows in turn."""
+    """Measure steps/s: candidates, plain DDP in each batch of them, are alive at once and get windows in turn."""
     terms = Terms(tables.BATCH, options.lr, options.momentum)
     for link in options.links:
         check_link(parse_link(link))
-    for link in options.links:
+    others = [candidate for candidate in options.candidates if candidate != "ddp"]
+    batches = [others[i : i + options.at_once] for i in range(0, len(others), options.at_once)] or [[]]
+    for link, batch in itertools.product(options.links, batches):
         places = [link] if options.no_loopback else [tables.LOOPBACK, link]
         with contextlib.ExitStack() as stack:
             network = stack.enter_context(ShapedNetwork(2, parse_link(link)))
-            contenders = [(candidate, place) for candidate in options.candidates for place in places]
             pairs = {
                 (candidate, place): stack.enter_context(Pair(candidate, terms, network if place == link else None))
-                for candidate, place in contenders
+                for candidate in ["ddp", *batch]
+                for place in places
             }
             _take_turns(pairs, link, options)
 
@@ -122,6 +125,8 @@ def _take_turns(pairs: dict[tuple[str, str], Pair], link: str, options: argparse
             "candidate": candidate,
             "parameters": pairs[candidate, place].parameters,
             "windows": [asdict(window) for window in windows],
+            "ddp_windows": [asdict(window) for window in found["ddp", place]],
+            "loopback_windows": [asdict(window) for window in found.get((candidate, tables.LOOPBACK), [])],
             "failed": failed.get((candidate, place)),
             "command": command_line(_MODULE),
         }
@@ -144,21 +149,24 @@ def curve(options: argparse.Namespace) -> None:
 
 
 def accuracy(options: argparse.Namespace) -> None:
-    """Measure seconds to the accuracy on each link, where rate and steps say that it takes under 10 minutes."""
+    """Measure seconds to the accuracy over loopback and each link in turn, where it is under 10 minutes."""
     results = read_results(NAME)
     target = tables.target(results)
     if target is None:
         raise UserError(TOO_FEW_POINTS)
     most = round(options.max_epochs * STEPS_PER_EPOCH) // 8 * 8
-    for link in options.links:
-        with ShapedNetwork(2, parse_link(link)) if link != tables.LOOPBACK else contextlib.nullcontext() as network:
-            for seed, candidate in itertools.product(options.seeds, options.candidates):
-                expected = tables.derived_seconds(results, candidate, link, seed, target)
-                if expected is None or expected > MEASURED_LIMIT_S:
-                    print(f"{candidate} on {link}, seed {seed}: not measured (expected: {expected} s)", flush=True)
-                    continue
-                terms = Terms(tables.BATCH, options.lr, options.momentum, seed)
-                _train(candidate, terms, network, ({"kind": "accuracy", "link": link}, (0, most, target)), options)
+    with contextlib.ExitStack() as stack:
+        networks = {link: stack.enter_context(ShapedNetwork(2, parse_link(link))) for link in options.links}
+        places = [tables.LOOPBACK, *options.links]
+        for seed, candidate, place in itertools.product(options.seeds, options.candidates, places):
+            expected = tables.derived_seconds(results, candidate, place, seed, target)
+            if expected is None or expected > MEASURED_LIMIT_S:
+                why = "the steps or the rate are not known" if expected is None else f"would take {expected:.0f} s"
+                print(f"{candidate} on {place}, seed {seed}: not measured, {why}", flush=True)
+                continue
+            terms = Terms(tables.BATCH, options.lr, options.momentum, seed)
+            result = {"kind": "accuracy", "link": place}
+            _train(candidate, terms, networks.get(place), (result, (0, most, target)), options)
 
 
 def _train(
