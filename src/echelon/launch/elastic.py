@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -46,6 +47,74 @@ class Death:
         if self.exit_code < 0:
             how = signal.Signals(-self.exit_code).name
         return f"rank {self.rank} (pid {self.pid} on {self.host}) died: {how}"
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What the one who starts workers wants to know: each death with the restarts left, and the links' counters."""
+
+    on_death: Callable[[Death, int], None]
+    on_counters: Callable[[list[LinkCounters]], None]
+
+
+class WorkersFailed(Exception):
+    """The workers died more often than restarts were allowed."""
+
+
+class Refused(Exception):
+    """A worker refused the user's input: it has said why in the run's record."""
+
+
+class Interrupted(Exception):
+    """The run was asked to stop by a signal; the workers have ended."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+class _Agent(LocalElasticAgent):
+    """An elastic agent that says who died, and does not restart what refused its input."""
+
+    on_death: Callable[[Death, int], None]
+    refused = False
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        deaths = self._deaths(worker_group)
+        if deaths:
+            self._kill_survivors()
+        result = super()._monitor_workers(worker_group)
+        if result.state is WorkerState.FAILED:
+            deaths = deaths or self._deaths(worker_group)
+            if USER_ERROR_EXIT_CODE in [death.exit_code for death in deaths]:
+                self.refused = True
+                self._remaining_restarts = 0
+            elif deaths:
+                self.on_death(deaths[0], self._remaining_restarts)
+        return result
+
+    def _processes(self) -> list[BaseProcess]:
+        context = getattr(self._pcontext, "_pc", None)
+        return context.processes if context is not None else []
+
+    def _deaths(self, worker_group: WorkerGroup) -> list[Death]:
+        """Return the workers that failed: those that a signal killed before those that failed because of it."""
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        deaths = [
+            Death(ranks[i], socket.gethostname(), process.pid or 0, process.exitcode)
+            for i, process in enumerate(self._processes())
+            if process.exitcode not in (0, None, -signal.SIGTERM)
+        ]
+        return sorted(deaths, key=lambda death: death.exit_code)
+
+    def _kill_survivors(self) -> None:
+        """End what waits for the dead: elastic would ask politely and wait up to 30 s for a rank stuck in a collective.
+
+        Nothing is lost by it: checkpoints are whole or absent.
+        """
+        for process in self._processes():
+            if process.exitcode is None:
+                process.kill()
 
 
 @dataclass(frozen=True)
