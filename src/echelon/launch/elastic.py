@@ -117,60 +117,6 @@ class _Agent(LocalElasticAgent):
                 process.kill()
 
 
-@dataclass(frozen=True)
-class Watch:
-    """What the one who starts workers wants to know: each death with the restarts left, and the links' counters."""
-
-    on_death: Callable[[Death, int], None]
-    on_counters: Callable[[list[LinkCounters]], None]
-
-
-class WorkersFailed(Exception):
-    """The workers died more often than restarts were allowed."""
-
-
-class Refused(Exception):
-    """A worker refused the user's input: it has said why in the run's record."""
-
-
-class Interrupted(Exception):
-    """The run was asked to stop by a signal; the workers have ended."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signal.Signals(signum).name)
-        self.signum = signum
-
-
-class _Agent(LocalElasticAgent):
-    """An elastic agent that says who died, and does not restart what refused its input."""
-
-    on_death: Callable[[Death, int], None]
-    refused = False
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group)
-        if result.state is WorkerState.FAILED:
-            codes = self._exit_codes(worker_group)
-            if USER_ERROR_EXIT_CODE in [death.exit_code for death in codes]:
-                self.refused = True
-                self._remaining_restarts = 0
-            elif codes:
-                self.on_death(codes[0], self._remaining_restarts)
-        return result
-
-    def _exit_codes(self, worker_group: WorkerGroup) -> list[Death]:
-        """Return the workers that failed: those that a signal killed before those that failed because of it."""
-        context = getattr(self._pcontext, "_pc", None)
-        processes = context.processes if context is not None else []
-        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-        deaths = [
-            Death(ranks[i], socket.gethostname(), process.pid, process.exitcode)
-            for i, process in enumerate(processes)
-            if process.exitcode not in (0, None, -signal.SIGTERM)
-        ]
-        return sorted(deaths, key=lambda death: death.exit_code)
-
-
 def run_workers(plan: LaunchPlan, watch: Watch) -> dict[int, Any]:
     """Run the workers to their end; returns each local rank's result.
 
