@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from echelon.collectives.hook import GradientHook
 from echelon.collectives.memory import merge
 from echelon.sync.base import Sync, SyncContext
-from echelon.sync.buffers import average_buffers
+from echelon.sync.buffers import averaged_buffers
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class AllReduce:
         self._context = context
         self._hook: GradientHook | None = None
         self.module: nn.Module = context.model
+        self.replicas_differ = False
         if context.group is None:
             return
         on_gpu = context.device.type == "cuda"
@@ -52,6 +53,10 @@ class AllReduce:
         self._hook.attach(self._ddp)
         self.module = self._ddp
 
+    def begin_step(self, samples: int, global_size: int) -> int:
+        """Gradients are summed over all replicas: they are divided by the size of the global batch."""
+        return global_size
+
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Keep gradients local until the last micro-batch."""
         return nullcontext() if last or self._hook is None else self._ddp.no_sync()
@@ -66,9 +71,9 @@ class AllReduce:
         """Gradients are summed already: update."""
         self._context.update()
 
-    def gather_buffers(self) -> None:
-        """Average BatchNorm statistics over the replicas."""
-        average_buffers(self._context.model, self._context.group)
+    def agreed(self, averages: bool = False) -> AbstractContextManager[object]:
+        """Average BatchNorm statistics over the replicas; each keeps its own."""
+        return averaged_buffers(self._context.model, self._context.group)
 
     def bytes_sent(self) -> Mapping[str, int]:
         """Return the bytes sent by this rank, by group of parameters."""
@@ -96,7 +101,7 @@ class AllReduce:
 
 
 def _no_buffers_in_steps() -> dict[str, Any]:
-    """Buffers are averaged before evaluation instead; torch 2.15 renamed the argument."""
+    """Buffers are averaged for evaluation instead; torch 2.15 renamed the argument."""
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
 

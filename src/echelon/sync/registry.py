@@ -18,7 +18,8 @@ _PLANNED = ("local", "diloco", "easgd", "ps")
 def names() -> list[str]:
     """Return the names of the strategies that exist."""
     folder = str(Path(__file__).parent)
-    return sorted(m.name for m in pkgutil.iter_modules([folder]) if m.name not in _NOT_STRATEGIES)
+    modules = pkgutil.iter_modules([folder])
+    return sorted(m.name for m in modules if not m.ispkg and m.name not in _NOT_STRATEGIES)
 
 
 def _module(spec: Spec) -> ModuleType:

@@ -18,7 +18,7 @@ from echelon.data import LoaderConfig, Shard, Source, open_data
 from echelon.data.loader import EvalLoader, TrainLoader
 from echelon.models import ModelInput, build_model, parameter_count
 from echelon.observe.environment import environment
-from echelon.observe.phases import make_clock
+from echelon.observe.phases import PhaseClock, make_clock
 from echelon.observe.record import Recorder, read_records
 from echelon.observe.scalars import Scalars
 from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
@@ -59,14 +59,14 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
             f"{source.info.name} has {source.info.train_size} samples for {world.size} workers: use fewer workers"
         )
     train_loader, eval_loader = _loaders(config, source, world)
-    parts = _parts(config, source, world, given.model)
+    clock = make_clock(world.device.type)
+    parts = _parts(config, source, world, given.model, clock)
     saver = Saver(path, config.checkpoint.keep, parts, world, record, fingerprint(config, source.info))
     restored = saver.restore()
     if restored is None:
         seed_everything(_rank_seed(training.seed, world.rank))
     cursor = restored or Cursor()
     loss = build_loss(config.optimizer, source.info.class_counts)
-    clock = make_clock(world.device.type)
     run = TrainingRun(
         world=world,
         parts=parts,
@@ -172,7 +172,7 @@ def _channels_last(config: RunConfig, device: torch.device) -> bool:
     return wanted == "on" or (wanted == "auto" and device.type == "cuda")
 
 
-def _parts(config: RunConfig, source: Source, world: World, own: nn.Module | None) -> RunParts:
+def _parts(config: RunConfig, source: Source, world: World, own: nn.Module | None, clock: PhaseClock) -> RunParts:
     model = _model(config, source, world, own)
     optimizer = build_optimizer(model, config.optimizer, config.data.batch_size)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.training.precision == "fp16")
@@ -182,11 +182,13 @@ def _parts(config: RunConfig, source: Source, world: World, own: nn.Module | Non
     context = SyncContext(
         model=held,
         update=make_update(model, optimizer, scaler, config.optimizer.clip_norm),
+        optimizer=optimizer,
         group=world.group,
         device=world.device,
         compression=config.strategy.compression,
         collective=config.strategy.collective,
         seed=config.training.seed,
+        clock=clock,
     )
     ema = EMA(model, config.training.ema) if config.training.ema else None
     return RunParts(model, optimizer, scaler, ema, build_sync(config.strategy.sync, context))

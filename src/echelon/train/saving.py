@@ -18,11 +18,11 @@ from echelon.train.evaluate import EvaluationReport
 from echelon.train.state import (
     Cursor,
     RunParts,
+    agreed_state,
     check_fingerprint,
     load_rank_state,
     load_shared_state,
     rank_state,
-    shared_state,
 )
 from echelon.train.world import World
 
@@ -53,9 +53,10 @@ class Saver:
         self._last_step = cursor.step
         own = rank_state(self._parts, self._world)
         ranks = {0: own} if self._world.group is None else gather_rank_state(own, self._world.group)
-        if self._world.leads:
+        with agreed_state(self._parts, cursor) as state:
+            if not self._world.leads:
+                return
             self._reason = reason
-            state = shared_state(self._parts, cursor)
             state |= {
                 "fingerprint": self._fingerprint,
                 "best": self._best,
