@@ -241,7 +241,7 @@ def _run_plan(plan: LaunchPlan, path: Path, record: Recorder) -> str:
         then = "the group restarts from the newest checkpoint" if restarts_left else "no restarts are left"
         record.event(
             "worker_died",
-            f"{death}; {then}",
+            f"{death}{_last_words(path, death)}; {then}",
             rank=death.rank,
             host=death.host,
             pid=death.pid,
@@ -265,6 +265,17 @@ def _run_plan(plan: LaunchPlan, path: Path, record: Recorder) -> str:
         record.write("end", status="failed", message=reason)
         write_report(path)
         return "failed"
+
+
+def _last_words(path: Path, death: Death) -> str:
+    """Return what a failed rank said, or what another said that waited in vain for a silent one."""
+    if death.exit_code is not None and death.exit_code < 0:
+        return ""
+    failed = [r for r in read_records(path) if r["kind"] == "event" and r.get("name") == "rank_failed"]
+    if death.exit_code is None:
+        return f"; rank {failed[-1]['rank']} waited in vain: {failed[-1]['message']}" if failed else ""
+    own = [r["message"] for r in failed if (r["rank"], r["pid"]) == (death.rank, death.pid)]
+    return f": {own[-1]}" if own else ""
 
 
 def _last_event(path: Path, name: str) -> str:

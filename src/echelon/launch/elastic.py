@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from echelon.config.validate import parse_rendezvous
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
-from echelon.launch.death import die_with_parent
+from echelon.launch.death import die_with_parent, is_stopped
 from echelon.launch.link import Host, LinkCounters, ShapedNetwork, enter, parse_link
 from echelon.launch.plan import LaunchPlan
 
@@ -35,18 +35,22 @@ LAST_CALL_S = 2
 
 @dataclass(frozen=True)
 class Death:
-    """A worker that ended when it should not have: its rank, machine, process and exit code (negative: signal)."""
+    """A worker that ended when it should not have: its rank, machine, process and exit code (negative: signal).
+
+    Without an exit code it lives, but its process is stopped (SIGSTOP, a debugger) while the others wait for it.
+    """
 
     rank: int
     host: str
     pid: int
-    exit_code: int
+    exit_code: int | None
 
     def __str__(self) -> str:
-        how = f"exit code {self.exit_code}"
-        if self.exit_code < 0:
-            how = signal.Signals(-self.exit_code).name
-        return f"rank {self.rank} (pid {self.pid} on {self.host}) died: {how}"
+        who = f"rank {self.rank} (pid {self.pid} on {self.host})"
+        if self.exit_code is None:
+            return f"{who} does not answer: its process is stopped (SIGSTOP)"
+        how = f"exit code {self.exit_code}" if self.exit_code >= 0 else signal.Signals(-self.exit_code).name
+        return f"{who} died: {how}"
 
 
 @dataclass(frozen=True)
@@ -74,12 +78,17 @@ class Interrupted(Exception):
 
 
 class _Agent(LocalElasticAgent):
-    """An elastic agent that says who died, and does not restart what refused its input."""
+    """An elastic agent that says who died, and does not restart what refused its input or was asked to stop."""
 
     on_death: Callable[[Death, int], None]
     refused = False
+    stopped = False
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._all_left() and not worker_group.spec.rdzv_handler.num_nodes_waiting():
+            self.stopped = True
+            self._remaining_restarts = 0
+            return RunResult(state=WorkerState.FAILED)
         deaths = self._deaths(worker_group)
         if deaths:
             self._kill_survivors()
@@ -97,15 +106,23 @@ class _Agent(LocalElasticAgent):
         context = getattr(self._pcontext, "_pc", None)
         return context.processes if context is not None else []
 
+    def _all_left(self) -> bool:
+        """Whether all workers ended by themselves without a result: the stop was another machine's, or a worker's."""
+        processes = self._processes()
+        results = getattr(self._pcontext, "_return_values", {})
+        return bool(processes) and not results and all(process.exitcode == 0 for process in processes)
+
     def _deaths(self, worker_group: WorkerGroup) -> list[Death]:
-        """Return the workers that failed: those that a signal killed before those that failed because of it."""
+        """Return the workers that failed: a signal killed them, they are stopped, or they failed because of that."""
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         deaths = [
             Death(ranks[i], socket.gethostname(), process.pid or 0, process.exitcode)
             for i, process in enumerate(self._processes())
-            if process.exitcode not in (0, None, -signal.SIGTERM)
+            if process.exitcode not in (0, None, -signal.SIGTERM) or is_stopped(process.pid)
         ]
-        return sorted(deaths, key=lambda death: death.exit_code)
+        if all(death.exit_code is None for death in deaths):
+            return []  # nobody gave up waiting yet: it may go on
+        return sorted(deaths, key=lambda death: -0.5 if death.exit_code is None else death.exit_code)
 
     def _kill_survivors(self) -> None:
         """End what waits for the dead: elastic would ask politely and wait up to 30 s for a rank stuck in a collective.
@@ -169,6 +186,8 @@ def _run_agent(plan: LaunchPlan, watch: Watch, hosts: list[Host], address: str) 
     finally:
         if close:
             handler.shutdown()
+    if agent.stopped:
+        return dict.fromkeys(range(plan.workers), "stopped")
     if not result.is_failed():
         return result.return_values
     if agent.refused:

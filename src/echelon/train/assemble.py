@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -32,7 +31,7 @@ from echelon.train.optim import EMA, build_optimizer, build_schedule
 from echelon.train.saving import Saver
 from echelon.train.state import Cursor, RunParts, fingerprint, seed_everything
 from echelon.train.step import Step, StepSettings, make_update
-from echelon.train.world import World
+from echelon.train.world import World, roll_call
 
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -114,6 +113,7 @@ def _rank_seed(seed: int, rank: int) -> int:
 
 def _record_start(config: RunConfig, run: TrainingRun, source: Source, cursor: Cursor, path: Path) -> None:
     world, info = run.world, source.info
+    hosts, pids = roll_call(world)
     if not world.leads:
         return
     launch = read_launch(path)
@@ -121,8 +121,8 @@ def _record_start(config: RunConfig, run: TrainingRun, source: Source, cursor: C
         "start",
         attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         world_size=world.size,
-        hosts=[socket.gethostname()],
-        pids=[os.getpid()],
+        hosts=hosts,
+        pids=pids,
         backend="none" if world.group is None else ("nccl" if world.device.type == "cuda" else "gloo"),
         device=str(world.device),
         threads=torch.get_num_threads(),

@@ -59,8 +59,12 @@ def train_rank(path: Path, given: Given | None = None) -> str:
     with stop_on_signals() as stop, join_world(config) as world:
         record = Recorder(path if world.leads else None)
         run, cursor = assemble(config, path, world, record, given or Given())
-        with run.display:
-            status = fit(run, cursor, stop)
+        try:
+            with run.display:
+                status = fit(run, cursor, stop)
+        except Exception as error:
+            error.add_note(f"in step {cursor.step + 1}")
+            raise
         run.saver.finish()
         run.parts.sync.close()
         run.train_loader.close()
@@ -91,7 +95,9 @@ def _end(run: TrainingRun, path: Path, status: str) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+    where = ", ".join(getattr(error, "__notes__", []))
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+    return f"{text} ({where})" if where else text
 
 
 def _log_to(file: Path) -> None:
