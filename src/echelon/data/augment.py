@@ -80,9 +80,10 @@ def crop_box(height: int, width: int, draws: NDArray[np.float64]) -> Box:
 
 def resize_and_crop(picture: Picture, shorter: int, side: int) -> Tensor:
     """Resize the shorter side to `shorter`, keep the central `(C, side, side)`: how images are evaluated."""
-    short = min(picture.height, picture.width)
-    pixels = picture.load(min(1.0, shorter / short))
-    height, width = picture.height, picture.width
+    height, width, load = picture
+    pixels = load(min(1.0, shorter / min(height, width)))
+    if height == width == shorter == side:
+        return pixels
     if height <= width:
         height, width = shorter, int(shorter * width / height)
     else:

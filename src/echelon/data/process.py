@@ -67,7 +67,7 @@ def start_process(rows: Rows, slots: Slots, pipe: Connection, others: Sequence[C
 
 def _detach(parent: int, in_main_thread: bool) -> None:
     """Leave Ctrl-C and SIGTERM to the parent, which ends its loaders itself; end at once when it dies."""
-    signal.set_wakeup_fd(-1) if in_main_thread else None
+    signal.set_wakeup_fd(-1)
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     if sys.platform == "linux" and in_main_thread:
