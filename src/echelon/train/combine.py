@@ -9,7 +9,7 @@ from echelon.compression import registry as compression
 from echelon.config import RunConfig
 from echelon.core.errors import UserError
 from echelon.core.spec import parse_spec
-from echelon.sync import check_sync
+from echelon.sync import check_sync, encodes_gradients
 
 SGD_FAMILY = ("sgd", "nesterov", "momentum")
 
@@ -21,7 +21,7 @@ def check_strategies(config: RunConfig) -> None:
         UserError: names the spec, the reason, and the nearest that works.
     """
     strategy = config.strategy
-    check_sync(strategy.sync)
+    check_sync(strategy.sync, strategy.compression)
     collectives.build(strategy.collective)
     compression.build(strategy.compression)
     settle_momentum(config)
@@ -42,6 +42,8 @@ def settle_momentum(config: RunConfig) -> RunConfig:
         UserError: compression and optimizer contradict each other.
     """
     optimizer, strategy = config.optimizer, config.strategy
+    if not encodes_gradients(strategy.sync):
+        return config
     family = optimizer.name.lower() in SGD_FAMILY
     asked = optimizer.momentum if family else 0.0
     spec, left = compression.place_momentum(strategy.compression, asked)
