@@ -32,6 +32,7 @@ CODECS = [
     "randomk(density=0.1)",
     "powersgd(rank=2)",
 ]
+REPEATS = 12
 LENGTHS = [0, 1, 3, 1000, 300_001]
 
 
@@ -92,13 +93,13 @@ def test_a_lost_peer_ends_the_wait_in_words(how: str) -> None:
 
 
 def code_everything(rank: Rank, path: str, codecs: list[str]) -> dict[str, tuple[float, float, int]]:
-    """For each codec: error of the mean, relative; the same over 30 reductions of one vector; bytes of the last."""
+    """For each codec: relative error of the mean, and of several reductions of one vector; bytes of the last."""
     found = {}
-    numel = 20_000
+    numel = 8_000
     for spec in codecs:
         codec = compression.build(spec)
         route = open_route(path)
-        shape = (200, 100)
+        shape = (100, 80)
         pieces = [Piece("w", (0, numel), shape)]
         reducer = make_reducer(Coding(codec, route, average=True, seed=3), pieces, "w", torch.empty(numel))
         generator = torch.Generator().manual_seed(rank.index)
@@ -107,7 +108,7 @@ def code_everything(rank: Rank, path: str, codecs: list[str]) -> dict[str, tuple
         dist.all_reduce(wanted)
         wanted /= rank.world_size
         total, first, sent = torch.zeros(numel), torch.empty(0), 0
-        for _ in range(30):
+        for _ in range(REPEATS):
             y = x.clone()
             sent = reducer.reduce_(y)
             same = y.clone()
@@ -116,25 +117,31 @@ def code_everything(rank: Rank, path: str, codecs: list[str]) -> dict[str, tuple
             first = y if not first.numel() else first
             total += y
         scale = wanted.norm()
-        found[spec] = (float((first - wanted).norm() / scale), float((total / 30 - wanted).norm() / scale), sent)
+        found[spec] = (float((first - wanted).norm() / scale), float((total / REPEATS - wanted).norm() / scale), sent)
     return found
 
 
 def _bytes_wanted(spec: str, size: int) -> float:
     codec = compression.build(spec)
-    return 2 * (size - 1) / size * 20_000 * codec.bits_per_element(20_000) / 8
+    return 2 * (size - 1) / size * 8_000 * codec.bits_per_element(8_000) / 8
 
 
-@pytest.mark.parametrize(("world_size", "path"), [(2, "auto"), (3, "auto"), (4, "hierarchical(group=2)")])
-def test_every_codec_is_near_the_mean_and_the_same_on_all_ranks(world_size: int, path: str) -> None:
-    found = run_ranks(code_everything, world_size, path, CODECS, timeout_s=90)
+@pytest.mark.parametrize(
+    ("world_size", "path", "codecs"),
+    [
+        (3, "auto", CODECS),
+        (4, "hierarchical(group=2)", ["bf16", "int8", "sign", "topk(density=0.05)", "powersgd(rank=2)"]),
+    ],
+)
+def test_every_codec_is_near_the_mean_and_the_same_on_all_ranks(world_size: int, path: str, codecs: list[str]) -> None:
+    found = run_ranks(code_everything, world_size, path, codecs, timeout_s=90)
     exact = {"fp16": 1e-3, "bf16": 1e-2, "int8": 0.05}
-    for spec in CODECS:
+    for spec in codecs:
         first, mean, sent = found[0][spec]
         assert first < exact.get(spec, 6.0), spec
         if not compression.build(spec).direction and "momentum" not in spec:
             # What was left out comes later (error feedback) or averages out (unbiased): the mean converges.
-            assert mean < max(0.75, first / 2) or mean < exact.get(spec, 0.0), (spec, first, mean)
+            assert mean < max(0.9, first / 2) or mean < exact.get(spec, 0.0), (spec, first, mean)
         if path == "auto" and spec in ("fp16", "int8", "topk(density=0.05)", "randomk(density=0.1)", "sign"):
             assert sent == pytest.approx(_bytes_wanted(spec, world_size), rel=0.06), spec
 

@@ -166,7 +166,8 @@ class DdpHook:
 
         hook = echelon.ddp_hook("powersgd(rank=2)")
         hook.attach(ddp)                                                            # plain DDP
-        DDPStrategy(ddp_comm_state=hook, ddp_comm_hook=hook.function)               # Lightning
+        hook.attach(trainer.strategy.model)                                         # Lightning, in on_train_start
+        DDPStrategy(ddp_comm_state=hook, ddp_comm_hook=hook.function)               # the same, on GPUs only
         hook.attach(accelerator.prepare(model))                                     # Accelerate
 
     Registered without `attach` it sees no names: parameters are then numbered in the order of the first backward.

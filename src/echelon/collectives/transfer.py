@@ -50,9 +50,12 @@ def run_schedule(flat: Tensor, steps: Sequence[Step], group: dist.ProcessGroup) 
     """
     if not steps:
         return 0
-    if flat.is_cuda:
-        return _run_stepwise(flat, steps, group)
-    return _Pipeline(flat, steps, group).run()
+    try:
+        return _run_stepwise(flat, steps, group) if flat.is_cuda else _Pipeline(flat, steps, group).run()
+    except PeerLostError:
+        raise
+    except RuntimeError as error:  # a connection that is known to be broken refuses at once
+        raise PeerLostError(f"rank {group.rank()} of the group lost a rank that it sums with: {error}") from error
 
 
 class _Pipeline:
