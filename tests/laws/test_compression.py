@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.compression.base import Codec, Meta, NonFiniteError, Payload, State
+from echelon.compression.base import Codec, Meta, NonFiniteError, Payload, Rounds, State
 from echelon.compression.quantiser import Quantiser
 from echelon.compression.registry import build, names
 
@@ -221,16 +221,17 @@ def test_linear_codecs_average_as_they_decode(spec: str) -> None:
     assert float((came_out + kept - put_in).abs().max()) < tolerance
 
 
-def reduce_together(rounds: list[object]) -> list[Tensor]:
+def reduce_together(rounds: list[Rounds]) -> list[Tensor]:
     """Run the workers' rounds in one process: stack what they yield, send back the mean."""
-    sent = [next(r) for r in rounds]  # type: ignore[call-overload]
+    sent = [next(one) for one in rounds]
     results: list[Tensor] = []
     while not results:
-        mean = torch.stack([s.double() for s in sent]).mean(dim=0).to(sent[0].dtype)
-        sent = []
-        for one in rounds:
+        mean = torch.stack([s.double() for s in sent]).mean(dim=0)
+        # In place, as a collective does it.
+        means, sent = [s.copy_(mean) for s in sent], []
+        for one, reduced in zip(rounds, means, strict=True):
             try:
-                sent.append(one.send(mean.clone()))  # type: ignore[attr-defined]
+                sent.append(one.send(reduced))
             except StopIteration as stop:
                 results.append(stop.value)
     return results

@@ -97,7 +97,7 @@ class PowerSgd(Codec):
         matrix = _matrix(tensor)
         state.numbers["step"] += 1
         if "q" not in state.factors:
-            mean = yield matrix.reshape(-1)
+            mean = yield matrix.reshape(-1).clone()
             return mean.view(tensor.shape).to(tensor.dtype)
         q = state.factors["q"]
         p = _times(matrix, q)

@@ -44,7 +44,7 @@ class Sign(Codec):
     block: int = 4096
     vote: bool = False
     momentum: float | None = None
-    magnitude: float = 0.01
+    magnitude: float = 0.02
 
     def __post_init__(self) -> None:
         check_block(self.block)
@@ -52,7 +52,7 @@ class Sign(Codec):
             raise ValueError(f"block must be a multiple of 8, the nearest is {max(round(self.block / 8), 1) * 8}")
         check_momentum(self.momentum)
         if self.magnitude <= 0:
-            raise ValueError("magnitude must be positive, such as 0.01")
+            raise ValueError("magnitude must be positive, such as 0.02")
 
     @property
     def biased(self) -> bool:
