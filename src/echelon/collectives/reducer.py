@@ -50,7 +50,7 @@ class Reducer:
         Where a rank's values are not finite, the result is not finite on any rank.
 
         Raises:
-            PeerLostError, RuntimeError: a rank did not answer before the group's timeout.
+            PeerLostError: a rank did not answer before the group's timeout.
         """
         raise NotImplementedError
 
