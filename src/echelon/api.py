@@ -230,6 +230,10 @@ def _start_in(path: Path, config: RunConfig, given: Given | None, fresh: bool) -
     finally:
         record.close()
         folders.mark_ended(path)
+    if plan.link:  # what the kernel counted is known only now
+        from echelon.observe.report import write_report
+
+        write_report(path)
     return _outcome(path, status)
 
 
