@@ -132,11 +132,15 @@ class Window:
 
 
 class Traffic:
-    """Turns running totals of bytes by group of parameters into what was sent since the last look."""
+    """Turns running totals of bytes by group of parameters into what was sent since the last look.
 
-    def __init__(self) -> None:
+    Args:
+        at_start: bytes that this rank sent to bring all replicas to the same parameters.
+    """
+
+    def __init__(self, at_start: int = 0) -> None:
         self._before: dict[str, int] = {}
-        self._others_before = 0
+        self._others_before = -at_start
 
     def since_last(self, totals: Mapping[str, int]) -> dict[str, int]:
         """Return the bytes by group since the last call."""
