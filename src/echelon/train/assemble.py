@@ -28,9 +28,10 @@ from echelon.train.folder import read_launch
 from echelon.train.loop import LoopSettings, TrainingRun
 from echelon.train.losses import build_loss
 from echelon.train.optim import EMA, build_optimizer, build_schedule
-from echelon.train.saving import Saver
+from echelon.train.saving import Saver, tensor_bytes
 from echelon.train.state import Cursor, RunParts, fingerprint, seed_everything
 from echelon.train.step import Step, StepSettings, make_update
+from echelon.train.window import Traffic
 from echelon.train.world import World, roll_call
 
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -77,6 +78,7 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
         classes=source.info.classes,
         clock=clock,
         saver=saver,
+        traffic=Traffic(at_start=_start_bytes(parts.model, world)),
         record=record,
         scalars=Scalars(path if world.leads else None),
         display=_display(config, train_loader.batches_per_epoch, world, cursor),
@@ -104,6 +106,11 @@ def _display(config: RunConfig, steps_per_epoch: int, world: World, cursor: Curs
     steps = config.training.epochs * steps_per_epoch
     total = min(steps, config.training.max_steps or steps)
     return Display(RunLength(total, config.training.epochs), world.leads, cursor.step)
+
+
+def _start_bytes(model: nn.Module, world: World) -> int:
+    """Rank 0 sends parameters and buffers to every other rank when DDP wraps the model."""
+    return (world.size - 1) * tensor_bytes(model.state_dict()) if world.leads else 0
 
 
 def _rank_seed(seed: int, rank: int) -> int:
