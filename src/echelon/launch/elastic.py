@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ from echelon.launch.plan import LaunchPlan
 MONITOR_INTERVAL_S = 0.1
 JOIN_TIMEOUT_S = 600
 LAST_CALL_S = 2
+PROBE_S = 3
+KEEP_ALIVE_S = 1
+KEEP_ALIVE_MISSED = 6  # a machine that is silent for so many intervals is gone
 
 
 @dataclass(frozen=True)
@@ -209,7 +213,12 @@ def _rendezvous(plan: LaunchPlan, address: str) -> RendezvousParameters:
     several = plan.nodes.most > 1
     if several:
         _check_port(*parse_rendezvous(plan.rendezvous))
-    settings: dict[str, Any] = {"join_timeout": JOIN_TIMEOUT_S, "last_call_timeout": LAST_CALL_S}
+    settings: dict[str, Any] = {
+        "join_timeout": JOIN_TIMEOUT_S,
+        "last_call_timeout": LAST_CALL_S,
+        "keep_alive_interval": KEEP_ALIVE_S,
+        "keep_alive_max_attempt": KEEP_ALIVE_MISSED,
+    }
     return RendezvousParameters(
         backend="c10d",
         endpoint=plan.rendezvous if several else f"{address}:0",
@@ -240,10 +249,25 @@ def _check_port(host: str, port: int) -> None:
         except OSError as error:
             if error.errno != 98:  # not EADDRINUSE: the address is another machine's
                 return
-    try:
-        TCPStore(host, port, is_master=False, timeout=timedelta(seconds=3), wait_for_workers=False)
-    except (RuntimeError, ValueError):
+    if not _answers_as_store(host, port):
         raise UserError(
             f"--rendezvous {host}:{port}: the port is taken by another program; "
             "choose another, the same on all machines"
-        ) from None
+        )
+
+
+def _answers_as_store(host: str, port: int) -> bool:
+    """Whether a store answers at an address; in a thread, for a store's client waits for ever where none speaks."""
+    found = threading.Event()
+
+    def ask() -> None:
+        try:
+            TCPStore(host, port, is_master=False, timeout=timedelta(seconds=PROBE_S), wait_for_workers=False)
+        except (RuntimeError, ValueError):
+            return
+        found.set()
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(PROBE_S)
+    return found.is_set()
