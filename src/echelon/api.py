@@ -29,13 +29,11 @@ if TYPE_CHECKING:
 
 PRELOAD = (
     "torch",
-    "torch.distributed",
-    "torchvision.transforms.v2",
+    "torch.distributed.checkpoint",
+    "torch.utils.tensorboard",
     "timm.optim",
     "timm.scheduler",
     "torchmetrics.classification",
-    "sklearn.datasets",
-    "torch.utils.tensorboard",
     "echelon.train.worker",
 )
 RESUMABLE = ("launch.", "checkpoint.", "training.epochs", "training.max_steps", "training.eval_every", "data.loaders")
@@ -152,7 +150,7 @@ def plan_of(config: RunConfig, path: Path, given: Given | None = None) -> Launch
         rendezvous=config.launch.rendezvous,
         max_restarts=config.launch.max_restarts,
         log_dir=path / "logs",
-        preload=PRELOAD,
+        preload=(*PRELOAD, "sklearn.datasets") if config.data.source == "digits" else PRELOAD,
         link=config.launch.link,
     )
 
@@ -222,6 +220,8 @@ def _start_in(path: Path, config: RunConfig, given: Given | None, fresh: bool) -
 
         return _outcome(path, train_rank(path, given))
     plan = plan_of(config, path, given)
+    if plan.link:  # torch's store wants the name of every client, and hosts of a shaped network have none
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     start_import_server(plan.preload)
     _check(config)
     record = Recorder(path)

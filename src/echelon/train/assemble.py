@@ -15,7 +15,7 @@ from echelon.config.validate import parse_interval
 from echelon.core.errors import UserError
 from echelon.data import LoaderConfig, Shard, Source, open_data
 from echelon.data.loader import EvalLoader, TrainLoader
-from echelon.models import ModelInput, build_model, parameter_count
+from echelon.models import ModelInput, auto_name, build_model, parameter_count
 from echelon.observe.environment import environment
 from echelon.observe.phases import PhaseClock, make_clock
 from echelon.observe.record import Recorder, read_records
@@ -134,7 +134,7 @@ def _record_start(config: RunConfig, run: TrainingRun, source: Source, cursor: C
         device=str(world.device),
         threads=torch.get_num_threads(),
         parameters=parameter_count(run.parts.model),
-        model=config.model.name,
+        model=_model_name(config, source),
         data=info.name,
         classes=list(info.classes),
         train_size=info.train_size,
@@ -163,6 +163,12 @@ def _loaders(config: RunConfig, source: Source, world: World) -> tuple[TrainLoad
     settings = LoaderConfig.of(config.data, config.training.seed, world.device)
     shard = Shard(world.rank, world.size)
     return TrainLoader(source, settings, shard), EvalLoader(source, settings, shard)
+
+
+def _model_name(config: RunConfig, source: Source) -> str:
+    info = source.info
+    chosen = auto_name(ModelInput(len(info.classes), info.channels, info.image_size))
+    return chosen if config.model.name == "auto" else config.model.name
 
 
 def _model(config: RunConfig, source: Source, world: World, own: nn.Module | None) -> nn.Module:
