@@ -69,7 +69,8 @@ def unpack_codes(packed: Tensor, width: int, n: int, dtype: torch.dtype = torch.
             if bit == 0:
                 piece.copy_(plane)
             elif dtype == torch.uint8 and packed.device.type == "cpu":
-                shifted = np.left_shift(plane.numpy(), bit, out=plane.numpy())
+                # numpy has products of bytes vectorised, shifts not.
+                shifted = np.multiply(plane.numpy(), np.uint8(1 << bit), out=plane.numpy())
                 np.bitwise_or(piece.numpy(), shifted, out=piece.numpy())
             else:
                 piece |= plane.to(dtype).bitwise_left_shift_(bit)
@@ -78,6 +79,6 @@ def unpack_codes(packed: Tensor, width: int, n: int, dtype: torch.dtype = torch.
 
 def _pieces(n: int, device: torch.device) -> Iterator[tuple[int, int]]:
     """Yield (start, end) in whole bytes of bits; cache-sized on a CPU."""
-    size = 1 << 17 if device.type == "cpu" else max(n, 1)
+    size = 1 << 16 if device.type == "cpu" else max(n, 1)
     for start in range(0, n, size):
         yield start, min(start + size, n)

@@ -94,11 +94,12 @@ class Sign(Codec):
         for part in tiles(x.numel(), self.block):
             values, means = part.cut(x), part.per_block(scales)
             scratch = np.empty((part.step, part.block), np.float32)
+            large = np.empty((part.step, part.block), np.bool_)
             for row in range(0, part.rows, part.step):
                 piece = values[row : row + part.step]
                 np.sum(np.abs(piece, out=scratch[: len(piece)]), axis=1, out=means[row : row + part.step])
                 at = part.start + row * part.block
-                positive = piece >= 0
+                positive = np.greater_equal(piece, 0, out=large[: len(piece)])
                 if self.vote:
                     positive = _voted(torch.from_numpy(piece.reshape(-1)), at + step).numpy()
                 out[at // 8 : packed_size(at + piece.size)] = np.packbits(positive, bitorder="little")
