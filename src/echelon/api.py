@@ -126,6 +126,8 @@ def start(config: RunConfig, given: Given | None = None) -> Outcome:
         return _start_as_worker(config, given)
     path = Path(config.run) if config.run else default_folder(config)
     config = replace(config, run=str(path))
+    start_import_server(plan_of(config, path, given).preload)
+    _check(config)  # before there is a folder: what is refused leaves nothing behind
     create(path, config)
     with _lock(path, config):
         return _start_in(path, config, given, fresh=True)
@@ -222,8 +224,9 @@ def _start_in(path: Path, config: RunConfig, given: Given | None, fresh: bool) -
     plan = plan_of(config, path, given)
     if plan.link:  # torch's store wants the name of every client, and hosts of a shaped network have none
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    start_import_server(plan.preload)
-    _check(config)
+    if not fresh:
+        start_import_server(plan.preload)
+        _check(config)
     record = Recorder(path)
     try:
         status = _run_plan(plan, path, record)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import logging
+import multiprocessing
 import os
 import signal
 import socket
-import threading
 import uuid
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -257,17 +258,25 @@ def _check_port(host: str, port: int) -> None:
 
 
 def _answers_as_store(host: str, port: int) -> bool:
-    """Whether a store answers at an address; in a thread, for a store's client waits for ever where none speaks."""
-    found = threading.Event()
+    """Whether a store answers at an address.
 
-    def ask() -> None:
-        try:
-            TCPStore(host, port, is_master=False, timeout=timedelta(seconds=PROBE_S), wait_for_workers=False)
-        except (RuntimeError, ValueError):
-            return
-        found.set()
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
+    Asked by a process of its own that is ended after a while: where something else listens and says nothing, a store's
+    client waits for ever, holding the interpreter's lock.
+    """
+    asking = multiprocessing.get_context("fork").Process(target=_ask_store, args=(host, port), daemon=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # no thread of ours holds a lock here
+        asking.start()
     asking.join(PROBE_S)
-    return found.is_set()
+    if asking.exitcode is None:
+        asking.kill()
+        asking.join()
+    return asking.exitcode == 0
+
+
+def _ask_store(host: str, port: int) -> None:
+    try:
+        TCPStore(host, port, is_master=False, timeout=timedelta(seconds=PROBE_S), wait_for_workers=False)
+    except (RuntimeError, ValueError):
+        os._exit(1)
+    os._exit(0)
