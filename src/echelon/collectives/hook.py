@@ -114,7 +114,9 @@ class GradientHook:
         size = self._route.size
         if key not in self._counts:
             numel = numel_by_group(bucket.parameters())
-            self._counts[key] = {name: ring_bytes(n * buffer.element_size(), size) for name, n in numel.items()}
+            sent = {name: ring_bytes(n * buffer.element_size(), size, on_gpu=True) for name, n in numel.items()}
+            sent["weights"] += ring_bytes(0, size, buffer.is_cuda)
+            self._counts[key] = sent
         for name, n_bytes in self._counts[key].items():
             self.wire.add(name, n_bytes)
         if self.average:

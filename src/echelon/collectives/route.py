@@ -41,7 +41,7 @@ class Route:
         flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
         if self.path.by_backend:
             self._sum_by_backend(flat)
-            sent = ring_bytes(flat.nbytes, self.size)
+            sent = ring_bytes(flat.nbytes, self.size, flat.is_cuda)
         else:
             sent = run_schedule(flat, self.path.schedule(self.rank, self.size, flat.numel()), self.group)
         if flat.data_ptr() != tensor.data_ptr():
