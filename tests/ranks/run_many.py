@@ -16,8 +16,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from tests.ranks.runs import DEADLINE_S, Runs
+from tests.ranks.runs import DEADLINE_S, LEAVE_S, Runs
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -40,18 +41,23 @@ def run_many(
         deadline_s: for all of them together.
         clean: fail when any process printed a traceback.
     """
-    asked, answers = folder / "commands.json", folder / "results.json"
+    asked, answers = folder / "commands.json", folder / "results.jsonl"
     asked.write_text(json.dumps([list(map(str, command)) for command in commands]))
     answers.unlink(missing_ok=True)
     paths = os.pathsep.join([str(REPOSITORY), str(folder)])
     with Runs(folder) as runs:
         program = [sys.executable, "-m", "tests.ranks.run_many"]
         run = runs.start(asked, answers, program=program, environment={"PYTHONPATH": paths})
-        code = run.end(deadline_s)
+        run.wait_for(lambda: len(_answered(answers)) == len(commands), f"all of {commands}", deadline_s)
+        code = run.end(LEAVE_S)
     assert code == 0, run.text()
     if clean:
         assert "Traceback" not in run.text(), run.text()
-    return [Result(**each) for each in json.loads(answers.read_text())]
+    return [Result(**each) for each in _answered(answers)]
+
+
+def _answered(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def _run(command: list[str]) -> Result:
@@ -69,6 +75,6 @@ def _run(command: list[str]) -> Result:
 
 
 if __name__ == "__main__":
-    commands = json.loads(Path(sys.argv[1]).read_text())
-    answers = Path(sys.argv[2])
-    answers.write_text(json.dumps([asdict(_run(command)) for command in commands]))
+    with Path(sys.argv[2]).open("w", buffering=1) as answers:
+        for command in json.loads(Path(sys.argv[1]).read_text()):
+            print(json.dumps(asdict(_run(command))), file=answers)

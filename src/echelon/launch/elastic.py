@@ -162,7 +162,8 @@ def run_workers(plan: LaunchPlan, watch: Watch) -> dict[int, Any]:
 
 
 def _run_agent(plan: LaunchPlan, watch: Watch, hosts: list[Host], address: str) -> dict[int, Any]:
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for talkative in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # what counts is said by us
+        logging.getLogger(talkative).setLevel(logging.CRITICAL)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     handler = rendezvous_registry.get_rendezvous_handler(_rendezvous(plan, address))
     spec = WorkerSpec(
