@@ -14,6 +14,7 @@ from echelon.config import RunConfig, build, load_run_config
 from echelon.config.build import flag_of, leaves
 from echelon.config.validate import check_world
 from echelon.core.errors import UserError, nearest
+from echelon.launch.link import check_link, parse_link
 from echelon.launch.plan import LaunchPlan, nodes_of, thread_count, worker_count
 from echelon.launch.preload import start_import_server
 from echelon.observe.record import Recorder, read_records
@@ -126,8 +127,8 @@ def start(config: RunConfig, given: Given | None = None) -> Outcome:
         return _start_as_worker(config, given)
     path = Path(config.run) if config.run else default_folder(config)
     config = replace(config, run=str(path))
-    start_import_server(plan_of(config, path, given).preload)
-    _check(config)  # before there is a folder: what is refused leaves nothing behind
+    _begin_imports(plan_of(config, path, given))
+    check(config)  # before there is a folder: what is refused leaves nothing behind
     create(path, config)
     with _lock(path, config):
         return _start_in(path, config, given, fresh=True)
@@ -189,10 +190,18 @@ def _with_overrides(path: Path, overrides: Mapping[str, Any]) -> RunConfig:
     return replace(config, run=str(path))
 
 
-def _check(config: RunConfig) -> None:
+def check(config: RunConfig) -> None:
+    """Refuse what this machine, or the combination of the four choices, cannot do.
+
+    Raises:
+        UserError: names the setting, the reason, and what works.
+    """
+    if config.launch.link:
+        check_link(parse_link(config.launch.link))
     from echelon.train.combine import check_strategies
 
-    check_strategies(config)
+    ranks = worker_count(config.launch, config.training.device) * nodes_of(config.launch).most
+    check_strategies(config, int(os.environ["WORLD_SIZE"]) if _is_worker() else ranks)
 
 
 def _lock(path: Path, config: RunConfig) -> AbstractContextManager[None]:
@@ -208,7 +217,7 @@ def _start_as_worker(config: RunConfig, given: Given | None) -> Outcome:
     from echelon.train.under_launcher import agree_on_folder
     from echelon.train.worker import train_rank
 
-    _check(config)
+    check(config)
     path = agree_on_folder(config)
     status = train_rank(path, given)
     return _outcome(path, status)
@@ -222,11 +231,9 @@ def _start_in(path: Path, config: RunConfig, given: Given | None, fresh: bool) -
 
         return _outcome(path, train_rank(path, given))
     plan = plan_of(config, path, given)
-    if plan.link:  # torch's store wants the name of every client, and hosts of a shaped network have none
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not fresh:
-        start_import_server(plan.preload)
-        _check(config)
+        _begin_imports(plan)
+        check(config)
     record = Recorder(path)
     try:
         status = _run_plan(plan, path, record)
@@ -238,6 +245,12 @@ def _start_in(path: Path, config: RunConfig, given: Given | None, fresh: bool) -
 
         write_report(path)
     return _outcome(path, status)
+
+
+def _begin_imports(plan: LaunchPlan) -> None:
+    if plan.link:  # torch's store wants the name of every client, and hosts of a shaped network have none
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    start_import_server(plan.preload)
 
 
 def _run_plan(plan: LaunchPlan, path: Path, record: Recorder) -> str:

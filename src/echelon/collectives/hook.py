@@ -70,7 +70,7 @@ class GradientHook:
         self._lane: Lane | None = None
         self._work: BucketWork | None = None
         if self.codec is not None:
-            check_combination(self.codec, self._route)
+            check_combination(self.codec, self._route.path, self._route.size)
         if self.codec is not None or not self._route.path.by_backend:
             self._route = Route(self._route.path, _own_group(self._route.group))
             self._work = self._make_work()

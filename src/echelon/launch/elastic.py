@@ -4,38 +4,27 @@ from __future__ import annotations
 
 import importlib
 import logging
-import multiprocessing
 import os
 import signal
 import socket
-import uuid
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from echelon.config.validate import parse_rendezvous
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.launch.death import die_with_parent, is_stopped
 from echelon.launch.link import Host, LinkCounters, ShapedNetwork, enter, parse_link
 from echelon.launch.plan import LaunchPlan
+from echelon.launch.rendezvous import interface_of, own_address, rendezvous
 
 MONITOR_INTERVAL_S = 0.1
-JOIN_TIMEOUT_S = 600
-LAST_CALL_S = 2
-PROBE_S = 3
-KEEP_ALIVE_S = 1
-KEEP_ALIVE_MISSED = 6  # a machine that is silent for so many intervals is gone
 
 
 @dataclass(frozen=True)
@@ -153,7 +142,7 @@ def run_workers(plan: LaunchPlan, watch: Watch) -> dict[int, Any]:
         UserError: the rendezvous cannot be reached, or the links cannot be shaped.
     """
     if not plan.link:
-        return _run_agent(plan, watch, [], "localhost")
+        return _run_agent(plan, watch, [], own_address(plan.rendezvous) if plan.nodes.most > 1 else "localhost")
     with ShapedNetwork(plan.workers, parse_link(plan.link)) as network:
         try:
             return _run_agent(plan, watch, network.hosts, network.host_address)
@@ -165,16 +154,17 @@ def _run_agent(plan: LaunchPlan, watch: Watch, hosts: list[Host], address: str) 
     for talkative in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # what counts is said by us
         logging.getLogger(talkative).setLevel(logging.CRITICAL)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-    handler = rendezvous_registry.get_rendezvous_handler(_rendezvous(plan, address))
+    handler = rendezvous_registry.get_rendezvous_handler(rendezvous(plan, address))
+    interface = interface_of(address) if plan.nodes.most > 1 else ""
     spec = WorkerSpec(
         role="worker",
         local_world_size=plan.workers,
         entrypoint=_enter,
-        args=(plan.entry, plan.threads, plan.args, hosts),
+        args=(plan.entry, plan.threads, plan.args, _Place(hosts, interface)),
         rdzv_handler=handler,
         max_restarts=plan.max_restarts,
         monitor_interval=MONITOR_INTERVAL_S,
-        local_addr=address if hosts else None,
+        local_addr=None if address == "localhost" else address,
     )
     redirects = dict.fromkeys(range(plan.workers), Std.ALL)
     redirects[0] = Std.NONE  # rank 0 shows the progress
@@ -201,83 +191,21 @@ def _run_agent(plan: LaunchPlan, watch: Watch, hosts: list[Host], address: str) 
     raise WorkersFailed
 
 
-def _enter(entry: str, threads: int, args: tuple[Any, ...], hosts: list[Host]) -> Any:
-    """Run in the worker: ends with its parent, moves onto its host, then calls the entry point."""
+@dataclass(frozen=True)
+class _Place:
+    """Where workers stand in the network: each on a host with shaped links, or all behind one interface ("": any)."""
+
+    hosts: list[Host]
+    interface: str
+
+
+def _enter(entry: str, threads: int, args: tuple[Any, ...], place: _Place) -> Any:
+    """Run in the worker: ends with its parent, takes its place in the network, then calls the entry point."""
     die_with_parent()
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    if hosts:
-        enter(hosts[int(os.environ["LOCAL_RANK"])])
+    if place.interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
+    if place.hosts:
+        enter(place.hosts[int(os.environ["LOCAL_RANK"])])
     module, _, function = entry.partition(":")
     return getattr(importlib.import_module(module), function)(*args)
-
-
-def _rendezvous(plan: LaunchPlan, address: str) -> RendezvousParameters:
-    several = plan.nodes.most > 1
-    if several:
-        _check_port(*parse_rendezvous(plan.rendezvous))
-    settings: dict[str, Any] = {
-        "join_timeout": JOIN_TIMEOUT_S,
-        "last_call_timeout": LAST_CALL_S,
-        "keep_alive_interval": KEEP_ALIVE_S,
-        "keep_alive_max_attempt": KEEP_ALIVE_MISSED,
-    }
-    return RendezvousParameters(
-        backend="c10d",
-        endpoint=plan.rendezvous if several else f"{address}:0",
-        run_id=plan.rendezvous if several else uuid.uuid4().hex,
-        min_nodes=plan.nodes.least,
-        max_nodes=plan.nodes.most,
-        local_addr=None if several else address,
-        is_host=None if several else True,
-        **settings,
-    )
-
-
-def _check_port(host: str, port: int) -> None:
-    """Refuse a port of this machine that another program holds.
-
-    Raises:
-        UserError: the host is unknown, or the port is taken by something that is not a rendezvous.
-    """
-    try:
-        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
-    except OSError as error:
-        raise UserError(f"--rendezvous {host}:{port}: the host is unknown ({error.strerror})") from None
-    with socket.socket(socket.AF_INET6 if ":" in str(address[0]) else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-            return
-        except OSError as error:
-            if error.errno != 98:  # not EADDRINUSE: the address is another machine's
-                return
-    if not _answers_as_store(host, port):
-        raise UserError(
-            f"--rendezvous {host}:{port}: the port is taken by another program; "
-            "choose another, the same on all machines"
-        )
-
-
-def _answers_as_store(host: str, port: int) -> bool:
-    """Whether a store answers at an address.
-
-    Asked by a process of its own that is ended after a while: where something else listens and says nothing, a store's
-    client waits for ever, holding the interpreter's lock.
-    """
-    asking = multiprocessing.get_context("fork").Process(target=_ask_store, args=(host, port), daemon=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # no thread of ours holds a lock here
-        asking.start()
-    asking.join(PROBE_S)
-    if asking.exitcode is None:
-        asking.kill()
-        asking.join()
-    return asking.exitcode == 0
-
-
-def _ask_store(host: str, port: int) -> None:
-    try:
-        TCPStore(host, port, is_master=False, timeout=timedelta(seconds=PROBE_S), wait_for_workers=False)
-    except (RuntimeError, ValueError):
-        os._exit(1)
-    os._exit(0)

@@ -51,7 +51,9 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
     Raises:
         UserError: something in the description cannot be built.
     """
-    config, training = settle_momentum(config), config.training
+    training = config.training
+    if world.group is not None:  # alone, nothing is encoded, and momentum stays with the optimizer
+        config = settle_momentum(config)
     seed_everything(training.seed)
     source = given.source or open_data(config.data, training.seed)
     if source.info.train_size < world.size:
