@@ -56,7 +56,10 @@ def _look(rank: Rank) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
         for step in range(STEPS):
             state = train(looked, rank, step, step + 1)[0]
             with looked.sync.agreed():
-                agreed = copy(looked.model.state_dict())
+                agreed, sent = copy(looked.model.state_dict()), looked.sync.bytes_sent()
+            with looked.sync.agreed():
+                assert _equal(agreed, looked.model.state_dict()), f"{spec}: the same at a second look"
+            assert sent == looked.sync.bytes_sent(), f"{spec}: which costs nothing"
             assert _equal(state, copy(looked.model.state_dict())), f"{spec}: own values come back, step {step}"
             assert _equal(expected[step], state), f"{spec}: a look changed step {step}"
         seen.append((state, agreed))
