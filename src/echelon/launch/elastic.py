@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -21,7 +22,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.launch.death import die_with_parent, is_stopped
 from echelon.launch.link import Host, LinkCounters, ShapedNetwork, enter, parse_link
-from echelon.launch.plan import LaunchPlan
+from echelon.launch.plan import ROUND_VARIABLE, LaunchPlan
 from echelon.launch.rendezvous import interface_of, own_address, rendezvous
 
 MONITOR_INTERVAL_S = 0.1
@@ -71,12 +72,33 @@ class Interrupted(Exception):
         self.signum = signum
 
 
+@dataclass
+class _Place:
+    """Where workers stand: each on a host with shaped links, or all behind one interface ("": any); the round's name."""
+
+    hosts: list[Host]
+    interface: str
+    round: str = ""
+
+
 class _Agent(LocalElasticAgent):
     """An elastic agent that says who died, and does not restart what refused its input or was asked to stop."""
 
     on_death: Callable[[Death, int], None]
+    place: _Place
     refused = False
     stopped = False
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet the other machines and agree on a name for this round: torch's store keeps the addresses of former ones.
+
+        Without it a new rank now and then reads where its peer listened before, and is refused.
+        """
+        super()._rendezvous(worker_group)
+        assert self._store is not None
+        if worker_group.group_rank == 0:
+            self._store.set(ROUND_VARIABLE, uuid.uuid4().hex)
+        self.place.round = self._store.get(ROUND_VARIABLE).decode()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._all_left() and not worker_group.spec.rdzv_handler.num_nodes_waiting():
@@ -155,12 +177,12 @@ def _run_agent(plan: LaunchPlan, watch: Watch, hosts: list[Host], address: str) 
         logging.getLogger(talkative).setLevel(logging.CRITICAL)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     handler = rendezvous_registry.get_rendezvous_handler(rendezvous(plan, address))
-    interface = interface_of(address) if plan.nodes.most > 1 else ""
+    place = _Place(hosts, interface_of(address) if plan.nodes.most > 1 else "")
     spec = WorkerSpec(
         role="worker",
         local_world_size=plan.workers,
         entrypoint=_enter,
-        args=(plan.entry, plan.threads, plan.args, _Place(hosts, interface)),
+        args=(plan.entry, plan.threads, plan.args, place),
         rdzv_handler=handler,
         max_restarts=plan.max_restarts,
         monitor_interval=MONITOR_INTERVAL_S,
@@ -170,7 +192,7 @@ def _run_agent(plan: LaunchPlan, watch: Watch, hosts: list[Host], address: str) 
     redirects[0] = Std.NONE  # rank 0 shows the progress
     logs = DefaultLogsSpecs(log_dir=str(plan.log_dir), redirects=redirects)
     agent = _Agent(spec, logs, start_method="forkserver", exit_barrier_timeout=60)
-    agent.on_death = watch.on_death
+    agent.on_death, agent.place = watch.on_death, place
     close = True
     try:
         result = agent.run()
@@ -191,18 +213,11 @@ def _run_agent(plan: LaunchPlan, watch: Watch, hosts: list[Host], address: str) 
     raise WorkersFailed
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where workers stand in the network: each on a host with shaped links, or all behind one interface ("": any)."""
-
-    hosts: list[Host]
-    interface: str
-
-
 def _enter(entry: str, threads: int, args: tuple[Any, ...], place: _Place) -> Any:
     """Run in the worker: ends with its parent, takes its place in the network, then calls the entry point."""
     die_with_parent()
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ[ROUND_VARIABLE] = place.round
     if place.interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
     if place.hosts:
