@@ -74,7 +74,7 @@ class Interrupted(Exception):
 
 @dataclass
 class _Place:
-    """Where workers stand: each on a host with shaped links, or all behind one interface ("": any); the round's name."""
+    """Where workers stand: on hosts with shaped links, or all behind one interface ("": any); their round's name."""
 
     hosts: list[Host]
     interface: str
