@@ -5,14 +5,12 @@ normalise, float32 batches in the trainer's process. All contenders are alive at
 so that all see the same machine. Then: the share of `data` in a small training run, by the phases' clock and by
 torch.profiler.
 
-    python -m benchmarks.input [--loaders 2] [--windows 7] [--repeat 5] [--batch-size 50] [--steps 20]
+    python -m benchmarks.input [--loaders 2] [--windows 7] [--repeat 5] [--batch-size 50] [--steps 4]
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks._common import command_line, environment_line, markdown_table, median, paired_ratio, update_section
 from benchmarks.fetch_data import fetch
 from echelon.config import DataConfig
 from echelon.data import LoaderConfig, Shard, TrainLoader, open_data
@@ -159,7 +158,7 @@ def data_share(settings: Settings, steps: int) -> tuple[float, float]:
 def main() -> None:
     """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("loaders", 2), ("windows", 7), ("repeat", 5), ("batch-size", 50), ("steps", 20)):
+    for name, default in (("loaders", 2), ("windows", 7), ("repeat", 5), ("batch-size", 50), ("steps", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -168,15 +167,20 @@ def main() -> None:
         settings = Settings(images, options.loaders, options.batch_size)
         rates = measure(settings, options.windows)
         base = rates["Echelon"]
-        print(f"{options.loaders} loader processes, {len(os.sched_getaffinity(0))} cores, {options.windows} windows\n")
-        print("| input | images/s (median) | Echelon / this (median of paired windows) |")
-        print("|---|---|---|")
-        for name, windows in rates.items():
-            ratio = statistics.median(ours / theirs for ours, theirs in zip(base, windows, strict=True))
-            print(f"| {name} | {statistics.median(windows):.0f} | {ratio:.2f} |")
-        if options.steps:
-            clock, profiler = data_share(replace(settings, loaders=0), options.steps)
-            print(f"\nshare of `data`, no loaders: {clock:.1%} by the clock, {profiler:.1%} by torch.profiler")
+        rows = [
+            (name, f"{median(windows):.0f}", f"{paired_ratio(base, windows):.2f}") for name, windows in rates.items()
+        ]
+        table = markdown_table(("input", "images/s (median)", "Echelon / this (median of paired windows)"), rows)
+        print(table)
+        clock, profiler = data_share(replace(settings, loaders=0), options.steps)
+    share = f"Share of `data` without loaders: {clock:.1%} by the clock, {profiler:.1%} by torch.profiler."
+    where = environment_line(command_line("benchmarks.input"))
+    about = (
+        f"200 ImageNet JPEGs, RandomResizedCrop 224, flip, normalise; {options.loaders} loader processes, "
+        f"{options.windows} windows of one epoch in turn."
+    )
+    print(share)
+    update_section("Input", f"{where}\n\n{about}\n\n{table}\n\n{share}")
 
 
 if __name__ == "__main__":
