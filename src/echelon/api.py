@@ -14,6 +14,7 @@ from echelon.config import RunConfig, build, load_run_config
 from echelon.config.build import flag_of, leaves
 from echelon.config.validate import check_world
 from echelon.core.errors import UserError, nearest
+from echelon.core.files import full_disk_in_words
 from echelon.launch.link import check_link, parse_link
 from echelon.launch.plan import LaunchPlan, nodes_of, thread_count, worker_count
 from echelon.launch.preload import start_import_server
@@ -234,12 +235,13 @@ def _start_in(path: Path, config: RunConfig, given: Given | None, fresh: bool) -
     if not fresh:
         _begin_imports(plan)
         check(config)
-    record = Recorder(path)
-    try:
-        status = _run_plan(plan, path, record)
-    finally:
-        record.close()
-        folders.mark_ended(path)
+    with full_disk_in_words(path):
+        record = Recorder(path)
+        try:
+            status = _run_plan(plan, path, record)
+        finally:
+            record.close()
+            folders.mark_ended(path)
     if plan.link:  # what the kernel counted is known only now
         from echelon.observe.report import write_report
 

@@ -2,8 +2,35 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from echelon.core.errors import UserError
+
+
+def is_full(error: OSError) -> bool:
+    """Whether an error says that a disk, or one's share of it, is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def full_disk_in_words(run: Path) -> Iterator[None]:
+    """Turn the error of a full disk, while a run writes to its folder, into words.
+
+    Raises:
+        UserError: the disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise UserError(
+            f"{run}: no space left on the disk; free some, then continue with `echelon resume {run}`"
+        ) from error
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from echelon.config import load_run_config
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
+from echelon.core.files import full_disk_in_words, is_full
 from echelon.observe.record import Recorder
 from echelon.observe.report import write_report
 from echelon.train.assemble import Given, assemble
@@ -35,8 +36,7 @@ def run_worker(folder: str, given: Given | None = None) -> str:
     try:
         status = train_rank(path, given)
     except UserError as error:
-        record.event("refused", str(error), rank=rank)
-        _leave(USER_ERROR_EXIT_CODE)
+        _refuse(record, str(error), rank)
     except Exception as error:
         logging.exception("this rank failed")
         record.event("rank_failed", _one_line(error), rank=rank, pid=os.getpid())
@@ -56,7 +56,7 @@ def train_rank(path: Path, given: Given | None = None) -> str:
     _log_to(path / "logs" / f"rank{os.environ.get('RANK', '0')}.log")
     config = load_run_config(path / "config.yaml")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    with stop_on_signals() as stop, join_world(config) as world:
+    with full_disk_in_words(path), stop_on_signals() as stop, join_world(config) as world:
         record = Recorder(path if world.leads else None)
         run, cursor = assemble(config, path, world, record, given or Given())
         try:
@@ -73,6 +73,16 @@ def train_rank(path: Path, given: Given | None = None) -> str:
         _end(run, path, status)
         record.close()
     return status
+
+
+def _refuse(record: Recorder, reason: str, rank: int) -> NoReturn:
+    """Record why, and end; on a full disk there is no place for it, and the launcher finds that out as well."""
+    try:
+        record.event("refused", reason, rank=rank)
+    except OSError as error:
+        if not is_full(error):
+            raise
+    _leave(USER_ERROR_EXIT_CODE)
 
 
 def _leave(code: int) -> NoReturn:
