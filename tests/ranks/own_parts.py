@@ -1,0 +1,43 @@
+"""A module and data of a user's own, in a file that workers can import."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+
+class Dots(Dataset[tuple[Tensor, int]]):
+    """Points of two classes, told apart by the sum of their four numbers."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self._points = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self._points[index], int(self._points[index].sum() > 0)
+
+
+class Net(nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits `(B, 2)`."""
+        logits: Tensor = self.layers(x)
+        return logits
+
+
+if __name__ == "__main__":
+    import echelon
+    from tests.ranks.own_parts import Dots, Net
+
+    outcome = echelon.train(
+        Net(), (Dots(400, 0), Dots(100, 1)), run="own", workers=2, epochs=5, device="cpu", threads=1
+    )
+    print(outcome.status, outcome.summary["metrics"]["top1"])

@@ -1,0 +1,127 @@
+"""Whole runs: every option of training, the config that repeats a run, reports, launchers, Python."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.ranks.run_many import REPOSITORY, run_many
+from tests.ranks.runs import Runs, losses_of
+
+pytestmark = pytest.mark.timeout(400)
+COMMON = ("--threads", "1", "--device", "cpu", "--epochs", "2", "--batch-size", "100", "--workers", "2")
+OPTIONS = {
+    "ema": ("--ema", "0.9"),
+    "clip": ("--clip-norm", "0.5"),
+    "smooth": ("--label-smoothing", "0.1"),
+    "balanced": ("--class-weights", "balanced"),
+    "bf16": ("--precision", "bf16", "--model", "mlp"),  # CPUs without bf16 units take seconds for a convolution
+    "accumulate": ("--accumulate", "2", "--optimizer", "adamw", "--lr", "0.003", "--warmup-epochs", "1"),
+}
+
+
+def test_every_option_trains_and_the_config_alone_repeats_a_run(tmp_path: Path) -> None:
+    commands = [["train", "digits", *COMMON, *extra, "--run", name] for name, extra in OPTIONS.items()]
+    commands += [
+        ["train", "digits", *COMMON, "--run", "plain"],
+        ["train", "--config", "plain/config.yaml", "--run", "again"],
+        ["evaluate", "ema"],
+        ["report", "plain"],
+    ]
+    results = run_many(tmp_path, commands)
+    assert [r.code for r in results] == [0] * len(commands), results
+    losses = {name: losses_of(tmp_path / name) for name in [*OPTIONS, "plain", "again"]}
+    assert losses["again"] == losses["plain"]
+    for name in OPTIONS:
+        assert list(losses[name]) == list(losses["plain"])
+        assert losses[name][30] < losses[name][1]
+        assert name == "ema" or losses[name] != losses["plain"]  # the option reached the loop
+    *_, last = (r for r in _records(tmp_path / "ema") if r["kind"] == "evaluation")
+    said = dict(line.split() for line in results[-2].out.splitlines())
+    best = max(r["metrics"]["top1"] for r in _records(tmp_path / "ema") if r["kind"] == "evaluation")
+    assert float(said["top1"]) == pytest.approx(best, abs=1e-4)
+    assert last["samples"] == 359
+    assert "report.html" in results[-1].out
+    config = yaml.safe_load((tmp_path / "again" / "config.yaml").read_text())
+    assert config["run"] == "again"
+
+
+def _records(folder: Path) -> list[dict[str, object]]:
+    from echelon.observe.record import read_records
+
+    return read_records(folder)
+
+
+def test_under_torchrun_and_from_python_with_own_parts(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "echelon"]
+    with Runs(tmp_path) as runs:
+        # no --run: torchrun takes it for an option of its own
+        run = runs.start("train", "digits", "--epochs", "2", "--device", "cpu", program=torchrun)
+        own = runs.start(
+            program=[sys.executable, "-m", "tests.ranks.own_parts"], environment={"PYTHONPATH": str(REPOSITORY)}
+        )
+        assert run.end() == 0, run.text()
+        (run.folder,) = (tmp_path / "runs").iterdir()
+        assert run.summary()["status"] == "completed"
+        (start,) = run.records("start")
+        assert start["world_size"] == 2 and len(set(start["pids"])) == 2
+        assert own.end() == 0, own.text()
+        status, top1 = own.text().split()[-2:]
+        assert status == "completed" and float(top1) > 0.8
+
+
+def _tmpfs(folder: Path) -> str:
+    """Mount 24 MB at a folder; returns why that cannot be."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        return "mounting a small disk needs root"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", folder], capture_output=True, text=True)
+    return done.stderr.strip()
+
+
+@pytest.mark.root
+def test_a_full_disk_is_said_and_leaves_the_older_checkpoint_whole(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    if reason := _tmpfs(disk):
+        pytest.skip(reason)
+    try:
+        with Runs(tmp_path) as runs:
+            settings = ("--workers", "2", "--epochs", "100", "--lr", "0.02", "--checkpoint-every", "5",
+                        "--eval-every", "0")  # fmt: skip
+            run = runs.train("digits", *settings, "--max-steps", "200", folder="disk/run")
+            run.wait_for(lambda: run.records("checkpoint"), "a checkpoint")
+            with (disk / "other").open("wb", buffering=0) as other:
+                _fill(other.fileno())
+            assert run.end() == 2
+            assert "Traceback" not in run.errors()
+            (line,) = run.errors().splitlines()
+            assert "no space left" in line.lower() or "full" in line.lower()
+            (disk / "other").unlink()
+            resumed = runs.start("resume", "disk/run", folder="disk/run")
+            assert resumed.end() == 0, resumed.text()
+            assert run.records("start")[-1]["start_step"] > 0
+            assert list(run.losses()) == list(range(1, 201))
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+def _fill(fd: int) -> None:
+    try:
+        while True:
+            os.write(fd, bytes(4096))
+    except OSError:
+        return
+
+
+@pytest.mark.slow
+def test_a_compiled_model_trains_alike(tmp_path: Path) -> None:
+    commands = [["train", "digits", *COMMON, *extra, "--run", name] for name, extra in
+                (("plain", ()), ("compiled", ("--compile",)))]  # fmt: skip
+    assert [r.code for r in run_many(tmp_path, commands)] == [0, 0]
+    assert losses_of(tmp_path / "compiled") == pytest.approx(losses_of(tmp_path / "plain"), rel=1e-3)
