@@ -177,6 +177,7 @@ def test_a_loader_that_fails_is_an_error_and_no_hang(how: str, words: str) -> No
 
 def trainer(pipe: Connection, folder: Path) -> None:
     """A trainer as a daemonic process: it must not have children by multiprocessing's rules."""
+    torch.set_num_threads(1)
     source, data = describe("crops", folder)
     loader = TrainLoader(source, settings(**data, loaders=2), Shard(0, 1))
     held = EvalLoader(source, settings(**data, loaders=1), Shard(0, 1))
@@ -187,7 +188,7 @@ def trainer(pipe: Connection, folder: Path) -> None:
 
 @pytest.fixture
 def running(folder: Path) -> Iterator[tuple[Any, list[int]]]:
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")  # this process has threads by now: a fork of it may hang
     ours, theirs = context.Pipe()
     process = context.Process(target=trainer, args=(theirs, folder), daemon=True)
     process.start()
