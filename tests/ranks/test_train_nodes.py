@@ -49,6 +49,7 @@ def test_two_machines_agree_on_one_run_and_its_folder(tmp_path: Path) -> None:
         assert losses_of(folder) == pytest.approx(alone.losses(), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_machine_goes_away_and_comes_back_and_a_stop_on_one_machine_stops_the_run_on_both(tmp_path: Path) -> None:
     settings = ("--nodes", "1:2", "--epochs", "100000", "--eval-every", "0", "--checkpoint-every", "20")
     with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:
