@@ -43,7 +43,9 @@ def _compare(sync: str, expected: list[list[Weights]], collective: str = "auto")
     for i, states in enumerate(run_ranks(_trained, N, trial)):
         for step, state in enumerate(states):
             for key, value in state.items():
-                np.testing.assert_allclose(value, expected[step][i][key], rtol=0, atol=1e-9, err_msg=f"{i} {step} {key}")
+                np.testing.assert_allclose(
+                    value, expected[step][i][key], rtol=0, atol=1e-9, err_msg=f"{i} {step} {key}"
+                )
 
 
 def test_local_averages_by_samples() -> None:
