@@ -204,7 +204,7 @@ class Client:
 
         def send() -> None:
             for link in self._links.values():
-                link.line.send(Kind.SETUP, {"table": table.to_bytes()})
+                link.line.send(Kind.SETUP, {}, [table.to_bytes()])
             for index, state in states.items():
                 meta, frames = pack_state(state)
                 server = table.keys[index].server if index < len(table.keys) else 0
@@ -362,7 +362,7 @@ class Client:
         }  # fmt: skip
         following = info.step + 1 if self.config.aggregates else 0
         pull = {"key": key.index, "version": following, "exact": self.config.aggregates, "full": False, "tag": 0}
-        slot.valid, slot.pull = False, pull
+        slot.valid, slot.pull = slot.valid and self.config.aggregates, pull
         link.queue(key.index, Outgoing(body, frames, pull))
         link.flush()
 
@@ -439,7 +439,7 @@ class Client:
                 self._acknowledged(link, body)
             case Kind.DURABLE:
                 link.durable(body["number"])
-            case Kind.VALUE if body["tag"]:
+            case Kind.VALUE if body["tag"] or body["key"] not in self._slots:
                 self._fetched[body["key"]] = message
             case Kind.VALUE:
                 self._take_value(message)

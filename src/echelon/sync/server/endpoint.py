@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections import Counter
@@ -60,6 +61,11 @@ class Voice:
         self.traffic.sent_bytes += sum(len(f) for f in frames)
 
 
+def _drop(traffic: Traffic, error: Malformed) -> None:
+    traffic.dropped[error.reason] += 1
+    logging.getLogger(__name__).debug("a message was dropped: %s", error.reason, exc_info=error)
+
+
 Handler = Callable[[bytes, Message], None]
 
 
@@ -99,7 +105,7 @@ class Listener:
             self._guard.admit(message)
             handle(frames[0].bytes, message)
         except Malformed as error:
-            traffic.dropped[error.reason] += 1
+            _drop(traffic, error)
 
     def close(self) -> None:
         """Close the sockets."""
@@ -133,7 +139,7 @@ class Line:
                 self._guard.admit(message)
                 handle(message)
             except Malformed as error:
-                traffic.dropped[error.reason] += 1
+                _drop(traffic, error)
         return most
 
     def close(self) -> None:

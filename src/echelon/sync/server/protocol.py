@@ -71,7 +71,7 @@ class Schema:
 
 _ANY = (0, MAX_FRAMES)
 SCHEMAS: dict[Kind, Schema] = {
-    Kind.SETUP: Schema({"table": bytes}),
+    Kind.SETUP: Schema({}, (1, 1)),  # the table of keys
     Kind.PUT: Schema({"key": int, "meta": bytes}, _ANY),
     Kind.PUT_DONE: Schema({"key": int}),
     Kind.PUSH: Schema(
@@ -159,7 +159,7 @@ def decode(run_id: bytes, frames: Sequence[zmq.Frame]) -> Message:
 
 def _header(run_id: bytes, raw: bytes) -> tuple[Kind, str, int, int, Any]:
     try:
-        header = msgpack.unpackb(raw, strict_map_key=False, max_buffer_size=MAX_HEADER_BYTES)
+        header = msgpack.unpackb(raw, strict_map_key=False)
     except (ValueError, msgpack.UnpackException, RecursionError):
         raise Malformed("header") from None
     if not isinstance(header, list) or len(header) != 7:

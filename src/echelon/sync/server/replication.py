@@ -46,7 +46,7 @@ class Replication:
             return
         self._release()
         self._standby, self._standby_name = peer, message.sender
-        server.voice.reply(server.listener.socket, peer, Kind.SETUP, {"table": server.table.to_bytes()})
+        server.voice.reply(server.listener.socket, peer, Kind.SETUP, {}, [server.table.to_bytes()])
         for index, store in server.stores.items():
             meta, frames = pack_state(store.state(full=True))
             server.voice.reply(server.listener.socket, peer, Kind.PUT, {"key": index, "meta": meta}, frames)

@@ -93,6 +93,8 @@ class Server:
         poller = zmq.Poller()
         self.listener.register(poller)
         poller.register(self.scheduler.socket, zmq.POLLIN)
+        # The first optimizer of a process imports for seconds: before anyone waits for this server.
+        self.config.make_optimizer([torch.zeros(1, 1)], [True])
         self.snapshots.restore()
         self._join()
         beat_s = 0.0
@@ -178,8 +180,7 @@ class Server:
     def _tag(self, tag: int, full: bool) -> None:
         if tag not in self.tags:
             self.tags[tag] = {index: store.state(full) for index, store in self.stores.items()}
-            if self.buffers:
-                self.tags[tag][BUFFERS_KEY] = {"value": torch.stack(list(self.buffers.values())).mean(0), "version": 0}
+            self.tags[tag][BUFFERS_KEY] = {"value": self._mean_buffers(), "version": 0}
         info = {"index": self.config.index}
         self.scheduler.send(Kind.TAGGED, {"tag": tag, "info": info})
 
@@ -208,7 +209,7 @@ class Server:
             raise Malformed("content") from error
 
     def _setup(self, peer: bytes, message: Message) -> None:
-        self.set_table(table_from_bytes(message.body["table"]))
+        self.set_table(table_from_bytes(bytes(message.frames[0])))
 
     def set_table(self, table: Table) -> None:
         """Take the table of keys; the first one stays.
@@ -298,8 +299,16 @@ class Server:
             raise ValueError(f"key {index} is not held here")
         return self.stores[index]
 
+    def _mean_buffers(self) -> torch.Tensor:
+        """Return the mean over workers of their statistics; empty where there are none."""
+        return torch.stack(list(self.buffers.values())).mean(0) if self.buffers else torch.empty(0)
+
     def _pull(self, peer: bytes, message: Message) -> None:
         body = message.body
+        if body["key"] == BUFFERS_KEY and not body["tag"]:
+            values = {"key": BUFFERS_KEY, "version": 0, "delta": False, "tag": 0, "life": self.voice.session}
+            self.voice.reply(self.listener.socket, peer, Kind.VALUE, values, [as_frame(self._mean_buffers())])
+            return
         if body["tag"]:
             state = self.tags.get(body["tag"], {}).get(body["key"])
             if state is not None:
