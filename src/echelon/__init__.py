@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Outcome", "ddp_hook", "evaluate", "report", "resume", "train"]
 
-_HOMES = {name: "echelon.api" for name in ("Outcome", "evaluate", "report", "resume", "train")} | {
+_HOMES = dict.fromkeys(("Outcome", "evaluate", "report", "resume", "train"), "echelon.api") | {
     "ddp_hook": "echelon.collectives.hook"
 }
 

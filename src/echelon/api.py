@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from echelon.launch.elastic import Death
+    from echelon.launch.link import LinkCounters
     from echelon.train.assemble import Given
 
 PRELOAD = (
@@ -92,7 +93,7 @@ def resume(run: str | Path, overrides: Mapping[str, Any] | None = None) -> Outco
         return _start_in(path, config, None, fresh=False)
 
 
-def evaluate(run: str | Path) -> Mapping[str, float]:
+def evaluate(run: str | Path) -> Mapping[str, float | None]:
     """Evaluate a run's best checkpoint on its evaluation data; returns the metrics."""
     path = Path(run)
     config = _config_of(path)
@@ -152,18 +153,8 @@ def plan_of(config: RunConfig, path: Path, given: Given | None = None) -> Launch
         max_restarts=config.launch.max_restarts,
         log_dir=path / "logs",
         preload=PRELOAD,
+        link=config.launch.link,
     )
-
-
-def check_strategies(config: RunConfig) -> None:
-    """Refuse specs that no registered strategy takes.
-
-    Raises:
-        UserError: names the spec and the nearest that works.
-    """
-    from echelon.sync import check_sync
-
-    check_sync(config.strategy.sync)
 
 
 def _dotted(setting: str) -> str:
@@ -198,6 +189,12 @@ def _with_overrides(path: Path, overrides: Mapping[str, Any]) -> RunConfig:
     return replace(config, run=str(path))
 
 
+def _check(config: RunConfig) -> None:
+    from echelon.train.combine import check_strategies
+
+    check_strategies(config)
+
+
 def _lock(path: Path, config: RunConfig) -> AbstractContextManager[None]:
     return nullcontext() if _is_worker() else folders.locked(path, shared=nodes_of(config.launch).most > 1)
 
@@ -209,11 +206,11 @@ def _is_worker() -> bool:
 
 def _start_as_worker(config: RunConfig, given: Given | None) -> Outcome:
     from echelon.train.under_launcher import agree_on_folder
-    from echelon.train.worker import run_worker
+    from echelon.train.worker import train_rank
 
-    check_strategies(config)
+    _check(config)
     path = agree_on_folder(config)
-    status = run_worker(str(path), given)
+    status = train_rank(path, given)
     return _outcome(path, status)
 
 
@@ -221,12 +218,12 @@ def _start_in(path: Path, config: RunConfig, given: Given | None, fresh: bool) -
     if not fresh:
         folders.prepare(path, config)
     if _is_worker():
-        from echelon.train.worker import run_worker
+        from echelon.train.worker import train_rank
 
-        return _outcome(path, run_worker(str(path), given))
+        return _outcome(path, train_rank(path, given))
     plan = plan_of(config, path, given)
     start_import_server(plan.preload)
-    check_strategies(config)
+    _check(config)
     record = Recorder(path)
     try:
         status = _run_plan(plan, path, record)
@@ -237,22 +234,25 @@ def _start_in(path: Path, config: RunConfig, given: Given | None, fresh: bool) -
 
 
 def _run_plan(plan: LaunchPlan, path: Path, record: Recorder) -> str:
-    from echelon.launch.elastic import Interrupted, Refused, WorkersFailed, run_workers
+    from echelon.launch.elastic import Interrupted, Refused, Watch, WorkersFailed, run_workers
     from echelon.observe.report import write_report
 
     def on_death(death: Death, restarts_left: int) -> None:
         then = "the group restarts from the newest checkpoint" if restarts_left else "no restarts are left"
         record.event(
             "worker_died",
-            f"{death}; {then}",
+            f"{death}{_last_words(path, death)}; {then}",
             rank=death.rank,
             host=death.host,
             pid=death.pid,
             exit_code=death.exit_code,
         )
 
+    def on_counters(counters: list[LinkCounters]) -> None:
+        record.write("link", link=plan.link, hosts=[asdict(c) for c in counters])
+
     try:
-        return next(iter(run_workers(plan, on_death).values()), "completed") or "completed"
+        return next(iter(run_workers(plan, Watch(on_death, on_counters)).values()), "completed") or "completed"
     except Interrupted:
         return "stopped"
     except Refused:
@@ -265,6 +265,17 @@ def _run_plan(plan: LaunchPlan, path: Path, record: Recorder) -> str:
         record.write("end", status="failed", message=reason)
         write_report(path)
         return "failed"
+
+
+def _last_words(path: Path, death: Death) -> str:
+    """Return what a failed rank said, or what another said that waited in vain for a silent one."""
+    if death.exit_code is not None and death.exit_code < 0:
+        return ""
+    failed = [r for r in read_records(path) if r["kind"] == "event" and r.get("name") == "rank_failed"]
+    if death.exit_code is None:
+        return f"; rank {failed[-1]['rank']} waited in vain: {failed[-1]['message']}" if failed else ""
+    own = [r["message"] for r in failed if (r["rank"], r["pid"]) == (death.rank, death.pid)]
+    return f": {own[-1]}" if own else ""
 
 
 def _last_event(path: Path, name: str) -> str:

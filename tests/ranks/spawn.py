@@ -32,7 +32,15 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "numpy", "tests.ranks.spawn"]
+PRELOAD = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "numpy",
+    "pytest",
+    "echelon.collectives.hook",
+    "tests.ranks.spawn",
+]
 GRACE_S = 5.0
 PR_SET_PDEATHSIG = 1
 

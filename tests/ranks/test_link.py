@@ -73,7 +73,7 @@ def test_a_link_carries_its_rate_and_drops_nothing(rate: str, n_bytes: int) -> N
         sent, received = network.counters(0), network.counters(1)
     # Two shapers in a row: two buckets may pass for nothing, and no more.
     assert seconds >= (n_bytes - 2 * link.burst_bytes) * 8 / link.rate_bits_per_s
-    assert seconds < 4 * n_bytes * 8 / link.rate_bits_per_s  # near 1.06 on an idle machine
+    assert seconds < 8 * n_bytes * 8 / link.rate_bits_per_s  # near 1.06 times on an idle machine
     assert sent.sent_payload_bytes == pytest.approx(n_bytes, rel=0.01)
     assert received.received_payload_bytes == pytest.approx(n_bytes, rel=0.01)
     assert sent.dropped == received.dropped == 0
@@ -108,7 +108,7 @@ def test_between_groups_the_slow_link_is_taken_and_inside_the_fast_one(to: int, 
         assert network.counters(0).sent_payload_bytes == pytest.approx(n_bytes, rel=0.01)
     link = parse_link(rate)
     assert (n_bytes - 2 * link.burst_bytes) * 8 / link.rate_bits_per_s <= seconds
-    assert seconds < 4 * n_bytes * 8 / link.rate_bits_per_s
+    assert seconds < 8 * n_bytes * 8 / link.rate_bits_per_s
 
 
 OWNER = """

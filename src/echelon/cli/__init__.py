@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 
@@ -13,7 +14,7 @@ def main() -> None:
 
     from echelon.cli.app import app
 
-    usage_error = typer.BadParameter.__mro__[2]  # click's base of all messages to a user, wherever typer keeps click
+    usage_error: Any = typer.BadParameter.__mro__[2]
 
     debug = "--debug" in sys.argv
     try:
@@ -24,7 +25,7 @@ def main() -> None:
         _say(str(error))
         code = USER_ERROR_EXIT_CODE
     except usage_error as error:
-        _say(" ".join(error.format_message().split()))  # type: ignore[attr-defined]
+        _say(" ".join(error.format_message().split()))
         code = USER_ERROR_EXIT_CODE
     except (typer.Abort, KeyboardInterrupt):
         _say("stopped")

@@ -21,15 +21,15 @@ COMMANDS = {
 class LazyGroup(TyperGroup):
     """Shows all commands from their one-line help; builds the one that is called."""
 
-    def list_commands(self, ctx: typer.Context) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:
         """Return the commands in the order of use."""
         return list(COMMANDS)
 
-    def get_command(self, ctx: typer.Context, cmd_name: str) -> TyperCommand | None:
+    def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
         """Return a stand-in that knows its help."""
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name][1]) if cmd_name in COMMANDS else None
 
-    def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[str | None, TyperCommand | None, list[str]]:
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Build the command that is called."""
         if args and not args[0].startswith("-") and args[0] not in COMMANDS:
             raise unknown("command", args[0], COMMANDS)
@@ -53,7 +53,7 @@ def _root() -> None:
     """
 
 
-def as_command(function: Any, name: str, help: str) -> TyperCommand:
+def as_command(function: Any, name: str, help: str) -> Any:
     """Turn one function into a command."""
     single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     single.command(name=name, help=help)(function)

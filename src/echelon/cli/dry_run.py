@@ -8,8 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from echelon.api import check_strategies, plan_of
+from echelon.api import plan_of
 from echelon.config import Resolved
+from echelon.train.combine import check_strategies
 from echelon.train.folder import default_folder
 
 

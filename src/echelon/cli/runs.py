@@ -1,26 +1,25 @@
 """`echelon evaluate` and `echelon report`: commands on a run that exists."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from echelon.cli.app import COMMANDS, as_command
 
 
-def evaluate_command() -> TyperCommand:
+def evaluate_command() -> Any:
     """Build `echelon evaluate`."""
 
     def evaluate(run: Annotated[str, typer.Argument(help="the run's folder")]) -> None:
         from echelon import api
 
         for name, value in api.evaluate(run).items():
-            print(f"{name:16} {value:.4f}")
+            print(f"{name:16} {value:.4f}" if value is not None else f"{name:16} undefined")
 
     return as_command(evaluate, "evaluate", COMMANDS["evaluate"][1])
 
 
-def report_command() -> TyperCommand:
+def report_command() -> Any:
     """Build `echelon report`."""
 
     def report(run: Annotated[str, typer.Argument(help="the run's folder")]) -> None:

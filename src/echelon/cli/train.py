@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import typer
-from typer.core import TyperCommand
 
 from echelon.cli.app import COMMANDS, as_command
 from echelon.config import build
@@ -18,7 +17,7 @@ from echelon.config.build import flag_of, leaves
 _EXIT_FAILED = 1
 
 
-def command() -> TyperCommand:
+def command() -> Any:
     """Build `echelon train`."""
 
     def train(**given: Any) -> None:
@@ -46,7 +45,7 @@ def command() -> TyperCommand:
     return as_command(_with_settings(train, extra), "train", COMMANDS["train"][1])
 
 
-def resume_command() -> TyperCommand:
+def resume_command() -> Any:
     """Build `echelon resume`."""
     from echelon.api import RESUMABLE
 

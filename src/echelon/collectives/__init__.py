@@ -11,13 +11,20 @@ from typing import TYPE_CHECKING, Any
 from echelon.collectives.registry import build, names
 
 if TYPE_CHECKING:
-    from echelon.collectives.hook import GradientHook
-    from echelon.collectives.route import Route, open_route
+    from echelon.collectives.hook import GradientHook, ddp_hook
+    from echelon.collectives.route import Route, all_reduce, open_route
     from echelon.collectives.wire import WireCount
 
-_WITH_TORCH = {"GradientHook": "hook", "Route": "route", "WireCount": "wire", "open_route": "route"}
+_WITH_TORCH = {
+    "GradientHook": "hook",
+    "Route": "route",
+    "WireCount": "wire",
+    "all_reduce": "route",
+    "ddp_hook": "hook",
+    "open_route": "route",
+}
 
-__all__ = ["GradientHook", "Route", "WireCount", "build", "names", "open_route"]
+__all__ = ["GradientHook", "Route", "WireCount", "all_reduce", "build", "ddp_hook", "names", "open_route"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,9 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
-from echelon.collectives.schedule import Step
+from echelon.collectives.schedule import Ring, Span, Step
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Where a rank stands among groups with fast links inside and slow ones between.
+
+    Attributes:
+        inside: the ranks of its group.
+        between: the owners of the same piece in all groups; None where this rank owns none.
+        pieces: what each member of the group owns of a vector.
+        spread_round: first round of spreading the result inside.
+    """
+
+    inside: Ring
+    between: Ring | None
+    pieces: Sequence[Span]
+    spread_round: int
 
 
 class Path(ABC):
@@ -23,10 +42,9 @@ class Path(ABC):
     def schedule(self, rank: int, size: int, numel: int) -> list[Step]:
         """Return this rank's steps to sum vectors of `numel` elements over ranks 0..size-1, for any size and length."""
 
-    def slow_hop(self, rank: int, size: int) -> int | None:
-        """Return how many ranks share a group whose links are faster than those between groups; None: all are alike.
+    def tiers(self, rank: int, size: int, numel: int) -> Tiers | None:
+        """Return the groups whose links are faster than those between them; None: all links are alike.
 
-        A codec is then used between groups alone.
+        A codec is then used between the groups alone.
         """
         return None
-

@@ -3,6 +3,8 @@
 # DDP compares the annotations of a hook with the types themselves: no `from __future__ import annotations` here.
 
 import time
+from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,17 +13,26 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from echelon import compression as codecs
+from echelon.collectives import registry
+from echelon.collectives.cells import lay_out
+from echelon.collectives.lane import Bucket, BucketWork, Lane
+from echelon.collectives.reducer import Coding, check_combination
+from echelon.collectives.route import Route, open_route
 from echelon.collectives.wire import WireCount, numel_by_group, ring_bytes
+from echelon.collectives.work import CellWork, PathWork
+from echelon.compression.base import Codec
 
 
 class GradientHook:
     """Reduces the gradients of a DDP model: sums them, or averages them as plain DDP does.
 
         hook = GradientHook(group, "topk(0.01)", average=True)
-        hook.attach(ddp)                                    # or:
+        hook.attach(ddp)                                              # or, where only these two can be handed over:
         ddp.register_comm_hook(state=hook, hook=hook.function)
 
     Attributes:
+        codec: what encodes the gradients; None: they travel as they are.
         wire: bytes sent by this rank, by group of parameters.
         last_ready_s: time.perf_counter() when backward handed over its last bucket: what follows only waits.
         last_ready_event: the same as a recorded CUDA event; None on a CPU.
@@ -39,19 +50,35 @@ class GradientHook:
         """Prepare; every rank of the group calls this.
 
         Args:
-            group: ranks to reduce over; None: all.
+            group: ranks to reduce over, whose timeout holds for every wait; None: all.
             compression: spec of the codec.
             collective: spec of the path.
             average: divide the sum by the number of ranks.
             seed: of the codec's draws, the same on every rank.
+
+        Raises:
+            UserError: a spec cannot be read, or the codec cannot travel along the path.
         """
-        self.group = group if group is not None else dist.group.WORLD
-        self.average = average
+        self.codec: Codec | None = None if compression == "none" else codecs.build(compression)
+        self.average, self.seed = average, seed
         self.wire = WireCount()
         self.last_ready_s = 0.0
         self.last_ready_event: torch.cuda.Event | None = None
-        self._size = dist.get_world_size(self.group)
+        self._route = open_route(collective, group)
         self._counts: dict[tuple[int, int], dict[str, int]] = {}
+        self._names: dict[int, str] = {}
+        self._lane: Lane | None = None
+        self._work: BucketWork | None = None
+        if self.codec is not None:
+            check_combination(self.codec, self._route)
+        if self.codec is not None or not self._route.path.by_backend:
+            self._route = Route(self._route.path, _own_group(self._route.group))
+            self._work = self._make_work()
+
+    def _make_work(self) -> BucketWork:
+        if self.codec is None:
+            return PathWork(self._route, self.average, self.wire)
+        return CellWork(Coding(self.codec, self._route, self.average, self.seed), self.wire)
 
     @staticmethod
     def function(state: "GradientHook", bucket: dist.GradBucket) -> Future[Tensor]:
@@ -59,14 +86,19 @@ class GradientHook:
         return state(state, bucket)
 
     def attach(self, ddp: DistributedDataParallel) -> None:
-        """Register on a model."""
+        """Register on a model and learn its parameters' names, which saved states are then keyed by."""
+        skipped = set(ddp.parameters_to_ignore)
+        named = [(n, p) for n, p in ddp.module.named_parameters() if p.requires_grad and n not in skipped]
+        self._names = {id(p): n for n, p in named}
+        if isinstance(self._work, CellWork):
+            self._work.build(lay_out(reversed(named)))
         ddp.register_comm_hook(self, GradientHook.function)
 
     def __call__(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
         """Start to reduce a bucket; called by DDP in backward, in the same order on every rank."""
         if bucket.is_last():
             self._mark_ready(bucket)
-        return self._direct(bucket)
+        return self._direct(bucket) if self._work is None else self._through_lane(bucket, self._work)
 
     def _mark_ready(self, bucket: dist.GradBucket) -> None:
         self.wire.steps += 1
@@ -79,25 +111,147 @@ class GradientHook:
         """The backend reduces the bucket in place; nothing of ours runs beside it."""
         buffer = bucket.buffer()
         key = (bucket.index(), buffer.numel())
+        size = self._route.size
         if key not in self._counts:
             numel = numel_by_group(bucket.parameters())
-            size = buffer.element_size()
-            self._counts[key] = {name: ring_bytes(n * size, self._size) for name, n in numel.items()}
+            self._counts[key] = {name: ring_bytes(n * buffer.element_size(), size) for name, n in numel.items()}
         for name, n_bytes in self._counts[key].items():
             self.wire.add(name, n_bytes)
         if self.average:
-            buffer.div_(self._size)
-        return dist.all_reduce(buffer, group=self.group, async_op=True).get_future().then(_first)
+            buffer.div_(size)
+        return dist.all_reduce(buffer, group=self._route.group, async_op=True).get_future().then(_first)
+
+    def _through_lane(self, bucket: dist.GradBucket, work: BucketWork) -> Future[Tensor]:
+        buffer = bucket.buffer()
+        on_gpu = buffer.is_cuda
+        if self._lane is None:
+            self._lane = Lane(self, buffer.device)
+        future: Future[Tensor] = Future(devices=[buffer.device] if on_gpu else [])
+        names = [self._names.setdefault(id(p), str(len(self._names))) for p in bucket.parameters()]
+        ready = None
+        if on_gpu:
+            ready = torch.cuda.Event()
+            ready.record()
+        handed = Bucket(names, bucket.gradients(), buffer, future, bucket.index() == 0, bucket.is_last(), ready)
+        self._lane.submit(work, handed)
+        # An exception that is set is a plain result to DDP; one that a callback raises is an error.
+        return future.then(_value)
+
+    def close(self) -> None:
+        """End the communication thread; the hook cannot be used afterwards."""
+        if self._lane is not None:
+            self._lane.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must survive a restart: tensors and numbers under flat keys."""
-        return {}
+        """Return what must survive a restart: tensors and numbers under flat keys; see `memory.state_dict`.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        if state:
-            raise ValueError(f"this hook keeps no state, but the saved one has {sorted(state)[:3]}")
+        Call it between steps. Tensors are not copied.
+        """
+        return self._work.state_dict() if self._work is not None else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned on the same number of ranks, or what `memory.merge` made of several.
+
+        Raises:
+            ValueError: it was saved with another codec, model or number of ranks.
+        """
+        if self._work is not None:
+            self._work.load_state_dict(state)
+        elif state:
+            raise ValueError(f"this hook keeps no state, but the saved one has {min(state)!r}")
+
+
+class DdpHook:
+    """A GradientHook for a model that someone else wraps: it averages, and may be made before the process group is.
+
+        hook = echelon.ddp_hook("powersgd(rank=2)")
+        hook.attach(ddp)                                                            # plain DDP
+        hook.attach(trainer.strategy.model)                                         # Lightning, in on_train_start
+        DDPStrategy(ddp_comm_state=hook, ddp_comm_hook=hook.function)               # the same, on GPUs only
+        hook.attach(accelerator.prepare(model))                                     # Accelerate
+
+    Registered without `attach` it sees no names: parameters are then numbered in the order of the first backward.
+    """
+
+    def __init__(self, compression: str, collective: str, seed: int) -> None:
+        self._settings = (compression, collective, seed)
+        self._inner: GradientHook | None = None
+        self._saved: Mapping[str, Any] = {}
+        codecs.build(compression)
+        registry.build(collective)
+
+    def attach(self, ddp: DistributedDataParallel) -> None:
+        """Register on a model, for the ranks that it is wrapped for."""
+        self._open(ddp.process_group).attach(ddp)
+
+    @staticmethod
+    def function(state: "DdpHook", bucket: dist.GradBucket) -> Future[Tensor]:
+        """The hook as `register_comm_hook` wants it, with the DdpHook as its state."""
+        inner = state._inner if state._inner is not None else state._open(None)
+        return inner(inner, bucket)
+
+    @property
+    def wire(self) -> WireCount:
+        """Bytes sent by this rank so far."""
+        return self._inner.wire if self._inner is not None else WireCount()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return error memories and counters, as tensors and numbers under flat keys; every rank has its own."""
+        return self._inner.state_dict() if self._inner is not None else dict(self._saved)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned on the same rank of as many; may come before the first step."""
+        self._saved = state
+        if self._inner is not None:
+            self._inner.load_state_dict(state)
+
+    def close(self) -> None:
+        """End the communication thread."""
+        if self._inner is not None:
+            self._inner.close()
+
+    def _open(self, group: dist.ProcessGroup | None) -> GradientHook:
+        compression, collective, seed = self._settings
+        self._inner = GradientHook(group, compression, collective, average=True, seed=seed)
+        if self._saved:
+            self._inner.load_state_dict(self._saved)
+        return self._inner
+
+
+def ddp_hook(compression: str, collective: str = "auto", seed: int = 0) -> DdpHook:
+    """Make a communication hook for a plain DistributedDataParallel model, in Lightning and Accelerate too.
+
+    Args:
+        compression: spec of the codec, such as `powersgd(rank=2)` or `topk(density=0.01)`. One with its own momentum
+            (`topk(0.01, momentum=0.9)`) wants an optimizer without.
+        collective: spec of the path.
+        seed: of the codec's draws, the same on every rank.
+
+    Raises:
+        UserError: a spec cannot be read.
+    """
+    return DdpHook(compression, collective, seed)
+
+
+def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Make a group of the same ranks for the lane alone, with the same timeout: its order is nobody else's."""
+    ranks = dist.get_process_group_ranks(group)
+    own = dist.new_group(ranks, timeout=_timeout(group), use_local_synchronization=True)
+    assert isinstance(own, dist.ProcessGroup)
+    return own
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    """The group's own timeout."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    timeout = group._get_backend(device).options._timeout
+    assert isinstance(timeout, timedelta)
+    return timeout
 
 
 def _first(future: Future[Any]) -> Tensor:
     return future.value()[0]
+
+
+def _value(future: Future[Tensor]) -> Tensor:
+    return future.value()

@@ -6,6 +6,7 @@ and one executor (`transfer.py`) runs them all.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,7 +60,7 @@ def cut(span: Span, parts: int) -> list[Span]:
     start, stop = span
     short, longer = divmod(stop - start, parts)
     bounds = [start + i * short + min(i, longer) for i in range(parts + 1)]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(itertools.pairwise(bounds))
 
 
 def reduce_scatter(ring: Ring, pieces: Sequence[Span], first_round: int) -> list[Step]:
@@ -91,6 +92,13 @@ def all_gather(ring: Ring, pieces: Sequence[Span], first_round: int) -> list[Ste
         )
         for s in steps
     ]
+
+
+def ring_sum(ring: Ring, span: Span, first_round: int) -> list[Step]:
+    """2 (N - 1) rounds after which every member holds the sum of a span."""
+    pieces = cut(span, len(ring.members))
+    halfway = first_round + len(ring.members) - 1
+    return reduce_scatter(ring, pieces, first_round) + all_gather(ring, pieces, halfway)
 
 
 def sent_numel(steps: Sequence[Step]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,8 +12,12 @@ from torch import Tensor
 
 from echelon.collectives.schedule import Span, Step
 
-SEGMENT_BYTES = 256 * 1024
-"""Large enough that Python's part of a segment is small, small enough that the first one is under way early."""
+SEGMENT_BYTES = (64 * 1024, 1024 * 1024)
+"""Least and most bytes of a message: Python's part of it stays small, and its memory in the cache."""
+SEGMENTS = 4
+"""Messages that a span is cut into where they are long enough, so that a round begins before the last one ended."""
+WINDOW = 8
+"""Receives posted at once: enough that the link never waits for us, little enough memory to stay in the cache."""
 
 
 class PeerLostError(RuntimeError):
@@ -45,13 +50,16 @@ def run_schedule(flat: Tensor, steps: Sequence[Step], group: dist.ProcessGroup) 
     """
     if not steps:
         return 0
-    if flat.is_cuda:
-        return _run_stepwise(flat, steps, group)
-    return _Pipeline(flat, steps, group).run()
+    try:
+        return _run_stepwise(flat, steps, group) if flat.is_cuda else _Pipeline(flat, steps, group).run()
+    except PeerLostError:
+        raise
+    except RuntimeError as error:  # a connection that is known to be broken refuses at once
+        raise PeerLostError(f"rank {group.rank()} of the group lost a rank that it sums with: {error}") from error
 
 
 class _Pipeline:
-    """For a backend whose messages need no order between each other (gloo): all receives are posted at once.
+    """For a backend whose messages need no order between each other (gloo): WINDOW receives are always posted.
 
     A segment of round k + 1 leaves when the segment of round k that it depends on has been summed, so the link is
     never idle between rounds. Sums are made in the order of the schedule: the bits do not depend on arrival.
@@ -60,42 +68,42 @@ class _Pipeline:
     def __init__(self, flat: Tensor, steps: Sequence[Step], group: dist.ProcessGroup) -> None:
         self._flat = flat
         self._group = group
-        length = max(1, SEGMENT_BYTES // flat.element_size())
         self._receipts = [
             _Receipt(_Segment(s.recv_from, s.round, part), s.add)
-            for s in steps
+            for s in sorted(steps, key=lambda s: s.round)
             if s.recv_from is not None
-            for part in _segments(s.recv, length)
+            for part in _segments(s.recv, flat.element_size())
         ]
-        self._sends = _ordered_sends(steps, length)
-        self._scratch = torch.empty(sum(_length(r.segment.span) for r in self._receipts if r.add), dtype=flat.dtype)
+        self._sends = _ordered_sends(steps, flat.element_size())
+        longest = max((_length(r.segment.span) for r in self._receipts if r.add), default=0)
+        self._scratch = [torch.empty(longest, dtype=flat.dtype) for _ in range(min(WINDOW, len(self._receipts)))]
 
     def run(self) -> int:
-        arrivals = self._post_receives()
         waiting = list(self._sends[::-1])
         under_way: list[tuple[_Segment, dist.Work]] = []
+        arrivals = deque(self._post(n) for n in range(min(WINDOW, len(self._receipts))))
         sent = self._send_ready(waiting, -1, under_way)
-        for number, (receipt, work, data) in enumerate(arrivals):
+        for number, receipt in enumerate(self._receipts):
+            work, data = arrivals.popleft()
             self._wait(receipt.segment, work)
             if receipt.add:
                 self._flat[slice(*receipt.segment.span)].add_(data)
             sent += self._send_ready(waiting, number, under_way)
+            if number + WINDOW < len(self._receipts):
+                arrivals.append(self._post(number + WINDOW))
         for segment, work in under_way:
             self._wait(segment, work)
         return sent
 
-    def _post_receives(self) -> list[tuple[_Receipt, dist.Work, Tensor]]:
-        arrivals = []
-        used = 0
-        for receipt in self._receipts:
-            segment = receipt.segment
-            if receipt.add:
-                data = self._scratch[used : used + _length(segment.span)]
-                used += _length(segment.span)
-            else:
-                data = self._flat[slice(*segment.span)]
-            arrivals.append((receipt, self._group.recv([data], segment.peer, segment.round), data))
-        return arrivals
+    def _post(self, number: int) -> tuple[dist.Work, Tensor]:
+        """Post the receive of one segment; its scratch memory was last used WINDOW receipts ago."""
+        receipt = self._receipts[number]
+        segment = receipt.segment
+        if receipt.add:
+            data = self._scratch[number % WINDOW][: _length(segment.span)]
+        else:
+            data = self._flat[slice(*segment.span)]
+        return self._group.recv([data], segment.peer, segment.round), data
 
     def _send_ready(self, waiting: list[_Segment], arrived: int, under_way: list[tuple[_Segment, dist.Work]]) -> int:
         sent = 0
@@ -119,11 +127,14 @@ def _length(span: Span) -> int:
     return span[1] - span[0]
 
 
-def _segments(span: Span, length: int) -> list[Span]:
+def _segments(span: Span, element_size: int) -> list[Span]:
+    """Cut a span into messages; sender and receiver know the span, so both cut it alike."""
+    least, most = SEGMENT_BYTES
+    length = max(1, min(max(_length(span) * element_size // SEGMENTS, least), most) // element_size)
     return [(start, min(start + length, span[1])) for start in range(span[0], span[1], length)]
 
 
-def _ordered_sends(steps: Sequence[Step], length: int) -> list[_Segment]:
+def _ordered_sends(steps: Sequence[Step], element_size: int) -> list[_Segment]:
     """Return all segments to send, each after the receipts it depends on and after those before it.
 
     Keeping one order costs nothing (a span is received and sent on front to back) and lets messages of a round
@@ -135,12 +146,12 @@ def _ordered_sends(steps: Sequence[Step], length: int) -> list[_Segment]:
     sends: list[_Segment] = []
     for step in sorted(steps, key=lambda s: s.round):
         if step.send_to is not None:
-            for part in _segments(step.send, length):
+            for part in _segments(step.send, element_size):
                 needs = (n for span, n in received if span[0] < part[1] and part[0] < span[1])
                 after = max(after, max(needs, default=-1))
                 sends.append(_Segment(step.send_to, step.round, part, after))
         if step.recv_from is not None:
-            for part in _segments(step.recv, length):
+            for part in _segments(step.recv, element_size):
                 received.append((part, number))
                 number += 1
     return sends

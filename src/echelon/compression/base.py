@@ -28,6 +28,7 @@ from echelon.compression.state import (
     Payload,
     State,
     check_momentum,
+    empty,
     flat,
     flat32,
     refuse_nonfinite,
@@ -44,6 +45,7 @@ __all__ = [
     "Rounds",
     "State",
     "check_momentum",
+    "empty",
     "flat",
     "flat32",
     "fuse_rounds",
@@ -69,6 +71,8 @@ class Codec(ABC):
         absorbs_momentum: the momentum that the codec applies in the worker before encoding: the optimizer's must be
             0 (`registry.place_momentum` sees to it). None: it leaves momentum to the optimizer.
         momentum_inside: momentum after decoding spoils training, also where the codec itself applies none.
+        mask_below: the density below which momentum is zeroed where values were sent (DGC's momentum factor masking);
+            where much is sent it would remove most of the momentum and hurt accuracy.
         local_clip: each worker's tensor is scaled down to this Euclidean norm before encoding; 0: never.
     """
 
@@ -76,6 +80,7 @@ class Codec(ABC):
     linear: ClassVar[bool] = False
     shaped: ClassVar[bool] = False
     momentum_inside: ClassVar[bool] = False
+    mask_below: ClassVar[float] = 0.05
 
     @property
     def biased(self) -> bool:
@@ -183,7 +188,8 @@ class Codec(ABC):
         """Reduce the workers' tensors directly, for linear codecs: yield, be sent the mean, return the mean.
 
         Each worker runs its generator, all-reduces what it yields (1-D, any float dtype, same length on all workers)
-        and sends back the *mean* over the workers. It returns the mean tensor, of the input's shape and dtype.
+        and sends back the *mean* over the workers, in place or not. It returns the mean tensor, of the input's shape
+        and dtype.
 
         Raises:
             NonFiniteError: before the first yield.
@@ -193,6 +199,9 @@ class Codec(ABC):
     def subtract_reduced(self, pending: Tensor, mean: Tensor, state: State) -> None:
         """After `reduce_rounds`: leave in `pending`, in place, what of it was not sent (summed over workers)."""
         pending.sub_(mean.view_as(pending))
+
+    def clear_reduced(self, target: Tensor, state: State) -> None:  # noqa: B027 (dense codecs have nothing to do)
+        """After `reduce_rounds`: zero `target` where values were sent, as `clear_sent` does for a payload."""
 
 
 def fuse_rounds(rounds: Sequence[Rounds]) -> Generator[Tensor, Tensor, list[Tensor]]:

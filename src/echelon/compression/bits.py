@@ -6,9 +6,13 @@ lowest bit first: any width packs with one pass per bit and no loop over element
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
+
+from echelon.compression.state import empty
 
 
 def packed_size(n_bits: int) -> int:
@@ -38,9 +42,12 @@ def pack_codes(codes: Tensor, width: int) -> Tensor:
     if width == 8 and codes.dtype == torch.uint8:
         return codes
     stride = packed_size(codes.numel())
-    out = torch.empty(width * stride, dtype=torch.uint8, device=codes.device)
-    for bit in range(width):
-        out[bit * stride : (bit + 1) * stride] = pack_bits(codes & (1 << bit))
+    out = empty(width * stride, torch.uint8, codes.device)
+    for start, end in _pieces(codes.numel(), codes.device):
+        piece = codes[start:end]
+        for bit in range(width):
+            at = bit * stride + start // 8
+            out[at : at + packed_size(end - start)] = pack_bits(piece & (1 << bit))
     return out
 
 
@@ -49,8 +56,21 @@ def unpack_codes(packed: Tensor, width: int, n: int, dtype: torch.dtype = torch.
     if width == 8 and dtype == torch.uint8:
         return packed
     stride = packed_size(n)
-    codes = torch.zeros(n, dtype=dtype, device=packed.device)
-    for bit in range(width):
-        plane = unpack_bits(packed[bit * stride : (bit + 1) * stride], n)
-        codes |= plane.to(dtype) << bit
+    codes = empty(n, dtype, packed.device).zero_() if width == 0 else empty(n, dtype, packed.device)
+    for start, end in _pieces(n, packed.device):
+        piece = codes[start:end]
+        for bit in range(width):
+            at = bit * stride + start // 8
+            plane = unpack_bits(packed[at : at + packed_size(end - start)], end - start)
+            if bit == 0:
+                piece.copy_(plane)
+            else:
+                piece |= plane.to(dtype).bitwise_left_shift_(bit)
     return codes
+
+
+def _pieces(n: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) in whole bytes of bits; cache-sized on a CPU."""
+    size = 1 << 17 if device.type == "cpu" else max(n, 1)
+    for start in range(0, n, size):
+        yield start, min(start + size, n)

@@ -6,7 +6,6 @@ it is decoded to (c - L) s / L. E[decoded] = x, |decoded - x| < s / L.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +13,8 @@ import torch
 from torch import Tensor
 
 from echelon.compression import dither
-from echelon.compression.base import State, refuse_nonfinite
-from echelon.compression.chunks import CHUNK, spans
+from echelon.compression.base import State, empty, refuse_nonfinite
+from echelon.compression.chunks import CHUNK, Pieces, spans
 
 # L x / s + L + u must stay below 2L + 1 after rounding to float32; shrinking the range by this much ensures it.
 _MARGIN = 1 - 2e-6
@@ -65,78 +64,104 @@ def quantise(x: Tensor, grid: Grid, state: State) -> tuple[Tensor, Tensor]:
     """Round float32 x [n] stochastically; the dither is that of the state's step and sender.
 
     Returns:
-        scales s / L, float32 [blocks], and codes, uint8 [n].
+        steps s / L, float32 [blocks], and codes, uint8 [n].
 
     Raises:
         NonFiniteError: x holds NaN or infinity.
     """
-    n, on_cpu = x.numel(), x.device.type == "cpu"
-    scales = torch.empty(block_count(n, grid.block), device=x.device)
-    codes = torch.empty(n, dtype=torch.uint8, device=x.device)
-    if n == 0:
+    codes = empty(x.numel(), torch.uint8, x.device)
+    scales = _scales(x, grid)
+    if x.numel() == 0:
         return scales, codes
-    stretch = CHUNK // grid.block * grid.block
-    shifted = (
-        dither.table(x.device) + grid.levels
-        if on_cpu
-        else dither.gathered(state.own_key(), n, stretch, x.device).add_(grid.levels)
-    )
-    starts = dither.offsets(state.own_key(), n // stretch + 1) if on_cpu else [0]
-    scratch = torch.empty(stretch if on_cpu else n, device=x.device)
-    for start, end in spans(n, grid.block, x.device):
-        buffer = rows(scratch[: end - start], grid.block)
+    refuse_nonfinite(scales.max(), state)
+    inverse = torch.where(scales > _TINY, _MARGIN * grid.levels / scales, 0.0)
+    if x.device.type == "cpu":
+        _round_on_cpu(x, inverse, codes, grid, state.own_key())
+    else:
+        noise = dither.gathered(state.own_key(), x.numel(), _stretch(grid), x.device).add_(grid.levels)
+        for start, end in spans(x.numel(), grid.block, x.device):
+            values = rows(x[start:end], grid.block)
+            scale, factor = (_of_span(t, start, end, grid.block) for t in (scales, inverse))
+            if grid.clip:
+                values = torch.maximum(torch.minimum(values, scale), -scale)
+            codes[start:end] = torch.addcmul(rows(noise[start:end], grid.block), values, factor).view(-1)
+    return torch.where(scales > _TINY, scales / (_MARGIN * grid.levels), 0.0), codes
+
+
+def _stretch(grid: Grid) -> int:
+    """Elements that read the dither from one offset: the whole blocks of a cache-sized piece."""
+    return CHUNK // grid.block * grid.block
+
+
+def _of_span(per_block: Tensor, start: int, end: int, block: int) -> Tensor:
+    """Return the values of the blocks of a span as a column."""
+    return per_block[start // block : start // block + block_count(end - start, block)].view(-1, 1)
+
+
+def _scales(x: Tensor, grid: Grid) -> Tensor:
+    """Return max|x|, or what clipping leaves of it, of each block; NaN and infinity carry over."""
+    scales = torch.empty(block_count(x.numel(), grid.block), device=x.device)
+    scratch = np.empty(CHUNK, np.float32)
+    for start, end in spans(x.numel(), grid.block, x.device):
         values = rows(x[start:end], grid.block)
-        scale = _scales(values, grid, buffer, state)
-        begin = starts[start // stretch] + start % stretch if on_cpu else start
-        noise = rows(shifted[begin : begin + end - start], grid.block)
-        inverse = torch.where(scale > _TINY, _MARGIN * grid.levels / scale, 0.0)
-        if grid.clip:
-            values = torch.maximum(torch.minimum(values, scale), -scale)
-        torch.addcmul(noise, values, inverse, out=buffer)
-        _to_bytes(buffer.view(-1), codes[start:end])
-        first = start // grid.block
-        steps = torch.where(scale > _TINY, scale / (_MARGIN * grid.levels), 0.0)
-        scales[first : first + scale.numel()] = steps.view(-1)
-    return scales, codes
-
-
-def _scales(values: Tensor, grid: Grid, buffer: Tensor, state: State) -> Tensor:
-    """Return max|x|, or what clipping leaves of it, of each row: [rows, 1]."""
-    if values.device.type == "cpu":
-        peaks = np.abs(values.numpy(), out=buffer.numpy()).max(axis=1, keepdims=True)
-        scale = torch.from_numpy(peaks)
-    else:
-        scale = values.abs().amax(dim=1, keepdim=True)
-    refuse_nonfinite(scale.max(), state)
-    if grid.clip:
-        rms = (values / scale.clamp_min(_TINY)).square_().mean(dim=1, keepdim=True).sqrt_() * scale
-        scale = torch.minimum(scale, grid.clip * rms)
-    return scale
-
-
-def _to_bytes(values: Tensor, out: Tensor) -> None:
-    """Truncate non-negative floats to uint8."""
-    if out.device.type == "cpu":
-        np.copyto(out.numpy(), values.numpy(), casting="unsafe")
-    else:
-        out.copy_(values)
-
-
-def dequantise(scales: Tensor, codes: Tensor, grid: Grid) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield decoded pieces (start, end, float32 values); the values are overwritten by the next piece."""
-    n, on_cpu = codes.numel(), codes.device.type == "cpu"
-    size = min(n, CHUNK // grid.block * grid.block) if on_cpu else n
-    scratch = torch.empty(size, device=codes.device)
-    signed = torch.empty(size, dtype=torch.int8, device=codes.device)
-    for start, end in spans(n, grid.block, codes.device):
-        values, steps = scratch[: end - start], signed[: end - start]
-        # c - L wraps into -L..L as int8, whose conversion to float is the fastest there is.
-        torch.sub(codes[start:end].view(torch.int8), grid.levels, out=steps)
-        if on_cpu:
-            np.copyto(values.numpy(), steps.numpy())
+        out = _of_span(scales, start, end, grid.block)
+        if x.device.type == "cpu":
+            magnitude = np.abs(values.numpy(), out=scratch[: end - start].reshape(values.shape))
+            np.max(magnitude, axis=1, out=out.numpy()[:, 0])
         else:
-            values.copy_(steps)
-        first = start // grid.block
-        scale = scales[first : first + block_count(end - start, grid.block)].view(-1, 1)
-        rows(values, grid.block).mul_(scale)
+            out.copy_(values.abs().amax(dim=1, keepdim=True))
+        if grid.clip:
+            # Relative to the maximum, so that squares neither overflow nor vanish.
+            relative = (values / out.clamp_min(_TINY)).square_().mean(dim=1, keepdim=True).sqrt_()
+            out.mul_(torch.clamp(grid.clip * relative, max=1.0))
+    return scales
+
+
+def _round_on_cpu(x: Tensor, inverse: Tensor, codes: Tensor, grid: Grid, key: int) -> None:
+    """Write floor(x / step + L + u). In numpy: its views cost a tenth of torch's, its float to byte is the fastest."""
+    stretch = _stretch(grid)
+    noise = (dither.table(x.device) + grid.levels).numpy()
+    starts = dither.offsets(key, x.numel() // stretch + 1)
+    values, factors, out = x.numpy(), inverse.numpy(), codes.numpy()
+    scratch = np.empty(stretch, np.float32)
+    for start, end in spans(x.numel(), grid.block, x.device):
+        first, size = start // grid.block, end - start
+        shape = (size // grid.block, grid.block) if size % grid.block == 0 else (1, size)
+        buffer = scratch[:size]
+        np.multiply(
+            values[start:end].reshape(shape), factors[first : first + shape[0], None], out=buffer.reshape(shape)
+        )
+        if grid.clip:
+            np.clip(buffer, -_MARGIN * grid.levels, _MARGIN * grid.levels, out=buffer)
+        begin = starts[start // stretch] + start % stretch
+        np.add(buffer, noise[begin : begin + size], out=buffer)
+        np.copyto(out[start:end], buffer, casting="unsafe")
+
+
+def dequantise(steps: Tensor, codes: Tensor, grid: Grid, into: Tensor | None) -> Pieces:
+    """Yield decoded pieces (start, end, float32 values).
+
+    Args:
+        steps: float32 [blocks], from `quantise`.
+        codes: uint8 [n].
+        grid: what `quantise` was given.
+        into: float32 [n] that the pieces are parts of; None: a scratch that the next piece overwrites.
+    """
+    n, device = codes.numel(), codes.device
+    size = min(n, _stretch(grid)) if device.type == "cpu" else n
+    scratch = torch.empty(size, device=device) if into is None else into
+    signed = torch.empty(size, dtype=torch.int8, device=device)
+    for start, end in spans(n, grid.block, device):
+        values = scratch[: end - start] if into is None else into[start:end]
+        step = _of_span(steps, start, end, grid.block)
+        # c - L wraps into -L..L as int8, whose conversion to float is the fastest there is.
+        if device.type == "cpu":
+            whole = signed.numpy()[: end - start]
+            np.subtract(codes.numpy()[start:end].view(np.int8), np.int8(grid.levels), out=whole)
+            np.copyto(values.numpy(), whole)
+            matrix = rows(values, grid.block).numpy()
+            np.multiply(matrix, step.numpy(), out=matrix)
+        else:
+            values.copy_(torch.sub(codes[start:end].view(torch.int8), grid.levels))
+            rows(values, grid.block).mul_(step)
         yield start, end, values

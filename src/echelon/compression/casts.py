@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from echelon.compression.base import Codec, Meta, Payload, Rounds, State, refuse_nonfinite_elements
+from echelon.compression.base import Codec, Meta, Payload, Rounds, State, empty, refuse_nonfinite_elements
+from echelon.compression.chunks import spans
 from echelon.compression.wire import Layout
 
 
@@ -43,6 +44,9 @@ class Cast(Codec):
 
     def _cast(self, tensor: Tensor, state: State) -> Tensor:
         source = tensor.detach().reshape(-1)
+        short = empty(source.numel(), self.wire_dtype, source.device)
         limit = torch.finfo(self.wire_dtype).max
-        refuse_nonfinite_elements(source, state, limit)
-        return source.to(self.wire_dtype, copy=True).contiguous()
+        for start, end in spans(source.numel(), 1, source.device):
+            refuse_nonfinite_elements(source[start:end], state, limit)
+            short[start:end] = source[start:end]
+        return short

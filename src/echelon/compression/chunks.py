@@ -6,17 +6,20 @@ first read stay in the L2 cache: the speed of fused loops without a compiler. El
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from echelon.compression.base import Payload
+from echelon.compression.base import Payload, empty
 
 CHUNK = 1 << 16
 
 Pieces = Iterable[tuple[int, int, Tensor]]
 """(start, end, decoded values [end - start] in float32, valid until the next one)."""
+
+Decoder = Callable[[Tensor | None], Pieces]
+"""Decodes a payload piece by piece: into parts of the float32 tensor that it is given, or into a scratch of its own."""
 
 
 def spans(n: int, block: int, device: torch.device) -> Iterator[tuple[int, int]]:
@@ -29,18 +32,21 @@ def spans(n: int, block: int, device: torch.device) -> Iterator[tuple[int, int]]
         yield whole, n
 
 
-def write(pieces: Pieces, payload: Payload, out: Tensor | None, device: torch.device) -> Tensor:
-    """Write decoded pieces into `out`, or a new tensor, of the payload's shape and dtype."""
+def write(decode: Decoder, payload: Payload, out: Tensor | None, device: torch.device) -> Tensor:
+    """Decode into `out`, or a new tensor, of the payload's shape and dtype; in place where that is float32."""
     meta = payload.meta
-    result = torch.empty(meta.shape, dtype=meta.dtype, device=device) if out is None else out
-    target = result.view(-1)
-    for start, end, values in pieces:
-        target[start:end] = values
-    return result
+    if out is None:
+        out = empty(meta.numel, meta.dtype, device).view(meta.shape)
+    target = out.view(-1)
+    into = target if target.dtype == torch.float32 else None
+    for start, end, values in decode(into):
+        if into is None:
+            target[start:end] = values
+    return out
 
 
-def accumulate(pieces: Pieces, target: Tensor, alpha: float) -> None:
+def accumulate(decode: Decoder, target: Tensor, alpha: float) -> None:
     """Add alpha times the decoded pieces to `target`, in place."""
     flat = target.view(-1)
-    for start, end, values in pieces:
+    for start, end, values in decode(None):
         flat[start:end].add_(values, alpha=alpha)

@@ -23,17 +23,15 @@ from echelon.compression.wire import Layout
 
 StateDict = dict[str, Tensor | float]
 
-# Above this density, zeroing the momentum where values were sent would remove most of it and hurts accuracy.
-MASK_BELOW_DENSITY = 0.05
-
 
 @dataclass(frozen=True)
 class ErrorFeedback(Codec):
     """Around a codec C: p = g + e, send C(p), keep e = p - decode(C(p)).
 
     With momentum m in the worker (DGC's momentum correction): u = m u + g, p = u + e; where a sparse message carries a
-    value, u is zeroed too (momentum factor masking), once the density is below 5%. With clipping, g is first scaled
-    down to the Euclidean norm `local_clip`. Memories: "error" (e) and "velocity" (u), one value per element.
+    value, u is zeroed too (momentum factor masking), once the density is below the codec's `mask_below`. With clipping,
+    g is first scaled down to the Euclidean norm `local_clip`. Memories: "error" (e) and "velocity" (u), one value per
+    element.
 
     Attributes:
         inner: the codec.
@@ -84,7 +82,7 @@ class ErrorFeedback(Codec):
 
     def compress(self, tensor: Tensor, state: State) -> Payload:
         pending = self._pending(tensor, state)
-        masked = self.inner.share_sent(state) < MASK_BELOW_DENSITY
+        masked = self.inner.share_sent(state) < self.inner.mask_below
         payload = self.inner.compress(pending.view(tensor.shape), state)
         if self.biased:
             self.inner.add_to(pending, payload, alpha=-1.0)
@@ -93,10 +91,13 @@ class ErrorFeedback(Codec):
         return self.inner.payload(payload.tensors, Meta.of(tensor))
 
     def reduce_rounds(self, tensor: Tensor, state: State) -> Rounds:
+        masked = self.inner.share_sent(state) < self.inner.mask_below
         pending = self._pending(tensor, state)
         mean = yield from self.inner.reduce_rounds(pending.view(tensor.shape), state)
         if self.biased:
             self.inner.subtract_reduced(pending, mean, state)
+        if masked and "velocity" in state.memory:
+            self.inner.clear_reduced(state.memory["velocity"], state)
         return mean.to(tensor.dtype)
 
     def _pending(self, tensor: Tensor, state: State) -> Tensor:

@@ -24,11 +24,16 @@ def _low_bits(n: int, k: int) -> int | None:
 
 
 def _size(n: int, k: int, low: int) -> int:
-    return low * bits.packed_size(k) + bits.packed_size(_upper_bits(n, k, low))
+    # Eight bits are sent as bytes, unpadded (see `bits.pack_codes`).
+    return (k if low == 8 else low * bits.packed_size(k)) + bits.packed_size(_upper_bits(n, k, low))
 
 
 def _upper_bits(n: int, k: int, low: int) -> int:
     return k + (n >> low) + 1
+
+
+def _code_dtype(low: int) -> torch.dtype:
+    return torch.uint8 if low <= 8 else torch.int64
 
 
 def index_bytes(n: int, k: int) -> int:
@@ -53,7 +58,7 @@ def pack_indices(indices: Tensor, n: int) -> Tensor:
         marks[indices] = 1
         return bits.pack_bits(marks)
     marks[(indices >> low) + torch.arange(k, device=indices.device)] = 1
-    lows = bits.pack_codes(indices & ((1 << low) - 1), low)
+    lows = bits.pack_codes((indices & ((1 << low) - 1)).to(_code_dtype(low)), low)
     return torch.cat([lows, bits.pack_bits(marks)])
 
 
@@ -69,12 +74,12 @@ def unpack_indices(packed: Tensor, n: int, k: int) -> Tensor:
     if low is None:
         found = positions(bits.unpack_bits(packed, n))
     else:
-        split = low * bits.packed_size(k)
+        split = packed.numel() - bits.packed_size(_upper_bits(n, k, low))
         ones = positions(bits.unpack_bits(packed[split:], _upper_bits(n, k, low)))
         if ones.numel() != k:
             raise ValueError(f"message holds {ones.numel()} indices, expected {k}")
         high = ones - torch.arange(k, device=packed.device)
-        found = (high << low) | bits.unpack_codes(packed[:split], low, k, torch.int64)
+        found = (high << low) | bits.unpack_codes(packed[:split], low, k, _code_dtype(low))
     if found.numel() != k or (k and packed.device.type == "cpu" and int(found[-1]) >= n):
         raise ValueError(f"message holds indices that are not {k} below {n}")
     return found

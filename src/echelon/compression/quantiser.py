@@ -9,7 +9,7 @@ from torch import Tensor
 
 from echelon.compression.base import Codec, Meta, Payload, State, flat32
 from echelon.compression.blocks import Grid, block_count, dequantise, quantise
-from echelon.compression.chunks import accumulate, write
+from echelon.compression.chunks import Decoder, accumulate, write
 from echelon.compression.wire import Layout
 
 
@@ -42,14 +42,15 @@ class Quantiser(Codec):
         return self.payload((scales, self.pack(codes)), Meta.of(tensor))
 
     def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
-        scales, packed = payload.tensors
-        codes = self.unpack(packed, payload.meta.numel)
-        return write(dequantise(scales, codes, self.grid), payload, out, packed.device)
+        return write(self._decoder(payload), payload, out, payload.tensors[0].device)
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
-        scales, packed = payload.tensors
+        accumulate(self._decoder(payload), target, alpha)
+
+    def _decoder(self, payload: Payload) -> Decoder:
+        steps, packed = payload.tensors
         codes = self.unpack(packed, payload.meta.numel)
-        accumulate(dequantise(scales, codes, self.grid), target, alpha)
+        return lambda into: dequantise(steps, codes, self.grid, into)
 
     def planes(self, payload: Payload) -> tuple[Tensor, ...]:
         scales, packed = payload.tensors

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from echelon.compression.base import State, refuse_nonfinite, refuse_nonfinite_elements
 from echelon.compression.chunks import CHUNK
 
 _SAMPLE = 1 << 18
@@ -17,50 +18,80 @@ _Floats = npt.NDArray[np.floating]
 _Ints = npt.NDArray[np.int64]
 
 
-def above(x: Tensor, threshold: float) -> Tensor:
-    """Return the indices where |x| > threshold, ascending, int64; x is 1-D and contiguous."""
+def above(x: Tensor, threshold: float, state: State) -> Tensor:
+    """Return the indices where |x| > threshold, ascending, int64; x is 1-D and contiguous.
+
+    Raises:
+        NonFiniteError: x holds NaN or infinity, named by the state.
+    """
     if x.device.type == "cpu":
-        return torch.from_numpy(_above(x.numpy(), threshold))
+        return torch.from_numpy(_above(x.numpy(), threshold, state))
+    refuse_nonfinite_elements(x, state)
     return torch.nonzero(x.abs() > threshold).view(-1)
 
 
-def _above(x: _Floats, threshold: float) -> _Ints:
-    """Scan in pieces that stay in the cache."""
+def _above(x: _Floats, threshold: float, state: State) -> _Ints:
+    """Scan in pieces that stay in the cache; the check for NaN and infinity costs no pass over memory of its own."""
     magnitude = np.empty(min(CHUNK, x.size), x.dtype)
     large = np.empty(magnitude.size, np.bool_)
     limit = x.dtype.type(threshold)
     found: list[_Ints] = []
+    peaks: list[np.floating] = []
     for start in range(0, x.size, CHUNK):
         piece = x[start : start + CHUNK]
         np.abs(piece, out=magnitude[: piece.size])
+        peaks.append(magnitude[: piece.size].max())
         np.greater(magnitude[: piece.size], limit, out=large[: piece.size])
         found.append(np.flatnonzero(large[: piece.size]) + start)
+    refuse_nonfinite(np.max(peaks) if peaks else 0.0, state)
     return np.concatenate(found) if found else np.empty(0, np.int64)
 
 
-def sampled_threshold(x: Tensor, count: float) -> float:
-    """Return a threshold that about `count` of the |x| exceed, from at most 262,144 evenly spaced elements."""
-    if x.numel() == 0:
-        return 0.0
-    sample = x[:: -(-x.numel() // _SAMPLE)].abs()
-    rank = round(count * sample.numel() / x.numel())
+def sampled(x: Tensor) -> Tensor:
+    """Return |x| of at most 262,144 evenly spaced elements of a 1-D tensor."""
+    return x[:: max(-(-x.numel() // _SAMPLE), 1)].abs()
+
+
+def quantile(sample: Tensor, count: float) -> float:
+    """Return a threshold that about `count` of a sample's elements exceed."""
+    rank = round(count)
     if rank >= sample.numel():
         return 0.0
     return float(torch.kthvalue(sample, sample.numel() - rank).values)
 
 
-def largest(x: Tensor, k: int) -> Tensor:
+def gather(x: Tensor, indices: Tensor) -> Tensor:
+    """Return x[indices]; both 1-D. (Several times faster than indexing.)"""
+    return torch.index_select(x, 0, indices)
+
+
+def scatter(target: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Write values at distinct indices of a 1-D tensor, in place; through numpy, three times as fast, where it can."""
+    values = values.to(target.dtype)
+    if target.device.type == "cpu" and target.dtype in (torch.float32, torch.float64):
+        target.numpy()[indices.numpy()] = values.numpy()
+    else:
+        target[indices] = values
+
+
+def largest(x: Tensor, k: int, state: State) -> Tensor:
     """Return the indices of the k largest |x|, ascending, int64: exactly k, ties broken alike on every call.
 
     On a CPU a sampled threshold, set to let through somewhat more than k, leaves few candidates for the exact choice.
+
+    Raises:
+        NonFiniteError: x holds NaN or infinity, named by the state.
     """
     if x.device.type != "cpu":
+        refuse_nonfinite_elements(x, state)
         return torch.topk(x.abs(), k, sorted=False).indices.sort().values
     values = x.numpy()
     candidates: _Ints | None = None
     if x.numel() > _SMALL and k * 8 <= x.numel():
-        candidates = _candidates(x, values, k)
-    chosen = np.abs(values if candidates is None else values[candidates])
+        candidates = _candidates(x, k, state)
+    if candidates is None:
+        refuse_nonfinite_elements(x, state)
+    chosen = np.abs(values if candidates is None else np.take(values, candidates))
     if k < chosen.size:
         best = np.sort(np.argpartition(chosen, chosen.size - k)[chosen.size - k :])
     else:
@@ -68,13 +99,14 @@ def largest(x: Tensor, k: int) -> Tensor:
     return torch.from_numpy(best if candidates is None else candidates[best]).to(torch.int64)
 
 
-def _candidates(x: Tensor, values: _Floats, k: int) -> _Ints | None:
+def _candidates(x: Tensor, k: int, state: State) -> _Ints | None:
     """Return at least k indices, ascending, that include the k largest; None if the sample did not help."""
-    expected = k * min(_SAMPLE, x.numel()) / x.numel()
+    sample = sampled(x)
+    expected = k * sample.numel() / x.numel()
     slack = 1.05 + 4 / max(expected, 1.0) ** 0.5
     for _ in range(_TRIES):
-        found = _above(values, sampled_threshold(x, slack * k))
+        found = _above(x.numpy(), quantile(sample, slack * expected), state)
         if found.size >= k:
-            return found if found.size <= values.size // 2 else None
+            return found if found.size <= x.numel() // 2 else None
         slack *= 2
     return None

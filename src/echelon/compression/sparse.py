@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from echelon.compression import bits
-from echelon.compression.base import Codec, Meta, Payload, State, flat, refuse_nonfinite_elements
+from echelon.compression.base import Codec, Meta, Payload, State, empty, flat
 from echelon.compression.indices import index_bytes, pack_indices, unpack_indices
+from echelon.compression.selection import gather, scatter
 from echelon.compression.wire import Layout
 
 _FLOATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -48,7 +49,7 @@ class Sparse(Codec):
 
     @abstractmethod
     def choose(self, x: Tensor, state: State) -> Tensor:
-        """Return the indices to send of x [n]: ascending, int64."""
+        """Return the indices to send of x [n]: ascending, int64. Raises NonFiniteError."""
 
     def layout(self, numel: int) -> Layout:
         count = self.count(numel)
@@ -63,10 +64,9 @@ class Sparse(Codec):
 
     def compress(self, tensor: Tensor, state: State) -> Payload:
         x = flat(tensor)
-        refuse_nonfinite_elements(x, state)
         indices = self.choose(x, state)
         head = [torch.tensor([indices.numel()], device=x.device)] if self.count(x.numel()) is None else []
-        chosen = x[indices]
+        chosen = gather(x, indices)
         state.numbers["step"] += 1
         tensors = [*head, pack_indices(indices, x.numel()), *self._pack_values(chosen)]
         return self.payload(tensors, Meta.of(tensor))
@@ -105,20 +105,20 @@ class Sparse(Codec):
         indices, values = self.chosen(payload)
         meta = payload.meta
         if out is None:
-            out = torch.zeros(meta.shape, dtype=meta.dtype, device=values.device)
-        else:
-            out.zero_()
-        out.view(-1)[indices] = values.to(out.dtype)
+            out = empty(meta.numel, meta.dtype, values.device).view(meta.shape)
+        out.zero_()
+        scatter(out.view(-1), indices, values)
         return out
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
         indices, values = self.chosen(payload)
         # Indices are distinct: reading, adding and writing back is index_add_ without its slow, ordered loop.
         view = target.view(-1)
-        view[indices] = view[indices].add_(values.to(view.dtype), alpha=alpha)
+        scatter(view, indices, gather(view, indices).add_(values.to(view.dtype), alpha=alpha))
 
     def clear_sent(self, target: Tensor, payload: Payload) -> None:
-        target.view(-1)[self.chosen(payload)[0]] = 0
+        indices, values = self.chosen(payload)
+        scatter(target.view(-1), indices, torch.zeros_like(values))
 
     def bits_for(self, numel: int, count: int) -> float:
         """Bits per element of a message that carries `count` of `numel` elements."""

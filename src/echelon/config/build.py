@@ -104,7 +104,7 @@ def _from_file(file: Path | None) -> Iterator[tuple[str, Any, str]]:
     if file is None:
         return
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None

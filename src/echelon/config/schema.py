@@ -109,6 +109,7 @@ class LaunchConfig:
     threads: int = setting(0, "compute threads per worker; 0: cores / workers", above=0)
     nodes: str = setting("1", "machines: a number, or a range such as 1:4 that may change while the run goes")
     rendezvous: str = setting("", "HOST:PORT of the first machine, the same on all machines")
+    link: str = setting("", "shape the links between this machine's workers: 100mbit, or 10mbit,20ms; needs root")
     max_restarts: int = setting(3, "restarts after a worker died, before the run is given up", above=0)
     timeout: str = setting("2m", "how long any rank waits for another before the run is restarted")
 

@@ -122,6 +122,8 @@ def _check_launch(config: RunConfig) -> None:
         raise UserError(
             f"--nodes {config.launch.nodes} needs --rendezvous HOST:PORT of the first machine, on each machine"
         )
+    if config.launch.link and nodes.most > 1:
+        raise UserError("--link shapes the links between workers of one machine: leave out --nodes")
     if config.launch.workers and nodes.least == nodes.most:
         check_world(config, config.launch.workers * nodes.most)
     try:

@@ -10,7 +10,7 @@ def write_atomic(path: Path, text: str) -> None:
     """Write a text file under a temporary name, flush it to the disk, and rename it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("w") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

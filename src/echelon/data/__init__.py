@@ -1,1 +1,18 @@
-""""""
+"""Data: sources by name, the order of samples, and loaders that keep the trainer busy."""
+
+from echelon.data.base import Batch, DataInfo, Shard, Source
+from echelon.data.loader import EvalLoader, LoaderConfig, TrainLoader
+from echelon.data.open import open_data
+from echelon.data.own import from_datasets
+
+__all__ = [
+    "Batch",
+    "DataInfo",
+    "EvalLoader",
+    "LoaderConfig",
+    "Shard",
+    "Source",
+    "TrainLoader",
+    "from_datasets",
+    "open_data",
+]

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -23,3 +24,11 @@ def die_with_parent(signum: int = signal.SIGKILL) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() == 1:
         os.kill(os.getpid(), signum)
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Whether a process is stopped by a signal or a debugger (Linux; False elsewhere, and when it is gone)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] in ("T", "t")
+    except (FileNotFoundError, ProcessLookupError):
+        return False

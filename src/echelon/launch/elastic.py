@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -23,7 +24,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from echelon.config.validate import parse_rendezvous
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
-from echelon.launch.death import die_with_parent
+from echelon.launch.death import die_with_parent, is_stopped
+from echelon.launch.link import Host, LinkCounters, ShapedNetwork, enter, parse_link
 from echelon.launch.plan import LaunchPlan
 
 MONITOR_INTERVAL_S = 0.1
@@ -33,18 +35,30 @@ LAST_CALL_S = 2
 
 @dataclass(frozen=True)
 class Death:
-    """A worker that ended when it should not have: its rank, machine, process and exit code (negative: signal)."""
+    """A worker that ended when it should not have: its rank, machine, process and exit code (negative: signal).
+
+    Without an exit code it lives, but its process is stopped (SIGSTOP, a debugger) while the others wait for it.
+    """
 
     rank: int
     host: str
     pid: int
-    exit_code: int
+    exit_code: int | None
 
     def __str__(self) -> str:
-        how = f"exit code {self.exit_code}"
-        if self.exit_code < 0:
-            how = signal.Signals(-self.exit_code).name
-        return f"rank {self.rank} (pid {self.pid} on {self.host}) died: {how}"
+        who = f"rank {self.rank} (pid {self.pid} on {self.host})"
+        if self.exit_code is None:
+            return f"{who} does not answer: its process is stopped (SIGSTOP)"
+        how = f"exit code {self.exit_code}" if self.exit_code >= 0 else signal.Signals(-self.exit_code).name
+        return f"{who} died: {how}"
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What the one who starts workers wants to know: each death with the restarts left, and the links' counters."""
+
+    on_death: Callable[[Death, int], None]
+    on_counters: Callable[[list[LinkCounters]], None]
 
 
 class WorkersFailed(Exception):
@@ -64,64 +78,103 @@ class Interrupted(Exception):
 
 
 class _Agent(LocalElasticAgent):
-    """An elastic agent that says who died, and does not restart what refused its input."""
+    """An elastic agent that says who died, and does not restart what refused its input or was asked to stop."""
 
     on_death: Callable[[Death, int], None]
     refused = False
+    stopped = False
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._all_left() and not worker_group.spec.rdzv_handler.num_nodes_waiting():
+            self.stopped = True
+            self._remaining_restarts = 0
+            return RunResult(state=WorkerState.FAILED)
+        deaths = self._deaths(worker_group)
+        if deaths:
+            self._kill_survivors()
         result = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED:
-            codes = self._exit_codes(worker_group)
-            if USER_ERROR_EXIT_CODE in [death.exit_code for death in codes]:
+            deaths = deaths or self._deaths(worker_group)
+            if USER_ERROR_EXIT_CODE in [death.exit_code for death in deaths]:
                 self.refused = True
                 self._remaining_restarts = 0
-            elif codes:
-                self.on_death(codes[0], self._remaining_restarts)
+            elif deaths:
+                self.on_death(deaths[0], self._remaining_restarts)
         return result
 
-    def _exit_codes(self, worker_group: WorkerGroup) -> list[Death]:
-        """Return the workers that failed: those that a signal killed before those that failed because of it."""
-        processes = self._pcontext._pc.processes if self._pcontext and self._pcontext._pc else []
+    def _processes(self) -> list[BaseProcess]:
+        context = getattr(self._pcontext, "_pc", None)
+        return context.processes if context is not None else []
+
+    def _all_left(self) -> bool:
+        """Whether all workers ended by themselves without a result: the stop was another machine's, or a worker's."""
+        processes = self._processes()
+        results = getattr(self._pcontext, "_return_values", {})
+        return bool(processes) and not results and all(process.exitcode == 0 for process in processes)
+
+    def _deaths(self, worker_group: WorkerGroup) -> list[Death]:
+        """Return the workers that failed: a signal killed them, they are stopped, or they failed because of that."""
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         deaths = [
-            Death(ranks[i], socket.gethostname(), process.pid, process.exitcode)
-            for i, process in enumerate(processes)
-            if process.exitcode not in (0, None, -signal.SIGTERM)
+            Death(ranks[i], socket.gethostname(), process.pid or 0, process.exitcode)
+            for i, process in enumerate(self._processes())
+            if process.exitcode not in (0, None, -signal.SIGTERM) or is_stopped(process.pid)
         ]
-        return sorted(deaths, key=lambda death: death.exit_code)
+        if all(death.exit_code is None for death in deaths):
+            return []  # nobody gave up waiting yet: it may go on
+        return sorted(deaths, key=lambda death: -0.5 if death.exit_code is None else death.exit_code)
+
+    def _kill_survivors(self) -> None:
+        """End what waits for the dead: elastic would ask politely and wait up to 30 s for a rank stuck in a collective.
+
+        Nothing is lost by it: checkpoints are whole or absent.
+        """
+        for process in self._processes():
+            if process.exitcode is None:
+                process.kill()
 
 
-def run_workers(plan: LaunchPlan, on_death: Callable[[Death, int], None]) -> dict[int, Any]:
+def run_workers(plan: LaunchPlan, watch: Watch) -> dict[int, Any]:
     """Run the workers to their end; returns each local rank's result.
 
     Args:
         plan: what to start.
-        on_death: called with each death and the restarts that are left.
+        watch: is told of deaths, and of what the kernel counted on shaped links.
 
     Raises:
         Refused: a worker refused its input.
         WorkersFailed: restarts are used up.
         Interrupted: this process was asked to stop; the workers were given time to write a checkpoint.
-        UserError: the rendezvous cannot be reached.
+        UserError: the rendezvous cannot be reached, or the links cannot be shaped.
     """
+    if not plan.link:
+        return _run_agent(plan, watch, [], "localhost")
+    with ShapedNetwork(plan.workers, parse_link(plan.link)) as network:
+        try:
+            return _run_agent(plan, watch, network.hosts, network.host_address)
+        finally:
+            watch.on_counters([network.counters(i) for i in range(plan.workers)])
+
+
+def _run_agent(plan: LaunchPlan, watch: Watch, hosts: list[Host], address: str) -> dict[int, Any]:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-    handler = rendezvous_registry.get_rendezvous_handler(_rendezvous(plan))
+    handler = rendezvous_registry.get_rendezvous_handler(_rendezvous(plan, address))
     spec = WorkerSpec(
         role="worker",
         local_world_size=plan.workers,
         entrypoint=_enter,
-        args=(plan.entry, plan.threads, plan.args),
+        args=(plan.entry, plan.threads, plan.args, hosts),
         rdzv_handler=handler,
         max_restarts=plan.max_restarts,
         monitor_interval=MONITOR_INTERVAL_S,
+        local_addr=address if hosts else None,
     )
     redirects = dict.fromkeys(range(plan.workers), Std.ALL)
     redirects[0] = Std.NONE  # rank 0 shows the progress
     logs = DefaultLogsSpecs(log_dir=str(plan.log_dir), redirects=redirects)
     agent = _Agent(spec, logs, start_method="forkserver", exit_barrier_timeout=60)
-    agent.on_death = on_death
+    agent.on_death = watch.on_death
     close = True
     try:
         result = agent.run()
@@ -133,6 +186,8 @@ def run_workers(plan: LaunchPlan, on_death: Callable[[Death, int], None]) -> dic
     finally:
         if close:
             handler.shutdown()
+    if agent.stopped:
+        return dict.fromkeys(range(plan.workers), "stopped")
     if not result.is_failed():
         return result.return_values
     if agent.refused:
@@ -140,26 +195,29 @@ def run_workers(plan: LaunchPlan, on_death: Callable[[Death, int], None]) -> dic
     raise WorkersFailed
 
 
-def _enter(entry: str, threads: int, args: tuple[Any, ...]) -> Any:
-    """Run in the worker: ends with its parent, then calls the entry point."""
+def _enter(entry: str, threads: int, args: tuple[Any, ...], hosts: list[Host]) -> Any:
+    """Run in the worker: ends with its parent, moves onto its host, then calls the entry point."""
     die_with_parent()
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    if hosts:
+        enter(hosts[int(os.environ["LOCAL_RANK"])])
     module, _, function = entry.partition(":")
     return getattr(importlib.import_module(module), function)(*args)
 
 
-def _rendezvous(plan: LaunchPlan) -> RendezvousParameters:
+def _rendezvous(plan: LaunchPlan, address: str) -> RendezvousParameters:
     several = plan.nodes.most > 1
     if several:
         _check_port(*parse_rendezvous(plan.rendezvous))
     settings: dict[str, Any] = {"join_timeout": JOIN_TIMEOUT_S, "last_call_timeout": LAST_CALL_S}
     return RendezvousParameters(
         backend="c10d",
-        endpoint=plan.rendezvous if several else "localhost:0",
+        endpoint=plan.rendezvous if several else f"{address}:0",
         run_id=plan.rendezvous if several else uuid.uuid4().hex,
         min_nodes=plan.nodes.least,
         max_nodes=plan.nodes.most,
-        local_addr=None if several else "localhost",
+        local_addr=None if several else address,
+        is_host=None if several else True,
         **settings,
     )
 

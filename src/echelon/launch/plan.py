@@ -20,6 +20,7 @@ class LaunchPlan:
         entry: `package.module:function` that each worker calls with `args`.
         preload: modules imported once, before workers are forked: what makes a restart fast.
         log_dir: each rank's output goes to a file here.
+        link: rate of the shaped links between the workers; empty: loopback.
     """
 
     entry: str
@@ -31,6 +32,7 @@ class LaunchPlan:
     max_restarts: int
     log_dir: Path
     preload: tuple[str, ...] = ()
+    link: str = ""
 
 
 def visible_gpus() -> int:

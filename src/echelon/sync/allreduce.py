@@ -6,7 +6,8 @@ batch weighs what it should.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.collectives.hook import GradientHook
+from echelon.collectives.memory import merge
 from echelon.sync.base import Sync, SyncContext
-from echelon.sync.buffers import average_buffers
+from echelon.sync.buffers import averaged_buffers
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class AllReduce:
         self._context = context
         self._hook: GradientHook | None = None
         self.module: nn.Module = context.model
+        self.replicas_differ = False
         if context.group is None:
             return
         on_gpu = context.device.type == "cuda"
@@ -41,14 +44,18 @@ class AllReduce:
             context.model,
             device_ids=[context.device] if on_gpu else None,
             process_group=context.group,
-            broadcast_buffers=False,  # averaged before evaluation instead: nothing is sent for them in a step
             gradient_as_bucket_view=True,
+            **_no_buffers_in_steps(),
         )
         self._hook = GradientHook(
             context.group, context.compression, context.collective, average=False, seed=context.seed
         )
         self._hook.attach(self._ddp)
         self.module = self._ddp
+
+    def begin_step(self, samples: int, global_size: int) -> int:
+        """Gradients are summed over all replicas: they are divided by the size of the global batch."""
+        return global_size
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Keep gradients local until the last micro-batch."""
@@ -64,9 +71,9 @@ class AllReduce:
         """Gradients are summed already: update."""
         self._context.update()
 
-    def gather_buffers(self) -> None:
-        """Average BatchNorm statistics over the replicas."""
-        average_buffers(self._context.model, self._context.group)
+    def agreed(self, averages: bool = False) -> AbstractContextManager[object]:
+        """Average BatchNorm statistics over the replicas; each keeps its own."""
+        return averaged_buffers(self._context.model, self._context.group)
 
     def bytes_sent(self) -> Mapping[str, int]:
         """Return the bytes sent by this rank, by group of parameters."""
@@ -76,10 +83,27 @@ class AllReduce:
         """Return the hook's state: error-feedback memories and step counters."""
         return self._hook.state_dict() if self._hook else {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back the hook's state."""
         if self._hook and state:
             self._hook.load_state_dict(state)
+
+    def load_former_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Divide the error-feedback memories of other ranks; the sum over all ranks is kept."""
+        if self._hook and any(states):
+            numels = {name: parameter.numel() for name, parameter in self._ddp.module.named_parameters()}
+            self._hook.load_state_dict(merge(states, numels))
+
+    def close(self) -> None:
+        """End the hook's communication thread."""
+        if self._hook:
+            self._hook.close()
+
+
+def _no_buffers_in_steps() -> dict[str, Any]:
+    """Buffers are averaged for evaluation instead; torch 2.15 renamed the argument."""
+    renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
 
 
 def build(settings: Settings, context: SyncContext) -> Sync:

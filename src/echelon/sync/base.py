@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from echelon.observe.phases import PhaseClock
 
 
 @dataclass(frozen=True)
@@ -19,23 +21,44 @@ class SyncContext:
     Attributes:
         model: the module that this rank holds, on its device.
         update: applies the gradients to the parameters (clipping, optimizer, scaler) and clears them.
+        optimizer: whose moments may be averaged; `update` steps it.
         group: the ranks that hold the same piece of the model in other replicas; None for a single process.
+        clock: told when a strategy communicates outside of backward.
     """
 
     model: nn.Module
     update: Callable[[], None]
+    optimizer: torch.optim.Optimizer
     group: dist.ProcessGroup | None
     device: torch.device
     compression: str
     collective: str
     seed: int
+    clock: PhaseClock
 
 
 class Sync(Protocol):
-    """One strategy. Gradients are sums over a replica's samples divided by the size of the *global* batch."""
+    """One strategy: the loop calls `begin_step`, forward and backward through `module`, then `step`."""
 
-    module: nn.Module
-    """What the forward pass goes through."""
+    @property
+    def module(self) -> nn.Module:
+        """What the forward pass goes through."""
+
+    @property
+    def replicas_differ(self) -> bool:
+        """Whether parameters and optimizer state are each replica's own, so that a checkpoint keeps all of them."""
+
+    def begin_step(self, samples: int, global_size: int) -> int:
+        """Hear what the coming step trains on; return by what the sum of this rank's losses is to be divided.
+
+        Where gradients are summed over replicas that is the size of the global batch; where each replica steps by
+        itself, its own number of samples: its gradient is then a mean, and the learning rate means what it means to
+        one process with a batch of that size.
+
+        Args:
+            samples: of this rank; may be 0.
+            global_size: of all ranks.
+        """
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Surround forward and backward of a micro-batch; only the last one of a step may communicate."""
@@ -46,8 +69,15 @@ class Sync(Protocol):
     def step(self) -> None:
         """Agree on what is to be agreed on, then update the parameters."""
 
-    def gather_buffers(self) -> None:
-        """Make buffers (BatchNorm statistics) the same on all replicas: before evaluation."""
+    def agreed(self, averages: bool = False) -> AbstractContextManager[object]:
+        """Give the model, inside the block, what the replicas would agree on now: to evaluate or to save it.
+
+        All ranks enter it together. Each gets its own values back afterwards, so that training goes on as if nobody
+        had looked.
+
+        Args:
+            averages: the model holds moving averages of the weights at present: their mean over the replicas is meant.
+        """
 
     def bytes_sent(self) -> Mapping[str, int]:
         """Return the bytes that this rank has sent since the start, by group of parameters."""
@@ -55,5 +85,11 @@ class Sync(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's own state: tensors and plain values only."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave on this rank."""
+
+    def load_former_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what another number of ranks had, in their order; what it sums to over all ranks is kept."""
+
+    def close(self) -> None:
+        """End threads and connections; called when training has ended well."""

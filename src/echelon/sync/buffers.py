@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import nn
+
+
+@contextmanager
+def averaged_buffers(model: nn.Module, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Give every buffer its mean over the replicas inside the block, and its own value back after it."""
+    if group is None or dist.get_world_size(group) == 1:
+        yield
+        return
+    own = [buffer.clone() for buffer in model.buffers()]
+    average_buffers(model, group)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(model.buffers(), own, strict=True):
+                buffer.copy_(value)
 
 
 @torch.no_grad()

@@ -12,13 +12,14 @@ from echelon.core.spec import Spec, bind, parse_spec
 from echelon.sync.base import Sync, SyncContext
 
 _NOT_STRATEGIES = {"base", "registry", "buffers"}
-_PLANNED = ("local", "diloco", "easgd", "ps")
+_PLANNED = ("ps",)
 
 
 def names() -> list[str]:
     """Return the names of the strategies that exist."""
     folder = str(Path(__file__).parent)
-    return sorted(m.name for m in pkgutil.iter_modules([folder]) if m.name not in _NOT_STRATEGIES)
+    modules = pkgutil.iter_modules([folder])
+    return sorted(m.name for m in modules if not m.ispkg and m.name not in _NOT_STRATEGIES)
 
 
 def _module(spec: Spec) -> ModuleType:
@@ -30,14 +31,22 @@ def _module(spec: Spec) -> ModuleType:
     return importlib.import_module(f"echelon.sync.{spec.name}")
 
 
-def check_sync(text: str) -> None:
-    """Refuse a spec that cannot be built.
+def check_sync(text: str, compression: str = "none") -> None:
+    """Refuse a spec that cannot be built, or a codec that the strategy cannot send through.
 
     Raises:
-        UserError: an unknown strategy or setting, with the nearest one.
+        UserError: an unknown strategy or setting, with the nearest one; a combination, with one that works.
     """
     spec = parse_spec(text)
-    bind(spec, _module(spec).SETTINGS)
+    module = _module(spec)
+    settings = bind(spec, module.SETTINGS)
+    if hasattr(module, "check"):
+        module.check(settings, compression)
+
+
+def encodes_gradients(text: str) -> bool:
+    """Whether a strategy sends gradients through the codec; else it sends deltas, which have had their momentum."""
+    return getattr(_module(parse_spec(text)), "ENCODES", "gradients") == "gradients"
 
 
 def build_sync(text: str, context: SyncContext) -> Sync:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
@@ -17,11 +17,12 @@ from echelon.data import LoaderConfig, Shard, Source, open_data
 from echelon.data.loader import EvalLoader, TrainLoader
 from echelon.models import ModelInput, build_model, parameter_count
 from echelon.observe.environment import environment
-from echelon.observe.phases import make_clock
+from echelon.observe.phases import PhaseClock, make_clock
 from echelon.observe.record import Recorder, read_records
 from echelon.observe.scalars import Scalars
 from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
 from echelon.sync import SyncContext, build_sync
+from echelon.train.combine import settle_momentum
 from echelon.train.display import Display, RunLength
 from echelon.train.folder import read_launch
 from echelon.train.loop import LoopSettings, TrainingRun
@@ -30,7 +31,7 @@ from echelon.train.optim import EMA, build_optimizer, build_schedule
 from echelon.train.saving import Saver
 from echelon.train.state import Cursor, RunParts, fingerprint, seed_everything
 from echelon.train.step import Step, StepSettings, make_update
-from echelon.train.world import World
+from echelon.train.world import World, roll_call
 
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -49,7 +50,7 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
     Raises:
         UserError: something in the description cannot be built.
     """
-    training = config.training
+    config, training = settle_momentum(config), config.training
     seed_everything(training.seed)
     source = given.source or open_data(config.data, training.seed)
     if source.info.train_size < world.size:
@@ -57,14 +58,14 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
             f"{source.info.name} has {source.info.train_size} samples for {world.size} workers: use fewer workers"
         )
     train_loader, eval_loader = _loaders(config, source, world)
-    parts = _parts(config, source, world, given.model)
+    clock = make_clock(world.device.type)
+    parts = _parts(config, source, world, given.model, clock)
     saver = Saver(path, config.checkpoint.keep, parts, world, record, fingerprint(config, source.info))
     restored = saver.restore()
     if restored is None:
         seed_everything(_rank_seed(training.seed, world.rank))
     cursor = restored or Cursor()
     loss = build_loss(config.optimizer, source.info.class_counts)
-    clock = make_clock(world.device.type)
     run = TrainingRun(
         world=world,
         parts=parts,
@@ -112,6 +113,7 @@ def _rank_seed(seed: int, rank: int) -> int:
 
 def _record_start(config: RunConfig, run: TrainingRun, source: Source, cursor: Cursor, path: Path) -> None:
     world, info = run.world, source.info
+    hosts, pids = roll_call(world)
     if not world.leads:
         return
     launch = read_launch(path)
@@ -119,8 +121,8 @@ def _record_start(config: RunConfig, run: TrainingRun, source: Source, cursor: C
         "start",
         attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         world_size=world.size,
-        hosts=[socket.gethostname()],
-        pids=[os.getpid()],
+        hosts=hosts,
+        pids=pids,
         backend="none" if world.group is None else ("nccl" if world.device.type == "cuda" else "gloo"),
         device=str(world.device),
         threads=torch.get_num_threads(),
@@ -161,8 +163,8 @@ def _model(config: RunConfig, source: Source, world: World, own: nn.Module | Non
     model = own or build_model(config.model, ModelInput(len(info.classes), info.channels, info.image_size))
     if config.model.sync_batchnorm and world.group is not None:
         model = convert_sync_batchnorm(model, world.group)
-    layout = torch.channels_last if _channels_last(config, world.device) else torch.preserve_format
-    return model.to(world.device, memory_format=layout)
+    model = model.to(world.device)
+    return model.to(memory_format=torch.channels_last) if _channels_last(config, world.device) else model
 
 
 def _channels_last(config: RunConfig, device: torch.device) -> bool:
@@ -170,19 +172,23 @@ def _channels_last(config: RunConfig, device: torch.device) -> bool:
     return wanted == "on" or (wanted == "auto" and device.type == "cuda")
 
 
-def _parts(config: RunConfig, source: Source, world: World, own: nn.Module | None) -> RunParts:
+def _parts(config: RunConfig, source: Source, world: World, own: nn.Module | None, clock: PhaseClock) -> RunParts:
     model = _model(config, source, world, own)
     optimizer = build_optimizer(model, config.optimizer, config.data.batch_size)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.training.precision == "fp16")
-    held = torch.compile(model) if config.model.compile else model
+    held = model
+    if config.model.compile:
+        held = cast(nn.Module, torch.compile(model))
     context = SyncContext(
         model=held,
         update=make_update(model, optimizer, scaler, config.optimizer.clip_norm),
+        optimizer=optimizer,
         group=world.group,
         device=world.device,
         compression=config.strategy.compression,
         collective=config.strategy.collective,
         seed=config.training.seed,
+        clock=clock,
     )
     ema = EMA(model, config.training.ema) if config.training.ema else None
     return RunParts(model, optimizer, scaler, ema, build_sync(config.strategy.sync, context))

@@ -39,8 +39,8 @@ class Display:
             TimeRemainingColumn(),
         )
         self._progress = Progress(*columns, console=self._console, transient=True)
-        fields = {"epoch": "-", "numbers": ""}
-        self._task = self._progress.add_task("", total=length.total_steps, completed=done_steps, **fields)
+        total = length.total_steps
+        self._task = self._progress.add_task("", total=total, completed=done_steps, epoch="-", numbers="")
 
     def __enter__(self) -> Display:
         if self._live:
@@ -56,8 +56,8 @@ class Display:
     def window(self, epoch: int, step: int, totals: WindowTotals) -> None:
         """Show where the run is."""
         if self._live:
-            fields = {"epoch": f"{epoch + 1}/{self._length.epochs}", "numbers": _numbers(totals)}
-            self._progress.update(self._task, completed=step, **fields)
+            where = f"{epoch + 1}/{self._length.epochs}"
+            self._progress.update(self._task, completed=step, epoch=where, numbers=_numbers(totals))
 
     def epoch(self, epoch: int, totals: WindowTotals, report: EvaluationReport | None) -> None:
         """Print a line for an epoch's end."""

@@ -24,7 +24,7 @@ class EvaluationReport:
     loss: float
     samples: int
     seconds: float
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
     detail: dict[str, Any]
 
 

@@ -80,7 +80,7 @@ def read_launch(folder: Path) -> dict[str, Any]:
     path = folder / LAUNCH_FILE
     values: dict[str, Any] = {"launched_t": time.time(), "command": "", "rendezvous": ""}
     if path.exists():
-        values |= json.loads(path.read_text())
+        values |= json.loads(path.read_text(encoding="utf-8"))
     return values
 
 

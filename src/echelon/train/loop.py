@@ -147,11 +147,10 @@ def _end_epoch(run: TrainingRun, cursor: Cursor, totals: WindowTotals | None) ->
 
 def run_evaluation(run: TrainingRun, cursor: Cursor) -> EvaluationReport:
     """Evaluate the present model (its moving average, where there is one) and record the result."""
-    run.parts.sync.gather_buffers()
     averaged: AbstractContextManager[object] = (
         run.parts.ema.swapped(run.parts.model) if run.parts.ema else nullcontext()
     )
-    with averaged:
+    with averaged, run.parts.sync.agreed(averages=run.parts.ema is not None):
         report = evaluate(run.parts.model, run.eval_loader, run.loss, run.world, run.classes)
     run.record.write(
         "evaluation",
@@ -162,5 +161,7 @@ def run_evaluation(run: TrainingRun, cursor: Cursor) -> EvaluationReport:
         seconds=report.seconds,
         samples=report.samples,
     )
-    run.scalars.write(cursor.step, {f"test/{name}": value for name, value in report.metrics.items()})
+    run.scalars.write(
+        cursor.step, {f"test/{name}": value for name, value in report.metrics.items() if value is not None}
+    )
     return report

@@ -19,7 +19,7 @@ from echelon.train.saving import best_state
 from echelon.train.world import World
 
 
-def rescore(folder: Path, config: RunConfig) -> Mapping[str, float]:
+def rescore(folder: Path, config: RunConfig) -> Mapping[str, float | None]:
     """Evaluate the best checkpoint of a run on its evaluation data; returns the metrics.
 
     Raises:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from echelon.checkpoint import CheckpointStore, gather_rank_state
-from echelon.checkpoint.store import Saved
+from echelon.checkpoint import RANKS, CheckpointStore, Saved, gather_rank_state
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.observe.record import Recorder
@@ -19,11 +18,11 @@ from echelon.train.evaluate import EvaluationReport
 from echelon.train.state import (
     Cursor,
     RunParts,
+    agreed_state,
     check_fingerprint,
     load_rank_state,
     load_shared_state,
     rank_state,
-    shared_state,
 )
 from echelon.train.world import World
 
@@ -52,20 +51,25 @@ class Saver:
         if cursor.step == self._last_step and metric is None:
             return
         self._last_step = cursor.step
-        ranks = gather_rank_state(rank_state(self._parts, self._world), self._world.group)
-        if self._world.leads:
+        own = rank_state(self._parts, self._world)
+        ranks = {0: own} if self._world.group is None else gather_rank_state(own, self._world.group)
+        with agreed_state(self._parts, cursor) as state:
+            if not self._world.leads:
+                return
             self._reason = reason
-            state = shared_state(self._parts, cursor)
             state |= {
                 "fingerprint": self._fingerprint,
                 "best": self._best,
-                "ranks": {str(r): s for r, s in ranks.items()},
+                "world_size": self._world.size,
+                RANKS: ranks,
             }
             self._store.save(cursor.step, state, metric=metric)
 
     def consider_best(self, cursor: Cursor, report: EvaluationReport) -> None:
         """Keep a checkpoint, and the detail of the evaluation, when top-1 is the best so far."""
         value = report.metrics["top1"]
+        if value is None:
+            return
         if self._best is not None and value <= self._best:
             return
         self._best = value
@@ -80,7 +84,9 @@ class Saver:
         Raises:
             UserError: the checkpoint is of another run, or not all machines see it.
         """
-        found = self._store.newest()
+        found = self._store.newest(rank=self._world.rank)
+        if found is not None and found[1]["world_size"] != self._world.size:
+            found = self._store.newest()  # what other ranks had is merged
         step = -1 if found is None else found[0]
         self._check_same_step(step)
         if found is None:
@@ -90,7 +96,7 @@ class Saver:
         self._best = state["best"]
         self._last_step = step
         cursor = load_shared_state(self._parts, state)
-        load_rank_state(self._parts, self._world, state["ranks"])
+        load_rank_state(self._parts, self._world, state["world_size"], state[RANKS])
         return cursor
 
     def _check_same_step(self, step: int) -> None:
@@ -112,7 +118,7 @@ class Saver:
         Raises:
             UserError: the disk is full, or cannot be written.
         """
-        self._store.wait()
+        self._store.close()
 
     def _saved(self, saved: Saved) -> None:
         self._record.write(

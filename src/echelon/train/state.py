@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from echelon.config import RunConfig
@@ -67,6 +68,23 @@ def check_fingerprint(saved: Mapping[str, Any], present: Mapping[str, Any]) -> N
             )
 
 
+@contextmanager
+def agreed_state(parts: RunParts, cursor: Cursor) -> Iterator[dict[str, Any]]:
+    """Give the state that all replicas share: what they agree on now, where parameters are each one's own.
+
+    All ranks enter it together; the tensors hold these values inside the block only.
+    """
+    average: dict[str, Tensor] = {}
+    if parts.ema:
+        with parts.ema.swapped(parts.model), parts.sync.agreed(averages=True):
+            average = {name: tensor.clone() for name, tensor in parts.model.state_dict().items()}
+    with parts.sync.agreed():
+        state = shared_state(parts, cursor)
+        if parts.ema:
+            state["ema"] |= {"average": average}
+        yield state
+
+
 def shared_state(parts: RunParts, cursor: Cursor) -> dict[str, Any]:
     """Return the state that is the same on every replica."""
     return {
@@ -79,15 +97,27 @@ def shared_state(parts: RunParts, cursor: Cursor) -> dict[str, Any]:
 
 
 def rank_state(parts: RunParts, world: World) -> dict[str, Any]:
-    """Return the state of this rank alone: random generators, buffers (BatchNorm) and what `sync` keeps."""
+    """Return the state of this rank alone: random generators, buffers (BatchNorm), what `sync` keeps.
+
+    Parameters, optimizer and scaler too, where they are each replica's own.
+    """
+    _, keys, position, *_ = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": list(random.getstate()[1]),
-        "numpy": torch.from_numpy(np.random.get_state(legacy=True)[1].astype(np.int64)),
-        "numpy_position": int(np.random.get_state(legacy=True)[2]),
+        "numpy": torch.from_numpy(keys.astype(np.int64)),
+        "numpy_position": int(position),
         "sync": parts.sync.state_dict(),
         "buffers": dict(parts.model.named_buffers()),
     }
+    if parts.sync.replicas_differ:  # copies, for the model is about to hold what the replicas agree on
+        state["model"] = {name: tensor.clone() for name, tensor in parts.model.state_dict().items()}
+        state["optimizer"] = parts.optimizer.state_dict()
+        state["scaler"] = parts.scaler.state_dict()
+    if parts.ema:
+        kept = None if parts.sync.replicas_differ else {name for name, _ in parts.model.named_buffers()}
+        average = parts.ema.state_dict()["average"]
+        state["ema"] = {name: tensor for name, tensor in average.items() if kept is None or name in kept}
     if world.device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(world.device)
     return state
@@ -112,15 +142,15 @@ def load_shared_state(parts: RunParts, state: Mapping[str, Any]) -> Cursor:
     return Cursor(**state["cursor"])
 
 
-def load_rank_state(parts: RunParts, world: World, ranks: Mapping[str, Any]) -> None:
+def load_rank_state(parts: RunParts, world: World, saved_size: int, ranks: Mapping[int, Any]) -> None:
     """Restore this rank's own state; on another number of ranks, only what can be kept.
 
     Random generators start anew from the shared state then, and the strategy merges what all ranks had.
     """
-    own = ranks.get(str(world.rank))
-    if len(ranks) != world.size or own is None:
-        parts.sync.load_state_dict(_of_another_world(ranks, world))
+    if saved_size != world.size:
+        parts.sync.load_former_ranks([ranks[rank]["sync"] for rank in sorted(ranks)])
         return
+    own = ranks[world.rank]
     torch.set_rng_state(own["torch"])
     random.setstate((3, tuple(own["python"]), None))
     np.random.set_state(("MT19937", own["numpy"].numpy().astype(np.uint32), own["numpy_position"], 0, 0.0))
@@ -129,13 +159,14 @@ def load_rank_state(parts: RunParts, world: World, ranks: Mapping[str, Any]) -> 
     with torch.no_grad():
         for name, buffer in parts.model.named_buffers():
             buffer.copy_(own["buffers"][name])
+    if "model" in own:
+        parts.model.load_state_dict(own["model"])
+        parts.optimizer.load_state_dict(own["optimizer"])
+        parts.scaler.load_state_dict(dict(own["scaler"]))
+    if parts.ema and "ema" in own:
+        ema = parts.ema.state_dict()
+        parts.ema.load_state_dict(ema | {"average": ema["average"] | own["ema"]})
     parts.sync.load_state_dict(own["sync"])
-
-
-def _of_another_world(ranks: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """Return what the former ranks whose number falls on this one had, for the strategy to merge."""
-    states = {r: s["sync"] for r, s in ranks.items() if s["sync"]}
-    return {"former_ranks": states, "rank": world.rank, "world_size": world.size} if states else {}
 
 
 def seed_everything(seed: int) -> None:

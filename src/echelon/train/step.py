@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from echelon.data.base import Batch
 from echelon.observe.phases import Phase, PhaseClock
+from echelon.parallel.sync_batchnorm import has_sync_batchnorm
 from echelon.sync.base import Sync
 
 
@@ -35,7 +36,7 @@ class StepResult:
 
 
 class Step:
-    """Forward and backward of a batch. Loss sums are divided by the global batch, so gradients only need summing."""
+    """Forward and backward of a batch. Loss sums are divided by what the strategy says (see `Sync.begin_step`)."""
 
     def __init__(
         self,
@@ -56,29 +57,35 @@ class Step:
         count = self._settings.accumulate
         zero = torch.zeros((), device=self._settings.device)
         result = StepResult(zero, zero.clone(), len(targets))
+        divisor = sync.begin_step(len(targets), batch.global_size)
+        share = divisor / batch.global_size
         parts = zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)
         for i, (part, wanted) in enumerate(parts):
             last = i == count - 1
             with sync.micro_batch(last):
-                self._micro_batch(sync, part, wanted, batch.global_size, result)
+                total = self._micro_batch(sync, part, wanted, divisor, result)
+            result.loss = result.loss + total * share
             if last and (began := sync.communication_began()) is not None:
                 self._clock.split(Phase.COMMUNICATE, began)
         return result
 
-    def _micro_batch(self, sync: Sync, inputs: Tensor, targets: Tensor, global_size: int, result: StepResult) -> None:
+    def _micro_batch(self, sync: Sync, inputs: Tensor, targets: Tensor, divisor: int, result: StepResult) -> Tensor:
         self._clock.enter(Phase.FORWARD)
         with self._autocast():
             logits = self._forward(sync.module, inputs)
-            total = self._loss(logits.float(), targets) / global_size if len(targets) else logits.sum() * 0.0
+            total = self._loss(logits.float(), targets) / divisor if len(targets) else logits.sum() * 0.0
         self._clock.enter(Phase.BACKWARD)
         self._scaler.scale(total).backward()
-        result.loss = result.loss + total.detach()
         if len(targets):
             result.correct = result.correct + (logits.detach().argmax(-1) == targets).sum()
+        return total.detach()
 
     def _forward(self, module: nn.Module, inputs: Tensor) -> Tensor:
-        """Run the model; a rank without samples takes part with one blank sample of weight zero."""
-        if len(inputs):
+        """Run the model; a rank without samples takes part with one blank sample of weight zero.
+
+        With SyncBatchNorm it runs its empty batch instead, for the others wait for its statistics.
+        """
+        if len(inputs) or has_sync_batchnorm(module):
             return module(inputs)
         with evaluating(module):
             return module(inputs.new_zeros((1, *inputs.shape[1:])))

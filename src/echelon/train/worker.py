@@ -7,8 +7,10 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 
 from echelon.config import load_run_config
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
@@ -17,70 +19,85 @@ from echelon.observe.report import write_report
 from echelon.train.assemble import Given, assemble
 from echelon.train.folder import read_launch
 from echelon.train.loop import TrainingRun, fit
-from echelon.train.stop import StopFlag, stop_on_signals
+from echelon.train.stop import stop_on_signals
 from echelon.train.world import join_world
 
 
 def run_worker(folder: str, given: Given | None = None) -> str:
-    """Train one rank of the run that a folder describes; returns `completed` or `stopped`.
+    """Train one rank in a process of the launcher's; returns `completed` or `stopped`.
 
-    A user's mistake is written to the record, then ends the process with exit code 2. Any other error is logged with
-    its traceback and ends it with exit code 1, so that the group can be restarted.
+    A user's mistake is written to the record, and the process ends with exit code 2. Any other error is logged with its
+    traceback and the process ends with exit code 1, so that the group can be restarted: at once, for a peer may be
+    gone, and nothing that exit handlers would wait for will come.
     """
-    path = Path(folder)
-    _log_to(path / "logs" / f"rank{os.environ.get('RANK', '0')}.log")
+    path, rank = Path(folder), int(os.environ.get("RANK", "0"))
     record = Recorder(path)
     try:
-        return _run(path, given or Given())
+        status = train_rank(path, given)
     except UserError as error:
-        record.event("refused", str(error), rank=int(os.environ.get("RANK", "0")))
-        sys.exit(USER_ERROR_EXIT_CODE)
+        record.event("refused", str(error), rank=rank)
+        _leave(USER_ERROR_EXIT_CODE)
     except Exception as error:
         logging.exception("this rank failed")
-        record.event("rank_failed", _one_line(error), rank=int(os.environ.get("RANK", "0")), pid=os.getpid())
-        os._exit(1)  # a peer is gone: nothing that exit handlers would wait for will come
-    finally:
-        record.close()
+        record.event("rank_failed", _one_line(error), rank=rank, pid=os.getpid())
+        _leave(1)
+    if status == "stopped":
+        _leave(0)  # the launcher that signalled us no longer listens for a result
+    record.close()
+    return status
 
 
-def _run(path: Path, given: Given) -> str:
+def train_rank(path: Path, given: Given | None = None) -> str:
+    """Train one rank of the run that a folder describes; returns `completed` or `stopped`.
+
+    Raises:
+        UserError: something in the description cannot be used.
+    """
+    _log_to(path / "logs" / f"rank{os.environ.get('RANK', '0')}.log")
     config = load_run_config(path / "config.yaml")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with stop_on_signals() as stop, join_world(config) as world:
         record = Recorder(path if world.leads else None)
-        run, cursor = assemble(config, path, world, record, given)
+        run, cursor = assemble(config, path, world, record, given or Given())
         try:
             with run.display:
                 status = fit(run, cursor, stop)
-            run.saver.finish()
-        finally:
-            run.train_loader.close()
-            run.eval_loader.close()
-            run.scalars.close()
-        _end(run, path, record, status)
-        if stop:
-            _leave(stop, record)
-        return status
+        except Exception as error:
+            error.add_note(f"in step {cursor.step + 1}")
+            raise
+        run.saver.finish()
+        run.parts.sync.close()
+        run.train_loader.close()
+        run.eval_loader.close()
+        run.scalars.close()
+        _end(run, path, status)
+        record.close()
+    return status
 
 
-def _leave(stop: StopFlag, record: Recorder) -> None:
-    """End at once: the launcher that signalled us no longer listens for a result."""
-    record.close()
+def _leave(code: int) -> NoReturn:
     sys.stdout.flush()
     logging.shutdown()
-    os._exit(0)
+    os._exit(code)
 
 
-def _end(run: TrainingRun, path: Path, record: Recorder, status: str) -> None:
-    for bad, reason in run.train_loader.bad_images + run.eval_loader.bad_images:
-        record.event("bad_image", f"{bad}: {reason}", path=str(bad))
+def _end(run: TrainingRun, path: Path, status: str) -> None:
+    """Record what each rank saw, then let rank 0 write the report."""
+    own = Recorder(path)
+    for file, reason in run.train_loader.bad_images + run.eval_loader.bad_images:
+        own.event("bad_image", f"{file}: {reason}", path=file)
+    own.close()
+    if run.world.group is not None:
+        dist.barrier(run.world.group)
     if run.world.leads:
-        record.write("end", status=status, seconds=time.time() - read_launch(path)["launched_t"])
+        run.record.write("end", status=status, seconds=time.time() - read_launch(path)["launched_t"])
         write_report(path)
 
 
 def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+    where = ", ".join(getattr(error, "__notes__", []))
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+    return f"{text} ({where})" if where else text
 
 
 def _log_to(file: Path) -> None:

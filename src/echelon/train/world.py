@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from echelon.config import RunConfig
 from echelon.config.validate import check_world
 from echelon.core.errors import UserError
 from echelon.core.units import parse_seconds
+
+_HOST_BYTES = 64  # the longest host name on Linux
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,21 @@ def join_world(config: RunConfig) -> Iterator[World]:
         yield World(rank, size, local_rank, device, dist.group.WORLD)
     finally:
         dist.destroy_process_group()
+
+
+def roll_call(world: World) -> tuple[list[str], list[int]]:
+    """Return the host name and the process id of every rank, in order; all ranks call it."""
+    host = socket.gethostname().encode()[:_HOST_BYTES]
+    row = torch.zeros(_HOST_BYTES + 1, dtype=torch.int64)
+    row[: len(host)] = torch.tensor(list(host))
+    row[-1] = os.getpid()
+    row = row.to(world.device)
+    rows = [torch.empty_like(row) for _ in range(world.size)] if world.group else [row]
+    if world.group is not None:
+        dist.all_gather(rows, row, group=world.group)
+    table = [each.tolist() for each in rows]
+    hosts = [bytes(each[:-1]).rstrip(b"\0").decode(errors="replace") for each in table]
+    return hosts, [each[-1] for each in table]
 
 
 def _device(wanted: str, local_rank: int) -> torch.device:

@@ -42,6 +42,7 @@ def test_any_tree_of_scalars_comes_back(state: dict[Any, Any]) -> None:
     assert_same(state, unflatten(json.loads(json.dumps(tree, allow_nan=False)), tensors))
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 def test_any_dtype_and_shape_comes_back_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     random_bytes = torch.randint(0, 256, (6 * dtype.itemsize,), dtype=torch.uint8)

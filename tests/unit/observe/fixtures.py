@@ -113,7 +113,7 @@ class Teller:
             "top1": top1, "top5": 1 - (1 - top1) * 0.06, "macro_f1": top1 - 0.002,
             "macro_precision": top1 + 0.001, "macro_recall": top1, "roc_auc": 1 - (1 - top1) * 0.08,
         }  # fmt: skip
-        epoch = step // self.story.steps_per_epoch
+        epoch = step // self.story.steps_per_epoch - 1
         loss = 2.2 * math.exp(-3.4 * share) + 0.33
         self.say("evaluation", epoch=epoch, step=step, loss=loss, metrics=metrics, seconds=1.3, samples=10_000)
 

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from echelon.collectives.base import Path
-from echelon.collectives.schedule import Ring, Span, Step, all_gather, cut, reduce_scatter
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank stands: its group's members, and for the piece it owns the owners in all groups."""
-
-    inside: Ring
-    between: Ring | None
-    pieces: Sequence[Span]
+from echelon.collectives.base import Path, Tiers
+from echelon.collectives.schedule import Ring, Step, all_gather, cut, reduce_scatter, ring_sum
 
 
 @dataclass(frozen=True)
@@ -37,31 +27,23 @@ class Hierarchical(Path):
         if self.group < 1:
             raise ValueError(f"group must be at least 1, not {self.group}")
 
-    def place(self, rank: int, size: int, numel: int) -> Place:
-        """Return the groups of a rank and the pieces that the vector is cut into."""
-        firsts = range(0, size, self.group)
-        groups = [range(first, min(first + self.group, size)) for first in firsts]
+    def tiers(self, rank: int, size: int, numel: int) -> Tiers:
+        groups = [range(first, min(first + self.group, size)) for first in range(0, size, self.group)]
         owners = min(len(members) for members in groups)
         mine, index = groups[rank // self.group], rank % self.group
         pieces = cut((0, numel), owners) + [(numel, numel)] * (len(mine) - owners)
         between = Ring([members[index] for members in groups], rank // self.group) if index < owners else None
-        return Place(Ring(mine, index), between, pieces)
+        return Tiers(Ring(mine, index), between, pieces, self._between_round(size) + 2 * (len(groups) - 1))
+
+    def _between_round(self, size: int) -> int:
+        return min(self.group, size) - 1
 
     def schedule(self, rank: int, size: int, numel: int) -> list[Step]:
-        place = self.place(rank, size, numel)
-        between_from, spread_from = self.rounds(size)
-        steps = reduce_scatter(place.inside, place.pieces, first_round=0)
-        if place.between is not None:
-            ring = place.between
-            parts = cut(place.pieces[place.inside.index], len(ring.members))
-            steps += reduce_scatter(ring, parts, between_from)
-            steps += all_gather(ring, parts, between_from + len(ring.members) - 1)
-        return steps + all_gather(place.inside, place.pieces, spread_from)
-
-    def rounds(self, size: int) -> tuple[int, int]:
-        """Return the first round between the groups and the first one of spreading inside."""
-        inside = min(self.group, size) - 1
-        return inside, inside + 2 * (-(-size // self.group) - 1)
+        tiers = self.tiers(rank, size, numel)
+        steps = reduce_scatter(tiers.inside, tiers.pieces, first_round=0)
+        if tiers.between is not None:
+            steps += ring_sum(tiers.between, tiers.pieces[tiers.inside.index], self._between_round(size))
+        return steps + all_gather(tiers.inside, tiers.pieces, tiers.spread_round)
 
 
 PATH = Hierarchical

@@ -16,10 +16,7 @@ class RingPath(Path):
     name: ClassVar[str] = "ring"
 
     def schedule(self, rank: int, size: int, numel: int) -> list[schedule.Step]:
-        ring = schedule.Ring(range(size), rank)
-        pieces = schedule.cut((0, numel), size)
-        scattered = schedule.reduce_scatter(ring, pieces, first_round=0)
-        return scattered + schedule.all_gather(ring, pieces, first_round=size - 1)
+        return schedule.ring_sum(schedule.Ring(range(size), rank), (0, numel), first_round=0)
 
 
 PATH = RingPath

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from echelon.compression.base import Codec, Meta, Payload, Rounds, State, flat, refuse_nonfinite_elements
+from echelon.compression.base import (
+    Codec,
+    Meta,
+    Payload,
+    Rounds,
+    State,
+    check_momentum,
+    empty,
+    flat,
+    refuse_nonfinite_elements,
+)
+from echelon.compression.selection import gather, scatter
 from echelon.compression.sparse import check_density, count_for
 from echelon.compression.wire import Layout
 
@@ -19,28 +31,42 @@ _PRIME = (1 << 31) - 1
 class RandomK(Codec):
     """One element, drawn at random, of each of k = density * n equal stretches; the rest waits in the error memory.
 
-    The draws come from the shared seed, so no index travels and the workers' values can be summed as they are (linear).
-    32 density bits per element. Biased: the values are not scaled up by n / k; error feedback sends the rest later.
+    The draws come from the shared seed: no index travels and the workers' values can be summed as they are (linear).
+    Momentum belongs into the worker, and is zeroed where values were sent at any density: what waited several steps
+    arrives at once, and momentum on top of it overshoots. For the same reason a low density needs a low learning rate.
+    32 density bits per element. Biased: values are not scaled up by n / k; error feedback sends the rest later.
 
     Attributes:
         density: share of elements sent, above 0 and at most 1.
+        momentum: applied in the worker, as in topk; left out: `registry.place_momentum` fills it in.
 
     Papers: Stich et al. 2018, "Sparsified SGD with Memory", arXiv:1809.07599 (random-k with memory).
     """
 
     name: ClassVar[str] = "randomk"
     linear: ClassVar[bool] = True
+    momentum_inside: ClassVar[bool] = True
+    mask_below: ClassVar[float] = math.inf
     density: float
+    momentum: float | None = None
 
     def __post_init__(self) -> None:
         check_density(self.density)
+        check_momentum(self.momentum)
+
+    @property
+    def absorbs_momentum(self) -> float | None:
+        return self.momentum or None
+
+    def relay(self) -> Codec:
+        return RandomK(self.density, 0.0)
 
     @property
     def biased(self) -> bool:
         return True
 
     def layout(self, numel: int) -> Layout:
-        # The draw's number travels with the message, so that a receiver needs no state.
+        # The draw's key travels with the message, so that a receiver needs no state.
         return ((torch.int64, 1), (torch.float32, count_for(self.density, numel)))
 
     def share_sent(self, state: State) -> float:
@@ -50,7 +76,7 @@ class RandomK(Codec):
         x = flat(tensor)
         refuse_nonfinite_elements(x, state)
         key = state.shared_key()
-        values = x[self._drawn(x.numel(), key, x.device)].float()
+        values = gather(x, self._drawn(x.numel(), key, x.device)).float()
         state.numbers["step"] += 1
         return self.payload((torch.tensor([key], device=x.device), values), Meta.of(tensor))
 
@@ -58,17 +84,16 @@ class RandomK(Codec):
         key, values = payload.tensors
         meta = payload.meta
         if out is None:
-            out = torch.zeros(meta.shape, dtype=meta.dtype, device=values.device)
-        else:
-            out.zero_()
-        out.view(-1)[self._drawn(meta.numel, int(key), values.device)] = values.to(out.dtype)
+            out = empty(meta.numel, meta.dtype, values.device).view(meta.shape)
+        out.zero_()
+        scatter(out.view(-1), self._drawn(meta.numel, int(key), values.device), values)
         return out
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
         key, values = payload.tensors
         indices = self._drawn(payload.meta.numel, int(key), values.device)
         view = target.view(-1)
-        view[indices] = view[indices].add_(values.to(view.dtype), alpha=alpha)
+        scatter(view, indices, gather(view, indices).add_(values.to(view.dtype), alpha=alpha))
 
     def clear_sent(self, target: Tensor, payload: Payload) -> None:
         key, values = payload.tensors
@@ -79,14 +104,17 @@ class RandomK(Codec):
         refuse_nonfinite_elements(x, state)
         indices = self._drawn(x.numel(), state.shared_key(), x.device)
         state.numbers["step"] += 1
-        mean = yield x[indices]
+        mean = yield gather(x, indices)
         result = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        result.view(-1)[indices] = mean.to(tensor.dtype)
+        scatter(result.view(-1), indices, mean)
         return result
 
     def subtract_reduced(self, pending: Tensor, mean: Tensor, state: State) -> None:
+        self.clear_reduced(pending, state)
+
+    def clear_reduced(self, target: Tensor, state: State) -> None:
         before = State(state.name, state.seed, numbers={"step": state.step - 1})
-        pending[self._drawn(pending.numel(), before.shared_key(), pending.device)] = 0
+        target[self._drawn(target.numel(), before.shared_key(), target.device)] = 0
 
     def _drawn(self, numel: int, key: int, device: torch.device) -> Tensor:
         """Return one index per stretch: ascending, int64 [k]; the same on every device."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -12,10 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from echelon.compression.base import Codec, Meta, Payload, State, check_momentum, flat32, refuse_nonfinite
+from echelon.compression.base import Codec, Meta, Payload, State, check_momentum, empty, flat32, refuse_nonfinite
 from echelon.compression.bits import pack_bits, packed_size, unpack_bits
 from echelon.compression.blocks import block_count, check_block, rows
-from echelon.compression.chunks import accumulate, spans, write
+from echelon.compression.chunks import CHUNK, Pieces, accumulate, spans, write
 from echelon.compression.wire import Layout
 
 
@@ -45,7 +44,7 @@ class Sign(Codec):
     block: int = 4096
     vote: bool = False
     momentum: float | None = None
-    magnitude: float = 0.01
+    magnitude: float = 0.02
 
     def __post_init__(self) -> None:
         check_block(self.block)
@@ -53,7 +52,7 @@ class Sign(Codec):
             raise ValueError(f"block must be a multiple of 8, the nearest is {max(round(self.block / 8), 1) * 8}")
         check_momentum(self.momentum)
         if self.magnitude <= 0:
-            raise ValueError("magnitude must be positive, such as 0.01")
+            raise ValueError("magnitude must be positive, such as 0.02")
 
     @property
     def biased(self) -> bool:
@@ -76,24 +75,23 @@ class Sign(Codec):
 
     def compress(self, tensor: Tensor, state: State) -> Payload:
         x = flat32(tensor)
-        packed = torch.empty(packed_size(x.numel()), dtype=torch.uint8, device=x.device)
+        packed = empty(packed_size(x.numel()), torch.uint8, x.device)
         scales = torch.empty(block_count(x.numel(), self.block), device=x.device)
         for start, end in spans(x.numel(), self.block, x.device):
             values = x[start:end]
-            scale = _mean_abs(rows(values, self.block))
-            refuse_nonfinite(scale.sum(), state)
             first = start // self.block
-            scales[first : first + scale.numel()] = scale
-            positive = _voted(values, start + state.step) if self.vote else values >= 0
+            _mean_abs(rows(values, self.block), scales[first : first + block_count(end - start, self.block)])
+            positive = _voted(values, start + state.step) if self.vote else _positive(values)
             packed[start // 8 : packed_size(end)] = pack_bits(positive)
+        refuse_nonfinite(scales.max() if x.numel() else 0.0, state)
         state.numbers["step"] += 1
         return self.payload((packed,) if self.vote else (scales, packed), Meta.of(tensor))
 
     def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
-        return write(self._pieces(payload), payload, out, payload.tensors[-1].device)
+        return write(lambda into: self._pieces(payload, into), payload, out, payload.tensors[-1].device)
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
-        accumulate(self._pieces(payload), target, alpha)
+        accumulate(lambda into: self._pieces(payload, into), target, alpha)
 
     def planes(self, payload: Payload) -> tuple[Tensor, ...]:
         return tuple(t.view(torch.uint8) for t in payload.tensors)
@@ -106,12 +104,15 @@ class Sign(Codec):
         """What a sign is worth before scaling."""
         return 1.0
 
-    def _pieces(self, payload: Payload) -> Iterator[tuple[int, int, Tensor]]:
+    def _pieces(self, payload: Payload, into: Tensor | None) -> Pieces:
         packed, n = payload.tensors[-1], payload.meta.numel
+        scratch = torch.empty(min(n, CHUNK) if packed.device.type == "cpu" else n, device=packed.device)
         for start, end in spans(n, self.block, packed.device):
-            values = _signs(packed[start // 8 : packed_size(end)], end - start)
+            values = scratch[: end - start] if into is None else into[start:end]
+            _signs(packed[start // 8 : packed_size(end)], values)
             if self.vote:
-                values.mul_(self._unit())
+                if self._unit() != 1.0:
+                    values.mul_(self._unit())
             else:
                 first = start // self.block
                 scale = payload.tensors[0][first : first + block_count(end - start, self.block)]
@@ -130,11 +131,17 @@ class Majority(Sign):
         return self.magnitude
 
 
-def _mean_abs(values: Tensor) -> Tensor:
-    """Mean of |values| of each row: [rows]."""
+def _mean_abs(values: Tensor, out: Tensor) -> None:
+    """Write the mean of |values| of each row into out [rows]; NaN and infinity carry over."""
     if values.device.type == "cpu":
-        return torch.from_numpy(np.abs(values.numpy()).sum(axis=1)).div_(values.shape[1])
-    return values.abs().mean(dim=1)
+        np.sum(np.abs(values.numpy()), axis=1, out=out.numpy())
+        out.div_(values.shape[1])
+    else:
+        out.copy_(values.abs().mean(dim=1))
+
+
+def _positive(values: Tensor) -> Tensor:
+    return torch.from_numpy(values.numpy() >= 0) if values.device.type == "cpu" else values >= 0
 
 
 def _voted(values: Tensor, first: int) -> Tensor:
@@ -150,11 +157,17 @@ def _table() -> npt.NDArray[np.float32]:
     return np.unpackbits(every, axis=1, bitorder="little").astype(np.float32) * 2 - 1
 
 
-def _signs(packed: Tensor, n: int) -> Tensor:
-    """Unpack n signs as float32 -1 or 1."""
-    if packed.device.type == "cpu":
-        return torch.from_numpy(np.take(_table(), packed.numpy(), axis=0).reshape(-1)[:n])
-    return unpack_bits(packed, n).float().mul_(2).sub_(1)
+def _signs(packed: Tensor, out: Tensor) -> None:
+    """Unpack signs into out, float32 [n], as -1 or 1."""
+    n = out.numel()
+    if packed.device.type != "cpu":
+        out.copy_(unpack_bits(packed, n)).mul_(2).sub_(1)
+        return
+    whole = n // 8
+    view = out.numpy()
+    np.take(_table(), packed.numpy()[:whole], axis=0, out=view[: 8 * whole].reshape(-1, 8), mode="clip")
+    if n % 8:
+        view[8 * whole :] = _table()[packed.numpy()[whole], : n % 8]
 
 
 CODEC = Sign

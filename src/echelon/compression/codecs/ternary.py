@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from echelon.compression.base import empty
 from echelon.compression.blocks import Grid
 from echelon.compression.quantiser import Quantiser
 
@@ -54,7 +55,7 @@ class Ternary(Quantiser):
 
     def unpack(self, packed: Tensor, n: int) -> Tensor:
         m = packed.numel()
-        codes = torch.empty(_DIGITS * m, dtype=torch.uint8, device=packed.device)
+        codes = empty(_DIGITS * m, torch.uint8, packed.device)
         rest = packed
         for digit in range(_DIGITS):
             third = _third(rest)

@@ -9,22 +9,22 @@ from typing import ClassVar
 from torch import Tensor
 
 from echelon.compression.base import Codec, State, check_momentum
-from echelon.compression.selection import above, sampled_threshold
+from echelon.compression.selection import above, quantile, sampled
 from echelon.compression.sparse import Sparse, check_density, check_values, count_for
 
-# The threshold is corrected by ratio**gain; a normal distribution's tail at 1% loses 7% of its count per 1% of
-# threshold, heavier tails 2 to 3%: this gain converges for all of them without overshooting.
-_GAIN = 0.15
-# Beyond this factor off target the threshold is taken from a sample again: first step, or a jump of the gradient.
-_LOST = 3.0
+# Beyond this factor off target the threshold is the sample's quantile again: at the first step, or after a jump.
+_LOST = 2.0
+_CORRECTIONS = 3
 
 
 @dataclass(frozen=True)
 class Threshold(Sparse):
     """All elements of magnitude above a threshold t; the rest waits in the error memory.
 
-    `threshold(tau=0.01)`: t = tau. `threshold(density=0.01)`: t starts at a sample's quantile and follows the
-    gradient by t <- t (sent / wanted)^0.15 after each step, so that the density stays at its target without sorting.
+    `threshold(tau=0.01)`: t = tau. `threshold(density=0.01)`: t follows the gradient, so that the density stays at its
+    target without sorting. Before each step the last t is tried on at most 262,144 evenly spaced elements, and
+    corrected: t <- t (above / wanted)^(1 / slope), three times at most. The slope, -d log(count) / d log(t), is
+    estimated on the way.
 
     Bits per element as topk's, with the density that t lets through. Biased. The number sent varies.
 
@@ -59,7 +59,7 @@ class Threshold(Sparse):
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
         state = super().init_state(name, like, seed, stream)
-        return State(name, seed, stream, numbers={**state.numbers, "threshold": -1.0, "sent": -1.0})
+        return State(name, seed, stream, numbers={**state.numbers, "threshold": 0.0, "slope": 1.0, "sent": -1.0})
 
     def relay(self) -> Codec:
         return Threshold(self.tau, self.density, 0.0, self.values)
@@ -72,22 +72,30 @@ class Threshold(Sparse):
 
     def choose(self, x: Tensor, state: State) -> Tensor:
         if self.tau is not None or not x.numel():
-            indices = above(x, self.tau or 0.0)
+            indices = above(x, self.tau or 0.0, state)
         else:
             indices = self._follow(x, state)
         state.numbers["sent"] = indices.numel() / max(x.numel(), 1)
         return indices
 
     def _follow(self, x: Tensor, state: State) -> Tensor:
+        """Choose by the last threshold, corrected until it fits the sample."""
         assert self.density is not None
-        wanted = count_for(self.density, x.numel())
-        threshold = state.numbers["threshold"]
-        indices = above(x, threshold) if threshold >= 0 else None
-        if indices is None or not wanted / _LOST <= indices.numel() <= wanted * _LOST:
-            threshold = sampled_threshold(x, wanted)
-            indices = above(x, threshold)
-        ratio = max(indices.numel(), 0.5) / wanted
-        state.numbers["threshold"] = threshold * min(max(ratio**_GAIN, 0.5), 2.0)
+        sample = sampled(x)
+        wanted = count_for(self.density, x.numel()) * sample.numel() / x.numel()
+        threshold, slope = state.numbers["threshold"], state.numbers["slope"]
+        before, moved = 1.0, 0.0
+        for _ in range(_CORRECTIONS):
+            ratio = float((sample > threshold).sum()) / wanted if threshold > 0 else 0.0
+            if not 1 / _LOST <= ratio <= _LOST:
+                threshold, slope = _restart(sample, wanted)
+                break
+            if abs(moved) > 1e-3:
+                slope = min(max(math.log(before / ratio) / moved, 0.5), 100.0)
+            before, moved = ratio, math.log(ratio) / slope
+            threshold *= math.exp(moved)
+        indices = above(x, threshold, state)
+        state.numbers |= {"threshold": threshold, "slope": slope}
         return indices
 
     def bits_per_element(self, numel: int, state: State | None = None) -> float:
@@ -96,6 +104,13 @@ class Threshold(Sparse):
             return math.nan
         count = round(density * numel) if state else count_for(density, numel)
         return self.bits_for(numel, count)
+
+
+def _restart(sample: Tensor, wanted: float) -> tuple[float, float]:
+    """Return the sample's quantile and how steeply log(count) falls over log(threshold) there."""
+    threshold, lower = quantile(sample, wanted), quantile(sample, 1.5 * wanted)
+    slope = math.log(1.5) / math.log(threshold / lower) if threshold > lower > 0 else 1.0
+    return threshold, min(max(slope, 0.5), 100.0)
 
 
 CODEC = Threshold

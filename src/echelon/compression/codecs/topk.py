@@ -74,7 +74,7 @@ class TopK(Sparse):
         return None if self.warmup_steps else count_for(self.density, numel)
 
     def choose(self, x: Tensor, state: State) -> Tensor:
-        return largest(x, count_for(self.share_sent(state), x.numel()))
+        return largest(x, count_for(self.share_sent(state), x.numel()), state)
 
     def bits_per_element(self, numel: int, state: State | None = None) -> float:
         density = self.share_sent(state) if state else self.density

@@ -24,7 +24,7 @@ class Advice:
     def sentence(self) -> str:
         """Say it with its gain."""
         what = "" if self.scope == "steps" else "the whole run "
-        return f"{self.text}; {what}at most {self.gain:.2f}x as fast."
+        return f"{self.text}: {what}at most {self.gain:.2f}x as fast."
 
 
 @dataclass(frozen=True)
@@ -99,20 +99,20 @@ def _about_steps(record: RunRecord, timing: Timing) -> list[Advice]:
 def _input(record: RunRecord, share: float) -> Advice:
     loaders = record.setting("data", "loaders")
     now = f" (now {loaders} per worker)" if isinstance(loaders, int) and loaders >= 0 else ""
-    return Advice(f"The input takes {share:.0%} of a step: more --loaders{now}, where cores are free", _gain(share))
+    return Advice(f"The input takes {share:.0%} of a step; more --loaders{now}, where cores are free", _gain(share))
 
 
 def _communication(record: RunRecord, share: float) -> Advice:
     compression = record.setting("strategy", "compression")
     if compression in (None, "none"):
         text = (
-            f"Communication is exposed for {share:.0%} of a step: --compression sends less "
-            f"(half the bytes, as bf16: about {_gain(share / 2):.2f}x); without any communication"
+            f"Communication is exposed for {share:.0%} of a step; --compression sends less "
+            f"(half the bytes, as bf16, about {_gain(share / 2):.2f}x)"
         )
     else:
         text = (
-            f"Communication is exposed for {share:.0%} of a step in spite of {compression}: "
-            "a stronger --compression or a larger --batch-size; without any communication"
+            f"Communication is exposed for {share:.0%} of a step in spite of {compression}; "
+            "a stronger --compression or a larger --batch-size"
         )
     return Advice(text, _gain(share))
 
@@ -130,7 +130,7 @@ def _compute(record: RunRecord, share: float) -> Advice:
         also = f" ({' and '.join(untried)} not tried)" if untried else ""
     else:
         also = ""
-    text = f"Computing takes {share:.0%} of a step{also}: twice the --workers, each on cores or a GPU of its own"
+    text = f"Computing takes {share:.0%} of a step{also}; twice the --workers, each on cores or a GPU of its own"
     return Advice(text, _gain(share / 2))
 
 
@@ -146,13 +146,13 @@ def _about_the_run(record: RunRecord, timing: Timing | None, seconds: float, sta
     evaluating = sum(e.seconds for e in record.evaluations) / seconds
     starting = (startup_s or 0.0) / seconds
     if 0.03 <= blocked < 1:
-        text = f"Checkpoints stop training for {blocked:.0%} of the run: a longer --checkpoint-every"
+        text = f"Checkpoints stop training for {blocked:.0%} of the run; a longer --checkpoint-every"
         found.append(Advice(text, _gain(blocked), "run"))
     if 0.15 <= evaluating < 1:
-        text = f"Evaluation takes {evaluating:.0%} of the run: a larger --eval-every"
+        text = f"Evaluation takes {evaluating:.0%} of the run; a larger --eval-every"
         found.append(Advice(text, _gain(evaluating), "run"))
     if 0.25 <= starting < 1 and timing is not None:
-        text = f"{starting:.0%} of this short run is its start (imports, processes, data), which a longer run pays once; without it"
+        text = f"{starting:.0%} of this short run is its start, which a longer run pays just once; without it"
         found.append(Advice(text, _gain(starting), "run"))
     return found
 

@@ -136,7 +136,7 @@ def _groups(windows: list[Window]) -> Chart | None:
         "type": "bar",
         "orientation": "h",
         "y": list(range(len(top))),
-        "x": [b / steps / 1e3 for _, b in top],
+        "x": [b / steps for _, b in top],
         "text": [format_bytes(b / steps) for _, b in top],
         "textposition": "auto",
         "insidetextfont": {"color": color("paper")},
@@ -145,7 +145,7 @@ def _groups(windows: list[Window]) -> Chart | None:
         "hoverinfo": "skip",
     }
     ticks = {"tickvals": list(range(len(top))), "ticktext": [safe(n) for n, _ in top]}
-    layout = {"xaxis": axis("kB per step, all ranks"), "yaxis": {**ticks, "autorange": "reversed", "showgrid": False}}
+    layout = {"xaxis": axis(visible=False), "yaxis": {**ticks, "autorange": "reversed", "showgrid": False}}
     said = "Most bytes: " + ", ".join(f"{safe(n)} {format_bytes(b / steps)} per step" for n, b in top[:3]) + "."
-    caption = "Per step, by group of parameters."
+    caption = "Per step, all ranks together."
     return Chart("groups", "Bytes by parameter group", caption, said, [trace], layout, max(200, 110 + 28 * len(top)))

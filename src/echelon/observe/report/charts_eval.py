@@ -58,13 +58,20 @@ def evaluation_charts(record: RunRecord) -> list[Chart]:
 
 
 def most_confused(matrix: list[list[float]], limit: int) -> list[int]:
-    """The classes with the most errors, given or received, in class order; all if there are no more than `limit`."""
-    n = len(matrix)
-    if n <= limit:
-        return list(range(n))
-    received = [sum(column) for column in zip(*matrix, strict=True)]
-    errors = [sum(matrix[i]) + received[i] - 2 * matrix[i][i] for i in range(n)]
-    return sorted(sorted(range(n), key=lambda i: -errors[i])[:limit])
+    """The classes of the most frequent errors, true and predicted, in class order; all if no more than `limit`."""
+    if len(matrix) <= limit:
+        return list(range(len(matrix)))
+    chosen: set[int] = set()
+    for _, i, j in _errors(matrix):
+        if len(chosen | {i, j}) > limit:
+            break
+        chosen |= {i, j}
+    return sorted(chosen)
+
+
+def _errors(matrix: list[list[float]]) -> list[tuple[float, int, int]]:
+    pairs = [(count, i, j) for i, row in enumerate(matrix) for j, count in enumerate(row) if i != j and count]
+    return sorted(pairs, key=lambda p: (-p[0], p[1], p[2]))
 
 
 def _square(matrix: Any) -> bool:
@@ -78,7 +85,7 @@ def _confusion(record: RunRecord) -> Chart | None:
         return None
     assert isinstance(matrix, list)
     names = class_names(record) or [str(i) for i in range(len(matrix))]
-    shown = most_confused(matrix, _MOST_CLASSES)
+    shown = most_confused(matrix, _MOST_CLASSES) or list(range(_MOST_CLASSES))
     totals = [sum(matrix[i]) for i in shown]
     counts = [[matrix[i][j] for j in shown] for i in shown]
     shares = [[c / total if total else 0.0 for c in row] for row, total in zip(counts, totals, strict=True)]
@@ -96,26 +103,31 @@ def _confusion(record: RunRecord) -> Chart | None:
         "ygap": 1,
         "hovertemplate": "%{text} samples, %{z:.1%} of the class<extra></extra>",
     }
-    if len(shown) <= _NUMBERED_CELLS:
+    few = len(shown) <= _NUMBERED_CELLS
+    if few:
         trace["texttemplate"] = "%{text}"
     layout = {
-        "xaxis": {**axis("predicted"), **ticks, "tickangle": -45},
-        "yaxis": {**axis("true"), **ticks, "autorange": "reversed"},
+        "xaxis": {
+            **axis("predicted"),
+            **ticks,
+            "tickangle": -45 if few else -90,
+            "tickfont": {"size": 12 if few else 9},
+        },
+        "yaxis": {**axis("true"), **ticks, "autorange": "reversed", "tickfont": {"size": 12 if few else 9}},
         "hovermode": "closest",
     }
     part = f"The {len(shown)} most confused of {len(matrix)} classes. " if len(shown) < len(matrix) else ""
-    caption = f"{part}Rows are true classes; the colour is the share of the row, the number the samples."
-    label = f"Confusion matrix. Most frequent errors: {worst_pairs(matrix, names)}."
-    height = 260 + max(12 * len(shown), 150)
+    errors = f"Most frequent errors: {worst_pairs(matrix, names)}."
+    caption = f"{part}Rows are true classes, the colour is the share of the row. {errors}"
+    label = f"Confusion matrix. {errors}"
+    height = 290 + max(12 * len(shown), 150)
     return Chart("confusion", "Confusion matrix", caption, label, [trace], layout, height)
 
 
 def worst_pairs(matrix: list[list[float]], names: list[str], limit: int = 5) -> str:
     """Name the most frequent errors as `true as predicted (count)`."""
-    pairs = [(c, i, j) for i, row in enumerate(matrix) for j, c in enumerate(row) if i != j and c]
-    pairs.sort(reverse=True)
     label = [names[i] if i < len(names) else str(i) for i in range(len(matrix))]
-    return ", ".join(f"{label[i]} as {label[j]} ({c:g})" for c, i, j in pairs[:limit]) or "none"
+    return ", ".join(f"{label[i]} as {label[j]} ({c:g})" for c, i, j in _errors(matrix)[:limit]) or "none"
 
 
 def _roc(record: RunRecord) -> Chart | None:

@@ -41,10 +41,8 @@ def timeline_chart(record: RunRecord) -> Chart | None:
         "showlegend": False,
         "hovermode": "closest",
     }
-    count = (
-        f"{len(record.of_kind('start'))} attempts, {len(record.evaluations)} evaluations, "
-        f"{len(record.of_kind('checkpoint'))} checkpoints, {len(events)} events."
-    )
+    numbers = {"attempt": len(record.of_kind("start"))} | {name: len(times) for name, _, _, times, _ in points}
+    count = ", ".join(f"{n} {name}{'s' * (n != 1)}" for name, n in numbers.items()) + "."
     return Chart("timeline", "What happened when", count, count, traces, layout, 250, True)
 
 
@@ -58,7 +56,7 @@ def _attempt_bars(record: RunRecord, stretches: list[Sitting]) -> Json:
         "base": x0,
         "x": [b - a for a, b in zip(x0, x1, strict=True)],
         "y": [_ROWS.index("attempt")] * len(spans),
-        "width": 0.35,
+        "width": 0.6,
         "text": [f"{format_seconds(b - a)}" for a, b in zip(x0, x1, strict=True)],
         "textposition": "inside",
         "insidetextanchor": "start",

@@ -27,7 +27,8 @@ def _loss(record: RunRecord, windows: list[Window]) -> Chart | None:
     x, y = [float(s) for s, _ in known], [v for _, v in known]
     raw_x, raw_y = thin(x, y, _RAW_POINTS)
     traces = [line("each step", raw_x, raw_y, "faint", width=1, hoverinfo="skip")]
-    if len(x) > 2 * _SMOOTH_POINTS:
+    smoothed = len(x) > 2 * _SMOOTH_POINTS
+    if smoothed:
         smooth_x, smooth_y = thin(x, y, _SMOOTH_POINTS)
         traces.append(line("training", smooth_x, smooth_y, "train"))
     else:
@@ -38,7 +39,8 @@ def _loss(record: RunRecord, windows: list[Window]) -> Chart | None:
     said = f"Training loss from {y[0]:.3g} to {y[-1]:.3g} over {len(x)} steps"
     said += f"; evaluation loss at the end {held[-1].loss:.3g}." if held else "."
     layout = {"xaxis": axis("step"), "yaxis": axis("loss", rangemode="tozero")}
-    return Chart("loss", "Loss", "Thin: each step. Thick: mean of neighbouring steps.", said, traces, layout)
+    caption = "Thin: each step. Thick: mean of neighbouring steps." if smoothed else "Training loss of each step."
+    return Chart("loss", "Loss", caption, said, traces, layout)
 
 
 def _accuracy(record: RunRecord, windows: list[Window]) -> Chart | None:
@@ -70,4 +72,5 @@ def _lr(windows: list[Window]) -> Chart | None:
     rates = [r for _, r in known]
     said = f"Learning rate from {rates[0]:.3g} to {rates[-1]:.3g}, at most {max(rates):.3g}."
     layout = {"xaxis": axis("step"), "yaxis": axis("learning rate", rangemode="tozero")}
-    return Chart("lr", "Learning rate", said, said, [line("lr", [s for s, _ in known], rates, "train")], layout, 240)
+    traces = [line("lr", [s for s, _ in known], rates, "train")]
+    return Chart("lr", "Learning rate", said, said, traces, layout, 220, wide=True)

@@ -22,26 +22,34 @@ class Sitting:
 
 
 def sittings(record: RunRecord) -> list[Sitting]:
-    """Split a record at each `end`; the last stretch may lack one, and reaches to the last record."""
+    """Split a record at each `end`; the last stretch may lack one, and reaches to the last record.
+
+    A stretch begins with the command that a start names, else with its first mark; what is recorded between an
+    end and the next start or event belongs to none.
+    """
     found: list[Sitting] = []
-    begin: float | None = None
+    begin, started = None, False
     for mark in record.marks:
-        if begin is None:
+        if begin is None and mark.kind not in ("start", "event"):
             if mark.kind == "end":
-                continue
-            begin = _launched(mark, found[-1].end if found else None)
+                found.append(Sitting(mark.t, mark.t, mark.number("seconds")))
+            continue
+        begin = mark.t if begin is None else begin
+        if mark.kind == "start" and not started:
+            begin, started = _launched(mark, begin, found[-1].end if found else None), True
         if mark.kind == "end":
             found.append(Sitting(begin, max(begin, mark.t), mark.number("seconds")))
-            begin = None
+            begin, started = None, False
     if begin is not None:
         found.append(Sitting(begin, max(begin, record.last_t or begin), None))
     return found
 
 
-def _launched(mark: Mark, after: float | None) -> float:
-    launched = mark.number("launched_t") if mark.kind == "start" else None
-    if launched is None or launched > mark.t or (after is not None and launched < after):
-        return mark.t
+def _launched(start: Mark, begin: float, after: float | None) -> float:
+    """When the command of a start was given, unless that lies in the future or in an earlier stretch."""
+    launched = start.number("launched_t")
+    if launched is None or launched > start.t or (after is not None and launched < after):
+        return begin
     return launched
 
 

@@ -48,10 +48,10 @@ def find_incidents(record: RunRecord, stretches: list[Sitting]) -> list[Incident
             continue
         after = record.marks[i + 1 :]
         next_start = next((j for j, m in enumerate(after) if m.kind in ("start", "end")), None)
-        continued = next_start is not None and after[next_start].kind == "start"
         window = after[: next_start + 1] if next_start is not None else after
-        shares_restart = any(m.kind == "event" and m.name in _DEATHS for m in window)
-        cost, lost = (None, None) if shares_restart or not continued else _cost(record, mark, window)
+        not_the_last = any(m.kind == "event" and m.name in _DEATHS for m in window)
+        continued = not_the_last or (next_start is not None and after[next_start].kind == "start")
+        cost, lost = (None, None) if not_the_last or not continued else _cost(record, mark, window)
         incidents.append(Incident(elapsed_s(stretches, mark.t), mark.message, cost, lost, continued))
     return incidents
 

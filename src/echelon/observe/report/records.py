@@ -6,6 +6,7 @@ What cannot be read is left out and said in `RunRecord.notes`, never guessed.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,7 +84,9 @@ class Mark:
     def number(self, key: str) -> float | None:
         """A recorded number, or None when it is absent or no number."""
         value = self.details.get(key)
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            return None
+        return float(value)
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ def load_run(run: Path) -> RunRecord:
     raw = read_records(run)
     _note_torn_lines(run / RECORD_FILE, len(raw), notes)
     marks, windows, evaluations = _sort_records(raw, notes)
-    times = [_time(r) for r in raw if "t" in r]
+    times = [m.t for m in marks] + [w.t for w in windows] + [e.t for e in evaluations]
     return RunRecord(
         name=run.resolve().name,
         config_text=config_text,
@@ -168,13 +171,13 @@ def _sort_records(raw: list[Json], notes: list[str]) -> tuple[list[Mark], list[W
         except (KeyError, TypeError, ValueError):
             unreadable += 1
     if unreadable:
-        notes.append(f"{unreadable} entries of {RECORD_FILE} lack what their kind needs and are left out.")
+        notes.append(f"{unreadable} of {len(raw)} entries of {RECORD_FILE} are not what their kind needs: left out.")
     return marks, windows, evaluations
 
 
 def _window(r: Json, attempt: int) -> Window:
     phase_names = tuple(str(n) for n in r.get("phase_names") or ())
-    phases = tuple(tuple(float(s) for s in rank) for rank in r.get("phases") or ())
+    phases = tuple(tuple(_finite(s) for s in rank) for rank in r.get("phases") or ())
     if any(len(rank) != len(phase_names) for rank in phases):
         raise ValueError("phases do not match phase_names")
     losses = tuple(_number(x) for x in r["losses"])
@@ -189,7 +192,7 @@ def _window(r: Json, attempt: int) -> Window:
         correct=None if r.get("correct") is None else float(r["correct"]),
         samples=int(r.get("samples") or 0),
         lr=None if r.get("lr") is None else float(r["lr"]),
-        seconds=float(r["seconds"]),
+        seconds=_finite(r["seconds"]),
         phase_names=phase_names,
         phases=phases,
         wire_bytes=float(r.get("wire_bytes") or 0),
@@ -208,7 +211,7 @@ def _evaluation(r: Json, attempt: int) -> Evaluation:
         step=int(r["step"]),
         loss=loss,
         metrics=metrics,
-        seconds=float(r.get("seconds") or 0),
+        seconds=_finite(r.get("seconds") or 0),
         samples=int(r.get("samples") or 0),
     )
 
@@ -218,7 +221,14 @@ def _number(value: Any) -> float:
 
 
 def _time(record: Json) -> float:
-    return float(record["t"])
+    return _finite(record["t"])
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError("not a finite number")
+    return number
 
 
 def _read_text(path: Path, notes: list[str]) -> str:

@@ -10,7 +10,7 @@ from echelon.observe.phases import PHASES
 from echelon.observe.report.advice import Advice, Bound, advise, find_bound, shares_of
 from echelon.observe.report.clock import sittings
 from echelon.observe.report.incidents import Incident, count_restarts, find_incidents
-from echelon.observe.report.records import Evaluation, RunRecord, Window, surviving
+from echelon.observe.report.records import Evaluation, Mark, RunRecord, Window, surviving
 from echelon.observe.report.timing import Timing, measure, timing_notes
 
 METRICS = ("top1", "top5", "macro_f1", "roc_auc")
@@ -25,7 +25,7 @@ class Summary:
     message: str
     metrics: dict[str, float | None]
     best_top1: float | None
-    best_epoch: int | None
+    best_step: int | None
     eval_samples: int
     seconds: float
     startup_s: float | None
@@ -96,7 +96,7 @@ def summarise(record: RunRecord) -> Summary:
         message=message,
         metrics=_metrics(record, evaluations),
         best_top1=best.metrics["top1"] if best else None,
-        best_epoch=best.epoch if best else None,
+        best_step=best.step if best else None,
         eval_samples=evaluations[-1].samples if evaluations else 0,
         seconds=seconds,
         startup_s=startup_s,
@@ -133,7 +133,7 @@ def rank_host(record: RunRecord, rank: int) -> str:
     return str(hosts[rank]) if len(hosts) == starts[-1].number("world_size") else ""
 
 
-def _events(record: RunRecord, name: str) -> list[Any]:
+def _events(record: RunRecord, name: str) -> list[Mark]:
     return [m for m in record.of_kind("event") if m.name == name]
 
 
@@ -143,7 +143,11 @@ def _status(record: RunRecord) -> tuple[str, str]:
         return ("unfinished", "the record is empty") if not record.marks else ("unfinished", record.marks[-1].message)
     if last.kind == "start":
         return "unfinished", "the record has no end: the run is still going, or was killed"
-    return str(last.details.get("status") or "unknown"), last.message
+    status, message = str(last.details.get("status") or "unknown"), last.message
+    errors = [m.message for m in _events(record, "rank_failed") if m.message]
+    if status == "failed" and errors:
+        message = f"{message.rstrip('.') or 'a rank failed'}; the last error was {errors[-1]}"
+    return status, message
 
 
 def _metrics(record: RunRecord, evaluations: list[Evaluation]) -> dict[str, float | None]:

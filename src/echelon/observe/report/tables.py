@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from echelon.core.units import format_bytes, format_seconds
 from echelon.observe.report.charts_cost import phase_order
 from echelon.observe.report.clock import elapsed_s, sittings
-from echelon.observe.report.records import RunRecord
+from echelon.observe.report.records import Mark, RunRecord
 from echelon.observe.report.summary import Summary, kept_evaluations, rank_host
 from echelon.observe.report.timing import Timing, own_work
 from echelon.observe.report.words import wilson_interval
@@ -40,7 +40,7 @@ def headlines(s: Summary) -> list[Headline]:
         aside = f"on {s.eval_samples} samples" if s.eval_samples else ""
         if s.eval_samples and 0 <= top1 <= 1:
             low, high = wilson_interval(top1, s.eval_samples)
-            aside = f"± {(high - low) * 50:.1f} points (95%)"
+            aside = f"± {(high - low) * 50:.1f} pt (95%)"
         found.append(Headline("top-1", f"{top1:.4f}", aside))
     if f1 is not None:
         found.append(Headline("macro F1", f"{f1:.4f}", f"ROC AUC {auc:.4f}" if auc is not None else ""))
@@ -49,7 +49,7 @@ def headlines(s: Summary) -> list[Headline]:
     if s.samples_per_s is not None and s.step_s is not None:
         found.append(Headline("samples/s", f"{s.samples_per_s:,.0f}", f"{format_seconds(s.step_s)} a step"))
     if s.wire_bytes_per_step is not None:
-        found.append(Headline("sent a step", format_bytes(s.wire_bytes_per_step), "all ranks together"))
+        found.append(Headline("sent a step", format_bytes(s.wire_bytes_per_step), "by all ranks"))
     if s.workers:
         restarts = f"{s.restarts} restart{'s' * (s.restarts != 1)}"
         found.append(Headline("workers", str(s.workers), restarts if s.restarts else ""))
@@ -101,12 +101,13 @@ def evaluation_table(record: RunRecord) -> Table | None:
 
 def happenings(record: RunRecord) -> Table | None:
     """Everything that happened beside steps and evaluations, in order."""
-    if not record.marks:
+    marks = [m for m in record.marks if m.kind in ("start", "event", "checkpoint", "end")]
+    if not marks:
         return None
     stretches = sittings(record)
     rows = []
     attempt = 0
-    for mark in record.marks:
+    for mark in marks:
         attempt += mark.kind == "start"
         said = mark.message
         if mark.kind == "start":
@@ -154,3 +155,23 @@ def command(record: RunRecord) -> str:
         if said:
             return shlex.join(str(w) for w in said) if isinstance(said, list) else str(said)
     return ""
+
+
+def link_words(record: RunRecord) -> list[str]:
+    """What the kernel counted on shaped links against the run's own count, in words; empty without such links."""
+    counted, dropped, rates = 0.0, 0.0, []
+    for mark in record.of_kind("link"):
+        hosts = mark.details.get("hosts")
+        for host in hosts if isinstance(hosts, list) else []:
+            if isinstance(host, dict):
+                counters = Mark(mark.t, mark.kind, host)
+                counted += counters.number("sent_bytes") or 0.0
+                dropped += counters.number("dropped") or 0.0
+        rates.append(str(mark.details.get("link") or ""))
+    if not counted:
+        return []
+    own = sum(w.wire_bytes for w in record.windows)
+    return [
+        f"The kernel counted {format_bytes(counted)} sent on the links ({rates[-1]}), headers included, and "
+        f"{dropped:.0f} packets dropped; the run itself counted {format_bytes(own)} in its steps."
+    ]

@@ -7,20 +7,18 @@ import math
 from echelon.core.units import format_seconds
 from echelon.observe.report.summary import Summary
 
-_THIN_SAMPLES = 1000
-
 
 def closing_words(summary: Summary) -> list[str]:
     """Return sentences for the terminal and the page, the most important first. Plain text, unescaped."""
     words = [_outcome(summary)]
     words += _accuracy(summary)
-    words += _bound(summary)
+    words += _bound(summary) + list(summary.notes)
     words += [a.sentence() for a in summary.advice]
     words += [i.sentence(summary.step_s) for i in summary.incidents]
     if summary.bad_images:
         n = summary.bad_images
         words.append(f"{n} image{'s' * (n > 1)} could not be decoded and {'were' if n > 1 else 'was'} left out.")
-    return words + list(summary.notes)
+    return words
 
 
 def wilson_interval(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
@@ -35,7 +33,9 @@ def wilson_interval(share: float, n: int, z: float = 1.96) -> tuple[float, float
 
 
 def _outcome(s: Summary) -> str:
-    after = f"after {s.steps} step{'s' * (s.steps != 1)}" + (f" ({s.epochs:g} epochs)" if s.epochs else "")
+    after = f"after {s.steps} step{'s' * (s.steps != 1)}" + (
+        f" ({s.epochs:g} epoch{'s' * (s.epochs != 1)})" if s.epochs else ""
+    )
     known = {
         "completed": f"Completed {after} in {format_seconds(s.seconds)}",
         "stopped": f"Stopped {after} and {format_seconds(s.seconds)}; `echelon resume` continues it",
@@ -60,7 +60,7 @@ def _accuracy(s: Summary) -> list[str]:
         said += f" on {s.eval_samples} samples (95% interval {low:.4f} to {high:.4f})"
     words.append(f"{said}.")
     if s.best_top1 is not None and s.best_top1 - top1 >= 0.005:
-        words.append(f"The best was {s.best_top1:.4f} after epoch {s.best_epoch}: the last is not the best one.")
+        words.append(f"The best was {s.best_top1:.4f} at step {s.best_step}: the last is not the best one.")
     return words
 
 

@@ -19,6 +19,7 @@ from echelon.observe.report.tables import (
     evaluation_table,
     happenings,
     headlines,
+    link_words,
     rank_table,
 )
 from echelon.observe.report.timing import measure
@@ -71,6 +72,7 @@ def render_run(record: RunRecord, summary: Summary) -> str:
         sections=sections,
         class_rows=class_rows(record),
         evaluation_notes=[str(n) for n in detail_notes] if isinstance(detail_notes, list) else [],
+        traffic_notes=link_words(record),
         ranks=rank_table(record, timing),
         evaluations=evaluation_table(record),
         happenings=happenings(record),

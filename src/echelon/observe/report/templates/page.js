@@ -3,7 +3,7 @@
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const root = document.documentElement;
   const chosen = {};
-  const printed = 660; // CSS pixels of an A4 page between its margins
+  const printed = 680; // CSS pixels of an A4 page between its margins
 
   const token = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).trim();
 
@@ -18,16 +18,17 @@
     return value;
   }
 
-  function withTheme(layout, width) {
+  function withTheme(layout, width, count) {
     const narrow = width < 480;
+    const named = layout.showlegend !== false && count > 1;
     const axis = (own) => ({
       gridcolor: token("rule"), linecolor: token("rule"), zerolinecolor: token("rule"), automargin: true,
-      fixedrange: true, nticks: narrow ? 5 : 8, ...own, title: { standoff: 8, ...(own || {}).title },
+      fixedrange: true, nticks: narrow ? 5 : 8, ...own, title: { standoff: 8, font: { size: 13 }, ...(own || {}).title },
     });
     return {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: token("muted") },
-      margin: { l: 8, r: 12, t: 34, b: 8 }, dragmode: false, hovermode: "x unified",
+      margin: { l: 8, r: 12, t: named ? 34 : 10, b: 8 }, dragmode: false, hovermode: "x unified",
       hoverlabel: { bgcolor: token("wash"), bordercolor: token("rule"), font: { color: token("ink") } },
       ...layout,
       legend: { orientation: "h", x: 0, xanchor: "left", y: 1, yanchor: "bottom", ...layout.legend },
@@ -38,12 +39,14 @@
   function draw(id, print) {
     const element = document.getElementById(id);
     const figure = figures[id];
-    const width = print ? Math.min(printed, element.clientWidth || printed) : element.clientWidth;
+    const half = !element.closest(".wide");
+    const width = print ? (half ? (printed - 24) / 2 : printed) : element.clientWidth;
     const traces = paint(figure.traces);
     const shown = figure.choices[chosen[id] || 0];
     if (shown) traces.forEach((trace, i) => { trace.visible = shown.includes(i); });
-    const layout = withTheme(paint(figure.layout), width);
+    const layout = withTheme(paint(figure.layout), width, traces.length);
     if (print) layout.width = width;
+    if (width < 480 && traces.length > 4) layout.height += 60; // the legend takes several rows
     return Plotly.react(element, traces, layout, { displayModeBar: false, responsive: !print, scrollZoom: false });
   }
 

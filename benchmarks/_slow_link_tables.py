@@ -1,0 +1,179 @@
+"""From the raw results of `slow_link` to its tables: the newest result of each measurement counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks._common import environment_line, markdown_table, median, paired_ratio, spread, update_section
+
+BATCH = 256
+LOOPBACK = "loopback"
+MARGIN = 0.005
+Result = dict[str, Any]
+
+
+def newest(results: list[Result], kind: str, *keys: str) -> dict[tuple[Any, ...], Result]:
+    """Return the last result of a kind for each value of the keys."""
+    return {tuple(r.get(key) for key in keys): r for r in results if r["kind"] == kind}
+
+
+def _curves(results: list[Result], schedule: str) -> dict[tuple[Any, ...], Result]:
+    chosen = [r for r in results if r["kind"] == "curve" and r["schedule"] == schedule]
+    return newest(chosen, "curve", "candidate", "seed")
+
+
+def _final(curve: Result) -> float | None:
+    """Return the accuracy after the epochs that were asked for."""
+    return next((point[2] for point in curve["points"] if point[0] == curve["epochs_step"]), None)
+
+
+def target(results: list[Result]) -> float | None:
+    """Return the accuracy to reach: plain DDP's after the epochs, mean over seeds, minus half a point."""
+    reached = [_final(c) for (candidate, _), c in _curves(results, "constant").items() if candidate == "ddp"]
+    values = [value for value in reached if value is not None]
+    return sum(values) / len(values) - MARGIN if values else None
+
+
+def steps_to(curve: Result, accuracy: float) -> int | None:
+    """Return the first evaluated step with at least this accuracy."""
+    return next((step for step, _, reached in curve["points"] if reached >= accuracy), None)
+
+
+def seconds_per_step(results: list[Result], candidate: str, link: str) -> float | None:
+    """Return the measured median; over loopback: of the newest measurement beside any link."""
+    found = [
+        r
+        for r in results
+        if r["kind"] == "rate" and (r["candidate"], r["place"]) == (candidate, link) and len(r["windows"]) > 0
+    ]
+    return median(w["seconds"] / w["steps"] for w in found[-1]["windows"]) if found else None
+
+
+def derived_seconds(results: list[Result], candidate: str, link: str, seed: int, accuracy: float) -> float | None:
+    """Return steps to the accuracy (over loopback) times measured seconds per step; None where one is missing."""
+    curve = _curves(results, "constant").get((candidate, seed))
+    steps = steps_to(curve, accuracy) if curve else None
+    pace = seconds_per_step(results, candidate, link)
+    return None if steps is None or pace is None else steps * pace
+
+
+def rate_table(results: list[Result], link: str) -> str:
+    """Write samples/s on a link beside plain DDP and beside the same candidate over loopback, and the bytes."""
+    placed = newest(results, "rate", "candidate", "link", "place")
+    rows = []
+    for candidate, result in ((c, r) for (c, shaped, place), r in placed.items() if shaped == place == link):
+        mine = _paces(result["windows"])
+        if not mine:
+            rows.append([f"`{candidate}`", "failed", "", "", "", "", ""])
+            continue
+        windows = result["windows"]
+        wire = median(w["wire_bytes"] / w["steps"] for w in windows)
+        counted = [w["counted_bytes"] / w["wire_bytes"] for w in windows if w["counted_bytes"]]
+        failed = ", then failed" if result["failed"] else ""
+        rows.append(
+            [
+                f"`{candidate}`",
+                f"{median(BATCH / p for p in mine):.0f} (±{spread(mine) / 2:.0%}){failed}",
+                _number(paired_ratio(_paces(result["ddp_windows"]), mine)),
+                _number(paired_ratio(_paces(result["loopback_windows"]), mine)),
+                f"{wire / 1e6:.3f}",
+                f"{median(counted):.3f}" if counted else "",
+                f"{median(w['cpu_s'] / w['steps'] for w in windows) * 1e3:.0f}",
+            ]
+        )
+    header = ["candidate", "samples/s", "x plain DDP", "x itself on loopback", "MB/step a rank sends (kernel)",
+              "counted / kernel", "CPU ms/step"]  # fmt: skip
+    return markdown_table(header, rows)
+
+
+def _paces(windows: list[dict[str, Any]]) -> list[float]:
+    return [window["seconds"] / window["steps"] for window in windows]
+
+
+def _number(value: float) -> str:
+    return "" if value != value else f"{value:.2f}"
+
+
+def accuracy_table(results: list[Result], links: list[str]) -> str:
+    """Write seconds to the accuracy (median over seeds): measured, or derived and marked with `*`."""
+    goal = target(results)
+    if goal is None:
+        return "No accuracy curve of plain DDP yet."
+    curves, finals = _curves(results, "constant"), _curves(results, "cosine")
+    rows = []
+    for candidate in dict.fromkeys(candidate for candidate, _ in curves):
+        mine = {seed: c for (name, seed), c in curves.items() if name == candidate}
+        steps = [steps_to(c, goal) for c in mine.values()]
+        cells = [_seconds_cell(results, candidate, link, list(mine), goal) for link in [LOOPBACK, *links]]
+        last = [f for (name, _), c in finals.items() if name == candidate and (f := _final(c)) is not None]
+        final = f"{sum(last) / len(last) * 100:.2f} ({len(last)} seeds)" if last else ""
+        rows.append([f"`{candidate}`", ", ".join("never" if s is None else str(s) for s in steps), *cells, final])
+    header = ["candidate", "steps, by seed", *(f"s on {place}" for place in [LOOPBACK, *links]), "final accuracy, %"]
+    return markdown_table(header, rows)
+
+
+def _seconds_cell(results: list[Result], candidate: str, link: str, seeds: list[int], goal: float) -> str:
+    """Write the median over seeds; `*` where a seed's time is derived; the ratio to loopback behind a link's."""
+    seconds, derived = _seconds(results, candidate, link, seeds, goal)
+    if len(seconds) < len(seeds):
+        return "not reached by all seeds" if seconds else ""
+    text = f"{median(seconds):.0f}{'*' if derived else ''}"
+    if link == LOOPBACK:
+        return text
+    on_loopback, _ = _seconds(results, candidate, LOOPBACK, seeds, goal)
+    return f"{text} ({median(seconds) / median(on_loopback):.2f}x)" if len(on_loopback) == len(seeds) else text
+
+
+def _seconds(
+    results: list[Result], candidate: str, link: str, seeds: list[int], goal: float
+) -> tuple[list[float], bool]:
+    measured = newest(results, "accuracy", "candidate", "link", "seed")
+    seconds: list[float] = []
+    derived = False
+    for seed in seeds:
+        run = measured.get((candidate, link, seed))
+        reached = [s for _, s, accuracy in run["points"] if accuracy >= goal] if run else []
+        if reached:
+            seconds.append(reached[0])
+            continue
+        expected = derived_seconds(results, candidate, link, seed, goal)
+        if expected is not None:
+            seconds.append(expected)
+            derived = True
+    return seconds, derived
+
+
+def aborts_table(results: list[Result]) -> str:
+    """Write how many runs failed."""
+    found = newest(results, "aborts", "candidate").values()
+    rows = [[f"`{r['candidate']}`", len(r["failures"]), r["runs"], r["steps"]] for r in found]
+    return markdown_table(["candidate", "failed", "runs", "steps each"], rows)
+
+
+def render(results: list[Result], to_terminal: bool) -> None:
+    """Write every table that there are results for."""
+    links = list(dict.fromkeys(r["link"] for r in results if r["kind"] == "rate"))
+    sections = {
+        f"Slow link {link}: samples/s": (
+            rate_table(results, link),
+            [r for r in results if (r["kind"], r.get("link")) == ("rate", link)],
+        )
+        for link in links
+    }
+    goal = target(results)
+    if goal is not None:
+        title = "Slow links: seconds to accuracy"
+        words = (
+            f"To {goal:.2%} test accuracy on CIFAR-10 (plain DDP's after its epochs, minus 0.5 points); medians over "
+        )
+        words += "seeds, evaluation not counted. `*`: derived, steps to the accuracy x measured seconds per step.\n\n"
+        sections[title] = (words + accuracy_table(results, links), [r for r in results if r["kind"] == "curve"])
+    failures = [r for r in results if r["kind"] == "aborts"]
+    if failures:
+        sections["Slow links: runs that fail"] = (aborts_table(results), failures)
+    for title, (body, sources) in sections.items():
+        text = f"{environment_line(sources[-1]['command'], sources[-1]['environment'])}\n\n{body}"
+        if to_terminal:
+            print(f"## {title}\n\n{text}\n")
+        else:
+            update_section(title, text)

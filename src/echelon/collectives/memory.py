@@ -1,0 +1,145 @@
+"""What codecs remember, by parameter: copies that undo a step, and the part of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.collectives.cells import Cell
+from echelon.collectives.coded import Held
+from echelon.compression.base import State
+
+StateDict = dict[str, Any]
+
+
+class Snapshot:
+    """Copies of states, made before a step so that a step that was void can be undone."""
+
+    def __init__(self, states: Sequence[State]) -> None:
+        self._states = states
+        self._copies: list[dict[str, Tensor]] = [{} for _ in states]
+        self._numbers: list[dict[str, float]] = [{} for _ in states]
+
+    def take(self) -> None:
+        """Remember the states as they are now."""
+        for state, copies, i in zip(self._states, self._copies, range(len(self._states)), strict=True):
+            self._numbers[i] = dict(state.numbers)
+            for key, tensor in (state.memory | state.factors).items():
+                if key not in copies:
+                    copies[key] = torch.empty_like(tensor)
+                copies[key].copy_(tensor)
+
+    def restore(self) -> None:
+        """Put the states back to what they were."""
+        for state, copies, numbers in zip(self._states, self._copies, self._numbers, strict=True):
+            state.numbers = dict(numbers)
+            for key, tensor in (state.memory | state.factors).items():
+                tensor.copy_(copies[key])
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Where a parameter and a state overlap: elements of the parameter, and of the state."""
+
+    parameter: str
+    of_parameter: tuple[int, int]
+    of_state: tuple[int, int]
+
+    @property
+    def key(self) -> str:
+        """The parameter and its first element here."""
+        return f"{self.parameter}/{self.of_parameter[0]}"
+
+
+def state_dict(cell: Cell, held: Sequence[Held]) -> StateDict:
+    """Return a cell's states as tensors and numbers under flat keys.
+
+    - `sent.error/NAME/START`: elements of a parameter from START on, of one memory of what this rank sends;
+      `relay.error/...` of what it sends back as owner: over all ranks these cover each element once.
+    - `factors.q/STATE`, `numbers.step/STATE`: what belongs to a whole state.
+    """
+    flat: StateDict = {}
+    for h in held:
+        flat |= {f"numbers.{k}/{h.state.name}": v for k, v in h.state.numbers.items()}
+        flat |= {f"factors.{k}/{h.state.name}": v for k, v in h.state.factors.items()}
+        for kind, memory in h.state.memory.items():
+            for part in _parts(cell, h):
+                flat[f"{h.role}.{kind}/{part.key}"] = memory[slice(*part.of_state)]
+    return flat
+
+
+def load_state_dict(cell: Cell, held: Sequence[Held], saved: Mapping[str, Any]) -> None:
+    """Take over, in place, what `state_dict` returned for the same cell, or what `merge` made of several ranks'.
+
+    Raises:
+        ValueError: it was saved by another codec, model or number of ranks; nothing was changed.
+    """
+    copies: list[tuple[Tensor, Tensor]] = []
+    for h in held:
+        for name, factor in h.state.factors.items():
+            copies.append((factor, _find(saved, f"factors.{name}/{h.state.name}", factor)))
+        for kind, memory in h.state.memory.items():
+            for part in _parts(cell, h):
+                own = memory[slice(*part.of_state)]
+                copies.append((own, _saved_memory(saved, f"{h.role}.{kind}", part, own, h.holders)))
+    for own, found in copies:
+        own.copy_(found)
+    for h in held:
+        for name in h.state.numbers:
+            value = saved.get(f"numbers.{name}/{h.state.name}", saved.get(f"numbers.{name}/*"))
+            h.state.numbers[name] = h.state.numbers[name] if value is None else value
+
+
+def _saved_memory(saved: Mapping[str, Any], kind: str, part: _Part, own: Tensor, holders: int) -> Tensor:
+    total = saved.get(f"total.{kind}/{part.parameter}")
+    if total is None:
+        return _find(saved, f"{kind}/{part.key}", own)
+    return total[slice(*part.of_parameter)] / holders
+
+
+def _find(saved: Mapping[str, Any], key: str, like: Tensor) -> Tensor:
+    found = saved.get(key)
+    if not isinstance(found, Tensor) or found.shape != like.shape:
+        raise ValueError(
+            f"saved compression state has no {key!r} of shape {tuple(like.shape)}: another codec, model or "
+            "number of ranks wrote it"
+        )
+    return found
+
+
+def merge(saved: Sequence[Mapping[str, Any]], numels: Mapping[str, int]) -> StateDict:
+    """Turn the states of all ranks into one that any number of ranks can load; the sum of each memory is kept.
+
+    Args:
+        saved: each old rank's `state_dict`.
+        numels: elements of each parameter.
+    """
+    merged: StateDict = {}
+    for one in saved:
+        for key, value in one.items():
+            kind, _, rest = key.partition("/")
+            if kind.startswith("numbers."):
+                merged.setdefault(key, value)
+                merged[f"{kind}/*"] = max(value, merged.get(f"{kind}/*", value))
+            elif kind.startswith("factors."):
+                merged.setdefault(key, value)
+            else:
+                name, _, offset = rest.rpartition("/")
+                total = merged.setdefault(f"total.{kind}/{name}", torch.zeros(numels[name], dtype=torch.float64))
+                total[int(offset) : int(offset) + value.numel()] += value.to("cpu", torch.float64)
+    return merged
+
+
+def _parts(cell: Cell, held: Held) -> list[_Part]:
+    first, last = held.span
+    parts = []
+    for member in cell.members:
+        start, stop = max(member.span[0], first), min(member.span[1], last)
+        if start < stop:
+            offset = start - member.span[0]
+            parts.append(_Part(member.name, (offset, stop - member.span[0]), (start - first, stop - first)))
+    return parts

@@ -1,0 +1,85 @@
+"""Messages of codecs between ranks: all to all, of known or unknown length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.collectives.schedule import Ring
+from echelon.collectives.transfer import PeerLostError
+
+_LENGTH_TAG, _BODY_TAG = 1_000_000, 1_000_001
+HEADER_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Post:
+    """Sends messages between some ranks of a group."""
+
+    group: dist.ProcessGroup
+    ring: Ring
+
+    @property
+    def size(self) -> int:
+        """Ranks that take part."""
+        return len(self.ring.members)
+
+    def others(self) -> list[int]:
+        """Places among the members of all but this rank, the next one first, so that no rank is everyone's first."""
+        return [(self.ring.index + i) % self.size for i in range(1, self.size)]
+
+    def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int]) -> dict[int, Tensor]:
+        """Send uint8 messages and return those received, both by place among the members.
+
+        Args:
+            outgoing: a message for each place that gets one.
+            incoming: the bytes of each sender's message, as both know or as `announce` returned.
+
+        Raises:
+            PeerLostError: a rank did not answer before the group's timeout.
+        """
+        device = next((m.device for m in outgoing.values()), torch.device("cpu"))
+        received = {p: torch.empty(n, dtype=torch.uint8, device=device) for p, n in incoming.items()}
+        self._transfer(outgoing, received, _BODY_TAG)
+        return received
+
+    def announce(self, outgoing: Mapping[int, Tensor], senders: Iterable[int]) -> dict[int, int]:
+        """Tell the length of each outgoing message and return the length of each sender's."""
+        device = next((m.device for m in outgoing.values()), torch.device("cpu"))
+        said = {p: torch.tensor([m.numel()], dtype=torch.int64, device=device) for p, m in outgoing.items()}
+        heard = {p: torch.empty(1, dtype=torch.int64, device=device) for p in senders}
+        self._transfer(said, heard, _LENGTH_TAG)
+        return {p: int(n) for p, n in heard.items()}
+
+    def _transfer(self, outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], tag: int) -> None:
+        operations = [
+            dist.P2POp(dist.irecv, t, group=self.group, group_peer=self.ring.members[p], tag=tag)
+            for p, t in into.items()
+            if t.numel()
+        ] + [
+            dist.P2POp(dist.isend, t, group=self.group, group_peer=self.ring.members[p], tag=tag)
+            for p, t in outgoing.items()
+            if t.numel()
+        ]
+        try:
+            for work in dist.batch_isend_irecv(operations) if operations else []:
+                work.wait()
+        except RuntimeError as error:
+            raise PeerLostError(f"rank {self.group.rank()} of the group lost one it exchanges with: {error}") from error
+
+
+def seal(body: Tensor, usable: bool) -> Tensor:
+    """Put the word before a message that says whether it can be used; an unusable one keeps its length."""
+    message = torch.empty(HEADER_BYTES + body.numel(), dtype=torch.uint8, device=body.device)
+    message[:HEADER_BYTES] = int(usable)
+    message[HEADER_BYTES:] = body
+    return message
+
+
+def unseal(message: Tensor) -> tuple[Tensor, bool]:
+    """Return a message's body and whether it can be used."""
+    return message[HEADER_BYTES:], bool(message[0])

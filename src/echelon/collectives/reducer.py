@@ -1,0 +1,171 @@
+"""Reduces one vector over the ranks with a codec: which scheme serves which codec on which path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from echelon.collectives.base import Tiers
+from echelon.collectives.coded import CodedSum, Held
+from echelon.collectives.messages import Post
+from echelon.collectives.rounds import LinearSum, Piece
+from echelon.collectives.route import Route
+from echelon.collectives.schedule import Ring, all_gather, reduce_scatter, ring_sum
+from echelon.collectives.transfer import run_schedule
+from echelon.compression.base import Codec
+from echelon.core.errors import UserError
+
+
+@dataclass(frozen=True)
+class Coding:
+    """What all vectors of a model share.
+
+    Attributes:
+        codec: what travels.
+        route: along which path, between which ranks.
+        average: divide the sum by the number of ranks.
+        seed: of the codec's draws, the same on every rank.
+    """
+
+    codec: Codec
+    route: Route
+    average: bool
+    seed: int = 0
+
+
+class Reducer:
+    """Sums or averages vectors of one length with a codec; keeps their states from step to step.
+
+    Attributes:
+        held: the codec's states.
+    """
+
+    held: list[Held]
+
+    def reduce_(self, flat: Tensor) -> int:
+        """Reduce a contiguous 1-D tensor in place, the same bits on every rank; returns the bytes sent by this rank.
+
+        Where a rank's values are not finite, the result is not finite on any rank.
+
+        Raises:
+            PeerLostError, RuntimeError: a rank did not answer before the group's timeout.
+        """
+        raise NotImplementedError
+
+
+class PlainReducer(Reducer):
+    """Without a codec."""
+
+    def __init__(self, route: Route, average: bool) -> None:
+        self._route, self._divisor = route, route.size if average else 1
+        self.held = []
+
+    def reduce_(self, flat: Tensor) -> int:
+        if self._divisor != 1:
+            flat.div_(self._divisor)
+        return self._route.sum_(flat)
+
+
+class LinearReducer(Reducer):
+    """A linear codec: its rounds are summed along the path itself."""
+
+    def __init__(self, coding: Coding, pieces: list[Piece], like: Tensor) -> None:
+        route = coding.route
+        self._sum = LinearSum(coding.codec, pieces, like, (route.rank, route.size), coding.seed)
+        self._route, self._average = route, coding.average
+        self.held = self._sum.held
+
+    def reduce_(self, flat: Tensor) -> int:
+        return self._sum.sum_(flat, self._route.sum_, self._average)
+
+
+class CodedReducer(Reducer):
+    """A non-linear codec between all ranks."""
+
+    def __init__(self, coding: Coding, like: Tensor, name: str) -> None:
+        route = coding.route
+        post = Post(route.group, Ring(range(route.size), route.rank))
+        self._sum = CodedSum(coding.codec, post, like, name, coding.seed)
+        self._divisor = route.size if coding.average else 1
+        self.held = self._sum.held
+
+    def reduce_(self, flat: Tensor) -> int:
+        return self._sum.sum_(flat, self._divisor)
+
+
+class TieredReducer(Reducer):
+    """Plain sums inside groups; the codec works between the groups alone, where the links are slow."""
+
+    def __init__(self, coding: Coding, tiers: Tiers, like: Tensor, name: str) -> None:
+        route, self._tiers = coding.route, tiers
+        self._group, self._divisor = route.group, route.size if coding.average else 1
+        self.held, self._coded, self._linear = [], None, None
+        ring = self._tiers.between
+        if ring is None:
+            return
+        start, stop = self._tiers.pieces[self._tiers.inside.index]
+        piece, name = like.view(-1)[start:stop], f"{name}.{self._tiers.inside.index}"
+        if coding.codec.linear:
+            whole = Piece(name, (0, piece.numel()), (piece.numel(),))
+            self._linear = LinearSum(coding.codec, [whole], piece, (ring.index, len(ring.members)), coding.seed)
+        else:
+            self._coded = CodedSum(coding.codec, Post(route.group, ring), piece, name, coding.seed)
+        held = (self._linear or self._coded).held  # type: ignore[union-attr]
+        self.held = [replace(h, span=(h.span[0] + start, h.span[1] + start)) for h in held]
+
+    def reduce_(self, flat: Tensor) -> int:
+        inside, pieces = self._tiers.inside, self._tiers.pieces
+        sent = run_schedule(flat, reduce_scatter(inside, pieces, 0), self._group)
+        if self._tiers.between is not None:
+            sent += self._reduce_between(flat[slice(*pieces[inside.index])], self._tiers.between)
+        return sent + run_schedule(flat, all_gather(inside, pieces, self._tiers.spread_round), self._group)
+
+    def _reduce_between(self, piece: Tensor, ring: Ring) -> int:
+        if self._coded is not None:
+            return self._coded.sum_(piece, self._divisor)
+        assert self._linear is not None
+        if self._divisor != 1:
+            piece.div_(self._divisor)
+        return self._linear.sum_(piece, lambda message: self._sum_between(message, ring), average=False)
+
+    def _sum_between(self, message: Tensor, ring: Ring) -> int:
+        return run_schedule(message, ring_sum(ring, (0, message.numel()), 0), self._group)
+
+
+def check_combination(codec: Codec, route: Route) -> None:
+    """Refuse a codec that cannot travel along a path.
+
+    Raises:
+        UserError: names the nearest combination that works.
+    """
+    path = route.path
+    if not codec.linear and not path.by_backend and path.tiers(route.rank, route.size, 0) is None:
+        raise UserError(
+            f"collective {path.name} sums at every hop, and what compression {codec.name} sends cannot be summed: "
+            "use collective auto or hierarchical(group=N), or a compression that can (bf16, fp16, powersgd, randomk)"
+        )
+
+
+def make_reducer(coding: Coding, pieces: list[Piece], name: str, like: Tensor) -> Reducer:
+    """Build what reduces vectors like `like` (contiguous, 1-D): pieces are the parameters it is made of.
+
+    Raises:
+        UserError: the codec cannot travel along the path.
+    """
+    check_combination(coding.codec, coding.route)
+    codec, route = coding.codec, coding.route
+    if codec.shaped and codec.linear:
+        return LinearReducer(coding, pieces, like)
+    tiers = route.path.tiers(route.rank, route.size, like.numel())
+    if tiers is not None:
+        return TieredReducer(coding, tiers, like, name)
+    if codec.linear:
+        return LinearReducer(coding, [Piece(name, (0, like.numel()), (like.numel(),))], like)
+    return CodedReducer(coding, like, name)
+
+
+def is_finite(flat: Tensor) -> bool:
+    """Whether all elements are finite: one pass for the usual case, exact in the others (waits for a GPU)."""
+    return bool(torch.isfinite(flat.sum())) or bool(torch.isfinite(flat).all())

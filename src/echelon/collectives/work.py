@@ -1,0 +1,180 @@
+"""What the lane does with buckets: along a path as they are, or through cells and a codec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.collectives import memory
+from echelon.collectives.cells import Cell, Layout, Member, lay_out
+from echelon.collectives.lane import Bucket
+from echelon.collectives.reducer import Coding, PlainReducer, Reducer, is_finite, make_reducer
+from echelon.collectives.rounds import Piece
+from echelon.collectives.route import Route
+from echelon.collectives.wire import WireCount, is_small
+
+
+class PathWork:
+    """Sums whole buckets along a path."""
+
+    def __init__(self, route: Route, average: bool, wire: WireCount) -> None:
+        self._reducer = PlainReducer(route, average)
+        self._wire = wire
+
+    def work(self, bucket: Bucket) -> None:
+        sent = self._reducer.reduce_(bucket.buffer)
+        small = sum(g.numel() for g in bucket.gradients if is_small(g))
+        small_bytes = sent * small // max(bucket.buffer.numel(), 1)
+        self._wire.add("small", small_bytes)
+        self._wire.add("weights", sent - small_bytes)
+        bucket.future.set_result(bucket.buffer)
+
+    def fail(self, bucket: Bucket, error: BaseException) -> None:
+        _raise_in(bucket, error)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        if saved:
+            raise ValueError(f"without a codec there is no state to restore, but there is {sorted(saved)[0]!r}")
+
+
+@dataclass
+class _Arrival:
+    """A bucket, and how many of its gradients still wait for their cell."""
+
+    bucket: Bucket
+    left: int
+
+
+@dataclass
+class _Filling:
+    """A cell's vector and the gradients that have been copied into it."""
+
+    cell: Cell
+    flat: Tensor
+    reducer: Reducer
+    snapshot: memory.Snapshot
+    came: list[tuple[_Arrival, Tensor, Member]] = field(default_factory=list)
+
+    def view(self, member: Member) -> Tensor:
+        return self.flat[slice(*member.span)].view(member.shape)
+
+
+class CellWork:
+    """Copies buckets into cells, and reduces a cell with the codec when its last gradient came.
+
+    A backward pass in which a result is not finite (an overflow of half precision) changes no codec's state: all ranks
+    see the same result, so all of them undo it.
+    """
+
+    def __init__(self, coding: Coding, wire: WireCount) -> None:
+        self._coding, self._wire = coding, wire
+        self._small = PlainReducer(coding.route, coding.average)
+        self._early: list[Bucket] = []
+        self._arrivals: list[_Arrival] = []
+        self._cells: list[_Filling] = []
+        self._layout: Layout | None = None
+        self._saved: Mapping[str, Any] | None = None
+        self._void, self._reduced = False, 0
+        self._broken: BaseException | None = None
+
+    def work(self, bucket: Bucket) -> None:
+        if self._broken is not None:
+            raise RuntimeError(f"gradients cannot be reduced after an earlier failure: {self._broken}")
+        if bucket.first:
+            self._begin()
+        if self._layout is None:
+            # Unattached, the parameters are known when their first backward ends.
+            self._early.append(bucket)
+            if not bucket.last:
+                return
+            self.build(lay_out((n, g) for b in self._early for n, g in zip(b.names, b.gradients, strict=True)))
+            early, self._early = self._early, []
+            for one in early:
+                self._take(one)
+            return
+        self._take(bucket)
+
+    def fail(self, bucket: Bucket, error: BaseException) -> None:
+        # Ranks may now be at different collectives: nothing can be reduced in this group any more.
+        self._broken = self._broken or error
+        self._drop(error)
+        _raise_in(bucket, error)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._layout is None:
+            return dict(self._saved or {})
+        flat: dict[str, Any] = {}
+        for filling in self._cells:
+            flat |= memory.state_dict(filling.cell, filling.reducer.held)
+        return flat
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        if self._layout is None:
+            self._saved = saved
+            return
+        for filling in self._cells:
+            memory.load_state_dict(filling.cell, filling.reducer.held, saved)
+
+    def _begin(self) -> None:
+        self._drop(RuntimeError("a new backward began before the last one's gradients had all arrived"))
+        for filling in self._cells:
+            filling.came.clear()
+        self._void, self._reduced = False, 0
+
+    def _drop(self, error: BaseException) -> None:
+        for bucket in [a.bucket for a in self._arrivals] + self._early:
+            _raise_in(bucket, error)
+        self._arrivals, self._early = [], []
+
+    def build(self, layout: Layout) -> None:
+        for cell in layout.cells:
+            flat = torch.empty(cell.numel, dtype=cell.dtype, device=cell.device)
+            reducer: Reducer = self._small
+            if cell.group != "small":
+                pieces = [Piece(m.name, m.span, m.shape) for m in cell.members]
+                reducer = make_reducer(self._coding, pieces, f"cell{cell.number}", flat)
+            snapshot = memory.Snapshot([h.state for h in reducer.held])
+            self._cells.append(_Filling(cell, flat, reducer, snapshot))
+        self._layout = layout
+        if self._saved is not None:
+            saved, self._saved = self._saved, None
+            self.load_state_dict(saved)
+
+    def _take(self, bucket: Bucket) -> None:
+        assert self._layout is not None
+        arrival = _Arrival(bucket, len(bucket.names))
+        self._arrivals.append(arrival)
+        for name, gradient in zip(bucket.names, bucket.gradients, strict=True):
+            place = self._layout.places[name]
+            filling = self._cells[place.cell]
+            filling.view(place.member).copy_(gradient)
+            filling.came.append((arrival, gradient, place.member))
+            if len(filling.came) == len(filling.cell.members):
+                self._reduce(filling)
+
+    def _reduce(self, filling: _Filling) -> None:
+        filling.snapshot.take()
+        self._wire.add(filling.cell.group, filling.reducer.reduce_(filling.flat))
+        self._void = self._void or not is_finite(filling.flat)
+        self._reduced += 1
+        if self._void and self._reduced == len(self._cells):
+            for one in self._cells:
+                one.snapshot.restore()
+        for arrival, gradient, member in filling.came:
+            gradient.copy_(filling.view(member))
+            arrival.left -= 1
+            if arrival.left == 0:
+                self._arrivals.remove(arrival)
+                arrival.bucket.future.set_result(arrival.bucket.buffer)
+
+
+def _raise_in(bucket: Bucket, error: BaseException) -> None:
+    if not bucket.future.done():
+        bucket.future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))  # type: ignore[arg-type]

@@ -1,0 +1,152 @@
+"""`...+huffman`: lossless entropy coding of a quantised or sparse codec's symbols, where it pays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from echelon.compression import prefix_code
+from echelon.compression.base import Codec, Payload, State
+from echelon.compression.wire import Layout
+
+_HEAD = 3
+
+
+@dataclass(frozen=True)
+class Huffman(Codec):
+    """Around a codec: each stream of its symbols (`Codec.planes`) is coded with its own Huffman table, or sent plain.
+
+    A stream is coded only if that makes it shorter, table and lane sizes counted; this is known from the symbols'
+    counts before any coding. The state counts, summed over messages, "plain_bytes" and "sent_bytes" (before and after)
+    and "planes_coded" and "planes_plain"; "sent_bits" is the last message's bits per element.
+
+    The coder itself runs on the host; tensors on a device are copied.
+
+    Attributes:
+        inner: the codec, with its error feedback.
+    """
+
+    name: ClassVar[str] = "huffman"
+    inner: Codec
+
+    def __post_init__(self) -> None:
+        for attribute in ("shaped", "momentum_inside"):
+            object.__setattr__(self, attribute, getattr(self.inner, attribute))
+        object.__setattr__(self, "name", f"{self.inner.name}+huffman")
+
+    @property
+    def biased(self) -> bool:
+        return self.inner.biased
+
+    @property
+    def direction(self) -> bool:
+        return self.inner.direction
+
+    @property
+    def absorbs_momentum(self) -> float | None:
+        return self.inner.absorbs_momentum
+
+    @property
+    def local_clip(self) -> float:
+        return self.inner.local_clip
+
+    @property
+    def takes_entropy_coding(self) -> bool:
+        return False
+
+    def relay(self) -> Codec:
+        return Huffman(self.inner.relay())
+
+    def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
+        state = self.inner.init_state(name, like, seed, stream)
+        counters = ("plain_bytes", "sent_bytes", "planes_coded", "planes_plain", "sent_bits")
+        state.numbers |= dict.fromkeys(counters, 0)
+        return state
+
+    def layout(self, numel: int) -> Layout:
+        # Per plane: 1 if coded, symbols, bytes; then the planes, one after another.
+        return ((torch.int64, None), (torch.uint8, None))
+
+    def compress(self, tensor: Tensor, state: State) -> Payload:
+        plain = self.inner.compress(tensor, state)
+        heads: list[int] = []
+        bodies: list[Tensor] = []
+        for plane in self.inner.planes(plain):
+            coded = _shorter(plane)
+            body = plane if coded is None else coded
+            heads += [int(coded is not None), plane.numel(), body.numel()]
+            bodies.append(body)
+            state.numbers["planes_plain" if coded is None else "planes_coded"] += 1
+        tensors = torch.tensor(heads, device=tensor.device), torch.cat(bodies)
+        payload = self.payload(tensors, plain.meta)
+        state.numbers["plain_bytes"] += plain.n_bytes
+        state.numbers["sent_bytes"] += payload.n_bytes
+        state.numbers["sent_bits"] = 8 * payload.n_bytes / max(tensor.numel(), 1)
+        return payload
+
+    def decoded(self, payload: Payload) -> Payload:
+        """Return the inner codec's payload.
+
+        Raises:
+            ValueError: a damaged message.
+        """
+        heads, body = payload.tensors
+        planes: list[Tensor] = []
+        at = 0
+        sizes = heads.tolist()
+        if len(sizes) % _HEAD:
+            raise ValueError("message describes an incomplete stream")
+        for i in range(0, len(sizes), _HEAD):
+            coded, symbols, n_bytes = sizes[i : i + _HEAD]
+            if not 0 <= n_bytes <= body.numel() - at or symbols < 0 or symbols > _LIMIT * (n_bytes + 1):
+                raise ValueError("message describes a stream that it does not hold")
+            stream = body[at : at + n_bytes]
+            planes.append(_expand(stream, symbols) if coded else stream.clone())
+            at += n_bytes
+        return self.inner.from_planes(tuple(planes), payload.meta)
+
+    def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
+        return self.inner.extract(self.decoded(payload), out)
+
+    def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
+        self.inner.add_to(target, self.decoded(payload), alpha)
+
+    def clear_sent(self, target: Tensor, payload: Payload) -> None:
+        self.inner.clear_sent(target, self.decoded(payload))
+
+    def share_sent(self, state: State) -> float:
+        return self.inner.share_sent(state)
+
+    def n_bytes(self, numel: int) -> int | None:
+        return None
+
+    def bits_per_element(self, numel: int, state: State | None = None) -> float:
+        """As the last message; without a state, the inner codec's: an upper bound but for a few bytes per stream."""
+        seen = state.numbers["sent_bits"] if state else 0.0
+        return seen or self.inner.bits_per_element(numel, state)
+
+    @property
+    def fixed_size(self) -> bool:
+        return False
+
+
+# A code has at least one bit, so a coded byte cannot stand for more symbols.
+_LIMIT = 8
+
+
+def _shorter(plane: Tensor) -> Tensor | None:
+    """Return the coded plane; None if plain is as short."""
+    symbols = plane.cpu().numpy()
+    counts = np.bincount(symbols, minlength=256)
+    lengths = prefix_code.code_lengths(counts)
+    if prefix_code.coded_size(counts, lengths) >= symbols.size:
+        return None
+    return torch.from_numpy(prefix_code.encode(symbols, lengths)).to(plane.device)
+
+
+def _expand(stream: Tensor, symbols: int) -> Tensor:
+    return torch.from_numpy(prefix_code.decode(stream.cpu().numpy(), symbols)).to(stream.device)

@@ -1,0 +1,108 @@
+"""Loaders: a rank's part of every global batch, and of the evaluation set.
+
+source = open_data(DataConfig("cifar10"), seed=0)
+train = TrainLoader(source, LoaderConfig.of(config, seed=0, device=torch.device("cpu")), Shard(rank, world_size))
+for batch in train.epoch(0):
+    loss = loss_sum(model(batch.inputs), batch.targets) / batch.global_size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from echelon.core.errors import UserError
+from echelon.data.base import Batch, Shard, Source
+from echelon.data.feed import Feed, Job
+from echelon.data.order import global_batches, local_part
+from echelon.data.recipe import LoaderConfig, make_rows
+
+__all__ = ["EvalLoader", "LoaderConfig", "TrainLoader"]
+
+
+class TrainLoader:
+    """Gives a rank its part of each global batch; loader processes start here and live until `close`.
+
+    The batches of an epoch depend on (seed, epoch) alone: neither on the number of ranks nor on that of loaders.
+
+    Raises:
+        UserError: more ranks than samples, or than samples in a batch; settings that do not fit the data.
+    """
+
+    def __init__(self, source: Source, config: LoaderConfig, shard: Shard) -> None:
+        size, world = config.data.batch_size, shard.world_size
+        if source.info.train_size < world:
+            raise UserError(
+                f"{source.info.name} has {source.info.train_size} training samples for {world} workers: use fewer"
+            )
+        if size < world:
+            raise UserError(f"--batch-size {size} is smaller than the {world} workers: each needs at least one sample")
+        self._config, self._shard, self._n = config, shard, source.info.train_size
+        rows = make_rows(source.train, source.info, config, training=True)
+        self._feed = Feed(rows, source.info, config, -(-min(size, self._n) // world))
+        self.batches_per_epoch = -(-self._n // size)
+
+    def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
+        """Give the batches of an epoch from `start_batch` on; an iterator that is left early may be dropped.
+
+        Raises:
+            UserError: an image cannot be decoded, unless they are to be skipped.
+            LoaderFailed: a loader process died, raised, or gave nothing in time.
+        """
+        batches = global_batches(self._n, self._config.data.batch_size, self._config.seed, epoch)
+        jobs = [Job(i, local_part(batch, self._shard), len(batch)) for i, batch in enumerate(batches)]
+        return self._feed.run(epoch, jobs[start_batch:])
+
+    @property
+    def bad_images(self) -> list[tuple[str, str]]:
+        """Images that this rank could not decode: (path, reason), each once."""
+        return self._feed.bad_images
+
+    @property
+    def loader_pids(self) -> list[int]:
+        """Process ids of the loaders."""
+        return list(self._feed.pool.pids) if self._feed.pool else []
+
+    def close(self) -> None:
+        """End the loader processes."""
+        self._feed.close()
+
+
+class EvalLoader:
+    """Gives a rank its contiguous part of the evaluation set, once per iteration and unpadded; it may be empty.
+
+    A batch's `global_size` is the size of this rank's batch: ranks have different numbers of batches.
+
+    Raises:
+        UserError: settings that do not fit the data.
+    """
+
+    def __init__(self, source: Source, config: LoaderConfig, shard: Shard) -> None:
+        data = config.data
+        size = data.eval_batch_size or -(-data.batch_size // shard.world_size)
+        indices = local_part(np.arange(source.info.eval_size), shard)
+        parts = [indices[start : start + size] for start in range(0, len(indices), size)]
+        self._jobs = [Job(i, part, len(part)) for i, part in enumerate(parts)]
+        rows = make_rows(source.evaluation, source.info, config, training=False)
+        self._feed = Feed(rows, source.info, config, min(size, len(indices)))
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._feed.run(0, self._jobs)
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def bad_images(self) -> list[tuple[str, str]]:
+        """Images that this rank could not decode: (path, reason), each once."""
+        return self._feed.bad_images
+
+    @property
+    def loader_pids(self) -> list[int]:
+        """Process ids of the loaders."""
+        return list(self._feed.pool.pids) if self._feed.pool else []
+
+    def close(self) -> None:
+        """End the loader processes."""
+        self._feed.close()

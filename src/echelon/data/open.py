@@ -1,0 +1,77 @@
+"""From the data's name to a source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from echelon.config import DataConfig
+from echelon.core.errors import UserError, unknown
+from echelon.data.base import DataInfo, Source
+from echelon.data.digits import open_digits
+from echelon.data.folder import SMALL_IMAGE, common_size, open_folder
+from echelon.data.images import ImageArray, ImageFiles, Images
+from echelon.data.own import from_function
+from echelon.data.statistics import IMAGENET_MEAN, IMAGENET_STD, measure
+from echelon.data.torchvision_sets import SETS, open_torchvision
+
+
+def open_data(config: DataConfig, seed: int) -> Source:
+    """Open data by name: `digits`, a torchvision name, a folder, or `module:function`.
+
+    A known name wins over a folder of that name; write `./cifar10` for the folder.
+
+    Args:
+        config: the data's part of a run's description.
+        seed: of the split, where the data has none.
+
+    Raises:
+        UserError: there is no such data, or it cannot be used.
+    """
+    name = config.source
+    if name == "digits":
+        return _source(config, *open_digits())
+    if name in SETS:
+        return _source(config, *open_torchvision(name, Path(config.root)))
+    path = Path(name).expanduser()
+    if path.exists():
+        return _source(config, *open_folder(path, config.holdout, seed))
+    if ":" in name:
+        return from_function(name)
+    if path.is_absolute() or len(path.parts) > 1 or name.startswith((".", "~")):
+        raise UserError(f"data {name}: no such folder")
+    raise UserError(f"{unknown('data', name, ['digits', *SETS])}, a folder, or module:function")
+
+
+def _source(config: DataConfig, train: Images, evaluation: Images, classes: tuple[str, ...]) -> Source:
+    side = config.image_size or _own_size(train)
+    if side > SMALL_IMAGE:
+        mean, std = IMAGENET_MEAN, IMAGENET_STD
+        if isinstance(train, ImageArray) and train.pixels.shape[1] == 1:
+            mean, std = measure(train, side)
+    else:
+        mean, std = measure(train, side)
+    info = DataInfo(
+        name=config.source,
+        classes=classes,
+        channels=train.pixels.shape[1] if isinstance(train, ImageArray) else 3,
+        image_size=side,
+        train_size=len(train),
+        eval_size=len(evaluation),
+        class_counts=tuple(np.bincount(train.labels, minlength=len(classes)).tolist()),
+        mean=mean,
+        std=std,
+    )
+    return Source(train, evaluation, info)
+
+
+def _own_size(images: Images) -> int:
+    if isinstance(images, ImageArray):
+        side = min(images.pixels.shape[-2:])
+        return side if side <= SMALL_IMAGE else 224
+    if isinstance(images, ImageFiles):
+        return common_size(images)
+    picture = images.picture(0)
+    side = min(picture.height, picture.width)
+    return side if side <= SMALL_IMAGE else 224

@@ -1,0 +1,81 @@
+"""Which sample comes when, and every random number of the input: pure functions of (seed, epoch, index).
+
+Randomness is counter-based: a number is a hash of where it is used, not of what was drawn before. That makes it the
+same whoever computes it (any rank, any loader process), and a whole batch's numbers one vectorised expression.
+The hash is the finaliser of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.data.base import Shard
+
+Indices = NDArray[np.int64]
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+_ORDER, _AUGMENT, _SPLIT, _ITEM = 1, 2, 3, 4  # separate streams, so that no two uses share numbers
+
+
+def global_batches(n: int, batch_size: int, seed: int, epoch: int) -> list[Indices]:
+    """Shuffle `n` samples and cut them into the global batches of one epoch.
+
+    Args:
+        n: samples in the training set.
+        batch_size: samples of a global batch, over all ranks; the last batch holds what is left.
+
+    Returns:
+        `ceil(n / batch_size)` arrays of sample indices; together they hold every index once.
+    """
+    order = _shuffled(n, _stream(seed, epoch, _ORDER))
+    return [order[start : start + batch_size] for start in range(0, n, batch_size)]
+
+
+def local_part(batch: Indices, shard: Shard) -> Indices:
+    """Return one rank's contiguous part of a global batch; sizes differ by at most 1, and may be 0.
+
+    >>> [local_part(np.arange(5), Shard(rank, 2)).tolist() for rank in range(2)]
+    [[0, 1, 2], [3, 4]]
+    """
+    size, more = divmod(len(batch), shard.world_size)
+    start = shard.rank * size + min(shard.rank, more)
+    return batch[start : start + size + (shard.rank < more)]
+
+
+def split(n: int, holdout: float, seed: int) -> tuple[Indices, Indices]:
+    """Split `n` samples into (training, evaluation), each in ascending order; both hold at least one of two samples."""
+    order = _shuffled(n, _stream(seed, 0, _SPLIT))
+    held = min(max(1, round(n * holdout)), n - 1)
+    return np.sort(order[held:]), np.sort(order[:held])
+
+
+def uniforms(seed: int, epoch: int, indices: Indices, count: int) -> NDArray[np.float64]:
+    """Return `(len(indices), count)` numbers in [0, 1): those of one sample depend on (seed, epoch, its index) only."""
+    keys = _mix(indices.astype(np.uint64) ^ np.uint64(_stream(seed, epoch, _AUGMENT)))
+    draws = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    return (_mix(keys[:, None] + draws) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def item_seeds(seed: int, epoch: int, indices: Indices) -> list[int]:
+    """Return one 63-bit seed per sample, for data sets that draw random numbers themselves."""
+    return [int(s) for s in _mix(indices.astype(np.uint64) ^ np.uint64(_stream(seed, epoch, _ITEM))) >> np.uint64(1)]
+
+
+def _shuffled(n: int, stream: int) -> Indices:
+    """Order 0..n-1 by hash. The hash is one-to-one, so there are no ties and any sort gives the same order."""
+    return np.argsort(_mix(np.arange(n, dtype=np.uint64) ^ np.uint64(stream)))
+
+
+def _stream(seed: int, epoch: int, purpose: int) -> int:
+    key = np.array([seed & _MASK], dtype=np.uint64)
+    for word in (epoch, purpose):
+        key = _mix(key + np.uint64(((word + 1) * _GOLDEN) & _MASK))
+    return int(key[0])
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

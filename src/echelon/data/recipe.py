@@ -1,0 +1,99 @@
+"""From the description of a run to what is done to its samples, and by how many processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from echelon.config import DataConfig
+from echelon.core.errors import UserError
+from echelon.data.assemble import ArrayRows, ImageRows, ItemRows, Recipe, Rows
+from echelon.data.base import DataInfo
+from echelon.data.folder import SMALL_IMAGE
+from echelon.data.images import ImageArray, ImageFiles, ImageItems, TensorArray, TensorItems
+
+_MOST_LOADERS = 12
+_LEAST_CROPPED = 32  # pixels of side; in smaller images four pixels to a side are too many
+
+
+@dataclass(frozen=True)
+class LoaderConfig:
+    """How a rank loads its samples.
+
+    Args:
+        data: the data's part of a run's description.
+        seed: of order and augmentation.
+        device: where batches are delivered; for a GPU, images are normalised there.
+        workers_here: ranks on this machine, which share its cores.
+        timeout_s: how long a batch waits for any sign of life from the loaders.
+    """
+
+    data: DataConfig
+    seed: int
+    device: torch.device
+    workers_here: int = 1
+    timeout_s: float = 120.0
+
+    @classmethod
+    def of(cls, data: DataConfig, seed: int, device: torch.device) -> LoaderConfig:
+        """Build it for a rank started by a launcher, which says in LOCAL_WORLD_SIZE how many ranks are here."""
+        return cls(data, seed, device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def make_rows(samples: Any, info: DataInfo, config: LoaderConfig, training: bool) -> Rows:
+    """Build what makes rows of one part of a source.
+
+    Raises:
+        UserError: the augmentation or image size does not fit the data.
+    """
+    data = config.data
+    if isinstance(samples, (TensorArray, TensorItems)):
+        if data.augment not in ("auto", "none"):
+            raise UserError(f"--augment {data.augment} is for uint8 images (1 or 3, S, S); {info.name} gives others")
+        if data.image_size:
+            raise UserError(f"--image-size is for images; inputs of {info.name} are used as they come")
+        return ArrayRows(samples) if isinstance(samples, TensorArray) else ItemRows(samples, config.seed)
+    if not isinstance(samples, (ImageArray, ImageFiles, ImageItems)):
+        raise UserError(f"data {info.name}: make the Source with echelon.data.from_datasets or open_data")
+    side = info.image_size
+    if data.image_size not in (0, side):
+        raise UserError(f"--image-size {data.image_size}: images of {info.name} are {side} pixels; resize them there")
+    on_device = config.device.type == "cuda"
+    recipe = Recipe(
+        side=side,
+        shorter=side if side <= SMALL_IMAGE else round(side * 256 / 224),
+        augment=_augment(data.augment, side) if training else "none",
+        seed=config.seed,
+        channels=info.channels,
+        mean=() if on_device else info.mean,
+        std=() if on_device else info.std,
+        skip_bad=data.on_bad_image == "skip",
+    )
+    return ImageRows(samples, recipe)
+
+
+def loader_count(rows: Rows, config: LoaderConfig) -> int:
+    """Return the loading processes of this rank: as configured, or chosen from data, cores and device.
+
+    None for data in memory. On a CPU none either for images that are decoded once and kept: another process would
+    only take the model's core. Else as many as the rank's share of the cores feeds.
+    """
+    if config.data.loaders >= 0:
+        return config.data.loaders
+    on_gpu = config.device.type == "cuda"
+    if rows.in_memory or (rows.kept and not on_gpu):
+        return 0
+    cores = (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1) // config.workers_here
+    return max(1, min(_MOST_LOADERS, cores - 1 if on_gpu else cores // 4))
+
+
+def _augment(wanted: str, side: int) -> str:
+    if wanted != "auto":
+        return wanted
+    if side > SMALL_IMAGE:
+        return "imagenet"
+    return "flip_crop" if side >= _LEAST_CROPPED else "none"

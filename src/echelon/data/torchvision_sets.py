@@ -1,0 +1,152 @@
+"""torchvision's classification data sets by name, downloaded once."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from echelon.core.errors import UserError
+from echelon.data.images import FileNames, ImageArray, ImageFiles, ImageItems, Images, Labels
+
+_DOWNLOAD_S = 3600.0
+_NETWORK_S = 30.0
+
+
+@dataclass(frozen=True)
+class _Set:
+    """A class of torchvision.datasets, and the arguments of its training and evaluation parts."""
+
+    name: str
+    train: Mapping[str, Any] = field(default_factory=lambda: {"train": True})
+    evaluation: Mapping[str, Any] = field(default_factory=lambda: {"train": False})
+
+
+def _splits(name: str, evaluation: str = "test", train: str = "train", **more: Any) -> _Set:
+    return _Set(name, {"split": train, **more}, {"split": evaluation, **more})
+
+
+SETS: Mapping[str, _Set] = {
+    "cifar10": _Set("CIFAR10"),
+    "cifar100": _Set("CIFAR100"),
+    "country211": _splits("Country211", evaluation="valid"),
+    "dtd": _splits("DTD"),
+    "fashion_mnist": _Set("FashionMNIST"),
+    "fgvc_aircraft": _splits("FGVCAircraft", train="trainval"),
+    "flowers102": _splits("Flowers102"),
+    "food101": _splits("Food101"),
+    "gtsrb": _splits("GTSRB"),
+    "imagenette": _splits("Imagenette", evaluation="val", size="320px"),
+    "kmnist": _Set("KMNIST"),
+    "mnist": _Set("MNIST"),
+    "oxford_iiit_pet": _splits("OxfordIIITPet", train="trainval"),
+    "stl10": _splits("STL10"),
+    "svhn": _splits("SVHN"),
+    "usps": _Set("USPS"),
+}
+
+
+def open_torchvision(name: str, root: Path) -> tuple[Images, Images, tuple[str, ...]]:
+    """Open one of `SETS`, downloading it below `root` where it is not there; one process downloads, others wait.
+
+    Raises:
+        UserError: it is not there and cannot be downloaded.
+    """
+    chosen = SETS[name]
+    with _alone(root, name), _network_deadline():
+        train, evaluation = (_open(name, chosen.name, root, part) for part in (chosen.train, chosen.evaluation))
+    images = _images(train)
+    return images, _images(evaluation), _class_names(train, images.labels)
+
+
+def _open(name: str, class_name: str, root: Path, part: Mapping[str, Any]) -> Any:
+    from torchvision import datasets
+
+    kind = getattr(datasets, class_name)
+    try:
+        return kind(str(root), **part)
+    except (RuntimeError, OSError):
+        pass  # not there yet
+    try:
+        return kind(str(root), download=True, **part)
+    except (RuntimeError, OSError) as error:
+        reason = str(getattr(error, "reason", error)).splitlines()[0]
+        raise UserError(
+            f"data {name}: not in {root}, and the download failed ({reason}): "
+            f"connect to a network, or copy the files to {root} (--data-root)"
+        ) from error
+
+
+def _images(data: Any) -> Images:
+    labels = labels_of(data)
+    if labels is None:
+        raise UserError(f"data {type(data).__name__}: its labels cannot be read without decoding every image")
+    pixels = getattr(data, "data", None)
+    if pixels is not None and np.asarray(pixels).dtype == np.uint8:
+        return ImageArray(_channels_first(np.asarray(pixels)), labels)
+    samples = getattr(data, "_samples", None)
+    if samples and isinstance(samples[0][0], (str, os.PathLike)):
+        return ImageFiles("", FileNames([os.fspath(path) for path, _ in samples]), labels)
+    return ImageItems(data, labels)
+
+
+def labels_of(data: Any) -> Labels | None:
+    """Return a data set's labels where it keeps them, without reading its items."""
+    for attribute in ("targets", "labels", "_labels"):
+        if (found := getattr(data, attribute, None)) is not None:
+            return np.asarray(found, dtype=np.int64)
+    if (samples := getattr(data, "_samples", None)) is not None:
+        return np.asarray([label for _, label in samples], dtype=np.int64)
+    return None
+
+
+def _channels_first(pixels: Any) -> Any:
+    if pixels.ndim == 3:
+        return np.ascontiguousarray(pixels[:, None])
+    return np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)) if pixels.shape[-1] == 3 else np.ascontiguousarray(pixels)
+
+
+def _class_names(data: Any, labels: Labels) -> tuple[str, ...]:
+    names = getattr(data, "classes", None)
+    if names is None:
+        return tuple(str(i) for i in range(int(labels.max()) + 1))
+    return tuple(", ".join(name) if isinstance(name, tuple) else str(name) for name in names)
+
+
+@contextlib.contextmanager
+def _alone(root: Path, name: str) -> Iterator[None]:
+    """Hold the lock of one data set, so that ranks of a machine do not download it at the same time."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = (root / f".{name}.lock").open("w")
+    except OSError as error:
+        raise UserError(f"--data-root {root}: cannot be written ({error.strerror})") from error
+    with lock:
+        deadline = time.monotonic() + _DOWNLOAD_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise UserError(f"data {name}: another process has been downloading it for an hour") from None
+                time.sleep(0.2)
+        yield
+
+
+@contextlib.contextmanager
+def _network_deadline() -> Iterator[None]:
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_NETWORK_S)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)

@@ -1,0 +1,1 @@
+"""What the averaging strategies share: which values are averaged, how deltas travel, when."""

@@ -1,0 +1,209 @@
+"""Averaging: each replica trains by itself, and from time to time all of them agree (the loop's side of it)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from echelon.collectives.route import Route, open_route
+from echelon.collectives.wire import WireCount
+from echelon.compression import registry as compression
+from echelon.observe.phases import Phase
+from echelon.sync.allreduce import AllReduce
+from echelon.sync.averaging.exchange import Exchange, Link, weighted_sum
+from echelon.sync.averaging.fragment import Fragment
+from echelon.sync.averaging.own_group import own_group
+from echelon.sync.averaging.plan import Plan, Rule
+from echelon.sync.averaging.values import Value, cut, model_values
+from echelon.sync.base import SyncContext
+
+
+class Averaging:
+    """A `Sync` that follows a plan (when) and a rule (how).
+
+    A replica steps by the mean gradient of its own samples; one that has none in a step takes none. An agreement
+    averages parameters, buffers and, on request, moments, weighted by the samples seen since the last one.
+    """
+
+    def __init__(self, context: SyncContext, plan: Plan, rule: Rule) -> None:
+        self._context, self._plan, self._rule = context, plan, rule
+        self._step = 0  # local steps done; negative during the synchronous ones
+        self._now = (0, 0)
+        self._wire = WireCount()
+        self._first: AllReduce | None = None
+        if plan.start:
+            self._step, self._first = -plan.start, AllReduce(context)
+        self._route = open_route(context.collective, context.group) if context.group is not None else None
+        self._executor: ThreadPoolExecutor | None = None
+        runs = cut(model_values(context.model), plan.fragments)
+        link = self._link()
+        self._fragments = [
+            Fragment(run, Exchange(link, run, f"fragment{i}") if link else None) for i, run in enumerate(runs)
+        ]
+
+    def _link(self) -> Link | None:
+        """Return how deltas travel: overlapped, in a process group and on a thread of their own."""
+        if self._route is None:
+            return None
+        route = self._route
+        if self._plan.overlap:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="echelon-averaging")
+            route = Route(route.path, own_group(route.group))
+        spec = self._context.compression
+        codec = None if spec == "none" else compression.build(spec)
+        return Link(route, codec, self._context.seed, self._wire)
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped model during synchronous steps, then the model itself."""
+        return self._first.module if self._first else self._context.model
+
+    @property
+    def replicas_differ(self) -> bool:
+        """True once steps are local, and there is more than one replica (or a centre beside it)."""
+        return self._first is None and (self._route is not None or self._rule.centred)
+
+    def begin_step(self, samples: int, global_size: int) -> int:
+        """Return what losses are divided by: the replica's own samples, so that its gradient is their mean."""
+        self._now = (samples, global_size)
+        return self._first.begin_step(samples, global_size) if self._first else max(1, samples)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        """Only synchronous steps communicate in backward."""
+        return self._first.micro_batch(last) if self._first else nullcontext()
+
+    def communication_began(self) -> Any:
+        """Only synchronous steps communicate in backward."""
+        return self._first.communication_began() if self._first else None
+
+    def step(self) -> None:
+        """Update by the own gradient, then agree on what is due."""
+        if self._first:
+            self._first.step()
+        elif self._now[0] == 0 and self._step > 0:
+            self._context.optimizer.zero_grad(set_to_none=True)  # no samples, no step
+        else:  # the very first step makes the optimizer's state, which all replicas must have
+            self._context.update()
+        self._step += 1
+        if self._first is None:
+            self._agree()
+        elif self._step == 0:
+            self._leave_synchronous(self._first)
+
+    def _agree(self) -> None:
+        plan, optimizer, step = self._plan, self._context.optimizer, self._step
+        for fragment in self._fragments:
+            fragment.count(*self._now)
+        taking = [f for i, f in enumerate(self._fragments) if plan.is_due(i, step)]
+        landing = [f for f in self._fragments if f.flight and f.flight.due == step]
+        if not taking and not landing:
+            return
+        self._context.clock.enter(Phase.COMMUNICATE)
+        for fragment in taking:
+            fragment.take_off(optimizer, plan, step, self._executor)
+        for fragment in landing if plan.overlap else taking:
+            fragment.land(self._rule, optimizer, plan)
+        self._context.clock.enter(Phase.UPDATE)
+
+    def _leave_synchronous(self, first: AllReduce) -> None:
+        """From now on steps are local."""
+        for group, n_bytes in first.bytes_sent().items():
+            self._wire.add(group, n_bytes)
+        first.close()
+        self._first = None
+        for fragment in self._fragments:
+            fragment.re_anchor(self._context.optimizer, self._plan)
+
+    @contextmanager
+    def agreed(self, averages: bool = False) -> Iterator[None]:
+        """Give the model the centre where there is one, else the replicas' weighted mean; its own values after it."""
+        if self._first:
+            with self._first.agreed(averages):
+                yield
+            return
+        centre = self._rule.centred and not averages
+        if not centre and (self._route is None or (all(f.equal for f in self._fragments) and not averages)):
+            yield
+            return
+        own = [(value, value.tensor.detach().clone()) for fragment in self._fragments for value in fragment.values]
+        for fragment in self._fragments:
+            fragment.settle()
+            self._show(fragment, centre)
+        try:
+            yield
+        finally:
+            for value, tensor in own:
+                value.write(tensor)
+
+    def _show(self, fragment: Fragment, centre: bool) -> None:
+        """Write the centre, or the mean over the replicas, into the live tensors of a fragment."""
+        averaged: list[Value] = []
+        for value in fragment.values:
+            if centre and value.kind == "parameter":
+                value.write(fragment.anchor(value))
+            else:
+                averaged.append(value)
+        if self._route is None or not averaged:
+            return
+        tensors: dict[str, Tensor] = {value.name: value.read() for value in averaged}
+        weight = fragment.samples if fragment.expected else 1
+        total, sums, sent = weighted_sum(self._route, averaged, tensors, weight)
+        self._wire.add("evaluation", sent)
+        for value in averaged if total else ():
+            value.write(sums[value.name] / total)
+
+    def bytes_sent(self) -> Mapping[str, int]:
+        """Return the bytes sent by this rank, by group of values; `evaluation`: to show the mean."""
+        sent = dict(self._wire.by_group)
+        for group, n_bytes in self._first.bytes_sent().items() if self._first else ():
+            sent[group] = sent.get(group, 0) + n_bytes
+        return sent
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return anchors, counters, the rule's and the codec's memories, and means on their way."""
+        if self._first:
+            return {"step": self._step, "first": self._first.state_dict()}
+        return {
+            "step": self._step,
+            "rule": self._rule.state_dict(),
+            "fragments": [fragment.state_dict() for fragment in self._fragments],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave on this rank."""
+        self._load([state], same_ranks=True)
+
+    def load_former_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from what the former ranks agreed on; their weights since then are forgotten, their mean is not."""
+        self._load(states, same_ranks=False)
+
+    def _load(self, states: Sequence[Mapping[str, Any]], same_ranks: bool) -> None:
+        self._step = int(states[0]["step"])
+        if "first" in states[0]:
+            if self._first and same_ranks:
+                self._first.load_state_dict(states[0]["first"])
+            elif self._first:
+                self._first.load_former_ranks([state["first"] for state in states])
+            return
+        if self._first:
+            self._first.close()
+            self._first = None
+        self._rule.load_state_dict(states[0]["rule"])
+        for i, fragment in enumerate(self._fragments):
+            if same_ranks:
+                fragment.load_state_dict(states[0]["fragments"][i])
+            else:
+                fragment.load_former_ranks([state["fragments"][i] for state in states])
+
+    def close(self) -> None:
+        """Let what is on its way arrive, and end the threads."""
+        if self._first:
+            self._first.close()
+        for fragment in self._fragments:
+            fragment.settle()
+        if self._executor:
+            self._executor.shutdown()

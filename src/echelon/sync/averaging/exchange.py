@@ -1,0 +1,130 @@
+"""The weighted mean of deltas over the replicas: large parameters through a codec, the rest whole in one vector."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.collectives import memory
+from echelon.collectives.cells import Cell, lay_out
+from echelon.collectives.reducer import Coding, PlainReducer, Reducer, make_reducer
+from echelon.collectives.rounds import Piece
+from echelon.collectives.route import Route
+from echelon.collectives.wire import WireCount
+from echelon.compression.base import Codec
+from echelon.sync.averaging.values import Value
+
+
+@dataclass(frozen=True)
+class Link:
+    """How deltas travel.
+
+    Attributes:
+        route: between which ranks, along which path.
+        codec: of large parameters; None: they travel as they are.
+        seed: of the codec's draws, the same on every rank.
+        wire: where bytes are counted.
+    """
+
+    route: Route
+    codec: Codec | None
+    seed: int
+    wire: WireCount
+
+
+class Exchange:
+    """Averages the deltas of the same values again and again; keeps the codec's memories (error feedback).
+
+    mean = sum_i n_i delta_i / sum_i n_i, where replica i has seen n_i samples. The whole vector goes first and carries
+    n_i; what is encoded is delta_i n_i / sum n, so that what the codec left out weighs what it should.
+    """
+
+    def __init__(self, link: Link, values: Sequence[Value], label: str) -> None:
+        """Prepare; `label` tells the exchanges of a model apart."""
+        self._link = link
+        named = [(v.name, v.tensor) for v in values if v.encoded]
+        self._cells = [(cell, self._reducer(cell, label)) for cell in lay_out(named).cells]
+
+    def _reducer(self, cell: Cell, label: str) -> Reducer:
+        if self._link.codec is None:
+            return PlainReducer(self._link.route, average=False)
+        coding = Coding(self._link.codec, self._link.route, average=False, seed=self._link.seed)
+        pieces = [Piece(m.name, m.span, m.shape) for m in cell.members]
+        return make_reducer(coding, pieces, f"{label}.{cell.number}", _vector(cell))
+
+    def mean(self, values: Sequence[Value], deltas: Mapping[str, Tensor], samples: int) -> dict[str, Tensor] | None:
+        """Return the mean of each delta, the same bits on every rank; None when no replica has seen a sample.
+
+        Raises:
+            PeerLostError, RuntimeError: a rank did not answer before the group's timeout.
+        """
+        whole = [v for v in values if not v.encoded]
+        total, means = self._whole(whole, deltas, samples)
+        if total == 0:
+            return None
+        for cell, reducer in self._cells:
+            flat = _vector(cell)
+            for member in cell.members:
+                flat[slice(*member.span)] = deltas[member.name].reshape(-1)
+            flat *= samples / total
+            self._link.wire.add("weights", reducer.reduce_(flat))
+            means |= {m.name: flat[slice(*m.span)].view(m.shape) for m in cell.members}
+        return means
+
+    def _whole(
+        self, values: Sequence[Value], deltas: Mapping[str, Tensor], samples: int
+    ) -> tuple[float, dict[str, Tensor]]:
+        """Average what travels whole; returns the number of samples of all replicas and the means."""
+        if not values and not self._cells:
+            return 0.0, {}
+        total, means, sent = weighted_sum(self._link.route, values, deltas, samples)
+        elements = sum(v.tensor.numel() for v in values) + 1
+        self._link.wire.add("small", sent - sum(sent * v.tensor.numel() // elements for v in values))
+        for value in values:
+            self._link.wire.add(value.group, sent * value.tensor.numel() // elements)
+        return total, {name: value / total for name, value in means.items()} if total else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the codec's memories under flat keys (not copied)."""
+        flat: dict[str, Any] = {}
+        for cell, reducer in self._cells:
+            flat |= memory.state_dict(cell, reducer.held)
+        return flat
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned, or what `memory.merge` made of several ranks'.
+
+        Raises:
+            ValueError: it was saved by another codec, model or number of ranks.
+        """
+        for cell, reducer in self._cells:
+            memory.load_state_dict(cell, reducer.held, saved)
+
+
+def weighted_sum(
+    route: Route, values: Sequence[Value], tensors: Mapping[str, Tensor], weight: float
+) -> tuple[float, dict[str, Tensor], int]:
+    """Sum weights, and tensors times weights, over the ranks in one message, in float64 if any tensor is.
+
+    Returns:
+        the sum of the weights, the sums by name, and the bytes that this rank sent.
+    """
+    device = values[0].tensor.device if values else torch.device("cpu")
+    exact = any(v.tensor.dtype == torch.float64 for v in values)
+    dtype = torch.float64 if exact else torch.float32
+    parts = [torch.ones(1, dtype=dtype, device=device)]
+    parts += [tensors[v.name].reshape(-1).to(dtype) for v in values]
+    flat = torch.cat(parts).mul_(weight)
+    sent = route.sum_(flat)
+    pieces = flat.split([p.numel() for p in parts])
+    sums = {v.name: p.view(v.tensor.shape) for v, p in zip(values, pieces[1:], strict=True)}
+    return float(pieces[0]), sums, sent
+
+
+def _vector(cell: Cell) -> Tensor:
+    dtype = torch.float64 if cell.dtype == torch.float64 else torch.float32
+    return torch.empty(cell.numel, dtype=dtype, device=cell.device)

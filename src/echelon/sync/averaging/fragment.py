@@ -1,0 +1,159 @@
+"""A part of the model that agrees as one: its values, what was agreed on last, and what is on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.collectives import memory
+from echelon.sync.averaging.exchange import Exchange
+from echelon.sync.averaging.plan import MeanRule, Plan, Rule
+from echelon.sync.averaging.values import Value, moments
+
+Means = dict[str, Tensor] | None
+
+
+@dataclass
+class Flight:
+    """A mean on its way; it is applied after local step `due`."""
+
+    due: int
+    means: Future[Means]
+
+
+class Fragment:
+    """Takes deltas, lets them travel, applies their mean.
+
+    Attributes:
+        values: its parameters and buffers.
+        samples: seen by this replica since deltas were taken last.
+        expected: seen by all replicas since then, samples that could not be decoded included.
+        equal: nothing has moved on any replica since they took an agreed value.
+        flight: what is on its way.
+    """
+
+    def __init__(self, values: list[Value], exchange: Exchange | None) -> None:
+        """Prepare; without an exchange (a single replica) a delta is its own mean."""
+        self.values = values
+        self.samples = self.expected = 0
+        self.equal = True
+        self.flight: Flight | None = None
+        self._exchange = exchange
+        self._anchor = {v.name: v.read() for v in values}
+
+    def count(self, samples: int, expected: int) -> None:
+        """Count a step's samples."""
+        self.samples += samples
+        self.expected += expected
+        self.equal = False
+
+    def anchor(self, value: Value) -> Tensor:
+        """Return what was agreed on last: the tensor itself."""
+        return self._anchor[value.name]
+
+    def re_anchor(self, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+        """Take parameters, and moments that are averaged, for agreed on: synchronous steps kept them the same.
+
+        Buffers differ by now: what was agreed on stays their first values.
+        """
+        self.equal = False
+        for value in self._averaged(optimizer, plan):
+            if value.kind != "buffer":
+                self._anchor[value.name] = value.read()
+
+    def take_off(self, optimizer: torch.optim.Optimizer, plan: Plan, step: int, executor: Executor | None) -> None:
+        """Take the deltas and let them travel: at once, or on the executor's thread."""
+        values, samples = self._averaged(optimizer, plan), self.samples
+        deltas = {}
+        for value in values:
+            own = value.read()
+            anchor = self._anchor.setdefault(value.name, torch.zeros_like(own))
+            deltas[value.name] = own.sub_(anchor)
+        self.samples = self.expected = 0
+        if executor is None:
+            means: Future[Means] = Future()
+            means.set_result(self._mean(values, deltas, samples))
+        else:
+            means = executor.submit(self._mean, values, deltas, samples)
+        self.flight = Flight(step + plan.overlap, means)
+
+    def _mean(self, values: Sequence[Value], deltas: dict[str, Tensor], samples: int) -> Means:
+        if self._exchange is None:
+            return deltas if samples else None
+        with torch.no_grad():
+            return self._exchange.mean(values, deltas, samples)
+
+    def land(self, rule: Rule, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+        """Wait for the mean and apply it: w <- alpha w + (1 - alpha) agreed."""
+        assert self.flight is not None
+        means = self.flight.means.result()
+        self.flight = None
+        if means is None:
+            return
+        self.equal = not (rule.centred or plan.overlap)
+        plain = MeanRule()
+        for value in self._averaged(optimizer, plan):
+            if value.name not in means:  # a moment that came after the deltas were taken
+                continue
+            own = value.read()
+            chosen: Rule = rule if value.kind == "parameter" else plain
+            agreed = chosen.agree(value.name, own, self._anchor[value.name], means[value.name])
+            value.write(torch.lerp(agreed, own, plan.alpha) if plan.alpha else agreed)
+        if plan.optimizer_state == "reset":
+            for value in self.values:
+                if value.tensor in optimizer.state:
+                    optimizer.state[value.tensor].clear()
+
+    def _averaged(self, optimizer: torch.optim.Optimizer, plan: Plan) -> list[Value]:
+        extra = moments(optimizer, self.values) if plan.optimizer_state == "average" else []
+        return [*self.values, *extra]
+
+    def settle(self) -> None:
+        """Wait until what is on its way has arrived; it is applied when it is due."""
+        if self.flight is not None:
+            self.flight.means.result()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that a resume needs; waits for what is on its way."""
+        flight: dict[str, Any] = {}
+        if self.flight is not None:
+            flight = {"due": self.flight.due, "means": self.flight.means.result()}
+        return {
+            "anchor": {name: tensor.clone() for name, tensor in self._anchor.items()},
+            "samples": self.samples,
+            "expected": self.expected,
+            "equal": self.equal,
+            "flight": flight,
+            "codec": self._exchange.state_dict() if self._exchange else {},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave on this rank."""
+        self._load_shared(state)
+        self.samples, self.expected = int(state["samples"]), int(state["expected"])
+        self.equal = bool(state["equal"])
+        if self._exchange:
+            self._exchange.load_state_dict(state["codec"])
+
+    def load_former_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what is the same on all former ranks; what codecs left out is divided, its sum kept."""
+        self._load_shared(states[0])
+        codecs = [state["codec"] for state in states]
+        if self._exchange and any(codecs):
+            numels = {v.name: v.tensor.numel() for v in self.values}
+            self._exchange.load_state_dict(memory.merge(codecs, numels))
+
+    def _load_shared(self, state: Mapping[str, Any]) -> None:
+        device = self.values[0].tensor.device
+        self._anchor = {name: tensor.to(device).clone() for name, tensor in state["anchor"].items()}
+        self.flight = None
+        if state["flight"]:
+            means: Future[Means] = Future()
+            saved = state["flight"]["means"]
+            means.set_result(None if saved is None else {n: t.to(device) for n, t in saved.items()})
+            self.flight = Flight(int(state["flight"]["due"]), means)

@@ -1,0 +1,104 @@
+"""What replicas average: trainable parameters, buffers (BatchNorm statistics and counters), optimizer moments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from echelon.collectives.wire import is_small
+from echelon.compression.base import working_dtype
+
+Kind = Literal["parameter", "buffer", "moment"]
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor that is averaged, in place.
+
+    Attributes:
+        name: the same on all ranks.
+        tensor: the live tensor, any shape.
+    """
+
+    name: str
+    tensor: Tensor
+    kind: Kind
+
+    @property
+    def encoded(self) -> bool:
+        """Whether it goes through the codec; small parameters, buffers and moments travel whole.
+
+        A lossy second moment could turn negative, and BatchNorm's variance too.
+        """
+        return self.kind == "parameter" and not is_small(self.tensor)
+
+    @property
+    def group(self) -> str:
+        """Under which name its bytes are counted."""
+        return {"buffer": "buffers", "moment": "moments"}.get(self.kind, "weights" if self.encoded else "small")
+
+    def read(self) -> Tensor:
+        """Return a copy in the type that is computed with: float64 for float64 and counters, else float32."""
+        exact = not self.tensor.is_floating_point()
+        dtype = torch.float64 if exact else working_dtype(self.tensor.dtype)
+        return self.tensor.detach().to(dtype, copy=True)
+
+    def write(self, values: Tensor) -> None:
+        """Set the tensor in place; counters are rounded to whole numbers."""
+        with torch.no_grad():
+            self.tensor.copy_(values if self.tensor.is_floating_point() else values.round())
+
+
+def model_values(model: nn.Module) -> list[Value]:
+    """Return trainable parameters and buffers, module by module; what several modules share stands once."""
+    values: list[Value] = []
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        start = f"{prefix}." if prefix else ""
+        own: list[tuple[str, Tensor, Kind]] = [
+            (n, p, "parameter") for n, p in module.named_parameters(recurse=False) if p.requires_grad
+        ]
+        own += [(n, b, "buffer") for n, b in module.named_buffers(recurse=False) if b.dtype is not torch.bool]
+        for name, tensor, kind in own:
+            if id(tensor) not in seen and tensor.numel():
+                seen.add(id(tensor))
+                values.append(Value(start + name, tensor, kind))
+    return values
+
+
+def moments(optimizer: torch.optim.Optimizer, parameters: Sequence[Value]) -> list[Value]:
+    """Return the optimizer's tensors that have one element per element of a parameter, for these parameters."""
+    found: list[Value] = []
+    for value in parameters:
+        state = optimizer.state.get(value.tensor, {}) if value.kind == "parameter" else {}
+        for key in sorted(state):
+            tensor = state[key]
+            fits = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.shape == value.tensor.shape
+            if fits and key != "step":
+                found.append(Value(f"{value.name}:{key}", tensor, "moment"))
+    return found
+
+
+def cut(values: Sequence[Value], parts: int) -> list[list[Value]]:
+    """Cut values, kept in order, into runs of about as many elements; each has one value at least.
+
+    Raises:
+        ValueError: there are fewer values than parts.
+    """
+    if len(values) < parts:
+        raise ValueError(f"{parts} fragments, but the model has {len(values)} tensors to share among them")
+    runs: list[list[Value]] = [[] for _ in range(parts)]
+    total, before = sum(v.tensor.numel() for v in values), 0
+    for i, value in enumerate(values):
+        middle = before + value.tensor.numel() / 2
+        wanted = int(middle * parts / total)
+        # never so late that a run ahead stays empty, never so early that one behind does
+        latest, earliest = i, parts - (len(values) - i)
+        filled = next((p for p in range(parts) if not runs[p]), parts)
+        runs[max(min(wanted, latest, filled), earliest, 0)].append(value)
+        before += value.tensor.numel()
+    return runs

@@ -1,0 +1,120 @@
+"""DiLoCo: an outer optimizer steps by what replicas did in `period` steps (Douillard et al. 2023, arXiv:2311.08105).
+
+    Delta = sum_j n_j (theta - x_j) / sum_j n_j         n_j: samples seen by replica j in the period
+    v <- mu v + Delta                                   mu: outer_momentum
+    theta <- theta - outer_lr (Delta + mu v)            Nesterov
+    x_j <- theta
+
+The inner optimizer is the run's own; its moments stay with each replica (`optimizer_state=keep`). BatchNorm statistics
+are averaged.
+
+Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512): the model is cut into `fragments`; fragment p agrees at the
+steps t = p period / fragments (mod period), so that each parameter is synchronised once per period and the peak of the
+traffic is smaller. With `overlap` = tau its mean travels behind tau steps of computation, after which
+
+    x_j <- alpha x_j + (1 - alpha) theta                alpha 0.5 unless given; without overlap 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.compression import registry as codecs
+from echelon.core.errors import UserError
+from echelon.sync.averaging.engine import Averaging
+from echelon.sync.averaging.plan import Plan, check_deltas
+from echelon.sync.base import Sync, SyncContext
+
+ENCODES = "deltas"
+OVERLAPPED_ALPHA = 0.5
+
+
+@dataclass(frozen=True)
+class Settings:
+    """When replicas agree, and the outer optimizer.
+
+    Attributes:
+        period: local steps between agreements on a parameter.
+        outer_lr: learning rate on the mean delta.
+        outer_momentum: of Nesterov's method.
+        fragments: parts of the model that agree at different steps.
+        overlap: steps that a mean travels behind the computation.
+        alpha: share of a replica's own value that is kept; left out: 0.5 with overlap, else 0.
+        optimizer_state: what becomes of the inner optimizer's moments: keep, average or reset.
+    """
+
+    period: int
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    fragments: int = 1
+    overlap: int = 0
+    alpha: float | None = None
+    optimizer_state: str = "keep"
+
+    def __post_init__(self) -> None:
+        if self.outer_lr <= 0:
+            raise ValueError(f"outer_lr {self.outer_lr:g}: use a positive number; 0.7 is the paper's")
+        if not 0 <= self.outer_momentum < 1:
+            raise ValueError(f"outer_momentum {self.outer_momentum:g}: use 0 to below 1; 0.9 is the paper's")
+        self.plan()
+
+    def plan(self) -> Plan:
+        """Return when what is averaged."""
+        alpha = self.alpha if self.alpha is not None else (OVERLAPPED_ALPHA if self.overlap else 0.0)
+        return Plan(
+            self.period,
+            fragments=self.fragments,
+            overlap=self.overlap,
+            alpha=alpha,
+            optimizer_state=self.optimizer_state,
+        )
+
+
+SETTINGS = Settings
+
+
+class OuterNesterov:
+    """SGD with Nesterov momentum on the mean delta, the same on all replicas; momenta have the anchors' shapes."""
+
+    centred = False
+
+    def __init__(self, lr: float, momentum: float) -> None:
+        self._lr, self._momentum = lr, momentum
+        self._velocity: dict[str, Tensor] = {}
+
+    def agree(self, name: str, own: Tensor, anchor: Tensor, mean: Tensor) -> Tensor:
+        """Take an outer step from the anchor; replicas go on from there."""
+        if not self._momentum:
+            return anchor.add_(mean, alpha=self._lr)
+        # v is kept with the sign of the delta own - anchor, which is the outer gradient's with a minus.
+        velocity = self._velocity.setdefault(name, torch.zeros_like(anchor))
+        velocity.mul_(self._momentum).add_(mean)
+        return anchor.add_(mean + self._momentum * velocity, alpha=self._lr)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the momenta."""
+        return {name: tensor.clone() for name, tensor in self._velocity.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back the momenta."""
+        self._velocity = {name: tensor.clone() for name, tensor in state.items()}
+
+
+def check(settings: Settings, compression: str) -> None:
+    """Refuse a codec that deltas, or the momentum after them, cannot go with (UserError)."""
+    check_deltas(compression)
+    if settings.outer_momentum and codecs.build(compression).momentum_inside:
+        raise UserError(
+            f"--compression {compression}: momentum after decoding, together with error feedback, spoils training; "
+            "write diloco(outer_momentum=0), or use int8"
+        )
+
+
+def build(settings: Settings, context: SyncContext) -> Sync:
+    """Build the strategy."""
+    return Averaging(context, settings.plan(), OuterNesterov(settings.outer_lr, settings.outer_momentum))

@@ -1,0 +1,112 @@
+"""Elastic averaging SGD: replicas are drawn to a centre, and the centre to them (Zhang et al. 2015, arXiv:1412.6651).
+
+After every `period` steps, with N replicas, m = sum_j n_j (x_j - c) / sum_j n_j and alpha = beta / N:
+
+    x_i <- x_i - alpha (x_i - c)
+    c   <- c + beta m                   with equal shares: c + alpha sum_j (x_j - c)
+
+beta = 0.9 is the paper's; `rho` instead of it gives alpha = lr rho, with the learning rate of the moment. Every replica
+holds the same centre. It is what is evaluated and saved; BatchNorm statistics are averaged. The gradient of the next
+step is taken where the elastic force has moved the replica to (the paper: where it was before).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.core.errors import UserError
+from echelon.sync.averaging.engine import Averaging
+from echelon.sync.averaging.plan import Plan, check_deltas
+from echelon.sync.base import Sync, SyncContext
+
+ENCODES = "deltas"
+PAPERS_BETA = 0.9
+
+
+@dataclass(frozen=True)
+class Settings:
+    """When and how strongly replicas are drawn to the centre.
+
+    Attributes:
+        period: local steps between agreements.
+        beta: N alpha, how far the centre moves towards the replicas' mean; 0.9 when neither is given.
+        rho: strength of the force relative to the learning rate, instead of beta.
+        optimizer_state: what becomes of moments at an agreement: keep, average or reset.
+    """
+
+    period: int
+    beta: float | None = None
+    rho: float | None = None
+    optimizer_state: str = "keep"
+
+    def __post_init__(self) -> None:
+        if self.beta is not None and self.rho is not None:
+            raise ValueError("beta and rho both set the force: give one of them")
+        if self.beta is not None and not 0 < self.beta <= 1:
+            raise ValueError(f"beta {self.beta:g}: use above 0 to 1; 0.9 is the paper's")
+        if self.rho is not None and self.rho <= 0:
+            raise ValueError(f"rho {self.rho:g}: use a positive number")
+        self.plan()
+
+    def plan(self) -> Plan:
+        """Return when what is averaged."""
+        return Plan(self.period, optimizer_state=self.optimizer_state)
+
+
+SETTINGS = Settings
+
+
+class Elastic:
+    """Draws a replica to the centre (the anchor) and the centre to the replicas' mean."""
+
+    centred = True
+
+    def __init__(self, alpha: Callable[[], float], replicas: int) -> None:
+        self._alpha, self._replicas = alpha, replicas
+
+    def agree(self, name: str, own: Tensor, anchor: Tensor, mean: Tensor) -> Tensor:
+        """Move both, each by where the other was."""
+        alpha = self._alpha()
+        moved = torch.lerp(own, anchor, alpha)
+        anchor.add_(mean, alpha=alpha * self._replicas)
+        return moved
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the centre is the anchor."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take nothing back."""
+
+
+def check(settings: Settings, compression: str) -> None:
+    """Refuse a codec that deltas cannot go through (UserError)."""
+    check_deltas(compression)
+
+
+def build(settings: Settings, context: SyncContext) -> Sync:
+    """Build the strategy.
+
+    Raises:
+        UserError: rho is too large for this learning rate and number of replicas.
+    """
+    replicas = dist.get_world_size(context.group) if context.group is not None else 1
+
+    def alpha() -> float:
+        if settings.rho is None:
+            return (settings.beta or PAPERS_BETA) / replicas
+        return float(context.optimizer.param_groups[0]["lr"]) * settings.rho
+
+    lr = float(context.optimizer.defaults["lr"])
+    if settings.rho is not None and replicas * lr * settings.rho > 1:
+        raise UserError(
+            f"easgd(rho={settings.rho:g}): {replicas} workers x lr {lr:g} x rho is above 1: "
+            f"the centre would overshoot; use rho up to {1 / (replicas * lr):g}"
+        )
+    return Averaging(context, settings.plan(), Elastic(alpha, replicas))

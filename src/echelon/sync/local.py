@@ -1,0 +1,53 @@
+"""Local SGD: replicas take `period` steps by themselves, then average (Stich 2019, arXiv:1805.09767).
+
+x_i <- sum_j n_j x_j / sum_j n_j after every `period` steps, n_j the samples that replica j has seen since the last
+average. With `start`, the first steps are synchronous (post-local SGD, Lin et al. 2020, arXiv:1808.07217).
+
+Each replica's gradient is the mean over its own part of the batch, so that the learning rate is the one of `allreduce`:
+with `period=1` and SGD both take the same steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echelon.sync.averaging.engine import Averaging
+from echelon.sync.averaging.plan import MeanRule, Plan, check_deltas
+from echelon.sync.base import Sync, SyncContext
+
+ENCODES = "deltas"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """When replicas average.
+
+    Attributes:
+        period: local steps between averages.
+        start: synchronous steps before the first local one.
+        optimizer_state: what becomes of moments at an average: keep, average or reset.
+    """
+
+    period: int
+    start: int = 0
+    optimizer_state: str = "keep"
+
+    def __post_init__(self) -> None:
+        self.plan()
+
+    def plan(self) -> Plan:
+        """Return when what is averaged."""
+        return Plan(self.period, start=self.start, optimizer_state=self.optimizer_state)
+
+
+SETTINGS = Settings
+
+
+def check(settings: Settings, compression: str) -> None:
+    """Refuse a codec that deltas cannot go through (UserError)."""
+    check_deltas(compression)
+
+
+def build(settings: Settings, context: SyncContext) -> Sync:
+    """Build the strategy."""
+    return Averaging(context, settings.plan(), MeanRule())

@@ -1,0 +1,52 @@
+"""The four choices together: what works, what is refused, and what one choice asks of another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from echelon.collectives import registry as collectives
+from echelon.compression import registry as compression
+from echelon.config import RunConfig
+from echelon.core.errors import UserError
+from echelon.core.spec import parse_spec
+from echelon.sync import check_sync, encodes_gradients
+
+SGD_FAMILY = ("sgd", "nesterov", "momentum")
+
+
+def check_strategies(config: RunConfig) -> None:
+    """Refuse specs that no registered strategy takes, and combinations that cannot work.
+
+    Raises:
+        UserError: names the spec, the reason, and the nearest that works.
+    """
+    strategy = config.strategy
+    check_sync(strategy.sync, strategy.compression)
+    collectives.build(strategy.collective)
+    compression.build(strategy.compression)
+    settle_momentum(config)
+    codec = compression.build(strategy.compression)
+    path = parse_spec(strategy.collective).name
+    if codec.direction and config.optimizer.clip_norm:
+        raise UserError(
+            f"--compression {strategy.compression} gives directions, whose norm says nothing: leave out --clip-norm"
+        )
+    if path != "auto" and config.launch.workers == 1 and config.launch.nodes == "1":
+        raise UserError(f"--collective {strategy.collective} needs several workers: leave it out, or use --workers 2")
+
+
+def settle_momentum(config: RunConfig) -> RunConfig:
+    """Return the description with momentum where the codec wants it: in the worker before encoding, or the optimizer.
+
+    Raises:
+        UserError: compression and optimizer contradict each other.
+    """
+    optimizer, strategy = config.optimizer, config.strategy
+    if not encodes_gradients(strategy.sync):
+        return config
+    family = optimizer.name.lower() in SGD_FAMILY
+    asked = optimizer.momentum if family else 0.0
+    spec, left = compression.place_momentum(strategy.compression, asked)
+    if not family or left == asked:
+        return replace(config, strategy=replace(strategy, compression=spec))
+    return replace(config, strategy=replace(strategy, compression=spec), optimizer=replace(optimizer, momentum=left))

@@ -1,0 +1,56 @@
+"""Training with every codec reaches what training without reaches: two real ranks, real digits, the real loop."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from echelon.compression.registry import names
+from echelon.config import build
+from echelon.observe.record import Recorder
+from echelon.train import folder as folders
+from echelon.train.assemble import Given, assemble
+from echelon.train.loop import fit, run_evaluation
+from echelon.train.stop import StopFlag
+from echelon.train.world import World
+from tests.ranks.spawn import Rank, run_ranks
+
+DEFAULTS = {"threshold": "threshold(density=0.02)", "topk": "topk(0.02)", "randomk": "randomk(0.3)"}
+SPECS = [DEFAULTS.get(name, name) for name in names()]
+SEEDS = (0,)
+WITHIN = 0.01
+
+
+def train_on_digits(rank: Rank, specs: list[str]) -> dict[str, float]:
+    """Return the mean test top-1 over seeds, by codec."""
+    world = World(rank.index, rank.world_size, rank.index, torch.device("cpu"), dist.group.WORLD)
+    return {spec: sum(_top1(world, spec, seed) for seed in SEEDS) / len(SEEDS) for spec in specs}
+
+
+def _top1(world: World, spec: str, seed: int) -> float:
+    settings = {"strategy.compression": spec, "training.epochs": 12, "training.eval_every": 0, "training.seed": seed}
+    config = build(None, {**settings, "data.batch_size": 64, "checkpoint.every": "100000"}).config
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        folders.prepare(path, config)
+        run, cursor = assemble(config, path, world, Recorder(None), Given())
+        fit(run, cursor, StopFlag())
+        report = run_evaluation(run, cursor)
+        run.saver.finish()
+        run.parts.sync.close()
+        run.train_loader.close()
+        run.eval_loader.close()
+        run.scalars.close()
+    top1 = report.metrics["top1"]
+    assert top1 is not None
+    return top1
+
+
+def test_every_codec_reaches_the_uncompressed_accuracy() -> None:
+    accuracy = run_ranks(train_on_digits, 2, SPECS, timeout_s=170)[0]
+    short = {spec: top1 for spec, top1 in accuracy.items() if top1 < accuracy["none"] - WITHIN}
+    assert not short, f"without compression {accuracy['none']:.4f}; short of it by over {WITHIN}: {short}"
+    assert accuracy["none"] > 0.96

@@ -1,0 +1,232 @@
+"""The DDP hook between real processes: same gradients, same bits on all ranks, resumable, order-proof."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import echelon
+from echelon.collectives import GradientHook
+from echelon.collectives.hook import DdpHook
+from echelon.core.errors import UserError
+from tests.ranks.spawn import Rank, Struck, fail_at, run_ranks
+
+
+def _model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16 * 36, 64),
+        nn.ReLU(),
+        nn.Linear(64, 40),
+    )
+
+
+def _flat(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def _train(ddp: DistributedDataParallel, rank: Rank, steps: range) -> None:
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.05)
+    for step in steps:
+        generator = torch.Generator().manual_seed(1000 * step + rank.index)
+        x = torch.randn(6, 1, 8, 8, generator=generator)
+        y = torch.randint(40, (6,), generator=generator)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(ddp(x), y).backward()
+        optimizer.step()
+
+
+def _same_everywhere(x: Tensor) -> bool:
+    first = x.clone()
+    dist.broadcast(first, 0)
+    return torch.equal(first, x)
+
+
+def like_plain_ddp(rank: Rank, hooks: list[tuple[str, str]]) -> list[tuple[bool, bool, int]]:
+    """For each (compression, collective): near plain DDP's parameters after 5 steps, same on all ranks, bytes."""
+    plain = DistributedDataParallel(_model())
+    _train(plain, rank, range(5))
+    found = []
+    for compression, collective in hooks:
+        ddp = DistributedDataParallel(_model(), bucket_cap_mb=0.05)
+        hook = GradientHook(None, compression, collective, average=True)
+        hook.attach(ddp)
+        _train(ddp, rank, range(5))
+        near = torch.allclose(_flat(ddp), _flat(plain), atol=1e-6 if compression == "none" else 2e-2)
+        found.append((near, _same_everywhere(_flat(ddp)), hook.wire.by_group["weights"] // hook.wire.steps))
+    return found
+
+
+def test_every_path_trains_as_plain_ddp_does() -> None:
+    paths = ["auto", "ring", "halving_doubling", "hierarchical(group=2)"]
+    for found in run_ranks(like_plain_ddp, 3, [("none", p) for p in paths]):
+        assert all(near and same for near, same, _ in found), found
+        assert found[0][2] == pytest.approx(found[1][2], rel=0.01)
+
+
+def test_codecs_train_with_many_buckets_and_send_less() -> None:
+    hooks = [
+        ("none", "auto"),
+        ("bf16", "ring"),
+        ("int8", "auto"),
+        ("topk(density=0.05)", "auto"),
+        ("powersgd(2)", "auto"),
+    ]
+    for found in run_ranks(like_plain_ddp, 2, hooks):
+        assert all(same for _, same, _ in found)
+        assert found[1][0] and found[2][0]
+        whole = found[0][2]
+        assert [round(whole / sent) for _, _, sent in found[1:3]] == [2, 4]
+        assert all(sent < whole / 8 for _, _, sent in found[3:])
+
+
+def sums(rank: Rank, compression: str) -> float:
+    """The hook of a loop that normalises by itself: gradients are summed."""
+    model = nn.Linear(64, 64, bias=False)
+    nn.init.zeros_(model.weight)
+    ddp = DistributedDataParallel(model)
+    GradientHook(None, compression, average=False).attach(ddp)
+    ddp(torch.full((1, 64), rank.index + 1.0)).sum().backward()
+    assert model.weight.grad is not None
+    return float(model.weight.grad.mean())
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16", "int8", "powersgd(rank=1)"])
+def test_the_sum_is_not_divided(compression: str) -> None:
+    assert run_ranks(sums, 3, compression) == pytest.approx([6.0] * 3, rel=1e-2)
+
+
+def resume(rank: Rank, compression: str) -> tuple[bool, bool]:
+    """Six steps in a row, or three and, with another model, other buckets and what was saved, three more."""
+    whole = DistributedDataParallel(_model(), bucket_cap_mb=0.05)
+    GradientHook(None, compression, average=True).attach(whole)
+    _train(whole, rank, range(6))
+
+    before = DistributedDataParallel(_model())
+    hook = GradientHook(None, compression, average=True)
+    hook.attach(before)
+    _train(before, rank, range(3))
+    saved = {k: v.clone() if isinstance(v, Tensor) else v for k, v in hook.state_dict().items()}
+
+    after = DistributedDataParallel(_model(1), bucket_cap_mb=0.02)
+    after.load_state_dict(before.state_dict())
+    again = GradientHook(None, compression, average=True)
+    again.attach(after)
+    again.load_state_dict(saved)
+    _train(after, rank, range(3, 6))
+    return torch.equal(_flat(whole), _flat(after)), bool(saved)
+
+
+@pytest.mark.parametrize(
+    "compression", ["topk(density=0.05, momentum=0.9)", "powersgd(rank=2)", "sign", "threshold(density=0.05)", "int8"]
+)
+def test_a_resumed_run_has_the_same_bits_whatever_the_buckets(compression: str) -> None:
+    assert run_ranks(resume, 2, compression) == [(True, True)] * 2
+
+
+def overflow(rank: Rank, compression: str) -> tuple[bool, bool, bool]:
+    """One rank's gradient overflows in one step: everyone must see it, and no memory may change."""
+    ddp = DistributedDataParallel(_model())
+    hook = GradientHook(None, compression, average=True)
+    hook.attach(ddp)
+    _train(ddp, rank, range(2))
+    before = {k: v.clone() if isinstance(v, Tensor) else v for k, v in hook.state_dict().items()}
+    ddp.zero_grad()
+    scale = torch.inf if rank.index == 1 else 1.0
+    (ddp(torch.ones(2, 1, 8, 8))[:, 3].sum() * scale).backward()
+    void = not all(bool(torch.isfinite(p.grad).all()) for p in ddp.parameters() if p.grad is not None)
+    kept = all(torch.equal(torch.as_tensor(v), torch.as_tensor(before[k])) for k, v in hook.state_dict().items())
+    _train(ddp, rank, range(2, 3))
+    return void, kept, bool(torch.isfinite(_flat(ddp)).all())
+
+
+@pytest.mark.parametrize("compression", ["topk(density=0.05)", "powersgd(rank=2)"])
+def test_an_overflow_is_seen_everywhere_and_forgotten(compression: str) -> None:
+    assert run_ranks(overflow, 2, compression) == [(True, True, True)] * 2
+
+
+def plain_user(rank: Rank, attached: bool) -> tuple[bool, list[str]]:
+    hook = echelon.ddp_hook("topk(density=0.05)")
+    ddp = DistributedDataParallel(_model())
+    if attached:
+        hook.attach(ddp)
+    else:
+        ddp.register_comm_hook(hook, DdpHook.function)
+    _train(ddp, rank, range(3))
+    again = echelon.ddp_hook("topk(density=0.05)")
+    again.load_state_dict(hook.state_dict())
+    other = DistributedDataParallel(_model())
+    again.attach(other) if attached else other.register_comm_hook(again, DdpHook.function)
+    _train(other, rank, range(1))
+    assert hook.wire.steps == 3
+    return _same_everywhere(_flat(ddp)), sorted({k.split("/")[1] for k in hook.state_dict() if k.startswith("sent")})
+
+
+def test_a_plain_ddp_user_needs_one_line() -> None:
+    assert run_ranks(plain_user, 2, True) == [(True, ["4.weight", "6.weight"])] * 2
+    same, keys = run_ranks(plain_user, 2, False)[0]
+    assert same and len(keys) == 2
+
+
+def die(rank: Rank, compression: str) -> str:
+    ddp = DistributedDataParallel(_model(), broadcast_buffers=False)
+    GradientHook(None, compression, "ring" if compression == "none" else "auto", average=True).attach(ddp)
+    _train(ddp, rank, range(1))
+    rank.reach(1)
+    try:
+        _train(ddp, rank, range(1))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("compression", ["none", "int8", "powersgd(rank=1)"])
+def test_a_dead_peer_ends_backward_with_an_error(compression: str) -> None:
+    gone, words = run_ranks(die, 2, compression, faults=[fail_at(0, 1)], timeout_s=20)
+    assert gone == Struck("kill")
+    assert "lost" in words
+
+
+def ends(rank: Rank) -> list[str]:
+    ddp = DistributedDataParallel(_model())
+    hook: Any = GradientHook(None, "int8", average=True)
+    hook.attach(ddp)
+    _train(ddp, rank, range(1))
+    assert any(t.name == "echelon-lane" for t in threading.enumerate())
+    lane = hook._lane._thread
+    del ddp, hook
+    gc.collect()
+    lane.join(5)
+    return [t.name for t in threading.enumerate() if t.name == "echelon-lane"]
+
+
+def test_the_thread_ends_with_its_model() -> None:
+    assert run_ranks(ends, 2) == [[], []]
+
+
+def refused(rank: Rank) -> list[str]:
+    words = []
+    for compression, collective in [("topk(0.1)", "ring"), ("tpok(0.1)", "auto"), ("int8", "rign")]:
+        try:
+            GradientHook(None, compression, collective, average=True)
+        except UserError as error:
+            words.append(str(error))
+    return words
+
+
+def test_what_cannot_work_is_refused_in_words() -> None:
+    (words,) = run_ranks(refused, 1)
+    assert "collective auto or hierarchical" in words[0]
+    assert "did you mean topk" in words[1]
+    assert "did you mean ring" in words[2]

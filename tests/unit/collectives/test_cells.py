@@ -1,0 +1,80 @@
+"""Cells depend on the model alone, and a merged state keeps the sum of memories."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from echelon.collectives import cells, memory
+from echelon.collectives.coded import Held
+from echelon.compression.base import State
+
+
+def test_small_parameters_share_a_cell_and_kinds_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "FIRST_CELL_NUMEL", 3000)
+    monkeypatch.setattr(cells, "CELL_NUMEL", 5000)
+    named = [(f"w{i}", torch.zeros(50, 40)) for i in range(4)] + [(f"b{i}", torch.zeros(50)) for i in range(4)]
+    named.append(("half", torch.zeros(50, 40, dtype=torch.bfloat16)))
+    layout = cells.lay_out(named)
+    groups = [(c.group, [m.name for m in c.members]) for c in layout.cells]
+    assert groups == [
+        ("weights", ["w0"]),
+        ("weights", ["w1", "w2"]),
+        ("weights", ["w3"]),
+        ("small", ["b0", "b1", "b2", "b3"]),
+        ("weights", ["half"]),
+    ]
+    assert layout.places["w2"].member.span == (2000, 4000)
+
+
+def _cell() -> cells.Cell:
+    return cells.lay_out([("a", torch.zeros(40, 30)), ("b", torch.zeros(40, 40))]).cells[0]
+
+
+def _held(ranks: int, rank: int, fill: float) -> list[Held]:
+    """States as a rank has them: one for each chunk it sends, one for the chunk it owns."""
+    held = []
+    spans = [(2800 * j // ranks, 2800 * (j + 1) // ranks) for j in range(ranks)]
+    for j, span in enumerate(spans):
+        state = State(f"cell0.{j}")
+        state.memory["error"] = torch.full((span[1] - span[0],), fill)
+        state.numbers["step"] = 7
+        held.append(Held(state, span, ranks))
+    relay = State(f"cell0.{rank}.relay")
+    relay.memory["error"] = torch.arange(*spans[rank], dtype=torch.float32)
+    relay.factors["q"] = torch.full((3,), fill)
+    return [*held, Held(relay, spans[rank], 1, "relay")]
+
+
+def test_a_state_comes_back() -> None:
+    cell, held, other = _cell(), _held(2, 0, 3.0), _held(2, 0, 0.0)
+    saved = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in memory.state_dict(cell, held).items()}
+    memory.load_state_dict(cell, other, saved)
+    for mine, theirs in zip(held, other, strict=True):
+        assert torch.equal(mine.state.memory["error"], theirs.state.memory["error"])
+        assert mine.state.numbers == theirs.state.numbers
+    assert torch.equal(held[-1].state.factors["q"], other[-1].state.factors["q"])
+
+
+def test_a_state_of_another_shape_is_refused_and_nothing_changes() -> None:
+    cell, held = _cell(), _held(2, 0, 3.0)
+    with pytest.raises(ValueError, match="another codec, model or number of ranks"):
+        memory.load_state_dict(cell, held, memory.state_dict(cell, _held(3, 0, 1.0)))
+    assert all(bool((h.state.memory["error"] == 3.0).all()) for h in held[:-1])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_another_number_of_ranks_keeps_the_sums(ranks: int) -> None:
+    cell = _cell()
+    saved = [memory.state_dict(cell, _held(3, rank, 1.0 + rank)) for rank in range(3)]
+    merged = memory.merge(saved, {"a": 1200, "b": 1600})
+    new = [_held(ranks, rank, 0.0) for rank in range(ranks)]
+    for held in new:
+        for h in held:
+            h.state.factors.clear()
+        memory.load_state_dict(cell, held, merged)
+    sent = sum(torch.cat([h.state.memory["error"] for h in held if h.role == "sent"]) for held in new)
+    relay = torch.cat([held[-1].state.memory["error"] for held in new])
+    assert torch.allclose(sent, torch.full((2800,), 6.0))
+    assert torch.equal(relay, torch.arange(2800, dtype=torch.float32))
+    assert new[-1][0].state.numbers["step"] == 7

@@ -1,0 +1,78 @@
+"""Specs of codecs: what is built, what is refused and with which words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from echelon.compression.feedback import ErrorFeedback
+from echelon.compression.huffman import Huffman
+from echelon.compression.registry import build, names, place_momentum
+from echelon.core.errors import UserError
+
+
+def test_every_file_is_a_codec() -> None:
+    assert set(names()) >= {"none", "fp16", "bf16", "int8", "qsgd", "ternary", "sign", "threshold", "topk", "powersgd"}
+    for name in names():
+        codec = build({"topk": "topk(0.1)", "randomk": "randomk(0.1)", "threshold": "threshold(0.1)"}.get(name, name))
+        assert codec.name == name
+
+
+def test_naming_codecs_does_not_import_torch() -> None:
+    code = "import sys, echelon.compression as c; c.names(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_wrappers_stand_in_order() -> None:
+    codec = build("topk(0.01)+huffman")
+    assert isinstance(codec, Huffman) and isinstance(codec.inner, ErrorFeedback)
+    assert codec.name == "topk+huffman" and codec.biased and not codec.fixed_size
+    assert not isinstance(build("int8"), ErrorFeedback)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("topkk(0.01)", "did you mean topk"),
+        ("huffman", r"qsgd\+huffman"),
+        ("fp16+huffman", "fp16 alone"),
+        ("powersgd+huffman", "no symbols"),
+        ("topk(0.01)+int8", "only .huffman can follow"),
+        ("topk(0.01)+hufman", "did you mean huffman"),
+        ("qsgd+huffman+huffman", "one .huffman is enough"),
+        ("qsgd+huffman(12)", "no settings"),
+        ("topk", "density"),
+        ("topk(1.5)", "nearest is 1"),
+        ("topk(0)", "above 0"),
+        ("topk(0.01, desnity=2)", "did you mean density"),
+        ("topk(0.01, momentum=1.2)", "below 1"),
+        ("topk(0.01, values=int3)", "bf16, fp32, sign"),
+        ("threshold", "either tau"),
+        ("threshold(tau=1.0, density=0.1)", "either tau"),
+        ("qsgd(levels=200)", "nearest is 127"),
+        ("qsgd(levels=0)", "nearest is 1"),
+        ("int8(block=0)", "nearest is 1"),
+        ("sign(block=12)", "multiple of 8"),
+        ("sign(vote=3)", "true or false"),
+        ("powersgd(rank=0)", "nearest is 1"),
+        ("bf16(3)", "no settings"),
+    ],
+)
+def test_refused_in_words(text: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        build(text)
+
+
+def test_momentum_goes_inside_where_the_codec_applies_it() -> None:
+    assert place_momentum("topk(0.01)", 0.9) == ("topk(0.01, momentum=0.9)", 0.0)
+    assert place_momentum("sign+huffman", 0.9) == ("sign(momentum=0.9)+huffman", 0.0)
+    assert place_momentum("topk(0.01, momentum=0)", 0.9) == ("topk(0.01, momentum=0)", 0.9)
+    assert place_momentum("topk(0.01, momentum=0.9)", 0.9) == ("topk(0.01, momentum=0.9)", 0.0)
+    assert place_momentum("powersgd(rank=2)", 0.9) == ("powersgd(rank=2)", 0.9)
+    assert place_momentum("topk(0.01)", 0.0) == ("topk(0.01)", 0.0)
+    with pytest.raises(UserError, match="make them equal"):
+        place_momentum("topk(0.01, momentum=0.8)", 0.9)
+    with pytest.raises(UserError, match="spoils training"):
+        place_momentum("sign(momentum=0.0)", 0.9)

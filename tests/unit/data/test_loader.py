@@ -1,0 +1,108 @@
+"""Loading in this process; what loader processes add is in tests/laws/test_data.py."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from echelon.config import DataConfig
+from echelon.core.errors import UserError
+from echelon.data import EvalLoader, LoaderConfig, Shard, TrainLoader, from_datasets, open_data
+from tests.unit.data.images import make_folder
+
+CPU = torch.device("cpu")
+
+
+def settings(**data: Any) -> LoaderConfig:
+    return LoaderConfig(DataConfig(**{"loaders": 0, **data}), seed=0, device=CPU)
+
+
+class Noisy(Dataset[tuple[Tensor, int]]):
+    """Draws from every generator that a data set may draw from."""
+
+    targets = (0, 1) * 6
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return torch.tensor([i, torch.rand(()), random.random(), np.random.rand()]), self.targets[i]
+
+
+def test_images_are_normalised(tmp_path: Path) -> None:
+    config = settings(source=str(make_folder(tmp_path, per_class=20)), batch_size=32, augment="none")
+    source = open_data(config.data, 0)
+    batch = next(TrainLoader(source, config, Shard(0, 1)).epoch(0))
+    assert batch.inputs.shape == (32, 3, 40, 40)
+    assert batch.inputs.mean(dim=(0, 2, 3)).abs().max() < 0.05
+    assert (batch.inputs.std(dim=(0, 2, 3)) - 1).abs().max() < 0.05
+    assert (batch.targets.dtype, batch.global_size, batch.index) == (torch.int64, 32, 0)
+
+
+def test_augmentation_changes_with_the_epoch_and_not_in_evaluation(tmp_path: Path) -> None:
+    config = settings(source=str(make_folder(tmp_path, per_class=8)), batch_size=16)
+    source = open_data(config.data, 0)
+    assert source.info.image_size == 40
+    train = TrainLoader(source, config, Shard(0, 1))
+    first, second = (torch.cat([b.inputs for b in train.epoch(epoch)]).sort(0)[0] for epoch in (0, 1))
+    assert not torch.equal(first, second)
+    held = EvalLoader(source, config, Shard(0, 1))
+    assert torch.equal(next(iter(held)).inputs, next(iter(held)).inputs)
+
+
+def test_small_images_are_decoded_once(tmp_path: Path) -> None:
+    config = settings(source=str(make_folder(tmp_path, per_class=5)), augment="none")
+    source = open_data(config.data, 0)
+    train = TrainLoader(source, config, Shard(0, 1))
+    before = next(train.epoch(0)).inputs.sort(0)[0]
+    for path in tmp_path.rglob("*.jpg"):
+        path.unlink()
+    assert torch.equal(next(train.epoch(1)).inputs.sort(0)[0], before)
+
+
+def test_own_tensors_come_as_they_are_and_draw_seeded_numbers() -> None:
+    source = from_datasets(Noisy(), Noisy())
+    torch_state, state = torch.get_rng_state(), random.getstate()
+    whole = [b.inputs for b in TrainLoader(source, settings(batch_size=6), Shard(0, 1)).epoch(3)]
+    halves = [
+        [b.inputs for b in TrainLoader(source, settings(batch_size=6), Shard(rank, 2)).epoch(3)] for rank in range(2)
+    ]
+    assert all(torch.equal(torch.cat(pair), both) for pair, both in zip(zip(*halves), whole))
+    assert len(torch.cat(whole)[:, 1:].unique()) == 36
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert random.getstate() == state
+
+
+def test_own_tensors_of_several_shapes_are_refused() -> None:
+    ragged = [(torch.zeros(n % 2 + 1), 0) for n in range(4)]
+    source = from_datasets(ragged, ragged)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="all inputs must have one shape"):
+        list(TrainLoader(source, settings(), Shard(0, 1)).epoch(0))
+
+
+@pytest.mark.parametrize(
+    ("data", "world", "words"),
+    [
+        ({"batch_size": 2}, 3, "--batch-size 2 is smaller than the 3 workers"),
+        ({}, 13, "12 training samples for 13 workers"),
+        ({"augment": "flip_crop"}, 1, "--augment flip_crop"),
+        ({"image_size": 32}, 1, "--image-size"),
+    ],
+)
+def test_settings_that_do_not_fit(data: dict[str, Any], world: int, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        TrainLoader(from_datasets(Noisy(), Noisy()), settings(**data), Shard(0, world))
+
+
+def test_a_batch_stays_what_it_is() -> None:
+    data = TensorDataset(torch.arange(20.0).view(20, 1), torch.zeros(20, dtype=torch.int64))
+    train = TrainLoader(from_datasets(data, data, classes=("a", "b")), settings(batch_size=4), Shard(0, 1))
+    kept = [(b, b.inputs.clone()) for b in train.epoch(0)]
+    assert all(torch.equal(b.inputs, copy) for b, copy in kept)

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Subset, TensorDataset
+
+from echelon.config import DataConfig
+from echelon.core.errors import UserError
+from echelon.data import Source, from_datasets, open_data
+from echelon.data.folder import open_folder
+from echelon.data.images import FileNames, ImageArray
+from echelon.data.statistics import IMAGENET_MEAN
+from tests.unit.data.images import SHARED, make_folder, make_image
+
+
+def test_digits_are_scikit_learns() -> None:
+    from sklearn.datasets import load_digits
+
+    source = open_data(DataConfig(), seed=5)
+    assert isinstance(source.train, ImageArray)
+    assert isinstance(source.evaluation, ImageArray)
+    assert (source.info.channels, source.info.image_size, len(source.info.classes)) == (1, 8, 10)
+    assert source.info.train_size + source.info.eval_size == 1797
+    assert source.info.eval_size == 359
+    pixels, labels = load_digits(return_X_y=True)
+    ours = np.concatenate([source.train.pixels, source.evaluation.pixels]).reshape(-1, 64)
+    assert sorted(map(bytes, ours)) == sorted(map(bytes, np.rint(pixels * (255 / 16)).astype(np.uint8)))
+    assert sum(source.info.class_counts) == source.info.train_size
+    assert (
+        np.bincount(source.evaluation.labels).tolist()
+        == (np.bincount(labels) - np.array(source.info.class_counts)).tolist()
+    )
+    assert np.array_equal(open_data(DataConfig(), seed=6).evaluation.labels, source.evaluation.labels)  # type: ignore[attr-defined]
+
+
+def test_a_folder_with_train_and_test(tmp_path: Path) -> None:
+    make_folder(tmp_path / "train", per_class=3)
+    make_folder(tmp_path / "test", per_class=2)
+    make_image(tmp_path / "train" / "cat" / "more" / "x.png")
+    (tmp_path / "train" / "cat" / "notes.txt").write_text("no image")
+    (tmp_path / "train" / ".cache").mkdir()
+    info = open_data(DataConfig(source=str(tmp_path)), 0).info
+    assert (info.train_size, info.eval_size, info.class_counts) == (7, 4, (4, 3))
+    assert (info.classes, info.channels, info.image_size) == (("cat", "dog"), 3, 40)
+
+
+@pytest.mark.parametrize("inner", ["", "train"])
+def test_one_folder_is_split_by_seed(tmp_path: Path, inner: str) -> None:
+    make_folder(tmp_path / inner, per_class=10)
+    train, held, _ = open_folder(tmp_path, 0.3, seed=0)
+    assert (len(train), len(held)) == (14, 6)
+    paths = [part.path(i) for part in (train, held) for i in range(len(part))]
+    assert len(set(paths)) == 20
+    assert all(Path(p).exists() for p in paths)
+    again, other = (open_folder(tmp_path, 0.3, seed)[1] for seed in (0, 1))
+    assert [again.path(i) for i in range(6)] == [held.path(i) for i in range(6)]
+    assert [other.path(i) for i in range(6)] != [held.path(i) for i in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("break_it", "words"),
+    [
+        (lambda root: shutil.rmtree(root), "no such folder"),
+        (lambda root: (shutil.rmtree(root), root.mkdir()), "is empty"),
+        (lambda root: (root / "train" / "emu").mkdir(), "train/emu: the class folder holds no images"),
+        (lambda root: make_image(root / "train" / "emu" / "1.jpg"), "train/ and val/ must have the same class.*emu"),
+        (lambda root: shutil.rmtree(root / "train"), "there is val/ but no train/"),
+        (lambda root: (shutil.rmtree(root), make_image(root / "1.jpg")), "one folder per class"),
+        (lambda root: (shutil.rmtree(root), make_image(root / "a" / "1.jpg")), "only class folder"),
+        (lambda root: (shutil.rmtree(root), root.touch()), "it is a file"),
+    ],
+)
+def test_folders_that_cannot_be_used(tmp_path: Path, break_it: object, words: str) -> None:
+    root = tmp_path / "images"
+    make_folder(root / "train")
+    make_folder(root / "val")
+    break_it(root)  # type: ignore[operator]
+    with pytest.raises(UserError, match=words) as raised:
+        open_data(DataConfig(source=str(root)), 0)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("cifar11", "did you mean cifar10"),
+        ("digit", "did you mean digits"),
+        ("./cifar10", "no such folder"),
+        ("no_module_here:f", "no module 'no_module_here'"),
+        ("json:lod", "no function 'lod'; did you mean load"),
+        ("json:JSONDecoder", r"must return \(train, evaluation\)"),
+    ],
+)
+def test_unknown_names(name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=words):
+        open_data(DataConfig(source=name), 0)
+
+
+def test_no_network_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchvision.datasets.FashionMNIST.mirrors", ["http://127.0.0.1:9/"])
+    with pytest.raises(UserError, match=r"fashion_mnist: not in .* and the download failed") as raised:
+        open_data(DataConfig(source="fashion_mnist", root=str(tmp_path)), 0)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_torchvision_set_that_is_there(tmp_path: Path) -> None:
+    """Written in the files' own format, as this needs no network."""
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for part, n in (("train", 30), ("t10k", 10)):
+        images = rng.integers(0, 256, (n, 28, 28), dtype=np.uint8)
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(_idx(images))
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(_idx((np.arange(n) % 10).astype(np.uint8)))
+    source = open_data(DataConfig(source="mnist", root=str(tmp_path)), 0)
+    assert isinstance(source.train, ImageArray)
+    assert source.train.pixels.shape == (30, 1, 28, 28)
+    assert source.info.image_size == 28
+    assert source.info.classes[3] == "3 - three"
+    assert source.info.mean[0] == pytest.approx(source.train.pixels.mean() / 255, abs=1e-5)
+
+
+def _idx(array: np.ndarray) -> bytes:
+    header = bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
+    return header + array.tobytes()
+
+
+def test_module_and_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_own_data.py").write_text(
+        "import torch\nfrom torch.utils.data import TensorDataset\n"
+        "def load():\n    data = TensorDataset(torch.zeros(6, 4), torch.arange(6) % 3)\n    return data, data\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    info = open_data(DataConfig(source="my_own_data:load"), 0).info
+    assert (info.classes, info.channels, info.class_counts) == (("0", "1", "2"), 4, (2, 2, 2))
+
+
+def test_own_data_sets() -> None:
+    images = TensorDataset(torch.randint(0, 256, (8, 3, 16, 16), dtype=torch.uint8), torch.arange(8) % 2)
+    source = from_datasets(Subset(images, [0, 1, 2]), images, classes=("no", "yes"))
+    assert isinstance(source, Source)
+    assert (source.info.image_size, source.info.class_counts, source.info.eval_size) == (16, (2, 1), 8)
+    assert len(source.info.mean) == 3
+    floats = TensorDataset(torch.zeros(4, 7, 9), torch.tensor([0, 1, 2, 1]))
+    assert from_datasets(floats, floats).info.mean == ()
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (TensorDataset(torch.zeros(0, 3), torch.zeros(0)), "length above 0"),
+        ([1, 2], r"items must be \(tensor, label\), not int"),
+        (TensorDataset(torch.zeros(2, 3), torch.tensor([0, -1])), "labels must be"),
+        (TensorDataset(torch.zeros(2, 3, 4, 5, dtype=torch.uint8), torch.tensor([0, 1])), "must be square"),
+    ],
+)
+def test_own_data_sets_that_do_not_fit(data: object, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        from_datasets(data, data)  # type: ignore[arg-type]
+
+
+def test_file_names_of_any_bytes() -> None:
+    names = ["a.jpg", "ä/ö.png", "", "\udcff.jpg"]
+    packed = FileNames(names)
+    assert [packed[i] for i in range(len(packed))] == names
+
+
+@pytest.mark.skipif(not (SHARED / "imagenet-sample.tar").exists(), reason="the ImageNet sample is not there")
+def test_imagenet_images_are_used_as_imagenet(tmp_path: Path) -> None:
+    shutil.unpack_archive(SHARED / "imagenet-sample.tar", tmp_path, filter="data")
+    began = time.perf_counter()
+    info = open_data(DataConfig(source=str(tmp_path / "imagenet-sample"), holdout=0.1), 0).info
+    assert time.perf_counter() - began < 20
+    assert (info.image_size, info.train_size, info.eval_size, len(info.classes)) == (224, 180, 20, 200)
+    assert info.mean == IMAGENET_MEAN
+
+
+def test_all_bad_images_name_the_first(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.jpg").write_text("text")
+    with pytest.raises(UserError, match=re.escape(f"{tmp_path}/")):
+        open_data(DataConfig(source=str(tmp_path)), 0)
