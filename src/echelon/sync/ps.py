@@ -7,9 +7,9 @@ complete; the forward pass of a layer waits only for its own parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from echelon.core.errors import UserError
 from echelon.observe.phases import mark
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.server.client import Client, PushInfo
+from echelon.sync.server.coding import upward
 from echelon.sync.server.settings import Settings
 from echelon.sync.server.table import Cut, Key, ParameterInfo, Table, cut_table
 
@@ -36,6 +37,15 @@ def build(settings: Settings, context: SyncContext) -> Sync:
         "--sync ps(...) has roles of its own (scheduler, servers, workers): start it with `echelon train` "
         "and without torchrun"
     )
+
+
+def check(settings: Settings, compression: str) -> None:
+    """Refuse codecs that cannot serve a server.
+
+    Raises:
+        UserError: says what works instead.
+    """
+    upward(compression, torch.float32)
 
 
 def model_table(model: nn.Module, cut: Cut) -> Table:
@@ -100,11 +110,22 @@ class ParameterServer:
         self._lazy: set[int] = set()
         self._attach()
 
+    @property
+    def replicas_differ(self) -> bool:
+        """The servers hold the parameters, so no worker has any of its own."""
+        return False
+
     def begin(self, info: PushInfo) -> None:
-        """Begin a task."""
+        """Begin a task; `begin_step` fills in its samples."""
         missing = {k: len({s.parameter for s in spans}) for k, spans in self._by_key.items()}
         self._round = _Round(info, missing=missing)
         self._client.open_task(info.task, len(self._table.keys))
+
+    def begin_step(self, samples: int, global_size: int) -> int:
+        """Gradients are sums over samples divided by the batch, whichever worker has them."""
+        assert self._round is not None
+        self._round.info = replace(self._round.info, samples=samples, batch=global_size)
+        return global_size
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Push during the last micro-batch's backward only."""
@@ -147,8 +168,9 @@ class ParameterServer:
             values[span.key.index][span.in_key] = flat[span.in_parameter].cpu()
         return values
 
-    def gather_buffers(self) -> None:
-        """Buffers are averaged by the first server: see `flat_buffers`."""
+    def agreed(self, averages: bool = False) -> AbstractContextManager[object]:
+        """What is evaluated or saved is set with `set_parameters` and `load_buffers`."""
+        return nullcontext()
 
     def flat_buffers(self) -> Tensor:
         """Return all floating-point buffers (BatchNorm statistics), 1-D float32 on the CPU."""
@@ -172,8 +194,15 @@ class ParameterServer:
         """The servers hold the state."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """The servers hold the state."""
+
+    def load_former_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """The servers hold the state."""
+
+    def close(self) -> None:
+        """Leave the run."""
+        self._client.close()
 
     @contextmanager
     def _as_last(self, last: bool) -> Iterator[None]:

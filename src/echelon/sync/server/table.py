@@ -169,8 +169,13 @@ def _runs(parameters: Sequence[ParameterInfo], limit: int) -> list[_Piece]:
         numel = math.prod(info.shape)
         count = max(1, math.ceil(numel / limit))
         bounds = [round(i * numel / count) for i in range(count + 1)]
-        pieces += [(b - a, (b - a,), info) for a, b in zip(bounds, bounds[1:], strict=False)]
+        pieces += [(b - a, _run_shape(b - a, info.decay), info) for a, b in zip(bounds, bounds[1:], strict=False)]
     return pieces
+
+
+def _run_shape(numel: int, decay: bool) -> tuple[int, ...]:
+    """What has no weight decay has one dim, as in the model: so the optimizer's usual rule tells them apart."""
+    return (1, numel) if decay else (numel,)
 
 
 def _group(pieces: list[_Piece], limit: int) -> list[list[_Piece]]:
@@ -195,7 +200,8 @@ def _merged(parts: list[Part], whole_tensors: bool) -> list[Part]:
     for part in parts:
         if merged and merged[-1].decay == part.decay:
             first = merged[-1]
-            part = Part(first.start, part.stop, (part.stop - first.start,), part.decay, first.name)
+            shape = _run_shape(part.stop - first.start, part.decay)
+            part = Part(first.start, part.stop, shape, part.decay, first.name)
             merged.pop()
         merged.append(part)
     return merged
