@@ -18,6 +18,7 @@ from echelon.launch.plan import LaunchPlan, nodes_of, thread_count, worker_count
 from echelon.launch.preload import start_import_server
 from echelon.observe.record import Recorder, read_records
 from echelon.train import folder as folders
+from echelon.train.leased_check import is_leased
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,6 +39,7 @@ PRELOAD = (
     "torch.utils.tensorboard",
     "echelon.train.worker",
 )
+PRELOAD_ROLES = ("torch._dynamo", "zmq", "echelon.train.leased", "echelon.train.served")
 RESUMABLE = ("launch.", "checkpoint.", "training.epochs", "training.max_steps", "training.eval_every", "data.loaders")
 
 
@@ -152,7 +154,7 @@ def plan_of(config: RunConfig, path: Path, given: Given | None = None) -> Launch
         rendezvous=config.launch.rendezvous,
         max_restarts=config.launch.max_restarts,
         log_dir=path / "logs",
-        preload=PRELOAD,
+        preload=(*PRELOAD, *PRELOAD_ROLES) if is_leased(config) else PRELOAD,
         link=config.launch.link,
     )
 
@@ -226,7 +228,7 @@ def _start_in(path: Path, config: RunConfig, given: Given | None, fresh: bool) -
     _check(config)
     record = Recorder(path)
     try:
-        status = _run_plan(plan, path, record)
+        status = _run_roles(config, plan, path, record) if is_leased(config) else _run_plan(plan, path, record)
     finally:
         record.close()
         folders.mark_ended(path)
@@ -265,6 +267,50 @@ def _run_plan(plan: LaunchPlan, path: Path, record: Recorder) -> str:
         record.write("end", status="failed", message=reason)
         write_report(path)
         return "failed"
+
+
+def _run_roles(config: RunConfig, plan: LaunchPlan, path: Path, record: Recorder) -> str:
+    """Start scheduler, servers and workers of a parameter server; each is restarted alone."""
+    from echelon.launch.roles import Role, RoleDeath, RoleRefused, RolesFailed, RoleWatch, run_roles
+    from echelon.observe.report import write_report
+    from echelon.train.leased_check import settings_of
+    from echelon.train.served_start import SchedulerLine, prepare_roles, role_names
+
+    line = SchedulerLine(prepare_roles(path))
+
+    def on_death(death: RoleDeath, restarts_left: int) -> None:
+        then = "it alone is started again" if restarts_left >= 0 else "no restarts are left"
+        record.event("worker_died", f"{death}; {then}", role=death.name, host=death.host, pid=death.pid,
+                     exit_code=death.exit_code)  # fmt: skip
+        line.died(death.name, "died")
+
+    def on_start(name: str, pid: int) -> None:
+        record.write("process", role=name, pid=pid)
+
+    environment = {"OMP_NUM_THREADS": str(plan.threads), "LOCAL_WORLD_SIZE": str(plan.workers)}
+    entries = {"scheduler": "served:run_scheduler", "server": "served:run_server", "standby": "served:run_server",
+               "worker": "leased:run_leased"}  # fmt: skip
+    roles = []
+    for name, number in role_names(settings_of(config), plan.workers):
+        kind = name.rstrip("0123456789")
+        args = {"scheduler": (str(path),), "worker": (str(path), number, *plan.args[1:])}
+        roles.append(Role(name, f"echelon.train.{entries[kind]}", args.get(kind, (str(path), name, number)),
+                          leads=kind == "scheduler", shows=kind == "scheduler", environment=environment))  # fmt: skip
+    try:
+        stopped = run_roles(roles, plan.max_restarts, plan.log_dir, RoleWatch(on_death, line.stop, on_start))
+        return "stopped" if stopped and line.status() != "completed" else line.status()
+    except RoleRefused:
+        reason = _last_event(path, "refused")
+        record.write("end", status="refused", message=reason)
+        write_report(path)
+        raise UserError(reason) from None
+    except RolesFailed:
+        reason = _last_event(path, "worker_died")
+        record.write("end", status="failed", message=reason)
+        write_report(path)
+        return "failed"
+    finally:
+        line.close()
 
 
 def _last_words(path: Path, death: Death) -> str:

@@ -10,6 +10,7 @@ from echelon.config import RunConfig
 from echelon.core.errors import UserError
 from echelon.core.spec import parse_spec
 from echelon.sync import check_sync, encodes_gradients
+from echelon.train.leased_check import check_leased, is_leased
 
 SGD_FAMILY = ("sgd", "nesterov", "momentum")
 
@@ -21,6 +22,8 @@ def check_strategies(config: RunConfig) -> None:
         UserError: names the spec, the reason, and the nearest that works.
     """
     strategy = config.strategy
+    if is_leased(config):
+        check_leased(config)
     check_sync(strategy.sync, strategy.compression)
     collectives.build(strategy.collective)
     compression.build(strategy.compression)

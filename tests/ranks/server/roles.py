@@ -91,8 +91,9 @@ class Cluster:
 
     def _train(self, client: Client, strategy: ParameterServer, task: dict[str, Any], gradient: Any, lr: float) -> None:
         info = PushInfo(task["task"], task["step"], task["share"], task["shares"], 0, 1, lr)
+        strategy.begin(info)
+        strategy.begin_step(1, 1)
         with strategy.micro_batch(True):
-            strategy.begin(info)
             loss = gradient(strategy.module, task)
         strategy.step()
         stats = {"loss": loss, "correct": 0, "samples": 1, "lr": lr, "phases": [], "memory_bytes": 0, "sent_bytes": 0}

@@ -146,6 +146,12 @@ class Client:
         self._slots = {k.index: _Slot(torch.zeros(k.numel, dtype=table.torch_dtype)) for k in table.keys}
         self._table = table
 
+    @property
+    def sends_shapes(self) -> bool:
+        """Whether the codec looks at parameters as matrices, so that the table must keep them whole."""
+        codec = upward(self.config.compression, torch.float32).codec
+        return codec is not None and codec.shaped
+
     def next_task(self) -> dict[str, Any] | None:
         """Wait for a task; None at the end of the run (see `status`)."""
         began = time.perf_counter()

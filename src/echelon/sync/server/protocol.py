@@ -17,7 +17,7 @@ import msgpack
 import zmq
 
 VERSION = 1
-MAX_HEADER_BYTES = 64 * 1024
+MAX_HEADER_BYTES = 256 * 1024
 MAX_FRAMES = 4096
 _MAX_INT = 2**62
 _NAME_BYTES = 64

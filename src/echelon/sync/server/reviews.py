@@ -25,8 +25,7 @@ class Review:
     tag: int = 0
     missing: set[int] = field(default_factory=set)
     worker: str = ""
-    done_below: int = 0
-    done_beyond: list[int] = field(default_factory=list)
+    best: float | None = None
 
     @property
     def full(self) -> bool:
@@ -41,7 +40,7 @@ class Review:
     def as_task(self) -> dict[str, Any]:
         """Describe the task for a worker."""
         return {"task": REVIEW_BASE + self.tag, "kind": "review", "tag": self.tag, "epoch": self.epoch,
-                "step": self.step, "evaluate": self.evaluate, "reason": self.reason}  # fmt: skip
+                "step": self.step, "evaluate": self.evaluate, "reason": self.reason, "best": self.best}  # fmt: skip
 
 
 class Reviews:

@@ -85,6 +85,8 @@ class Scheduler:
         self._report_s = 0.0
         self._last_member_s = time.monotonic()
         self._late = 0
+        self._lead = ""
+        self._best: float | None = None
         self._restore()
 
     def run(self) -> str:
@@ -288,6 +290,8 @@ class Scheduler:
                     done[entry["task"]] = entry
                 case "epoch":
                     self._epochs_seen = entry["epoch"]
+                case "best":
+                    self._best = entry["best"]
                 case "saved":
                     self._saved_step = entry["step"]
         if self._setup is None:
@@ -354,7 +358,7 @@ class Scheduler:
             return None
         review = self.reviews.present
         if review is not None and review.copied and not review.worker and self._leads(member):
-            review.worker = member.name
+            review.worker, review.best, self._lead = member.name, self._best, member.name
             self.leases.pause(member.name, True)
             return review.as_task()
         if self._stopping or not all(s.ready for s in self.serving.values()):
@@ -366,8 +370,9 @@ class Scheduler:
         return task
 
     def _leads(self, member: Member) -> bool:
-        """Whether a worker is the one that evaluates: the first by name that lives."""
-        return member.name == self.members.of_role("worker")[0].name
+        """Whether a worker is the one that evaluates: the one that did so last, else the first by name."""
+        lead = self._lead if self.members.get(self._lead) else self.members.of_role("worker")[0].name
+        return member.name == lead
 
     def _done(self, member: Member, task: int, info: dict[str, Any], now_s: float) -> None:
         if self.leases is None:
@@ -453,6 +458,9 @@ class Scheduler:
         for server in self.members.of_role("server"):
             self._reply(server.peer, Kind.UNTAG, {"tag": review.tag})
         self.reviews.end()
+        if "best" in info:
+            self._best = float(info["best"])
+            self.journal.write("best", best=self._best)
         self.callbacks.reviewed(review.epoch, info)
         if review.reason:
             self.journal.write("saved", step=review.step)
@@ -464,7 +472,7 @@ class Scheduler:
     def _set_up(self, info: dict[str, Any]) -> None:
         if self._setup is not None:
             return
-        self._setup = info
+        self._setup, self._best = info, info.get("best")
         self.journal.write("setup", info=info)
         self._make_leases(info)
         assert self.leases is not None
