@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ class Journal:
 
     def write(self, kind: str, **values: Any) -> None:
         """Append one entry. It survives the death of this process when this returns."""
-        os.write(self._fd, json.dumps({"kind": kind, **values}).encode() + b"\n")
+        os.write(self._fd, json.dumps({"t": round(time.time(), 6), "kind": kind, **values}).encode() + b"\n")
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Yield the whole entries, oldest first."""
