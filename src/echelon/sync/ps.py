@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.core.errors import UserError
-from echelon.observe.phases import mark
+from echelon.observe.phases import Phase, PhaseClock
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.server.client import Client, PushInfo
 from echelon.sync.server.coding import upward
@@ -66,6 +66,18 @@ def model_table(model: nn.Module, cut: Cut) -> Table:
     return cut_table(infos, Cut(cut.servers, cut.chunk_bytes, cut.whole_tensors, _NAMES[types.pop()]))
 
 
+@dataclass(frozen=True)
+class WorkerOptions:
+    """How a worker takes part: the settings of `ps(...)`, and whose time waiting counts as communication.
+
+    `clip_norm`: each worker's gradient is clipped to this norm before it is pushed; 0: not at all.
+    """
+
+    settings: Settings
+    clip_norm: float
+    clock: PhaseClock
+
+
 @dataclass
 class _Span:
     """Which elements of a parameter are which elements of a key."""
@@ -83,19 +95,15 @@ class _Round:
     info: PushInfo
     loaded: set[int] = field(default_factory=set)
     missing: dict[int, int] = field(default_factory=dict)
-    began: float | None = None
 
 
 class ParameterServer:
-    """A worker's model between forward and backward: waits for values, pushes gradients.
+    """A worker's model between forward and backward: waits for values, pushes gradients."""
 
-    Args:
-        clip_norm: each worker's gradient is clipped to this norm before it is pushed; 0: not at all.
-    """
-
-    def __init__(self, model: nn.Module, table: Table, client: Client, settings: Settings, clip_norm: float) -> None:
+    def __init__(self, model: nn.Module, table: Table, client: Client, options: WorkerOptions) -> None:
         self.module = model
-        self._table, self._client, self._settings, self._clip = table, client, settings, clip_norm
+        self._table, self._client, self._settings = table, client, options.settings
+        self._clip, self._clock = options.clip_norm, options.clock
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._spans = _spans(self._parameters, table)
         self._by_parameter: list[list[_Span]] = [[] for _ in self._parameters]
@@ -260,15 +268,15 @@ class ParameterServer:
         if self._settings.aggregates and self._version[index] == version:
             return
         flat = self._parameters[index].detach().view(-1)
+        self._clock.enter(Phase.COMMUNICATE)
         for span in self._by_parameter[index]:
             flat[span.in_parameter] = self._client.value(span.key, version)[span.in_key].to(flat.device)
         self._version[index] = version
+        self._clock.enter(Phase.FORWARD)
 
     def _gradient(self, index: int) -> None:
         if not self._last or self._round is None:
             return
-        if self._round.began is None:
-            self._round.began = mark()
         for key in {span.key.index: span.key for span in self._by_parameter[index]}.values():
             self._round.missing[key.index] -= 1
             if self._round.missing[key.index] == 0 and not self._clip:

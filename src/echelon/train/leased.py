@@ -22,7 +22,7 @@ from echelon.models import parameter_count
 from echelon.observe.environment import environment
 from echelon.observe.phases import Phase, PhaseClock, make_clock
 from echelon.observe.record import Recorder
-from echelon.sync.ps import ParameterServer, model_table
+from echelon.sync.ps import ParameterServer, WorkerOptions, model_table
 from echelon.sync.server.client import Client, ClientConfig, PushInfo, TagLost
 from echelon.sync.server.identity import derive_keys, read_secret
 from echelon.sync.server.server import BUFFERS_KEY
@@ -130,9 +130,8 @@ def assemble_worker(path: Path, number: int, record: Recorder, given: Given) -> 
     client = Client(_client_config(config, settings, path, number))
     table = model_table(model, _cut(config, settings, client))
     client.set_table(table)
-    clip = config.optimizer.clip_norm
-    strategy = ParameterServer(model, table, client, settings, clip)
     clock = make_clock(world.device.type)
+    strategy = ParameterServer(model, table, client, WorkerOptions(settings, config.optimizer.clip_norm, clock))
     optimizer = build_optimizer(model, config.optimizer, config.data.batch_size)  # never steps: it carries the schedule
     loss = build_loss(config.optimizer, source.info.class_counts)
     scaler = torch.amp.GradScaler(world.device.type, enabled=False)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from echelon.observe.phases import HostClock
 from echelon.observe.record import Recorder
-from echelon.sync.ps import ParameterServer, model_table
+from echelon.sync.ps import ParameterServer, WorkerOptions, model_table
 from echelon.sync.server.client import Client, ClientConfig, PushInfo
 from echelon.sync.server.identity import RunKeys, derive_keys
 from echelon.sync.server.scheduler import Callbacks, Plan, Scheduler, SchedulerConfig
@@ -73,7 +74,7 @@ class Cluster:
         table = model_table(model, Cut(self.settings.servers, self.settings.chunk_bytes))
         client.join({"fingerprint": table.fingerprint})
         client.set_table(table)
-        strategy = ParameterServer(model, table, client, self.settings, 0.0)
+        strategy = ParameterServer(model, table, client, WorkerOptions(self.settings, 0.0, HostClock()))
         while (task := client.next_task()) is not None:
             if task["kind"] == "setup":
                 client.wait_for_servers(self.settings.servers)

@@ -164,6 +164,14 @@ class Replication:
         self.is_standby = False
         self._server._join()
 
+    def demote(self) -> None:
+        """Become a standby: another server has taken over, and what this one holds may differ from it."""
+        if not self.is_standby:
+            self.is_standby = True
+            self._owed.clear()
+            self._standby = None
+            self._server.stores.clear()
+
     def close(self) -> None:
         """Close what is open."""
         if self._primary is not None:

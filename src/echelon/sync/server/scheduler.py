@@ -86,6 +86,7 @@ class Scheduler:
         self._last_member_s = time.monotonic()
         self._late = 0
         self._lead = ""
+        self._begun = False
         self._best: float | None = None
         self._restore()
 
@@ -208,9 +209,16 @@ class Scheduler:
     def _server_joined(self, member: Member) -> None:
         info = member.info
         serving = self.serving[int(info["index"])]
-        if info["standby"] and serving.primary != member.name:
+        other = serving.primary != member.name and self.members.get(serving.primary) is not None
+        if other or (info["standby"] and serving.primary != member.name):
             serving.standby, serving.standby_ready = member.name, bool(info["ready"])
+            if not info["standby"]:  # its standby has taken over: now it is the standby
+                self._reply(member.peer, Kind.WELCOME, {"info": {"standby": True}})
         else:
+            if self._setup is not None and not info["ready"] and not info["standby"]:
+                words = f"what {member.name} held is lost: it has neither a snapshot nor a standby; resume the run"
+                self.record.event("server_lost", words, server=int(info["index"]))
+                self.status = "failed"
             serving.primary, serving.ready = member.name, bool(info["ready"])
             if serving.standby == member.name:
                 serving.standby, serving.standby_ready = "", False
@@ -296,6 +304,7 @@ class Scheduler:
                     self._saved_step = entry["step"]
         if self._setup is None:
             return
+        self._begun = True
         self._make_leases(self._setup)
         self._replay(done, shares)
         self.record.event("scheduler_restored", f"the scheduler came back at step {self._steps()}", step=self._steps())
@@ -361,13 +370,20 @@ class Scheduler:
             review.worker, review.best, self._lead = member.name, self._best, member.name
             self.leases.pause(member.name, True)
             return review.as_task()
-        if self._stopping or not all(s.ready for s in self.serving.values()):
+        if self._stopping or not self._servers_ready():
             return None
         before = self.leases.shares if isinstance(self.leases, SharedLeases) else 0
         task = self.leases.take(member.name, now_s)
         if task is not None and before == 0 and isinstance(self.leases, SharedLeases):
             self.journal.write("shares", step=task["step"], shares=task["shares"])
         return task
+
+    def _servers_ready(self) -> bool:
+        """Whether every server can take gradients; before the first of them, also whether every standby is there."""
+        ready = all(s.ready for s in self.serving.values())
+        if ready and not self._begun:
+            self._begun = not self.settings.replicas or all(s.standby_ready for s in self.serving.values())
+        return ready and self._begun
 
     def _leads(self, member: Member) -> bool:
         """Whether a worker is the one that evaluates: the one that did so last, else the first by name."""

@@ -121,7 +121,8 @@ class Server:
         self.context.term()
 
     def _join(self) -> None:
-        info = {"index": self.config.index, "ready": self.ready, "standby": self.config.name.startswith("standby"),
+        ready = self.ready and (self.snapshots.safe or self.replication.is_standby)
+        info = {"index": self.config.index, "ready": ready, "standby": self.replication.is_standby,
                 "life": self.voice.session, "restored": self.snapshots.restored}  # fmt: skip
         self.scheduler.send(Kind.JOIN, {"role": "server", "address": self.listener.address, "info": info})
 
@@ -153,7 +154,9 @@ class Server:
             case Kind.PROMOTE:
                 self.replication.promote()
             case Kind.WELCOME:
-                if body["info"].get("again"):
+                if body["info"].get("standby"):
+                    self.replication.demote()
+                elif body["info"].get("again"):
                     self._join()
             case Kind.END:
                 self.ended = True
@@ -231,7 +234,7 @@ class Server:
         self.put(index, unpack_state(message.body["meta"], message.frames))
         self.voice.reply(self.listener.socket, peer, Kind.PUT_DONE, {"key": index})
         if self.ready:
-            self._join()
+            self._join()  # once the first snapshot is written, again as ready
 
     def put(self, index: int, state: dict[str, Any]) -> None:
         """Take a key's state where the key is not held yet.

@@ -35,6 +35,7 @@ class Snapshots:
         self._settle_by = 0.0
         self._missing: set[str] | None = None
         self.restored = False
+        self.safe = not self._enabled
 
     @property
     def settling(self) -> bool:
@@ -53,7 +54,7 @@ class Snapshots:
         for index, key_state in state["keys"].items():
             self._server.put(index, key_state)
         self._server.buffers = dict(state["buffers"])
-        self.restored = True
+        self.restored = self.safe = True
         self._settle_by = time.monotonic() + SETTLE_S
 
     def pump(self) -> None:
@@ -63,6 +64,9 @@ class Snapshots:
         if self._running is not None and self._running.done():
             numbers, self._running = self._running.result(), None
             self._tell(numbers)
+            if not self.safe:
+                self.safe = True
+                self._server._join()
         every = self._server.settings.snapshot_every * len(self._server.stores)
         due = self._count == 0 or self._server.load.updates - self._at_updates >= every
         if due and self._running is None and not self.settling:
