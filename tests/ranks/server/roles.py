@@ -15,11 +15,14 @@ from echelon.observe.phases import HostClock
 from echelon.observe.record import Recorder
 from echelon.sync.ps import ParameterServer, WorkerOptions, model_table
 from echelon.sync.server.client import Client, ClientConfig, PushInfo
+from echelon.sync.server.endpoint import Line, Voice
 from echelon.sync.server.identity import RunKeys, derive_keys
+from echelon.sync.server.protocol import Kind
 from echelon.sync.server.scheduler import Callbacks, Plan, Scheduler, SchedulerConfig
 from echelon.sync.server.server import Server, ServerConfig
 from echelon.sync.server.settings import Settings
-from echelon.sync.server.table import Cut
+from echelon.sync.server.sockets import Limits
+from echelon.sync.server.table import Cut, Table
 
 Optimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 KEYS = derive_keys(b"t" * 32)
@@ -72,6 +75,12 @@ class Cluster:
     def _work(self, number: int, model: nn.Module, gradient: Any, lr: float, seen: list[Any]) -> None:
         client = self.client(number)
         table = model_table(model, Cut(self.settings.servers, self.settings.chunk_bytes))
+        try:
+            self._tasks(client, model, table, gradient, lr, seen)
+        finally:
+            client.close()
+
+    def _tasks(self, client: Client, model: nn.Module, table: Table, gradient: Any, lr: float, seen: list[Any]) -> None:
         client.join({"fingerprint": table.fingerprint})
         client.set_table(table)
         strategy = ParameterServer(model, table, client, WorkerOptions(self.settings, 0.0, HostClock()))
@@ -88,7 +97,6 @@ class Cluster:
                 client.result(task["task"], {})
             else:
                 self._train(client, strategy, task, gradient, lr)
-        client.close()
 
     def _train(self, client: Client, strategy: ParameterServer, task: dict[str, Any], gradient: Any, lr: float) -> None:
         info = PushInfo(task["task"], task["step"], task["share"], task["shares"], 0, 1, lr)
@@ -110,11 +118,19 @@ class Cluster:
         self.threads.append(threading.Thread(target=guarded, daemon=True))
         self.threads[-1].start()
 
-    def stop(self, timeout_s: float = 30) -> None:
-        """Wait until every role has ended by itself."""
+    def kill(self, server: Server) -> None:
+        """End a server at once, without a word; the launcher tells the scheduler."""
+        server.ended = True
+        line = Line(server.context, Voice(self.keys, "launcher"), self.scheduler.listener.address, Limits(1 << 20))
+        line.send(Kind.DIED, {"name": server.config.name, "info": {}})
+        line.socket.close(linger=1000)
+
+    def stop(self, timeout_s: float = 30, expect: tuple[type[BaseException], ...] = ()) -> None:
+        """Wait until every role has ended by itself, or with what is expected."""
         for thread in self.threads:
             thread.join(timeout_s)
         self.record.close()
-        if self.failures:
-            raise self.failures[0]
+        for failure in self.failures:
+            if not isinstance(failure, expect):
+                raise failure
         assert not any(t.is_alive() for t in self.threads), "a role did not end"

@@ -78,6 +78,7 @@ class Listener:
         self.socket, self.address = listen(context, voice.keys, address, limits)
         self._guard = ReplayGuard()
         self._limit = limits.frame_bytes
+        self.messages = 0
 
     def register(self, poller: zmq.Poller) -> None:
         """Add this listener's sockets to a poller."""
@@ -98,6 +99,7 @@ class Listener:
     def _take(self, frames: list[zmq.Frame], handle: Handler) -> None:
         traffic = self.voice.traffic
         traffic.received_bytes += sum(len(f) for f in frames)
+        self.messages += 1
         try:
             if any(len(f) > self._limit for f in frames[2:]):
                 raise Malformed("oversized")

@@ -129,9 +129,10 @@ class FreeLeases:
         if paused:
             self._paused.add(worker)
         else:
+            others = self._slowest()  # before it counts again
             self._paused.discard(worker)
             if worker in self._clocks:
-                self._clocks[worker] = max(self._clocks[worker], self._slowest())
+                self._clocks[worker] = max(self._clocks[worker], others)
 
     def take(self, worker: str, now_s: float) -> dict[str, Any] | None:
         # What a worker has been given counts: it asks for the next task while it works on one.

@@ -160,7 +160,7 @@ def decode(run_id: bytes, frames: Sequence[zmq.Frame]) -> Message:
 def _header(run_id: bytes, raw: bytes) -> tuple[Kind, str, int, int, Any]:
     try:
         header = msgpack.unpackb(raw, strict_map_key=False)
-    except (ValueError, msgpack.UnpackException, RecursionError):
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError):  # TypeError: a list as a map's key
         raise Malformed("header") from None
     if not isinstance(header, list) or len(header) != 7:
         raise Malformed("header")

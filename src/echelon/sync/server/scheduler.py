@@ -215,7 +215,7 @@ class Scheduler:
             if not info["standby"]:  # its standby has taken over: now it is the standby
                 self._reply(member.peer, Kind.WELCOME, {"info": {"standby": True}})
         else:
-            if self._setup is not None and not info["ready"] and not info["standby"]:
+            if self._setup is not None and info["empty"] and not info["standby"]:
                 words = f"what {member.name} held is lost: it has neither a snapshot nor a standby; resume the run"
                 self.record.event("server_lost", words, server=int(info["index"]))
                 self.status = "failed"

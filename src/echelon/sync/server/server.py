@@ -123,7 +123,7 @@ class Server:
     def _join(self) -> None:
         ready = self.ready and (self.snapshots.safe or self.replication.is_standby)
         info = {"index": self.config.index, "ready": ready, "standby": self.replication.is_standby,
-                "life": self.voice.session, "restored": self.snapshots.restored}  # fmt: skip
+                "life": self.voice.session, "restored": self.snapshots.restored, "empty": not self.stores}  # fmt: skip
         self.scheduler.send(Kind.JOIN, {"role": "server", "address": self.listener.address, "info": info})
 
     def report(self) -> dict[str, Any]:
@@ -233,8 +233,8 @@ class Server:
         index = message.body["key"]
         self.put(index, unpack_state(message.body["meta"], message.frames))
         self.voice.reply(self.listener.socket, peer, Kind.PUT_DONE, {"key": index})
-        if self.ready:
-            self._join()  # once the first snapshot is written, again as ready
+        if self.ready and self.snapshots.safe:
+            self._join()  # otherwise once the first snapshot is written
 
     def put(self, index: int, state: dict[str, Any]) -> None:
         """Take a key's state where the key is not held yet.
