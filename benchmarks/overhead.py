@@ -9,10 +9,8 @@ contenders are alive at once; a window of steps is granted to one at a time, in 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing as mp
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +18,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks._common import (
+    append_result,
+    command_line,
+    environment_line,
+    markdown_table,
+    median,
+    paired_ratio,
+    update_section,
+)
+
+ABOUT = (
+    "2 ranks x 1 thread, a 1.2 M-parameter CNN on 32x32, global batch 256, samples in memory; all contenders alive at "
+    "once, windows granted in turn; medians of windows, ratios are medians of paired windows."
+)
 WORLD, BATCH, SAMPLES = 2, 256, 51200
 DEADLINE_S = 600
 
@@ -55,8 +67,8 @@ def model() -> Any:
     """Return the model of all contenders."""
     import torch
 
-    from echelon.models.builtin.bench_cnn import build
     from echelon.models.base import ModelInput
+    from echelon.models.builtin.bench_cnn import build
 
     torch.manual_seed(0)
     return build(ModelInput(classes=10, channels=3, image_size=32))
@@ -100,6 +112,8 @@ def hand_written(rank: int, gate: Gate) -> None:
 
 def echelon(rank: int, gate: Gate) -> None:
     """Our loop with everything it does: phases, record, curves, progress."""
+    from torch.utils.data import TensorDataset
+
     from echelon.config import build
     from echelon.data import from_datasets
     from echelon.observe.record import Recorder
@@ -108,7 +122,6 @@ def echelon(rank: int, gate: Gate) -> None:
     from echelon.train.loop import fit
     from echelon.train.stop import StopFlag
     from echelon.train.world import join_world
-    from torch.utils.data import TensorDataset
 
     path = Path(os.environ["BENCH_FOLDER"])
     settings = {"data.batch_size": BATCH, "training.epochs": 1000, "optimizer.lr": 0.01, "data.loaders": 0}
@@ -169,9 +182,17 @@ def lightning(rank: int, gate: Gate) -> None:
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
     trainer = pl.Trainer(
-        accelerator="cpu", devices=WORLD, strategy="ddp", plugins=[TorchElasticEnvironment()], logger=False, max_epochs=1,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=WORLD,
+        strategy="ddp",
+        plugins=[TorchElasticEnvironment()],
+        logger=False,
+        max_epochs=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
     trainer.fit(Module(), torch.utils.data.DataLoader(Endless(), batch_size=None))
 
 
@@ -253,18 +274,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=7)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--print", action="store_true", help="leave RESULTS.md as it is")
     parser.add_argument("--only", nargs="*", default=list(CONTENDERS))
     options = parser.parse_args()
     results = measure(options.only, options.windows, options.steps)
-    base = [seconds for seconds, _ in results[options.only[0]]]
-    print("| contender | samples/s (median) | ratio to hand-written (median of paired windows) | CPU ms per step |")
-    print("|---|---|---|---|")
+    append_result("overhead", {"steps": options.steps, "windows": results})
+    table = render(results, options.steps)
+    print(table)
+    if not options.print:
+        update_section(
+            "Overhead of the loop", f"{environment_line(command_line('benchmarks.overhead'))}\n\n{ABOUT}\n\n{table}"
+        )
+
+
+def render(results: dict[str, list[tuple[float, float]]], steps: int) -> str:
+    """Write the table."""
+    base = [seconds for seconds, _ in next(iter(results.values()))]
+    base_cpu = [cpu for _, cpu in next(iter(results.values()))]
+    rows = []
     for name, windows in results.items():
-        rate = statistics.median(BATCH * options.steps / seconds for seconds, _ in windows)
-        ratio = statistics.median(b / seconds for b, (seconds, _) in zip(base, windows, strict=True))
-        cpu = statistics.median(cpu for _, cpu in windows) / options.steps * 1e3
-        print(f"| {name} | {rate:.0f} | {ratio:.3f} | {cpu:.1f} |")
-    print(json.dumps(results))
+        rate = median(BATCH * steps / seconds for seconds, _ in windows)
+        cpu = median(cpu for _, cpu in windows) / steps * 1e3
+        ratio = paired_ratio(base, [seconds for seconds, _ in windows])
+        cpu_ratio = paired_ratio([cpu for _, cpu in windows], base_cpu)
+        rows.append((name, f"{rate:.0f}", f"{ratio:.3f}", f"{cpu:.1f}", f"{cpu_ratio:.3f}"))
+    header = ("contender", "samples/s", "ratio to hand-written", "CPU ms per step, both ranks", "CPU ratio")
+    return markdown_table(header, rows)
 
 
 if __name__ == "__main__":

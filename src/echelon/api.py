@@ -14,6 +14,7 @@ from echelon.config import RunConfig, build, load_run_config
 from echelon.config.build import flag_of, leaves
 from echelon.config.validate import check_world
 from echelon.core.errors import UserError, nearest
+from echelon.launch.link import check_link, parse_link
 from echelon.launch.plan import LaunchPlan, nodes_of, thread_count, worker_count
 from echelon.launch.preload import start_import_server
 from echelon.observe.record import Recorder, read_records
@@ -30,13 +31,11 @@ if TYPE_CHECKING:
 
 PRELOAD = (
     "torch",
-    "torch.distributed",
-    "torchvision.transforms.v2",
+    "torch.distributed.checkpoint",
+    "torch.utils.tensorboard",
     "timm.optim",
     "timm.scheduler",
     "torchmetrics.classification",
-    "sklearn.datasets",
-    "torch.utils.tensorboard",
     "echelon.train.worker",
 )
 PRELOAD_ROLES = ("torch._dynamo", "zmq", "echelon.train.leased", "echelon.train.served")
@@ -130,6 +129,8 @@ def start(config: RunConfig, given: Given | None = None) -> Outcome:
         return _start_as_worker(config, given)
     path = Path(config.run) if config.run else default_folder(config)
     config = replace(config, run=str(path))
+    _begin_imports(plan_of(config, path, given))
+    check(config)  # before there is a folder: what is refused leaves nothing behind
     create(path, config)
     with _lock(path, config):
         return _start_in(path, config, given, fresh=True)
@@ -154,9 +155,14 @@ def plan_of(config: RunConfig, path: Path, given: Given | None = None) -> Launch
         rendezvous=config.launch.rendezvous,
         max_restarts=config.launch.max_restarts,
         log_dir=path / "logs",
-        preload=(*PRELOAD, *PRELOAD_ROLES) if is_leased(config) else PRELOAD,
+        preload=_preload(config),
         link=config.launch.link,
     )
+
+
+def _preload(config: RunConfig) -> tuple[str, ...]:
+    digits = ("sklearn.datasets",) if config.data.source == "digits" else ()
+    return (*PRELOAD, *digits, *(PRELOAD_ROLES if is_leased(config) else ()))
 
 
 def _dotted(setting: str) -> str:
@@ -191,10 +197,20 @@ def _with_overrides(path: Path, overrides: Mapping[str, Any]) -> RunConfig:
     return replace(config, run=str(path))
 
 
-def _check(config: RunConfig) -> None:
+def check(config: RunConfig) -> None:
+    """Refuse what this machine, or the combination of the four choices, cannot do.
+
+    Raises:
+        UserError: names the setting, the reason, and what works.
+    """
+    if config.launch.link:
+        check_link(parse_link(config.launch.link))
     from echelon.train.combine import check_strategies
 
-    check_strategies(config)
+    if is_leased(config) and _is_worker():
+        raise UserError(f"--sync {config.strategy.sync} starts roles of its own: run `echelon train` without torchrun")
+    ranks = worker_count(config.launch, config.training.device) * nodes_of(config.launch).most
+    check_strategies(config, int(os.environ["WORLD_SIZE"]) if _is_worker() else ranks)
 
 
 def _lock(path: Path, config: RunConfig) -> AbstractContextManager[None]:
@@ -210,7 +226,7 @@ def _start_as_worker(config: RunConfig, given: Given | None) -> Outcome:
     from echelon.train.under_launcher import agree_on_folder
     from echelon.train.worker import train_rank
 
-    _check(config)
+    check(config)
     path = agree_on_folder(config)
     status = train_rank(path, given)
     return _outcome(path, status)
@@ -224,15 +240,26 @@ def _start_in(path: Path, config: RunConfig, given: Given | None, fresh: bool) -
 
         return _outcome(path, train_rank(path, given))
     plan = plan_of(config, path, given)
-    start_import_server(plan.preload)
-    _check(config)
+    if not fresh:
+        _begin_imports(plan)
+        check(config)
     record = Recorder(path)
     try:
         status = _run_roles(config, plan, path, record) if is_leased(config) else _run_plan(plan, path, record)
     finally:
         record.close()
         folders.mark_ended(path)
+    if plan.link:  # what the kernel counted is known only now
+        from echelon.observe.report import write_report
+
+        write_report(path)
     return _outcome(path, status)
+
+
+def _begin_imports(plan: LaunchPlan) -> None:
+    if plan.link:  # torch's store wants the name of every client, and hosts of a shaped network have none
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    start_import_server(plan.preload)
 
 
 def _run_plan(plan: LaunchPlan, path: Path, record: Recorder) -> str:
@@ -270,47 +297,9 @@ def _run_plan(plan: LaunchPlan, path: Path, record: Recorder) -> str:
 
 
 def _run_roles(config: RunConfig, plan: LaunchPlan, path: Path, record: Recorder) -> str:
-    """Start scheduler, servers and workers of a parameter server; each is restarted alone."""
-    from echelon.launch.roles import Role, RoleDeath, RoleRefused, RolesFailed, RoleWatch, run_roles
-    from echelon.observe.report import write_report
-    from echelon.train.leased_check import settings_of
-    from echelon.train.served_start import SchedulerLine, prepare_roles, role_names
+    from echelon.roles import run_leased_roles
 
-    line = SchedulerLine(prepare_roles(path))
-
-    def on_death(death: RoleDeath, restarts_left: int) -> None:
-        then = "it alone is started again" if restarts_left >= 0 else "no restarts are left"
-        record.event("worker_died", f"{death}; {then}", role=death.name, host=death.host, pid=death.pid,
-                     exit_code=death.exit_code)  # fmt: skip
-        line.died(death.name, "died")
-
-    def on_start(name: str, pid: int) -> None:
-        record.write("process", role=name, pid=pid)
-
-    environment = {"OMP_NUM_THREADS": str(plan.threads), "LOCAL_WORLD_SIZE": str(plan.workers)}
-    entries = {"scheduler": "served:run_scheduler", "server": "served:run_server", "standby": "served:run_server",
-               "worker": "leased:run_leased"}  # fmt: skip
-    roles = []
-    for name, number in role_names(settings_of(config), plan.workers):
-        kind = name.rstrip("0123456789")
-        args = {"scheduler": (str(path),), "worker": (str(path), number, *plan.args[1:])}
-        roles.append(Role(name, f"echelon.train.{entries[kind]}", args.get(kind, (str(path), name, number)),
-                          leads=kind == "scheduler", shows=kind == "scheduler", environment=environment))  # fmt: skip
-    try:
-        stopped = run_roles(roles, plan.max_restarts, plan.log_dir, RoleWatch(on_death, line.stop, on_start))
-        return "stopped" if stopped and line.status() != "completed" else line.status()
-    except RoleRefused:
-        reason = _last_event(path, "refused")
-        record.write("end", status="refused", message=reason)
-        write_report(path)
-        raise UserError(reason) from None
-    except RolesFailed:
-        reason = _last_event(path, "worker_died")
-        record.write("end", status="failed", message=reason)
-        write_report(path)
-        return "failed"
-    finally:
-        line.close()
+    return run_leased_roles(config, plan, path, record)
 
 
 def _last_words(path: Path, death: Death) -> str:

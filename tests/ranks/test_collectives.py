@@ -143,7 +143,9 @@ def test_every_codec_is_near_the_mean_and_the_same_on_all_ranks(world_size: int,
             # What was left out comes later (error feedback) or averages out (unbiased): the mean converges.
             assert mean < max(0.9, first / 2) or mean < exact.get(spec, 0.0), (spec, first, mean)
         if path == "auto" and spec in ("fp16", "int8", "topk(density=0.05)", "randomk(density=0.1)", "sign"):
-            assert sent == pytest.approx(_bytes_wanted(spec, world_size), rel=0.06), spec
+            wanted = _bytes_wanted(spec, world_size)
+            framing = 144 * 4 * (world_size - 1)  # gloo's, at most: four messages to or from each of the others
+            assert 0.94 * wanted < sent < 1.06 * wanted + framing, spec
 
 
 def reduce_odd_lengths(rank: Rank) -> list[str]:

@@ -8,9 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from echelon.api import plan_of
+from echelon.api import check, plan_of
 from echelon.config import Resolved
-from echelon.train.combine import check_strategies
 from echelon.train.folder import default_folder
 
 
@@ -19,7 +18,7 @@ def show(resolved: Resolved) -> None:
     config = resolved.config
     folder = Path(config.run) if config.run else default_folder(config)
     plan = plan_of(config, folder)
-    check_strategies(config)
+    check(config)
     console = Console(soft_wrap=True)
     table = Table("setting", "value", "from", box=None)
     for name, origin in resolved.origins.items():

@@ -84,8 +84,7 @@ class CodedSum:
         own = flat[slice(*self._chunks[me])]
         outgoing = {j: seal(bodies[j], usable) for j in self._post.others() if self._numel(j)}
         senders = self._post.others() if own.numel() else []
-        messages = self._exchange(self._codec, outgoing, dict.fromkeys(senders, own.numel()))
-        sent = sum(m.numel() for m in outgoing.values())
+        messages, sent = self._exchange(self._codec, outgoing, dict.fromkeys(senders, own.numel()))
         parts = {j: unseal(m) for j, m in messages.items()} | {me: (bodies[me], usable)}
         if not all(good for _, good in parts.values()):
             return None, sent
@@ -100,7 +99,7 @@ class CodedSum:
         message = self._encode_total(flat[slice(*self._chunks[me])], total, divisor)
         others = self._post.others()
         outgoing = dict.fromkeys(others, message) if self._numel(me) else {}
-        messages = self._exchange(self._relay, outgoing, {j: self._numel(j) for j in others if self._numel(j)})
+        messages, sent = self._exchange(self._relay, outgoing, {j: self._numel(j) for j in others if self._numel(j)})
         messages[me] = message
         for j, span in enumerate(self._chunks):
             if not self._numel(j):
@@ -111,7 +110,7 @@ class CodedSum:
                 self._relay.extract(self._relay.from_bytes(body, Meta.of(chunk)), chunk)
             else:
                 chunk.fill_(torch.nan)
-        return message.numel() * len(outgoing)
+        return sent
 
     def _encode_total(self, own: Tensor, total: Tensor | None, divisor: int) -> Tensor:
         if total is None or not own.numel():
@@ -123,13 +122,16 @@ class CodedSum:
         except NonFiniteError:
             return seal(_void(self._relay, own), usable=False)
 
-    def _exchange(self, codec: Codec, outgoing: dict[int, Tensor], numels: dict[int, int]) -> dict[int, Tensor]:
-        """Exchange sealed messages; `numels`: elements that each sender's message stands for."""
+    def _exchange(
+        self, codec: Codec, outgoing: dict[int, Tensor], numels: dict[int, int]
+    ) -> tuple[dict[int, Tensor], int]:
+        """Exchange sealed messages; `numels`: elements that each sender's stands for. Also returns the bytes sent."""
         sizes = {j: codec.n_bytes(numel) for j, numel in numels.items()}
         known = {j: size + HEADER_BYTES for j, size in sizes.items() if size is not None}
         # A codec's sizes are known for all tensors or for none: every rank decides alike.
-        lengths = known if codec.n_bytes(1) is not None else self._post.announce(outgoing, sizes)
-        return self._post.exchange(outgoing, lengths)
+        lengths, announced = (known, 0) if codec.n_bytes(1) is not None else self._post.announce(outgoing, sizes)
+        messages, sent = self._post.exchange(outgoing, lengths)
+        return messages, announced + sent
 
     def _numel(self, place: int) -> int:
         return self._chunks[place][1] - self._chunks[place][0]

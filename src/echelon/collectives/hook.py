@@ -70,7 +70,7 @@ class GradientHook:
         self._lane: Lane | None = None
         self._work: BucketWork | None = None
         if self.codec is not None:
-            check_combination(self.codec, self._route)
+            check_combination(self.codec, self._route.path, self._route.size)
         if self.codec is not None or not self._route.path.by_backend:
             self._route = Route(self._route.path, _own_group(self._route.group))
             self._work = self._make_work()
@@ -114,7 +114,9 @@ class GradientHook:
         size = self._route.size
         if key not in self._counts:
             numel = numel_by_group(bucket.parameters())
-            self._counts[key] = {name: ring_bytes(n * buffer.element_size(), size) for name, n in numel.items()}
+            sent = {name: ring_bytes(n * buffer.element_size(), size, on_gpu=True) for name, n in numel.items()}
+            sent["weights"] += ring_bytes(0, size, buffer.is_cuda)
+            self._counts[key] = sent
         for name, n_bytes in self._counts[key].items():
             self.wire.add(name, n_bytes)
         if self.average:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from echelon.collectives.schedule import Ring
 from echelon.collectives.transfer import PeerLostError
+from echelon.collectives.wire import framing_bytes
 
 _LENGTH_TAG, _BODY_TAG = 1_000_000, 1_000_001
 HEADER_BYTES = 8
@@ -32,8 +33,8 @@ class Post:
         """Places among the members of all but this rank, the next one first, so that no rank is everyone's first."""
         return [(self.ring.index + i) % self.size for i in range(1, self.size)]
 
-    def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int]) -> dict[int, Tensor]:
-        """Send uint8 messages and return those received, both by place among the members.
+    def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int]) -> tuple[dict[int, Tensor], int]:
+        """Send uint8 messages; return those received, both by place among the members, and the bytes sent.
 
         Args:
             outgoing: a message for each place that gets one.
@@ -44,18 +45,17 @@ class Post:
         """
         device = next((m.device for m in outgoing.values()), torch.device("cpu"))
         received = {p: torch.empty(n, dtype=torch.uint8, device=device) for p, n in incoming.items()}
-        self._transfer(outgoing, received, _BODY_TAG)
-        return received
+        return received, self._transfer(outgoing, received, _BODY_TAG)
 
-    def announce(self, outgoing: Mapping[int, Tensor], senders: Iterable[int]) -> dict[int, int]:
-        """Tell the length of each outgoing message and return the length of each sender's."""
+    def announce(self, outgoing: Mapping[int, Tensor], senders: Iterable[int]) -> tuple[dict[int, int], int]:
+        """Tell the length of each outgoing message; return the length of each sender's, and the bytes sent."""
         device = next((m.device for m in outgoing.values()), torch.device("cpu"))
         said = {p: torch.tensor([m.numel()], dtype=torch.int64, device=device) for p, m in outgoing.items()}
         heard = {p: torch.empty(1, dtype=torch.int64, device=device) for p in senders}
-        self._transfer(said, heard, _LENGTH_TAG)
-        return {p: int(n) for p, n in heard.items()}
+        sent = self._transfer(said, heard, _LENGTH_TAG)
+        return {p: int(n) for p, n in heard.items()}, sent
 
-    def _transfer(self, outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], tag: int) -> None:
+    def _transfer(self, outgoing: Mapping[int, Tensor], into: Mapping[int, Tensor], tag: int) -> int:
         operations = [
             dist.P2POp(dist.irecv, t, group=self.group, group_peer=self.ring.members[p], tag=tag)
             for p, t in into.items()
@@ -70,6 +70,7 @@ class Post:
                 work.wait()
         except RuntimeError as error:
             raise PeerLostError(f"rank {self.group.rank()} of the group lost one it exchanges with: {error}") from error
+        return sum(t.nbytes + framing_bytes(1, t.is_cuda) for t in outgoing.values() if t.numel())
 
 
 def seal(body: Tensor, usable: bool) -> Tensor:

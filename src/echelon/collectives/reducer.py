@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from echelon.collectives.base import Tiers
+from echelon.collectives.base import Path, Tiers
 from echelon.collectives.coded import CodedSum, Held
 from echelon.collectives.messages import Post
 from echelon.collectives.rounds import LinearSum, Piece
@@ -50,7 +50,7 @@ class Reducer:
         Where a rank's values are not finite, the result is not finite on any rank.
 
         Raises:
-            PeerLostError, RuntimeError: a rank did not answer before the group's timeout.
+            PeerLostError: a rank did not answer before the group's timeout.
         """
         raise NotImplementedError
 
@@ -134,14 +134,13 @@ class TieredReducer(Reducer):
         return run_schedule(message, ring_sum(ring, (0, message.numel()), 0), self._group)
 
 
-def check_combination(codec: Codec, route: Route) -> None:
-    """Refuse a codec that cannot travel along a path.
+def check_combination(codec: Codec, path: Path, size: int) -> None:
+    """Refuse a codec that cannot travel along a path between `size` ranks.
 
     Raises:
         UserError: names the nearest combination that works.
     """
-    path = route.path
-    if not codec.linear and not path.by_backend and path.tiers(route.rank, route.size, 0) is None:
+    if not codec.linear and not path.by_backend and path.tiers(0, size, 0) is None:
         raise UserError(
             f"collective {path.name} sums at every hop, and what compression {codec.name} sends cannot be summed: "
             "use collective auto or hierarchical(group=N), or a compression that can (bf16, fp16, powersgd, randomk)"
@@ -154,7 +153,7 @@ def make_reducer(coding: Coding, pieces: list[Piece], name: str, like: Tensor) -
     Raises:
         UserError: the codec cannot travel along the path.
     """
-    check_combination(coding.codec, coding.route)
+    check_combination(coding.codec, coding.route.path, coding.route.size)
     codec, route = coding.codec, coding.route
     if codec.shaped and codec.linear:
         return LinearReducer(coding, pieces, like)

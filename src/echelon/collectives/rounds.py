@@ -51,7 +51,7 @@ class LinearSum:
         Where any rank's values are not finite the result is NaN everywhere, on every rank.
 
         Raises:
-            PeerLostError, RuntimeError: a rank did not answer before the group's timeout.
+            PeerLostError: a rank did not answer before the group's timeout.
         """
         if not self._pieces:
             return 0

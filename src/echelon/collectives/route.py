@@ -9,7 +9,7 @@ from torch import Tensor
 
 from echelon.collectives import registry
 from echelon.collectives.base import Path
-from echelon.collectives.transfer import run_schedule
+from echelon.collectives.transfer import PeerLostError, run_schedule
 from echelon.collectives.wire import ring_bytes
 
 
@@ -34,19 +34,25 @@ class Route:
         """Sum a float tensor of any shape over the ranks, in place, the same bits on all; returns the bytes sent.
 
         Raises:
-            PeerLostError, RuntimeError: a rank did not answer before the group's timeout.
+            PeerLostError: a rank did not answer before the group's timeout.
         """
         if self.size == 1:
             return 0
         flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
         if self.path.by_backend:
-            dist.all_reduce(flat, group=self.group)
-            sent = ring_bytes(flat.nbytes, self.size)
+            self._sum_by_backend(flat)
+            sent = ring_bytes(flat.nbytes, self.size, flat.is_cuda)
         else:
             sent = run_schedule(flat, self.path.schedule(self.rank, self.size, flat.numel()), self.group)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.shape))
         return sent
+
+    def _sum_by_backend(self, flat: Tensor) -> None:
+        try:
+            dist.all_reduce(flat, group=self.group)
+        except RuntimeError as error:
+            raise PeerLostError(f"rank {self.rank} of the group lost a rank that it sums with: {error}") from error
 
 
 def open_route(path: str, group: dist.ProcessGroup | None = None) -> Route:
@@ -69,6 +75,6 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None, path: str
 
     Raises:
         UserError: an unknown path or setting.
-        PeerLostError, RuntimeError: a rank did not answer before the group's timeout.
+        PeerLostError: a rank did not answer before the group's timeout.
     """
     return open_route(path, group).sum_(tensor)

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.collectives.schedule import Span, Step
+from echelon.collectives.wire import framing_bytes
 
-SEGMENT_BYTES = (64 * 1024, 1024 * 1024)
+SEGMENT_BYTES = (128 * 1024, 1024 * 1024)
 """Least and most bytes of a message: Python's part of it stays small, and its memory in the cache."""
-SEGMENTS = 4
+SEGMENTS = 2
 """Messages that a span is cut into where they are long enough, so that a round begins before the last one ended."""
 WINDOW = 8
 """Receives posted at once: enough that the link never waits for us, little enough memory to stay in the cache."""
@@ -111,7 +112,7 @@ class _Pipeline:
             segment = waiting.pop()
             data = self._flat[slice(*segment.span)]
             under_way.append((segment, self._group.send([data], segment.peer, segment.round)))
-            sent += data.nbytes
+            sent += data.nbytes + framing_bytes(1, on_gpu=False)
         return sent
 
     def _wait(self, segment: _Segment, work: dist.Work) -> None:

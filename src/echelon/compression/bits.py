@@ -47,7 +47,11 @@ def pack_codes(codes: Tensor, width: int) -> Tensor:
         piece = codes[start:end]
         for bit in range(width):
             at = bit * stride + start // 8
-            out[at : at + packed_size(end - start)] = pack_bits(piece & (1 << bit))
+            target = out[at : at + packed_size(end - start)]
+            if codes.device.type == "cpu":
+                target.numpy()[:] = np.packbits(piece.numpy() & (1 << bit), bitorder="little")
+            else:
+                target.copy_(pack_bits(piece & (1 << bit)))
     return out
 
 
@@ -64,6 +68,10 @@ def unpack_codes(packed: Tensor, width: int, n: int, dtype: torch.dtype = torch.
             plane = unpack_bits(packed[at : at + packed_size(end - start)], end - start)
             if bit == 0:
                 piece.copy_(plane)
+            elif dtype == torch.uint8 and packed.device.type == "cpu":
+                # numpy has products of bytes vectorised, shifts not.
+                shifted = np.multiply(plane.numpy(), np.uint8(1 << bit), out=plane.numpy())
+                np.bitwise_or(piece.numpy(), shifted, out=piece.numpy())
             else:
                 piece |= plane.to(dtype).bitwise_left_shift_(bit)
     return codes
@@ -71,6 +79,6 @@ def unpack_codes(packed: Tensor, width: int, n: int, dtype: torch.dtype = torch.
 
 def _pieces(n: int, device: torch.device) -> Iterator[tuple[int, int]]:
     """Yield (start, end) in whole bytes of bits; cache-sized on a CPU."""
-    size = 1 << 17 if device.type == "cpu" else max(n, 1)
+    size = 1 << 16 if device.type == "cpu" else max(n, 1)
     for start in range(0, n, size):
         yield start, min(start + size, n)

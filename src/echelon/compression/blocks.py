@@ -14,7 +14,7 @@ from torch import Tensor
 
 from echelon.compression import dither
 from echelon.compression.base import State, empty, refuse_nonfinite
-from echelon.compression.chunks import CHUNK, Pieces, spans
+from echelon.compression.chunks import CHUNK, Pieces, spans, tiles
 
 # L x / s + L + u must stay below 2L + 1 after rounding to float32; shrinking the range by this much ensures it.
 _MARGIN = 1 - 2e-6
@@ -28,7 +28,7 @@ class Grid:
 
     Attributes:
         levels: L, positive levels; codes run from 0 to 2L (L at most 127).
-        block: elements that share a scale, at most 65,536.
+        block: elements that share a scale, at most 131,072.
         clip: values beyond so many root mean squares of their block are cut off first; 0: none are.
     """
 
@@ -45,7 +45,7 @@ class Grid:
 
 
 def check_block(block: int) -> None:
-    """Raise ValueError, in words, unless a block size is 1 to 65,536."""
+    """Raise ValueError, in words, unless a block size is 1 to 131,072."""
     if not 1 <= block <= CHUNK:
         raise ValueError(f"block and bucket must be 1 to {CHUNK}, the nearest is {1 if block < 1 else CHUNK}")
 
@@ -101,15 +101,13 @@ def _of_span(per_block: Tensor, start: int, end: int, block: int) -> Tensor:
 def _scales(x: Tensor, grid: Grid) -> Tensor:
     """Return max|x|, or what clipping leaves of it, of each block; NaN and infinity carry over."""
     scales = torch.empty(block_count(x.numel(), grid.block), device=x.device)
-    scratch = np.empty(CHUNK, np.float32)
+    if x.device.type == "cpu":
+        _scales_on_cpu(x, scales, grid)
+        return scales
     for start, end in spans(x.numel(), grid.block, x.device):
         values = rows(x[start:end], grid.block)
         out = _of_span(scales, start, end, grid.block)
-        if x.device.type == "cpu":
-            magnitude = np.abs(values.numpy(), out=scratch[: end - start].reshape(values.shape))
-            np.max(magnitude, axis=1, out=out.numpy()[:, 0])
-        else:
-            out.copy_(values.abs().amax(dim=1, keepdim=True))
+        out.copy_(values.abs().amax(dim=1, keepdim=True))
         if grid.clip:
             # Relative to the maximum, so that squares neither overflow nor vanish.
             relative = (values / out.clamp_min(_TINY)).square_().mean(dim=1, keepdim=True).sqrt_()
@@ -117,25 +115,39 @@ def _scales(x: Tensor, grid: Grid) -> Tensor:
     return scales
 
 
+def _scales_on_cpu(x: Tensor, scales: Tensor, grid: Grid) -> None:
+    for part in tiles(x.numel(), grid.block):
+        values, peaks = part.cut(x), part.per_block(scales)
+        scratch = np.empty((part.step, part.block), np.float32)
+        for row in range(0, part.rows, part.step):
+            piece, out = values[row : row + part.step], peaks[row : row + part.step]
+            magnitude = np.abs(piece, out=scratch[: len(piece)])
+            np.max(magnitude, axis=1, out=out)
+            if grid.clip:
+                with np.errstate(invalid="ignore"):  # infinity is refused later, by its scale
+                    magnitude /= np.maximum(out, np.float32(_TINY))[:, None]
+                root = np.sqrt(np.square(magnitude, out=magnitude).mean(axis=1))
+                out *= np.minimum(np.float32(grid.clip) * root, np.float32(1))
+
+
 def _round_on_cpu(x: Tensor, inverse: Tensor, codes: Tensor, grid: Grid, key: int) -> None:
     """Write floor(x / step + L + u). In numpy: its views cost a tenth of torch's, its float to byte is the fastest."""
-    stretch = _stretch(grid)
     noise = (dither.table(x.device) + grid.levels).numpy()
-    starts = dither.offsets(key, x.numel() // stretch + 1)
-    values, factors, out = x.numpy(), inverse.numpy(), codes.numpy()
-    scratch = np.empty(stretch, np.float32)
-    for start, end in spans(x.numel(), grid.block, x.device):
-        first, size = start // grid.block, end - start
-        shape = (size // grid.block, grid.block) if size % grid.block == 0 else (1, size)
-        buffer = scratch[:size]
-        np.multiply(
-            values[start:end].reshape(shape), factors[first : first + shape[0], None], out=buffer.reshape(shape)
-        )
-        if grid.clip:
-            np.clip(buffer, -_MARGIN * grid.levels, _MARGIN * grid.levels, out=buffer)
-        begin = starts[start // stretch] + start % stretch
-        np.add(buffer, noise[begin : begin + size], out=buffer)
-        np.copyto(out[start:end], buffer, casting="unsafe")
+    starts = dither.offsets(key, x.numel() // _stretch(grid) + 1)
+    limit = np.float32(_MARGIN * grid.levels)
+    for part in tiles(x.numel(), grid.block):
+        values, factors, out = part.cut(x), part.per_block(inverse)[:, None], part.cut(codes)
+        scratch = np.empty((part.step, part.block), np.float32)
+        for row in range(0, part.rows, part.step):
+            piece = values[row : row + part.step]
+            buffer = scratch[: len(piece)]
+            np.multiply(piece, factors[row : row + part.step], out=buffer)
+            if grid.clip:
+                np.clip(buffer, -limit, limit, out=buffer)
+            at = part.start + row * part.block
+            begin = starts[at // _stretch(grid)] + at % _stretch(grid)
+            np.add(buffer, noise[begin : begin + piece.size].reshape(buffer.shape), out=buffer)
+            np.copyto(out[row : row + part.step], buffer, casting="unsafe")
 
 
 def dequantise(steps: Tensor, codes: Tensor, grid: Grid, into: Tensor | None) -> Pieces:
@@ -147,21 +159,28 @@ def dequantise(steps: Tensor, codes: Tensor, grid: Grid, into: Tensor | None) ->
         grid: what `quantise` was given.
         into: float32 [n] that the pieces are parts of; None: a scratch that the next piece overwrites.
     """
-    n, device = codes.numel(), codes.device
-    size = min(n, _stretch(grid)) if device.type == "cpu" else n
-    scratch = torch.empty(size, device=device) if into is None else into
-    signed = torch.empty(size, dtype=torch.int8, device=device)
-    for start, end in spans(n, grid.block, device):
-        values = scratch[: end - start] if into is None else into[start:end]
-        step = _of_span(steps, start, end, grid.block)
-        # c - L wraps into -L..L as int8, whose conversion to float is the fastest there is.
-        if device.type == "cpu":
-            whole = signed.numpy()[: end - start]
-            np.subtract(codes.numpy()[start:end].view(np.int8), np.int8(grid.levels), out=whole)
-            np.copyto(values.numpy(), whole)
-            matrix = rows(values, grid.block).numpy()
-            np.multiply(matrix, step.numpy(), out=matrix)
-        else:
-            values.copy_(torch.sub(codes[start:end].view(torch.int8), grid.levels))
-            rows(values, grid.block).mul_(step)
-        yield start, end, values
+    if codes.device.type == "cpu":
+        yield from _dequantise_on_cpu(steps, codes, grid, into)
+        return
+    for start, end in spans(codes.numel(), grid.block, codes.device):
+        # c - L wraps into -L..L as int8.
+        values = torch.sub(codes[start:end].view(torch.int8), grid.levels).float()
+        rows(values, grid.block).mul_(_of_span(steps, start, end, grid.block))
+        yield start, end, values if into is None else into[start:end].copy_(values)
+
+
+def _dequantise_on_cpu(steps: Tensor, codes: Tensor, grid: Grid, into: Tensor | None) -> Pieces:
+    for part in tiles(codes.numel(), grid.block):
+        coded, factors = part.cut(codes).view(np.int8), part.per_block(steps)[:, None]
+        whole = None if into is None else part.cut(into)
+        scratch = np.empty((part.step, part.block), np.float32)
+        signed = np.empty((part.step, part.block), np.int8)
+        for row in range(0, part.rows, part.step):
+            piece = coded[row : row + part.step]
+            values = scratch[: len(piece)] if whole is None else whole[row : row + part.step]
+            # c - L wraps into -L..L as int8, whose conversion to float is the fastest there is.
+            np.subtract(piece, np.int8(grid.levels), out=signed[: len(piece)])
+            np.copyto(values, signed[: len(piece)])
+            np.multiply(values, factors[row : row + part.step], out=values)
+            at = part.start + row * part.block
+            yield at, at + piece.size, torch.from_numpy(values.reshape(-1))

@@ -1,19 +1,22 @@
 """Loops over cache-sized pieces, for codecs that turn every element into a code.
 
-Eager torch walks memory once per operation. On a CPU these loops take 65,536 elements at a time, so that all but the
-first read stay in the L2 cache: the speed of fused loops without a compiler. Elsewhere there is one piece.
+Eager torch walks memory once per operation. On a CPU these loops take 131,072 elements at a time, so that all but the
+first read stay in the cache: the speed of fused loops without a compiler. Elsewhere there is one piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from echelon.compression.base import Payload, empty
 
-CHUNK = 1 << 16
+CHUNK = 1 << 17
 
 Pieces = Iterable[tuple[int, int, Tensor]]
 """(start, end, decoded values [end - start] in float32, valid until the next one)."""
@@ -30,6 +33,43 @@ def spans(n: int, block: int, device: torch.device) -> Iterator[tuple[int, int]]
         yield start, min(start + size, whole)
     if whole < n:
         yield whole, n
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Blocks of equal length, seen as a matrix: all whole blocks of a tensor, or its ragged last one.
+
+    Attributes:
+        start: first element.
+        rows: number of blocks.
+        block: their length.
+        step: blocks that fit a cache-sized piece.
+        index: number of the first block.
+    """
+
+    start: int
+    rows: int
+    block: int
+    step: int
+    index: int
+
+    def cut(self, tensor: Tensor) -> npt.NDArray[Any]:
+        """View the elements of a 1-D CPU tensor as [rows, block]."""
+        matrix: npt.NDArray[Any] = tensor.numpy()[self.start : self.start + self.rows * self.block]
+        return matrix.reshape(self.rows, self.block)
+
+    def per_block(self, tensor: Tensor) -> npt.NDArray[Any]:
+        """View the blocks' values of a 1-D CPU tensor with one value per block: [rows]."""
+        values: npt.NDArray[Any] = tensor.numpy()[self.index : self.index + self.rows]
+        return values
+
+
+def tiles(n: int, block: int) -> list[Tile]:
+    """Cut n elements into their whole blocks and the ragged last one; numpy then loops with few calls per piece."""
+    whole = n // block
+    parts = [Tile(0, whole, block, min(max(CHUNK // block, 1), whole), 0)] if whole else []
+    rest = n - whole * block
+    return [*parts, Tile(whole * block, 1, rest, 1, whole)] if rest else parts
 
 
 def write(decode: Decoder, payload: Payload, out: Tensor | None, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
 """Dither for stochastic rounding: floor(x + u), u uniform on [0, 1), is x on average.
 
-Numbers are not drawn one by one. One table holds the 65,536 values (k + 1/2) / 65,536 in an order fixed by an integer
-hash; each stretch of 65,536 elements (fewer where blocks do not divide it) reads the table from an offset hashed from
+Numbers are not drawn one by one. One table holds the 131,072 values (k + 1/2) / 131,072 in an order fixed by an integer
+hash; each stretch of 131,072 elements (fewer where blocks do not divide it) reads the table from an offset hashed from
 (seed, tensor, step, sender, stretch). Over the offsets every element's dither is exactly uniform, so rounding is
 unbiased to 2**-17 of a level; and all devices give the same bits at the price of one addition per element.
 """
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-PERIOD = 1 << 16
+PERIOD = 1 << 17
 
 _U64 = npt.NDArray[np.uint64]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -88,7 +88,7 @@ class ErrorFeedback(Codec):
             self.inner.add_to(pending, payload, alpha=-1.0)
         if masked and "velocity" in state.memory:
             self.inner.clear_sent(state.memory["velocity"], payload)
-        return self.inner.payload(payload.tensors, Meta.of(tensor))
+        return replace(payload, meta=Meta.of(tensor), chosen=None)
 
     def reduce_rounds(self, tensor: Tensor, state: State) -> Rounds:
         masked = self.inner.share_sent(state) < self.inner.mask_below

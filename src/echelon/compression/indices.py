@@ -9,6 +9,8 @@ Papers: Elias 1974, Fano 1971.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from torch import Tensor
 from echelon.compression import bits
 
 
+@lru_cache(maxsize=1024)
 def _low_bits(n: int, k: int) -> int | None:
     """Return how many low bits are sent as they are; None: a bitmap of n bits is smaller."""
     sizes = {low: _size(n, k, low) for low in range(max(n, 1).bit_length() + 1)}

@@ -47,9 +47,10 @@ def _above(x: _Floats, threshold: float, state: State) -> _Ints:
     return np.concatenate(found) if found else np.empty(0, np.int64)
 
 
-def sampled(x: Tensor) -> Tensor:
-    """Return |x| of at most 262,144 evenly spaced elements of a 1-D tensor."""
-    return x[:: max(-(-x.numel() // _SAMPLE), 1)].abs()
+def sampled(x: Tensor, count: int) -> Tensor:
+    """Return |x| of evenly spaced elements of a 1-D tensor: enough to hold 1,500 of its `count` largest, or 262,144."""
+    size = min(max(1500 * x.numel() // max(count, 1), _SMALL), _SAMPLE)
+    return x[:: max(x.numel() // size, 1)].abs()
 
 
 def quantile(sample: Tensor, count: float) -> float:
@@ -101,7 +102,7 @@ def largest(x: Tensor, k: int, state: State) -> Tensor:
 
 def _candidates(x: Tensor, k: int, state: State) -> _Ints | None:
     """Return at least k indices, ascending, that include the k largest; None if the sample did not help."""
-    sample = sampled(x)
+    sample = sampled(x, k)
     expected = k * sample.numel() / x.numel()
     slack = 1.05 + 4 / max(expected, 1.0) ** 0.5
     for _ in range(_TRIES):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -68,14 +69,18 @@ class Sparse(Codec):
         head = [torch.tensor([indices.numel()], device=x.device)] if self.count(x.numel()) is None else []
         chosen = gather(x, indices)
         state.numbers["step"] += 1
-        tensors = [*head, pack_indices(indices, x.numel()), *self._pack_values(chosen)]
-        return self.payload(tensors, Meta.of(tensor))
+        values, decoded = self._pack_values(chosen)
+        payload = self.payload([*head, pack_indices(indices, x.numel()), *values], Meta.of(tensor))
+        return replace(payload, chosen=(indices, decoded))
 
-    def _pack_values(self, chosen: Tensor) -> list[Tensor]:
+    def _pack_values(self, chosen: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return the values as they travel, and as they will be decoded (float32)."""
         if self.values == "sign":
             mean = chosen.abs().float().sum().view(1) / max(chosen.numel(), 1)
-            return [mean, bits.pack_bits(chosen >= 0)]
-        return [chosen.to(_FLOATS[self.values])]
+            positive = chosen >= 0
+            return [mean, bits.pack_bits(positive)], (positive.float() * 2 - 1) * mean
+        short = chosen.to(_FLOATS[self.values])
+        return [short], short.float()
 
     def chosen(self, payload: Payload) -> tuple[Tensor, Tensor]:
         """Return the indices and the float32 values that a payload carries.
@@ -83,6 +88,8 @@ class Sparse(Codec):
         Raises:
             ValueError: a damaged message.
         """
+        if payload.chosen is not None:
+            return payload.chosen
         tensors = list(payload.tensors)
         numel = payload.meta.numel
         count = self.count(numel)

@@ -43,11 +43,13 @@ class Payload:
         tensors: what travels: contiguous 1-D tensors on the input's device, of the codec's `layout`.
         meta: shape and dtype of the tensor it stands for.
         n_bytes: length of `to_bytes(payload)`: what goes over the wire.
+        chosen: at the sender of a sparse message, its indices and decoded values, so that they need no unpacking there.
     """
 
     tensors: tuple[Tensor, ...]
     meta: Meta
     n_bytes: int
+    chosen: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass

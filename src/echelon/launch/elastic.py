@@ -10,27 +10,22 @@ import socket
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from echelon.config.validate import parse_rendezvous
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.launch.death import die_with_parent, is_stopped
 from echelon.launch.link import Host, LinkCounters, ShapedNetwork, enter, parse_link
-from echelon.launch.plan import LaunchPlan
+from echelon.launch.plan import ROUND_VARIABLE, LaunchPlan
+from echelon.launch.rendezvous import interface_of, own_address, rendezvous
 
 MONITOR_INTERVAL_S = 0.1
-JOIN_TIMEOUT_S = 600
-LAST_CALL_S = 2
 
 
 @dataclass(frozen=True)
@@ -77,12 +72,33 @@ class Interrupted(Exception):
         self.signum = signum
 
 
+@dataclass
+class _Place:
+    """Where workers stand: each on a host with shaped links, or all behind one interface ("": any); the round's name."""
+
+    hosts: list[Host]
+    interface: str
+    round: str = ""
+
+
 class _Agent(LocalElasticAgent):
     """An elastic agent that says who died, and does not restart what refused its input or was asked to stop."""
 
     on_death: Callable[[Death, int], None]
+    place: _Place
     refused = False
     stopped = False
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet the other machines and agree on a name for this round: torch's store keeps the addresses of former ones.
+
+        Without it a new rank now and then reads where its peer listened before, and is refused.
+        """
+        super()._rendezvous(worker_group)
+        assert self._store is not None
+        if worker_group.group_rank == 0:
+            self._store.set(ROUND_VARIABLE, uuid.uuid4().hex)
+        self.place.round = self._store.get(ROUND_VARIABLE).decode()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._all_left() and not worker_group.spec.rdzv_handler.num_nodes_waiting():
@@ -148,7 +164,7 @@ def run_workers(plan: LaunchPlan, watch: Watch) -> dict[int, Any]:
         UserError: the rendezvous cannot be reached, or the links cannot be shaped.
     """
     if not plan.link:
-        return _run_agent(plan, watch, [], "localhost")
+        return _run_agent(plan, watch, [], own_address(plan.rendezvous) if plan.nodes.most > 1 else "localhost")
     with ShapedNetwork(plan.workers, parse_link(plan.link)) as network:
         try:
             return _run_agent(plan, watch, network.hosts, network.host_address)
@@ -157,24 +173,26 @@ def run_workers(plan: LaunchPlan, watch: Watch) -> dict[int, Any]:
 
 
 def _run_agent(plan: LaunchPlan, watch: Watch, hosts: list[Host], address: str) -> dict[int, Any]:
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for talkative in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # what counts is said by us
+        logging.getLogger(talkative).setLevel(logging.CRITICAL)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-    handler = rendezvous_registry.get_rendezvous_handler(_rendezvous(plan, address))
+    handler = rendezvous_registry.get_rendezvous_handler(rendezvous(plan, address))
+    place = _Place(hosts, interface_of(address) if plan.nodes.most > 1 else "")
     spec = WorkerSpec(
         role="worker",
         local_world_size=plan.workers,
         entrypoint=_enter,
-        args=(plan.entry, plan.threads, plan.args, hosts),
+        args=(plan.entry, plan.threads, plan.args, place),
         rdzv_handler=handler,
         max_restarts=plan.max_restarts,
         monitor_interval=MONITOR_INTERVAL_S,
-        local_addr=address if hosts else None,
+        local_addr=None if address == "localhost" else address,
     )
     redirects = dict.fromkeys(range(plan.workers), Std.ALL)
     redirects[0] = Std.NONE  # rank 0 shows the progress
     logs = DefaultLogsSpecs(log_dir=str(plan.log_dir), redirects=redirects)
     agent = _Agent(spec, logs, start_method="forkserver", exit_barrier_timeout=60)
-    agent.on_death = watch.on_death
+    agent.on_death, agent.place = watch.on_death, place
     close = True
     try:
         result = agent.run()
@@ -195,55 +213,14 @@ def _run_agent(plan: LaunchPlan, watch: Watch, hosts: list[Host], address: str) 
     raise WorkersFailed
 
 
-def _enter(entry: str, threads: int, args: tuple[Any, ...], hosts: list[Host]) -> Any:
-    """Run in the worker: ends with its parent, moves onto its host, then calls the entry point."""
+def _enter(entry: str, threads: int, args: tuple[Any, ...], place: _Place) -> Any:
+    """Run in the worker: ends with its parent, takes its place in the network, then calls the entry point."""
     die_with_parent()
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    if hosts:
-        enter(hosts[int(os.environ["LOCAL_RANK"])])
+    os.environ[ROUND_VARIABLE] = place.round
+    if place.interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
+    if place.hosts:
+        enter(place.hosts[int(os.environ["LOCAL_RANK"])])
     module, _, function = entry.partition(":")
     return getattr(importlib.import_module(module), function)(*args)
-
-
-def _rendezvous(plan: LaunchPlan, address: str) -> RendezvousParameters:
-    several = plan.nodes.most > 1
-    if several:
-        _check_port(*parse_rendezvous(plan.rendezvous))
-    settings: dict[str, Any] = {"join_timeout": JOIN_TIMEOUT_S, "last_call_timeout": LAST_CALL_S}
-    return RendezvousParameters(
-        backend="c10d",
-        endpoint=plan.rendezvous if several else f"{address}:0",
-        run_id=plan.rendezvous if several else uuid.uuid4().hex,
-        min_nodes=plan.nodes.least,
-        max_nodes=plan.nodes.most,
-        local_addr=None if several else address,
-        is_host=None if several else True,
-        **settings,
-    )
-
-
-def _check_port(host: str, port: int) -> None:
-    """Refuse a port of this machine that another program holds.
-
-    Raises:
-        UserError: the host is unknown, or the port is taken by something that is not a rendezvous.
-    """
-    try:
-        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
-    except OSError as error:
-        raise UserError(f"--rendezvous {host}:{port}: the host is unknown ({error.strerror})") from None
-    with socket.socket(socket.AF_INET6 if ":" in str(address[0]) else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-            return
-        except OSError as error:
-            if error.errno != 98:  # not EADDRINUSE: the address is another machine's
-                return
-    try:
-        TCPStore(host, port, is_master=False, timeout=timedelta(seconds=3), wait_for_workers=False)
-    except (RuntimeError, ValueError):
-        raise UserError(
-            f"--rendezvous {host}:{port}: the port is taken by another program; "
-            "choose another, the same on all machines"
-        ) from None

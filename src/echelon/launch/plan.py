@@ -11,6 +11,8 @@ from echelon.config import LaunchConfig
 from echelon.config.validate import Nodes, parse_nodes
 from echelon.core.errors import UserError
 
+ROUND_VARIABLE = "ECHELON_ROUND"  # in a worker's environment: a name that only the ranks started with it know
+
 
 @dataclass(frozen=True)
 class LaunchPlan:

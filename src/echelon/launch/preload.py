@@ -12,5 +12,5 @@ def start_import_server(modules: tuple[str, ...]) -> None:
     It runs beside the imports of the calling process, and ends when this process ends. Modules must not start threads
     or touch a GPU when imported.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["echelon.launch.import_server", *modules])
     forkserver.ensure_running()

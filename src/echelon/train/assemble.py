@@ -15,7 +15,7 @@ from echelon.config.validate import parse_interval
 from echelon.core.errors import UserError
 from echelon.data import LoaderConfig, Shard, Source, open_data
 from echelon.data.loader import EvalLoader, TrainLoader
-from echelon.models import ModelInput, build_model, parameter_count
+from echelon.models import ModelInput, auto_name, build_model, parameter_count
 from echelon.observe.environment import environment
 from echelon.observe.phases import PhaseClock, make_clock
 from echelon.observe.record import Recorder, read_records
@@ -28,9 +28,10 @@ from echelon.train.folder import read_launch
 from echelon.train.loop import LoopSettings, TrainingRun
 from echelon.train.losses import build_loss
 from echelon.train.optim import EMA, build_optimizer, build_schedule
-from echelon.train.saving import Saver
+from echelon.train.saving import Saver, tensor_bytes
 from echelon.train.state import Cursor, RunParts, fingerprint, seed_everything
 from echelon.train.step import Step, StepSettings, make_update
+from echelon.train.window import Traffic
 from echelon.train.world import World, roll_call
 
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -50,7 +51,9 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
     Raises:
         UserError: something in the description cannot be built.
     """
-    config, training = settle_momentum(config), config.training
+    training = config.training
+    if world.group is not None:  # alone, nothing is encoded, and momentum stays with the optimizer
+        config = settle_momentum(config)
     seed_everything(training.seed)
     source = given.source or open_data(config.data, training.seed)
     if source.info.train_size < world.size:
@@ -77,6 +80,7 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
         classes=source.info.classes,
         clock=clock,
         saver=saver,
+        traffic=Traffic(at_start=_start_bytes(parts.model, world)),
         record=record,
         scalars=Scalars(path if world.leads else None),
         display=_display(config, train_loader.batches_per_epoch, world, cursor),
@@ -106,6 +110,11 @@ def _display(config: RunConfig, steps_per_epoch: int, world: World, cursor: Curs
     return Display(RunLength(total, config.training.epochs), world.leads, cursor.step)
 
 
+def _start_bytes(model: nn.Module, world: World) -> int:
+    """Rank 0 sends parameters and buffers to every other rank when DDP wraps the model."""
+    return (world.size - 1) * tensor_bytes(model.state_dict()) if world.leads else 0
+
+
 def _rank_seed(seed: int, rank: int) -> int:
     """Dropout and the like differ between ranks, the parameters do not."""
     return (seed * 1_000_003 + rank + 1) % 2**63
@@ -127,7 +136,7 @@ def _record_start(config: RunConfig, run: TrainingRun, source: Source, cursor: C
         device=str(world.device),
         threads=torch.get_num_threads(),
         parameters=parameter_count(run.parts.model),
-        model=config.model.name,
+        model=_model_name(config, source),
         data=info.name,
         classes=list(info.classes),
         train_size=info.train_size,
@@ -156,6 +165,12 @@ def _loaders(config: RunConfig, source: Source, world: World) -> tuple[TrainLoad
     settings = LoaderConfig.of(config.data, config.training.seed, world.device)
     shard = Shard(world.rank, world.size)
     return TrainLoader(source, settings, shard), EvalLoader(source, settings, shard)
+
+
+def _model_name(config: RunConfig, source: Source) -> str:
+    info = source.info
+    chosen = auto_name(ModelInput(len(info.classes), info.channels, info.image_size))
+    return chosen if config.model.name == "auto" else config.model.name
 
 
 def _model(config: RunConfig, source: Source, world: World, own: nn.Module | None) -> nn.Module:

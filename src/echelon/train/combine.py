@@ -5,18 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from echelon.collectives import registry as collectives
+from echelon.collectives.reducer import check_combination
 from echelon.compression import registry as compression
 from echelon.config import RunConfig
 from echelon.core.errors import UserError
-from echelon.core.spec import parse_spec
 from echelon.sync import check_sync, encodes_gradients
 from echelon.train.leased_check import check_leased, is_leased
 
 SGD_FAMILY = ("sgd", "nesterov", "momentum")
 
 
-def check_strategies(config: RunConfig) -> None:
+def check_strategies(config: RunConfig, ranks: int) -> None:
     """Refuse specs that no registered strategy takes, and combinations that cannot work.
+
+    Args:
+        ranks: of all machines.
 
     Raises:
         UserError: names the spec, the reason, and the nearest that works.
@@ -25,16 +28,16 @@ def check_strategies(config: RunConfig) -> None:
     if is_leased(config):
         check_leased(config)
     check_sync(strategy.sync, strategy.compression)
-    collectives.build(strategy.collective)
-    compression.build(strategy.compression)
-    settle_momentum(config)
+    path = collectives.build(strategy.collective)
     codec = compression.build(strategy.compression)
-    path = parse_spec(strategy.collective).name
+    settle_momentum(config)
+    if strategy.compression != "none" and ranks > 1:
+        check_combination(codec, path, ranks)
     if codec.direction and config.optimizer.clip_norm:
         raise UserError(
             f"--compression {strategy.compression} gives directions, whose norm says nothing: leave out --clip-norm"
         )
-    if path != "auto" and config.launch.workers == 1 and config.launch.nodes == "1":
+    if not path.by_backend and ranks == 1:
         raise UserError(f"--collective {strategy.collective} needs several workers: leave it out, or use --workers 2")
 
 

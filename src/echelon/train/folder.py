@@ -16,6 +16,7 @@ from echelon.config import RunConfig, to_yaml
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.observe.environment import command_line
+from echelon.observe.record import RECORD_FILE, read_records
 
 CONFIG_FILE = "config.yaml"
 LAUNCH_FILE = "launch.json"
@@ -47,13 +48,23 @@ def joins(folder: Path, config: RunConfig) -> bool:
     )
 
 
+def never_began(folder: Path) -> bool:
+    """Whether a folder's run ended before its first step, as one that was refused: nothing in it is worth keeping."""
+    if not read_launch(folder).get("ended") or any((folder / "checkpoints").glob("*")):
+        return False
+    return all(record["kind"] != "steps" for record in read_records(folder))
+
+
 def create(folder: Path, config: RunConfig) -> None:
     """Make a new run's folder with its description.
 
     Raises:
         UserError: the folder holds a run already, or cannot be written.
     """
-    if (folder / CONFIG_FILE).exists() and not joins(folder, config):
+    if never_began(folder):
+        for name in (RECORD_FILE, "summary.json", "report.html"):
+            (folder / name).unlink(missing_ok=True)
+    elif (folder / CONFIG_FILE).exists() and not joins(folder, config):
         raise UserError(
             f"{folder} holds a run already: continue it with `echelon resume {folder}`, or choose another --run"
         )

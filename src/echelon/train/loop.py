@@ -21,7 +21,7 @@ from echelon.train.saving import Saver
 from echelon.train.state import Cursor, RunParts
 from echelon.train.step import Step
 from echelon.train.stop import StopFlag
-from echelon.train.window import Traffic, Window, WindowTotals
+from echelon.train.window import Sent, Traffic, Window, WindowTotals
 from echelon.train.world import World
 
 
@@ -107,7 +107,8 @@ def _close_window(run: TrainingRun, window: Window, cursor: Cursor, stop: StopFl
     every_s = run.settings.checkpoint.seconds
     due = every_s is not None and time.monotonic() - saved_s >= every_s
     sent = run.traffic.since_last(run.parts.sync.bytes_sent())
-    totals = window.close(sum(sent.values()), bool(stop), due)
+    others = run.traffic.others_since_last(run.saver.bytes_sent)
+    totals = window.close(Sent(sum(sent.values()), others), bool(stop), due)
     run.record.write(
         "steps",
         epoch=cursor.epoch,
@@ -121,6 +122,7 @@ def _close_window(run: TrainingRun, window: Window, cursor: Cursor, stop: StopFl
         phases=totals.phases,
         wire_bytes=totals.wire_bytes,
         wire_bytes_by_group=sent,
+        other_wire_bytes=totals.other_wire_bytes,
         memory_bytes=totals.memory_bytes,
     )
     rate = totals.samples / max(totals.seconds, 1e-9)

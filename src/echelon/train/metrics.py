@@ -1,28 +1,32 @@
 """Classification metrics over ranks: each sample counted once, whatever the world size and however uneven the parts.
 
-Written on torch alone: importing torchmetrics costs several seconds, in every worker of every run. The tests hold every
-number against scikit-learn.
+The numbers are torchmetrics'. What is ours: states are added over ranks by one all-reduce of integers (torchmetrics
+would gather every state of every metric by itself), a class without samples is left out of the ROC mean (torchmetrics
+counts its area as 0), and curves are thinned for drawing. The tests hold every number against scikit-learn.
 
-Shapes: B samples of a batch, n samples of the evaluation set, C classes.
+Shapes: B samples of a batch, n samples of the evaluation set, C classes, T thresholds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+import warnings
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+    from torchmetrics.classification import MulticlassROC
 
 EXACT_ROC_LIMIT = 20_000_000
 THRESHOLDS = 200
 CURVE_POINTS = 200
 CURVE_POINTS_IN_ALL = 20_000
 TOP_K = 5
-
-Reduce = Callable[[Tensor], Tensor]
 
 
 class Evaluation:
@@ -37,14 +41,13 @@ class Evaluation:
 
     def __init__(self, classes: int, device: torch.device, exact_roc_limit: int = EXACT_ROC_LIMIT) -> None:
         self._classes, self._device, self._limit = classes, device, exact_roc_limit
-        self._confusion = torch.zeros(classes, classes, dtype=torch.int64, device=device)
-        # Top-k hits, samples, samples with an output that is not finite.
-        self._counts = torch.zeros(3, dtype=torch.int64, device=device)
-        self._logits: list[Tensor] = []
+        self._counters = _counters(classes, device)
+        # Samples, and samples with an output that is not finite.
+        self._counts = torch.zeros(2, dtype=torch.int64, device=device)
+        self._scores: list[Tensor] = []
         self._targets: list[Tensor] = []
         self._kept = 0
-        # Scores of a class by threshold interval: of its own samples, and of all samples.
-        self._histogram: Tensor | None = None
+        self._binned: MulticlassROC | None = None
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
         """Count a batch: logits (B, C), class numbers (B,). B may be 0.
@@ -56,31 +59,35 @@ class Evaluation:
             raise ValueError(
                 f"logits {tuple(logits.shape)} and {len(targets)} targets do not fit {self._classes} classes"
             )
+        if not len(targets):
+            return  # torchmetrics cannot reshape an empty batch
         logits, targets = logits.detach().float(), targets.detach().long()
-        flat = targets * self._classes + logits.argmax(1)
-        self._confusion += torch.bincount(flat, minlength=self._classes**2).view_as(self._confusion)
-        hits = (logits.topk(min(TOP_K, self._classes), dim=1).indices == targets[:, None]).sum()
         broken = (~logits.isfinite().all(1)).sum()
-        self._counts += torch.stack([hits, torch.full_like(hits, len(targets)), broken])
-        self._keep(logits, targets)
+        self._counts += torch.stack([torch.full_like(broken, len(targets)), broken])
+        for counter in self._counters.values():
+            counter.update(logits, targets)
+        # Probabilities, since torchmetrics takes logits that all happen to lie in 0..1 for such. Wide ones: in float32
+        # all that is close to 1 would tie.
+        self._keep(logits.double().softmax(1), targets)
 
-    def _keep(self, logits: Tensor, targets: Tensor) -> None:
-        if self._histogram is not None:
-            self._histogram += _histogram(logits, targets)
+    def _keep(self, scores: Tensor, targets: Tensor) -> None:
+        if self._binned is not None:
+            self._binned.update(scores.float(), targets)
             return
-        self._logits.append(logits)
+        self._scores.append(scores)
         self._targets.append(targets)
-        self._kept += logits.numel()
+        self._kept += scores.numel()
         if self._kept > self._limit:
             self._bin()
 
-    def _bin(self) -> None:
+    def _bin(self) -> MulticlassROC:
         """From here on, keep counts by threshold in place of scores."""
-        if self._histogram is None:
-            self._histogram = torch.zeros(2, self._classes, THRESHOLDS + 1, dtype=torch.int64, device=self._device)
-            for logits, targets in zip(self._logits, self._targets, strict=True):
-                self._histogram += _histogram(logits, targets)
-            self._logits, self._targets = [], []
+        if self._binned is None:
+            self._binned = _binned_roc(self._classes, self._device)
+            for scores, targets in zip(self._scores, self._targets, strict=True):
+                self._binned.update(scores.float(), targets)
+            self._scores, self._targets = [], []
+        return self._binned
 
     def compute(self, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
         """Return the metrics over all ranks of `group` (None: this process alone), the same on every rank.
@@ -99,184 +106,188 @@ class Evaluation:
             that is predicted but not present counts as 0. roc_auc is the mean of one-against-rest areas over the
             classes that have samples, and are not all of them.
         """
-        confusion = _all_reduce(self._confusion, group).cpu()
-        hits, samples, broken = _all_reduce(self._counts, group).tolist()
-        notes = [f"top5 counts the {self._classes} best of {self._classes} classes"] if self._classes < TOP_K else []
-        exact = samples * self._classes <= self._limit
-        if not exact:
-            notes.append(f"ROC at {THRESHOLDS} thresholds: {samples} samples x {self._classes} classes is many")
-        curves: list[Tensor | None] = [None] * self._classes
-        if broken:
-            notes.append(f"{broken} samples had an output that is not finite: no ROC")
-        elif exact:
-            curves = _exact_curves(*self._gather(group))
-        else:
-            self._bin()
-            assert self._histogram is not None
-            curves = _binned_curves(_all_reduce(self._histogram, group).cpu())
-        per_class, macro = _from_confusion(confusion, notes)
-        areas = [None if curve is None else _area(curve) for curve in curves]
-        metrics = {
-            "top1": _ratio(int(confusion.diagonal().sum()), samples),
-            "top5": _ratio(hits, samples),
-            **macro,
-            "roc_auc": _mean(areas),
-        }
+        own = _states(self._counters)
+        tensors = [tensor for each in own.values() for tensor in each.values()]
+        counts, *totals = _all_reduce([self._counts, *tensors], group)
+        summed = iter(totals)
+        state = {name: {key: next(summed) for key in each} for name, each in own.items()}
+        samples, broken = counts.tolist()
+        confusion = state["confusion"]["confmat"]
+        notes = self._notes(samples, broken, confusion)
+        metrics, per_class = _from_states(self._classes, state) if samples else _undefined(self._classes)
+        curves: list[np.ndarray | None] = [None] * self._classes
+        if samples and not broken:
+            curves = self._curves(samples, group)
+        areas = [None if curve is None else float(np.trapezoid(curve[1], curve[0])) for curve in curves]
         return {
-            "metrics": metrics,
+            "metrics": {**metrics, "roc_auc": _mean([area for area in areas if area is not None])},
             "per_class": {**per_class, "roc_auc": areas, "support": confusion.sum(1).tolist()},
             "confusion": confusion.tolist(),
             "roc": _drawn(curves),
             "notes": notes,
         }
 
-    def _gather(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        """Return all ranks' logits (n, C) and targets (n,), on the CPU."""
-        logits = torch.cat(self._logits) if self._logits else torch.zeros(0, self._classes, device=self._device)
-        targets = torch.cat(self._targets) if self._targets else torch.zeros(0, dtype=torch.int64, device=self._device)
-        return _all_gather(logits, group).cpu(), _all_gather(targets, group).cpu()
+    def _notes(self, samples: int, broken: int, confusion: Tensor) -> list[str]:
+        notes = [f"top5 counts the {self._classes} best of {self._classes} classes"] if self._classes < TOP_K else []
+        if samples * self._classes > self._limit:
+            notes.append(f"ROC at {THRESHOLDS} thresholds: {samples} samples x {self._classes} classes is many")
+        if broken:
+            notes.append(f"{broken} samples had an output that is not finite: no ROC")
+        absent = int((confusion.sum(1) == 0).sum())
+        if absent:
+            notes.append(
+                f"{absent} of {self._classes} classes have no samples here: macro means leave out those that were not "
+                "predicted either, and roc_auc all of them"
+            )
+        return notes
+
+    def _curves(self, samples: int, group: dist.ProcessGroup | None) -> list[np.ndarray | None]:
+        """Return for each class (2, points), false and true positive rates; None without both kinds of samples."""
+        if samples * self._classes > self._limit:
+            (confmat,) = _all_reduce([self._bin().confmat], group)
+            roc = _binned_roc(self._classes, torch.device("cpu"))
+            fpr, tpr, _ = _computed(roc, {"confmat": confmat})
+            support = confmat[0, :, 1].sum(-1)
+        else:
+            scores = torch.cat([torch.zeros(0, self._classes, dtype=torch.float64, device=self._device), *self._scores])
+            targets = torch.cat([torch.zeros(0, dtype=torch.int64, device=self._device), *self._targets])
+            targets = _all_gather(targets, group)
+            fpr, tpr = _exact_roc(_all_gather(scores, group), targets)
+            support = torch.bincount(targets, minlength=self._classes)
+        both = ((support > 0) & (support < samples)).tolist()
+        return [
+            torch.stack([x, y]).double().numpy() if drawn else None for x, y, drawn in zip(fpr, tpr, both, strict=True)
+        ]
+
+
+def _options(classes: int) -> dict[str, Any]:
+    """Inputs are checked in `update`, and ranks add their states themselves."""
+    return {"num_classes": classes, "validate_args": False, "sync_on_compute": False}
+
+
+def _counters(classes: int, device: torch.device) -> dict[str, Metric]:
+    """Return the metrics that count; their states are integers that add over batches and ranks."""
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassStatScores
+
+    options = _options(classes)
+    counters: dict[str, Metric] = {
+        "top1": MulticlassAccuracy(average="micro", **options),
+        "top5": MulticlassAccuracy(average="micro", top_k=min(TOP_K, classes), **options),
+        "by_class": MulticlassStatScores(average=None, **options),
+        "confusion": MulticlassConfusionMatrix(**options),
+    }
+    return {name: counter.to(device) for name, counter in counters.items()}
+
+
+def _states(counters: dict[str, Metric]) -> dict[str, dict[str, Tensor]]:
+    return {name: cast(dict[str, Tensor], counter.metric_state) for name, counter in counters.items()}
+
+
+def _from_states(
+    classes: int, state: dict[str, dict[str, Tensor]]
+) -> tuple[dict[str, float | None], dict[str, list[float | None]]]:
+    """Return the metrics, and precision, recall and F1 by class, from states summed over ranks."""
+    from torchmetrics.classification import MulticlassF1Score, MulticlassPrecision, MulticlassRecall
+
+    options, counters, by_class = _options(classes), _counters(classes, torch.device("cpu")), state["by_class"]
+    metrics: dict[str, float | None] = {
+        name: float(_computed(counters[name], state[name])) for name in ("top1", "top5")
+    }
+    predicted, present = by_class["tp"] + by_class["fp"], by_class["tp"] + by_class["fn"]
+    per_class = {}
+    for name, metric, defined_by in (
+        ("precision", MulticlassPrecision, predicted),
+        ("recall", MulticlassRecall, present),
+        ("f1", MulticlassF1Score, predicted + present),
+    ):
+        values = _computed(metric(average=None, **options), by_class).reshape(classes).tolist()
+        per_class[name] = [v if defined else None for v, defined in zip(values, defined_by.tolist(), strict=True)]
+        metrics[f"macro_{name}"] = float(_computed(metric(average="macro", **options), by_class))
+    return metrics, per_class
+
+
+def _undefined(classes: int) -> tuple[dict[str, float | None], dict[str, list[float | None]]]:
+    names = ("top1", "top5", "macro_precision", "macro_recall", "macro_f1")
+    return dict.fromkeys(names), {name: [None] * classes for name in ("precision", "recall", "f1")}
+
+
+def _computed(metric: Metric, state: dict[str, Tensor]) -> Any:
+    """Return what a fresh metric makes of a state; in float64, since torchmetrics divides in its state's type."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*was called before the ``update`` method", category=UserWarning)
+        metric.merge_state({name: value.double() for name, value in state.items()})
+        return metric.compute()
+
+
+def _binned_roc(classes: int, device: torch.device) -> MulticlassROC:
+    """Return the ROC at T thresholds; its state is `confmat` (T, C, 2, 2), counts that add.
+
+    The thresholds are evenly spaced in log-odds, because with many classes nearly all probabilities are close to 0.
+    The first is passed by all samples and the last by none, so that curves go from (0, 0) to (1, 1).
+    """
+    from torchmetrics.classification import MulticlassROC
+
+    inner = torch.linspace(-16, 16, THRESHOLDS - 2).sigmoid()
+    thresholds = torch.cat([torch.tensor([0.0]), inner, torch.tensor([2.0])])
+    return MulticlassROC(thresholds=thresholds, **_options(classes)).to(device)
+
+
+def _exact_roc(scores: Tensor, targets: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    from torchmetrics.functional.classification import multiclass_roc
+
+    with warnings.catch_warnings():
+        # Such classes are named in the notes and get no curve.
+        warnings.filterwarnings("ignore", message="No (positive|negative) samples in targets", category=UserWarning)
+        fpr, tpr, _ = multiclass_roc(scores, targets, scores.shape[1], validate_args=False)
+    return list(fpr), list(tpr)
 
 
 def _meeting_device(tensor: Tensor, group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu") if dist.get_backend(group) == "gloo" else tensor.device
 
 
-def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the sum over ranks, as a new tensor."""
-    total = tensor.clone()
+def _all_reduce(tensors: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Return the integer tensors' sums over ranks, on the CPU, by one all-reduce."""
+    total = torch.cat([tensor.flatten() for tensor in tensors])
     if group is not None:
-        total = total.to(_meeting_device(tensor, group))
+        total = total.to(_meeting_device(total, group))
         dist.all_reduce(total, group=group)
-    return total
+    parts = total.cpu().split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the ranks' tensors one after another along dim 0, where they may differ in length."""
+    """Return the ranks' tensors one after another along dim 0, where they may differ in length, on the CPU."""
+    from torchmetrics.utilities.distributed import gather_all_tensors
+
     if group is None:
-        return tensor
-    device, ranks = _meeting_device(tensor, group), dist.get_world_size(group)
-    length = torch.tensor([len(tensor)], device=device)
-    lengths = [torch.zeros_like(length) for _ in range(ranks)]
-    dist.all_gather(lengths, length, group=group)
-    longest = max(int(each) for each in lengths)
-    padded = torch.zeros((longest, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
-    padded[: len(tensor)] = tensor
-    parts = [torch.empty_like(padded) for _ in range(ranks)]
-    dist.all_gather(parts, padded, group=group)
-    return torch.cat([part[: int(count)] for part, count in zip(parts, lengths, strict=True)])
+        return tensor.cpu()
+    return torch.cat(gather_all_tensors(tensor.to(_meeting_device(tensor, group)), group)).cpu()
 
 
-def _thresholds(device: torch.device) -> Tensor:
-    """Probabilities evenly spaced in log-odds: with many classes nearly all probabilities are close to 0."""
-    return torch.linspace(-16, 16, THRESHOLDS, device=device).sigmoid()
-
-
-def _histogram(logits: Tensor, targets: Tensor) -> Tensor:
-    """Count probabilities by class and interval: (2, C, T + 1), [0] of the class's own samples, [1] of all samples."""
-    n, classes = logits.shape
-    interval = torch.bucketize(logits.softmax(1), _thresholds(logits.device), right=True)
-    cell = interval + torch.arange(classes, device=logits.device) * (THRESHOLDS + 1)
-    size = classes * (THRESHOLDS + 1)
-    own = torch.bincount(cell[torch.arange(n, device=logits.device), targets], minlength=size)
-    return torch.stack([own, torch.bincount(cell.flatten(), minlength=size)]).view(2, classes, THRESHOLDS + 1)
-
-
-def _binned_curves(histogram: Tensor) -> list[Tensor | None]:
-    own, everyone = histogram.flip(-1).cumsum(-1).unbind(0)
-    return [_curve(true, count - true) for true, count in zip(own, everyone, strict=True)]
-
-
-def _exact_curves(logits: Tensor, targets: Tensor) -> list[Tensor | None]:
-    wide = logits.double()
-    normaliser = wide.logsumexp(1)
-    curves = []
-    for c in range(logits.shape[1]):
-        score, order = (wide[:, c] - normaliser).sort(descending=True)
-        true = (targets[order] == c).cumsum(0)
-        # Samples of one score pass a threshold together.
-        last = torch.ones(len(score), dtype=torch.bool)
-        last[:-1] = score[1:] != score[:-1]
-        below = torch.arange(1, len(score) + 1)
-        curves.append(_curve(true[last], (below - true)[last]))
-    return curves
-
-
-def _curve(true: Tensor, false: Tensor) -> Tensor | None:
-    """Return (2, points), false and true positive rates from (0, 0) to (1, 1); None without both kinds of samples."""
-    if not len(true) or not true[-1] or not false[-1]:
-        return None
-    rates = torch.stack([false.double() / false[-1], true.double() / true[-1]])
-    return torch.cat([torch.zeros(2, 1, dtype=torch.float64), rates], dim=1)
-
-
-def _area(curve: Tensor) -> float:
-    return float(torch.trapezoid(curve[1], curve[0]))
-
-
-def _from_confusion(
-    confusion: Tensor, notes: list[str]
-) -> tuple[dict[str, list[float | None]], dict[str, float | None]]:
-    """Return precision, recall and F1 by class, and their macro means."""
-    right, support, predicted = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
-    counted = (support + predicted > 0).tolist()
-    absent = int((support == 0).sum())
-    if absent:
-        notes.append(
-            f"{absent} of {len(support)} classes have no samples here: macro means leave out those that were not "
-            "predicted either, and roc_auc all of them"
-        )
-    columns = {
-        "precision": [_ratio(r, p) for r, p in zip(right.tolist(), predicted.tolist(), strict=True)],
-        "recall": [_ratio(r, s) for r, s in zip(right.tolist(), support.tolist(), strict=True)],
-        "f1": [_ratio(2 * r, t) for r, t in zip(right.tolist(), (support + predicted).tolist(), strict=True)],
-    }
-    macro = {
-        f"macro_{name}": _mean([value or 0.0 for value, used in zip(values, counted, strict=True) if used])
-        for name, values in columns.items()
-    }
-    return columns, macro
-
-
-def _drawn(curves: list[Tensor | None]) -> dict[str, dict[str, list[float]]]:
+def _drawn(curves: list[np.ndarray | None]) -> dict[str, dict[str, list[float]]]:
     """Return the macro curve and each class's with few enough points to draw and to store."""
     present = {str(c): curve for c, curve in enumerate(curves) if curve is not None}
     if not present:
         return {}
     points = max(20, min(CURVE_POINTS, CURVE_POINTS_IN_ALL // len(present)))
-    grid = torch.linspace(0, 1, CURVE_POINTS, dtype=torch.float64)
-    mean = torch.stack([_interpolate(grid, curve) for curve in present.values()]).mean(0)
+    grid = np.linspace(0, 1, CURVE_POINTS)
+    mean = np.mean([np.interp(grid, *curve) for curve in present.values()], axis=0)
     mean[0], mean[-1] = 0.0, 1.0
-    drawn = {"macro": torch.stack([grid, mean])} | {name: _thin(curve, points) for name, curve in present.items()}
-    return {name: {"fpr": _rounded(curve[0]), "tpr": _rounded(curve[1])} for name, curve in drawn.items()}
+    drawn = {"macro": np.stack([grid, mean])} | {name: _thin(curve, points) for name, curve in present.items()}
+    return {
+        name: {"fpr": curve[0].round(6).tolist(), "tpr": curve[1].round(6).tolist()} for name, curve in drawn.items()
+    }
 
 
-def _interpolate(grid: Tensor, curve: Tensor) -> Tensor:
-    """Return the curve's true positive rate at the grid's false positive rates; the upper one where it is vertical."""
-    fpr, tpr = curve.contiguous()
-    right = torch.searchsorted(fpr, grid, right=True).clamp(1, len(fpr) - 1)
-    left = right - 1
-    share = ((grid - fpr[left]) / (fpr[right] - fpr[left]).clamp(min=1e-300)).clamp(0, 1)
-    return tpr[left] + share * (tpr[right] - tpr[left])
-
-
-def _thin(curve: Tensor, points: int) -> Tensor:
+def _thin(curve: np.ndarray, points: int) -> np.ndarray:
     """Keep at most `points` of a curve, evenly spaced along its length, and both ends."""
     if curve.shape[1] <= points:
         return curve
-    length = torch.cat([torch.zeros(1, dtype=torch.float64), curve.diff(dim=1).sum(0).cumsum(0)])
-    wanted = torch.linspace(0, float(length[-1]), points, dtype=torch.float64)
-    kept = torch.searchsorted(length, wanted).clamp(max=curve.shape[1] - 1).unique()
-    return curve[:, kept]
+    length = np.concatenate([[0.0], np.diff(curve).sum(0).cumsum()])
+    kept = np.searchsorted(length, np.linspace(0, length[-1], points)).clip(max=curve.shape[1] - 1)
+    return curve[:, np.unique(kept)]
 
 
-def _rounded(values: Tensor) -> list[float]:
-    return [round(value, 6) for value in values.tolist()]
-
-
-def _ratio(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
-
-
-def _mean(values: list[float | None] | list[float]) -> float | None:
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else None
+def _mean(values: list[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None

@@ -1,16 +1,11 @@
-"""Optimizers by timm's names, learning-rate schedules as pure functions of the step, and an average of the weights.
-
-Importing timm costs seconds, so the optimizers that are torch's own are built without it, and the schedules, four
-formulas, are written out; the tests hold both against timm's.
-"""
+"""Optimizers and learning-rate schedules by timm's factories, and an average of the weights."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +13,10 @@ from torch import Tensor, nn
 from echelon.config.schema import OptimizerConfig
 from echelon.core.errors import UserError, nearest
 
-TORCH_OPTIMIZERS = ("sgd", "nesterov", "momentum", "adam", "adamw")
-SHOWN = (*TORCH_OPTIMIZERS, "lars", "lamb", "lion", "nadamw", "rmsprop")
+if TYPE_CHECKING:
+    from timm.scheduler.scheduler import Scheduler
+
+SHOWN = ("sgd", "nesterov", "momentum", "adam", "adamw", "lars", "lamb", "lion", "nadamw", "rmsprop")
 # Those want a GPU library that is no dependency, or a closure or a second backward pass.
 NOT_SUPPORTED = ("fused", "bnb", "adahessian")
 STEP_FACTOR = 0.1
@@ -27,7 +24,7 @@ POLY_POWER = 2.0
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, batch_size: int) -> torch.optim.Optimizer:
-    """Build the optimizer for a model's trainable parameters; names mean what they mean in timm.
+    """Build timm's optimizer of that name for a model's trainable parameters.
 
     `sgd` and `nesterov` are SGD with Nesterov momentum, `momentum` is SGD with plain momentum. torch's SGD keeps
     v <- m v + g and steps w <- w - lr v: the learning rate is not folded into v, so a changing one needs no momentum
@@ -41,21 +38,30 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, batch_size: int) 
     Raises:
         UserError: unknown optimizer (with the nearest name), or settings that it does not take.
     """
+    from timm.optim import create_optimizer_v2, get_optimizer_info
+
     name = config.name.lower()
-    lr = config.lr * batch_size / config.scale_lr if config.scale_lr else config.lr
-    groups = _parameter_groups(model, config.weight_decay)
-    if not groups:
+    _check_name(name)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("the model has no trainable parameters: nothing to optimize")
-    if name in ("adam", "adamw"):
-        return (torch.optim.AdamW if name == "adamw" else torch.optim.Adam)(groups, lr=lr)
-    if name in TORCH_OPTIMIZERS:
-        nesterov = name != "momentum" and config.momentum > 0
-        return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, nesterov=nesterov)
-    return _timm_optimizer(groups, name, lr, config.momentum)
+    lr = config.lr * batch_size / config.scale_lr if config.scale_lr else config.lr
+    # torch refuses Nesterov's rule without momentum, where it is no other than the plain one.
+    nesterov = (get_optimizer_info(name).defaults or {}).get("nesterov", False)
+    options = {"nesterov": False} if nesterov and not config.momentum else {}
+    try:
+        optimizer = create_optimizer_v2(
+            model, opt=name, lr=lr, weight_decay=config.weight_decay, momentum=config.momentum, **options
+        )
+    except (ValueError, TypeError) as error:
+        raise UserError(f"--optimizer {name} does not take these settings: {error}") from error
+    for group in optimizer.param_groups:
+        # What schedules start from. Set here, so that saved groups and those they are restored into have the same keys.
+        group["initial_lr"] = lr
+    return optimizer
 
 
-def _timm_optimizer(groups: list[dict[str, Any]], name: str, lr: float, momentum: float) -> torch.optim.Optimizer:
-    from timm.optim import create_optimizer_v2, list_optimizers
+def _check_name(name: str) -> None:
+    from timm.optim import list_optimizers
 
     known = [each for each in list_optimizers() if not each.startswith(NOT_SUPPORTED)]
     if name not in known:
@@ -63,23 +69,6 @@ def _timm_optimizer(groups: list[dict[str, Any]], name: str, lr: float, momentum
             f"unknown --optimizer {name!r}: {nearest(name, known)}known: {', '.join(SHOWN)} "
             f"and {len(known) - len(SHOWN)} more of timm's (timm.optim.list_optimizers())"
         )
-    try:
-        return create_optimizer_v2(groups, opt=name, lr=lr, momentum=momentum)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"--optimizer {name} does not take these settings: {error}") from error
-
-
-def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    no_weight_decay: Any = getattr(model, "no_weight_decay", tuple)
-    listed = set(no_weight_decay())
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            exempt = parameter.ndim <= 1 or name.endswith(".bias") or name in listed
-            (plain if exempt else decayed).append(parameter)
-    groups = [{"params": plain, "weight_decay": 0.0}, {"params": decayed, "weight_decay": weight_decay}]
-    return [group for group in groups if group["params"]]
 
 
 @dataclass(frozen=True)
@@ -88,17 +77,11 @@ class Schedule:
 
     Attributes:
         optimizer: whose groups' `lr` is set.
-        config: kind of schedule, warm-up and drops.
-        base_lr: learning rate after the warm-up, scaled by the batch size.
-        steps_per_epoch: optimizer steps per epoch.
-        total_steps: optimizer steps of the whole schedule, warm-up included.
+        scheduler: timm's, counting optimizer steps.
     """
 
     optimizer: torch.optim.Optimizer
-    config: OptimizerConfig
-    base_lr: float
-    steps_per_epoch: int
-    total_steps: int
+    scheduler: Scheduler
 
     @property
     def lr(self) -> float:
@@ -107,57 +90,54 @@ class Schedule:
 
     def set_step(self, step: int) -> None:
         """Set the learning rate for optimizer step `step`, counted from 0 over the whole run, before it is taken."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr_at(step)
-
-    def lr_at(self, step: int) -> float:
-        """Return the learning rate of a step; 0 at and after the end of `cosine` and `poly`.
-
-        During W steps of warm-up: start + (base - start) step / W. Then, with p = step / total_steps,
-        cosine: base (1 + cos(pi p)) / 2; poly: base (1 - p)^2 (You et al. 2017); step: base * 0.1^(drops so far);
-        constant: base.
-        """
-        warmup = self.config.warmup_epochs * self.steps_per_epoch
-        if step < warmup:
-            start = self._warmup_start(warmup)
-            return start + (self.base_lr - start) * step / warmup
-        p = min(1.0, step / self.total_steps)
-        match self.config.schedule:
-            case "cosine":
-                return self.base_lr * (1 + math.cos(math.pi * p)) / 2
-            case "poly":
-                return self.base_lr * (1 - p) ** POLY_POWER
-            case "step":
-                return self.base_lr * STEP_FACTOR ** (step // (self.config.step_epochs * self.steps_per_epoch))
-            case "constant":
-                return self.base_lr
-
-    def _warmup_start(self, warmup: float) -> float:
-        """From the rate that one base batch would have, where scaling raised it (Goyal et al.); else from base / W."""
-        if self.config.scale_lr and self.config.lr < self.base_lr:
-            return self.config.lr
-        return self.base_lr / max(1.0, warmup)
+        self.scheduler.step_update(step)
 
 
 def build_schedule(
     optimizer: torch.optim.Optimizer, config: OptimizerConfig, steps_per_epoch: int, epochs: int
 ) -> Schedule:
-    """Build the schedule, and set the optimizer to step 0.
+    """Build timm's schedule for an optimizer of `build_optimizer`, and set it to step 0.
+
+    During W steps of warm-up the rate is start + (base - start) step / W. Then, with p = step / all steps, cosine:
+    base (1 + cos(pi p)) / 2; poly: base (1 - p)^2 (You et al. 2017); step: base * 0.1^(drops so far); constant: base.
+    At and after the end, cosine and poly give 0.
 
     It may be built before or after the optimizer's state is restored: the base is what the optimizer was built with.
 
     Raises:
         UserError: the warm-up is as long as the run, or drops are 0 epochs apart.
     """
+    from timm.scheduler.scheduler_factory import create_scheduler_v2
+
     if config.warmup_epochs >= epochs > 0 and config.warmup_epochs > 0:
         raise UserError(
             f"--warmup-epochs {config.warmup_epochs:g} leaves nothing of --epochs {epochs}: use a shorter warm-up"
         )
     if config.schedule == "step" and config.step_epochs <= 0:
         raise UserError("--step-epochs 0: the step schedule needs some epochs between drops")
-    schedule = Schedule(optimizer, config, float(optimizer.defaults["lr"]), steps_per_epoch, steps_per_epoch * epochs)
+    base = float(optimizer.defaults["lr"])
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        # A constant rate is a step schedule that drops by nothing: it has the warm-up too.
+        "step" if config.schedule == "constant" else config.schedule,
+        num_epochs=epochs,
+        decay_epochs=config.step_epochs or 1.0,
+        decay_rate={"step": STEP_FACTOR, "poly": POLY_POWER}.get(config.schedule, 1.0),
+        warmup_epochs=config.warmup_epochs,
+        warmup_lr=_warmup_start(config, base, config.warmup_epochs * steps_per_epoch),
+        step_on_epochs=False,
+        updates_per_epoch=steps_per_epoch,
+    )
+    schedule = Schedule(optimizer, scheduler)
     schedule.set_step(0)
     return schedule
+
+
+def _warmup_start(config: OptimizerConfig, base: float, warmup: float) -> float:
+    """From the rate that one base batch would have, where scaling raised it (Goyal et al.); else from base / W."""
+    if config.scale_lr and config.lr < base:
+        return config.lr
+    return base / max(1.0, warmup)
 
 
 class EMA:
@@ -165,7 +145,8 @@ class EMA:
 
     a <- d a + (1 - d) w after each step, with d = min(decay, (1 + n) / (10 + n)) at update n = 0, 1, ...: a short run
     is not an average of its random start (the warm-up of TensorFlow's ExponentialMovingAverage). Integer buffers are
-    copied.
+    copied. torch's AveragedModel and timm's ModelEmaV3 deep-copy the module, which `fully_shard` forbids; this keeps
+    tensors alone.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

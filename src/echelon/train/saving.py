@@ -44,6 +44,7 @@ class Saver:
         )
         self._store = CheckpointStore(folder / "checkpoints", keep, self._saved, self._rejected)
         self._reason, self._last_step = "", -1
+        self.bytes_sent = 0
         self._best: float | None = None
 
     def save(self, cursor: Cursor, reason: str, metric: float | None = None) -> None:
@@ -52,6 +53,8 @@ class Saver:
             return
         self._last_step = cursor.step
         own = rank_state(self._parts, self._world)
+        if not self._world.leads:
+            self.bytes_sent += tensor_bytes(own)
         ranks = {0: own} if self._world.group is None else gather_rank_state(own, self._world.group)
         with agreed_state(self._parts, cursor) as state:
             if not self._world.leads:
@@ -130,6 +133,14 @@ class Saver:
         if self._world.leads:
             message = f"checkpoint {path.name} is damaged and was passed over: {reason}"
             self._record.event("checkpoint_rejected", message, path=str(path), reason=reason)
+
+
+def tensor_bytes(tree: Any) -> int:
+    """Add up the bytes of all tensors in a tree of dicts and lists."""
+    if isinstance(tree, torch.Tensor):
+        return tree.nbytes
+    parts = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
+    return sum(tensor_bytes(part) for part in parts)
 
 
 def best_state(folder: Path) -> Mapping[str, Any]:

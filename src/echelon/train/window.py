@@ -29,8 +29,17 @@ class WindowTotals:
     phases: list[list[float]]
     memory_bytes: list[int]
     wire_bytes: int
+    other_wire_bytes: int
     stop: bool
     checkpoint_due: bool
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that this rank sent in a window: so that replicas agree, and for checkpoints."""
+
+    wire_bytes: int
+    other_bytes: int
 
 
 class Window:
@@ -67,11 +76,11 @@ class Window:
         """Whether it is time to close."""
         return self.steps >= self._length
 
-    def close(self, wire_bytes: int, stop: bool, checkpoint_due: bool) -> WindowTotals:
+    def close(self, sent: Sent, stop: bool, checkpoint_due: bool) -> WindowTotals:
         """Add up over all ranks and begin anew. All ranks must call it after the same step.
 
         Args:
-            wire_bytes: sent by this rank in this window.
+            sent: bytes that this rank sent in this window.
             stop: this rank was asked to stop.
             checkpoint_due: a checkpoint is due by the clock; rank 0's word counts.
         """
@@ -81,7 +90,8 @@ class Window:
         leads = float(world.leads)
         head = [
             self._samples,
-            wire_bytes,
+            sent.wire_bytes,
+            sent.other_bytes + self._own_bytes(steps),
             stop,
             leads * checkpoint_due,
             leads * seconds,
@@ -94,36 +104,53 @@ class Window:
             flat = flat.to(world.device)
             dist.all_reduce(flat, group=world.group)
         values = flat.tolist()
-        head, numbers_, rows = values[:6], values[6 : 6 + 2 * steps], values[6 + 2 * steps :]
+        head, numbers_, rows = values[:7], values[7 : 7 + 2 * steps], values[7 + 2 * steps :]
         width = len(PHASES) + 1
-        self._length = max(1, int(head[5]))
+        self._length = max(1, int(head[6]))
         self._begin()
         return WindowTotals(
             losses=numbers_[:steps],
             correct=round(sum(numbers_[steps:])),
             samples=round(head[0]),
-            seconds=head[4],
+            seconds=head[5],
             phases=[rows[r * width : r * width + len(PHASES)] for r in range(world.size)],
             memory_bytes=[round(rows[r * width + len(PHASES)]) for r in range(world.size)],
             wire_bytes=round(head[1]),
-            stop=head[2] > 0,
-            checkpoint_due=head[3] > 0,
+            other_wire_bytes=round(head[2]),
+            stop=head[3] > 0,
+            checkpoint_due=head[4] > 0,
         )
+
+    def _own_bytes(self, steps: int) -> int:
+        """What adding up costs: float64 numbers through the backend's all-reduce."""
+        size = self._world.size
+        numbers = 7 + 2 * steps + size * (len(PHASES) + 1)
+        return 2 * (size - 1) * 8 * numbers // size
 
     def _next_length(self, seconds: float) -> int:
         return max(1, min(MOST_STEPS, round(TARGET_S * max(1, self.steps) / max(seconds, 1e-9))))
 
 
 class Traffic:
-    """Turns running totals of bytes by group of parameters into what was sent since the last look."""
+    """Turns running totals of bytes by group of parameters into what was sent since the last look.
 
-    def __init__(self) -> None:
+    Args:
+        at_start: bytes that this rank sent to bring all replicas to the same parameters.
+    """
+
+    def __init__(self, at_start: int = 0) -> None:
         self._before: dict[str, int] = {}
+        self._others_before = -at_start
 
     def since_last(self, totals: Mapping[str, int]) -> dict[str, int]:
         """Return the bytes by group since the last call."""
         sent = {group: n_bytes - self._before.get(group, 0) for group, n_bytes in totals.items()}
         self._before = dict(totals)
+        return sent
+
+    def others_since_last(self, total: int) -> int:
+        """Return the bytes sent for anything else since the last call."""
+        sent, self._others_before = total - self._others_before, total
         return sent
 
 

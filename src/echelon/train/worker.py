@@ -87,10 +87,12 @@ def _end(run: TrainingRun, path: Path, status: str) -> None:
     for file, reason in run.train_loader.bad_images + run.eval_loader.bad_images:
         own.event("bad_image", f"{file}: {reason}", path=file)
     own.close()
+    others = torch.tensor([run.traffic.others_since_last(run.saver.bytes_sent)], device=run.world.device)
     if run.world.group is not None:
-        dist.barrier(run.world.group)
+        dist.all_reduce(others, group=run.world.group)  # and so no rank is still writing
     if run.world.leads:
-        run.record.write("end", status=status, seconds=time.time() - read_launch(path)["launched_t"])
+        seconds = time.time() - read_launch(path)["launched_t"]
+        run.record.write("end", status=status, seconds=seconds, other_wire_bytes=int(others))
         write_report(path)
 
 

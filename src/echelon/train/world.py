@@ -52,7 +52,10 @@ def join_world(config: RunConfig) -> Iterator[World]:
         return
     timeout = timedelta(seconds=parse_seconds(config.launch.timeout))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timeout)
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    round_name = os.environ.get("ECHELON_ROUND") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"echelon/{round_name}", store)  # it may outlive a restart, with addresses of the dead
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         yield World(rank, size, local_rank, device, dist.group.WORLD)
     finally:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -31,17 +33,27 @@ def weights(model: nn.Module) -> torch.Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-@pytest.mark.parametrize("momentum", [0.9, 0.0])
-@pytest.mark.parametrize("name", ["sgd", "nesterov", "momentum", "adam", "adamw"])
-def test_torchs_optimizers_are_what_timm_calls_so(name: str, momentum: float) -> None:
-    from timm.optim import create_optimizer_v2
-
-    ours, theirs = network(), network()
+@pytest.mark.parametrize(
+    ("name", "momentum", "kind", "options"),
+    [
+        ("sgd", 0.9, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        ("nesterov", 0.9, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        ("momentum", 0.9, torch.optim.SGD, {"momentum": 0.9}),
+        ("sgd", 0.0, torch.optim.SGD, {}),
+        ("SGD", 0.0, torch.optim.SGD, {}),
+        ("adamw", 0.9, torch.optim.AdamW, {}),
+    ],
+)
+def test_names_mean_torchs_rules(name: str, momentum: float, kind: type, options: dict[str, Any]) -> None:
+    ours, plain = network(), network()
     config = OptimizerConfig(name=name, lr=0.01, momentum=momentum)
     train(ours, build_optimizer(ours, config, 5), 3)
-    options = {} if momentum or name.startswith("adam") else {"nesterov": False}
-    train(theirs, create_optimizer_v2(theirs, name, 0.01, config.weight_decay, momentum, **options), 3)
-    assert torch.equal(weights(ours), weights(theirs))
+    groups = [
+        {"params": [p for p in plain.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [p for p in plain.parameters() if p.ndim > 1], "weight_decay": config.weight_decay},
+    ]
+    train(plain, kind(groups, lr=0.01, **options), 3)
+    assert torch.equal(weights(ours), weights(plain))
 
 
 @pytest.mark.parametrize("name", ["sgd", "lars", "lamb", "adamw", "lion", "rmsprop"])
@@ -93,27 +105,34 @@ def rates(config: OptimizerConfig, steps_per_epoch: int = 10, epochs: int = 4, b
     return taken
 
 
-@pytest.mark.parametrize("warmup", [0, 1])
-@pytest.mark.parametrize("kind", ["cosine", "step", "poly", "constant"])
-def test_schedules_are_timms(kind: str, warmup: int) -> None:
-    from timm.scheduler.scheduler_factory import create_scheduler_v2
+FORMULAS = {
+    "cosine": lambda step: (1 + math.cos(math.pi * step / 40)) / 2,
+    "poly": lambda step: (1 - step / 40) ** 2,
+    "step": lambda step: 0.1 ** (step // 15),
+    "constant": lambda step: 1.0,
+}
 
-    config = OptimizerConfig(schedule=kind, warmup_epochs=warmup, step_epochs=1.5)  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD(network().parameters(), lr=config.lr)
-    theirs, _ = create_scheduler_v2(
-        optimizer,
-        "step" if kind == "constant" else kind,
-        num_epochs=4,
-        decay_epochs=1.5,
-        decay_rate={"step": 0.1, "poly": 2.0}.get(kind, 1.0),
-        warmup_epochs=warmup,
-        warmup_lr=config.lr / 10,
-        step_on_epochs=False,
-        updates_per_epoch=10,
-    )
-    for step, rate in enumerate(rates(config)):
-        theirs.step_update(step)
-        assert rate == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12), step
+
+@pytest.mark.parametrize("warmup", [0, 1, 0.25])
+@pytest.mark.parametrize("kind", FORMULAS)
+def test_schedules_are_the_documented_formulas(kind: str, warmup: float) -> None:
+    config = OptimizerConfig(lr=0.3, schedule=kind, warmup_epochs=warmup, step_epochs=1.5)  # type: ignore[arg-type]
+    expected = [0.3 * FORMULAS[kind](step) for step in range(40)]
+    length = 10 * warmup
+    for step in range(math.ceil(length)):
+        expected[step] = 0.3 / max(1, length) * (1 - step / length) + 0.3 * step / length
+    assert rates(config) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_rate_is_a_function_of_the_step_alone() -> None:
+    config = OptimizerConfig(schedule="cosine", warmup_epochs=1)
+    schedule = build_schedule(build_optimizer(network(), config, 5), config, 10, 4)
+    taken = {}
+    for step in (39, 0, 12, 40, 1000, 5):
+        schedule.set_step(step)
+        taken[step] = schedule.lr
+    expected = rates(config)
+    assert taken == {**{step: expected[step] for step in (39, 0, 12, 5)}, 40: 0.0, 1000: 0.0}
 
 
 def test_warm_up_after_scaling_starts_at_the_base_rate() -> None:

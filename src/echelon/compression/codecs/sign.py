@@ -14,7 +14,7 @@ from torch import Tensor
 from echelon.compression.base import Codec, Meta, Payload, State, check_momentum, empty, flat32, refuse_nonfinite
 from echelon.compression.bits import pack_bits, packed_size, unpack_bits
 from echelon.compression.blocks import block_count, check_block, rows
-from echelon.compression.chunks import CHUNK, Pieces, accumulate, spans, write
+from echelon.compression.chunks import Pieces, accumulate, spans, tiles, write
 from echelon.compression.wire import Layout
 
 
@@ -77,15 +77,33 @@ class Sign(Codec):
         x = flat32(tensor)
         packed = empty(packed_size(x.numel()), torch.uint8, x.device)
         scales = torch.empty(block_count(x.numel(), self.block), device=x.device)
-        for start, end in spans(x.numel(), self.block, x.device):
-            values = x[start:end]
-            first = start // self.block
-            _mean_abs(rows(values, self.block), scales[first : first + block_count(end - start, self.block)])
-            positive = _voted(values, start + state.step) if self.vote else _positive(values)
-            packed[start // 8 : packed_size(end)] = pack_bits(positive)
+        if x.device.type == "cpu":
+            self._encode_on_cpu(x, scales, packed, state.step)
+        else:
+            for start, end in spans(x.numel(), self.block, x.device):
+                first, last = start // self.block, start // self.block + block_count(end - start, self.block)
+                scales[first:last] = rows(x[start:end], self.block).abs().mean(dim=1)
+            packed.copy_(pack_bits(_voted(x, state.step) if self.vote else x >= 0))
         refuse_nonfinite(scales.max() if x.numel() else 0.0, state)
         state.numbers["step"] += 1
         return self.payload((packed,) if self.vote else (scales, packed), Meta.of(tensor))
+
+    def _encode_on_cpu(self, x: Tensor, scales: Tensor, packed: Tensor, step: int) -> None:
+        """Write mean |x| of each block, where NaN and infinity carry over, and the signs."""
+        out = packed.numpy()
+        for part in tiles(x.numel(), self.block):
+            values, means = part.cut(x), part.per_block(scales)
+            scratch = np.empty((part.step, part.block), np.float32)
+            large = np.empty((part.step, part.block), np.bool_)
+            for row in range(0, part.rows, part.step):
+                piece = values[row : row + part.step]
+                np.sum(np.abs(piece, out=scratch[: len(piece)]), axis=1, out=means[row : row + part.step])
+                at = part.start + row * part.block
+                positive = np.greater_equal(piece, 0, out=large[: len(piece)])
+                if self.vote:
+                    positive = _voted(torch.from_numpy(piece.reshape(-1)), at + step).numpy()
+                out[at // 8 : packed_size(at + piece.size)] = np.packbits(positive, bitorder="little")
+            means /= part.block
 
     def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
         return write(lambda into: self._pieces(payload, into), payload, out, payload.tensors[-1].device)
@@ -106,18 +124,34 @@ class Sign(Codec):
 
     def _pieces(self, payload: Payload, into: Tensor | None) -> Pieces:
         packed, n = payload.tensors[-1], payload.meta.numel
-        scratch = torch.empty(min(n, CHUNK) if packed.device.type == "cpu" else n, device=packed.device)
+        scales = None if self.vote else payload.tensors[0]
+        if packed.device.type == "cpu":
+            yield from self._pieces_on_cpu(packed, scales, n, into)
+            return
         for start, end in spans(n, self.block, packed.device):
-            values = scratch[: end - start] if into is None else into[start:end]
-            _signs(packed[start // 8 : packed_size(end)], values)
-            if self.vote:
-                if self._unit() != 1.0:
-                    values.mul_(self._unit())
+            values = unpack_bits(packed[start // 8 : packed_size(end)], end - start).float().mul_(2).sub_(1)
+            if scales is None:
+                values.mul_(self._unit())
             else:
                 first = start // self.block
-                scale = payload.tensors[0][first : first + block_count(end - start, self.block)]
-                rows(values, self.block).mul_(scale.view(-1, 1))
-            yield start, end, values
+                rows(values, self.block).mul_(scales[first : first + block_count(end - start, self.block)].view(-1, 1))
+            yield start, end, values if into is None else into[start:end].copy_(values)
+
+    def _pieces_on_cpu(self, packed: Tensor, scales: Tensor | None, n: int, into: Tensor | None) -> Pieces:
+        signs = _table() * np.float32(self._unit())
+        for part in tiles(n, self.block):
+            whole = None if into is None else part.cut(into)
+            factors = None if scales is None else part.per_block(scales)[:, None]
+            scratch = np.empty((part.step, part.block), np.float32)
+            for row in range(0, part.rows, part.step):
+                count = min(part.step, part.rows - row)
+                values = scratch[:count] if whole is None else whole[row : row + count]
+                at = part.start + row * part.block
+                end = at + count * part.block
+                _look_up(signs, packed.numpy()[at // 8 : packed_size(end)], values.reshape(-1))
+                if factors is not None:
+                    np.multiply(values, factors[row : row + count], out=values)
+                yield at, end, torch.from_numpy(values.reshape(-1))
 
 
 @dataclass(frozen=True)
@@ -129,19 +163,6 @@ class Majority(Sign):
 
     def _unit(self) -> float:
         return self.magnitude
-
-
-def _mean_abs(values: Tensor, out: Tensor) -> None:
-    """Write the mean of |values| of each row into out [rows]; NaN and infinity carry over."""
-    if values.device.type == "cpu":
-        np.sum(np.abs(values.numpy()), axis=1, out=out.numpy())
-        out.div_(values.shape[1])
-    else:
-        out.copy_(values.abs().mean(dim=1))
-
-
-def _positive(values: Tensor) -> Tensor:
-    return torch.from_numpy(values.numpy() >= 0) if values.device.type == "cpu" else values >= 0
 
 
 def _voted(values: Tensor, first: int) -> Tensor:
@@ -157,17 +178,12 @@ def _table() -> npt.NDArray[np.float32]:
     return np.unpackbits(every, axis=1, bitorder="little").astype(np.float32) * 2 - 1
 
 
-def _signs(packed: Tensor, out: Tensor) -> None:
-    """Unpack signs into out, float32 [n], as -1 or 1."""
-    n = out.numel()
-    if packed.device.type != "cpu":
-        out.copy_(unpack_bits(packed, n)).mul_(2).sub_(1)
-        return
-    whole = n // 8
-    view = out.numpy()
-    np.take(_table(), packed.numpy()[:whole], axis=0, out=view[: 8 * whole].reshape(-1, 8), mode="clip")
-    if n % 8:
-        view[8 * whole :] = _table()[packed.numpy()[whole], : n % 8]
+def _look_up(signs: npt.NDArray[np.float32], packed: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]) -> None:
+    """Write the eight signs of each byte to out [n]."""
+    whole, rest = divmod(out.size, 8)
+    np.take(signs, packed[:whole], axis=0, out=out[: 8 * whole].reshape(-1, 8), mode="clip")
+    if rest:
+        out[8 * whole :] = signs[packed[whole], :rest]
 
 
 CODEC = Sign

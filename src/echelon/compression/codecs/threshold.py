@@ -81,8 +81,9 @@ class Threshold(Sparse):
     def _follow(self, x: Tensor, state: State) -> Tensor:
         """Choose by the last threshold, corrected until it fits the sample."""
         assert self.density is not None
-        sample = sampled(x)
-        wanted = count_for(self.density, x.numel()) * sample.numel() / x.numel()
+        count = count_for(self.density, x.numel())
+        sample = sampled(x, count)
+        wanted = count * sample.numel() / x.numel()
         threshold, slope = state.numbers["threshold"], state.numbers["slope"]
         before, moved = 1.0, 0.0
         for _ in range(_CORRECTIONS):

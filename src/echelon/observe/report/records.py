@@ -42,6 +42,7 @@ class Window:
     wire_bytes: float
     wire_bytes_by_group: dict[str, float] = field(default_factory=dict)
     memory_bytes: tuple[float, ...] = ()
+    other_wire_bytes: float = 0.0
 
     @property
     def steps(self) -> int:
@@ -196,6 +197,7 @@ def _window(r: Json, attempt: int) -> Window:
         phase_names=phase_names,
         phases=phases,
         wire_bytes=float(r.get("wire_bytes") or 0),
+        other_wire_bytes=float(r.get("other_wire_bytes") or 0),
         wire_bytes_by_group={str(k): float(v) for k, v in (r.get("wire_bytes_by_group") or {}).items()},
         memory_bytes=tuple(float(b) for b in r.get("memory_bytes") or ()),
     )

@@ -13,6 +13,8 @@ from echelon.observe.report.summary import Summary, kept_evaluations, rank_host
 from echelon.observe.report.timing import Timing, own_work
 from echelon.observe.report.words import wilson_interval
 
+TCP_HEADER_BYTES = 66  # Ethernet 14, IPv4 20, TCP with timestamps 32
+
 
 @dataclass(frozen=True)
 class Table:
@@ -165,13 +167,17 @@ def link_words(record: RunRecord) -> list[str]:
         for host in hosts if isinstance(hosts, list) else []:
             if isinstance(host, dict):
                 counters = Mark(mark.t, mark.kind, host)
-                counted += counters.number("sent_bytes") or 0.0
+                packets = counters.number("sent_packets") or 0.0
+                counted += (counters.number("sent_bytes") or 0.0) - TCP_HEADER_BYTES * packets
                 dropped += counters.number("dropped") or 0.0
         rates.append(str(mark.details.get("link") or ""))
     if not counted:
         return []
     own = sum(w.wire_bytes for w in record.windows)
+    others = sum(w.other_wire_bytes for w in record.windows)
+    others += sum(mark.number("other_wire_bytes") or 0.0 for mark in record.of_kind("end"))
     return [
-        f"The kernel counted {format_bytes(counted)} sent on the links ({rates[-1]}), headers included, and "
-        f"{dropped:.0f} packets dropped; the run itself counted {format_bytes(own)} in its steps."
+        f"The kernel counted {format_bytes(counted)} of payload sent on the links ({rates[-1]}) and "
+        f"{dropped:.0f} packets dropped; the run itself counted {format_bytes(own)} between replicas, and "
+        f"{format_bytes(others)} for checkpoints and statistics ({(own + others) / counted - 1:+.1%})."
     ]

@@ -33,6 +33,7 @@ class Averaging:
         self._context, self._plan, self._rule = context, plan, rule
         self._step = 0  # local steps done; negative during the synchronous ones
         self._now = (0, 0)
+        self._agreed: dict[bool, list[Tensor]] = {}
         self._wire = WireCount()
         self._first: AllReduce | None = None
         if plan.start:
@@ -82,6 +83,7 @@ class Averaging:
 
     def step(self) -> None:
         """Update by the own gradient, then agree on what is due."""
+        self._agreed.clear()
         if self._first:
             self._first.step()
         elif self._now[0] == 0 and self._step > 0:
@@ -120,7 +122,10 @@ class Averaging:
 
     @contextmanager
     def agreed(self, averages: bool = False) -> Iterator[None]:
-        """Give the model the centre where there is one, else the replicas' weighted mean; its own values after it."""
+        """Give the model the centre where there is one, else the replicas' weighted mean; its own values after it.
+
+        What is evaluated and then saved after the same step travels once.
+        """
         if self._first:
             with self._first.agreed(averages):
                 yield
@@ -130,9 +135,14 @@ class Averaging:
             yield
             return
         own = [(value, value.tensor.detach().clone()) for fragment in self._fragments for value in fragment.values]
-        for fragment in self._fragments:
-            fragment.settle()
-            self._show(fragment, centre)
+        if averages in self._agreed:
+            for (value, _), mean in zip(own, self._agreed[averages], strict=True):
+                value.write(mean)
+        else:
+            for fragment in self._fragments:
+                fragment.settle()
+                self._show(fragment, centre)
+            self._agreed[averages] = [value.tensor.detach().clone() for value, _ in own]
         try:
             yield
         finally:

@@ -1,0 +1,84 @@
+"""One rank of `collectives`: sums vectors along each path, in turns, and returns the seconds of each sum."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from benchmarks._common import interleave
+from echelon.collectives import Route, open_route
+from echelon.launch.link import Host, enter
+
+MAX_REPEATS = 50
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What a rank is started with.
+
+    Attributes:
+        host: where the rank lives; None: this machine, over loopback.
+        store: address and port of the rendezvous store.
+        sizes: bytes of the float32 vectors.
+        rounds: turns of each path and size.
+        window_s: how long a turn should take at least (it sums once at least).
+        timeout_s: how long a sum may take.
+    """
+
+    rank: int
+    world: int
+    host: Host | None
+    store: tuple[str, int]
+    paths: tuple[str, ...]
+    sizes: tuple[int, ...]
+    rounds: int
+    window_s: float
+    timeout_s: float
+
+
+def main(plan: RankPlan, pipe: Connection) -> None:
+    """Send {(path, bytes): [seconds per sum of each turn]}, or the traceback as a text."""
+    try:
+        if plan.host is not None:
+            enter(plan.host)
+        torch.set_num_threads(1)
+        timeout = timedelta(seconds=plan.timeout_s)
+        store = dist.TCPStore(*plan.store, plan.world, is_master=False, timeout=timeout)
+        dist.init_process_group("gloo", store=store, rank=plan.rank, world_size=plan.world, timeout=timeout)
+        pipe.send(_measure(plan))
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception:  # noqa: BLE001 - whatever it was, the other end reports it
+        pipe.send(traceback.format_exc())
+
+
+def _measure(plan: RankPlan) -> dict[tuple[str, int], list[float]]:
+    routes = {path: open_route(path) for path in plan.paths}
+    seconds: dict[tuple[str, int], list[float]] = {(path, size): [] for size in plan.sizes for path in plan.paths}
+    for size in plan.sizes:
+        vector = torch.zeros(size // 4)
+        repeats = {path: _repeats(route, vector, plan.window_s) for path, route in routes.items()}
+        for _, path in interleave(plan.paths, plan.rounds):
+            seconds[path, size].append(_turn(routes[path], vector, repeats[path]))
+    return seconds
+
+
+def _repeats(route: Route, vector: torch.Tensor, window_s: float) -> int:
+    """How many sums fill a window, the same on every rank."""
+    once = torch.tensor([_turn(route, vector, 1)])
+    dist.all_reduce(once, dist.ReduceOp.MAX)
+    return max(1, min(MAX_REPEATS, round(window_s / once.item())))
+
+
+def _turn(route: Route, vector: torch.Tensor, repeats: int) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        route.sum_(vector)
+    return (time.perf_counter() - began) / repeats

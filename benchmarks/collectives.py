@@ -1,0 +1,166 @@
+"""Each path against gloo's own all-reduce: loopback, shaped links, and groups with fast links inside.
+
+    python -m benchmarks.collectives                                   # everything, about ten minutes
+    python -m benchmarks.collectives --links loopback --ranks 2 --sizes 1024 1048576 --rounds 3
+    python -m benchmarks.collectives --render                          # the table again, from the raw results
+
+Paths take turns in one set of processes; a ratio is gloo's seconds over the path's own in turns side by side (above 1:
+faster than gloo), the median over the turns. One thread for each rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks._collectives_worker import RankPlan
+from benchmarks._collectives_worker import main as rank_main
+from benchmarks._common import (
+    append_result,
+    command_line,
+    environment_line,
+    markdown_table,
+    median,
+    paired_ratio,
+    read_results,
+    update_section,
+)
+from echelon.core.units import format_bytes, format_seconds
+from echelon.launch.link import ShapedNetwork, parse_link
+
+NAME = "collectives"
+TITLE = "Collectives: each path against gloo's own all-reduce"
+PATHS = ("auto", "ring", "halving_doubling", "hierarchical(group=2)")
+SIZES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+LINKS = ("loopback", "1gbit", "100mbit", "groups")
+GROUPS = ("100mbit", "1gbit")  # between two groups, and inside them
+RATES = {"1gbit": 125e6, "100mbit": 12.5e6, "groups": 12.5e6, "loopback": 400e6}
+MAX_SUM_S = 3.0  # sizes whose sum would take longer on a link are left out
+
+
+def measure(link: str, ranks: int, args: argparse.Namespace) -> dict[tuple[str, int], list[float]]:
+    """Run all paths and sizes on one kind of link; returns the seconds of each turn, as rank 0 saw them."""
+    sizes = tuple(s for s in args.sizes if 2 * s / RATES.get(link, 1e6) <= MAX_SUM_S)
+    context = multiprocessing.get_context("forkserver")
+    with _network(link, ranks) or nullcontext() as network:
+        address = network.host_address if network else "127.0.0.1"
+        store = dist.TCPStore(address, 0, ranks, True, timedelta(seconds=60), wait_for_workers=False)
+        plans = [
+            RankPlan(
+                rank,
+                ranks,
+                network.hosts[rank] if network else None,
+                (address, store.port),
+                tuple(args.paths),
+                sizes,
+                args.rounds,
+                args.window,
+                timeout_s=60,
+            )
+            for rank in range(ranks)
+        ]
+        pipes = [context.Pipe(duplex=False) for _ in plans]
+        processes = [
+            context.Process(target=rank_main, args=(plan, there), daemon=True)
+            for plan, (_, there) in zip(plans, pipes, strict=True)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            return _first_result([here for here, _ in pipes], args.limit)
+        finally:
+            for process in processes:
+                process.join(5)
+                process.kill()
+                process.join()
+
+
+def _network(link: str, ranks: int) -> ShapedNetwork | None:
+    if link == "loopback":
+        return None
+    if link == "groups":
+        return ShapedNetwork(ranks, parse_link(GROUPS[0]), groups=2, inner=parse_link(GROUPS[1]))
+    return ShapedNetwork(ranks, parse_link(link))
+
+
+def _first_result(pipes: Sequence[Any], limit_s: float) -> dict[tuple[str, int], list[float]]:
+    results = []
+    deadline = time.monotonic() + limit_s
+    for rank, pipe in enumerate(pipes):
+        if not pipe.poll(max(0.0, deadline - time.monotonic())):
+            raise TimeoutError(f"rank {rank} did not end within {limit_s:.0f} s")
+        results.append(pipe.recv())
+        if isinstance(results[-1], str):
+            raise RuntimeError(f"rank {rank} failed:\n{results[-1]}")
+    return results[0]  # type: ignore[no-any-return]
+
+
+def _record(link: str, ranks: int, seconds: dict[tuple[str, int], list[float]]) -> None:
+    """Append one raw result for each size."""
+    command = command_line("benchmarks.collectives")
+    for size in sorted({size for _, size in seconds}):
+        of_size = {path: turns for (path, n), turns in seconds.items() if n == size}
+        append_result(NAME, {"link": link, "ranks": ranks, "bytes": size, "seconds": of_size, "command": command})
+
+
+def render() -> str:
+    """Write the newest results of each link and number of ranks as tables."""
+    newest: dict[tuple[str, int, int], dict[str, Any]] = {}
+    for result in read_results(NAME):
+        newest[result["link"], result["ranks"], result["bytes"]] = result
+    parts = []
+    for link in LINKS:
+        for ranks in sorted({r for name, r, _ in newest if name == link}):
+            found = [newest[key] for key in sorted(newest) if key[:2] == (link, ranks)]
+            kind = f"two groups, {GROUPS[1]} inside and {GROUPS[0]} between" if link == "groups" else link
+            where = environment_line(found[-1]["command"], found[-1]["environment"])
+            parts += [f"**{ranks} ranks, {kind}** ({where})", _table(found)]
+    return "\n\n".join(parts)
+
+
+def _table(found: Sequence[dict[str, Any]]) -> str:
+    paths = [p for p in found[-1]["seconds"] if p != "auto"]
+    rows = []
+    for result in found:
+        seconds = result["seconds"]
+        auto = median(seconds["auto"])
+        ratios = [f"{paired_ratio(seconds['auto'], seconds[p]):.2f}" for p in paths if p in seconds]
+        rate = f"{result['bytes'] / auto / 1e6:.4g}"
+        rows.append([format_bytes(result["bytes"]), format_seconds(auto), rate, *ratios])
+    return markdown_table(["vector", "gloo", "MB/s", *(f"{p} / gloo" for p in paths)], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--links", nargs="+", default=list(LINKS), help="loopback, a rate such as 100mbit, or groups")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), help="bytes")
+    parser.add_argument("--paths", nargs="+", default=list(PATHS))
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each path")
+    parser.add_argument("--window", type=float, default=0.3, help="seconds of a turn")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for one kind of link")
+    parser.add_argument("--render", action="store_true", help="only write the tables again")
+    parser.add_argument(
+        "--no-table", action="store_true", help="print the tables instead of writing them to RESULTS.md"
+    )
+    args = parser.parse_args()
+    if "auto" not in args.paths:
+        args.paths.insert(0, "auto")
+    for link in [] if args.render else args.links:
+        for ranks in args.ranks if link != "groups" else [4]:
+            _record(link, ranks, measure(link, ranks, args))
+    if args.no_table:
+        print(render())
+    else:
+        update_section(TITLE, render())
+
+
+if __name__ == "__main__":
+    main()

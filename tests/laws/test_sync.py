@@ -1,0 +1,278 @@
+"""What every strategy must obey, over all files of `sync/`; a new one is tested by giving its specs here.
+
+Ranks are real processes; each law runs all specs in one start of the ranks, for starting costs more than training.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from echelon.core.errors import UserError
+from echelon.sync import check_sync
+from echelon.sync.registry import names
+from echelon.train.state import load_rank_state, load_shared_state
+from tests.ranks.replicas import Trial, copy, load, make_parts, save, train, world_of
+from tests.ranks.spawn import Rank, fail_at, run_ranks
+
+SPECS = {
+    "allreduce": ["allreduce"],
+    "local": ["local(1)", "local(4)", "local(3, start=4)", "local(4, optimizer_state=average)"],
+    "diloco": [
+        "diloco(4, optimizer_state=reset)",
+        "diloco(4, fragments=3)",
+        "diloco(4, fragments=2, overlap=2, optimizer_state=average)",
+    ],
+    "easgd": ["easgd(3)", "easgd(2, rho=2.0, optimizer_state=average)"],
+}
+ALL = [spec for specs in SPECS.values() for spec in specs]
+STEPS = 11
+CODECS = {"none": 0.9, "topk(0.1)": 0.0, "int8": 0.9, "powersgd(rank=1)": 0.0}
+"""With a momentum of the optimizer; the ones with 0 would move it into the worker for `allreduce`."""
+
+
+def _trials() -> list[Trial]:
+    coded = [Trial(spec, codec, momentum=m) for codec, m in CODECS.items() for spec in ALL]
+    return [*coded, Trial("local(4)", optimizer=torch.optim.AdamW, ema=True), Trial("allreduce", ema=True, lr=0.02)]
+
+
+def _equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_every_strategy_has_specs() -> None:
+    assert set(names()) == set(SPECS), "give the specs of a new strategy in SPECS"
+    for spec in ALL:
+        check_sync(spec)
+
+
+def _look(rank: Rank) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Train with a look at what is agreed after each step, and without: is anything different?"""
+    seen = []
+    for spec in ALL:
+        plain, looked = (make_parts(Trial(spec, momentum=0.9)) for _ in range(2))
+        expected = train(plain, rank, 0, STEPS)
+        for step in range(STEPS):
+            state = train(looked, rank, step, step + 1)[0]
+            with looked.sync.agreed():
+                agreed, sent = copy(looked.model.state_dict()), looked.sync.bytes_sent()
+            with looked.sync.agreed():
+                assert _equal(agreed, looked.model.state_dict()), f"{spec}: the same at a second look"
+            assert sent == looked.sync.bytes_sent(), f"{spec}: which costs nothing"
+            assert _equal(state, copy(looked.model.state_dict())), f"{spec}: own values come back, step {step}"
+            assert _equal(expected[step], state), f"{spec}: a look changed step {step}"
+        seen.append((state, agreed))
+        plain.sync.close()
+        looked.sync.close()
+    return seen
+
+
+def test_averaging_averages_everything_that_is_state() -> None:
+    """Law 6: BatchNorm statistics and counters too; and whoever looks changes nothing."""
+    for spec, first, second in zip(ALL, *run_ranks(_look, 2), strict=True):
+        (own, agreed), (other, agreed_there) = first, second
+        assert _equal(agreed, agreed_there), f"{spec}: all ranks evaluate the same"
+        assert spec.startswith("local(1)") or not _equal(own, other), f"{spec}: without that they would not"
+        if spec == "easgd(3)":  # the centre is no mean
+            continue
+        for name in own:
+            low, high = torch.minimum(own[name], other[name]), torch.maximum(own[name], other[name])
+            inside = (agreed[name] >= low - 1e-9) & (agreed[name] <= high + 1e-9)
+            assert inside.all() or spec.startswith("easgd"), f"{spec}: {name} is a mean"
+
+
+def _resume(rank: Rank, trials: list[Trial]) -> None:
+    """Save after some step, go on; load into new objects, go on: the same bits?"""
+    for i, trial in enumerate(trials):
+        parts, at = make_parts(trial), 3 + i % 5
+        train(parts, rank, 0, at)
+        saved = save(parts, rank, at)
+        expected = train(parts, rank, at, STEPS)
+        again = make_parts(trial)
+        load(again, rank, saved)
+        for step, (a, b) in enumerate(zip(expected, train(again, rank, at, STEPS), strict=True), at):
+            assert _equal(a, b), f"{trial} resumed at step {at} differs at step {step}"
+        ends = [save(p, rank, STEPS)[0] for p in (parts, again)]
+        assert _equal(ends[0]["model"], ends[1]["model"])
+        if trial.ema:
+            assert _equal(ends[0]["ema"]["average"], ends[1]["ema"]["average"])
+        for p in (parts, again):
+            p.sync.close()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_resume_in_the_middle_of_a_period_is_bit_identical(world: int) -> None:
+    """Law 2, with every codec, means on their way and moments of each replica's own."""
+    trials = _trials() if world == 2 else [t for t in _trials() if t.compression in ("none", "topk(0.1)")]
+    run_ranks(_resume, world, [t for t in trials if world < 3 or not _by_buckets(t)])
+
+
+def _by_buckets(trial: Trial) -> bool:
+    """Whether gradients go in DDP's own buckets: put into another order after its first backward, with another rounding
+    of sums of three; cells, which codecs work on, keep theirs.
+    """
+    return trial.compression == "none" and (trial.sync == "allreduce" or "start" in trial.sync)
+
+
+def _save_in_middle(rank: Rank, trials: list[Trial]) -> list[tuple[object, object]]:
+    saved = []
+    for trial in trials:
+        parts = make_parts(trial)
+        train(parts, rank, 0, 6)
+        saved.append(save(parts, rank, 6))
+        parts.sync.close()
+    return saved
+
+
+def _go_on(rank: Rank, trials: list[Trial], shared: list[object], owns: list[dict[int, object]]) -> list[object]:
+    """Go on from another number of ranks; returns what is agreed first and at the end."""
+    seen = []
+    for trial, state, own in zip(trials, shared, owns, strict=True):
+        parts = make_parts(trial)
+        load_shared_state(parts, state)
+        load_rank_state(parts, world_of(rank), len(own), own)
+        begun = copy(parts.model.state_dict())
+        train(parts, rank, 6, STEPS)
+        with parts.sync.agreed():
+            seen.append((begun, copy(parts.model.state_dict())))
+        parts.sync.close()
+    return seen
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (2, 1), (1, 2)])
+def test_another_world_goes_on_from_the_mean(before: int, after: int) -> None:
+    trials = [t for t in _trials() if t.compression == "topk(0.1)" or t.ema]
+    ranks = run_ranks(_save_in_middle, before, trials)
+    shared = [state for state, _ in ranks[0]]
+    owns = [{r: ranks[r][i][1] for r in range(before)} for i in range(len(trials))]
+    seen = run_ranks(_go_on, after, trials, shared, owns)
+    for i, trial in enumerate(trials):
+        for rank in seen:
+            begun, ended = rank[i]
+            assert _equal(begun, shared[i]["model"]), trial
+            assert _equal(ended, seen[0][i][1]), f"{trial}: all agree"
+            assert all(bool(tensor.isfinite().all()) for tensor in ended.values()), trial
+
+
+def _parameters(rank: Rank, trials: list[Trial]) -> list[list[dict[str, Tensor]]]:
+    all_seen = []
+    for trial in trials:
+        parts = make_parts(trial)
+        names_ = {name for name, _ in parts.model.named_parameters()}
+        all_seen.append([{n: t for n, t in s.items() if n in names_} for s in train(parts, rank, 0, STEPS)])
+        parts.sync.close()
+    return all_seen
+
+
+def _close(a: list[dict[str, Tensor]], b: list[dict[str, Tensor]]) -> bool:
+    pairs = zip(a, b, strict=True)
+    return all(torch.allclose(x[n], y[n], rtol=0, atol=1e-9) for x, y in pairs for n in x)
+
+
+def test_averaging_at_every_step_is_allreduce() -> None:
+    """SGD and, with averaged momentum, momentum too; uneven parts and a tail that leaves a rank without samples."""
+    trials = [
+        *(Trial("allreduce"), Trial("local(1)"), Trial("diloco(1, outer_lr=1, outer_momentum=0)")),
+        *(Trial("allreduce", momentum=0.9), Trial("local(1, optimizer_state=average)", momentum=0.9)),
+        *(Trial("local(1, start=4, optimizer_state=average)", momentum=0.9), Trial("local(1)", momentum=0.9)),
+    ]
+    for seen in run_ranks(_parameters, 2, trials):
+        plain, local, outer, momentum, averaged, post_local, kept = seen
+        assert _close(plain, local)
+        assert _close(local, outer)
+        assert _close(momentum, averaged)
+        assert _close(momentum, post_local)
+        assert not _close(momentum, kept), "moments that each replica keeps to itself are another method"
+
+
+def test_one_replica_trains_as_if_alone() -> None:
+    """With one process averaging is nothing; the outer step of DiLoCo is still taken."""
+    plain, local, outer, same = run_ranks(
+        _parameters, 1, [Trial(s) for s in ("allreduce", "local(3)", "diloco(3)", "diloco(3, 1.0, 0.0)")]
+    )[0]
+    assert _close(plain, local)
+    assert _close(plain, same)
+    assert not _close(plain, outer)
+
+
+def _drain(rank: Rank, compressions: list[str]) -> list[tuple[dict[str, Tensor], int]]:
+    """Take steps, then only agree, with a learning rate of 0: what codecs had left out must arrive."""
+    ends = []
+    for compression in compressions:
+        parts = make_parts(Trial("local(2)", compression))
+        states = train(parts, rank, 0, 2)
+        sent = parts.sync.bytes_sent()["weights"]
+        parts.optimizer.param_groups[0]["lr"] = 0.0
+        states = train(parts, rank, 2, 100)
+        ends.append(({n: t for n, t in states[-1].items() if "norm.r" not in n and "tracked" not in n}, sent))
+        parts.sync.close()
+    return ends
+
+
+def test_nothing_is_lost_by_compressing_deltas() -> None:
+    """Law 3: replicas hold the same bits, and after some agreements the mean that exact averaging gives."""
+    first, second = run_ranks(_drain, 2, ["none", "topk(0.1)", "powersgd(rank=4)"])
+    exact, full = first[0]
+    for (here, sent), (there, _) in zip(first[1:], second[1:], strict=True):
+        assert _equal(here, there)
+        assert sent < full / 2
+        for name, tensor in here.items():
+            assert torch.allclose(tensor, exact[name], rtol=0, atol=1e-12), name
+
+
+def _sent(rank: Rank) -> list[dict[str, int]]:
+    sent = []
+    for spec in ("allreduce", "local(1)", "local(8)", "diloco(8, fragments=3)"):
+        parts = make_parts(Trial(spec))
+        train(parts, rank, 0, 16)
+        sent.append(dict(parts.sync.bytes_sent()))
+        parts.sync.close()
+    return sent
+
+
+def test_a_period_divides_the_bytes() -> None:
+    every, local, eighth, streaming = run_ranks(_sent, 2)[0]
+    assert local["weights"] == every["weights"]
+    assert eighth["weights"] * 8 == every["weights"]
+    assert streaming["weights"] == eighth["weights"], "each fragment travels once per period"
+
+
+def _die(rank: Rank, spec: str) -> str:
+    parts = make_parts(Trial(spec))
+    for step in range(STEPS):
+        rank.reach(step)
+        try:
+            train(parts, rank, step, step + 1)
+        except RuntimeError as error:
+            return type(error).__name__
+    return "never noticed"
+
+
+@pytest.mark.parametrize("spec", ["local(2)", "diloco(4, fragments=2, overlap=1)"])
+def test_a_dead_peer_never_hangs_an_average(spec: str) -> None:
+    survivor, _ = run_ranks(_die, 2, spec, faults=[fail_at(rank=1, step=5)])
+    assert survivor != "never noticed"
+
+
+@pytest.mark.parametrize(
+    ("spec", "compression", "words"),
+    [
+        ("local(0)", "none", "period 0"),
+        ("local", "none", "a setting is missing"),
+        ("local(4, optimiser_state=keep)", "none", "did you mean optimizer_state"),
+        ("local(4, optimizer_state=drop)", "none", "use keep, average, reset"),
+        ("diloco(4, fragments=5)", "none", "use 1 to 4"),
+        ("diloco(4, overlap=4)", "none", "use 0 to 3"),
+        ("diloco(4, outer_momentum=1.0)", "none", "0.9 is the paper's"),
+        ("easgd(4, beta=0.5, rho=1.0)", "none", "give one of them"),
+        ("locl(4)", "none", "did you mean local"),
+        ("local(4)", "sign(vote=true)", "directions of a fixed size"),
+        ("easgd(4)", "topk(0.1, momentum=0.9)", "leave momentum out"),
+        ("diloco(4)", "sign", "outer_momentum=0"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_words(spec: str, compression: str, words: str) -> None:
+    """Law 8."""
+    with pytest.raises(UserError, match=words.replace("(", r"\(")):
+        check_sync(spec, compression)

@@ -1,0 +1,144 @@
+"""Law 8: what cannot work is refused in one line with exit code 2, nothing is lost, and no traceback is shown."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.ranks.run_many import Result, run_many
+from tests.ranks.runs import Runs
+
+pytestmark = pytest.mark.timeout(400)
+QUICK = ("--threads", "1", "--device", "cpu", "--epochs", "1", "--max-steps", "2", "--batch-size", "8")
+
+
+def _pictures(folder: Path, per_class: int) -> Path:
+    rng = np.random.default_rng(0)
+    for part in ("train", "val"):
+        for name in ("cat", "dog"):
+            (folder / part / name).mkdir(parents=True)
+            for i in range(per_class):
+                pixels = rng.integers(0, 255, (16, 16, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / part / name / f"{i}.png")
+    return folder
+
+
+def _refused(result: Result, *words: str) -> None:
+    """Check one refusal: exit code 2, one line on stderr, and what it must say."""
+    assert result.code == 2, result
+    assert result.err.startswith("echelon: ") and result.err.count("\n") == 1, result
+    assert [word for word in words if word not in result.err] == [], result
+
+
+def _run_cases(folder: Path, cases: Sequence[tuple[Sequence[str], tuple[str, ...]]]) -> None:
+    results = run_many(folder, [command for command, _ in cases])
+    for result, (_, words) in zip(results, cases, strict=True):
+        _refused(result, *words)
+
+
+def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    (tmp_path / "empty").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        _run_cases(
+            tmp_path,
+            [
+                (["trian", "digits"], ("trian", "did you mean train?")),
+                (["train", "digits", "--epoch", "3"], ("--epoch", "--epochs")),
+                (["train", "digits", "--epochs", "0"], ("--epochs", "at least 1")),
+                (["train", "digits", "--batch-size", "1", "--workers", "2"], ("--batch-size 1", "2 workers")),
+                (["train", "digits", "--sync", "alreduce"], ("alreduce", "did you mean allreduce?")),
+                (["train", "digits", "--run", "file/run", *QUICK], ("--run file/run", "cannot be written")),
+                (
+                    ["train", "digits", "--nodes", "2", "--rendezvous", f"127.0.0.1:{port}", "--run", "port", *QUICK],
+                    (f"127.0.0.1:{port}", "taken"),
+                ),
+                (["resume", "nowhere"], ("nowhere", "holds no run")),
+                (["evaluate", "nowhere"], ("nowhere", "holds no run")),
+                (["report", "nowhere"], ("nowhere", "holds no run")),
+                (["train", "digits", "--precision", "fp16", "--device", "cpu"], ("--precision fp16", "bf16")),
+            ],
+        )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_data_and_models_that_cannot_work_are_refused_by_name(tmp_path: Path) -> None:
+    good = _pictures(tmp_path / "good", 4)
+    (tmp_path / "empty").mkdir()
+    hollow = shutil.copytree(good, tmp_path / "hollow")
+    shutil.rmtree(hollow / "train" / "cat")
+    (hollow / "train" / "cat").mkdir()
+    torch.save({"fc.weight": torch.zeros(3, 5)}, tmp_path / "other.pt")
+
+    def train(data: Path | str, *settings: str) -> list[str]:
+        return ["train", str(data), *QUICK, "--workers", "2", "--run", "run", *settings]
+
+    cases = [
+        (train("./nowhere"), ("nowhere", "no such folder")),
+        (train("digts"), ("did you mean digits?",)),
+        (train(tmp_path / "empty"), ("empty",)),
+        (train(hollow), ("train/cat", "no images")),
+        (train(good, "--model", "resnt20"), ("did you mean resnet20?",)),
+        (train(good, "--optimizer", "adamww"), ("adamww", "did you mean adamw?")),
+        (train(good, "--workers", "9", "--batch-size", "16"), ("8 samples for 9 workers", "fewer workers")),
+        (train(good, "--weights", "other.pt", "--model", "mlp"), ("other.pt",)),
+        (train(good, "--weights", "missing.pt", "--model", "mlp"), ("missing.pt",)),
+    ]
+    _run_cases(tmp_path, cases)
+    # what was refused has left nothing in the way: the same folder takes the corrected command
+    (result,) = run_many(tmp_path, [train(good, "--model", "mlp")])
+    assert result.code == 0, result
+
+
+def test_a_run_is_never_lost_to_another_one(tmp_path: Path) -> None:
+    mlp = ["train", "digits", *QUICK, "--workers", "1", "--model", "mlp"]
+    done, *_ = run_many(tmp_path, [[*mlp, "--run", "done"]])
+    assert done.code == 0
+    other = shutil.copytree(tmp_path / "done", tmp_path / "other")
+    text = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(text.replace("name: mlp", "name: small_cnn").replace("done", "other"))
+    before = (tmp_path / "done" / "record.jsonl").read_bytes()
+    with Runs(tmp_path) as runs:
+        going = runs.train("digits", "--workers", "1", "--epochs", "1000", "--model", "mlp", folder="going")
+        going.wait_for_step(1)
+        _run_cases(
+            tmp_path,
+            [
+                ([*mlp, "--run", "done"], ("done", "holds a run already", "echelon resume done")),
+                ([*mlp, "--run", "going"], ("going", "holds a run already")),
+                (["resume", "going"], ("going", "a run goes on")),
+                (["resume", "other", "--max-steps", "4"], ("another", "mlp", "small_cnn")),
+                (["resume", "done", "--max-restarts", "x"], ("--max-restarts",)),
+            ],
+        )
+        going.process.terminate()
+        assert going.end() == 0
+    assert (tmp_path / "done" / "record.jsonl").read_bytes() == before
+
+
+def test_an_image_that_is_none_stops_the_run_by_name_or_is_skipped_and_listed(tmp_path: Path) -> None:
+    data = _pictures(tmp_path / "data", 8)
+    (data / "train" / "dog" / "3.jpg").write_text("this is no picture")
+    command = ["train", str(data), *QUICK, "--workers", "2", "--model", "mlp", "--max-steps", "3"]
+    stopped, skipped = run_many(
+        tmp_path, [[*command, "--run", "stop"], [*command, "--run", "skip", "--on-bad-image", "skip"]]
+    )
+    _refused(stopped, "train/dog/3.jpg")
+    assert skipped.code == 0, skipped
+    page = (tmp_path / "skip" / "report.html").read_text()
+    assert "train/dog/3.jpg" in page
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    with Runs(tmp_path) as runs:
+        run = runs.start("train", "digits", "--epochs", "0", "--debug")
+        assert run.end() != 0
+        assert "Traceback" in run.errors() and "UserError" in run.errors()
