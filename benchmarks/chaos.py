@@ -10,6 +10,7 @@ next update of the survivors is read from the scheduler's journal. Exit code 1 w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -97,7 +98,8 @@ def _strike(
     pids = {e["role"]: e["pid"] for e in _lines(path / "record.jsonl") if e["kind"] == "process"}
     name = victim or draw.choice(sorted(pids))
     if name in pids:
-        os.kill(pids[name], signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # then the run has failed already, and is judged so
+            os.kill(pids[name], signal.SIGKILL)
     return name, time.time(), share
 
 

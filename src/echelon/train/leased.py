@@ -35,13 +35,17 @@ from echelon.train.folder import read_launch
 from echelon.train.leased_check import settings_of
 from echelon.train.leased_saving import LeasedSaver, flat_values, run_state
 from echelon.train.losses import build_loss
-from echelon.train.optim import TORCH_OPTIMIZERS, Schedule, build_optimizer, build_schedule
+from echelon.train.optim import Schedule, build_optimizer, build_schedule
 from echelon.train.served_start import ROLES_FOLDER, wait_for_address
 from echelon.train.state import fingerprint, seed_everything
 from echelon.train.step import Step
 from echelon.train.window import resident_bytes
 from echelon.train.worker import _leave, _log_to, _one_line
 from echelon.train.world import World, _device
+
+
+BY_ELEMENT = ("sgd", "nesterov", "momentum", "adam", "adamw", "nadam", "nadamw", "lion", "rmsprop", "adagrad")
+"""Optimizers that treat every element by itself, so that a large tensor may be split over servers."""
 
 
 @dataclass
@@ -157,7 +161,7 @@ def _client_config(config: RunConfig, settings: Settings, path: Path, number: in
 
 
 def _cut(config: RunConfig, settings: Settings, client: Client) -> Cut:
-    by_element = config.optimizer.name.lower() in TORCH_OPTIMIZERS and not client.sends_shapes
+    by_element = config.optimizer.name.lower() in BY_ELEMENT and not client.sends_shapes
     return Cut(settings.servers, settings.chunk_bytes, whole_tensors=not by_element)
 
 
@@ -184,7 +188,8 @@ def train_task(worker: LeasedWorker, task: dict[str, Any]) -> None:
     clock, strategy = worker.clock, worker.strategy
     clock.enter(Phase.DATA)
     batch = worker.train_loader.part(task["epoch"], task["batch"], Shard(task["share"], task["shares"]))
-    lr = worker.schedule.lr_at(task["step"])
+    worker.schedule.set_step(task["step"])
+    lr = worker.schedule.lr
     strategy.begin(PushInfo(task["task"], task["step"], task["share"], task["shares"], 0, 0, lr))
     result = worker.step.forward_backward(batch, strategy)
     clock.enter(Phase.UPDATE)

@@ -7,12 +7,12 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from echelon.config import RunConfig, load_run_config
 from echelon.config.validate import parse_interval
@@ -34,7 +34,7 @@ from echelon.train.evaluate import EvaluationReport
 from echelon.train.folder import read_launch
 from echelon.train.leased_check import settings_of
 from echelon.train.optim import build_optimizer
-from echelon.train.served_start import ADDRESS_FILE, ROLES_FOLDER, STATUS_FILE, wait_for_address
+from echelon.train.served_start import ADDRESS_FILE, ROLES_FOLDER, STATUS_FILE, local_address, wait_for_address
 from echelon.train.window import WindowTotals
 from echelon.train.worker import _leave, _log_to, _one_line
 
@@ -50,7 +50,7 @@ def run_server(folder: str, name: str, index: int) -> None:
         address = wait_for_address(roles, parse_seconds(config.launch.timeout))
         Server(
             ServerConfig(
-                name, index, settings_of(config), keys, address, "tcp://127.0.0.1:0", config.strategy.compression,
+                name, index, settings_of(config), keys, address, local_address(roles, name), config.strategy.compression,
                 config.training.seed, roles, optimizer_maker(config),
             )
         ).run()  # fmt: skip
@@ -64,7 +64,7 @@ def run_scheduler(folder: str) -> None:
     def schedule(path: Path, config: RunConfig) -> None:
         roles = path / ROLES_FOLDER
         former = roles / ADDRESS_FILE
-        address = json.loads(former.read_text())["address"] if former.exists() else "tcp://127.0.0.1:0"
+        address = json.loads(former.read_text())["address"] if former.exists() else local_address(roles, "scheduler")
         timeout_s = parse_seconds(config.launch.timeout)
         keys = derive_keys(read_secret(roles))
         record, scalars = Recorder(path), Scalars(path)
@@ -108,16 +108,14 @@ def _plan(config: RunConfig) -> Plan:
     return Plan(training.epochs, training.max_steps, training.eval_every, interval.steps, interval.seconds)
 
 
-class _Pieces:
+class _Pieces(nn.Module):
     """What a server holds, as the model that the optimizer's factory expects."""
 
-    def __init__(self, tensors: Sequence[Tensor], decay: Sequence[bool]) -> None:
-        self._named = [(f"piece{i}", tensor) for i, tensor in enumerate(tensors)]
+    def __init__(self, tensors: Sequence[nn.Parameter], decay: Sequence[bool]) -> None:
+        super().__init__()
+        for i, tensor in enumerate(tensors):
+            self.register_parameter(f"piece{i}", tensor)
         self._plain = [f"piece{i}" for i, wanted in enumerate(decay) if not wanted]
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the pieces."""
-        yield from self._named
 
     def no_weight_decay(self) -> list[str]:
         """Name the pieces without weight decay."""
@@ -127,9 +125,8 @@ class _Pieces:
 def optimizer_maker(config: RunConfig) -> MakeOptimizer:
     """Return what builds the run's optimizer for a server's pieces; with torch's fused kernels where it has them."""
 
-    def make(tensors: Sequence[Tensor], decay: Sequence[bool]) -> torch.optim.Optimizer:
-        pieces: Any = _Pieces(tensors, decay)
-        optimizer = build_optimizer(pieces, config.optimizer, config.data.batch_size)
+    def make(tensors: Sequence[nn.Parameter], decay: Sequence[bool]) -> torch.optim.Optimizer:
+        optimizer = build_optimizer(_Pieces(tensors, decay), config.optimizer, config.data.batch_size)
         if type(optimizer) in _FUSED:
             for group in optimizer.param_groups:
                 group["fused"] = True

@@ -17,6 +17,7 @@ ROLES_FOLDER = "ps"
 ADDRESS_FILE = "scheduler.json"
 STATUS_FILE = "status.json"
 _TELL_S = 2.0
+_LONGEST_SOCKET = 100
 
 
 def prepare_roles(path: Path) -> Path:
@@ -28,6 +29,16 @@ def prepare_roles(path: Path) -> Path:
     roles.mkdir(mode=0o700)
     make_secret(roles)
     return roles
+
+
+def local_address(roles: Path, name: str) -> str:
+    """Return where a role listens: a Unix socket in the roles' folder, which only this user can enter.
+
+    Who can open it can read the run's secret beside it, so encryption would protect nothing there. Where the path is
+    too long for a socket, TCP on the loopback interface with the run's keys.
+    """
+    socket = roles.resolve() / f"{name}.socket"
+    return f"ipc://{socket}" if len(str(socket)) < _LONGEST_SOCKET else "tcp://127.0.0.1:0"
 
 
 def role_names(settings: Settings, workers: int) -> list[tuple[str, int]]:

@@ -171,6 +171,8 @@ class Client:
 
     def push(self, key: Key, gradient: Tensor, info: PushInfo) -> None:
         """Send a key's gradient, 1-D; it must not change any more. The key's next value is asked for behind it."""
+        slot = self._slots[key.index]
+        slot.valid = slot.valid and self.config.aggregates  # at once: `value` must not give what was before
         self._do(lambda: self._queue_push(key, gradient, info))
 
     def open_task(self, task: int, pushes: int) -> None:
@@ -368,7 +370,7 @@ class Client:
         }  # fmt: skip
         following = info.step + 1 if self.config.aggregates else 0
         pull = {"key": key.index, "version": following, "exact": self.config.aggregates, "full": False, "tag": 0}
-        slot.valid, slot.pull = slot.valid and self.config.aggregates, pull
+        slot.pull = pull
         link.queue(key.index, Outgoing(body, frames, pull))
         link.flush()
 

@@ -9,13 +9,13 @@ from enum import IntEnum
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from echelon.sync.server import staleness
 from echelon.sync.server.settings import Settings
 from echelon.sync.server.table import Key
 
-MakeOptimizer = Callable[[Sequence[Tensor], Sequence[bool]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[Sequence[nn.Parameter], Sequence[bool]], torch.optim.Optimizer]
 """Builds the optimizer for tensors, some of which have weight decay."""
 
 
@@ -90,7 +90,7 @@ class KeyStore:
         self.applied = Applied()
         self.before: Tensor | None = None
         self._gathered: dict[int, _Gathered] = {}
-        views = [value[p.start : p.stop].view(p.shape).detach().requires_grad_() for p in key.parts]
+        views = [nn.Parameter(value[p.start : p.stop].view(p.shape)) for p in key.parts]
         self._views = views
         self.optimizer = make_optimizer(views, [p.decay for p in key.parts])
         self._momenta = [group.get("momentum") for group in self.optimizer.param_groups]

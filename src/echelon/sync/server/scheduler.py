@@ -363,7 +363,7 @@ class Scheduler:
                 return None
             self._setup_worker = member.name
             return {"task": SETUP_TASK, "kind": "setup"}
-        if self.leases is None or self._stopping and not (self.reviews.present and self.reviews.present.copied):
+        if self.leases is None or (self._stopping and not (self.reviews.present and self.reviews.present.copied)):
             return None
         review = self.reviews.present
         if review is not None and review.copied and not review.worker and self._leads(member):

@@ -94,7 +94,7 @@ class Server:
         self.listener.register(poller)
         poller.register(self.scheduler.socket, zmq.POLLIN)
         # The first optimizer of a process imports for seconds: before anyone waits for this server.
-        self.config.make_optimizer([torch.zeros(1, 1, requires_grad=True)], [True])
+        self.config.make_optimizer([torch.nn.Parameter(torch.zeros(1, 1))], [True])
         self.snapshots.restore()
         self._join()
         beat_s = 0.0
