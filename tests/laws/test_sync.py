@@ -106,14 +106,7 @@ def _resume(rank: Rank, trials: list[Trial]) -> None:
 def test_resume_in_the_middle_of_a_period_is_bit_identical(world: int) -> None:
     """Law 2, with every codec, means on their way and moments of each replica's own."""
     trials = _trials() if world == 2 else [t for t in _trials() if t.compression in ("none", "topk(0.1)")]
-    run_ranks(_resume, world, [t for t in trials if world < 3 or not _by_buckets(t)])
-
-
-def _by_buckets(trial: Trial) -> bool:
-    """Whether gradients go in DDP's own buckets: put into another order after its first backward, with another rounding
-    of sums of three; cells, which codecs work on, keep theirs.
-    """
-    return trial.compression == "none" and (trial.sync == "allreduce" or "start" in trial.sync)
+    run_ranks(_resume, world, trials)
 
 
 def _save_in_middle(rank: Rank, trials: list[Trial]) -> list[tuple[object, object]]:

@@ -15,7 +15,7 @@ from echelon.observe.phases import HostClock
 from echelon.sync import SyncContext, build_sync
 from echelon.train.optim import EMA
 from echelon.train.state import Cursor, RunParts, agreed_state, load_rank_state, load_shared_state, rank_state
-from echelon.train.step import make_update
+from echelon.train.step import blank_step, make_update
 from echelon.train.world import World
 from tests.ranks.spawn import Rank
 
@@ -96,7 +96,10 @@ def make_parts(trial: Trial) -> RunParts:
         seed=3,
         clock=HostClock(),
     )
-    return RunParts(model, optimizer, scaler, EMA(model, 0.9) if trial.ema else None, build_sync(trial.sync, context))
+    sync = build_sync(trial.sync, context)
+    if sync.wants_blank_step:
+        blank_step(sync.module, torch.zeros(2, FEATURES, dtype=torch.float64))
+    return RunParts(model, optimizer, scaler, EMA(model, 0.9) if trial.ema else None, sync)
 
 
 def train(parts: RunParts, rank: Rank, first: int, last: int) -> list[dict[str, Tensor]]:

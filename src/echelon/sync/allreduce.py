@@ -37,6 +37,7 @@ class AllReduce:
         self._hook: GradientHook | None = None
         self.module: nn.Module = context.model
         self.replicas_differ = False
+        self.wants_blank_step = False
         if context.group is None:
             return
         on_gpu = context.device.type == "cuda"
@@ -52,6 +53,11 @@ class AllReduce:
         )
         self._hook.attach(self._ddp)
         self.module = self._ddp
+        # DDP orders its buckets anew after its first backward, and more than two ranks round differently in another
+        # order: a resumed run would not repeat the bits. Codecs work on cells that do not depend on buckets; a
+        # compiled model would be compiled twice.
+        compiled = hasattr(context.model, "_orig_mod")
+        self.wants_blank_step = self._hook.codec is None and context.group.size() > 2 and not compiled
 
     def begin_step(self, samples: int, global_size: int) -> int:
         """Gradients are summed over all replicas: they are divided by the size of the global batch."""

@@ -48,6 +48,10 @@ class Sync(Protocol):
     def replicas_differ(self) -> bool:
         """Whether parameters and optimizer state are each replica's own, so that a checkpoint keeps all of them."""
 
+    @property
+    def wants_blank_step(self) -> bool:
+        """Whether a backward pass of zeros must come before the first step, for sums to be in the same order later."""
+
     def begin_step(self, samples: int, global_size: int) -> int:
         """Hear what the coming step trains on; return by what the sum of this rank's losses is to be divided.
 

@@ -46,6 +46,7 @@ class Step:
         scaler: torch.amp.GradScaler,
     ) -> None:
         self._loss, self._settings, self._clock, self._scaler = loss, settings, clock, scaler
+        self._begun = False
 
     def forward_backward(self, batch: Batch, sync: Sync) -> StepResult:
         """Accumulate the gradients of a batch; replicas may communicate during the last micro-batch's backward.
@@ -54,6 +55,9 @@ class Step:
             batch: this rank's part, inputs `(B, ...)`, targets `(B,)`; B may be 0 at the end of an epoch.
         """
         inputs, targets = self._to_device(batch)
+        if sync.wants_blank_step and not self._begun:
+            blank_step(sync.module, inputs.new_zeros((1, *inputs.shape[1:])))
+        self._begun = True
         count = self._settings.accumulate
         zero = torch.zeros((), device=self._settings.device)
         result = StepResult(zero, zero.clone(), len(targets))
@@ -100,6 +104,14 @@ class Step:
         if settings.channels_last and inputs.ndim == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         return inputs, batch.targets.to(settings.device, non_blocking=True)
+
+
+def blank_step(module: nn.Module, inputs: Tensor) -> None:
+    """Send blank samples through forward and backward; nothing of the model changes (see `Sync.wants_blank_step`)."""
+    with evaluating(module):
+        (module(inputs).sum() * 0.0).backward()
+    for parameter in module.parameters():
+        parameter.grad = None
 
 
 @contextmanager

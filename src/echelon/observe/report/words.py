@@ -29,7 +29,7 @@ def wilson_interval(share: float, n: int, z: float = 1.96) -> tuple[float, float
     scale = 1 + z * z / n
     centre = (share + z * z / (2 * n)) / scale
     half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / scale
-    return centre - half, centre + half
+    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def _outcome(s: Summary) -> str:

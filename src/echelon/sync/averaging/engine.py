@@ -68,6 +68,11 @@ class Averaging:
         """True once steps are local, and there is more than one replica (or a centre beside it)."""
         return self._first is None and (self._route is not None or self._rule.centred)
 
+    @property
+    def wants_blank_step(self) -> bool:
+        """Only synchronous steps go through DDP's buckets."""
+        return self._first is not None and self._first.wants_blank_step
+
     def begin_step(self, samples: int, global_size: int) -> int:
         """Return what losses are divided by: the replica's own samples, so that its gradient is their mean."""
         self._now = (samples, global_size)
