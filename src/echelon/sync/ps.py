@@ -123,6 +123,11 @@ class ParameterServer:
         """The servers hold the parameters, so no worker has any of its own."""
         return False
 
+    @property
+    def wants_blank_step(self) -> bool:
+        """Servers add in the order in which gradients come: nothing has to be put in order before."""
+        return False
+
     def begin(self, info: PushInfo) -> None:
         """Begin a task; `begin_step` fills in its samples."""
         missing = {k: len({s.parameter for s in spans}) for k, spans in self._by_key.items()}

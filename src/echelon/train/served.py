@@ -167,7 +167,7 @@ class Chronicle:
     def _window(self, sums: WindowSums) -> None:
         totals = WindowTotals(
             sums.losses, sums.correct, sums.samples, sums.seconds, sums.phases, sums.memory_bytes, sums.wire_bytes,
-            stop=False, checkpoint_due=False,
+            other_wire_bytes=0, stop=False, checkpoint_due=False,
         )  # fmt: skip
         self._last = totals
         self._record.write(
