@@ -64,8 +64,8 @@ def run_trial(setting: Setting, seed: int, victim: str = "", folder: Path | None
         path = (folder or Path(temporary)) / "run"
         command = [
             sys.executable, "-m", "echelon", "train", "digits", "--sync", setting.sync, "--workers",
-            str(setting.workers), "--threads", "1", "--epochs", str(setting.epochs), "--eval-every", "0", "--batch-size",
-            "64", "--lr", "0.05", "--seed", str(seed), "--run", str(path),
+            str(setting.workers), "--threads", "1", "--epochs", str(setting.epochs), "--eval-every", "0",
+            "--batch-size", "64", "--lr", "0.05", "--seed", str(seed), "--run", str(path),
         ]  # fmt: skip
         began = time.monotonic()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

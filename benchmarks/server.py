@@ -4,8 +4,8 @@
 
 For each size in MB, a worker process pushes a gradient of that size and pulls the new values, again and again, as the
 training does: in keys of 1 MiB, all in flight at once. The echo is a plain pyzmq DEALER that sends the same frames to a
-ROUTER in another process, which sends them back; once as raw TCP and once with the CURVE encryption that a run's
-messages always have. Goodput counts payload bytes, both directions. Windows are interleaved; medians are shown.
+ROUTER in another process over loopback TCP, which sends them back. On one machine a run's roles talk over Unix sockets
+(first columns); between machines over TCP with CURVE encryption, which is compared with an echo that has it too. Goodput counts payload bytes, both directions. Windows are interleaved; medians are shown.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _echo_server(address: Any, encrypted: bool) -> None:
             socket.send_multipart(socket.recv_multipart(copy=False), copy=False)
 
 
-def _ps_server(address: Any, folder: str) -> None:
+def _ps_server(address: Any, folder: str, encrypted: bool) -> None:
     import torch
 
     from echelon.sync.server.identity import derive_keys
@@ -66,7 +66,8 @@ def _ps_server(address: Any, folder: str) -> None:
 
     settings = Settings(snapshot_every=10**9)
     keys = derive_keys(SECRET)
-    config = ServerConfig("server0", 0, settings, keys, "tcp://127.0.0.1:9", "tcp://127.0.0.1:0", "none", 0,
+    where = "tcp://127.0.0.1:0" if encrypted else f"ipc://{folder}/server0"
+    config = ServerConfig("server0", 0, settings, keys, "tcp://127.0.0.1:9", where, "none", 0,
                           Path(folder), sgd)  # fmt: skip
     server = Server(config)
     address.send(server.listener.address)
@@ -112,7 +113,7 @@ class Echo:
 class PushPull:
     """Pushes a gradient to a server and pulls the values, as a worker does."""
 
-    def __init__(self, n_bytes: int) -> None:
+    def __init__(self, n_bytes: int, encrypted: bool) -> None:
         import torch
 
         from echelon.sync.server.client import Client, ClientConfig
@@ -120,14 +121,14 @@ class PushPull:
         from echelon.sync.server.protocol import Kind
         from echelon.sync.server.table import Cut, ParameterInfo, cut_table
 
-        self.process, address = _start(_ps_server, tempfile.mkdtemp(prefix="bench-"))
+        self.process, address = _start(_ps_server, tempfile.mkdtemp(prefix="bench-"), encrypted)
         keys = derive_keys(SECRET)
         self.table = cut_table([ParameterInfo("w", (n_bytes // 4,), True)], Cut(1, CHUNK))
         self.client = Client(ClientConfig("worker0", keys, "tcp://127.0.0.1:9", "none", 0, 0, 60.0, keeps=False))
         self.client.set_table(self.table)
         entry = {"address": address, "life": 1, "ready": True, "standby": ""}
-        self.client._do(lambda: self.client._members({"0": entry}))
-        self.client._thread.start()
+        self.client.talk.do(lambda: self.client.talk.members({"0": entry}))
+        self.client.talk.thread.start()
         self.client.wait_for_servers(1)
         states = {k.index: {"value": torch.zeros(k.numel), "version": 0} for k in self.table.keys}
         self.client.put(self.table, states, 60.0)
@@ -165,11 +166,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0)
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    print("| MB | push+pull MB/s | echo MB/s | ratio | encrypted echo MB/s | ratio |\n|---|---|---|---|---|---|")
+    print("| MB | push+pull MB/s | echo MB/s | ratio | encrypted: push+pull | echo | ratio |\n|---|---|---|---|---|---|---|")
     for size in given.sizes:
         n_bytes = int(size * 1e6) // 4 * 4
         sides: dict[str, Echo | PushPull] = {
-            "ps": PushPull(n_bytes), "echo": Echo(encrypted=False), "curve": Echo(encrypted=True)
+            "ps": PushPull(n_bytes, encrypted=False), "echo": Echo(encrypted=False),
+            "encrypted ps": PushPull(n_bytes, encrypted=True), "encrypted echo": Echo(encrypted=True),
         }  # fmt: skip
         seen: dict[str, list[float]] = {name: [] for name in sides}
         for side in sides.values():
@@ -179,8 +181,9 @@ def main() -> None:
                 seen[name].append(goodput(side, n_bytes, given.seconds))
         for side in sides.values():
             side.process.kill()
-        ps, echo, curve = (statistics.median(seen[name]) / 1e6 for name in ("ps", "echo", "curve"))
-        print(f"| {size:g} | {ps:.0f} | {echo:.0f} | {ps / echo:.2f} | {curve:.0f} | {ps / curve:.2f} |", flush=True)
+        ps, echo, hidden, curve = (statistics.median(seen[name]) / 1e6 for name in sides)
+        print(f"| {size:g} | {ps:.0f} | {echo:.0f} | {ps / echo:.2f} | {hidden:.0f} | {curve:.0f} | "
+              f"{hidden / curve:.2f} |", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -236,7 +236,7 @@ class ParameterServer:
             own = [index_of[id(p)] for p in module.parameters(recurse=False) if id(p) in index_of]
             if own and module is not self.module:
                 owners[number] = own
-                module.register_forward_pre_hook(lambda m, a, n=number: self._before(n, owners[n]))  # type: ignore[misc]
+                module.register_forward_pre_hook(lambda m, a, n=number: self._before(n, owners[n]))
         self.module.register_forward_pre_hook(lambda m, a: self._before_all(owners))
         self.module.register_forward_hook(lambda m, a, out: self._after_all())
 

@@ -43,7 +43,6 @@ from echelon.train.window import resident_bytes
 from echelon.train.worker import _leave, _log_to, _one_line
 from echelon.train.world import World, _device
 
-
 BY_ELEMENT = ("sgd", "nesterov", "momentum", "adam", "adamw", "nadam", "nadamw", "lion", "rmsprop", "adagrad")
 """Optimizers that treat every element by itself, so that a large tensor may be split over servers."""
 

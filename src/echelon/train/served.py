@@ -50,8 +50,8 @@ def run_server(folder: str, name: str, index: int) -> None:
         address = wait_for_address(roles, parse_seconds(config.launch.timeout))
         Server(
             ServerConfig(
-                name, index, settings_of(config), keys, address, local_address(roles, name), config.strategy.compression,
-                config.training.seed, roles, optimizer_maker(config),
+                name, index, settings_of(config), keys, address, local_address(roles, name),
+                config.strategy.compression, config.training.seed, roles, optimizer_maker(config),
             )
         ).run()  # fmt: skip
 

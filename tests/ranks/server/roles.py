@@ -67,7 +67,7 @@ class Cluster:
                          20.0, keeps=self.settings.replicas == 0, aggregates=self.settings.aggregates)
         )  # fmt: skip
 
-    def work(self, number: int, model: nn.Module, gradient: Callable[[nn.Module, dict[str, Any]], tuple[int, int]],
+    def work(self, number: int, model: nn.Module, gradient: Callable[[nn.Module, dict[str, Any]], float],
              lr: float, seen: list[Any]) -> None:  # fmt: skip
         """Run one worker to the end of the run, in a thread."""
         self._spawn(lambda: self._work(number, model, gradient, lr, seen))

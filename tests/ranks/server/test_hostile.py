@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgpack
+import msgpack  # type: ignore[import-untyped]
 import psutil
 import pytest
 import torch
@@ -32,9 +32,7 @@ MESSAGES = 10_000
 
 def served(tmp_path: Path) -> tuple[Cluster, Server]:
     """Start a server that holds one key."""
-    cluster = Cluster(
-        tmp_path, Settings(), lambda tensors: torch.optim.SGD(tensors, lr=0.1), Plan(1, 9, 0, None, None)
-    )
+    cluster = Cluster(tmp_path, Settings(), lambda tensors: torch.optim.SGD(tensors, lr=0.1), Plan(1, 9, 0, None, None))
     cluster.start()
     server = cluster.servers[0]
     table = cut_table([ParameterInfo("w", (100,), False)], Cut(1, 4096))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
 from benchmarks.chaos import Setting, run_trial
 
 

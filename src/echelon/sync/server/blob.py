@@ -15,7 +15,8 @@ from echelon.checkpoint.tree import flatten, slots, unflatten
 
 def as_frame(tensor: Tensor) -> Any:
     """Return a contiguous CPU tensor's memory, not copied; the tensor must not change until it was sent."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def pack_state(state: dict[str, Any]) -> tuple[bytes, list[Any]]:

@@ -133,5 +133,5 @@ def _without_feedback(codec: Codec) -> Codec:
         return codec.inner
     inner = getattr(codec, "inner", None)
     if isinstance(inner, ErrorFeedback) and dataclasses.is_dataclass(codec):
-        return dataclasses.replace(codec, inner=inner.inner)  # type: ignore[type-var]
+        return dataclasses.replace(codec, inner=inner.inner)
     return codec

@@ -99,7 +99,7 @@ class PeerCheck:
         """Answer the requests that have come."""
         while self.socket.poll(0):
             frames = self.socket.recv_multipart()
-            version, request = (frames + [b"", b""])[:2]
+            version, request = [*frames, b"", b""][:2]
             allowed = len(frames) == 7 and frames[5] == b"CURVE" and frames[6] == self._allowed
             self.refused += not allowed
             status = [b"200", b"OK", b"peer"] if allowed else [b"400", b"not of this run", b""]

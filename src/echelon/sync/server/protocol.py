@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-import msgpack
+import msgpack  # type: ignore[import-untyped]
 import zmq
 
 VERSION = 1
@@ -178,7 +178,7 @@ def _header(run_id: bytes, raw: bytes) -> tuple[Kind, str, int, int, Any]:
     return Kind(kind), sender, session, sequence, body
 
 
-def _check(value: Any, wanted: type) -> None:
+def _check(value: Any, wanted: type[Any]) -> None:
     if type(value) is not wanted:
         raise Malformed("type")
     if wanted is int and not 0 <= value < _MAX_INT:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-import msgpack
+import msgpack  # type: ignore[import-untyped]
 
 from echelon.sync.server.blob import pack_state, unpack_state
 from echelon.sync.server.endpoint import Line

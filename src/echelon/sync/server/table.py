@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -169,7 +170,7 @@ def _runs(parameters: Sequence[ParameterInfo], limit: int) -> list[_Piece]:
         numel = math.prod(info.shape)
         count = max(1, math.ceil(numel / limit))
         bounds = [round(i * numel / count) for i in range(count + 1)]
-        pieces += [(b - a, _run_shape(b - a, info.decay), info) for a, b in zip(bounds, bounds[1:], strict=False)]
+        pieces += [(b - a, _run_shape(b - a, info.decay), info) for a, b in pairwise(bounds)]
     return pieces
 
 

@@ -13,7 +13,7 @@ WORK = Work(30, 10)
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_step_once_under_random_deaths(seed: int) -> None:
-    draw, leases, done = random.Random(seed), FreeLeases(WORK), []
+    draw, leases, done = random.Random(seed), FreeLeases(WORK), list[int]()
     out: dict[str, list[int]] = {}
     for turn in range(2000):
         worker = f"w{draw.randrange(4)}"
@@ -24,8 +24,8 @@ def test_every_step_once_under_random_deaths(seed: int) -> None:
         elif event < 0.1:
             leases.leave(worker)
             del out[worker]
-        elif event < 0.5 and (task := leases.take(worker, turn)) is not None:
-            out[worker].append(task["task"])
+        elif event < 0.5 and (lease := leases.take(worker, turn)) is not None:
+            out[worker].append(lease["task"])
         elif out[worker] and leases.finish(task := out[worker].pop(0), worker, turn, False):
             done.append(task)
     assert leases.complete

@@ -24,7 +24,7 @@ def store(settings: Settings) -> KeyStore:
 
 def push(worker: str, task: int, gradient: torch.Tensor, **more: int) -> Push:
     values = {"step": task, "share": 0, "shares": 1, "samples": 1, "base": 0, "batch": 1} | more
-    return Push(worker, task, lr=LR, gradient=gradient, **values)  # type: ignore[arg-type]
+    return Push(worker, task, lr=LR, gradient=gradient, **values)
 
 
 def gradient_at(w: np.ndarray) -> np.ndarray:
