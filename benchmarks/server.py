@@ -3,9 +3,10 @@
     python -m benchmarks.server [--sizes 1 5 50] [--windows 5] [--seconds 2]
 
 For each size in MB, a worker process pushes a gradient of that size and pulls the new values, again and again, as the
-training does: in keys of 1 MiB, all in flight at once. The echo is a plain pyzmq DEALER that sends the same frames to a
-ROUTER in another process over loopback TCP, which sends them back. On one machine a run's roles talk over Unix sockets
-(first columns); between machines over TCP with CURVE encryption, which is compared with an echo that has it too. Goodput counts payload bytes, both directions. Windows are interleaved; medians are shown.
+training does: in keys, all in flight at once. The echo is a plain pyzmq DEALER that sends the same frames to a ROUTER
+in another process over loopback TCP, which sends them back. On one machine a run's roles talk over Unix sockets (first
+columns); between machines over TCP with CURVE encryption, which is compared with an echo that has it too. Goodput
+counts payload bytes, both directions. Windows are interleaved; medians are shown.
 """
 
 from __future__ import annotations
@@ -166,7 +167,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0)
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    print("| MB | push+pull MB/s | echo MB/s | ratio | encrypted: push+pull | echo | ratio |\n|---|---|---|---|---|---|---|")
+    print("| MB | push+pull MB/s | echo MB/s | ratio | encrypted: push+pull | echo | ratio |")
+    print("|---|---|---|---|---|---|---|")
     for size in given.sizes:
         n_bytes = int(size * 1e6) // 4 * 4
         sides: dict[str, Echo | PushPull] = {

@@ -24,8 +24,8 @@ from echelon.observe.phases import Phase, PhaseClock, make_clock
 from echelon.observe.record import Recorder
 from echelon.sync.ps import ParameterServer, WorkerOptions, model_table
 from echelon.sync.server.client import Client, ClientConfig, PushInfo, TagLost
+from echelon.sync.server.giving import BUFFERS_KEY
 from echelon.sync.server.identity import derive_keys, read_secret
-from echelon.sync.server.server import BUFFERS_KEY
 from echelon.sync.server.settings import Settings
 from echelon.sync.server.table import Cut, Table
 from echelon.train.assemble import Given, _model, _rank_seed, _step_settings

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import zmq
 from torch import Tensor, nn
 
 from echelon.observe.phases import HostClock
@@ -40,6 +41,7 @@ class Cluster:
     keys: RunKeys = KEYS
     threads: list[threading.Thread] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
+    serving: dict[str, threading.Thread] = field(default_factory=dict)
 
     def start(self) -> None:
         """Start scheduler and servers."""
@@ -58,6 +60,7 @@ class Cluster:
         )  # fmt: skip
         server = Server(config)
         self._spawn(server.run)
+        self.serving[server.config.name] = self.threads[-1]
         return server
 
     def client(self, number: int) -> Client:
@@ -121,7 +124,10 @@ class Cluster:
     def kill(self, server: Server) -> None:
         """End a server at once, without a word; the launcher tells the scheduler."""
         server.ended = True
-        line = Line(server.context, Voice(self.keys, "launcher"), self.scheduler.listener.address, Limits(1 << 20))
+        self.serving[server.config.name].join(10)  # threads of one process share the lock of the snapshots' folder
+        line = Line(
+            zmq.Context.instance(), Voice(self.keys, "launcher"), self.scheduler.listener.address, Limits(1 << 20)
+        )
         line.send(Kind.DIED, {"name": server.config.name, "info": {}})
         line.socket.close(linger=1000)
 

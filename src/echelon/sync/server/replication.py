@@ -147,7 +147,7 @@ class Replication:
             case Kind.PUSH:
                 server.replay_push(inner, float(op["scale"]))
             case Kind.PULL:
-                server.note_pull(inner.sender, server.stores[inner.body["key"]])
+                server.giving.note_pull(inner.sender, server.stores[inner.body["key"]])
             case Kind.BUFFERS:
                 server._buffers(b"", inner)
             case _:

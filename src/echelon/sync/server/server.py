@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import zmq
 
-from echelon.sync.server.blob import as_frame, pack_state, read_frame, unpack_state
+from echelon.sync.server.blob import read_frame, unpack_state
 from echelon.sync.server.coding import References, downward, upward
 from echelon.sync.server.endpoint import Line, Listener, Voice
+from echelon.sync.server.giving import BUFFERS_KEY, Giving
 from echelon.sync.server.identity import RunKeys
 from echelon.sync.server.keystore import Fate, KeyStore, MakeOptimizer, Push
 from echelon.sync.server.protocol import Kind, Malformed, Message
@@ -25,8 +26,6 @@ from echelon.sync.server.sockets import Limits
 from echelon.sync.server.table import Table, table_from_bytes
 
 BEAT_S = 0.2
-BUFFERS_KEY = 2**31
-"""The key number under which statistics that are no parameters (BatchNorm) are put, pulled and saved."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +70,12 @@ class Server:
         self.table: Table | None = None
         self.stores: dict[int, KeyStore] = {}
         self.buffers: dict[str, torch.Tensor] = {}
-        self.tags: dict[int, dict[int, dict[str, Any]]] = {}
         self.load = Load()
         self.watermark = 0
         self.numbers: dict[bytes, int] = {}
         self.workers: set[str] = set()
         self.ended = False
-        self._parked: dict[int, list[tuple[bytes, Message]]] = {}
-        self._early: deque[tuple[bytes, Message]] = deque()
+        self.giving = Giving(self)
         self.replication = Replication(self)
         self.snapshots = Snapshots(self)
         self._began_s = time.monotonic()
@@ -148,9 +145,9 @@ class Server:
             case Kind.MEMBERS:
                 self._members(body)
             case Kind.TAG:
-                self._tag(body["tag"], body["full"])
+                self.giving.tag(body["tag"], body["full"])
             case Kind.UNTAG:
-                self.tags.pop(body["tag"], None)
+                self.giving.tags.pop(body["tag"], None)
             case Kind.PROMOTE:
                 self.replication.promote()
             case Kind.WELCOME:
@@ -180,13 +177,6 @@ class Server:
         self.replication.members(body["servers"])
         self.snapshots.members(workers)
 
-    def _tag(self, tag: int, full: bool) -> None:
-        if tag not in self.tags:
-            self.tags[tag] = {index: store.state(full) for index, store in self.stores.items()}
-            self.tags[tag][BUFFERS_KEY] = {"value": self._mean_buffers(), "version": 0}
-        info = {"index": self.config.index}
-        self.scheduler.send(Kind.TAGGED, {"tag": tag, "info": info})
-
     # From workers and servers
 
     def _from_peer(self, peer: bytes, message: Message) -> None:
@@ -194,8 +184,8 @@ class Server:
             Kind.SETUP: self._setup,
             Kind.PUT: self._put,
             Kind.PUSH: self.push,
-            Kind.PULL: self._pull,
-            Kind.STATE: self._state,
+            Kind.PULL: self.giving.pull,
+            Kind.STATE: self.giving.state,
             Kind.BUFFERS: self._buffers,
             Kind.REPUSHED: self.snapshots.repushed,
             Kind.ATTACH: self.replication.attach,
@@ -261,7 +251,7 @@ class Server:
         if self.replication.is_standby or not self.ready:
             self.voice.traffic.dropped["not ready"] += 1
             return
-        store = self._store(body["key"])
+        store = self.store_of(body["key"])
         push = self._decoded(message)
         stale = store.staleness_of(push)
         push = push if self.settings.aggregates else _scaled(push, store.scale_of(push))
@@ -276,7 +266,7 @@ class Server:
         else:
             self.voice.reply(self.listener.socket, peer, Kind.ACK, ack)
         if fate is Fate.APPLIED:
-            self.unpark(store)
+            self.giving.unpark(store)
 
     def apply(self, store: KeyStore, push: Push) -> Fate:
         """Count a gradient into a key."""
@@ -288,80 +278,19 @@ class Server:
 
     def _decoded(self, message: Message, scale: float = 1.0) -> Push:
         body = message.body
-        key = self._store(body["key"]).key
+        key = self.store_of(body["key"]).key
         gradient = self._coding.decode(message.frames, key)
         names = ("task", "step", "share", "shares", "samples", "base", "lr", "batch")
         return Push(message.sender, gradient=gradient, scale=scale, **{name: body[name] for name in names})
 
     def replay_push(self, message: Message, scale: float) -> None:
         """Count a gradient that the primary counted."""
-        self.apply(self._store(message.body["key"]), self._decoded(message, scale))
+        self.apply(self.store_of(message.body["key"]), self._decoded(message, scale))
 
-    def _store(self, index: int) -> KeyStore:
+    def store_of(self, index: int) -> KeyStore:
         if index not in self.stores:
             raise ValueError(f"key {index} is not held here")
         return self.stores[index]
-
-    def _mean_buffers(self) -> torch.Tensor:
-        """Return the mean over workers of their statistics; empty where there are none."""
-        return torch.stack(list(self.buffers.values())).mean(0) if self.buffers else torch.empty(0)
-
-    def _pull(self, peer: bytes, message: Message) -> None:
-        body = message.body
-        if body["key"] == BUFFERS_KEY and not body["tag"]:
-            values = {"key": BUFFERS_KEY, "version": 0, "delta": False, "tag": 0, "life": self.voice.session}
-            self.voice.reply(self.listener.socket, peer, Kind.VALUE, values, [as_frame(self._mean_buffers())])
-            return
-        if body["tag"]:
-            state = self.tags.get(body["tag"], {}).get(body["key"])
-            if state is not None:
-                values = {"key": body["key"], "version": state["version"], "delta": False, "tag": body["tag"],
-                          "life": self.voice.session}  # fmt: skip
-                self.voice.reply(self.listener.socket, peer, Kind.VALUE, values, [as_frame(state["value"])])
-            return
-        if self.replication.is_standby or not self.ready:
-            self.voice.traffic.dropped["not ready"] += 1
-            return
-        store = self._store(body["key"])
-        if body["version"] > store.version and self.settings.aggregates:
-            self._parked.setdefault(body["key"], []).append((peer, message))
-            return
-        self._give(peer, message, store)
-
-    def _give(self, peer: bytes, message: Message, store: KeyStore) -> None:
-        body = message.body
-        exact = body["exact"] and body["version"] == store.version - 1 and store.before is not None
-        value = store.before if exact and store.before is not None else store.value
-        version = store.version - exact
-        worker = message.sender
-        delta, frames = self.references.encode(worker, store.key, value, body["full"])
-        if not exact:
-            self.note_pull(worker, store)
-            self.replication.forward_pull(worker, store.key.index, body["full"])
-        values = {"key": store.key.index, "version": version, "delta": delta, "tag": 0, "life": self.voice.session}
-        self.voice.reply(self.listener.socket, peer, Kind.VALUE, values, frames)
-
-    def note_pull(self, worker: str, store: KeyStore) -> None:
-        """Remember what a worker has now."""
-        if not self.settings.aggregates:
-            store.note_pull(worker)
-
-    def unpark(self, store: KeyStore) -> None:
-        """Answer the pulls that waited for a key's version."""
-        waiting = self._parked.pop(store.key.index, [])
-        for peer, message in waiting:
-            if message.body["version"] > store.version:
-                self._parked.setdefault(store.key.index, []).append((peer, message))
-            else:
-                self._give(peer, message, store)
-
-    def _state(self, peer: bytes, message: Message) -> None:
-        tag, index = message.body["tag"], message.body["key"]
-        state = self.tags.get(tag, {}).get(index)
-        if state is None:
-            raise ValueError(f"no copy {tag} of key {index}")
-        meta, frames = pack_state(state)
-        self.voice.reply(self.listener.socket, peer, Kind.STATE_OF, {"key": index, "tag": tag, "meta": meta}, frames)
 
     def _buffers(self, peer: bytes, message: Message) -> None:
         values = read_frame(message.frames[0], torch.float32).clone()

@@ -34,6 +34,7 @@ class Snapshots:
         self._count, self._at_updates = 0, 0
         self._settle_by = 0.0
         self._missing: set[str] | None = None
+        self._repushed: set[str] = set()
         self.restored = False
         self.safe = not self._enabled
 
@@ -101,10 +102,11 @@ class Snapshots:
     def members(self, workers: set[str]) -> None:
         """Learn who may push again."""
         if self.settling:
-            self._missing = workers if self._missing is None else self._missing & workers
+            self._missing = workers - self._repushed if self._missing is None else self._missing & workers
 
     def repushed(self, peer: bytes, message: Message) -> None:
         """Note that a worker has pushed again all that it kept."""
+        self._repushed.add(message.sender)
         if self._missing is not None:
             self._missing.discard(message.sender)
 
@@ -129,7 +131,7 @@ class Snapshots:
         lacking = 0
         for store in server.stores.values():
             lacking = max(lacking, store.catch_up(step))
-            server.unpark(store)
+            server.giving.unpark(store)
         return lacking
 
     def close(self) -> None:

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from echelon.sync.server.leases import MAX_SHARES, FreeLeases, SharedLeases, Work
+from echelon.sync.server.leases import FreeLeases, Work
+from echelon.sync.server.shares import MAX_SHARES, SharedLeases
 
 WORK = Work(30, 10)
 
