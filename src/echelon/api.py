@@ -257,7 +257,7 @@ def _start_in(path: Path, config: RunConfig, given: Given | None, fresh: bool) -
 
 
 def _begin_imports(plan: LaunchPlan) -> None:
-    if plan.link:  # torch's store wants the name of every client, and hosts of a shaped network have none
+    if plan.link or plan.nodes.most > 1:  # torch's store wants the name of every client, and many have none
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     start_import_server(plan.preload)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from torch.distributed import DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -74,7 +75,7 @@ class Interrupted(Exception):
 
 @dataclass
 class _Place:
-    """Where workers stand: each on a host with shaped links, or all behind one interface ("": any); the round's name."""
+    """Where workers stand: on hosts with shaped links, or all behind one interface ("": any); their round's name."""
 
     hosts: list[Host]
     interface: str
@@ -176,6 +177,8 @@ def _run_agent(plan: LaunchPlan, watch: Watch, hosts: list[Host], address: str) 
     for talkative in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # what counts is said by us
         logging.getLogger(talkative).setLevel(logging.CRITICAL)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    # a store shared over rounds is made known in the first alone: a machine that joins later would wait for it in vain
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1" if plan.nodes.most > 1 else "0"
     handler = rendezvous_registry.get_rendezvous_handler(rendezvous(plan, address))
     place = _Place(hosts, interface_of(address) if plan.nodes.most > 1 else "")
     spec = WorkerSpec(
@@ -199,8 +202,8 @@ def _run_agent(plan: LaunchPlan, watch: Watch, hosts: list[Host], address: str) 
     except SignalException as stopped:
         close = False
         raise Interrupted(int(stopped.sigval)) from None
-    except RendezvousError as error:
-        raise UserError(f"--rendezvous {plan.rendezvous}: {error}") from error
+    except (RendezvousError, DistStoreError) as error:
+        raise UserError(f"--rendezvous {plan.rendezvous}: {' '.join(str(error).split())}") from error
     finally:
         if close:
             handler.shutdown()

@@ -79,9 +79,9 @@ def prepare(folder: Path, config: RunConfig) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / CONFIG_FILE, to_yaml(config))
         launch = {"launched_t": time.time(), "command": command_line(), "rendezvous": config.launch.rendezvous}
         write_atomic(folder / LAUNCH_FILE, json.dumps(launch))
+        write_atomic(folder / CONFIG_FILE, to_yaml(config))  # last: who sees it can tell whose it is
     except OSError as error:
         raise UserError(f"--run {folder} cannot be written: {error.strerror}") from None
 

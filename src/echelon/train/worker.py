@@ -98,7 +98,8 @@ def _end(run: TrainingRun, path: Path, status: str) -> None:
 
 def _one_line(error: BaseException) -> str:
     where = ", ".join(getattr(error, "__notes__", []))
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+    said = " ".join(str(error).split()).partition(" This is typically caused by")[0]  # gloo's guesses help nobody
+    text = f"{type(error).__name__}: {said}"[:400]
     return f"{text} ({where})" if where else text
 
 

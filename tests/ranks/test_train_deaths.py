@@ -1,0 +1,86 @@
+"""Law 7: a worker that dies or falls silent does not end the run, and never makes anyone wait past the deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.runs import LEAVE_S, Run, Runs, losses_of
+
+pytestmark = pytest.mark.timeout(400)
+STEPS = 240
+SETTINGS = ("--workers", "2", "--epochs", "30", "--max-steps", str(STEPS), "--eval-every", "0", "--lr", "0.02")
+NOTICED_S = 5.0
+
+
+def _kill(run: Run, rank: int) -> tuple[int, float]:
+    """Kill a rank; returns its process id and when."""
+    pid = run.pids()[rank]
+    os.kill(pid, signal.SIGKILL)
+    return pid, time.time()
+
+
+def test_killed_ranks_are_replaced_until_restarts_are_used_up_and_then_the_run_can_be_resumed(tmp_path: Path) -> None:
+    with Runs(tmp_path) as runs:
+        run = runs.train("digits", *SETTINGS, "--checkpoint-every", "10", "--max-restarts", "1", folder="run")
+        run.wait_for_step(15)
+        first, killed_t = _kill(run, rank=1)
+        again = run.wait_for_step(1, after_t=killed_t)
+        second, _ = _kill(run, rank=0)
+        assert run.end() == 1
+        assert not run.left_behind()
+
+        deaths = run.events("worker_died")
+        assert [(d["rank"], d["pid"], d["exit_code"]) for d in deaths] == [(1, first, -9), (0, second, -9)]
+        assert all("SIGKILL" in d["message"] for d in deaths)
+        assert deaths[0]["t"] - killed_t < NOTICED_S
+        print(f"from the kill to the end of the next step: {again['t'] - killed_t:.1f} s")
+        restarted = run.records("start")[1]
+        assert restarted["attempt"] == 1 and restarted["start_step"] % 10 == 0 and restarted["start_step"] > 0
+        assert run.summary()["status"] == "failed"
+        assert "no restarts are left" in run.records("end")[-1]["message"]
+        page = (run.folder / "report.html").read_text()
+        assert f"rank 1 (pid {first}" in page and "until the next step began" in page
+        assert "Traceback" not in run.errors()
+
+        resumed = runs.start("resume", "run", folder="run")
+        assert resumed.end() == 0
+        assert resumed.summary()["status"] == "completed"
+        assert list(resumed.losses()) == list(range(1, STEPS + 1))
+
+        whole = runs.train("digits", *SETTINGS, folder="whole")
+        assert whole.end() == 0
+        assert losses_of(run.folder) == whole.losses()
+
+
+def test_a_stopped_rank_is_named_and_replaced_when_the_timeout_is_over(tmp_path: Path) -> None:
+    timeout_s = 6
+    with Runs(tmp_path) as runs:
+        settings = [*SETTINGS, "--timeout", f"{timeout_s}s", "--checkpoint-every", "10"]
+        run = runs.train("digits", *settings, folder="run")
+        run.wait_for_step(15)
+        pid, stopped_t = run.pids()[1], time.time()
+        os.kill(pid, signal.SIGSTOP)
+        assert run.end() == 0
+        (death,) = run.events("worker_died")
+        assert (death["rank"], death["pid"]) == (1, pid)
+        assert "does not answer" in death["message"] and "rank 0 waited in vain" in death["message"]
+        assert "in step" in death["message"]
+        assert death["t"] - stopped_t < timeout_s + NOTICED_S
+        assert list(run.losses()) == list(range(1, STEPS + 1))
+
+
+def test_nothing_outlives_a_launcher_that_is_killed_and_its_run_can_be_resumed(tmp_path: Path) -> None:
+    with Runs(tmp_path) as runs:
+        run = runs.train("digits", *SETTINGS, "--checkpoint-every", "10", "--loaders", "1", folder="run")
+        run.wait_for_step(15)
+        run.process.kill()
+        run.end()
+        assert not run.left_behind(LEAVE_S)
+        resumed = runs.start("resume", "run", folder="run")
+        assert resumed.end() == 0
+        assert list(resumed.losses()) == list(range(1, STEPS + 1))

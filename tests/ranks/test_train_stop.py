@@ -1,0 +1,90 @@
+"""Law 2: a run that is stopped and resumed ends as one that never was; on other workers, with each sample once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from echelon.checkpoint import CheckpointStore
+from echelon.observe.record import read_records
+from tests.ranks.run_many import run_many
+from tests.ranks.runs import Run, Runs, losses_of
+
+pytestmark = pytest.mark.timeout(400)
+STEPS = 150
+SETTINGS = ("--workers", "2", "--epochs", "30", "--max-steps", str(STEPS), "--batch-size", "100", "--lr", "0.02",
+            "--ema", "0.9", "--eval-every", "5")  # fmt: skip
+
+
+def _state(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of the newest checkpoint by path; those of a rank's own too."""
+    found = CheckpointStore(folder / "checkpoints", keep=1).newest()
+    assert found is not None and found[0] == STEPS
+    return dict(_tensors("", found[1]))
+
+
+def _tensors(path: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _tensors(f"{path}/{key}", value)
+
+
+def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [path for path in one if not torch.equal(one[path], other[path])] == []
+
+
+def _resumed_at(folder: Path) -> int:
+    step: int = [r["start_step"] for r in read_records(folder) if r["kind"] == "start"][-1]
+    return step
+
+
+def _stop(run: Run, signum: int, step: int, after_t: float = 0.0) -> None:
+    """Ask a run to stop once it is past a step: SIGTERM goes to the launcher, Ctrl-C to all its processes."""
+    run.wait_for_step(step, after_t)
+    if signum == signal.SIGINT:
+        os.killpg(run.process.pid, signum)
+    else:
+        run.process.send_signal(signum)
+    assert run.end() == 0
+    assert "stopped" in run.text() and "echelon resume" in run.text()
+    assert run.records("checkpoint")[-1]["reason"] == "stop"
+    assert run.summary()["status"] == "stopped"
+    assert "Traceback" not in run.text()
+
+
+def test_stopped_twice_and_resumed_it_ends_with_the_same_bits_and_on_other_workers_with_each_sample_once(
+    tmp_path: Path,
+) -> None:
+    with Runs(tmp_path) as runs:
+        run = runs.train("digits", *SETTINGS, folder="run")
+        _stop(run, signal.SIGTERM, step=8)
+        for workers in (1, 3):
+            shutil.copytree(tmp_path / "run", tmp_path / f"on-{workers}")
+        resumed = runs.start("resume", "run", folder="run")
+        begun_t = resumed.wait_for(lambda: len(resumed.records("start")) == 2 and resumed.records("start")[1]["t"], "2")
+        _stop(resumed, signal.SIGINT, step=9, after_t=begun_t)
+
+    commands = [["train", "digits", "--threads", "1", "--device", "cpu", *SETTINGS, "--run", "whole"]]
+    commands += [["resume", "run"], ["resume", "on-1", "--workers", "1"], ["resume", "on-3", "--workers", "3"]]
+    assert [r.code for r in run_many(tmp_path, commands)] == [0] * 4
+
+    whole = losses_of(tmp_path / "whole")
+    assert list(whole) == list(range(1, STEPS + 1))
+    assert losses_of(tmp_path / "run") == whole
+    _same(_state(tmp_path / "run"), _state(tmp_path / "whole"))
+    for workers in (1, 3):
+        elsewhere = losses_of(tmp_path / f"on-{workers}")
+        assert list(elsewhere) == list(whole)
+        first = _resumed_at(tmp_path / f"on-{workers}")
+        for step in range(first + 1, first + 21):  # the same batches: a sample more or less shows at once
+            assert elsewhere[step] == pytest.approx(whole[step], rel=1e-4), (workers, step)
