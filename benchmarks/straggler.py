@@ -98,7 +98,7 @@ def _ps_worker(rank: int, way: str, args: argparse.Namespace, address: str, resu
 
     torch.set_num_threads(1)
     settings, module = bind(parse_spec(way), Settings), model()
-    client = Client(ClientConfig(f"worker{rank}", derive_keys(b"s" * 32), address, "none", 0, rank, 60.0,
+    client = Client(ClientConfig(f"worker{rank}", derive_keys(b"s" * 32), address, "none", 0, rank, 15.0,
                                  aggregates=settings.aggregates))  # fmt: skip
     table = model_table(module, Cut(1, settings.chunk_bytes))
     client.join({"fingerprint": table.fingerprint})
@@ -175,7 +175,7 @@ def throughput(way: str, args: argparse.Namespace) -> float:
         workers = [context.Process(target=target, args=(r, way, args, where, results)) for r in range(WORKERS)]
         for worker in workers:
             worker.start()
-        rates = [results.get(timeout=args.seconds + 180)[1] for _ in workers]
+        rates = [results.get(timeout=args.seconds + 60)[1] for _ in workers]
         for process in [*workers, *([roles] if roles else [])]:
             process.join(10 if process is not roles else 0)
             if process.is_alive():

@@ -78,6 +78,30 @@ def test_every_batch_once(tmp_path: Path, settings: Settings, compression: str) 
     assert not any(s.voice.traffic.dropped for s in run.servers)
 
 
+def test_a_slow_backup_worker_holds_nobody_back(tmp_path: Path) -> None:
+    run = cluster(tmp_path, Settings("sync", backup=1))
+    run.start()
+    seen: list[Any] = []
+    reached, moved = [0], threading.Condition()
+
+    def quick(module: nn.Module, task: dict[str, Any]) -> float:
+        with moved:
+            reached[0] = max(reached[0], task["step"])
+            moved.notify_all()
+        return gradient(module, task)
+
+    def slow(module: nn.Module, task: dict[str, Any]) -> float:
+        with moved:  # the others go three steps ahead of it each time
+            assert moved.wait_for(lambda: reached[0] >= min(task["step"] + 3, STEPS - 1), 20)
+        return gradient(module, task)
+
+    for worker, way in enumerate((quick, quick, slow)):
+        run.work(worker, model(), way, 0.01, seen)
+    run.stop()
+    assert len({task // 4096 for task in done_tasks(tmp_path)}) == STEPS
+    assert run.servers[0].load.late > 0
+
+
 def test_a_worker_that_vanishes_in_the_middle_of_its_pushes(tmp_path: Path) -> None:
     run = cluster(tmp_path, Settings("async", servers=2, chunk_kb=4))
     run.start()

@@ -84,7 +84,7 @@ class Conversation:
             raise ClientFailed(f"{self.config.name} waited {deadline_s:g} s for {what}; use a longer --timeout")
 
     def is_there(self, slot: Slot, version: int) -> bool:
-        return slot.valid and (slot.version == version or not self.config.aggregates)
+        return slot.valid and (version in (slot.version, slot.serves) or not self.config.aggregates)
 
     # The thread's side
 
@@ -278,6 +278,7 @@ class Conversation:
             slot.value += value
         else:
             slot.value = value
-        if slot.pull is not None and (not self.config.aggregates or body["version"] == slot.pull["version"]):
-            slot.pull = None
+        slot.serves = -1
+        if slot.pull is not None and (not self.config.aggregates or body["version"] >= slot.pull["version"]):
+            slot.serves, slot.pull = slot.pull["version"], None
         slot.version, slot.valid = body["version"], True

@@ -48,11 +48,16 @@ class PushInfo:
 
 @dataclass
 class Slot:
-    """A key's newest value in this worker, which version it is, and the pull that is on its way."""
+    """A key's newest value in this worker, which version it is, and the pull that is on its way.
+
+    `serves` is the version that was asked for when this value came: a newer one comes for a step that is complete
+    without this worker (backup workers), whose gradient will be late whatever it is computed on.
+    """
 
     value: Tensor
     version: int = -1
     valid: bool = False
+    serves: int = -1
     pull: dict[str, Any] | None = None
 
 

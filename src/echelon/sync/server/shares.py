@@ -106,8 +106,9 @@ class SharedLeases:
         waiting = self._workers - self._paused - self._had - {worker}
         if not self._free or (worker in self._had and len(self._free) <= len(waiting)):
             return None
-        if worker in self._had and self._backup:
-            return None
+        coming = len(self._done) + len(self._out) + len(waiting)
+        if worker in self._had and self._backup and coming >= max(1, self._shares - self._backup):
+            return None  # the step will be complete without the share that nobody has
         share = self._free.pop(0)
         task = self._step * MAX_SHARES + share
         self._out[task] = Lease(worker, now_s)

@@ -103,6 +103,18 @@ def test_backup_shares_may_be_late() -> None:
     assert not leases.finish(tasks["slow"]["task"], "slow", 0, True)  # type: ignore[index]
 
 
+def test_backup_shares_of_the_dead_are_done_by_others_where_too_few_are_left() -> None:
+    leases = SharedLeases(Work(2, 2), backup=1)
+    for worker in ("a", "b", "c", "d"):
+        leases.join(worker, (), 0)
+        assert leases.take(worker, 0) is not None
+    leases.leave("c")
+    leases.leave("d")
+    for worker in ("a", "b"):
+        leases.finish(next(t for t, lease in leases._out.items() if lease.worker == worker), worker, 0, False)
+    assert leases.take("a", 0) is not None  # three of four are needed
+
+
 def test_a_restart_goes_on_where_the_journal_ends() -> None:
     leases = SharedLeases(Work(3, 3))
     leases.restore(1, ())
