@@ -107,6 +107,7 @@ def test_backup_shares_of_the_dead_are_done_by_others_where_too_few_are_left() -
     leases = SharedLeases(Work(2, 2), backup=1)
     for worker in ("a", "b", "c", "d"):
         leases.join(worker, (), 0)
+    for worker in ("a", "b", "c", "d"):
         assert leases.take(worker, 0) is not None
     leases.leave("c")
     leases.leave("d")
