@@ -20,6 +20,7 @@ from echelon.launch.plan import LaunchPlan, nodes_of, thread_count, worker_count
 from echelon.launch.preload import start_import_server
 from echelon.observe.record import Recorder, read_records
 from echelon.train import folder as folders
+from echelon.train.leased_check import is_leased
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,6 +39,7 @@ PRELOAD = (
     "torchmetrics.classification",
     "echelon.train.worker",
 )
+PRELOAD_ROLES = ("torch._dynamo", "zmq", "echelon.train.leased", "echelon.train.served")
 RESUMABLE = ("launch.", "checkpoint.", "training.epochs", "training.max_steps", "training.eval_every", "data.loaders")
 
 
@@ -154,9 +156,14 @@ def plan_of(config: RunConfig, path: Path, given: Given | None = None) -> Launch
         rendezvous=config.launch.rendezvous,
         max_restarts=config.launch.max_restarts,
         log_dir=path / "logs",
-        preload=(*PRELOAD, "sklearn.datasets") if config.data.source == "digits" else PRELOAD,
+        preload=_preload(config),
         link=config.launch.link,
     )
+
+
+def _preload(config: RunConfig) -> tuple[str, ...]:
+    digits = ("sklearn.datasets",) if config.data.source == "digits" else ()
+    return (*PRELOAD, *digits, *(PRELOAD_ROLES if is_leased(config) else ()))
 
 
 def _dotted(setting: str) -> str:
@@ -201,6 +208,8 @@ def check(config: RunConfig) -> None:
         check_link(parse_link(config.launch.link))
     from echelon.train.combine import check_strategies
 
+    if is_leased(config) and _is_worker():
+        raise UserError(f"--sync {config.strategy.sync} starts roles of its own: run `echelon train` without torchrun")
     ranks = worker_count(config.launch, config.training.device) * nodes_of(config.launch).most
     check_strategies(config, int(os.environ["WORLD_SIZE"]) if _is_worker() else ranks)
 
@@ -238,7 +247,8 @@ def _start_in(path: Path, config: RunConfig, given: Given | None, fresh: bool) -
     with full_disk_in_words(path):
         record = Recorder(path)
         try:
-            status = _run_plan(plan, path, record)
+            leased = is_leased(config)
+            status = _run_roles(config, plan, path, record) if leased else _run_plan(plan, path, record)
         finally:
             record.close()
             folders.mark_ended(path)
@@ -287,6 +297,12 @@ def _run_plan(plan: LaunchPlan, path: Path, record: Recorder) -> str:
         record.write("end", status="failed", message=reason)
         write_report(path)
         return "failed"
+
+
+def _run_roles(config: RunConfig, plan: LaunchPlan, path: Path, record: Recorder) -> str:
+    from echelon.roles import run_leased_roles
+
+    return run_leased_roles(config, plan, path, record)
 
 
 def _last_words(path: Path, death: Death) -> str:

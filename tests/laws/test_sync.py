@@ -42,7 +42,8 @@ def _equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def test_every_strategy_has_specs() -> None:
-    assert set(names()) == set(SPECS), "give the specs of a new strategy in SPECS"
+    own_roles = {"ps"}  # no ranks of one group: tests/ranks/server holds what it must obey
+    assert set(names()) - own_roles == set(SPECS), "give the specs of a new strategy in SPECS"
     for spec in ALL:
         check_sync(spec)
 

@@ -15,7 +15,7 @@ import numpy as np
 from echelon.core.errors import UserError
 from echelon.data.base import Batch, Shard, Source
 from echelon.data.feed import Feed, Job
-from echelon.data.order import global_batches, local_part
+from echelon.data.order import Indices, global_batches, local_part
 from echelon.data.recipe import LoaderConfig, make_rows
 
 __all__ = ["EvalLoader", "LoaderConfig", "TrainLoader"]
@@ -42,6 +42,7 @@ class TrainLoader:
         rows = make_rows(source.train, source.info, config, training=True)
         self._feed = Feed(rows, source.info, config, -(-min(size, self._n) // world))
         self.batches_per_epoch = -(-self._n // size)
+        self._epoch: tuple[int, list[Indices]] | None = None
 
     def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
         """Give the batches of an epoch from `start_batch` on; an iterator that is left early may be dropped.
@@ -53,6 +54,14 @@ class TrainLoader:
         batches = global_batches(self._n, self._config.data.batch_size, self._config.seed, epoch)
         jobs = [Job(i, local_part(batch, self._shard), len(batch)) for i, batch in enumerate(batches)]
         return self._feed.run(epoch, jobs[start_batch:])
+
+    def part(self, epoch: int, batch: int, shard: Shard) -> Batch:
+        """Give any rank's part of one batch: for ranks that are told what to work on, in no order of their own."""
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = epoch, global_batches(self._n, self._config.data.batch_size, self._config.seed, epoch)
+        indices = self._epoch[1][batch]
+        (made,) = self._feed.run(epoch, [Job(batch, local_part(indices, shard), len(indices))])
+        return made
 
     @property
     def bad_images(self) -> list[tuple[str, str]]:

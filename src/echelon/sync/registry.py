@@ -12,7 +12,7 @@ from echelon.core.spec import Spec, bind, parse_spec
 from echelon.sync.base import Sync, SyncContext
 
 _NOT_STRATEGIES = {"base", "registry", "buffers"}
-_PLANNED = ("ps",)
+_PLANNED: tuple[str, ...] = ()
 
 
 def names() -> list[str]:

@@ -1,0 +1,172 @@
+"""Processes with different roles, each restarted alone: a worker's death does not touch the others.
+
+Elastic restarts a group as one, because collectives need everyone. Roles of a parameter server do not: here each is
+a process of its own, forked from the import server, and only the dead one is started again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from echelon.core.errors import USER_ERROR_EXIT_CODE
+from echelon.launch.death import die_with_parent
+
+GRACE_S = 10.0
+STOP_S = 60.0
+
+
+@dataclass(frozen=True)
+class Role:
+    """One process: `entry` is `package.module:function`, called with `args`.
+
+    `leads`: the run ends when this one does. `shows`: its output goes to the terminal, not to a file.
+    """
+
+    name: str
+    entry: str
+    args: tuple[Any, ...]
+    leads: bool = False
+    shows: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RoleDeath:
+    """A process that ended when it should not have; a negative exit code is a signal."""
+
+    name: str
+    host: str
+    pid: int
+    exit_code: int
+
+    def __str__(self) -> str:
+        how = signal.Signals(-self.exit_code).name if self.exit_code < 0 else f"exit code {self.exit_code}"
+        return f"{self.name} (pid {self.pid} on {self.host}) died: {how}"
+
+
+@dataclass(frozen=True)
+class RoleWatch:
+    """What the launcher tells: each death with the restarts that are left, and that the run was asked to stop."""
+
+    on_death: Callable[[RoleDeath, int], None]
+    on_stop: Callable[[], None]
+    on_start: Callable[[str, int], None] = lambda name, pid: None
+
+
+class RolesFailed(Exception):
+    """Processes died more often than restarts were allowed, or did not end when asked to stop."""
+
+
+class RoleRefused(Exception):
+    """A process refused the user's input: it has said why in the run's record."""
+
+
+def run_roles(roles: list[Role], max_restarts: int, log_dir: Path, watch: RoleWatch) -> bool:
+    """Run all roles until the leading one ends; returns whether the run was asked to stop.
+
+    Raises:
+        RoleRefused: a role refused its input.
+        RolesFailed: restarts are used up.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    supervisor = _Supervisor(roles, max_restarts, log_dir, watch)
+    former = {s: signal.signal(s, supervisor.ask_to_stop) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        return supervisor.run()
+    finally:
+        supervisor.end_all()
+        for signum, handler in former.items():
+            signal.signal(signum, handler)
+
+
+class _Supervisor:
+    def __init__(self, roles: list[Role], max_restarts: int, log_dir: Path, watch: RoleWatch) -> None:
+        self._roles = {role.name: role for role in roles}
+        self._restarts_left, self._log_dir, self._watch = max_restarts, log_dir, watch
+        self._running: dict[str, BaseProcess] = {}
+        self._asked = False
+        self._stop_by = 0.0
+
+    def ask_to_stop(self, signum: int, frame: FrameType | None) -> None:
+        self._asked = True
+
+    def run(self) -> bool:
+        for role in self._roles.values():
+            self._start(role)
+        while True:
+            sentinels = {process.sentinel: name for name, process in self._running.items()}
+            for ready in wait(list(sentinels), timeout=0.2):
+                name = sentinels[ready]  # type: ignore[index]
+                if self._ended(name):
+                    return self._stop_by > 0
+            self._heed_stop()
+
+    def _heed_stop(self) -> None:
+        if self._asked and not self._stop_by:
+            self._stop_by = time.monotonic() + STOP_S
+            self._watch.on_stop()
+        if self._stop_by and time.monotonic() > self._stop_by:
+            raise RolesFailed(f"the run did not end within {STOP_S:g} s of being asked to stop")
+
+    def _start(self, role: Role) -> None:
+        log = None if role.shows else str(self._log_dir / f"{role.name}.out")
+        process = multiprocessing.get_context("forkserver").Process(
+            target=_enter, args=(role.entry, role.args, role.environment, log), name=role.name
+        )
+        process.start()
+        self._running[role.name] = process
+        self._watch.on_start(role.name, process.pid or 0)
+
+    def _ended(self, name: str) -> bool:
+        """Deal with a process that ended; whether the run is over."""
+        process, role = self._running.pop(name), self._roles[name]
+        process.join()
+        code = process.exitcode or 0
+        if code == USER_ERROR_EXIT_CODE:
+            raise RoleRefused(name)
+        if code == 0:
+            return role.leads
+        self._restarts_left -= 1
+        self._watch.on_death(RoleDeath(name, socket.gethostname(), process.pid or 0, code), self._restarts_left)
+        if self._restarts_left < 0:
+            raise RolesFailed(name)
+        self._start(role)
+        return False
+
+    def end_all(self) -> None:
+        """Give every process a moment to end by itself, then end it."""
+        ends = time.monotonic() + (GRACE_S if not any(sys.exc_info()) else 0.5)
+        for process in self._running.values():
+            process.join(max(0.0, ends - time.monotonic()))
+        for process in self._running.values():
+            if process.is_alive():
+                process.kill()
+        for process in self._running.values():
+            process.join()
+
+
+def _enter(entry: str, args: tuple[Any, ...], environment: dict[str, str], log: str | None) -> None:
+    """Run in the process: ends with its parent, then calls the entry point."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the launcher decides
+    os.environ.update(environment)
+    if log is not None:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+    module, _, function = entry.partition(":")
+    getattr(importlib.import_module(module), function)(*args)

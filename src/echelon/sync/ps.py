@@ -1,0 +1,327 @@
+"""Parameter server: workers push gradients to servers that hold the parameters, and pull what changed.
+
+Forms: synchronous, with backup workers (Chen et al. 2016, arXiv:1604.00981), asynchronous (Downpour; Dean et al. 2012),
+stale synchronous (Ho et al. 2013). Each gradient is pushed while backward still runs, as soon as a key of the table is
+complete; the forward pass of a layer waits only for its own parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.core.errors import UserError
+from echelon.observe.phases import Phase, PhaseClock
+from echelon.sync.base import Sync, SyncContext
+from echelon.sync.server.client import Client, PushInfo
+from echelon.sync.server.coding import upward
+from echelon.sync.server.settings import Settings
+from echelon.sync.server.table import Cut, Key, ParameterInfo, Table, cut_table
+
+SETTINGS = Settings
+_NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def build(settings: Settings, context: SyncContext) -> Sync:
+    """Refuse: a parameter server is more than one process's strategy.
+
+    Raises:
+        UserError: always; says how to start it.
+    """
+    raise UserError(
+        "--sync ps(...) has roles of its own (scheduler, servers, workers): start it with `echelon train` "
+        "and without torchrun"
+    )
+
+
+def check(settings: Settings, compression: str) -> None:
+    """Refuse codecs that cannot serve a server.
+
+    Raises:
+        UserError: says what works instead.
+    """
+    upward(compression, torch.float32)
+
+
+def model_table(model: nn.Module, cut: Cut) -> Table:
+    """Cut a model's trainable parameters into keys; biases and normalisation have no weight decay.
+
+    Raises:
+        UserError: parameters of several element types, or none.
+    """
+    listed = set(getattr(model, "no_weight_decay", tuple)())
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    infos = [
+        ParameterInfo(name, tuple(p.shape), not (p.ndim <= 1 or name.endswith(".bias") or name in listed))
+        for name, p in named
+    ]
+    types = {p.dtype for _, p in named}
+    if len(types) != 1 or not types <= _NAMES.keys():
+        raise UserError(f"--sync ps: the parameters have the types {types or 'none'}: one floating type is needed")
+    return cut_table(infos, Cut(cut.servers, cut.chunk_bytes, cut.whole_tensors, _NAMES[types.pop()]))
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """How a worker takes part: the settings of `ps(...)`, and whose time waiting counts as communication.
+
+    `clip_norm`: each worker's gradient is clipped to this norm before it is pushed; 0: not at all.
+    """
+
+    settings: Settings
+    clip_norm: float
+    clock: PhaseClock
+
+
+@dataclass
+class _Span:
+    """Which elements of a parameter are which elements of a key."""
+
+    key: Key
+    parameter: int
+    in_key: slice
+    in_parameter: slice
+
+
+@dataclass
+class _Round:
+    """One task's progress through the model."""
+
+    info: PushInfo
+    loaded: set[int] = field(default_factory=set)
+    missing: dict[int, int] = field(default_factory=dict)
+
+
+class ParameterServer:
+    """A worker's model between forward and backward: waits for values, pushes gradients."""
+
+    def __init__(self, model: nn.Module, table: Table, client: Client, options: WorkerOptions) -> None:
+        self.module = model
+        self._table, self._client, self._settings = table, client, options.settings
+        self._clip, self._clock = options.clip_norm, options.clock
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._spans = _spans(self._parameters, table)
+        self._by_parameter: list[list[_Span]] = [[] for _ in self._parameters]
+        self._by_key: dict[int, list[_Span]] = {}
+        for span in self._spans:
+            self._by_parameter[span.parameter].append(span)
+            self._by_key.setdefault(span.key.index, []).append(span)
+        self._version = [-1] * len(self._parameters)
+        self._last = False
+        self._round: _Round | None = None
+        self._fired: set[int] | None = None
+        self._lazy: set[int] = set()
+        self._attach()
+
+    @property
+    def replicas_differ(self) -> bool:
+        """The servers hold the parameters, so no worker has any of its own."""
+        return False
+
+    @property
+    def wants_blank_step(self) -> bool:
+        """Servers add in the order in which gradients come: nothing has to be put in order before."""
+        return False
+
+    def begin(self, info: PushInfo) -> None:
+        """Begin a task; `begin_step` fills in its samples."""
+        missing = {k: len({s.parameter for s in spans}) for k, spans in self._by_key.items()}
+        self._round = _Round(info, missing=missing)
+        self._client.open_task(info.task, len(self._table.keys))
+
+    def begin_step(self, samples: int, global_size: int) -> int:
+        """Gradients are sums over samples divided by the batch, whichever worker has them."""
+        assert self._round is not None
+        self._round.info = replace(self._round.info, samples=samples, batch=global_size)
+        return global_size
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        """Push during the last micro-batch's backward only."""
+        return self._as_last(last)
+
+    def communication_began(self) -> Any:
+        """Nothing waits at the end of backward."""
+        return None
+
+    def step(self) -> None:
+        """Push what backward gave no gradient for, and let go of the gradients: the servers update."""
+        assert self._round is not None
+        if self._clip:
+            nn.utils.clip_grad_norm_([p for p in self._parameters if p.grad is not None], self._clip)
+        for key in self._table.keys:
+            if self._round.missing[key.index] > 0:
+                self._push(key)
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._round = None
+
+    def load_all(self, version: int) -> None:
+        """Wait for all parameters of a version."""
+        for index in range(len(self._parameters)):
+            self._load(index, version)
+
+    @torch.no_grad()
+    def set_parameters(self, values: Mapping[int, Tensor]) -> None:
+        """Set the parameters from values by key; the next task loads its own again."""
+        for span in self._spans:
+            flat = self._parameters[span.parameter].detach().view(-1)
+            flat[span.in_parameter] = values[span.key.index][span.in_key].to(flat.device)
+        self._version = [-1] * len(self._parameters)
+
+    def key_values(self) -> dict[int, Tensor]:
+        """Return the parameters as they are here, by key."""
+        values = {k.index: torch.empty(k.numel, dtype=self._table.torch_dtype) for k in self._table.keys}
+        for span in self._spans:
+            flat = self._parameters[span.parameter].detach().reshape(-1)
+            values[span.key.index][span.in_key] = flat[span.in_parameter].cpu()
+        return values
+
+    def agreed(self, averages: bool = False) -> AbstractContextManager[object]:
+        """What is evaluated or saved is set with `set_parameters` and `load_buffers`."""
+        return nullcontext()
+
+    def flat_buffers(self) -> Tensor:
+        """Return all floating-point buffers (BatchNorm statistics), 1-D float32 on the CPU."""
+        floats = [b.detach().reshape(-1).float().cpu() for b in self.module.buffers() if b.is_floating_point()]
+        return torch.cat(floats) if floats else torch.empty(0)
+
+    @torch.no_grad()
+    def load_buffers(self, flat: Tensor) -> None:
+        """Set all floating-point buffers."""
+        start = 0
+        for buffer in self.module.buffers():
+            if buffer.is_floating_point():
+                buffer.copy_(flat[start : start + buffer.numel()].view(buffer.shape))
+                start += buffer.numel()
+
+    def bytes_sent(self) -> Mapping[str, int]:
+        """Return the bytes that this worker has sent."""
+        return {"parameters": self._client.sent_bytes()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The servers hold the state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The servers hold the state."""
+
+    def load_former_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """The servers hold the state."""
+
+    def close(self) -> None:
+        """Leave the run."""
+        self._client.close()
+
+    @contextmanager
+    def _as_last(self, last: bool) -> Iterator[None]:
+        self._last = last
+        yield
+
+    def _attach(self) -> None:
+        """Hook every module that has parameters of its own, and every parameter's gradient.
+
+        Some modules use their children's parameters without calling them (attention's output projection). So the first
+        pass loads everything at the start, and only modules that it has seen called wait for themselves later.
+        """
+        index_of = {id(p): i for i, p in enumerate(self._parameters)}
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(lambda p: self._gradient(index_of[id(p)]))
+        owners: dict[int, list[int]] = {}
+        for number, module in enumerate(self.module.modules()):
+            own = [index_of[id(p)] for p in module.parameters(recurse=False) if id(p) in index_of]
+            if own and module is not self.module:
+                owners[number] = own
+                module.register_forward_pre_hook(lambda m, a, n=number: self._before(n, owners[n]))
+        self.module.register_forward_pre_hook(lambda m, a: self._before_all(owners))
+        self.module.register_forward_hook(lambda m, a, out: self._after_all())
+
+    def _before_all(self, owners: dict[int, list[int]]) -> None:
+        if self._round is None:
+            return
+        waits = {index for number in self._lazy for index in owners[number]}
+        for index in range(len(self._parameters)):
+            if index not in waits:
+                self._load_once(index)
+        if not self._lazy:
+            self._fired = set()
+
+    def _before(self, number: int, own: list[int]) -> None:
+        if self._fired is not None:
+            self._fired.add(number)
+        if self._round is not None:
+            for index in own:
+                self._load_once(index)
+
+    def _after_all(self) -> None:
+        if self._fired is not None:
+            self._lazy, self._fired = self._fired, None
+
+    def _load_once(self, index: int) -> None:
+        assert self._round is not None
+        if index not in self._round.loaded:
+            self._round.loaded.add(index)
+            self._load(index, self._round.info.step)
+
+    @torch.no_grad()
+    def _load(self, index: int, version: int) -> None:
+        """Wait for a parameter's keys and copy them, unless it holds that version."""
+        if self._settings.aggregates and self._version[index] == version:
+            return
+        flat = self._parameters[index].detach().view(-1)
+        self._clock.enter(Phase.COMMUNICATE)
+        for span in self._by_parameter[index]:
+            flat[span.in_parameter] = self._client.value(span.key, version)[span.in_key].to(flat.device)
+        self._version[index] = version
+        self._clock.enter(Phase.FORWARD)
+
+    def _gradient(self, index: int) -> None:
+        if not self._last or self._round is None:
+            return
+        for key in {span.key.index: span.key for span in self._by_parameter[index]}.values():
+            self._round.missing[key.index] -= 1
+            if self._round.missing[key.index] == 0 and not self._clip:
+                self._push(key)
+                self._round.missing[key.index] = -1
+            elif self._clip:
+                self._round.missing[key.index] = max(1, self._round.missing[key.index])
+
+    def _push(self, key: Key) -> None:
+        assert self._round is not None
+        self._client.push(key, self._flat_gradient(key), self._round.info)
+
+    def _flat_gradient(self, key: Key) -> Tensor:
+        """Return a key's gradient: a view where it lies in one parameter, else a copy."""
+        pieces = []
+        for span in self._by_key[key.index]:
+            parameter = self._parameters[span.parameter]
+            if parameter.grad is None:
+                count = span.in_key.stop - span.in_key.start
+                pieces.append(torch.zeros(count, dtype=self._table.torch_dtype))
+            else:
+                pieces.append(parameter.grad.detach().reshape(-1)[span.in_parameter].cpu())
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _spans(parameters: list[nn.Parameter], table: Table) -> list[_Span]:
+    """Match the parameters, behind each other, with the keys' ranges."""
+    spans = []
+    keys = iter(table.keys)
+    key = next(keys)
+    start = 0
+    for index, parameter in enumerate(parameters):
+        stop = start + parameter.numel()
+        at = start
+        while at < stop:
+            while at >= key.stop:
+                key = next(keys)
+            end = min(stop, key.stop)
+            in_key = slice(at - key.start, end - key.start)
+            spans.append(_Span(key, index, in_key, slice(at - start, end - start)))
+            at = end
+        start = stop
+    return spans

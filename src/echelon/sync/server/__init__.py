@@ -1,0 +1,1 @@
+"""The parameter server: scheduler, servers and workers over ZeroMQ."""

@@ -1,0 +1,68 @@
+"""States as messages: a JSON tree and one raw frame per tensor; nothing is unpickled."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.checkpoint.tree import flatten, slots, unflatten
+
+
+def as_frame(tensor: Tensor) -> Any:
+    """Return a contiguous CPU tensor's memory, not copied; the tensor must not change until it was sent."""
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def pack_state(state: dict[str, Any]) -> tuple[bytes, list[Any]]:
+    """Write a tree of tensors and plain values as a description and frames (not copied where contiguous)."""
+    tree, tensors = flatten(state)
+    return json.dumps(tree).encode(), [as_frame(t.detach().contiguous()) for t in tensors.values()]
+
+
+def unpack_state(meta: bytes, frames: Sequence[Any]) -> dict[str, Any]:
+    """Undo `pack_state`; tensors are copies of the frames.
+
+    Raises:
+        ValueError: description and frames do not fit each other.
+    """
+    try:
+        tree = json.loads(meta)
+        wanted = list(slots(tree))
+        sizes = [math.prod(slot.shape) * slot.dtype.itemsize for slot in wanted]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"not a state: {error}") from None
+    if sizes != [len(frame) for frame in frames] or any(d < 0 for slot in wanted for d in slot.shape):
+        raise ValueError("a state's frames are not of the sizes that it describes")
+    tensors = {}
+    for slot, frame in zip(wanted, frames, strict=True):
+        tensors[slot.name] = read_frame(frame, slot.dtype).view(slot.shape).clone()
+    try:
+        state = unflatten(tree, tensors)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"not a state: {error}") from None
+    if not isinstance(state, dict):
+        raise ValueError("a state is a dict")
+    return state
+
+
+def read_frame(frame: Any, dtype: torch.dtype) -> Tensor:
+    """View a received frame as a 1-D tensor, not copied.
+
+    Raises:
+        ValueError: its size is no multiple of the element's.
+    """
+    if len(frame) % dtype.itemsize:
+        raise ValueError(f"a frame of {len(frame)} bytes holds no whole number of {dtype}")
+    if not len(frame):
+        return torch.empty(0, dtype=dtype)
+    if dtype is torch.uint8:
+        return torch.frombuffer(frame, dtype=dtype)
+    # Frames are not always aligned to the element's size: then they are copied.
+    raw = torch.frombuffer(frame, dtype=torch.uint8)
+    return (raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()).view(dtype)

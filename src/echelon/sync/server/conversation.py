@@ -1,0 +1,284 @@
+"""A worker's conversation with scheduler and servers: one thread that holds all its sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import zmq
+from torch import Tensor
+
+from echelon.sync.server.coding import downward, upward
+from echelon.sync.server.endpoint import Line, Voice
+from echelon.sync.server.keystore import Fate
+from echelon.sync.server.parts import ClientConfig, ClientFailed, ClientStats, OpenTask, PushInfo, Slot
+from echelon.sync.server.protocol import Kind, Malformed, Message
+from echelon.sync.server.pushes import Outgoing, ServerLink
+from echelon.sync.server.sockets import Limits
+from echelon.sync.server.table import Key, Table
+
+BEAT_S = 0.1
+
+
+class Conversation:
+    """State that both threads see, and what the thread with the sockets does; `do` hands it a command."""
+
+    def __init__(self, config: ClientConfig) -> None:
+        self.config = config
+        self.stats = ClientStats()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self.voice = Voice(config.keys, config.name)
+        self.limits = Limits(1 << 30, queued=20_000)
+        self.scheduler = Line(self.context, self.voice, config.scheduler, self.limits)
+        self.scheduler_session = 0
+        self.links: dict[int, ServerLink] = {}
+        self.slots: dict[int, Slot] = {}
+        self.table: Table | None = None
+        self.open: dict[int, OpenTask] = {}
+        self.unconfirmed: dict[int, tuple[Kind, dict[str, Any]]] = {}
+        self.tasks: deque[dict[str, Any]] = deque()
+        self.held: set[int] = set()
+        self.asking = False
+        self.fetched: dict[int, Message] = {}
+        self.changes = 0
+        self.welcome: dict[str, Any] | None = None
+        self.join_info: dict[str, Any] = {}
+        self.commands: deque[Callable[[], None]] = deque()
+        self.ready = threading.Condition()
+        self.wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self.status = ""
+        self.failure: BaseException | None = None
+        self.closing = False
+        self.thread = threading.Thread(target=self.run, name="echelon-client", daemon=True)
+
+    def set_table(self, table: Table) -> None:
+        """Take the table of keys: their coding and their slots."""
+        self.up = upward(self.config.compression, table.torch_dtype)
+        self.down = downward(self.config.compression, table.torch_dtype)
+        self.states = {k.index: self.up.states(k, self.config.seed, self.config.stream) for k in table.keys}
+        self.slots = {k.index: Slot(torch.zeros(k.numel, dtype=table.torch_dtype)) for k in table.keys}
+        self.table = table
+
+    # Between the threads
+
+    def stop(self) -> None:
+        self.closing = True
+
+    def do(self, command: Callable[[], None]) -> None:
+        self.commands.append(command)
+        os.eventfd_write(self.wake, 1)
+
+    def wait_until(self, done: Callable[[], bool], what: str, deadline_s: float = 0.0, idle: bool = False) -> None:
+        deadline_s = deadline_s or self.config.timeout_s
+        with self.ready:
+            came = self.ready.wait_for(lambda: done() or self.failure is not None, deadline_s)
+        if self.failure is not None:
+            raise ClientFailed(f"{self.config.name}: {self.failure}") from self.failure
+        if not came:
+            raise ClientFailed(f"{self.config.name} waited {deadline_s:g} s for {what}; use a longer --timeout")
+
+    def is_there(self, slot: Slot, version: int) -> bool:
+        return slot.valid and (version in (slot.version, slot.serves) or not self.config.aggregates)
+
+    # The thread's side
+
+    def run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:  # noqa: BLE001 - raised again in the training thread
+            with self.ready:
+                self.failure = error
+                self.ready.notify_all()
+        finally:
+            for link in self.links.values():
+                link.line.close()
+            self.scheduler.socket.close(linger=1000)  # the farewell may leave
+            self.context.term()
+
+    def _loop(self) -> None:
+        beat_s = 0.0
+        while not self.closing or self.commands:
+            poller = zmq.Poller()
+            poller.register(self.wake, zmq.POLLIN)
+            poller.register(self.scheduler.socket, zmq.POLLIN)
+            for link in self.links.values():
+                poller.register(link.line.socket, zmq.POLLIN)
+            lines = self.changes
+            while lines == self.changes and (not self.closing or self.commands):
+                poller.poll(max(0, int(1000 * (beat_s - time.monotonic()))))
+                self._turn()
+                if time.monotonic() >= beat_s:
+                    self.scheduler.send(Kind.BEAT, {"info": self._beat()})
+                    beat_s = time.monotonic() + BEAT_S
+
+    def _turn(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.wake)
+        while self.commands:
+            self.commands.popleft()()
+        with self.ready:
+            heard = self.scheduler.pump(self._from_scheduler)
+            for index, link in list(self.links.items()):
+                heard += link.line.pump(lambda message, i=index: self._from_server(i, message))  # type: ignore[misc]
+                link.flush()
+            if heard:
+                self.ready.notify_all()
+
+    def _beat(self) -> dict[str, Any]:
+        return {
+            "held": sorted(self.held)[:64], "sent_bytes": self.voice.traffic.sent_bytes,
+            "received_bytes": self.voice.traffic.received_bytes, "late": self.stats.late,
+            "waited_s": dict(self.stats.waited_s), "forgotten": sum(s.forgotten for s in self.links.values()),
+        }  # fmt: skip
+
+    def send_join(self) -> None:
+        info = {**self.join_info, "held": sorted(self.held)[:1024]}
+        self.scheduler.send(Kind.JOIN, {"role": "worker", "address": "", "info": info})
+
+    def ask(self) -> None:
+        if not self.tasks and not self.status and not self.asking:
+            self.asking = True
+            self.scheduler.send(Kind.ASK, {"held": sorted(self.held)[:1024]})
+
+    def report(self, task: int, kind: Kind, body: dict[str, Any]) -> None:
+        self.unconfirmed[task] = (kind, body)
+        self.scheduler.send(kind, body)
+
+    def finish(self, task: int, info: dict[str, Any] | None) -> None:
+        entry = self.open[task]
+        entry.info = info if info is not None else entry.info
+        if entry.unacked == 0 and entry.info is not None:
+            del self.open[task]
+            self.report(task, Kind.DONE, {"task": task, "info": {**entry.info, "late": entry.late}})
+
+    def queue_push(self, key: Key, gradient: Tensor, info: PushInfo) -> None:
+        link, slot = self.links[key.server], self.slots[key.index]
+        frames = self.up.encode(gradient, key, self.states[key.index])
+        body = {
+            "key": key.index, "task": info.task, "step": info.step, "share": info.share, "shares": info.shares,
+            "samples": info.samples, "batch": info.batch, "base": max(0, slot.version), "lr": info.lr, "number": 0,
+        }  # fmt: skip
+        following = info.step + 1 if self.config.aggregates else 0
+        pull = {"key": key.index, "version": following, "exact": self.config.aggregates, "full": False, "tag": 0}
+        slot.pull = pull
+        link.queue(key.index, Outgoing(body, frames, pull))
+        link.flush()
+
+    def want(self, key: Key, version: int) -> None:
+        """Ask for a version, unless it is on its way."""
+        slot = self.slots[key.index]
+        if slot.pull is not None and (slot.pull["version"] == version or not self.config.aggregates):
+            return
+        if self.is_there(slot, version):
+            return
+        full = slot.version < 0
+        slot.pull = {"key": key.index, "version": version, "exact": self.config.aggregates, "full": full, "tag": 0}
+        if key.server in self.links:
+            self.links[key.server].line.send(Kind.PULL, slot.pull)
+
+    def _from_scheduler(self, message: Message) -> None:
+        body = message.body
+        match message.kind:
+            case Kind.WELCOME:
+                if body["info"].get("again"):
+                    self._rejoin()
+                else:
+                    self.welcome = body["info"]
+            case Kind.MEMBERS:
+                self.members(body["servers"])
+            case Kind.TASK:
+                self.asking = False
+                if body["info"]["task"] not in self.held:
+                    self.held.add(body["info"]["task"])
+                    self.tasks.append(body["info"])
+            case Kind.DONE:
+                self.unconfirmed.pop(body["task"], None)
+                self.held.discard(body["task"])
+            case Kind.END:
+                self.status = body["status"]
+            case _:
+                raise Malformed("unexpected")
+
+    def _rejoin(self) -> None:
+        """The scheduler is new: tell it again what it may not know."""
+        self.send_join()
+        for kind, body in self.unconfirmed.values():
+            self.scheduler.send(kind, body)
+        if self.asking:
+            self.scheduler.send(Kind.ASK, {"held": sorted(self.held)[:1024]})
+
+    def members(self, servers: dict[str, Any]) -> None:
+        for name, entry in servers.items():
+            index, link = int(name), self.links.get(int(name))
+            if not entry["address"] or (link is not None and link.life == entry["life"]):
+                continue
+            if link is None:
+                line = Line(self.context, self.voice, entry["address"], self.limits)
+                self.links[index] = ServerLink(line, entry["life"], keeps=self.config.keeps)
+            elif entry["ready"]:
+                line = Line(self.context, self.voice, entry["address"], self.limits)
+                link.restart(line, entry["life"])
+                self._pull_again(index)
+            else:
+                continue
+            self.changes += 1
+
+    def _pull_again(self, server: int) -> None:
+        for index, slot in self.slots.items():
+            assert self.table is not None
+            if self.table.keys[index].server == server and slot.pull is not None:
+                slot.pull = {**slot.pull, "full": True}
+                self.links[server].line.send(Kind.PULL, slot.pull)
+
+    def _from_server(self, index: int, message: Message) -> None:
+        body, link = message.body, self.links[index]
+        match message.kind:
+            case Kind.ACK:
+                self._acknowledged(link, body)
+            case Kind.DURABLE:
+                link.durable(body["number"])
+            case Kind.VALUE if body["tag"] or body["key"] not in self.slots:
+                self.fetched[body["key"]] = message
+            case Kind.VALUE:
+                self._take_value(message)
+            case Kind.PUT_DONE | Kind.STATE_OF:
+                self.fetched[body["key"]] = message
+            case _:
+                raise Malformed("unexpected")
+
+    def _acknowledged(self, link: ServerLink, body: dict[str, Any]) -> None:
+        push = link.acknowledged(body["number"])
+        if push is None or push.body["task"] not in self.open:
+            return
+        entry = self.open[push.body["task"]]
+        entry.unacked -= 1
+        self.stats.duplicates += body["fate"] == Fate.DUPLICATE
+        if body["fate"] == Fate.LATE:
+            entry.late = True
+            self.stats.late += 1
+        self.finish(push.body["task"], None)
+
+    def _take_value(self, message: Message) -> None:
+        body = message.body
+        if body["key"] not in self.slots or self.table is None:
+            raise Malformed("content")
+        key, slot = self.table.keys[body["key"]], self.slots[body["key"]]
+        coding = self.down if body["delta"] else upward("none", self.down.dtype)
+        try:
+            value = coding.decode(message.frames, key)
+        except ValueError as error:
+            raise Malformed("content") from error
+        if body["delta"]:
+            slot.value += value
+        else:
+            slot.value = value
+        slot.serves = -1
+        if slot.pull is not None and (not self.config.aggregates or body["version"] >= slot.pull["version"]):
+            slot.serves, slot.pull = slot.pull["version"], None
+        slot.version, slot.valid = body["version"], True

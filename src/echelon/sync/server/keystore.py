@@ -1,0 +1,244 @@
+"""One key of the parameters on its server: value, optimizer, version, and what has been counted into it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.sync.server import staleness
+from echelon.sync.server.settings import Settings
+from echelon.sync.server.table import Key
+
+MakeOptimizer = Callable[[Sequence[nn.Parameter], Sequence[bool]], torch.optim.Optimizer]
+"""Builds the optimizer for tensors, some of which have weight decay."""
+
+
+class Fate(IntEnum):
+    """What became of a push."""
+
+    APPLIED = 0
+    PENDING = 1  # counted into a version that waits for others
+    DUPLICATE = 2  # this task's gradient of this key was counted before
+    LATE = 3  # the version is complete without it
+
+
+@dataclass(frozen=True)
+class Push:
+    """A decoded gradient of one key: which task, on which version, from how many of the batch's samples.
+
+    A gradient is a sum over samples divided by `batch`; `scale` is a factor of the learning rate.
+    """
+
+    worker: str
+    task: int
+    step: int
+    share: int
+    shares: int
+    samples: int
+    base: int
+    lr: float
+    batch: int
+    gradient: Tensor
+    scale: float = 1.0
+
+
+@dataclass
+class _Gathered:
+    """The gradients of one version that have come so far, of how many, for a batch of which size."""
+
+    wanted: int
+    batch: int
+    total: Tensor | None = None
+    shares: set[int] = field(default_factory=set)
+    samples: int = 0
+    lr: float = 0.0
+
+
+@dataclass
+class Applied:
+    """Tasks whose gradient is counted: all below `watermark`, and those in `tasks`."""
+
+    watermark: int = 0
+    tasks: set[int] = field(default_factory=set)
+
+    def __contains__(self, task: int) -> bool:
+        return task < self.watermark or task in self.tasks
+
+    def raise_to(self, watermark: int) -> None:
+        """Forget tasks one by one that all are done."""
+        if watermark > self.watermark:
+            self.watermark = watermark
+            self.tasks = {task for task in self.tasks if task >= watermark}
+
+
+class KeyStore:
+    """Value and optimizer of one key. In aggregating modes `version` is the step that is next, else it counts updates.
+
+    In aggregating modes the value before the last update is kept, so that a task of that step can be computed again.
+    """
+
+    def __init__(self, key: Key, value: Tensor, settings: Settings, make_optimizer: MakeOptimizer) -> None:
+        self.key, self.settings = key, settings
+        self.value = value
+        self.version = 0
+        self.applied = Applied()
+        self.before: Tensor | None = None
+        self._gathered: dict[int, _Gathered] = {}
+        views = [nn.Parameter(value[p.start : p.stop].view(p.shape)) for p in key.parts]
+        self._views = views
+        self.optimizer = make_optimizer(views, [p.decay for p in key.parts])
+        self._momenta = [group.get("momentum") for group in self.optimizer.param_groups]
+        self._pulled: dict[str, tuple[int, float, Tensor | None]] = {}
+        self._mean_square: dict[str, Tensor] = {}
+
+    def staleness_of(self, push: Push) -> int:
+        """Return how many updates came between the pull that a gradient was computed on and now."""
+        return max(0, self.version - push.base)
+
+    def scale_of(self, push: Push) -> float:
+        """Return the factor of the learning rate for a gradient, from its staleness and age."""
+        scale = 1.0
+        if self.settings.by_staleness:
+            scale *= staleness.by_staleness(self.staleness_of(push))
+        pulled = self._pulled.get(push.worker)
+        if self.settings.decay_s > 0 and pulled is not None:
+            scale *= staleness.by_age(time.monotonic() - pulled[1], self.settings.decay_s)
+        return scale
+
+    def take(self, push: Push) -> Fate:
+        """Count a gradient, and update when its version is complete."""
+        if self.settings.aggregates:
+            return self._gather(push)
+        if push.task in self.applied:
+            return Fate.DUPLICATE
+        self.applied.tasks.add(push.task)
+        self._update(self._compensated(push), push.lr * push.scale)
+        self.version += 1
+        return Fate.APPLIED
+
+    def _gather(self, push: Push) -> Fate:
+        if push.step < self.version:
+            return Fate.LATE if self.settings.backup else Fate.DUPLICATE
+        gathered = self._gathered.setdefault(push.step, _Gathered(push.shares, push.batch))
+        if push.share in gathered.shares:
+            return Fate.DUPLICATE
+        gathered.shares.add(push.share)
+        gathered.samples += push.samples
+        gathered.lr = push.lr
+        if gathered.total is None:
+            gathered.total = push.gradient.clone()
+        else:
+            gathered.total += push.gradient
+        version = self.version
+        while self._complete_next():
+            pass
+        return Fate.APPLIED if self.version > version else Fate.PENDING
+
+    def _complete_next(self) -> bool:
+        gathered = self._gathered.get(self.version)
+        if gathered is None or len(gathered.shares) < max(1, gathered.wanted - self.settings.backup):
+            return False
+        self._complete(self._gathered.pop(self.version))
+        return True
+
+    def _complete(self, gathered: _Gathered) -> None:
+        assert gathered.total is not None
+        if len(gathered.shares) < gathered.wanted and gathered.samples:
+            # The mean over those that came stands for the batch (Chen et al. 2016).
+            gathered.total *= gathered.batch / gathered.samples
+        self.before = self.value.clone()
+        self._update(gathered.total, gathered.lr)
+        self.version += 1
+
+    def catch_up(self, step: int) -> int:
+        """After a restart: complete every version before `step` with what came again; returns how many lacked some."""
+        lacking = 0
+        while self.settings.aggregates and self.version < step:
+            gathered = self._gathered.pop(self.version, None)
+            lacking += gathered is None or len(gathered.shares) < max(1, gathered.wanted - self.settings.backup)
+            if gathered is None:
+                self.version += 1
+            else:
+                self._complete(gathered)
+        return lacking
+
+    def _compensated(self, push: Push) -> Tensor:
+        then = self._pulled.get(push.worker, (0, 0.0, None))[2]
+        kind, strength = self.settings.compensation, self.settings.compensation_strength
+        if kind == "none" or then is None:
+            return push.gradient
+        if kind == "constant":
+            return staleness.compensate_constant(push.gradient, self.value, then, strength)
+        square = self._mean_square.setdefault(push.worker, torch.zeros_like(self.value))
+        return staleness.compensate_adaptive(push.gradient, self.value, then, square, strength)
+
+    def _update(self, gradient: Tensor, lr: float) -> None:
+        for part, view in zip(self.key.parts, self._views, strict=True):
+            view.grad = gradient[part.start : part.stop].view(part.shape)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+
+    def note_pull(self, worker: str) -> None:
+        """Remember which version a worker has, and where compensation needs it, the value."""
+        wanted = self.settings.compensation != "none"
+        self._pulled[worker] = (self.version, time.monotonic(), self.value.clone() if wanted else None)
+
+    def forget(self, worker: str) -> None:
+        """Drop what is remembered of a worker that is gone."""
+        self._pulled.pop(worker, None)
+        self._mean_square.pop(worker, None)
+
+    def set_workers(self, workers: int) -> None:
+        """Correct the momentum for asynchrony among so many workers, where that was asked for."""
+        if self.settings.momentum_correction:
+            for group, wanted in zip(self.optimizer.param_groups, self._momenta, strict=True):
+                if wanted is not None:
+                    group["momentum"] = staleness.corrected_momentum(wanted, workers)
+
+    def state(self, full: bool) -> dict[str, Any]:
+        """Return a copy of the state: the value, and with `full` all that an update or a count depends on."""
+        state: dict[str, Any] = {"value": self.value.clone(), "version": self.version}
+        if full:
+            optimizer = self.optimizer.state_dict()["state"]
+            state |= {
+                "optimizer": {i: {k: _copy(v) for k, v in entry.items()} for i, entry in optimizer.items()},
+                "watermark": self.applied.watermark,
+                "tasks": sorted(self.applied.tasks),
+                "then": {w: t.clone() for w, (_, _, t) in self._pulled.items() if t is not None},
+                "pulled": {w: v for w, (v, _, _) in self._pulled.items()},
+                "mean_square": {w: t.clone() for w, t in self._mean_square.items()},
+            }
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what `state` returned.
+
+        Raises:
+            ValueError: it is of another key.
+        """
+        value = state.get("value")
+        if not isinstance(value, Tensor) or value.shape != self.value.shape or value.dtype != self.value.dtype:
+            raise ValueError(f"not the state of key {self.key.index}")
+        with torch.no_grad():
+            self.value.copy_(value)
+        self.version = int(state["version"])
+        self._gathered, self.before = {}, None
+        if "optimizer" not in state:
+            return
+        whole = self.optimizer.state_dict()
+        self.optimizer.load_state_dict({**whole, "state": state["optimizer"]})
+        self.applied = Applied(int(state["watermark"]), set(state["tasks"]))
+        now = time.monotonic()
+        self._pulled = {w: (v, now, state["then"].get(w)) for w, v in state["pulled"].items()}
+        self._mean_square = dict(state["mean_square"])
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

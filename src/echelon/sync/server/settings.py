@@ -1,0 +1,86 @@
+"""The settings of `ps(...)`, checked; torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echelon.core.errors import nearest
+
+MODES = ("sync", "async", "ssp")
+COMPENSATIONS = ("none", "constant", "adaptive")
+# Zheng et al. 2017: lambda of the constant form, and lambda_0 of the adaptive one in the authors' code.
+STRENGTH = {"none": 0.0, "constant": 0.04, "adaptive": 2.0}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`ps(mode=async, servers=2, ...)`.
+
+    Attributes:
+        mode: `sync` (every gradient of a version), `async` (Downpour: each gradient when it comes), `ssp` (async, but
+            no worker runs more than `staleness` batches ahead of the slowest; Ho et al. 2013). `ssp` with staleness 0
+            is `sync`: nobody may be ahead, so each version is complete before the next.
+        servers: how many processes hold the parameters.
+        staleness: the bound of `ssp`.
+        backup: `sync` only: a version is complete without this many of its gradients (Chen et al. 2016).
+        compensation: delay compensation g + lambda g*g*(w_now - w_then) (Zheng et al. 2017): none, constant, adaptive.
+        strength: lambda (adaptive: lambda_0); None: 0.04 (adaptive: 2).
+        by_staleness: divide the learning rate by a gradient's staleness (Zhang et al. 2016).
+        momentum_correction: lower the server's momentum by what asynchrony adds (Mitliagkas et al. 2016).
+        decay_s: weigh a gradient by exp(-age / decay_s), its age counted from the pull it was computed on; 0: off.
+        snapshot_every: updates of a server between its snapshots; with a standby there are none.
+        replicas: standbys per server (0 or 1); a standby holds every acknowledged update.
+        chunk_kb: largest piece of the parameters that travels in one message, in KiB.
+    """
+
+    mode: str = "async"
+    servers: int = 1
+    staleness: int = 3
+    backup: int = 0
+    compensation: str = "none"
+    strength: float | None = None
+    by_staleness: bool = False
+    momentum_correction: bool = False
+    decay_s: float = 0.0
+    snapshot_every: int = 200
+    replicas: int = 0
+    chunk_kb: int = 1024
+
+    def __post_init__(self) -> None:
+        for name, known in (("mode", MODES), ("compensation", COMPENSATIONS)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{name} {value!r} is unknown: {nearest(value, known)}use one of {', '.join(known)}")
+        for name, low, high in (
+            ("servers", 1, 64),
+            ("staleness", 0, 10_000),
+            ("backup", 0, 1_000),
+            ("replicas", 0, 1),
+            ("snapshot_every", 1, 10**9),
+            ("chunk_kb", 4, 65_536),
+        ):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name}={getattr(self, name)}: it must be between {low} and {high}")
+        if self.backup and self.mode != "sync":
+            raise ValueError(f"backup={self.backup} belongs to mode=sync; mode={self.mode} waits for no gradient")
+        stale = self.compensation != "none" or self.by_staleness or self.momentum_correction or self.decay_s > 0
+        if stale and self.aggregates:
+            raise ValueError("compensation, by_staleness, momentum_correction and decay_s act on stale gradients: "
+                             "with mode=sync there are none, use mode=async or mode=ssp")  # fmt: skip
+        if self.decay_s < 0 or (self.strength is not None and self.strength < 0):
+            raise ValueError("decay_s and strength must not be negative")
+
+    @property
+    def aggregates(self) -> bool:
+        """Whether the gradients of one version are summed into one update."""
+        return self.mode == "sync" or (self.mode == "ssp" and self.staleness == 0)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Largest message body for a piece of the parameters."""
+        return self.chunk_kb * 1024
+
+    @property
+    def compensation_strength(self) -> float:
+        """Lambda, or lambda_0 of the adaptive form."""
+        return STRENGTH[self.compensation] if self.strength is None else self.strength

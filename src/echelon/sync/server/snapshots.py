@@ -1,0 +1,157 @@
+"""Snapshots of a server without a standby: written beside the work, taken back after its death.
+
+A push is durable when a snapshot that holds it is on the disk; workers keep what is not, and push it again to the
+server's next life. What no living worker can push again is lost, and is told.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from echelon.checkpoint import CheckpointStore
+from echelon.sync.server.protocol import Kind, Message
+from echelon.sync.server.table import table_from_bytes
+
+if TYPE_CHECKING:
+    from echelon.sync.server.server import Server
+
+KEEP = 2
+SETTLE_S = 10.0
+
+
+class Snapshots:
+    """Writes a server's state every `snapshot_every` tasks' worth of updates, and restores the newest."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._enabled = server.settings.replicas == 0
+        name = f"server{server.config.index}"
+        self._store = CheckpointStore(server.config.folder / "servers" / name, KEEP)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="echelon-snapshot")
+        self._running: Future[dict[bytes, int]] | None = None
+        self._count, self._at_updates = 0, 0
+        self._settle_by = 0.0
+        self._missing: set[str] | None = None
+        self._repushed: set[str] = set()
+        self.restored = False
+        self.safe = not self._enabled
+
+    @property
+    def settling(self) -> bool:
+        """Whether workers may still push again what the last life lost."""
+        return self._settle_by > 0
+
+    def restore(self) -> None:
+        """Take back the newest whole snapshot, where there is one."""
+        if not self._enabled:
+            return
+        found = self._store.newest()
+        if found is None:
+            return
+        self._count, state = found
+        self._server.set_table(table_from_bytes(state["table"].encode()))
+        for index, key_state in state["keys"].items():
+            self._server.put(index, key_state)
+        self._server.buffers = dict(state["buffers"])
+        self.restored = self.safe = True
+        self._settle_by = time.monotonic() + SETTLE_S
+
+    def pump(self) -> None:
+        """Begin a snapshot that is due; tell workers of one that is written."""
+        if not self._enabled or not self._server.ready:
+            return
+        if self._running is not None and self._running.done():
+            numbers, self._running = self._running.result(), None
+            self._tell(numbers)
+            if not self.safe:
+                self.safe = True
+                self._server._join()
+        every = self._server.settings.snapshot_every * len(self._server.stores)
+        due = self._count == 0 or self._server.load.updates - self._at_updates >= every
+        if due and self._running is None and not self.settling:
+            self._begin()
+        if self.settling and (self._missing == set() or time.monotonic() > self._settle_by):
+            self._settle()
+
+    def _begin(self) -> None:
+        server = self._server
+        assert server.table is not None
+        self._count += 1
+        self._at_updates = server.load.updates
+        state = {
+            "table": server.table.to_bytes().decode(),
+            "keys": {index: store.state(full=True) for index, store in server.stores.items()},
+            "buffers": dict(server.buffers),
+        }
+        self._running = self._pool.submit(self._write, self._count, state, dict(server.numbers))
+
+    def _write(self, count: int, state: dict[str, Any], numbers: dict[bytes, int]) -> dict[bytes, int]:
+        self._store.save(count, state, background=False)
+        return numbers
+
+    def _tell(self, numbers: dict[bytes, int]) -> None:
+        server = self._server
+        for peer, number in numbers.items():
+            body = {"number": number, "life": server.voice.session}
+            server.voice.reply(server.listener.socket, peer, Kind.DURABLE, body)
+
+    # After a restart
+
+    def members(self, workers: set[str]) -> None:
+        """Learn who may push again."""
+        if self.settling:
+            self._missing = workers - self._repushed if self._missing is None else self._missing & workers
+
+    def repushed(self, peer: bytes, message: Message) -> None:
+        """Note that a worker has pushed again all that it kept."""
+        self._repushed.add(message.sender)
+        if self._missing is not None:
+            self._missing.discard(message.sender)
+
+    def _settle(self) -> None:
+        """Everything that can come again has come: say what the keys hold, so that the scheduler knows what is lost."""
+        server = self._server
+        self._settle_by = 0.0
+        stores = list(server.stores.values())
+        floor = min(store.applied.watermark for store in stores)
+        common = set.intersection(*(store.applied.tasks for store in stores)) if stores else set()
+        info = {
+            "index": server.config.index,
+            "watermark": floor,
+            "tasks": ranges(common),
+            "versions": [store.version for store in stores][:1000],
+        }
+        server.scheduler.send(Kind.LOST, {"info": info})
+
+    def catch_up(self, step: int) -> int:
+        """Aggregating modes: complete what waits for gradients that nobody has any more; returns how many versions."""
+        server = self._server
+        lacking = 0
+        for store in server.stores.values():
+            lacking = max(lacking, store.catch_up(step))
+            server.giving.unpark(store)
+        return lacking
+
+    def close(self) -> None:
+        """Wait for the snapshot that is being written."""
+        self._pool.shutdown(wait=True)
+        if self._running is not None:
+            self._running.result()
+        self._store.close()
+
+
+def ranges(numbers: set[int]) -> list[int]:
+    """Write a set as first, last, first, last, ... of its runs.
+
+    >>> ranges({1, 2, 3, 7})
+    [1, 3, 7, 7]
+    """
+    runs: list[int] = []
+    for number in sorted(numbers):
+        if runs and runs[-1] == number - 1:
+            runs[-1] = number
+        else:
+            runs += [number, number]
+    return runs

@@ -1,0 +1,69 @@
+"""What a run's record shows of leased training: losses in order of the steps, samples, phases per worker."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from echelon.observe.phases import PHASES
+
+WINDOW_S = 0.5
+
+
+@dataclass(frozen=True)
+class WindowSums:
+    """What all workers did since the last window; `phases` has one row per worker, in seconds."""
+
+    epoch: int
+    step: int
+    losses: list[float]
+    correct: int
+    samples: int
+    seconds: float
+    lr: float
+    phases: list[list[float]]
+    memory_bytes: list[int]
+    wire_bytes: int
+
+
+@dataclass
+class Tally:
+    """Sums of finished tasks. Shares of one step are added to one loss."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    correct: int = 0
+    samples: int = 0
+    lr: float = 0.0
+    phases: dict[str, list[float]] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+    sent_bytes: int = 0
+    began_s: float = field(default_factory=time.monotonic)
+
+    def add(self, worker: str, step: int, info: dict[str, Any], counted: bool) -> None:
+        """Add a finished task; one that was not counted into the parameters adds only its time."""
+        if counted:
+            self.losses[step] = self.losses.get(step, 0.0) + float(info["loss"])
+            self.correct += int(info["correct"])
+            self.samples += int(info["samples"])
+            self.lr = float(info["lr"])
+        row = self.phases.setdefault(worker, [0.0] * len(PHASES))
+        for i, seconds in enumerate(info["phases"][: len(PHASES)]):
+            row[i] += float(seconds)
+        self.memory[worker] = int(info["memory_bytes"])
+        self.sent_bytes += int(info["sent_bytes"])
+
+    def due(self, now_s: float) -> bool:
+        """Whether it is time to close the window."""
+        return bool(self.losses) and now_s - self.began_s >= WINDOW_S
+
+    def close(self, epoch: int, step: int, workers: list[str]) -> WindowSums:
+        """Return the sums and begin anew."""
+        zeros = [0.0] * len(PHASES)
+        sums = WindowSums(
+            epoch, step, [self.losses[s] for s in sorted(self.losses)], self.correct, self.samples,
+            time.monotonic() - self.began_s, self.lr, [self.phases.get(w, zeros) for w in workers],
+            [self.memory.get(w, 0) for w in workers], self.sent_bytes,
+        )  # fmt: skip
+        self.__init__()  # type: ignore[misc]
+        return sums

@@ -1,0 +1,52 @@
+"""What a run with a parameter server cannot do, refused before it starts."""
+
+from __future__ import annotations
+
+from echelon.config import RunConfig
+from echelon.core.errors import UserError
+from echelon.core.spec import bind, parse_spec
+from echelon.sync.server.settings import Settings
+
+NAME = "ps"
+
+
+def is_leased(config: RunConfig) -> bool:
+    """Whether the run has a parameter server, and workers that train on leases."""
+    return parse_spec(config.strategy.sync).name == NAME
+
+
+def settings_of(config: RunConfig) -> Settings:
+    """Return the settings of `ps(...)`.
+
+    Raises:
+        UserError: an unknown or impossible setting.
+    """
+    return bind(parse_spec(config.strategy.sync), Settings)
+
+
+def check_leased(config: RunConfig) -> None:
+    """Refuse what does not go together with a parameter server.
+
+    Raises:
+        UserError: names both settings and what works.
+    """
+    sync = f"--sync {config.strategy.sync}"
+    settings = settings_of(config)
+    if config.training.precision == "fp16":
+        raise UserError(f"{sync} has no gradient scaler on its servers: use --precision bf16 or fp32")
+    if config.training.ema:
+        raise UserError(f"{sync} keeps no moving average of the weights on its servers: leave out --ema")
+    if config.model.sync_batchnorm:
+        raise UserError(f"{sync} has no group for --sync-batchnorm: leave it out, or use --sync allreduce")
+    if config.model.compile:
+        raise UserError(f"{sync} waits for parameters inside the forward pass: leave out --compile")
+    if config.optimizer.clip_norm and settings.aggregates:
+        raise UserError(f"{sync}: no server sees the norm of the whole gradient: leave out --clip-norm, or mode=async")
+    if parse_spec(config.strategy.collective).name != "auto":
+        raise UserError(f"{sync} has no collectives: leave out --collective")
+    if config.launch.nodes != "1":
+        raise UserError(f"{sync} starts its roles on one machine: leave out --nodes")
+    if config.launch.link:
+        raise UserError(f"{sync} cannot be put on shaped links yet: leave out --link")
+    if settings.backup and config.launch.workers and settings.backup >= config.launch.workers:
+        raise UserError(f"{sync}: with {config.launch.workers} workers at most {config.launch.workers - 1} are backups")

@@ -1,0 +1,105 @@
+"""Checkpoints of a run with a parameter server: read from the servers' copies by one worker, written by it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.checkpoint import RANKS, CheckpointStore
+from echelon.checkpoint.store import Saved
+from echelon.core.files import write_atomic
+from echelon.observe.record import Recorder
+from echelon.sync.server.snapshots import ranges
+from echelon.sync.server.table import Table
+from echelon.train.evaluate import EvaluationReport
+from echelon.train.saving import EVALUATION_FILE
+from echelon.train.state import check_fingerprint
+
+
+class LeasedSaver:
+    """Writes and reads the checkpoints of one run; the worker that evaluates is the one that writes."""
+
+    def __init__(self, folder: Path, keep: int, record: Recorder, fingerprint: dict[str, Any]) -> None:
+        self._folder, self._record, self._fingerprint = folder, record, fingerprint
+        self._store = CheckpointStore(folder / "checkpoints", keep, self._saved)
+        self._reason = ""
+
+    def save(self, task: dict[str, Any], state: dict[str, Any], metric: float | None) -> None:
+        """Write a checkpoint in the background."""
+        self._reason = task["reason"] or "best"
+        self._store.save(task["step"], {**state, "fingerprint": self._fingerprint}, metric=metric)
+
+    def write_detail(self, task: dict[str, Any], report: EvaluationReport) -> None:
+        """Write the detail of the best evaluation."""
+        detail = {**report.detail, "epoch": task["epoch"], "step": task["step"]}
+        write_atomic(self._folder / EVALUATION_FILE, json.dumps(detail))
+
+    def restore(self) -> dict[str, Any] | None:
+        """Return the newest whole checkpoint.
+
+        Raises:
+            UserError: it is of another run.
+        """
+        found = self._store.newest()
+        if found is None:
+            return None
+        check_fingerprint(found[1]["fingerprint"], self._fingerprint)
+        return dict(found[1])
+
+    def finish(self) -> None:
+        """Wait until everything is on disk.
+
+        Raises:
+            UserError: the disk is full, or cannot be written.
+        """
+        self._store.close()
+
+    def _saved(self, saved: Saved) -> None:
+        self._record.write(
+            "checkpoint", step=saved.step, blocked_s=saved.blocked_s, total_s=saved.total_s, n_bytes=saved.n_bytes,
+            path=str(saved.path), reason=self._reason,
+        )  # fmt: skip
+
+
+def run_state(model: nn.Module, table: Table, keys: Mapping[int, dict[str, Any]], buffers: Tensor) -> dict[str, Any]:
+    """Return what a checkpoint holds: the model (which has the copy's values now), and each key's whole state."""
+    below, beyond = counted(keys)
+    return {
+        "model": model.state_dict(),
+        "optimizer": {},
+        "scaler": {},
+        "ema": {},
+        "world_size": 1,
+        RANKS: {},
+        "ps": {
+            "table": table.fingerprint,
+            "keys": dict(keys),
+            "buffers": buffers,
+            "below": below,
+            "beyond": ranges(beyond),
+        },
+    }
+
+
+def counted(keys: Mapping[int, dict[str, Any]]) -> tuple[int, set[int]]:
+    """Return which tasks every key has counted: all below a number, and those beyond it.
+
+    The servers keep their copies at slightly different moments, so a task may be in some keys and not in others: it
+    is given out again, and the keys that have it know.
+    """
+    below = min(int(state["watermark"]) for state in keys.values())
+    common: set[int] | None = None
+    for state in keys.values():
+        own = set(range(below, int(state["watermark"]))) | set(state["tasks"])
+        common = own if common is None else common & own
+    return below, common or set()
+
+
+def flat_values(keys: Mapping[int, dict[str, Any]]) -> dict[int, Tensor]:
+    """Return the values of keys' states."""
+    return {index: torch.as_tensor(state["value"]) for index, state in keys.items()}

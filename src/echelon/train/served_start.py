@@ -1,0 +1,113 @@
+"""Starting a run with a parameter server: which processes, and what the scheduler is told of their deaths."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from echelon.sync.server.settings import Settings
+
+if TYPE_CHECKING:
+    from echelon.sync.server.endpoint import Line
+
+ROLES_FOLDER = "ps"
+ADDRESS_FILE = "scheduler.json"
+STATUS_FILE = "status.json"
+_TELL_S = 2.0
+_LONGEST_SOCKET = 100
+
+
+def prepare_roles(path: Path) -> Path:
+    """Make a fresh folder for the roles of this launch, with a new secret that only this user can read."""
+    from echelon.sync.server.identity import make_secret
+
+    roles = path / ROLES_FOLDER
+    shutil.rmtree(roles, ignore_errors=True)
+    roles.mkdir(mode=0o700)
+    make_secret(roles)
+    return roles
+
+
+def local_address(roles: Path, name: str) -> str:
+    """Return where a role listens: a Unix socket in the roles' folder, which only this user can enter.
+
+    Who can open it can read the run's secret beside it, so encryption would protect nothing there. Where the path is
+    too long for a socket, TCP on the loopback interface with the run's keys.
+    """
+    socket = roles.resolve() / f"{name}.socket"
+    return f"ipc://{socket}" if len(str(socket)) < _LONGEST_SOCKET else "tcp://127.0.0.1:0"
+
+
+def role_names(settings: Settings, workers: int) -> list[tuple[str, int]]:
+    """Return the processes of a run, as name and number: scheduler, servers, standbys, workers."""
+    servers = [(f"server{i}", i) for i in range(settings.servers)]
+    standbys = [(f"standby{i}", i) for i in range(settings.servers) if settings.replicas]
+    return [("scheduler", 0), *servers, *standbys, *((f"worker{i}", i) for i in range(workers))]
+
+
+class SchedulerLine:
+    """The launcher's word to the scheduler: who died, and that the run shall stop."""
+
+    def __init__(self, roles: Path) -> None:
+        self._roles = roles
+        self._line: Line | None = None
+
+    def died(self, name: str, how: str) -> None:
+        """Tell that a process of this machine ended."""
+        from echelon.sync.server.protocol import Kind
+
+        self._send(Kind.DIED, {"name": name, "info": {"how": how}})
+
+    def stop(self) -> None:
+        """Tell that the run shall stop after a checkpoint."""
+        from echelon.sync.server.protocol import Kind
+
+        self._send(Kind.STOP, {"reason": "stop"})
+
+    def _send(self, kind: Any, body: dict[str, Any]) -> None:
+        if self._line is None:
+            self._line = self._connect()
+        if self._line is not None:
+            self._line.send(kind, body)
+
+    def _connect(self) -> Line | None:
+        import zmq
+
+        from echelon.sync.server.endpoint import Line, Voice
+        from echelon.sync.server.identity import derive_keys, read_secret
+        from echelon.sync.server.sockets import Limits
+
+        file = self._roles / ADDRESS_FILE
+        if not file.exists():
+            return None  # it has not begun to listen: there is nobody to tell, and nothing that it could miss
+        keys = derive_keys(read_secret(self._roles))
+        address = json.loads(file.read_text())["address"]
+        return Line(zmq.Context.instance(), Voice(keys, "launcher"), address, Limits(1 << 20))
+
+    def status(self) -> str:
+        """Return how the run ended, as the scheduler wrote it."""
+        file = self._roles / STATUS_FILE
+        return str(json.loads(file.read_text())["status"]) if file.exists() else "failed"
+
+    def close(self) -> None:
+        """Let what was sent leave."""
+        if self._line is not None:
+            self._line.socket.close(linger=int(1000 * _TELL_S))
+            self._line = None
+
+
+def wait_for_address(roles: Path, deadline_s: float) -> str:
+    """Return where the scheduler listens, once it has said so.
+
+    Raises:
+        TimeoutError: it did not in time.
+    """
+    ends = time.monotonic() + deadline_s
+    while not (roles / ADDRESS_FILE).exists():
+        if time.monotonic() > ends:
+            raise TimeoutError(f"no scheduler within {deadline_s:g} s: there is no {roles / ADDRESS_FILE}")
+        time.sleep(0.01)
+    return str(json.loads((roles / ADDRESS_FILE).read_text())["address"])

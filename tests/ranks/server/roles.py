@@ -1,0 +1,142 @@
+"""Scheduler, servers and workers as threads of the test's process: real sockets, keys and messages."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import zmq
+from torch import Tensor, nn
+
+from echelon.observe.phases import HostClock
+from echelon.observe.record import Recorder
+from echelon.sync.ps import ParameterServer, WorkerOptions, model_table
+from echelon.sync.server.client import Client, ClientConfig, PushInfo
+from echelon.sync.server.endpoint import Line, Voice
+from echelon.sync.server.identity import RunKeys, derive_keys
+from echelon.sync.server.protocol import Kind
+from echelon.sync.server.scheduler import Callbacks, Plan, Scheduler, SchedulerConfig
+from echelon.sync.server.server import Server, ServerConfig
+from echelon.sync.server.settings import Settings
+from echelon.sync.server.sockets import Limits
+from echelon.sync.server.table import Cut, Table
+
+Optimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
+KEYS = derive_keys(b"t" * 32)
+
+
+@dataclass
+class Cluster:
+    """One run's roles; `stop` joins them all."""
+
+    folder: Path
+    settings: Settings
+    optimizer: Optimizer
+    plan: Plan
+    compression: str = "none"
+    keys: RunKeys = KEYS
+    threads: list[threading.Thread] = field(default_factory=list)
+    failures: list[BaseException] = field(default_factory=list)
+    serving: dict[str, threading.Thread] = field(default_factory=dict)
+
+    def start(self) -> None:
+        """Start scheduler and servers."""
+        config = SchedulerConfig(self.settings, self.keys, "tcp://127.0.0.1:0", self.folder, self.plan, 30.0)
+        ignore = lambda *_: None  # noqa: E731
+        self.record = Recorder(self.folder)
+        self.scheduler = Scheduler(config, self.record, Callbacks(ignore, ignore, ignore))
+        self._spawn(self.scheduler.run)
+        self.servers = [self.server(i) for i in range(self.settings.servers)]
+
+    def server(self, index: int, name: str = "") -> Server:
+        """Start one server."""
+        config = ServerConfig(
+            name or f"server{index}", index, self.settings, self.keys, self.scheduler.listener.address,
+            "tcp://127.0.0.1:0", self.compression, 0, self.folder, lambda tensors, decay: self.optimizer(tensors),
+        )  # fmt: skip
+        server = Server(config)
+        self._spawn(server.run)
+        self.serving[server.config.name] = self.threads[-1]
+        return server
+
+    def client(self, number: int) -> Client:
+        """Connect a worker."""
+        return Client(
+            ClientConfig(f"worker{number}", self.keys, self.scheduler.listener.address, self.compression, 0, number,
+                         20.0, keeps=self.settings.replicas == 0, aggregates=self.settings.aggregates)
+        )  # fmt: skip
+
+    def work(self, number: int, model: nn.Module, gradient: Callable[[nn.Module, dict[str, Any]], float],
+             lr: float, seen: list[Any]) -> None:  # fmt: skip
+        """Run one worker to the end of the run, in a thread."""
+        self._spawn(lambda: self._work(number, model, gradient, lr, seen))
+
+    def _work(self, number: int, model: nn.Module, gradient: Any, lr: float, seen: list[Any]) -> None:
+        client = self.client(number)
+        table = model_table(model, Cut(self.settings.servers, self.settings.chunk_bytes))
+        try:
+            self._tasks(client, model, table, gradient, lr, seen)
+        finally:
+            client.close()
+
+    def _tasks(self, client: Client, model: nn.Module, table: Table, gradient: Any, lr: float, seen: list[Any]) -> None:
+        client.join({"fingerprint": table.fingerprint})
+        client.set_table(table)
+        strategy = ParameterServer(model, table, client, WorkerOptions(self.settings, 0.0, HostClock()))
+        while (task := client.next_task()) is not None:
+            if task["kind"] == "setup":
+                client.wait_for_servers(self.settings.servers)
+                states = {k: {"value": v, "version": 0} for k, v in strategy.key_values().items()}
+                client.put(table, states, 10.0)
+                client.result(task["task"], {"fingerprint": table.fingerprint, "steps_per_epoch": self.plan.max_steps,
+                                             "done_below": 0, "done_beyond": []})  # fmt: skip
+            elif task["kind"] == "review":
+                values = client.fetch(table, [k.index for k in table.keys], task["tag"], full=False)
+                seen.append((task, torch.cat([values[k.index]["value"] for k in table.keys])))
+                client.result(task["task"], {})
+            else:
+                self._train(client, strategy, task, gradient, lr)
+
+    def _train(self, client: Client, strategy: ParameterServer, task: dict[str, Any], gradient: Any, lr: float) -> None:
+        info = PushInfo(task["task"], task["step"], task["share"], task["shares"], 0, 1, lr)
+        strategy.begin(info)
+        strategy.begin_step(1, 1)
+        with strategy.micro_batch(True):
+            loss = gradient(strategy.module, task)
+        strategy.step()
+        stats = {"loss": loss, "correct": 0, "samples": 1, "lr": lr, "phases": [], "memory_bytes": 0, "sent_bytes": 0}
+        client.finish_task(task["task"], stats)
+
+    def _spawn(self, run: Callable[[], Any]) -> None:
+        def guarded() -> None:
+            try:
+                run()
+            except BaseException as error:  # noqa: BLE001 - shown by `stop`
+                self.failures.append(error)
+
+        self.threads.append(threading.Thread(target=guarded, daemon=True))
+        self.threads[-1].start()
+
+    def kill(self, server: Server) -> None:
+        """End a server at once, without a word; the launcher tells the scheduler."""
+        server.ended = True
+        self.serving[server.config.name].join(10)  # threads of one process share the lock of the snapshots' folder
+        line = Line(
+            zmq.Context.instance(), Voice(self.keys, "launcher"), self.scheduler.listener.address, Limits(1 << 20)
+        )
+        line.send(Kind.DIED, {"name": server.config.name, "info": {}})
+        line.socket.close(linger=1000)
+
+    def stop(self, timeout_s: float = 30, expect: tuple[type[BaseException], ...] = ()) -> None:
+        """Wait until every role has ended by itself, or with what is expected."""
+        for thread in self.threads:
+            thread.join(timeout_s)
+        self.record.close()
+        for failure in self.failures:
+            if not isinstance(failure, expect):
+                raise failure
+        assert not any(t.is_alive() for t in self.threads), "a role did not end"

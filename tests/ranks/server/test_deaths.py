@@ -1,0 +1,160 @@
+"""Workers, servers and standbys that vanish: training goes on, and every batch is counted once."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from echelon.sync.server.scheduler import Plan
+from echelon.sync.server.settings import Settings
+from tests.ranks.server.roles import Cluster
+
+STEPS = 60
+
+
+class Walks(Exception):
+    """Raised where a worker is to vanish."""
+
+
+def _walk(gradient: torch.Tensor) -> None:
+    raise Walks
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 2))
+
+
+def gradient(module: nn.Module, task: dict[str, Any]) -> float:
+    generator = torch.Generator().manual_seed(task["step"])
+    loss = module(torch.randn(4, 5, generator=generator)).square().sum() / 4
+    loss.backward()
+    return float(loss.detach())
+
+
+def done_tasks(folder: Path) -> Counter[int]:
+    lines = [json.loads(line) for line in (folder / "scheduler.jsonl").read_text().splitlines()]
+    return Counter(e["task"] for e in lines if e["kind"] == "done")
+
+
+def events(folder: Path) -> dict[str, dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+    return {e["name"]: e for e in lines if e["kind"] == "event"}
+
+
+def cluster(folder: Path, settings: Settings) -> Cluster:
+    def sgd(tensors: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(tensors, lr=0.01, momentum=0.9)
+
+    return Cluster(folder, settings, sgd, Plan(1, STEPS, 0, None, None))
+
+
+SPECS = [
+    Settings("async", servers=2, chunk_kb=4),
+    Settings("ssp", staleness=2),
+    Settings("async", compensation="adaptive", by_staleness=True, decay_s=5.0, momentum_correction=True),
+]
+
+
+@pytest.mark.parametrize("settings", SPECS, ids=lambda s: f"{s.mode}-{s.compensation}")
+@pytest.mark.parametrize("compression", ["none", "topk(density=0.1)"])
+def test_every_batch_once(tmp_path: Path, settings: Settings, compression: str) -> None:
+    run = cluster(tmp_path, settings)
+    run.compression = compression
+    run.start()
+    seen: list[Any] = []
+    for worker in range(3):
+        run.work(worker, model(), gradient, 0.01, seen)
+    run.stop()
+    assert done_tasks(tmp_path) == Counter(range(STEPS))
+    assert all(sum(s.load.staleness.values()) == STEPS * len(s.stores) for s in run.servers)
+    assert not any(s.voice.traffic.dropped for s in run.servers)
+
+
+def test_a_slow_backup_worker_holds_nobody_back(tmp_path: Path) -> None:
+    run = cluster(tmp_path, Settings("sync", backup=1))
+    run.start()
+    seen: list[Any] = []
+    reached, moved = [0], threading.Condition()
+
+    def quick(module: nn.Module, task: dict[str, Any]) -> float:
+        with moved:
+            reached[0] = max(reached[0], task["step"])
+            moved.notify_all()
+        return gradient(module, task)
+
+    def slow(module: nn.Module, task: dict[str, Any]) -> float:
+        with moved:  # the others go three steps ahead of it each time
+            assert moved.wait_for(lambda: reached[0] >= min(task["step"] + 3, STEPS - 1), 20)
+        return gradient(module, task)
+
+    for worker, way in enumerate((quick, quick, slow)):
+        run.work(worker, model(), way, 0.01, seen)
+    run.stop()
+    assert len({task // 4096 for task in done_tasks(tmp_path)}) == STEPS
+    assert run.servers[0].load.late > 0
+
+
+def test_a_worker_that_vanishes_in_the_middle_of_its_pushes(tmp_path: Path) -> None:
+    run = cluster(tmp_path, Settings("async", servers=2, chunk_kb=4))
+    run.start()
+    seen: list[Any] = []
+    vanished = threading.Event()
+
+    def vanish(module: nn.Module, task: dict[str, Any]) -> float:
+        if task["step"] > 10:
+            next(module.parameters()).register_hook(_walk)
+            vanished.set()
+        return gradient(module, task)
+
+    run.work(0, model(), gradient, 0.01, seen)
+    run.work(1, model(), vanish, 0.01, seen)
+    run.stop(expect=(Walks,))
+    assert vanished.is_set()
+    assert done_tasks(tmp_path) == Counter(range(STEPS))
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_a_server_that_dies_comes_back(tmp_path: Path, replicas: int) -> None:
+    run = cluster(tmp_path, Settings("async", replicas=replicas, snapshot_every=5))
+    run.start()
+    if replicas:
+        run.server(0, "standby0")
+    seen: list[Any] = []
+    struck = threading.Event()
+
+    def strike(module: nn.Module, task: dict[str, Any]) -> float:
+        if task["step"] > 20 and not struck.is_set():
+            struck.set()
+            run.kill(run.servers[0])
+            if not replicas:
+                run.server(0)
+        return gradient(module, task)
+
+    for worker in range(2):
+        run.work(worker, model(), strike, 0.01, seen)
+    run.stop()
+    assert struck.is_set()
+    assert done_tasks(tmp_path) == Counter(range(STEPS))
+    if not replicas:
+        assert events(tmp_path)["server_settled"]["lost"] == 0
+
+
+def test_standby_holds_what_its_primary_held(tmp_path: Path) -> None:
+    run = cluster(tmp_path, Settings("async", replicas=1, compensation="adaptive"))
+    run.start()
+    standby = run.server(0, "standby0")
+    seen: list[Any] = []
+    for worker in range(2):
+        run.work(worker, model(), gradient, 0.01, seen)
+    run.stop()
+    for index, store in run.servers[0].stores.items():
+        assert torch.equal(store.value, standby.stores[index].value)
+        assert standby.stores[index].version == store.version

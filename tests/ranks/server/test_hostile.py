@@ -1,0 +1,145 @@
+"""A server's port under fuzz, with and without the key: no crash, no change of the parameters, memory flat."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket as socket_module
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgpack  # type: ignore[import-untyped]
+import psutil
+import pytest
+import torch
+import zmq
+
+from echelon.sync.server.endpoint import Line, Voice
+from echelon.sync.server.identity import derive_keys
+from echelon.sync.server.keystore import KeyStore
+from echelon.sync.server.protocol import VERSION, Kind
+from echelon.sync.server.scheduler import Plan
+from echelon.sync.server.server import Server
+from echelon.sync.server.settings import Settings
+from echelon.sync.server.sockets import Limits
+from echelon.sync.server.table import Cut, ParameterInfo, cut_table
+from tests.ranks.server.roles import KEYS, Cluster
+
+MESSAGES = 10_000
+
+
+def served(tmp_path: Path) -> tuple[Cluster, Server]:
+    """Start a server that holds one key."""
+    cluster = Cluster(tmp_path, Settings(), lambda tensors: torch.optim.SGD(tensors, lr=0.1), Plan(1, 9, 0, None, None))
+    cluster.start()
+    server = cluster.servers[0]
+    table = cut_table([ParameterInfo("w", (100,), False)], Cut(1, 4096))
+    server.set_table(table)
+    server.stores[0] = KeyStore(table.keys[0], torch.ones(100), cluster.settings, server.config.make_optimizer)
+    return cluster, server
+
+
+def fuzz(draw: random.Random) -> list[bytes]:
+    """One message: bytes at random, a header with random fields, or sound ones that say impossible things."""
+    kind = draw.choice(list(Kind))
+    header = [VERSION, KEYS.run_id, int(kind), "worker0", draw.randrange(9), draw.randrange(10**6), {}]
+    match draw.randrange(5):
+        case 0:
+            return [draw.randbytes(draw.randrange(1, 200)) for _ in range(draw.randrange(1, 5))]
+        case 1:
+            header[draw.randrange(7)] = draw.choice([None, -1, 2**63, "x" * 300, [[]] * 9, 1.5, b"\x00" * 9])
+        case 2:
+            header[6] = {"key": draw.randrange(-5, 10**9), "task": 0, "step": draw.choice([0, -1, float("nan")])}
+        case 3:
+            body = {"task": 0, "step": 0, "share": 0, "shares": 1, "samples": 1, "batch": 1, "base": 0, "number": 1}
+            header[6] = {**body, "key": draw.randrange(3), "lr": draw.choice([1.0, float("inf")])}
+            header[2] = int(Kind.PUSH)
+            wrong_sizes = [n for n in range(1, 700) if n != 400]
+            return [msgpack.packb(header), draw.randbytes(draw.choice(wrong_sizes))]
+        case 4:
+            header[6] = {"key": 0, "meta": draw.randbytes(50)}
+            header[2] = int(Kind.PUT)
+    raw = bytearray(msgpack.packb(header))
+    for _ in range(draw.randrange(3)):
+        raw[draw.randrange(len(raw))] = draw.randrange(256)
+    return [bytes(raw), *(draw.randbytes(draw.randrange(100)) for _ in range(draw.randrange(3)))]
+
+
+def finish(cluster: Cluster, server: Server) -> None:
+    server.ended = True
+    cluster.scheduler.status = "stopped"
+    cluster.stop()
+
+
+def test_with_the_key(tmp_path: Path) -> None:
+    cluster, server = served(tmp_path)
+    draw = random.Random(1)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    line = Line(context, Voice(KEYS, "worker0"), server.listener.address, Limits(1 << 20))
+    before, used = server.stores[0].value.clone(), 0
+    for i in range(MESSAGES):
+        line.socket.send_multipart(fuzz(draw))
+        if i == MESSAGES // 5:
+            used = psutil.Process(os.getpid()).memory_info().rss
+    _until(lambda: sum(server.voice.traffic.dropped.values()) >= 0.9 * MESSAGES)
+    assert torch.equal(server.stores[0].value, before)
+    assert psutil.Process(os.getpid()).memory_info().rss - used < 32 << 20
+    assert all(t.is_alive() for t in cluster.threads) and not cluster.failures
+    line.close()
+    context.term()
+    finish(cluster, server)
+
+
+@pytest.mark.parametrize("secret", [b"x" * 32, None], ids=["other secret", "no encryption"])
+def test_without_the_key(tmp_path: Path, secret: bytes | None) -> None:
+    cluster, server = served(tmp_path)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    before = server.stores[0].value.clone()
+    if secret is None:
+        socket = context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.connect(server.listener.address)
+    else:
+        socket = Line(context, Voice(derive_keys(secret), "worker0"), server.listener.address, Limits(1 << 20)).socket
+    draw = random.Random(2)
+    socket.sndhwm = 100
+    for _ in range(MESSAGES):
+        try:
+            socket.send_multipart(fuzz(draw), zmq.DONTWAIT)
+        except zmq.Again:
+            break
+    monitor = socket.get_monitor_socket()
+    assert monitor.poll(5000), "the handshake was neither refused nor tried again"
+    assert server.listener.messages == 0
+    assert torch.equal(server.stores[0].value, before)
+    socket.disable_monitor()
+    monitor.close()
+    socket.close()
+    context.term()
+    finish(cluster, server)
+
+
+def test_bytes_that_are_no_zeromq(tmp_path: Path) -> None:
+    cluster, server = served(tmp_path)
+    draw = random.Random(3)
+    host, _, port = server.listener.address.removeprefix("tcp://").rpartition(":")
+    used = psutil.Process(os.getpid()).memory_info().rss
+    for _ in range(500):
+        with socket_module.create_connection((host, int(port)), timeout=5) as raw:
+            raw.sendall(draw.choice([b"", b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03"]) + draw.randbytes(300))
+    assert server.listener.messages == 0
+    assert psutil.Process(os.getpid()).memory_info().rss - used < 32 << 20
+    line = Line(server.context, Voice(KEYS, "worker0"), server.listener.address, Limits(1 << 20))
+    line.send(Kind.PULL, {"key": 0, "version": 0, "exact": False, "full": True, "tag": 0})
+    assert line.socket.poll(5000), "the server no longer answers"
+    line.close()
+    finish(cluster, server)
+
+
+def _until(done: Callable[[], bool], deadline_s: float = 20) -> None:
+    ends = time.monotonic() + deadline_s
+    while not done():
+        assert time.monotonic() < ends, "not in time"
+        threading.Event().wait(0.01)
