@@ -100,9 +100,11 @@ def test_without_the_key(tmp_path: Path, secret: bytes | None) -> None:
     if secret is None:
         socket = context.socket(zmq.DEALER)
         socket.linger = 0
+        monitor = socket.get_monitor_socket()  # before it connects: a refusal may come once only
         socket.connect(server.listener.address)
     else:
         socket = Line(context, Voice(derive_keys(secret), "worker0"), server.listener.address, Limits(1 << 20)).socket
+        monitor = socket.get_monitor_socket()
     draw = random.Random(2)
     socket.sndhwm = 100
     for _ in range(MESSAGES):
@@ -110,7 +112,6 @@ def test_without_the_key(tmp_path: Path, secret: bytes | None) -> None:
             socket.send_multipart(fuzz(draw), zmq.DONTWAIT)
         except zmq.Again:
             break
-    monitor = socket.get_monitor_socket()
     assert monitor.poll(5000), "the handshake was neither refused nor tried again"
     assert server.listener.messages == 0
     assert torch.equal(server.stores[0].value, before)
