@@ -73,6 +73,7 @@ def test_losses_of_1_2_and_4_workers_agree_for_100_steps(tmp_path: Path, cifar: 
     _check(_losses(tmp_path, cifar, ["--model", "bench_cnn", "--epochs", "4"], variants), STEPS)
 
 
+@pytest.mark.slow
 def test_with_synchronised_batchnorm_they_agree_too(tmp_path: Path, cifar: Path) -> None:
     settings = ["--model", "resnet20", "--sync-batchnorm", "--epochs", "1"]
     _check(_losses(tmp_path, cifar, settings, _worlds(1, 2, 4)), 26)

@@ -26,6 +26,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 def test_every_option_trains_and_the_config_alone_repeats_a_run(tmp_path: Path) -> None:
     commands = [["train", "digits", *COMMON, *extra, "--run", name] for name, extra in OPTIONS.items()]
     commands += [
