@@ -22,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._cifar import DEVIATION, MEAN, arrays
 from echelon.launch.link import Host, enter
+from echelon.sync import SyncContext, build_sync
+from echelon.sync.base import Sync
 
 ONE_BUCKET_MB = 1000
 POST_LOCAL_START = 7  # averages after steps 8, 16, ...: windows and evaluations stand at multiples of 8
@@ -34,7 +36,7 @@ class RankPlan:
 
     Attributes:
         candidate: `ddp`, `torch-fp16`, `torch-powersgd(RANK)`, `torch-powersgd-buckets(RANK)` (default buckets),
-            `torch-postlocal(PERIOD)` or `echelon:SPEC`.
+            `torch-postlocal(PERIOD)`, `echelon:CODEC`, or `sync:STRATEGY` or `sync:STRATEGY;CODEC`.
         host: where the rank lives; None: this machine, over loopback.
         store: address and port of the rendezvous store.
         horizon: steps over which the learning rate falls to 0 (half a cosine); 0: it stays.
@@ -62,6 +64,7 @@ class Loop:
     optimizer: Any
     batches: Iterator[tuple[Tensor, Tensor]]
     counted_bytes: Callable[[], int | None]
+    sync: Sync | None = None
     step: int = 0
 
 
@@ -105,6 +108,8 @@ def _model() -> nn.Module:
 def _loop(plan: RankPlan, model: nn.Module) -> Loop:
     """Wrap the model as the candidate does."""
     kind, _, argument = plan.candidate.partition(":")
+    if kind == "sync":
+        return _loop_of_strategy(plan, model, argument)
     number = int(found[1]) if (found := re.search(r"\((\d+)\)$", kind)) else 0
     kind = re.sub(r"\(\d+\)$", "", kind)
     net = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB if kind == "torch-powersgd" else None)
@@ -125,6 +130,32 @@ def _loop(plan: RankPlan, model: nn.Module) -> Loop:
         raise ValueError(f"unknown candidate {plan.candidate!r}: see RankPlan")
     optimizer = wrap(torch.optim.SGD(net.parameters(), lr=plan.lr, momentum=momentum))
     return Loop(net, optimizer, _batches(plan), counted)
+
+
+def _loop_of_strategy(plan: RankPlan, model: nn.Module, argument: str) -> Loop:
+    """Let a strategy of ours keep the replicas together, as `echelon train --sync STRATEGY` does."""
+    from echelon.observe.phases import HostClock
+
+    strategy, _, codec = argument.partition(";")
+    optimizer = torch.optim.SGD(model.parameters(), lr=plan.lr, momentum=plan.momentum)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    context = SyncContext(
+        model=model,
+        update=update,
+        optimizer=optimizer,
+        group=dist.group.WORLD,
+        device=torch.device("cpu"),
+        compression=codec or "none",
+        collective="auto",
+        seed=plan.seed,
+        clock=HostClock(),
+    )
+    sync = build_sync(strategy, context)
+    return Loop(sync.module, optimizer, _batches(plan), lambda: sum(sync.bytes_sent().values()), sync)
 
 
 def _uncounted() -> int | None:
@@ -194,21 +225,39 @@ def _run(loop: Loop, plan: RankPlan, steps: int) -> dict[str, Any]:
                 group["lr"] = plan.lr * 0.5 * (1 + math.cos(math.pi * share))
         loop.step += 1
         inputs, targets = next(loop.batches)
-        loop.optimizer.zero_grad()
-        nn.functional.cross_entropy(loop.net(inputs), targets).backward()
-        loop.optimizer.step()
+        if loop.sync is None:
+            loop.optimizer.zero_grad()
+            nn.functional.cross_entropy(loop.net(inputs), targets).backward()
+            loop.optimizer.step()
+        else:
+            _step_of_strategy(loop.sync, inputs, targets, plan.batch)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
     after = loop.counted_bytes()
     counted = None if before is None or after is None else after - before
     return {"seconds": seconds, "cpu_s": cpu, "counted_bytes": counted}
 
 
-@torch.no_grad()
+def _step_of_strategy(sync: Sync, inputs: Tensor, targets: Tensor, global_batch: int) -> None:
+    divisor = sync.begin_step(len(targets), global_batch)
+    with sync.micro_batch(True):
+        total = nn.functional.cross_entropy(sync.module(inputs), targets, reduction="sum")
+        (total / divisor).backward()
+    sync.step()
+
+
 def _evaluate(loop: Loop, plan: RankPlan) -> dict[str, int]:
-    """Count correct predictions on this rank's share of the test images."""
+    """Count correct predictions of what the replicas agree on, on this rank's share of the test images."""
     loop.net.eval()
-    module = loop.net.module
-    assert isinstance(module, nn.Module)
+    if loop.sync is None:
+        module = loop.net.module
+        assert isinstance(module, nn.Module)
+        return _count(module, plan)
+    with loop.sync.agreed():
+        return _count(loop.sync.module, plan)
+
+
+@torch.no_grad()
+def _count(module: nn.Module, plan: RankPlan) -> dict[str, int]:
     images, labels = (array[plan.rank :: plan.world] for array in arrays("test"))
     correct = 0
     for start in range(0, len(labels), 500):

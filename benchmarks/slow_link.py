@@ -17,6 +17,7 @@ import contextlib
 import itertools
 import multiprocessing as mp
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -35,7 +36,8 @@ CODECS = [
     "none", "bf16", "fp16", "int8", "qsgd(levels=16)", "ternary", "sign", "threshold(density=0.01)", "topk(0.01)",
     "topk(0.01)+huffman", "randomk(0.01)", "powersgd(1)", "powersgd(2)", "powersgd(4)",
 ]  # fmt: skip
-CANDIDATES = [*PEERS, *DEFAULT_BUCKETS, *(f"echelon:{codec}" for codec in CODECS)]
+STRATEGIES = ["sync:local(8)", "sync:local(8);int8", "sync:diloco(50)", "sync:diloco(50);int8"]
+CANDIDATES = [*PEERS, *DEFAULT_BUCKETS, *(f"echelon:{codec}" for codec in CODECS), *STRATEGIES]
 LINKS = ["1gbit", "100mbit", "10mbit"]
 STEPS = {"1gbit": 40, "100mbit": 16, "10mbit": 8}
 STEPS_PER_EPOCH = 50_000 // tables.BATCH
@@ -108,7 +110,7 @@ def _take_turns(pairs: dict[tuple[str, str], Pair], link: str, options: argparse
         if contender in failed:
             continue
         try:
-            window = pairs[contender].run(steps if turn else options.warm_up)
+            window = pairs[contender].run(whole_periods(contender[0], steps if turn else options.warm_up))
         except CandidateFailed as failure:
             failed[contender] = str(failure)
             pairs[contender].close()
@@ -116,7 +118,7 @@ def _take_turns(pairs: dict[tuple[str, str], Pair], link: str, options: argparse
             continue
         if turn:
             found[contender].append(window)
-            print(f"{contender[0]} on {contender[1]}: {steps / window.seconds:.2f} steps/s", flush=True)
+            print(f"{contender[0]} on {contender[1]}: {window.steps / window.seconds:.2f} steps/s", flush=True)
     for (candidate, place), windows in found.items():
         result: dict[str, Any] = {
             "kind": "rate",
@@ -131,6 +133,12 @@ def _take_turns(pairs: dict[tuple[str, str], Pair], link: str, options: argparse
             "command": command_line(_MODULE),
         }
         append_result(NAME, result)
+
+
+def whole_periods(candidate: str, steps: int) -> int:
+    """Return the steps, rounded up to a multiple of a strategy's period: a window holds its share of the traffic."""
+    period = int(found[1]) if (found := re.match(r"sync:\w+\((?:period=)?(\d+)", candidate)) else 1
+    return -(-steps // period) * period
 
 
 def curve(options: argparse.Namespace) -> None:
