@@ -82,6 +82,9 @@ class TrainingConfig:
     max_steps: int = setting(0, "stop after this many optimizer steps; 0: no limit", above=0)
     accumulate: int = setting(1, "micro-batches that a worker's part of a batch is cut into", above=1)
     precision: Literal["fp32", "bf16", "fp16"] = setting("fp32", "fp32, bf16 (autocast) or fp16 (autocast, GradScaler)")
+    recompute: Literal["none", "blocks", "selective"] = setting(
+        "none", "activations computed again in backward to save memory: none, of whole blocks, or all but matmuls"
+    )
     ema: float = setting(
         0.0, "decay of an exponential moving average of the weights, used in evaluation; 0: off", above=0, below=1
     )
@@ -95,10 +98,16 @@ class TrainingConfig:
 class StrategyConfig:
     """The four independent choices."""
 
-    parallel: str = setting("dp=-1", "where parameters and samples live, such as dp=4; dp=-1: all workers")
+    parallel: str = setting(
+        "dp=-1",
+        "where parameters and samples live: dp (replicas), fsdp (sharded), tp (tensor), pp (pipeline), such as "
+        "dp=2,tp=2; -1: what is left; options zero1, sequence, schedule=1f1b, microbatches=N",
+    )
     sync: str = setting("allreduce", "how and when replicas agree")
     compression: str = setting("none", "what travels instead of a tensor")
     collective: str = setting("auto", "along which path it travels")
+    tensor_plan: str = setting("", "tp: how layers are split, over the model's own hints: PATTERN=STYLE,PATTERN=STYLE")
+    cuts: str = setting("", "pp: the blocks that stages begin with, such as blocks.4,blocks.8; empty: balanced")
 
 
 @dataclass(frozen=True, config=STRICT)

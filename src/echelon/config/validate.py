@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 
 from echelon.config.schema import RunConfig
-from echelon.core.axes import Axis
 from echelon.core.errors import UserError
-from echelon.core.spec import parse_chain, parse_layout, parse_spec
+from echelon.core.layout import Layout, parse_layout
+from echelon.core.spec import parse_chain, parse_spec
 from echelon.core.units import parse_seconds
 
 
@@ -73,24 +72,20 @@ def parse_rendezvous(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def check_world(config: RunConfig, world_size: int) -> None:
-    """Refuse what this number of ranks cannot do.
+def check_world(config: RunConfig, world_size: int) -> Layout:
+    """Return the layout for this number of ranks.
 
     Raises:
-        UserError: the layout is not the world, or the batch is smaller than the world.
+        UserError: the layout is not the world, or the batch is smaller than the ranks that share it.
     """
-    sizes = parse_layout(config.strategy.parallel)
-    fixed = math.prod(size for size in sizes.values() if size > 0)
-    if (-1 in sizes.values() and world_size % fixed) or (-1 not in sizes.values() and fixed != world_size):
+    layout = parse_layout(config.strategy.parallel).resolve(world_size)
+    sharing = layout.dp * layout.fsdp
+    if config.data.batch_size < sharing:
         raise UserError(
-            f"--parallel {config.strategy.parallel}: {fixed} ranks, but there are {world_size} workers; "
-            f"write dp=-1 or --workers {fixed}"
+            f"--batch-size {config.data.batch_size} is smaller than the {sharing} workers that share it; "
+            f"use at least {sharing}, or fewer workers"
         )
-    if config.data.batch_size < world_size:
-        raise UserError(
-            f"--batch-size {config.data.batch_size} is smaller than the {world_size} workers that share it; "
-            f"use at least {world_size}, or fewer workers"
-        )
+    return layout
 
 
 def check(config: RunConfig) -> None:
@@ -109,9 +104,6 @@ def _check_strategy(config: RunConfig) -> None:
     parse_spec(config.strategy.sync)
     parse_chain(config.strategy.compression)
     parse_spec(config.strategy.collective)
-    beyond = [axis for axis in parse_layout(config.strategy.parallel) if axis is not Axis.DP]
-    if beyond:
-        raise UserError(f"--parallel {config.strategy.parallel}: {beyond[0]} is not there yet; dp=N exists")
 
 
 def _check_launch(config: RunConfig) -> None:

@@ -1,6 +1,6 @@
 """Spec strings: the short text of a strategy, the same in YAML, on the command line and in a plot's legend.
 
-A spec is `name`, `name(value)`, `name(key=value, ...)` or several joined by `+`; a layout is `axis=size, ...`.
+A spec is `name`, `name(value)`, `name(key=value, ...)` or several joined by `+`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import re
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
-from echelon.core.axes import Axis
-from echelon.core.errors import UserError, nearest, unknown
+from echelon.core.errors import UserError, nearest
 
 Value = int | float | bool | str
 T = TypeVar("T")
@@ -107,31 +106,6 @@ def parse_spec(text: str) -> Spec:
 def parse_chain(text: str) -> tuple[Spec, ...]:
     """Read strategies joined by `+`, such as `topk(0.01)+huffman`."""
     return tuple(parse_spec(part) for part in split_top_level(text, "+"))
-
-
-def parse_layout(text: str) -> dict[Axis, int]:
-    """Read a layout such as `dp=2,tp=2`; a size of -1 takes what is left of the world.
-
-    >>> parse_layout("dp=2,tp=-1")
-    {<Axis.DP: 'dp'>: 2, <Axis.TP: 'tp'>: -1}
-
-    Raises:
-        UserError: an unknown axis, a size that is not -1 or positive, or an axis given twice.
-    """
-    sizes: dict[Axis, int] = {}
-    for part in text.split(","):
-        name, equals, size = part.partition("=")
-        name = name.strip()
-        if name not in list(Axis):
-            raise UserError(f"parallel {text!r}: {unknown('axis', name, list(Axis))}")
-        if Axis(name) in sizes:
-            raise UserError(f"parallel {text!r}: axis {name} stands twice")
-        if not equals or not re.fullmatch(r"\s*(-1|[1-9]\d*)\s*", size):
-            raise UserError(f"parallel {text!r}: write {name}=N with N at least 1, or {name}=-1 for what is left")
-        sizes[Axis(name)] = int(size)
-    if list(sizes.values()).count(-1) > 1:
-        raise UserError(f"parallel {text!r}: only one axis can be -1")
-    return sizes
 
 
 def bind(spec: Spec, settings: type[T]) -> T:

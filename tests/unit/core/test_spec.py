@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.core.axes import Axis
 from echelon.core.errors import UserError
-from echelon.core.spec import Spec, bind, parse_chain, parse_layout, parse_spec
+from echelon.core.spec import Spec, bind, parse_chain, parse_spec
 
 
 def test_a_name_alone() -> None:
@@ -43,16 +42,6 @@ def test_what_is_written_is_read_back(name: str, args: list[object], kwargs: dic
 def test_nonsense_is_refused(text: str) -> None:
     with pytest.raises(UserError):
         parse_spec(text)
-
-
-def test_a_layout() -> None:
-    assert parse_layout("dp=2, tp=-1") == {Axis.DP: 2, Axis.TP: -1}
-
-
-@pytest.mark.parametrize("text", ["", "dp", "dp=0", "dp=x", "dp=2,dp=2", "dp=-1,tp=-1", "xp=2"])
-def test_an_impossible_layout_is_refused(text: str) -> None:
-    with pytest.raises(UserError):
-        parse_layout(text)
 
 
 @dataclass(frozen=True)

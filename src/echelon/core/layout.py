@@ -1,0 +1,175 @@
+"""A parallel layout, read from its spec: how many ranks each axis has, and the options of sharding and pipelines."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from echelon.core.axes import Axis
+from echelon.core.errors import UserError, nearest
+
+FILL = -1  # a size that takes what is left of the world
+SWITCHES = ("zero1", "sequence")
+OPTIONS = (*SWITCHES, "schedule", "microbatches")
+DEFAULT_SCHEDULE = "1f1b"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes and what goes with them.
+
+    Attributes:
+        sizes: ranks per axis; -1: what is left. An axis that is left out has 1, but `dp`, which takes what is left.
+        zero1: each replica updates a part of the parameters and keeps the optimizer state of that part alone.
+        sequence: sequence parallelism beside tensor parallelism (transformers).
+        schedule: of the pipeline.
+        microbatches: of the pipeline; 0: as many as it has ranks.
+    """
+
+    sizes: Mapping[Axis, int] = field(default_factory=dict)
+    zero1: bool = False
+    sequence: bool = False
+    schedule: str = DEFAULT_SCHEDULE
+    microbatches: int = 0
+
+    def size(self, axis: Axis) -> int:
+        """Return the ranks along an axis of a resolved layout."""
+        return self.sizes.get(axis, 1)
+
+    @property
+    def dp(self) -> int:
+        """Replicas."""
+        return self.size(Axis.DP)
+
+    @property
+    def pp(self) -> int:
+        """Ranks of a pipeline."""
+        return self.size(Axis.PP)
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks that share a replica's parameters and divide its samples."""
+        return self.size(Axis.FSDP)
+
+    @property
+    def tp(self) -> int:
+        """Ranks that share each operation."""
+        return self.size(Axis.TP)
+
+    @property
+    def model_size(self) -> int:
+        """Ranks of one replica: pp x fsdp x tp; only where none of these is -1."""
+        return math.prod(self.size(axis) for axis in (Axis.PP, Axis.FSDP, Axis.TP))
+
+    @property
+    def splits(self) -> bool:
+        """Whether a replica is more than one rank."""
+        return any(self.size(axis) != 1 for axis in (Axis.PP, Axis.FSDP, Axis.TP))
+
+    @property
+    def ranks(self) -> int | None:
+        """Return the world that this layout asks for; None when it fits several (an axis is -1, or dp is left out)."""
+        open_ended = FILL in self.sizes.values() or Axis.DP not in self.sizes
+        return None if open_ended else math.prod(self.sizes.values())
+
+    @property
+    def fixed(self) -> int:
+        """Return the product of the sizes that are given."""
+        return math.prod(size for size in self.sizes.values() if size != FILL)
+
+    def resolve(self, world_size: int) -> Layout:
+        """Return the layout with every size known, for a number of ranks.
+
+        Raises:
+            UserError: the product of the sizes is not the world, or what is left of it is no whole number.
+        """
+        if self.ranks is not None:
+            if self.ranks != world_size:
+                raise UserError(
+                    f"--parallel {self}: {self.ranks} ranks, but there are {world_size} workers; "
+                    f"write dp=-1 or --workers {self.ranks}"
+                )
+            return self
+        rest, odd = divmod(world_size, self.fixed)
+        if odd or not rest:
+            raise UserError(
+                f"--parallel {self}: {self.fixed} ranks do not divide {world_size} workers; "
+                f"use --workers {self.fixed * max(1, rest)}, or other sizes"
+            )
+        open_axis = next((axis for axis, size in self.sizes.items() if size == FILL), Axis.DP)
+        return replace(self, sizes={**self.sizes, open_axis: rest})
+
+    def __str__(self) -> str:
+        parts = [f"{axis}={size}" for axis, size in self.sizes.items()]
+        parts += [switch for switch in SWITCHES if getattr(self, switch)]
+        parts += [f"schedule={self.schedule}"] if self.schedule != DEFAULT_SCHEDULE else []
+        parts += [f"microbatches={self.microbatches}"] if self.microbatches else []
+        return ",".join(parts)
+
+
+def parse_layout(text: str) -> Layout:
+    """Read a layout such as `dp=2,tp=2` or `pp=4,schedule=interleaved,microbatches=8`.
+
+    >>> parse_layout("tp=2,dp=-1").sizes
+    {<Axis.TP: 'tp'>: 2, <Axis.DP: 'dp'>: -1}
+
+    Raises:
+        UserError: an unknown axis or option, a size that is not -1 or positive, something given twice, or an option
+            without its axis.
+    """
+    sizes: dict[Axis, int] = {}
+    options: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, value = (each.strip() for each in part.partition("="))
+        if name in sizes or name in options:
+            raise UserError(f"--parallel {text!r}: {'axis ' if name in list(Axis) else ''}{name} stands twice")
+        if name in list(Axis):
+            sizes[Axis(name)] = _size(text, name, value)
+        elif name in OPTIONS:
+            options[name] = value if equals else "true"
+        else:
+            known = [*Axis, *OPTIONS]
+            raise UserError(
+                f"--parallel {text!r}: unknown axis or option {name!r}: {nearest(name, known)}known: {', '.join(known)}"
+            )
+    if list(sizes.values()).count(FILL) > 1:
+        raise UserError(f"--parallel {text!r}: only one axis can be -1")
+    layout = Layout(
+        sizes,
+        *(_switch(text, name, options.get(name, "false")) for name in SWITCHES),
+        schedule=options.get("schedule", DEFAULT_SCHEDULE),
+        microbatches=_microbatches(text, options.get("microbatches", "0")),
+    )
+    _check_options(text, layout, options)
+    return layout
+
+
+def _size(text: str, name: str, value: str) -> int:
+    if not re.fullmatch(r"-1|[1-9]\d*", value):
+        raise UserError(f"--parallel {text!r}: write {name}=N with N at least 1, or {name}=-1 for what is left")
+    return int(value)
+
+
+def _switch(text: str, name: str, value: str) -> bool:
+    if value not in ("true", "false"):
+        raise UserError(f"--parallel {text!r}: write {name} alone to turn it on")
+    return value == "true"
+
+
+def _microbatches(text: str, value: str) -> int:
+    if not value.isdigit():
+        raise UserError(f"--parallel {text!r}: write microbatches=N with N at least 1")
+    return int(value)
+
+
+def _check_options(text: str, layout: Layout, options: Mapping[str, str]) -> None:
+    for name, axis in (("schedule", Axis.PP), ("microbatches", Axis.PP), ("sequence", Axis.TP)):
+        if name in options and layout.size(axis) == 1:
+            raise UserError(f"--parallel {text!r}: {name} belongs to {axis}=N with N above 1")
+    if layout.zero1 and layout.splits:
+        raise UserError(
+            f"--parallel {text!r}: zero1 divides the optimizer state of whole replicas; "
+            "fsdp=N divides it too, so leave zero1 out, or write dp=N,zero1"
+        )
