@@ -1,6 +1,7 @@
 """Models by name, fitted to the data: built-ins, timm, torchvision, and a user's own; weights read from files."""
 
 from echelon.models.base import ModelInput
+from echelon.models.families import hints_for
 from echelon.models.registry import auto_name, build_model, builtin_names, parameter_count
 from echelon.models.weights import load_weights, read_weights
 
@@ -9,6 +10,7 @@ __all__ = [
     "auto_name",
     "build_model",
     "builtin_names",
+    "hints_for",
     "load_weights",
     "parameter_count",
     "read_weights",

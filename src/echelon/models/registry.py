@@ -16,6 +16,8 @@ from echelon.models.base import ModelInput
 from echelon.models.external import build_own, build_timm, build_torchvision, library_names
 from echelon.models.weights import load_weights
 
+OF_TOKENS = ("small_gpt",)  # built from Python alone: its `build` says so
+
 
 def build_model(config: ModelConfig, data: ModelInput) -> nn.Module:
     """Build `config.name` for the data and load `config.weights` where given.
@@ -44,8 +46,8 @@ def auto_name(data: ModelInput) -> str:
 
 
 def builtin_names() -> list[str]:
-    """Return the built-in models: the names of the files in `models/builtin`. Imports none of them."""
-    return sorted(module.name for module in pkgutil.iter_modules(builtin.__path__))
+    """Return the built-in models of images: the names of the files in `models/builtin`. Imports none of them."""
+    return sorted(name for module in pkgutil.iter_modules(builtin.__path__) if (name := module.name) not in OF_TOKENS)
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -60,7 +62,7 @@ def _build(name: str, data: ModelInput) -> nn.Module:
         return build_torchvision(name.removeprefix("torchvision/"), data)
     if ":" in name:
         return build_own(name, data)
-    if name in builtin_names():
+    if name in builtin_names() or name in OF_TOKENS:
         return importlib.import_module(f"{builtin.__name__}.{name}").build(data)
     raise _unknown(name)
 

@@ -37,7 +37,7 @@ def test_a_rank_without_samples_still_runs_forward_and_backward(name: str) -> No
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["small_cnn", "bench_cnn", "mlp"])
+@pytest.mark.parametrize("name", ["small_cnn", "bench_cnn", "mlp", "small_vit"])
 def test_models_without_batchnorm_do_not_depend_on_the_cut_of_a_batch(name: str) -> None:
     model = build(name).double()
     images = torch.randn(6, 3, 32, 32, dtype=torch.float64)
@@ -71,7 +71,7 @@ def test_names_are_known_without_importing_any_model() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["bench_cnn", "mlp", "resnet20", "small_cnn"]
+    assert done.stdout.split() == ["bench_cnn", "mlp", "resnet20", "small_cnn", "small_vit"]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from echelon.core.hints import Hints
 from echelon.models.base import ModelInput
 
 PARAMETERS = 1_200_000
@@ -18,7 +19,7 @@ def build(data: ModelInput) -> nn.Module:
     features = 64 * side * side
     convolutions = (9 * data.channels + 1) * 32 + (9 * 32 + 1) * 64
     hidden = max(1, (PARAMETERS - convolutions - data.classes) // (features + 1 + data.classes))
-    return nn.Sequential(
+    return BenchCNN(
         nn.Conv2d(data.channels, 32, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
@@ -30,3 +31,9 @@ def build(data: ModelInput) -> nn.Module:
         nn.ReLU(),
         nn.Linear(hidden, data.classes),
     )
+
+
+class BenchCNN(nn.Sequential):
+    """(N, channels, S, S) -> (N, classes)."""
+
+    structure = Hints(chain=("*",), tensor_plan={"0": "channels_out", "3": "channels_in", "7": "column", "9": "row"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from echelon.core.hints import Hints
 from echelon.models.base import ModelInput
 
 HIDDEN = 256
@@ -11,7 +12,7 @@ HIDDEN = 256
 
 def build(data: ModelInput) -> nn.Module:
     """Build flatten -> 256 -> 256 -> classes with ReLU between."""
-    return nn.Sequential(
+    return MLP(
         nn.Flatten(),
         nn.Linear(data.channels * data.image_size**2, HIDDEN),
         nn.ReLU(),
@@ -19,3 +20,9 @@ def build(data: ModelInput) -> nn.Module:
         nn.ReLU(),
         nn.Linear(HIDDEN, data.classes),
     )
+
+
+class MLP(nn.Sequential):
+    """(N, channels, S, S) -> (N, classes)."""
+
+    structure = Hints(chain=("*",), tensor_plan={"1": "column", "3": "row"})

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from echelon.core.hints import Hints
 from echelon.models.base import ModelInput
 
 BLOCKS_PER_STAGE = 3
@@ -51,6 +52,13 @@ class BasicBlock(nn.Module):
 class ResNet20(nn.Module):
     """(N, channels, S, S) -> (N, classes)."""
 
+    structure = Hints(
+        blocks=("blocks.*",),
+        chain=(":stem", "blocks.*", ":classify"),
+        glue={":stem": ("conv", "bn"), ":classify": ("fc",)},
+        tensor_plan={"blocks.*.conv1": "channels_out", "blocks.*.bn1": "channels", "blocks.*.conv2": "channels_in"},
+    )
+
     def __init__(self, data: ModelInput) -> None:
         super().__init__()
         self.conv = nn.Conv2d(data.channels, WIDTHS[0], 3, padding=1, bias=False)
@@ -65,10 +73,17 @@ class ResNet20(nn.Module):
         self.fc = nn.Linear(channels, data.classes)
         _initialise(self)
 
+    def stem(self, images: Tensor) -> Tensor:
+        """Map images to the first maps (N, 16, S, S)."""
+        return F.relu(self.bn(self.conv(images)))
+
+    def classify(self, x: Tensor) -> Tensor:
+        """Map the last maps (N, 64, S / 4, S / 4) to logits (N, classes)."""
+        return self.fc(x.mean(dim=(2, 3)))
+
     def forward(self, images: Tensor) -> Tensor:
         """Return logits (N, classes)."""
-        x = F.relu(self.bn(self.conv(images)))
-        return self.fc(self.blocks(x).mean(dim=(2, 3)))
+        return self.classify(self.blocks(self.stem(images)))
 
 
 def _initialise(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from echelon.core.hints import Hints
 from echelon.models.base import ModelInput
 
 WIDTHS = (32, 64, 128)
@@ -40,8 +41,22 @@ class SmallCNN(nn.Module):
         self.features = nn.Sequential(*layers, nn.AvgPool2d(quarter))
         self.parts = side // quarter
         self.classifier = nn.Linear(channels * self.parts**2, data.classes)
+        self.structure = Hints(
+            chain=("features.*", ":classify"), glue={":classify": ("classifier",)}, tensor_plan=_plan(self.features)
+        )
+
+    def classify(self, x: Tensor) -> Tensor:
+        """Map the last maps' quarters to logits (N, classes)."""
+        # Divided so that the features' norm, and with it the learning rate that is stable, is that of one global mean.
+        return self.classifier(x.flatten(1) / self.parts)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits (N, classes)."""
-        # Divided so that the features' norm, and with it the learning rate that is stable, is that of one global mean.
-        return self.classifier(self.features(images).flatten(1) / self.parts)
+        return self.classify(self.features(images))
+
+
+def _plan(features: nn.Sequential) -> dict[str, str]:
+    """Split the channels between the first two convolutions, and those between the third and the classifier."""
+    names = [f"features.{i}" for i, layer in enumerate(features) if isinstance(layer, nn.Conv2d | nn.GroupNorm)]
+    styles = ("channels_out", "channels", "channels_in", "replicate", "channels_out", "channels")
+    return {**dict(zip(names, styles, strict=True)), "classifier": "row"}
