@@ -14,8 +14,8 @@ from benchmarks._slow_link_worker import RankPlan
 from echelon.launch.link import ShapedNetwork
 
 WORLD = 2
-START_DEADLINE_S = 180.0
-STEP_DEADLINE_S = 60.0
+START_DEADLINE_S = 90.0
+STEP_DEADLINE_S = 15.0
 COLLECTIVE_TIMEOUT_S = 60.0
 
 

@@ -37,7 +37,7 @@ CODECS = [
     "topk(0.01)+huffman", "randomk(0.01)", "powersgd(1)", "powersgd(2)", "powersgd(4)",
 ]  # fmt: skip
 STRATEGIES = ["sync:local(8)", "sync:local(8);int8", "sync:diloco(50)", "sync:diloco(50);int8"]
-CANDIDATES = [*PEERS, *DEFAULT_BUCKETS, *(f"echelon:{codec}" for codec in CODECS), *STRATEGIES]
+CANDIDATES = [*PEERS, *(f"echelon:{codec}" for codec in CODECS), *STRATEGIES]
 LINKS = ["1gbit", "100mbit", "10mbit"]
 STEPS = {"1gbit": 40, "100mbit": 16, "10mbit": 8}
 STEPS_PER_EPOCH = 50_000 // tables.BATCH

@@ -91,6 +91,21 @@ def test_codecs_train_with_many_buckets_and_send_less() -> None:
         assert all(sent < whole / 8 for _, _, sent in found[3:])
 
 
+def entropy_coded(rank: Rank, compression: str) -> dict[str, int]:
+    ddp = DistributedDataParallel(_model())
+    hook = GradientHook(None, compression, average=True)
+    hook.attach(ddp)
+    _train(ddp, rank, range(3))
+    return hook.entropy_coded()
+
+
+def test_what_entropy_coding_saved_is_counted() -> None:
+    for found in run_ranks(entropy_coded, 2, "topk(density=0.05, warmup_steps=0)+huffman"):
+        assert found["planes_coded"] + found["planes_plain"] > 0
+        assert 0 < found["sent_bytes"] <= found["plain_bytes"] * 1.05
+    assert run_ranks(entropy_coded, 2, "int8") == [{}, {}]
+
+
 def sums(rank: Rank, compression: str) -> float:
     """The hook of a loop that normalises by itself: gradients are summed."""
     model = nn.Linear(64, 64, bias=False)

@@ -17,9 +17,10 @@ from echelon.collectives.schedule import Span
 from echelon.collectives.wire import is_small
 
 FIRST_CELL_NUMEL = 1 << 18
-"""Elements that the first cell holds at most: small, so that the network has work early."""
-CELL_NUMEL = 1 << 22
-"""Elements that any other cell holds at most; a larger parameter is a cell of its own."""
+"""Elements at which the first cell is complete: few, so that the network has work early."""
+CELL_NUMEL = 1 << 20
+"""Elements at which any other cell is complete. What follows in backward is left to the next one: a large parameter
+that has arrived never waits for a later one."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,9 @@ def lay_out(parameters: Iterable[tuple[str, Tensor]]) -> Layout:
     for name, parameter in parameters:
         key = ("small" if is_small(parameter) else "weights", parameter.dtype, parameter.device)
         run = open_runs.setdefault(key, [])
-        held = sum(p.numel() for _, p in run)
-        if run and held + parameter.numel() > (CELL_NUMEL if cells else FIRST_CELL_NUMEL):
-            cells.append(_close(len(cells), key[0], run))
-            run.clear()
         run.append((name, parameter))
+        if sum(p.numel() for _, p in run) >= (CELL_NUMEL if cells else FIRST_CELL_NUMEL):
+            cells.append(_close(len(cells), key[0], open_runs.pop(key)))
     for key, run in open_runs.items():
         cells.append(_close(len(cells), key[0], run))
     places = {m.name: Place(c.number, m) for c in cells for m in c.members}

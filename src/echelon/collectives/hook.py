@@ -14,7 +14,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon import compression as codecs
-from echelon.collectives import registry
+from echelon.collectives import memory, registry
 from echelon.collectives.cells import lay_out
 from echelon.collectives.lane import Bucket, BucketWork, Lane
 from echelon.collectives.reducer import Coding, check_combination
@@ -138,6 +138,10 @@ class GradientHook:
         self._lane.submit(work, handed)
         # An exception that is set is a plain result to DDP; one that a callback raises is an error.
         return future.then(_value)
+
+    def entropy_coded(self) -> dict[str, int]:
+        """Return what entropy coding did on this rank since the start; empty without it."""
+        return memory.entropy_coded(self._work.held()) if isinstance(self._work, CellWork) else {}
 
     def close(self) -> None:
         """End the communication thread; the hook cannot be used afterwards."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from echelon.collectives.cells import Cell
 from echelon.collectives.coded import Held
 from echelon.compression.base import State
+from echelon.compression.huffman import ENTROPY_COUNTERS
 
 StateDict = dict[str, Any]
 
@@ -53,6 +54,16 @@ class _Part:
     def key(self) -> str:
         """The parameter and its first element here."""
         return f"{self.parameter}/{self.of_parameter[0]}"
+
+
+def entropy_coded(helds: Iterable[Held]) -> dict[str, int]:
+    """Sum what entropy coding did (see `compression.huffman`) over states; empty where there is none."""
+    sums: dict[str, int] = {}
+    for held in helds:
+        for key in ENTROPY_COUNTERS:
+            if key in held.state.numbers:
+                sums[key] = sums.get(key, 0) + int(held.state.numbers[key])
+    return sums
 
 
 def state_dict(cell: Cell, held: Sequence[Held]) -> StateDict:

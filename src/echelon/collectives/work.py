@@ -11,6 +11,7 @@ from torch import Tensor
 
 from echelon.collectives import memory
 from echelon.collectives.cells import Cell, Layout, Member, lay_out
+from echelon.collectives.coded import Held
 from echelon.collectives.lane import Bucket
 from echelon.collectives.reducer import Coding, PlainReducer, Reducer, is_finite, make_reducer
 from echelon.collectives.rounds import Piece
@@ -121,6 +122,10 @@ class CellWork:
             return
         for filling in self._cells:
             memory.load_state_dict(filling.cell, filling.reducer.held, saved)
+
+    def held(self) -> list[Held]:
+        """Return the codec's states."""
+        return [held for filling in self._cells for held in filling.reducer.held]
 
     def _begin(self) -> None:
         self._drop(RuntimeError("a new backward began before the last one's gradients had all arrived"))

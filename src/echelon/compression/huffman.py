@@ -13,6 +13,7 @@ from echelon.compression import prefix_code
 from echelon.compression.base import Codec, Payload, State
 from echelon.compression.wire import Layout
 
+ENTROPY_COUNTERS = ("plain_bytes", "sent_bytes", "planes_coded", "planes_plain")
 _HEAD = 3
 
 
@@ -63,8 +64,7 @@ class Huffman(Codec):
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
         state = self.inner.init_state(name, like, seed, stream)
-        counters = ("plain_bytes", "sent_bytes", "planes_coded", "planes_plain", "sent_bits")
-        state.numbers |= dict.fromkeys(counters, 0)
+        state.numbers |= dict.fromkeys((*ENTROPY_COUNTERS, "sent_bits"), 0)
         return state
 
     def layout(self, numel: int) -> Layout:

@@ -85,6 +85,10 @@ class AllReduce:
         """Return the bytes sent by this rank, by group of parameters."""
         return dict(self._hook.wire.by_group) if self._hook else {}
 
+    def entropy_coded(self) -> Mapping[str, int]:
+        """Return what entropy coding did on this rank."""
+        return self._hook.entropy_coded() if self._hook else {}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the hook's state: error-feedback memories and step counters."""
         return self._hook.state_dict() if self._hook else {}

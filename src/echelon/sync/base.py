@@ -86,6 +86,13 @@ class Sync(Protocol):
     def bytes_sent(self) -> Mapping[str, int]:
         """Return the bytes that this rank has sent since the start, by group of parameters."""
 
+    def entropy_coded(self) -> Mapping[str, int]:
+        """Return what entropy coding did on this rank since the start; empty without it.
+
+        `plain_bytes` and `sent_bytes`: of its messages before and after; `planes_coded` and `planes_plain`: streams of
+        symbols that it shortened, and that it sent plain because it would not.
+        """
+
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's own state: tensors and plain values only."""
 

@@ -203,6 +203,10 @@ class ParameterServer:
         """Return the bytes that this worker has sent."""
         return {"parameters": self._client.sent_bytes()}
 
+    def entropy_coded(self) -> Mapping[str, int]:
+        """Return nothing: pushes are not counted apart."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """The servers hold the state."""
         return {}

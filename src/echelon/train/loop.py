@@ -69,7 +69,7 @@ def fit(run: TrainingRun, cursor: Cursor, stop: StopFlag) -> str:
             run.clock.enter(Phase.UPDATE)
             run.parts.sync.step()
             if run.parts.ema:
-                run.parts.ema.update(run.parts.model)
+                run.parts.ema.update(run.parts.held)
             run.clock.enter(Phase.OTHER)
             cursor.step, cursor.batch = cursor.step + 1, cursor.batch + 1
             due = _steps_due(run, cursor)
@@ -138,6 +138,9 @@ def _end_epoch(run: TrainingRun, cursor: Cursor, totals: WindowTotals | None) ->
     last = _reached(run, cursor) or cursor.epoch + 1 >= run.settings.epochs
     every = run.settings.eval_every
     report = run_evaluation(run, cursor) if last or (whole and every and (cursor.epoch + 1) % every == 0) else None
+    coded = run.parts.sync.entropy_coded()
+    if coded:
+        run.record.write("entropy_coding", step=cursor.step, **coded)
     epoch = cursor.epoch
     if whole:
         cursor.epoch, cursor.batch = cursor.epoch + 1, 0
@@ -150,10 +153,12 @@ def _end_epoch(run: TrainingRun, cursor: Cursor, totals: WindowTotals | None) ->
 def run_evaluation(run: TrainingRun, cursor: Cursor) -> EvaluationReport:
     """Evaluate the present model (its moving average, where there is one) and record the result."""
     averaged: AbstractContextManager[object] = (
-        run.parts.ema.swapped(run.parts.model) if run.parts.ema else nullcontext()
+        run.parts.ema.swapped(run.parts.held) if run.parts.ema else nullcontext()
     )
     with averaged, run.parts.sync.agreed(averages=run.parts.ema is not None):
         report = evaluate(run.parts.model, run.eval_loader, run.loss, run.world, run.classes)
+        if run.parts.split:
+            run.parts.split.settle()
     run.record.write(
         "evaluation",
         epoch=cursor.epoch,

@@ -12,19 +12,26 @@ from echelon.compression.base import State
 
 def test_small_parameters_share_a_cell_and_kinds_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cells, "FIRST_CELL_NUMEL", 3000)
-    monkeypatch.setattr(cells, "CELL_NUMEL", 5000)
-    named = [(f"w{i}", torch.zeros(50, 40)) for i in range(4)] + [(f"b{i}", torch.zeros(50)) for i in range(4)]
+    monkeypatch.setattr(cells, "CELL_NUMEL", 4000)
+    named = [(f"w{i}", torch.zeros(50, 40)) for i in range(5)] + [(f"b{i}", torch.zeros(50)) for i in range(4)]
     named.append(("half", torch.zeros(50, 40, dtype=torch.bfloat16)))
     layout = cells.lay_out(named)
     groups = [(c.group, [m.name for m in c.members]) for c in layout.cells]
     assert groups == [
-        ("weights", ["w0"]),
-        ("weights", ["w1", "w2"]),
-        ("weights", ["w3"]),
+        ("weights", ["w0", "w1"]),
+        ("weights", ["w2", "w3"]),
+        ("weights", ["w4"]),
         ("small", ["b0", "b1", "b2", "b3"]),
         ("weights", ["half"]),
     ]
-    assert layout.places["w2"].member.span == (2000, 4000)
+    assert layout.places["w3"].member.span == (2000, 4000)
+
+
+def test_a_large_parameter_that_has_arrived_waits_for_no_later_one() -> None:
+    layout = cells.lay_out(
+        [("head", torch.zeros(40, 40)), ("dense", torch.zeros(1500, 1000)), ("conv", torch.zeros(64, 288))]
+    )
+    assert [[m.name for m in c.members] for c in layout.cells] == [["head", "dense"], ["conv"]]
 
 
 def _cell() -> cells.Cell:

@@ -49,6 +49,17 @@ def test_summary_file_holds_what_was_promised(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.parametrize(
+    ("sent", "coded", "said"),
+    [(750, 4, "25.0% smaller (it coded 4 of 5 streams"), (1000, 0, "Huffman coding did not pay")],
+)
+def test_whether_entropy_coding_paid_is_said(tmp_path: Path, sent: int, coded: int, said: str) -> None:
+    counts = {"plain_bytes": 1000, "sent_bytes": sent, "planes_coded": coded, "planes_plain": 5 - coded}
+    lines = tell(SHORT)
+    lines.insert(-1, {"kind": "entropy_coding", "t": lines[-1]["t"], "step": 200, **counts})
+    assert said in rewrite(tmp_path, lines)[1]
+
+
 def test_input_bound_run_is_told_the_share_and_the_gain(tmp_path: Path) -> None:
     ranks = ((0.050, 0.015, 0.020, 0.010, 0.003, 0.002),) * 2
     summary, words = report(tmp_path, phases_s=ranks)

@@ -118,7 +118,7 @@ def summarise(record: RunRecord) -> Summary:
         slowest_rank=_slowest(record, timing),
         advice=tuple(advise(record, timing, seconds, startup_s)),
         incidents=tuple(find_incidents(record, stretches)),
-        notes=(*record.notes, *timing_notes(timing)),
+        notes=(*record.notes, *timing_notes(timing), *_entropy_notes(record)),
     )
 
 
@@ -131,6 +131,20 @@ def rank_host(record: RunRecord, rank: int) -> str:
     if len(hosts) == 1:
         return str(hosts[0])
     return str(hosts[rank]) if len(hosts) == starts[-1].number("world_size") else ""
+
+
+def _entropy_notes(record: RunRecord) -> list[str]:
+    """Say whether entropy coding paid, by the last count of rank 0."""
+    if not record.of_kind("entropy_coding"):
+        return []
+    last = record.of_kind("entropy_coding")[-1]
+    plain, sent, coded, left = (
+        last.number(key) or 0.0 for key in ("plain_bytes", "sent_bytes", "planes_coded", "planes_plain")
+    )
+    if not coded or sent >= plain:
+        return ["Huffman coding did not pay: it shortened nothing, leave it out."]
+    share = f"{coded:.0f} of {coded + left:.0f} streams of symbols; the others were as short plain" if left else "all"
+    return [f"Huffman coding made rank 0's encoded messages {1 - sent / plain:.1%} smaller (it coded {share})."]
 
 
 def _events(record: RunRecord, name: str) -> list[Mark]:

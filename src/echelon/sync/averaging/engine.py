@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from echelon.collectives import memory
 from echelon.collectives.route import Route, open_route
 from echelon.collectives.wire import WireCount
 from echelon.compression import registry as compression
@@ -177,6 +178,10 @@ class Averaging:
         for group, n_bytes in self._first.bytes_sent().items() if self._first else ():
             sent[group] = sent.get(group, 0) + n_bytes
         return sent
+
+    def entropy_coded(self) -> Mapping[str, int]:
+        """Return what entropy coding did on this rank; synchronous steps at the start are not counted."""
+        return memory.entropy_coded(held for fragment in self._fragments for held in fragment.held())
 
     def state_dict(self) -> dict[str, Any]:
         """Return anchors, counters, the rule's and the codec's memories, and means on their way."""

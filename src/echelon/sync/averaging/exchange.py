@@ -11,6 +11,7 @@ from torch import Tensor
 
 from echelon.collectives import memory
 from echelon.collectives.cells import Cell, lay_out
+from echelon.collectives.coded import Held
 from echelon.collectives.reducer import Coding, PlainReducer, Reducer, make_reducer
 from echelon.collectives.rounds import Piece
 from echelon.collectives.route import Route
@@ -87,6 +88,10 @@ class Exchange:
         for value in values:
             self._link.wire.add(value.group, sent * value.tensor.numel() // elements)
         return total, {name: value / total for name, value in means.items()} if total else {}
+
+    def held(self) -> list[Held]:
+        """Return the codec's states."""
+        return [held for _, reducer in self._cells for held in reducer.held]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the codec's memories under flat keys (not copied)."""

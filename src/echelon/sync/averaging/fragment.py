@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import memory
+from echelon.collectives.coded import Held
 from echelon.sync.averaging.exchange import Exchange
 from echelon.sync.averaging.plan import MeanRule, Plan, Rule
 from echelon.sync.averaging.values import Value, moments
@@ -112,6 +113,10 @@ class Fragment:
     def _averaged(self, optimizer: torch.optim.Optimizer, plan: Plan) -> list[Value]:
         extra = moments(optimizer, self.values) if plan.optimizer_state == "average" else []
         return [*self.values, *extra]
+
+    def held(self) -> list[Held]:
+        """Return the codec's states."""
+        return self._exchange.held() if self._exchange else []
 
     def settle(self) -> None:
         """Wait until what is on its way has arrived; it is applied when it is due."""
