@@ -138,7 +138,8 @@ def parse_layout(text: str) -> Layout:
         raise UserError(f"--parallel {text!r}: only one axis can be -1")
     layout = Layout(
         sizes,
-        *(_switch(text, name, options.get(name, "false")) for name in SWITCHES),
+        zero1=_switch(text, "zero1", options.get("zero1", "false")),
+        sequence=_switch(text, "sequence", options.get("sequence", "false")),
         schedule=options.get("schedule", DEFAULT_SCHEDULE),
         microbatches=_microbatches(text, options.get("microbatches", "0")),
     )

@@ -5,32 +5,31 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import nn
 
 from echelon.config import RunConfig
 from echelon.config.validate import parse_interval
+from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.data import LoaderConfig, Shard, Source, open_data
 from echelon.data.loader import EvalLoader, TrainLoader
-from echelon.models import ModelInput, auto_name, build_model, parameter_count
+from echelon.models import ModelInput, auto_name, parameter_count
 from echelon.observe.environment import environment
-from echelon.observe.phases import PhaseClock, make_clock
+from echelon.observe.phases import make_clock
 from echelon.observe.record import Recorder, read_records
 from echelon.observe.scalars import Scalars
-from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
-from echelon.sync import SyncContext, build_sync
 from echelon.train.combine import settle_momentum
 from echelon.train.display import Display, RunLength
 from echelon.train.folder import read_launch
 from echelon.train.loop import LoopSettings, TrainingRun
 from echelon.train.losses import build_loss
-from echelon.train.optim import EMA, build_optimizer, build_schedule
+from echelon.train.optim import build_schedule
+from echelon.train.parts import build_parts, channels_last
 from echelon.train.saving import Saver, tensor_bytes
-from echelon.train.state import Cursor, RunParts, fingerprint, seed_everything
-from echelon.train.step import Step, StepSettings, make_update
+from echelon.train.state import Cursor, fingerprint, seed_everything
+from echelon.train.step import Step, StepSettings
 from echelon.train.window import Traffic
 from echelon.train.world import World, roll_call
 
@@ -56,23 +55,23 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
         config = settle_momentum(config)
     seed_everything(training.seed)
     source = given.source or open_data(config.data, training.seed)
-    if source.info.train_size < world.size:
+    if source.info.train_size < world.data_size:
         raise UserError(
-            f"{source.info.name} has {source.info.train_size} samples for {world.size} workers: use fewer workers"
+            f"{source.info.name} has {source.info.train_size} samples for {world.data_size} workers: use fewer workers"
         )
     train_loader, eval_loader = _loaders(config, source, world)
     clock = make_clock(world.device.type)
-    parts = _parts(config, source, world, given.model, clock)
+    loss = build_loss(config.optimizer, source.info.class_counts)
+    parts = build_parts(config, source.info, world, given.model, clock, loss)
     saver = Saver(path, config.checkpoint.keep, parts, world, record, fingerprint(config, source.info))
     restored = saver.restore()
     if restored is None:
-        seed_everything(_rank_seed(training.seed, world.rank))
+        seed_everything(_rank_seed(training.seed, world.data_rank))
     cursor = restored or Cursor()
-    loss = build_loss(config.optimizer, source.info.class_counts)
     run = TrainingRun(
         world=world,
         parts=parts,
-        step=Step(loss, _step_settings(config, world.device), clock, parts.scaler),
+        step=Step(loss, _step_settings(config, world.device), clock, parts.scaler, parts.split),
         loss=loss,
         schedule=build_schedule(parts.optimizer, config.optimizer, train_loader.batches_per_epoch, training.epochs),
         train_loader=train_loader,
@@ -80,7 +79,7 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
         classes=source.info.classes,
         clock=clock,
         saver=saver,
-        traffic=Traffic(at_start=_start_bytes(parts.model, world)),
+        traffic=Traffic(at_start=_start_bytes(parts.held, world)),
         record=record,
         scalars=Scalars(path if world.leads else None),
         display=_display(config, train_loader.batches_per_epoch, world, cursor),
@@ -100,7 +99,7 @@ def _step_settings(config: RunConfig, device: torch.device) -> StepSettings:
         autocast=_AUTOCAST[config.training.precision],
         accumulate=config.training.accumulate,
         clip_norm=config.optimizer.clip_norm,
-        channels_last=_channels_last(config, device),
+        channels_last=channels_last(config, device),
     )
 
 
@@ -110,9 +109,11 @@ def _display(config: RunConfig, steps_per_epoch: int, world: World, cursor: Curs
     return Display(RunLength(total, config.training.epochs), world.leads, cursor.step)
 
 
-def _start_bytes(model: nn.Module, world: World) -> int:
-    """Rank 0 sends parameters and buffers to every other rank when DDP wraps the model."""
-    return (world.size - 1) * tensor_bytes(model.state_dict()) if world.leads else 0
+def _start_bytes(held: nn.Module, world: World) -> int:
+    """The first replica sends parameters and buffers to all others when DDP wraps what a rank holds."""
+    if world.placed is None or world.placed.coordinates[Axis.DP]:
+        return 0
+    return (world.placed.layout.dp - 1) * tensor_bytes(held.state_dict())
 
 
 def _rank_seed(seed: int, rank: int) -> int:
@@ -163,7 +164,7 @@ def _record_resume(record: Recorder, cursor: Cursor, path: Path) -> None:
 
 def _loaders(config: RunConfig, source: Source, world: World) -> tuple[TrainLoader, EvalLoader]:
     settings = LoaderConfig.of(config.data, config.training.seed, world.device)
-    shard = Shard(world.rank, world.size)
+    shard = Shard(world.data_rank, world.data_size)
     return TrainLoader(source, settings, shard), EvalLoader(source, settings, shard)
 
 
@@ -171,39 +172,3 @@ def _model_name(config: RunConfig, source: Source) -> str:
     info = source.info
     chosen = auto_name(ModelInput(len(info.classes), info.channels, info.image_size))
     return chosen if config.model.name == "auto" else config.model.name
-
-
-def _model(config: RunConfig, source: Source, world: World, own: nn.Module | None) -> nn.Module:
-    info = source.info
-    model = own or build_model(config.model, ModelInput(len(info.classes), info.channels, info.image_size))
-    if config.model.sync_batchnorm and world.group is not None:
-        model = convert_sync_batchnorm(model, world.group)
-    model = model.to(world.device)
-    return model.to(memory_format=torch.channels_last) if _channels_last(config, world.device) else model
-
-
-def _channels_last(config: RunConfig, device: torch.device) -> bool:
-    wanted = config.model.channels_last
-    return wanted == "on" or (wanted == "auto" and device.type == "cuda")
-
-
-def _parts(config: RunConfig, source: Source, world: World, own: nn.Module | None, clock: PhaseClock) -> RunParts:
-    model = _model(config, source, world, own)
-    optimizer = build_optimizer(model, config.optimizer, config.data.batch_size)
-    scaler = torch.amp.GradScaler(world.device.type, enabled=config.training.precision == "fp16")
-    held = model
-    if config.model.compile:
-        held = cast(nn.Module, torch.compile(model))
-    context = SyncContext(
-        model=held,
-        update=make_update(model, optimizer, scaler, config.optimizer.clip_norm),
-        optimizer=optimizer,
-        group=world.group,
-        device=world.device,
-        compression=config.strategy.compression,
-        collective=config.strategy.collective,
-        seed=config.training.seed,
-        clock=clock,
-    )
-    ema = EMA(model, config.training.ema) if config.training.ema else None
-    return RunParts(model, optimizer, scaler, ema, build_sync(config.strategy.sync, context))

@@ -10,6 +10,7 @@ from echelon.compression import registry as compression
 from echelon.config import RunConfig
 from echelon.core.errors import UserError
 from echelon.sync import check_sync, encodes_gradients
+from echelon.train.layouts import check_layout
 from echelon.train.leased_check import check_leased, is_leased
 
 SGD_FAMILY = ("sgd", "nesterov", "momentum")
@@ -27,6 +28,7 @@ def check_strategies(config: RunConfig, ranks: int) -> None:
     strategy = config.strategy
     if is_leased(config):
         check_leased(config)
+    check_layout(config, ranks)
     check_sync(strategy.sync, strategy.compression)
     path = collectives.build(strategy.collective)
     codec = compression.build(strategy.compression)

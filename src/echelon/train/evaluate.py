@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from echelon.core.axes import Axis
 from echelon.data.loader import EvalLoader
 from echelon.train.metrics import Evaluation
 from echelon.train.step import evaluating
 from echelon.train.world import World
+
+_MOST_DIMS = 8
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,6 @@ class EvaluationReport:
     detail: dict[str, Any]
 
 
-@torch.inference_mode()
 def evaluate(
     model: nn.Module,
     loader: EvalLoader,
@@ -45,19 +47,48 @@ def evaluate(
     began = time.perf_counter()
     evaluation = Evaluation(len(classes), world.device)
     totals = torch.zeros(2, dtype=torch.float64)
-    with evaluating(model):
-        for batch in loader:
-            if not len(batch.targets):
+    with _without_gradients(world), evaluating(model):
+        for inputs, wanted in _batches(loader, world):
+            logits = model(inputs.to(world.device, non_blocking=True)).float()
+            if wanted is None:
                 continue
-            targets = batch.targets.to(world.device, non_blocking=True)
-            logits = model(batch.inputs.to(world.device, non_blocking=True)).float()
+            targets = wanted.to(world.device, non_blocking=True)
             evaluation.update(logits, targets)
             totals += torch.tensor([float(loss(logits, targets)), len(targets)], dtype=torch.float64)
-    if world.group is not None:
+    if world.data_group is not None:
         totals = totals.to(world.device)
-        dist.all_reduce(totals, group=world.group)
+        dist.all_reduce(totals, group=world.data_group)
     total_loss, samples = totals.tolist()
-    detail = evaluation.compute(world.group)
+    detail = evaluation.compute(world.data_group)
     detail["classes"] = list(classes)
     seconds = time.perf_counter() - began
     return EvaluationReport(total_loss / max(1.0, samples), round(samples), seconds, detail["metrics"], detail)
+
+
+def _without_gradients(world: World) -> torch.inference_mode | torch.no_grad:
+    """Sharded parameters are gathered in the forward pass, and a gathered one may not be an inference tensor."""
+    return torch.no_grad() if world.placed and world.placed.layout.splits else torch.inference_mode()
+
+
+def _batches(loader: EvalLoader, world: World) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield inputs and targets; where forward is collective, blank inputs too, until all have as many batches."""
+    group = world.placed.group(Axis.FSDP) if world.placed else None
+    done = 0
+    for batch in loader:
+        if len(batch.targets):
+            done += 1
+            blank = batch.inputs.new_zeros((1, *batch.inputs.shape[1:]))
+            yield batch.inputs, batch.targets
+    if group is None:
+        return
+    facts = torch.zeros(1 + _MOST_DIMS, dtype=torch.int64)
+    facts[0] = done
+    if done:
+        facts[1 : 1 + blank.ndim] = torch.tensor(blank.shape)
+    facts = facts.to(world.device)
+    dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=group)
+    most, *shape = facts.tolist()
+    while shape and shape[-1] == 0:
+        shape.pop()
+    for _ in range(done, most):
+        yield torch.zeros(shape), None

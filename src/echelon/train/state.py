@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from echelon.config import RunConfig
 from echelon.core.errors import UserError
 from echelon.data.base import DataInfo
+from echelon.parallel.split import SplitModel
 from echelon.sync.base import Sync
 from echelon.train.optim import EMA
 from echelon.train.world import World
@@ -32,13 +33,19 @@ class Cursor:
 
 @dataclass(frozen=True)
 class RunParts:
-    """The objects whose state makes up a run."""
+    """The objects whose state makes up a run. Where a model is split, `held` is what this rank has of it."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     ema: EMA | None
     sync: Sync
+    split: SplitModel | None = None
+
+    @property
+    def held(self) -> nn.Module:
+        """The parameters and buffers as plain tensors of this rank: the model itself unless it is split."""
+        return self.split.pieces if self.split else self.model
 
 
 def fingerprint(config: RunConfig, info: DataInfo) -> dict[str, Any]:
@@ -76,8 +83,8 @@ def agreed_state(parts: RunParts, cursor: Cursor) -> Iterator[dict[str, Any]]:
     """
     average: dict[str, Tensor] = {}
     if parts.ema:
-        with parts.ema.swapped(parts.model), parts.sync.agreed(averages=True):
-            average = {name: tensor.clone() for name, tensor in parts.model.state_dict().items()}
+        with parts.ema.swapped(parts.held), parts.sync.agreed(averages=True):
+            average = {name: tensor.clone() for name, tensor in parts.held.state_dict().items()}
     with parts.sync.agreed():
         state = shared_state(parts, cursor)
         if parts.ema:
@@ -88,8 +95,8 @@ def agreed_state(parts: RunParts, cursor: Cursor) -> Iterator[dict[str, Any]]:
 def shared_state(parts: RunParts, cursor: Cursor) -> dict[str, Any]:
     """Return the state that is the same on every replica."""
     return {
-        "model": parts.model.state_dict(),
-        "optimizer": get_optimizer_state_dict(parts.model, parts.optimizer),
+        "model": parts.held.state_dict(),
+        "optimizer": get_optimizer_state_dict(parts.held, parts.optimizer),
         "scaler": parts.scaler.state_dict(),
         "ema": parts.ema.state_dict() if parts.ema else {},
         "cursor": {"epoch": cursor.epoch, "batch": cursor.batch, "step": cursor.step},
@@ -108,14 +115,14 @@ def rank_state(parts: RunParts, world: World) -> dict[str, Any]:
         "numpy": torch.from_numpy(keys.astype(np.int64)),
         "numpy_position": int(position),
         "sync": parts.sync.state_dict(),
-        "buffers": dict(parts.model.named_buffers()),
+        "buffers": dict(parts.held.named_buffers()),
     }
     if parts.sync.replicas_differ:  # copies, for the model is about to hold what the replicas agree on
-        state["model"] = {name: tensor.clone() for name, tensor in parts.model.state_dict().items()}
+        state["model"] = {name: tensor.clone() for name, tensor in parts.held.state_dict().items()}
         state["optimizer"] = parts.optimizer.state_dict()
         state["scaler"] = parts.scaler.state_dict()
     if parts.ema:
-        kept = None if parts.sync.replicas_differ else {name for name, _ in parts.model.named_buffers()}
+        kept = None if parts.sync.replicas_differ else {name for name, _ in parts.held.named_buffers()}
         average = parts.ema.state_dict()["average"]
         state["ema"] = {name: tensor for name, tensor in average.items() if kept is None or name in kept}
     if world.device.type == "cuda":
@@ -130,11 +137,11 @@ def load_shared_state(parts: RunParts, state: Mapping[str, Any]) -> Cursor:
         UserError: the checkpoint is of another model.
     """
     try:
-        parts.model.load_state_dict(state["model"])
+        parts.held.load_state_dict(state["model"])
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip() if len(str(error).splitlines()) > 1 else str(error)
         raise UserError(f"the checkpoint is of another model: {reason}") from None
-    set_optimizer_state_dict(parts.model, parts.optimizer, state["optimizer"])
+    set_optimizer_state_dict(parts.held, parts.optimizer, state["optimizer"])
     if state["scaler"]:
         parts.scaler.load_state_dict(dict(state["scaler"]))
     if parts.ema and state["ema"]:
@@ -157,10 +164,10 @@ def load_rank_state(parts: RunParts, world: World, saved_size: int, ranks: Mappi
     if world.device.type == "cuda" and "cuda" in own:
         torch.cuda.set_rng_state(own["cuda"], world.device)
     with torch.no_grad():
-        for name, buffer in parts.model.named_buffers():
+        for name, buffer in parts.held.named_buffers():
             buffer.copy_(own["buffers"][name])
     if "model" in own:
-        parts.model.load_state_dict(own["model"])
+        parts.held.load_state_dict(own["model"])
         parts.optimizer.load_state_dict(own["optimizer"])
         parts.scaler.load_state_dict(dict(own["scaler"]))
     if parts.ema and "ema" in own:

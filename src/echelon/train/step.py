@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from echelon.data.base import Batch
 from echelon.observe.phases import Phase, PhaseClock
+from echelon.parallel.pieces import Pieces, clip_by_norm
+from echelon.parallel.split import SplitModel
 from echelon.parallel.sync_batchnorm import has_sync_batchnorm
 from echelon.sync.base import Sync
 
@@ -44,8 +46,10 @@ class Step:
         settings: StepSettings,
         clock: PhaseClock,
         scaler: torch.amp.GradScaler,
+        split: SplitModel | None = None,
     ) -> None:
         self._loss, self._settings, self._clock, self._scaler = loss, settings, clock, scaler
+        self._split = split
         self._begun = False
 
     def forward_backward(self, batch: Batch, sync: Sync) -> StepResult:
@@ -77,7 +81,8 @@ class Step:
         self._clock.enter(Phase.FORWARD)
         with self._autocast():
             logits = self._forward(sync.module, inputs)
-            total = self._loss(logits.float(), targets) / divisor if len(targets) else logits.sum() * 0.0
+            exact = logits if logits.dtype == torch.float64 else logits.float()
+            total = self._loss(exact, targets) / divisor if len(targets) else logits.sum() * 0.0
         self._clock.enter(Phase.BACKWARD)
         self._scaler.scale(total).backward()
         if len(targets):
@@ -134,7 +139,10 @@ def make_update(
     def update() -> None:
         if clip_norm:
             scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            if isinstance(model, Pieces):
+                clip_by_norm(model, clip_norm)
+            else:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)

@@ -85,11 +85,11 @@ class Window:
             checkpoint_due: a checkpoint is due by the clock; rank 0's word counts.
         """
         world, steps = self._world, self.steps
-        numbers = torch.stack([*self._losses, *self._correct]).double().cpu()
+        numbers = torch.stack([*self._losses, *self._correct]).double().cpu() * world.counts
         seconds = time.perf_counter() - self._began
         leads = float(world.leads)
         head = [
-            self._samples,
+            self._samples * world.counts,
             sent.wire_bytes,
             sent.other_bytes + self._own_bytes(steps),
             stop,

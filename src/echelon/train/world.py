@@ -16,24 +16,49 @@ from echelon.config import RunConfig
 from echelon.config.validate import check_world
 from echelon.core.errors import UserError
 from echelon.core.units import parse_seconds
+from echelon.parallel.base import Placement, alone, place
 
 _HOST_BYTES = 64  # the longest host name on Linux
 
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands. `group` is None when it is alone."""
+    """Where this process stands. `group` is None when it is alone.
+
+    `placed` is where it stands in the layout; left out, every rank is a replica.
+    """
 
     rank: int
     size: int
     local_rank: int
     device: torch.device
     group: dist.ProcessGroup | None
+    placed: Placement | None = None
 
     @property
     def leads(self) -> bool:
         """Whether this is rank 0, which shows and records."""
         return self.rank == 0
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that together have every sample once."""
+        return self.placed.data_group if self.placed else self.group
+
+    @property
+    def data_rank(self) -> int:
+        """Which of `data_size` parts of the samples this rank has."""
+        return self.placed.data_rank if self.placed else self.rank
+
+    @property
+    def data_size(self) -> int:
+        """Parts that samples are divided into."""
+        return self.placed.data_size if self.placed else self.size
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's samples enter sums over the world; others may have the same ones."""
+        return self.placed.counts if self.placed else True
 
 
 @contextmanager
@@ -45,10 +70,10 @@ def join_world(config: RunConfig) -> Iterator[World]:
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    check_world(config, size)
+    layout = check_world(config, size)
     device = _device(config.training.device, local_rank)
     if size == 1:
-        yield World(rank, size, local_rank, device, None)
+        yield World(rank, size, local_rank, device, None, alone())
         return
     timeout = timedelta(seconds=parse_seconds(config.launch.timeout))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -57,7 +82,8 @@ def join_world(config: RunConfig) -> Iterator[World]:
     store = dist.PrefixStore(f"echelon/{round_name}", store)  # it may outlive a restart, with addresses of the dead
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
-        yield World(rank, size, local_rank, device, dist.group.WORLD)
+        placed = place(layout, rank, device.type, timeout)
+        yield World(rank, size, local_rank, device, dist.group.WORLD, placed)
     finally:
         dist.destroy_process_group()
 

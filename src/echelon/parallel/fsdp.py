@@ -1,0 +1,44 @@
+"""Sharding of parameters, gradients and optimizer state over the ranks of a replica, block by block (`fully_shard`).
+
+Zhao et al. 2023, arXiv:2304.11277; each rank keeps 1/N of every tensor (rows), gathers a block's parameters for its
+forward and backward, and keeps its part of the summed gradient. Between replicas `sync` acts on the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from echelon.core.errors import UserError
+
+
+def shard(model: nn.Module, blocks: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
+    """Shard a model in place over a 1-D mesh: each block by itself, then what is left with the root.
+
+    Gradients are summed, not averaged: losses are divided by the global batch.
+
+    Raises:
+        UserError: a parameter has no rows to share.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim:
+            raise UserError(f"--parallel fsdp={mesh.size()}: the parameter {name} is a single number and has no rows")
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+    for block in blocks.values():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of gathered parameters: a forward pass without backward leaves the root's, which then grow stale."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

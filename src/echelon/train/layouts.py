@@ -1,0 +1,86 @@
+"""What a layout asks of the rest of a description: refused before anything starts where it cannot be."""
+
+from __future__ import annotations
+
+from echelon.config import RunConfig
+from echelon.config.validate import check_world
+from echelon.core.axes import Axis
+from echelon.core.errors import UserError
+from echelon.core.layout import Layout
+from echelon.core.spec import parse_spec
+
+# Optimizers whose update of an element depends on that element's gradients alone: right on any piece of a tensor.
+ELEMENTWISE = frozenset(
+    (
+        *("sgd", "nesterov", "momentum", "adam", "adamw", "nadam", "nadamw", "radam", "adamax", "adadelta", "adagrad"),
+        *("rmsprop", "rmsproptf", "lion", "adabelief", "radabelief", "adan", "adanw", "adopt", "adoptw"),
+        *("laprop", "madgrad", "madgradw"),
+    )
+)
+
+
+def check_layout(config: RunConfig, ranks: int) -> None:
+    """Refuse what a layout cannot be combined with.
+
+    Raises:
+        UserError: names the settings, the reason, and what works.
+    """
+    layout = check_world(config, ranks)
+    given = f"--parallel {config.strategy.parallel}"
+    read_tensor_plan(config.strategy.tensor_plan)
+    read_cuts(config.strategy.cuts)
+    for flag, value, axis in (
+        ("--tensor-plan", config.strategy.tensor_plan, Axis.TP),
+        ("--cuts", config.strategy.cuts, Axis.PP),
+    ):
+        if value and layout.size(axis) == 1:
+            raise UserError(f"{flag} {value}: it belongs to --parallel {axis}=N with N above 1")
+    if layout.splits:
+        _check_split(config, layout, given)
+
+
+def _check_split(config: RunConfig, layout: Layout, given: str) -> None:
+    optimizer = config.optimizer.name.lower()
+    if (layout.fsdp > 1 or layout.tp > 1) and optimizer not in ELEMENTWISE:
+        raise UserError(
+            f"{given} with --optimizer {optimizer}: it needs whole tensors (norms or products of them), and each rank "
+            "has rows of them; use adamw, sgd, momentum, lion or another that works element by element, or dp=N"
+        )
+    if optimizer.startswith("lamb"):
+        raise UserError(
+            f"{given} with --optimizer {optimizer}: it needs the norm over all of the model; use adamw, or dp=N"
+        )
+    if parse_spec(config.strategy.sync).name == "ps":
+        raise UserError(
+            f"{given} with --sync {config.strategy.sync}: a parameter server's workers hold whole models; "
+            "use --sync allreduce, local(8), diloco(50) or easgd(10) between split replicas, or --parallel dp=N"
+        )
+    if config.model.compile:
+        raise UserError(f"{given} with --compile: a split model is not compiled; leave --compile out, or use dp=N")
+
+
+def read_tensor_plan(text: str) -> dict[str, str]:
+    """Read `blocks.*.fc1=column,blocks.*.fc2=row`: patterns of module names to styles.
+
+    Raises:
+        UserError: a part without a pattern or a style.
+    """
+    plan: dict[str, str] = {}
+    for part in text.split(",") if text.strip() else []:
+        pattern, equals, style = (each.strip() for each in part.partition("="))
+        if not equals or not pattern or not style:
+            raise UserError(f"--tensor-plan {text!r}: write PATTERN=STYLE,PATTERN=STYLE, such as *.fc1=column")
+        plan[pattern] = style
+    return plan
+
+
+def read_cuts(text: str) -> tuple[str, ...]:
+    """Read `blocks.4,blocks.8`: the blocks that stages but the first begin with.
+
+    Raises:
+        UserError: an empty name.
+    """
+    cuts = tuple(part.strip() for part in text.split(",")) if text.strip() else ()
+    if not all(cuts):
+        raise UserError(f"--cuts {text!r}: write names of blocks, such as blocks.4,blocks.8")
+    return cuts

@@ -1,0 +1,66 @@
+"""Law 1, same function: any layout gives the losses and the parameters of one process, in float64 within 1e-9.
+
+One start of the ranks trains in many layouts, for starting costs more than training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.ranks.layouts import Held, Trial, assemble, held, make_trainer
+from tests.ranks.spawn import Rank, run_ranks
+
+STEPS = 20
+CLIPPED: Mapping[str, Any] = {"optimizer.clip_norm": 0.5, "training.accumulate": 2, "optimizer.name": "adamw",
+                              "optimizer.lr": 0.003}  # fmt: skip
+AVERAGED: Mapping[str, Any] = {"training.ema": 0.9, "optimizer.clip_norm": 0.3}
+BATCHNORM: Mapping[str, Any] = {"model.sync_batchnorm": True, "optimizer.clip_norm": 1.0}
+
+QUICK = {
+    2: [
+        Trial("vit", "fsdp=2", CLIPPED),
+        Trial("gpt", "fsdp=2"),
+        Trial("resnet", "fsdp=2", BATCHNORM),
+    ],
+    4: [Trial("vit", "dp=2,fsdp=2", AVERAGED)],
+}
+
+
+def _train(rank: Rank, trials: Sequence[Trial], steps: int) -> list[tuple[list[float], dict[str, Held]]]:
+    seen = []
+    for trial in trials:
+        trainer = make_trainer(trial, rank)
+        trainer.run(0, steps)
+        seen.append((trainer.losses, held(trainer.parts)))
+        trainer.parts.sync.close()
+    return seen
+
+
+def _alone(trial: Trial, steps: int) -> tuple[list[float], dict[str, np.ndarray]]:
+    trainer = make_trainer(Trial(trial.model, "dp=1", trial.settings, trial.sizes), None)
+    trainer.run(0, steps)
+    return trainer.losses, assemble([held(trainer.parts)])
+
+
+def check_same_function(trials: Sequence[Trial], world: int, steps: int = STEPS, timeout_s: float = 120) -> None:
+    """Train each trial on `world` ranks and alone, and compare losses and final parameters and statistics."""
+    ranks = run_ranks(_train, world, trials, steps, timeout_s=timeout_s)
+    for i, trial in enumerate(trials):
+        losses, parameters = _alone(trial, steps)
+        for rank in ranks:
+            assert np.allclose(rank[i][0], losses, rtol=0, atol=1e-9), f"{trial}: {rank[i][0]} is not {losses}"
+        whole = assemble([rank[i][1] for rank in ranks])
+        assert whole.keys() == parameters.keys(), f"{trial}: {whole.keys() ^ parameters.keys()}"
+        for name, values in parameters.items():
+            if name.endswith("num_batches_tracked"):
+                continue
+            assert np.allclose(whole[name], values, rtol=0, atol=1e-9), f"{trial}: {name}"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_layouts_are_the_same_function(world: int) -> None:
+    check_same_function(QUICK[world], world)

@@ -1,0 +1,176 @@
+"""Training a small model in any layout, without a launcher: the parts are built as a run builds them, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from echelon.config import RunConfig, build
+from echelon.config.validate import check_world
+from echelon.data.base import Batch, DataInfo, Shard
+from echelon.data.order import local_part
+from echelon.models import ModelInput
+from echelon.models.builtin import mlp, resnet20, small_vit
+from echelon.models.builtin.small_gpt import SmallGPT, TextSize
+from echelon.models.builtin.small_vit import Size
+from echelon.observe.phases import HostClock
+from echelon.parallel.base import alone, place
+from echelon.train.parts import build_parts
+from echelon.train.state import RunParts, seed_everything
+from echelon.train.step import Step, StepSettings
+from echelon.train.world import World
+from tests.ranks.spawn import Rank
+
+INPUT = ModelInput(4, 1, 8)
+INFO = DataInfo("blobs", ("a", "b", "c", "d"), 1, 8, 64, 16, (16, 16, 16, 16))
+TEXT = TextSize(vocabulary=16, context=6)
+SIZES = (8, 8, 7, 3)
+"""Samples of the global batches, over and over: uneven parts, and a tail that leaves ranks without any."""
+
+
+def _vit() -> nn.Module:
+    return small_vit.SmallViT(INPUT, Size(depth=2, width=16, heads=4, hidden=32))
+
+
+def _gpt() -> nn.Module:
+    return SmallGPT(TEXT, Size(depth=2, width=16, heads=4, hidden=32))
+
+
+def _untied_gpt() -> nn.Module:
+    return SmallGPT(TextSize(16, 6, tied=False), Size(depth=2, width=16, heads=4, hidden=32))
+
+
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "vit": _vit,
+    "gpt": _gpt,
+    "untied_gpt": _untied_gpt,
+    "resnet": lambda: resnet20.build(INPUT),
+    "mlp": lambda: mlp.build(INPUT),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is trained: a model of MODELS, a layout, and any settings by dotted name."""
+
+    model: str
+    parallel: str = "dp=-1"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Sequence[int] = SIZES
+
+    def config(self) -> RunConfig:
+        """Return the run's description."""
+        common = {"optimizer.name": "momentum", "optimizer.lr": 0.05, "strategy.parallel": self.parallel}
+        common |= {"data.batch_size": max(self.sizes), "model.name": self.model}
+        return build(None, {**common, **self.settings}).config
+
+    def global_batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return the inputs and targets of a step, over all ranks."""
+        generator = torch.Generator().manual_seed(step)
+        size = self.sizes[step % len(self.sizes)]
+        if self.model.endswith("gpt"):
+            tokens = torch.randint(0, TEXT.vocabulary, (size, TEXT.context), generator=generator)
+            return tokens, tokens.roll(-1, 1)
+        images = torch.randn(size, 1, 8, 8, generator=generator, dtype=torch.float64)
+        return images, torch.randint(0, 4, (size,), generator=generator)
+
+
+def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy summed over samples, and over tokens where there are any."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+
+
+@dataclass
+class Trainer:
+    """One rank's parts of a trial."""
+
+    trial: Trial
+    world: World
+    parts: RunParts
+    step: Step
+    losses: list[float] = field(default_factory=list)
+
+    def run(self, first: int, last: int) -> None:
+        """Take the steps from `first` to `last`, exclusive, and note the loss of the global batch of each."""
+        for step in range(first, last):
+            inputs, targets = self.trial.global_batch(step)
+            own = torch.from_numpy(
+                local_part(np.arange(len(inputs)), Shard(self.world.data_rank, self.world.data_size))
+            )
+            batch = Batch(inputs[own], targets[own], len(inputs), step)
+            result = self.step.forward_backward(batch, self.parts.sync)
+            loss = result.loss.double() * self.world.counts
+            if self.world.group is not None:
+                dist.all_reduce(loss)
+            self.parts.sync.step()
+            if self.parts.ema:
+                self.parts.ema.update(self.parts.held)
+            self.losses.append(float(loss))
+
+
+def make_trainer(trial: Trial, rank: Rank | None) -> Trainer:
+    """Build the parts for this rank; with None, for one process alone."""
+    config = trial.config()
+    if rank is None:
+        world = World(0, 1, 0, torch.device("cpu"), None, alone())
+    else:
+        layout = check_world(config, rank.world_size)
+        group = dist.group.WORLD if rank.world_size > 1 else None
+        placed = place(layout, rank.index, "cpu", rank.timeout) if group is not None else alone()
+        world = World(rank.index, rank.world_size, rank.index, torch.device("cpu"), group, placed)
+    seed_everything(0)
+    clock = HostClock()
+    parts = build_parts(config, INFO, world, MODELS[trial.model]().double(), clock, loss_sum)
+    settings = StepSettings(
+        device=world.device,
+        autocast=None,
+        accumulate=config.training.accumulate,
+        clip_norm=config.optimizer.clip_norm,
+        channels_last=False,
+    )
+    return Trainer(trial, world, parts, Step(loss_sum, settings, clock, parts.scaler, parts.split))
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of a parameter or buffer: its values and where they lie (see `Box`)."""
+
+    values: np.ndarray
+    shape: tuple[int, ...]
+    runs: tuple[tuple[tuple[int, int], ...], ...]
+
+
+def held(parts: RunParts) -> dict[str, Held]:
+    """Return what this rank holds, for another process to put together."""
+    boxes = parts.split.pieces.boxes if parts.split else {}
+    found = {}
+    for name, tensor in parts.held.state_dict().items():
+        shape = boxes[name].shape if name in boxes else tuple(tensor.shape)
+        runs = boxes[name].runs if name in boxes else tuple(((0, size),) for size in shape)
+        found[name] = Held(tensor.detach().clone().numpy(), shape, runs)
+    return found
+
+
+def assemble(ranks: Sequence[Mapping[str, Held]]) -> dict[str, np.ndarray]:
+    """Put the whole tensors together from what all ranks hold; copies must be the same bits."""
+    whole: dict[str, np.ndarray] = {}
+    filled: dict[str, np.ndarray] = {}
+    for rank in ranks:
+        for name, piece in rank.items():
+            target = whole.setdefault(name, np.zeros(piece.shape, piece.values.dtype))
+            done = filled.setdefault(name, np.zeros(piece.shape, bool))
+            where = np.ix_(*[np.concatenate([np.arange(*run) for run in runs]) for runs in piece.runs])
+            same = target[where] == piece.values
+            assert np.all(same | ~done[where]), f"{name}: ranks that hold the same piece differ"
+            target[where] = piece.values
+            done[where] = True
+    for name, done in filled.items():
+        assert done.all(), f"{name}: elements that nobody holds"
+    return whole
