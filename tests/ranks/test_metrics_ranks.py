@@ -28,7 +28,6 @@ def on_rank(rank: Rank, parts: tuple[int, ...]) -> list[dict[str, Any]]:
     return [evaluate(parts, rank.index, dist.group.WORLD, limit) for limit in LIMITS]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("parts", [(51, 50), (100, 0, 1)], ids=str)
 def test_each_sample_counts_once_however_the_set_is_cut(parts: tuple[int, ...]) -> None:
     expected = [evaluate((SAMPLES,), 0, None, limit) for limit in LIMITS]
