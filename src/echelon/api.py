@@ -15,6 +15,7 @@ from echelon.config.build import flag_of, leaves
 from echelon.config.validate import check_world
 from echelon.core.errors import UserError, nearest
 from echelon.core.files import full_disk_in_words
+from echelon.core.layout import parse_layout
 from echelon.launch.link import check_link, parse_link
 from echelon.launch.plan import LaunchPlan, nodes_of, thread_count, worker_count
 from echelon.launch.preload import start_import_server
@@ -143,8 +144,8 @@ def plan_of(config: RunConfig, path: Path, given: Given | None = None) -> Launch
     Raises:
         UserError: the workers do not fit the machine or the description.
     """
-    workers = worker_count(config.launch, config.training.device)
     nodes = nodes_of(config.launch)
+    workers = _workers(config)
     if nodes.least == nodes.most:
         check_world(config, workers * nodes.most)
     return LaunchPlan(
@@ -159,6 +160,18 @@ def plan_of(config: RunConfig, path: Path, given: Given | None = None) -> Launch
         preload=_preload(config),
         link=config.launch.link,
     )
+
+
+def _workers(config: RunConfig) -> int:
+    """Return the workers of this machine: as given, else as many as the layout asks for."""
+    workers = worker_count(config.launch, config.training.device)
+    layout, machines = parse_layout(config.strategy.parallel), nodes_of(config.launch).most
+    if config.launch.workers:
+        return workers
+    if layout.ranks is not None:
+        return max(1, layout.ranks // machines)
+    of_replica = max(1, layout.fixed // machines)
+    return max(of_replica, workers - workers % of_replica)
 
 
 def _preload(config: RunConfig) -> tuple[str, ...]:
@@ -210,7 +223,7 @@ def check(config: RunConfig) -> None:
 
     if is_leased(config) and _is_worker():
         raise UserError(f"--sync {config.strategy.sync} starts roles of its own: run `echelon train` without torchrun")
-    ranks = worker_count(config.launch, config.training.device) * nodes_of(config.launch).most
+    ranks = _workers(config) * nodes_of(config.launch).most
     check_strategies(config, int(os.environ["WORLD_SIZE"]) if _is_worker() else ranks)
 
 
