@@ -90,7 +90,7 @@ def parse_tensor_plan(plan: Mapping[str, str], field_name: str = "tensor_plan") 
 
 def style_of(name: str, plan: Mapping[str, Style]) -> Style | None:
     """Return the style of the last pattern that fits the module's name."""
-    return next((style for pattern, style in reversed(plan.items()) if matches(pattern, name)), None)
+    return next((style for pattern, style in reversed(list(plan.items())) if matches(pattern, name)), None)
 
 
 def _match(pattern: list[str], name: list[str]) -> bool:

@@ -20,8 +20,8 @@ def hints(model: nn.Module) -> Hints | None:
     """Return the hints; blocks of other kinds, and anti-aliasing between the convolutions, are not split."""
     names = class_names(model)
     if "timm.models.resnet.ResNet" in names:
-        chain = ("conv1", "bn1", "act1", "maxpool", *BLOCKS, ":forward_head")
-        glue = {":forward_head": ("global_pool", "fc")}
+        chain: tuple[str, ...] = ("conv1", "bn1", "act1", "maxpool", *BLOCKS, ":forward_head")
+        glue: dict[str, tuple[str, ...]] = {":forward_head": ("global_pool", "fc")}
     elif "torchvision.models.resnet.ResNet" in names:
         chain = ("conv1", "bn1", "relu", "maxpool", *BLOCKS, "avgpool", "=flatten", "fc")
         glue = {}

@@ -1,0 +1,48 @@
+"""Whether a split model still computes what it did."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from echelon.core.errors import UserError
+
+# Sums over ranks are made in another order: some ulps of a network's depth; a wrong split is off by the whole.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+
+
+@torch.no_grad()
+def answer(model: nn.Module, example: Tensor) -> Tensor:
+    """Return the model's logits for an example, in evaluation mode; all ranks of the group call it together."""
+    was_training = model.training
+    model.eval()
+    try:
+        result = model(example)
+    finally:
+        model.train(was_training)
+    logits = result if isinstance(result, Tensor) else result.logits
+    assert isinstance(logits, Tensor)
+    return logits
+
+
+def same_function(model: nn.Module, example: Tensor, before: Tensor) -> None:
+    """Check that the split model answers an example as it did `before` it was split.
+
+    Use it where the plan was found or written by the user; the example should be random, not blank.
+
+    Raises:
+        UserError: it fails, or answers otherwise.
+    """
+    advice = "write tensor_plan: by hand (a fused qkv ordered by head is column, by q, k, v column(parts=3))"
+    try:
+        after = answer(model, example)
+    except (RuntimeError, ValueError, IndexError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"tp: the split model cannot compute one batch ({reason}): {advice}") from error
+    tolerance = TOLERANCE.get(before.dtype, 0.1)
+    scale = before.abs().max().clamp(min=1e-6)
+    difference = float((after - before).abs().max() / scale) if after.shape == before.shape else float("inf")
+    if not difference <= tolerance:
+        raise UserError(
+            f"tp: the split model is not the same function (logits differ by {difference:.1e} of the largest): {advice}"
+        )

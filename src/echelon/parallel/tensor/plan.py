@@ -1,0 +1,159 @@
+"""Which module is split how: the family's hints, a run's own patterns over them, or a plan found from the structure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.tensor.placement_types import Placement, Replicate
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from echelon.core.errors import UserError, nearest
+from echelon.core.hints import Hints, Style, matches, matching, parse_tensor_plan, style_of
+from echelon.parallel.tensor.found import find_plan
+from echelon.parallel.tensor.layers import Split, split_of
+
+WHOLE = ("replicate", "sequence", "shared")
+HOW = (
+    "write tensor_plan: with patterns of module names and their styles, "
+    "such as blocks.*.fc1: column and blocks.*.fc2: row"
+)
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How a model is split over `tp` ranks.
+
+    Attributes:
+        styles: of the modules that have one, by the name that they have in the whole model.
+        blocks: the blocks between whose first and last activations are split by tokens; empty without.
+        found: it was found from the structure alone: compare the model's output with that before (`same_function`).
+    """
+
+    tp: int
+    styles: Mapping[str, Style]
+    blocks: tuple[str, ...] = ()
+    found: bool = False
+
+    def split(self, name: str, module: nn.Module) -> Split:
+        """Return how one module is split."""
+        style = self.styles.get(name)
+        return Split() if style is None else split_of(name, module, style, self.tp)
+
+    def inside_heads(self, name: str) -> bool:
+        """Whether a module is part of an attention module whose input is made whole already."""
+        parents = [name[:i] for i, letter in enumerate(name) if letter == "."]
+        return any(parent in self.styles and self.styles[parent].name == "heads" for parent in parents)
+
+    def by_tokens(self, name: str) -> bool:
+        """Whether a module stands where activations are split by tokens."""
+        return any(name == block or name.startswith(f"{block}.") for block in self.blocks)
+
+
+def plan_tensor(
+    model: nn.Module, tp: int, hints: Hints | None, overrides: Mapping[str, str], sequence_parallel: bool
+) -> TensorPlan:
+    """Decide how a whole model is split over `tp` ranks, and check that it can be. The model may be on meta.
+
+    Raises:
+        UserError: in words, with the module's name: `tp` does not divide it, a style does not fit it, a pattern of
+            `overrides` names no module, there is no plan, or it cannot be run by tokens.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    own = parse_tensor_plan(overrides)
+    _check_patterns(own, names)
+    declared, found = _declared(model, hints, own, tp)
+    whole = {**declared, **own}
+    styles = {name: style for name in names if (style := style_of(name, whole)) is not None}
+    if all(style.name in WHOLE for style in styles.values()):
+        raise UserError(f"tp={tp}: nothing of {type(model).__name__} is split by this plan: {HOW}")
+    blocks = _token_blocks(names, hints, styles) if sequence_parallel else ()
+    plan = TensorPlan(tp, styles, blocks, found)
+    placements_of(model, plan)
+    _check_heads(model, plan)
+    _check_tokens(model, plan)
+    return plan
+
+
+def placements_of(model: nn.Module, plan: TensorPlan) -> dict[int, Placement]:
+    """Return how each parameter is placed, by its id.
+
+    Raises:
+        UserError: a module cannot be split so, or a tied parameter would be split in two ways.
+    """
+    placements: dict[int, Placement] = {}
+    holders: dict[int, str] = {}
+    for name, module in model.named_modules():
+        split = plan.split(name, module)
+        if name not in plan.styles and next(module.children(), None) is not None:
+            continue  # a parent that holds what its layer uses, as BERT's head does the decoder's bias
+        for leaf, parameter in module.named_parameters(recurse=False):
+            placement = split.placements.get(leaf, Replicate())
+            if placements.setdefault(id(parameter), placement) != placement:
+                raise UserError(
+                    f"tp={plan.tp}: {holders[id(parameter)]} and {name}.{leaf} are one tied parameter, which cannot be "
+                    "split in two ways: give both modules the style vocabulary, or both replicate"
+                )
+            holders.setdefault(id(parameter), f"{name}.{leaf}")
+    return placements
+
+
+def _declared(
+    model: nn.Module, hints: Hints | None, own: Mapping[str, Style], tp: int
+) -> tuple[dict[str, Style], bool]:
+    if hints is not None and hints.tensor_plan:
+        return parse_tensor_plan(hints.tensor_plan), False
+    if own:
+        return {}, True
+    kind = type(model).__name__
+    if hints is not None:
+        raise UserError(f"tp={tp}: this {kind} has blocks of a kind that is not split: {HOW}")
+    normed = next((name for name, module in model.named_modules() if isinstance(module, _BatchNorm)), None)
+    if normed is not None:
+        raise UserError(
+            f"tp={tp}: {kind} has BatchNorm ({normed}) and no tensor plan: {HOW.replace('blocks.*.fc', 'layer.conv')}; "
+            "a BatchNorm between split convolutions has the style channels"
+        )
+    return find_plan(model, tp), True
+
+
+def _check_patterns(own: Mapping[str, Style], names: list[str]) -> None:
+    for pattern in own:
+        if not any(matches(pattern, name) for name in names):
+            shown = ", ".join(names[:6])
+            raise UserError(
+                f"tensor_plan: no module's name fits {pattern}: {nearest(pattern, names)}the model has {shown}, ..."
+            )
+
+
+def _token_blocks(names: list[str], hints: Hints | None, styles: Mapping[str, Style]) -> tuple[str, ...]:
+    blocks = tuple(matching(hints.blocks, names)) if hints is not None else ()
+    if not blocks or not any(style.name == "sequence" for style in styles.values()):
+        raise UserError(
+            "sequence: the model's hints name no transformer blocks with layers that work token by token: "
+            "leave sequence away"
+        )
+    return blocks
+
+
+def _check_heads(model: nn.Module, plan: TensorPlan) -> None:
+    """Refuse layers inside split attention of which nobody said how they are split."""
+    for name, module in model.named_modules():
+        if plan.inside_heads(name) and name not in plan.styles and list(module.parameters(recurse=False)):
+            raise UserError(
+                f"tp={plan.tp}: {name} ({type(module).__name__}) is inside attention whose heads are split, and has no "
+                f"style: write tensor_plan: {{{name}: shared}} where it works on each head by itself"
+            )
+
+
+def _check_tokens(model: nn.Module, plan: TensorPlan) -> None:
+    """Refuse modules inside the blocks of which nobody said that they may see a part of the tokens."""
+    for name, module in model.named_modules():
+        if not plan.by_tokens(name) or plan.inside_heads(name) or name in plan.styles:
+            continue
+        if list(module.parameters(recurse=False)):
+            raise UserError(
+                f"sequence: {name} ({type(module).__name__}) would see a part of the tokens: "
+                f"if it works on each by itself, write tensor_plan: {{{name}: sequence}}; else leave sequence away"
+            )
