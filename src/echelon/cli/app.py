@@ -14,7 +14,11 @@ COMMANDS = {
     "train": ("echelon.cli.train:command", "Train a model on data with any number of workers."),
     "resume": ("echelon.cli.train:resume_command", "Continue a run from its newest checkpoint."),
     "evaluate": ("echelon.cli.runs:evaluate_command", "Evaluate a run's best checkpoint."),
-    "report": ("echelon.cli.runs:report_command", "Write a run's report again from its record."),
+    "compare": (
+        "echelon.cli.compare:command",
+        "Compare ways of training on your own work, with intervals and verdicts.",
+    ),
+    "report": ("echelon.cli.runs:report_command", "Write the report of a run or a study again from its record."),
 }
 
 

@@ -1,5 +1,6 @@
 """`echelon evaluate` and `echelon report`: commands on a run that exists."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,7 +23,14 @@ def evaluate_command() -> Any:
 def report_command() -> Any:
     """Build `echelon report`."""
 
-    def report(run: Annotated[str, typer.Argument(help="the run's folder")]) -> None:
+    def report(run: Annotated[str, typer.Argument(help="the folder of a run or a study")]) -> None:
+        from echelon.study.file import is_study
+
+        if is_study(Path(run)):
+            from echelon.cli.compare import conclude
+
+            conclude(Path(run))
+            return
         from echelon import api
         from echelon.observe.report import closing_words, load_run, summarise
 

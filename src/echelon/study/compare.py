@@ -1,0 +1,227 @@
+"""Candidates against the baseline, from the tables alone: speed-up, loss, intervals, verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from statistics import fmean
+
+from echelon.study.base import Study
+from echelon.study.intervals import Interval, mean_interval, ratio_interval, reached_at
+from echelon.study.rows import COMPLETED, PointRow, RunRow
+
+SAME_SPEED = 1.05
+CHANCE_SIGMAS = 3.0
+
+
+class Verdict(StrEnum):
+    """What is said of a candidate, in these words."""
+
+    BASELINE = "baseline"
+    BETTER = "better"
+    FASTER_AT_A_LOSS = "faster at a loss"
+    SLOWER_FOR_A_GAIN = "slower for a gain"
+    NO_BENEFIT = "no benefit here"
+    NO_DIFFERENCE = "no difference"
+    NOT_CONVERGED = "did not converge"
+    UNCERTAIN = "uncertain"
+    ONE_SEED = "one seed"
+    NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One candidate under one set of terms, against the baseline under the same.
+
+    Attributes:
+        seeds: seeds in which both it and the baseline completed: what the intervals are over.
+        reached: in how many of them it reached the target.
+        to_target: how many times as fast as the baseline to the target; None unless every seed of both reached it.
+        to_end: the same to the end of the run.
+        points: final accuracy less the baseline's, in points (hundredths).
+        noise_points: what the samples evaluated may pretend by chance, two standard deviations.
+        reason: why it was not measured, or in what way it did not converge.
+    """
+
+    candidate: str
+    terms: str
+    verdict: Verdict
+    seeds: int
+    reached: int = 0
+    to_target: Interval | None = None
+    to_end: Interval | None = None
+    points: Interval | None = None
+    noise_points: float = 0.0
+    bytes_ratio: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """One comparison: all candidates under the same terms. `target` is an accuracy; None without a baseline."""
+
+    terms: str
+    target: float | None
+    comparisons: tuple[Comparison, ...]
+
+
+def set_targets(study: Study, runs: Sequence[RunRow], points: Sequence[PointRow]) -> list[RunRow]:
+    """Fill in each run's target, and the seconds and bytes that it took to get there.
+
+    The target lies `loss_points` below what the baseline reaches in every seed: below its worst final accuracy.
+    """
+    by_run: dict[str, list[PointRow]] = {}
+    for point in points:
+        by_run.setdefault(point.run, []).append(point)
+    filled = []
+    for row in runs:
+        target = target_of(study, [r for r in runs if r.terms == row.terms])
+        own = by_run.get(row.run, [])
+        if target is None or row.status != COMPLETED:
+            filled.append(replace(row, target=target, target_s=None, target_bytes=None))
+            continue
+        accuracy = [p.top1 for p in own]
+        seconds = reached_at([p.seconds for p in own], accuracy, target)
+        n_bytes = reached_at([p.wire_bytes for p in own], accuracy, target)
+        filled.append(replace(row, target=target, target_s=seconds, target_bytes=n_bytes))
+    return filled
+
+
+def target_of(study: Study, runs: Sequence[RunRow]) -> float | None:
+    """Return the target accuracy of runs under the same terms; None when no run of the baseline completed."""
+    reached = [
+        r.top1 for r in runs if r.candidate == study.baseline.label and r.status == COMPLETED and r.top1 is not None
+    ]
+    return min(reached) - study.loss_points / 100 if reached else None
+
+
+def compare(study: Study, runs: Sequence[RunRow]) -> list[Group]:
+    """Compare every candidate with the baseline, under each of the terms. `runs` have their targets."""
+    groups = []
+    for terms in study.terms:
+        mine = [r for r in runs if r.terms == terms.label]
+        by_candidate = {c.label: [r for r in mine if r.candidate == c.label] for c in study.candidates}
+        planned = [label for label, rows in by_candidate.items() if rows]
+        target = next((r.target for r in mine if r.target is not None), None)
+        base = _done(by_candidate[study.baseline.label])
+        found = [_compare(study, label, by_candidate[label], base) for label in planned]
+        groups.append(Group(terms.label, target, tuple(replace(c, terms=terms.label) for c in found)))
+    return groups
+
+
+def _compare(study: Study, label: str, rows: Sequence[RunRow], base: Mapping[int, RunRow]) -> Comparison:
+    done = _done(rows)
+    if label == study.baseline.label and done:
+        return _baseline(label, done)
+    if not done:
+        return Comparison(label, "", Verdict.NOT_MEASURED, 0, reason=_why_not(rows))
+    seeds = sorted(done.keys() & base.keys())
+    if not seeds:
+        return Comparison(
+            label, "", Verdict.NOT_MEASURED, 0, reason="no run of the baseline completed: nothing to compare with"
+        )
+    pairs = [(base[s], done[s]) for s in seeds]
+    measured = _measure(label, pairs)
+    failures = [reason for b, c in pairs if (reason := not_converged(c, b.top1))]
+    if 2 * len(failures) > len(pairs):
+        return replace(measured, verdict=Verdict.NOT_CONVERGED, reason=failures[0])
+    return replace(measured, verdict=judge(measured, study.loss_points))
+
+
+def _baseline(label: str, done: Mapping[int, RunRow]) -> Comparison:
+    rows = list(done.values())
+    failures = [reason for r in rows if (reason := not_converged(r, None))]
+    verdict = Verdict.NOT_CONVERGED if 2 * len(failures) > len(rows) else Verdict.BASELINE
+    reached = sum(r.target_s is not None for r in rows)
+    return Comparison(label, "", verdict, len(rows), reached, reason=failures[0] if failures else "")
+
+
+def _measure(label: str, pairs: Sequence[tuple[RunRow, RunRow]]) -> Comparison:
+    targets = [(b.target_s, c.target_s) for b, c in pairs]
+    both = [(b, c) for b, c in targets if b and c]
+    ends = [(b.train_s, c.train_s) for b, c in pairs if b.train_s and c.train_s]
+    finals = [100 * (c.top1 - b.top1) for b, c in pairs if b.top1 is not None and c.top1 is not None]
+    sent = fmean(b.wire_bytes or 0.0 for b, _ in pairs), fmean(c.wire_bytes or 0.0 for _, c in pairs)
+    return Comparison(
+        candidate=label,
+        terms="",
+        verdict=Verdict.UNCERTAIN,
+        seeds=len(pairs),
+        reached=sum(c is not None for _, c in targets),
+        to_target=_ratio(both) if len(both) == len(pairs) else None,
+        to_end=_ratio(ends) if ends else None,
+        points=mean_interval(finals) if finals else None,
+        noise_points=_noise(pairs),
+        bytes_ratio=sent[1] / sent[0] if sent[0] else None,
+    )
+
+
+def _ratio(pairs: Sequence[tuple[float, float]]) -> Interval:
+    return ratio_interval([b for b, _ in pairs], [c for _, c in pairs])
+
+
+def not_converged(row: RunRow, baseline: float | None) -> str:
+    """Return in what way a run did not converge, or nothing.
+
+    The loss was not finite at the end, or the accuracy is no better than guessing (within 3 standard deviations of a
+    guess), or less than half as far above guessing as the baseline's.
+    """
+    if row.top1 is None or row.eval_loss is None:
+        return "the loss is not finite" if row.eval_loss is None and row.steps else "no accuracy was recorded"
+    chance = 1 / row.classes if row.classes else 0.0
+    noise = CHANCE_SIGMAS * math.sqrt(chance * (1 - chance) / row.eval_samples) if row.eval_samples else 0.0
+    if row.top1 <= chance + noise:
+        return f"its accuracy of {row.top1:.1%} is that of guessing"
+    if baseline is not None and row.top1 < chance + (baseline - chance) / 2:
+        return (
+            f"its accuracy of {row.top1:.1%} is less than half as far above guessing as the baseline's {baseline:.1%}"
+        )
+    return ""
+
+
+def judge(c: Comparison, loss_points: float) -> Verdict:
+    """Give the verdict on what was measured.
+
+    Faster and slower: the whole interval says so, and by 5% at least. A loss: the whole interval says so (or a seed
+    does not reach the target), and by more than the study's `loss_points`; a gain has to exceed the noise of
+    evaluation, too.
+    """
+    speed = c.to_target or c.to_end
+    if speed is None or c.points is None:
+        return Verdict.NOT_MEASURED
+    if speed.low is None or speed.high is None or c.points.low is None or c.points.high is None:
+        return Verdict.ONE_SEED
+    faster = speed.low > 1 and speed.value >= SAME_SPEED
+    slower = speed.high < 1 and speed.value <= 1 / SAME_SPEED
+    short = c.reached < c.seeds
+    loses = c.points.value < -loss_points and (c.points.high < 0 or short)
+    gains = c.points.low > 0 and c.points.value > max(loss_points, c.noise_points)
+    if loses or slower:
+        if faster:
+            return Verdict.FASTER_AT_A_LOSS
+        return Verdict.SLOWER_FOR_A_GAIN if gains else Verdict.NO_BENEFIT
+    if (faster or gains) and not short:
+        return Verdict.BETTER
+    alike = abs(c.points.value) <= max(loss_points, c.noise_points)
+    return Verdict.NO_DIFFERENCE if alike and not short and _same_speed(speed) else Verdict.UNCERTAIN
+
+
+def _same_speed(speed: Interval) -> bool:
+    return 1 / SAME_SPEED < speed.value < SAME_SPEED
+
+
+def _noise(pairs: Sequence[tuple[RunRow, RunRow]]) -> float:
+    """Return two standard deviations, in points, of a difference that comes from the samples evaluated alone."""
+    variances = [r.top1 * (1 - r.top1) / r.eval_samples for pair in pairs for r in pair if r.top1 and r.eval_samples]
+    return 200 * math.sqrt(sum(variances)) / len(pairs)
+
+
+def _done(rows: Sequence[RunRow]) -> dict[int, RunRow]:
+    return {r.seed: r for r in rows if r.status == COMPLETED and r.train_s}
+
+
+def _why_not(rows: Sequence[RunRow]) -> str:
+    said = list(dict.fromkeys(f"{r.status}: {r.message}" if r.message else r.status for r in rows))
+    return "; ".join(said[:2]) or "it was not run"

@@ -1,0 +1,165 @@
+"""`study.yaml`: read from a user's file or from the command line's words, written into the study's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from echelon.core.errors import UserError, nearest
+from echelon.core.files import write_atomic
+from echelon.study.base import DEFAULT_LOSS, Settings, Study
+from echelon.study.grid import candidates_of, exclusions_of, flatten, terms_of
+
+STUDY_FILE = "study.yaml"
+KEYS = ("base", "candidates", "exclude", "terms", "seeds", "loss")
+
+
+def load_study(file: Path) -> Study:
+    """Read a study file.
+
+    Raises:
+        UserError: the file cannot be read, is not YAML, or holds what a study has not; with the nearest that it has.
+    """
+    node = _read(file)
+    for key in node:
+        if key not in KEYS:
+            raise UserError(f"{file}: unknown key {key!r}: {nearest(key, KEYS)}a study has {', '.join(KEYS)}")
+    base = {
+        name: _single(file, name, values) for name, values in flatten(node.get("base") or {}, f"{file}: base").items()
+    }
+    candidates = candidates_of(_list(file, node, "candidates"), f"{file}: candidates")
+    terms = terms_of(node.get("terms"), f"{file}: terms")
+    seeds = seeds_of(node.get("seeds", "3"), f"{file}: seeds")
+    study = Study(base, candidates, terms, (), seeds, _points(node.get("loss"), f"{file}: loss"))
+    return replace(study, exclude=exclusions_of(_list(file, node, "exclude"), f"{file}: exclude", study))
+
+
+def from_tries(base: Settings, tries: Sequence[str], seeds: str, loss: str | None = None) -> Study:
+    """Build a study from the command line's words.
+
+    Raises:
+        UserError: no candidate, an unknown setting, or no number of seeds.
+    """
+    candidates = candidates_of(tries, "--try")
+    return Study(base, candidates, seeds=seeds_of(seeds, "--seeds"), loss_points=_points(loss, "--loss"))
+
+
+def seeds_of(value: Any, where: str) -> tuple[int, ...]:
+    """Read `3` (seeds 0, 1, 2), `0,5,7`, or a list.
+
+    Raises:
+        UserError: neither, or none, or one that stands twice.
+    """
+    words = [str(v).strip() for v in value] if isinstance(value, list) else [w.strip() for w in str(value).split(",")]
+    if not all(w.isdigit() for w in words) or (len(words) == 1 and not isinstance(value, list) and int(words[0]) == 0):
+        raise UserError(f"{where} {value!r}: write how many (3), or which (0,5,7)")
+    seeds = [int(w) for w in words] if len(words) > 1 or isinstance(value, list) else list(range(int(words[0])))
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise UserError(f"{where} {value!r}: each seed once, and at least one")
+    return tuple(seeds)
+
+
+def to_yaml(study: Study) -> str:
+    """Write a study so that `load_study` reads the same one back: products are written out."""
+    node = {
+        "base": dict(study.base),
+        "candidates": [dict(c.settings) for c in study.candidates],
+        "exclude": [dict(wanted) for wanted in study.exclude],
+        "terms": _terms_node(study),
+        "seeds": list(study.seeds),
+        "loss": study.loss_points,
+    }
+    return yaml.safe_dump(
+        {k: v for k, v in node.items() if v or k in ("base", "loss")}, sort_keys=False, allow_unicode=True
+    )
+
+
+def is_study(path: Path) -> bool:
+    """Whether a folder holds a study."""
+    return (path / STUDY_FILE).is_file()
+
+
+def open_study(path: Path, study: Study | None) -> Study:
+    """Make a study's folder, or find the same study in it to go on with; `None`: whatever it holds.
+
+    Raises:
+        UserError: it holds another study, or something else, or nothing to go on with, or cannot be written.
+    """
+    if is_study(path):
+        found = load_study(path / STUDY_FILE)
+        if study is not None and found != study:
+            raise UserError(
+                f"{path} holds another study: continue it with `echelon compare --run {path}`, or choose another --run"
+            )
+        return found
+    if study is None:
+        raise UserError(f"{path} holds no study to continue: give DATA and --try, or a study file")
+    try:
+        if path.exists() and any(p.name != ".lock" for p in path.iterdir()):
+            raise UserError(f"{path} holds something else: choose another --run")
+        path.mkdir(parents=True, exist_ok=True)
+        write_atomic(path / STUDY_FILE, to_yaml(study))
+    except OSError as error:
+        raise UserError(f"--run {path} cannot be written: {error.strerror}") from None
+    return study
+
+
+def _terms_node(study: Study) -> dict[str, list[str]]:
+    names = study.terms[0].settings
+    return {name: list(dict.fromkeys(t.settings[name] for t in study.terms)) for name in names}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
+    plain = _plain(node, file) if node is not None else {}
+    if not isinstance(plain, dict):
+        raise UserError(f"{file}: expected a study: {', '.join(KEYS)}")
+    return plain
+
+
+def _plain(node: yaml.Node, file: Path) -> Any:
+    """Texts as written, lists and mappings: YAML would read 1:4 as a number to base 60, and `off` as false."""
+    if isinstance(node, yaml.MappingNode):
+        found: dict[str, Any] = {}
+        for key, value in node.value:
+            if key.value in found:
+                raise UserError(f"{file}, line {key.start_mark.line + 1}: {key.value} stands twice")
+            found[str(key.value)] = _plain(value, file)
+        return found
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(item, file) for item in node.value]
+    return None if node.tag.endswith(":null") else str(node.value)
+
+
+def _single(file: Path, name: str, values: list[str]) -> str:
+    if len(values) > 1:
+        raise UserError(f"{file}: base: {name} is a list: what varies belongs under candidates or terms")
+    return values[0]
+
+
+def _list(file: Path, node: Mapping[str, Any], key: str) -> list[Any]:
+    value = node.get(key) or []
+    if not isinstance(value, list):
+        raise UserError(f"{file}: {key} is a list, each on a line that begins with a dash")
+    return value
+
+
+def _points(value: Any, where: str) -> float:
+    if value is None:
+        return DEFAULT_LOSS
+    try:
+        points = float(value)
+    except (TypeError, ValueError):
+        points = -1.0
+    if not 0 <= points < 100:
+        raise UserError(f"{where} {value!r}: write points of accuracy below the baseline, such as 0.5")
+    return points

@@ -1,0 +1,86 @@
+"""What lies in a study's folder, and how far each run has come."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.core.errors import UserError
+from echelon.observe.record import read_records
+from echelon.study.base import PlannedRun
+from echelon.study.rows import COMPLETED
+
+RUNS_FOLDER = "runs"
+OUTPUT_FOLDER = "output"
+WARM_UP_FOLDER = "warm-up"
+ENDED = "run"  # kind of the study's own records: how a run ended
+SETTLED = ("refused", "failed")  # with completed, what is not run again
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended: completed, refused, failed or stopped; why; how long its command took."""
+
+    status: str
+    message: str
+    seconds: float
+
+
+def run_folder(study: Path, name: str) -> Path:
+    """Return a run's folder."""
+    return study / RUNS_FOLDER / name
+
+
+def read_ends(study: Path) -> dict[str, RunEnd]:
+    """Return how each run ended last, as the study recorded it; a torn last line is left out."""
+    found = {}
+    for record in read_records(study):
+        if record["kind"] == ENDED and isinstance(record.get("run"), str):
+            seconds = record.get("seconds")
+            end = RunEnd(str(record.get("status")), str(record.get("message") or ""), float(seconds or 0.0))
+            found[record["run"]] = end
+    return found
+
+
+def is_over(study: Path, run: PlannedRun, ends: Mapping[str, RunEnd]) -> bool:
+    """Whether a run is not to be started again: it completed, or was refused, or failed."""
+    end = ends.get(run.name)
+    if end is not None and end.status in SETTLED:
+        return True
+    return completed(run_folder(study, run.name))
+
+
+def completed(folder: Path) -> bool:
+    """Whether a run's own record says that it came to its end."""
+    ends = [record for record in read_records(folder) if record["kind"] in ("start", "end")]
+    return bool(ends) and ends[-1]["kind"] == "end" and ends[-1].get("status") == COMPLETED
+
+
+def discard(folder: Path) -> None:
+    """Remove a run that was cut short: times before and after a pause are not those of one run."""
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def locked(study: Path) -> Iterator[None]:
+    """Hold a study's folder while it goes.
+
+    Raises:
+        UserError: it goes on already, or cannot be written.
+    """
+    try:
+        fd = os.open(study / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UserError(f"--run {study} cannot be written: {error.strerror}") from None
+    with os.fdopen(fd, "r+"):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"a study goes on in {study}: wait for it, or choose another --run") from None
+        yield

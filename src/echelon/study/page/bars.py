@@ -1,0 +1,181 @@
+"""Bars by candidate: seconds and bytes to the target, where a step goes, memory, staleness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from echelon.core.units import format_bytes, format_seconds
+from echelon.observe.phases import PHASES
+from echelon.observe.report.figure import Chart, Json, axis, color, safe
+from echelon.study.page.curves import Scene
+from echelon.study.page.key import Key
+from echelon.study.page.means import Spread, spread
+from echelon.study.rows import COMPLETED
+
+_LABEL = 46
+
+
+def target_charts(scene: Scene) -> list[Chart]:
+    """Seconds and bytes to the target accuracy; a candidate that missed it in a seed has no bar."""
+    if scene.target is None:
+        return []
+    at = f"to {scene.target:.2%}"
+    return [
+        _bars(scene, "target_s", f"Time {at}", (format_seconds, 1.0, "seconds")),
+        _bars(scene, "target_bytes", f"Traffic {at}", (format_bytes, 1e-6, "MB sent")),
+    ]
+
+
+def cost_charts(scene: Scene) -> list[Chart]:
+    """Where a step goes, memory per rank, and the staleness of gradients, as far as they were recorded."""
+    memory = _bars(scene, "memory_bytes", "Memory of the fullest rank", (format_bytes, 1e-6, "MB"))
+    has_memory = any(spread(scene.runs, k.label, "memory_bytes") for k in scene.keys)
+    return [c for c in (_phases(scene), memory if has_memory else None, _staleness(scene)) if c]
+
+
+def _bars(scene: Scene, column: str, title: str, unit: tuple[Callable[[float], str], float, str]) -> Chart:
+    write, scale, name = unit
+    drawn = [(key, spread(scene.runs, key.label, column)) for key in _measured(scene)]
+    known = [(key, s) for key, s in drawn if s is not None]
+    trace: Json = {
+        "type": "bar",
+        "orientation": "h",
+        "y": list(range(len(drawn))),
+        "x": [s.mean * scale if s else 0 for _, s in drawn],
+        "text": [f" {write(s.mean)}" if s else _missing(scene, key, column) for key, s in drawn],
+        "textposition": "outside",
+        "cliponaxis": False,
+        "textfont": {"color": color("ink"), "size": 12},
+        "marker": {"color": [color(key.token) for key, _ in drawn]},
+        "error_x": _errors([s for _, s in drawn], scale),
+        "hovertemplate": [_hover(key, s, write) for key, s in drawn],
+    }
+    longest = max((s.high * scale for _, s in known), default=1.0)
+    layout = {
+        "xaxis": axis(name, range=[0, longest * 1.28]),
+        **_rows([key for key, _ in drawn]),
+        "hovermode": "closest",
+        "showlegend": False,
+    }
+    label = f"{title}: " + "; ".join(f"{key.label} {write(s.mean) if s else 'not reached'}" for key, s in drawn) + "."
+    caption = "Mean over the seeds, with their range."
+    return Chart(f"{column}-{scene.place}", title, caption, label, [trace], layout, _height(len(drawn)))
+
+
+def _missing(scene: Scene, key: Key, column: str) -> str:
+    done = [r for r in scene.runs if r.candidate == key.label and r.status == COMPLETED]
+    reached = sum(getattr(r, column) is not None for r in done)
+    return f" reached in {reached} of {len(done)} seeds" if reached else " not reached"
+
+
+def _errors(spreads: list[Spread | None], scale: float) -> Json:
+    return {
+        "type": "data", "symmetric": False, "array": [(s.high - s.mean) * scale if s else 0 for s in spreads],
+        "arrayminus": [(s.mean - s.low) * scale if s else 0 for s in spreads],
+        "color": color("muted"), "thickness": 1.2, "width": 4,
+    }  # fmt: skip
+
+
+def _hover(key: Key, s: Spread | None, write: Callable[[float], str]) -> str:
+    said = f"{write(s.mean)} ({write(s.low)} to {write(s.high)})" if s else "not reached in every seed"
+    return f"<b>{key.number} {safe(key.label, 60)}</b><br>{said}<extra></extra>"
+
+
+def _phases(scene: Scene) -> Chart | None:
+    drawn = [key for key in _measured(scene) if spread(scene.runs, key.label, "step_s")]
+    if not drawn:
+        return None
+    traces = []
+    for phase in PHASES:
+        parts = [spread(scene.runs, key.label, f"phase_{phase}") for key in drawn]
+        ms = [s.mean * 1e3 if s else 0.0 for s in parts]
+        traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": str(phase),
+                "y": list(range(len(drawn))),
+                "x": ms,
+                "marker": {"color": color(str(phase)), "line": {"color": color("paper"), "width": 1}},
+                "hovertemplate": f"{phase}: %{{x:.3g}} ms<extra></extra>",
+            }
+        )
+    said = []
+    for key in drawn:
+        step, waits = spread(scene.runs, key.label, "step_s"), spread(scene.runs, key.label, "phase_communicate")
+        if step and waits and step.mean:
+            said.append(f"{key.label} {step.mean * 1e3:.3g} ms, {waits.mean / step.mean:.0%} of it communication")
+    layout = {
+        "barmode": "stack",
+        "xaxis": axis("milliseconds per step"),
+        **_rows(drawn),
+        "hovermode": "closest",
+        "legend": {"traceorder": "normal"},
+    }
+    caption = (
+        "Mean of seeds and ranks. Communication is what is not hidden behind backward, waiting for others included."
+    )
+    label = f"Where a step goes: {'; '.join(said)}."
+    return Chart(
+        f"phases-{scene.place}", "Where a step goes", caption, label, traces, layout, _height(len(drawn)) + 40, True
+    )
+
+
+def _staleness(scene: Scene) -> Chart | None:
+    traces, said = [], []
+    for key in scene.keys:
+        shares = _histogram(scene, key.label)
+        if not shares:
+            continue
+        mean = sum(k * share for k, share in shares.items())
+        said.append(f"{key.label} {mean:.2f} on average")
+        traces.append(
+            {
+                "type": "bar", "name": f"{key.number} {safe(key.label, 40)}",
+                "x": list(shares), "y": list(shares.values()),
+                "marker": {"color": color(key.token)}, "hovertemplate": "%{x} behind: %{y:.1%}<extra></extra>",
+            }
+        )  # fmt: skip
+    if not traces:
+        return None
+    layout = {
+        "xaxis": axis("updates behind", dtick=1),
+        "yaxis": axis("share of gradients", tickformat=".0%"),
+        "hovermode": "closest",
+        "showlegend": True,
+    }
+    words = f"How many updates the parameters behind a gradient were old: {'; '.join(said)}."
+    return Chart(f"staleness-{scene.place}", "Staleness", words, words, traces, layout, 300)
+
+
+def _histogram(scene: Scene, candidate: str) -> dict[int, float]:
+    counts: dict[int, int] = {}
+    for row in scene.runs:
+        if row.candidate == candidate and row.status == COMPLETED and row.staleness:
+            for pair in row.staleness.split():
+                behind, _, n = pair.partition(":")
+                counts[int(behind)] = counts.get(int(behind), 0) + int(n)
+    total = sum(counts.values())
+    return {k: n / total for k, n in sorted(counts.items())}
+
+
+def _measured(scene: Scene) -> list[Key]:
+    done = {r.candidate for r in scene.runs if r.status == COMPLETED}
+    return [key for key in scene.keys if key.label in done]
+
+
+def _rows(keys: list[Key]) -> Json:
+    """One row for each candidate, its name above its bar: beside it there is no room on a phone."""
+    names = [
+        {
+            "xref": "x domain", "x": 0, "xanchor": "left", "y": i, "yshift": 17, "showarrow": False,
+            "text": f"<b>{key.number}</b> {safe(key.label, _LABEL)}", "font": {"size": 12, "color": color("ink")},
+        }
+        for i, key in enumerate(keys)
+    ]  # fmt: skip
+    axis_ = {"visible": False, "range": [len(keys) - 0.55, -0.75]}
+    return {"annotations": names, "yaxis": axis_, "bargap": 0.62}
+
+
+def _height(n: int) -> int:
+    return 64 + 46 * n

@@ -1,0 +1,93 @@
+"""Puts the study's page together from charts, words and tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from echelon.core.units import format_seconds
+from echelon.observe.report import Chart, render_page
+from echelon.observe.report.tables import Headline, Table
+from echelon.study.compare import Group
+from echelon.study.page.bars import cost_charts, target_charts
+from echelon.study.page.curves import Scene, curve_charts
+from echelon.study.page.fronts import front_charts
+from echelon.study.page.key import Key, keys_of
+from echelon.study.page.tables import failure_table, run_table, verdict_table
+from echelon.study.rows import COMPLETED
+from echelon.study.settings import label_of
+
+if TYPE_CHECKING:
+    from echelon.study.write import StudyReport
+
+
+@dataclass(frozen=True)
+class Section:
+    """The part of the page on one set of terms."""
+
+    place: int
+    title: str
+    equal: str
+    verdicts: Table
+    keys: list[Key]
+    learning: list[Chart]
+    fronts: list[Chart]
+    targets: list[Chart]
+    costs: list[Chart]
+
+    @property
+    def charts(self) -> list[Chart]:
+        """All of its charts."""
+        return [*self.learning, *self.fronts, *self.targets, *self.costs]
+
+
+def render_study(report: StudyReport, description: str) -> str:
+    """The study's page as HTML; `description` is the text of `study.yaml`."""
+    keys = keys_of(report.study)
+    sections = [_section(report, i, group, keys) for i, group in enumerate(report.groups)]
+    done = sum(r.status == COMPLETED for r in report.runs)
+    environment = Table("Environment", ["what", "value"], [[k, v] for k, v in report.environment.items()])
+    return render_page(
+        "study.html.j2",
+        [chart for section in sections for chart in section.charts],
+        title=report.name,
+        status="completed" if done == len(report.runs) else f"{done} of {len(report.runs)} runs completed",
+        whole=done == len(report.runs),
+        headlines=_headlines(report, done),
+        words=report.words,
+        sections=sections,
+        runs=run_table(report.runs),
+        failures=failure_table(report.runs),
+        environment=environment if environment.rows else None,
+        commands=[r.command for r in report.runs if r.command],
+        description=description,
+    )
+
+
+def _section(report: StudyReport, place: int, group: Group, keys: dict[str, Key]) -> Section:
+    runs = [r for r in report.runs if r.terms == group.terms]
+    points = [p for p in report.points if p.terms == group.terms]
+    mine = [keys[c.candidate] for c in group.comparisons]
+    scene = Scene(place, runs, points, mine, group.target)
+    title = f"Under {group.terms}" if group.terms else "Compared"
+    terms = next(t for t in report.study.terms if t.label == group.terms)
+    equal = label_of({**report.study.base, **terms.settings}) if report.study.base or terms.settings else ""
+    return Section(
+        place, title, equal, verdict_table(group, scene), mine, curve_charts(scene), front_charts(scene),
+        target_charts(scene), cost_charts(scene),
+    )  # fmt: skip
+
+
+def _headlines(report: StudyReport, done: int) -> list[Headline]:
+    spent = sum(r.whole_s or 0.0 for r in report.runs)
+    study = report.study
+    found = [
+        Headline("runs", str(done), f"of {len(report.runs)} completed" if done < len(report.runs) else "all completed"),
+        Headline("candidates", str(len(study.candidates)), f"baseline {study.baseline.label}"),
+        Headline("seeds", str(len(study.seeds))),
+    ]
+    if len(study.terms) > 1:
+        found.append(Headline("sets of terms", str(len(study.terms))))
+    if spent:
+        found.append(Headline("time of all runs", format_seconds(spent)))
+    return found

@@ -1,0 +1,115 @@
+"""The study in sentences: for the terminal, the page and `summary.json`. Every number in them is in the tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from echelon.study.base import Study
+from echelon.study.compare import Comparison, Group, Verdict
+from echelon.study.intervals import Interval, coverage_of
+from echelon.study.recommend import Recommendation
+from echelon.study.rows import COMPLETED, RunRow
+
+MISSING = "missing"
+
+
+def study_words(
+    study: Study, groups: Sequence[Group], recommended: Sequence[Recommendation], runs: Sequence[RunRow]
+) -> list[str]:
+    """Return sentences, the most important first. Plain text, unescaped."""
+    words = [_outcome(study, runs)]
+    for recommendation in recommended:
+        said = " ".join(part for part in (recommendation.says, recommendation.why) if part)
+        words.append(_under(recommendation.terms, said))
+        words += [_under(recommendation.terms, change) for change in recommendation.changes]
+    for group in groups:
+        words += [
+            _under(group.terms, f"{c.candidate}: {sentence(c)}")
+            for c in group.comparisons
+            if c.verdict is not Verdict.BASELINE
+        ]
+        words += _targets(study, group)
+    return words + _caveats(study, runs)
+
+
+def sentence(c: Comparison) -> str:
+    """Say the verdict on one candidate with its numbers, without its name."""
+    if c.verdict is Verdict.NOT_MEASURED:
+        return f"not measured ({c.reason.rstrip('.')})."
+    if c.verdict is Verdict.NOT_CONVERGED:
+        return f"did not converge: {c.reason.rstrip('.')}."
+    speed, points = _speed(c), _points(c)
+    if c.verdict is Verdict.ONE_SEED:
+        return f"{speed}, in one seed: nothing can be concluded about accuracy ({points})."
+    if c.verdict is Verdict.FASTER_AT_A_LOSS and c.points is not None:
+        return f"faster at a loss of {-c.points.value:.2f} points: {speed}; {points}."
+    return f"{c.verdict}: {speed}; {points}."
+
+
+def _speed(c: Comparison) -> str:
+    if c.to_target is not None:
+        return f"{_times(c.to_target)} to the target"
+    if c.to_end is None:
+        return "its time is not known"
+    short = f"reaches the target in {c.reached} of {c.seeds} seed{'s' * (c.seeds > 1)}"
+    return f"{short}, {_times(c.to_end)} to the end"
+
+
+def _times(speed: Interval) -> str:
+    """Say a ratio as faster or slower, whichever makes it greater than 1."""
+    slower = speed.value < 1
+    value, low, high = (1 / v if slower and v else v for v in (speed.value, speed.low, speed.high))
+    if slower:
+        low, high = high, low
+    bounds = f" ({low:.2f}x to {high:.2f}x)" if low is not None and high is not None else ""
+    return f"{'slower' if slower else 'faster'} by {value:.2f}x{bounds}"
+
+
+def _points(c: Comparison) -> str:
+    if c.points is None:
+        return "its accuracy is not known"
+    bounds = f" ({c.points.low:+.2f} to {c.points.high:+.2f})" if c.points.low is not None else ""
+    return f"final accuracy {c.points.value:+.2f} points{bounds}"
+
+
+def _outcome(study: Study, runs: Sequence[RunRow]) -> str:
+    n = Counter(r.status for r in runs)
+    others = ", ".join(f"{count} {status}" for status, count in sorted(n.items()) if status != COMPLETED)
+    terms = f", {len(study.terms)} sets of terms" if len(study.terms) > 1 else ""
+    what = f"{len(study.candidates)} candidates, {len(study.seeds)} seed{'s' * (len(study.seeds) > 1)}{terms}"
+    return f"{n[COMPLETED]} of {len(runs)} runs completed ({what}){f'; {others}' if others else ''}."
+
+
+def _under(terms: str, said: str) -> str:
+    return f"[{terms}] {said}" if terms else said
+
+
+def _targets(study: Study, group: Group) -> list[str]:
+    if group.target is None:
+        return []
+    return [
+        _under(
+            group.terms,
+            f"The target is {group.target:.2%}: {study.loss_points:g} points below the worst final accuracy of "
+            f"{study.baseline.label}.",
+        )
+    ]
+
+
+def _caveats(study: Study, runs: Sequence[RunRow]) -> list[str]:
+    n, words = len(study.seeds), []
+    if n == 1:
+        words.append("There is one seed: nothing can be concluded about accuracy, and the times have no interval.")
+    elif n < 6:
+        words.append(
+            f"Intervals are bootstrapped over {n} seeds: over so few they hold the truth in about "
+            f"{coverage_of(n):.0%} of studies, not in 95%."
+        )
+    samples = min((r.eval_samples for r in runs if r.eval_samples), default=0)
+    if samples and samples < 2000:
+        words.append(f"Accuracy is measured on {samples} samples: one of them is {100 / samples:.2f} points.")
+    restarted = sum(1 for r in runs if r.restarts)
+    if restarted:
+        words.append(f"{restarted} runs lost a worker and were restarted: their seconds leave the outage out.")
+    return words

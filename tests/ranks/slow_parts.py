@@ -1,0 +1,39 @@
+"""A model whose step takes as long as its name says: a truth to plant."""
+
+from __future__ import annotations
+
+import time
+
+from torch import Tensor, nn
+
+from echelon.models.base import ModelInput
+
+PAUSE_S = 0.06
+
+
+class Slept(nn.Module):
+    """Two layers on small images, and a pause in each forward pass of training."""
+
+    def __init__(self, data: ModelInput, pause_s: float) -> None:
+        super().__init__()
+        self._pause_s = pause_s
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.Linear(data.channels * data.image_size**2, 64), nn.ReLU(), nn.Linear(64, data.classes)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits `(B, classes)`."""
+        if self.training:
+            time.sleep(self._pause_s)
+        logits: Tensor = self.layers(x)
+        return logits
+
+
+def once(data: ModelInput) -> nn.Module:
+    """A step of one pause."""
+    return Slept(data, PAUSE_S)
+
+
+def twice(data: ModelInput) -> nn.Module:
+    """A step of two pauses."""
+    return Slept(data, 2 * PAUSE_S)

@@ -1,0 +1,86 @@
+"""Studies as a user starts them: refused candidates, planted truths, and a study that is killed and goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from pyarrow import parquet
+
+from echelon.observe.record import read_records
+from tests.ranks.runs import Run, Runs
+
+REPOSITORY = Path(__file__).parents[2]
+SMALL = ("--workers", "1", "--threads", "1", "--device", "cpu", "--loaders", "0")
+ONCE, TWICE = "model=tests.ranks.slow_parts:once", "model=tests.ranks.slow_parts:twice"
+
+
+def compare(runs: Runs, *arguments: str) -> Run:
+    """Start `echelon compare ... --run s`."""
+    environment = {"PYTHONPATH": str(REPOSITORY)}
+    return runs.start("compare", *arguments, "--run", str(runs.root / "s"), folder="s", environment=environment)
+
+
+def rows(folder: Path) -> list[dict]:
+    """Read the runs' table."""
+    found: list[dict] = parquet.read_table(folder / "runs.parquet").to_pylist()
+    return found
+
+
+@pytest.mark.timeout(400)
+def test_a_refused_candidate_stops_no_other(tmp_path: Path) -> None:
+    with Runs(tmp_path) as runs:
+        tries = ("--try", "sync=allreduce", "--try", "compression=powersdg(2)", "--seeds", "1")
+        run = compare(runs, "digits", *SMALL, "--epochs", "1", *tries)
+        assert run.end() == 1, run.text()
+        by_status = {r["status"]: r for r in rows(run.folder)}
+        assert by_status.keys() == {"completed", "refused"}
+        assert "did you mean powersgd" in by_status["refused"]["message"]
+        assert "powersgd" in (run.folder / "report.html").read_text()
+        assert "not measured (refused: " in run.text() and "Traceback" not in run.text()
+        assert not (run.folder / "warm-up").exists()
+        assert (run.folder / "runs" / by_status["completed"]["run"] / "report.html").exists()
+        again = compare(runs)
+        assert again.end() == 1, again.text()
+        assert "2 of 2 runs are there already" in again.text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_planted_truths_are_found(tmp_path: Path) -> None:
+    with Runs(tmp_path) as runs:
+        tries = [f"--try={ONCE}", f"--try={TWICE}", f"--try={ONCE}", f"--try={ONCE}, lr=1e6", "--seeds", "3"]
+        run = compare(runs, "digits", *SMALL, "--epochs", "6", "--lr", "0.05", *tries)
+        assert run.end(900) == 0, run.text()
+        said = json.loads((run.folder / "summary.json").read_text())
+        verdicts = [(c["verdict"], c["sentence"]) for c in said["comparisons"]]
+        assert [v for v, _ in verdicts] == ["baseline", "no benefit here", "no difference", "did not converge"], (
+            verdicts
+        )
+        found = re.search(r"slower by ([\d.]+)x \(([\d.]+)x to ([\d.]+)x\)", verdicts[1][1])
+        assert found and all(1.8 <= float(bound) <= 2.2 for bound in found.groups()), verdicts[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_a_study_that_is_killed_goes_on_with_what_is_missing(tmp_path: Path, signum: int) -> None:
+    with Runs(tmp_path) as runs:
+        tries = (f"--try={ONCE}", f"--try={TWICE}", "--seeds", "1")
+        run = compare(runs, "digits", *SMALL, "--epochs", "4", *tries)
+        second = run.folder / "runs" / "0-01-tests.ranks.slow_parts-t-s0"
+        run.wait_for(lambda: [r for r in read_records(second) if r["kind"] == "steps"], "a step of the second run")
+        os.kill(run.process.pid, signum)
+        assert run.end(100) == (-signum if signum == signal.SIGKILL else 130)
+        assert run.left_behind(100.0) == []
+        first = {r["run"]: r["seconds"] for r in read_records(run.folder) if r["kind"] == "run"}
+        assert len(first) == 1
+        again = compare(runs)
+        assert again.end() == 0, again.text()
+        assert "1 of 2 runs are there already" in again.text()
+        assert [r["status"] for r in rows(run.folder)] == ["completed"] * 2
+        assert len([r for r in read_records(second) if r["kind"] == "start"]) == 1, "it was resumed, not done anew"

@@ -1,0 +1,79 @@
+"""The live table, and how far a run is by the end of its record."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from echelon.study import from_tries, planned_runs
+from echelon.study.folder import RunEnd, run_folder
+from echelon.study.live import StudyDisplay
+from echelon.study.progress import Tail
+from tests.unit.study.fixtures import EPOCHS, Planted, make_study, tell
+
+TRUTHS = {"sync=allreduce": Planted(), "compression=int8": Planted(status="refused", message="no")}
+
+
+def display(folder: Path, height: int = 40, terminal: bool = True) -> tuple[StudyDisplay, Console]:
+    console = Console(file=io.StringIO(), width=120, height=height, force_terminal=terminal, color_system=None)
+    return StudyDisplay(folder, console), console
+
+
+def shown(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_record_is_followed_to_its_last_whole_line(tmp_path: Path) -> None:
+    run = planned_runs(from_tries({}, ["sync=allreduce"], "1"))[0]
+    lines = [json.dumps(line) for line in tell(run, Planted())]
+    tail = Tail(tmp_path)
+    assert tail.read().done == 0.0
+    (tmp_path / "record.jsonl").write_text("\n".join(lines[:2]) + "\n" + lines[2][:30])
+    halfway = tail.read()
+    assert halfway.done == 1 / EPOCHS and halfway.top1 is None and halfway.samples_per_s is not None
+    (tmp_path / "record.jsonl").write_text("\n".join(lines) + "\n")
+    whole = tail.read()
+    assert whole.done == 1.0 and whole.top1 is not None
+
+
+def test_the_table_shows_all_runs_and_what_is_left(tmp_path: Path) -> None:
+    study = from_tries({}, list(TRUTHS), "2")
+    folder = make_study(tmp_path / "s", study, TRUTHS)
+    runs = planned_runs(study)
+    screen, console = display(folder)
+    ends = {runs[0].name: RunEnd("completed", "", 10.0), runs[1].name: RunEnd("refused", "no", 2.0)}
+    screen.began(runs, ends, frozenset(ends))
+    screen.started(runs[2], run_folder(folder, runs[2].name))
+    console.print(screen.view())
+    text = shown(console)
+    assert "2 of 4 runs over; about 20 s left" in text
+    rows = [line for line in text.splitlines() if line.startswith(("sync=", "compression="))]
+    assert [row.split()[2] for row in rows[-4:]] == ["completed", "refused", "running", "waiting"]
+
+
+def test_a_small_terminal_shows_the_rows_around_the_present_one(tmp_path: Path) -> None:
+    study = from_tries({}, ["sync=allreduce", "lr=1"], "20")
+    screen, console = display(make_study(tmp_path / "s", study, {}), height=12)
+    screen.began(planned_runs(study), {}, frozenset())
+    console.print(screen.view())
+    assert "34 runs not shown" in shown(console)
+
+
+def test_without_a_terminal_each_run_is_a_line(tmp_path: Path) -> None:
+    study = from_tries({}, list(TRUTHS), "1")
+    folder = make_study(tmp_path / "s", study, TRUTHS)
+    runs = planned_runs(study)
+    screen, console = display(folder, terminal=False)
+    with screen:
+        screen.began(runs, {}, frozenset())
+        screen.started(runs[0], run_folder(folder, runs[0].name))
+        screen.ended(runs[0], RunEnd("completed", "", 10.0))
+        screen.ended(runs[1], RunEnd("refused", "unknown compression", 2.0))
+    first, second = shown(console).splitlines()
+    assert first.startswith("[1/2] sync=allreduce, seed 0: completed in 10 s; accuracy 0.9")
+    assert first.endswith("about 10 s left")
+    assert second == "[2/2] compression=int8, seed 0: refused in 2 s; unknown compression"

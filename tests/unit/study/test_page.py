@@ -1,0 +1,111 @@
+"""The study's page: self-contained, complete, and drawn by a real browser without a complaint."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from echelon.study import Study, write_study
+from echelon.study.base import Candidate, Terms
+from echelon.study.page.fronts import front
+from tests.unit.observe.test_report_page import CHROMIUM, dump, figures, outline
+from tests.unit.study.fixtures import Planted, make_study
+
+HOSTILE = "model=</script><img src=x onerror=alert(1)>"
+TRUTHS = {
+    "sync=allreduce": Planted(),
+    "compression=powersgd(2)": Planted(communicate_s=0.001, bytes_per_step=1e5),
+    "sync=ps(mode=async)": Planted(communicate_s=0.004, staleness={"0": 9, "1": 21, "2": 5}),
+    HOSTILE: Planted(final=0.9),
+    "lr=1": Planted(status="refused", message="<b>no</b>"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    terms = (Terms("link=100mbit", {"launch.link": "100mbit"}), Terms("link=10mbit", {"launch.link": "10mbit"}))
+    candidates = tuple(Candidate(name, {"strategy.sync": str(i)}) for i, name in enumerate(TRUTHS))
+    study = Study({"data.source": "digits"}, candidates, terms)
+    folder = tmp_path_factory.mktemp("page") / "s"
+    folder.mkdir()
+    report = _labelled(folder, study)
+    assert report.exists()
+    return folder
+
+
+def _labelled(folder: Path, study: Study) -> Path:
+    """Write the page of a study whose labels are hostile, past the file, which would refuse them."""
+    from echelon.study.compare import set_targets
+    from echelon.study.page import render_study
+    from echelon.study.plan import planned_runs
+    from echelon.study.rows import COMPLETED, RunRow, rows_of
+    from echelon.study.write import report_of
+    from tests.unit.study.fixtures import _write_run
+
+    runs, points = [], []
+    for run in planned_runs(study):
+        truth = TRUTHS[run.candidate]
+        if truth.status != COMPLETED:
+            runs.append(RunRow(run.name, run.candidate, run.terms, run.seed, truth.status, truth.message))
+            continue
+        _write_run(folder / run.name, run, truth)
+        row, own = rows_of(run, folder / run.name, COMPLETED, "")
+        runs.append(row)
+        points += own
+    report = report_of("a study", study, set_targets(study, runs, points), points, {"cpu": "2 cores"})
+    page = folder / "report.html"
+    page.write_text(render_study(report, "base: {}"))
+    return page
+
+
+def test_the_page_fetches_nothing_and_is_well_formed(folder: Path) -> None:
+    page = (folder / "report.html").read_text()
+    found = outline(page)
+    assert not [tag for tag, attrs in found if tag in ("link", "img", "iframe") or attrs.get("src")]
+    assert len([tag for tag, _ in found if tag == "script"]) == 3
+    plots = {a["id"]: a for _, a in found if a.get("class") == "plot"}
+    assert plots.keys() == figures(page).keys()
+    assert all(a["role"] == "img" and a["aria-label"] for a in plots.values())
+    ids = [a["id"] for _, a in found if "id" in a]
+    assert len(ids) == len(set(ids))
+    levels = [int(tag[1]) for tag, _ in found if tag in ("h1", "h2", "h3", "h4")]
+    assert levels[0] == 1 and all(b - a <= 1 for a, b in pairwise(levels))
+
+
+def test_each_set_of_terms_has_all_charts(folder: Path) -> None:
+    drawn = figures((folder / "report.html").read_text())
+    kinds = {"seconds", "wire_bytes", "samples", "front-train_s", "front-wire_bytes", "target_s", "target_bytes"}
+    kinds |= {"phases", "memory_bytes", "staleness"}
+    assert drawn.keys() == {f"{kind}-{place}" for kind in kinds for place in (0, 1)}
+
+
+def test_what_was_refused_is_on_the_page(folder: Path) -> None:
+    page = (folder / "report.html").read_text()
+    assert "What did not go as planned" in page and "&lt;b&gt;no&lt;/b&gt;" in page
+
+
+def test_an_empty_study_has_a_page(tmp_path: Path) -> None:
+    from echelon.study import from_tries
+
+    write_study(make_study(tmp_path / "s", from_tries({}, ["sync=allreduce", "lr=1"], "2"), {}))
+    assert figures((tmp_path / "s" / "report.html").read_text()) == {}
+
+
+def test_the_front_is_what_no_other_beats() -> None:
+    assert front([3, 1, 2, 2], [0.9, 0.5, 0.4, 0.7]) == [1, 3, 0]
+    assert front([1, 1], [0.5, 0.5]) == [0]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here to open the page with")
+@pytest.mark.parametrize(
+    ("scheme", "stroke"), [(1, "rgb(31, 95, 168)"), (0, "rgb(125, 180, 242)")], ids=["light", "dark"]
+)
+def test_browser_draws_every_chart_in_its_theme(folder: Path, tmp_path: Path, scheme: int, stroke: str) -> None:
+    page = folder / "report.html"
+    dom, console = dump(page, tmp_path / "profile", f"--blink-settings=preferredColorScheme={scheme}")
+    assert console == []
+    assert f'data-charts="{len(figures(page.read_text()))}"' in dom
+    assert stroke in dom
+    assert "<title>a study · Echelon</title>" in dom

@@ -1,0 +1,92 @@
+"""The tables hold what the words say: recomputed from the Parquet file by other means than the study's."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+
+from echelon.study import from_tries, write_study
+from echelon.study.folder import discard, run_folder
+from echelon.study.table import read_tables
+from tests.unit.study.fixtures import EPOCHS, STEPS, Planted, make_study
+
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "studies").glob("*/runs.parquet"))
+NUMBERS = re.compile(r"(slower|faster) by ([\d.]+)x .*final accuracy ([+-][\d.]+) points")
+TRUTHS = {
+    "sync=allreduce": Planted(),
+    "compression=int8": Planted(communicate_s=0.008, bytes_per_step=5e5),
+    "sync=local(8)": Planted(compute_s=0.05, final=0.90),
+}
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    folder = make_study(tmp_path / "s", from_tries({}, list(TRUTHS), "3"), TRUTHS)
+    write_study(folder)
+    return folder
+
+
+def check_words(folder: Path) -> int:
+    """Recompute each speed-up and each difference in the words from `runs.parquet`; returns how many there were."""
+    rows = parquet.read_table(folder / "runs.parquet").to_pylist()
+    summary = json.loads((folder / "summary.json").read_text())
+    checked = 0
+    for c in summary["comparisons"]:
+        found = NUMBERS.search(c["sentence"])
+        if not found:
+            continue
+        pairs = pairs_of(rows, summary["baseline"], c["candidate"], c["terms"])
+        column = "target_s" if "to the target;" in c["sentence"] else "train_s"
+        ratio = np.exp(np.mean([np.log(b[column] / r[column]) for b, r in pairs]))
+        assert found[2] == f"{max(ratio, 1 / ratio):.2f}", c["sentence"]
+        assert found[1] == ("faster" if ratio >= 1 else "slower")
+        assert found[3] == f"{np.mean([100 * (r['top1'] - b['top1']) for b, r in pairs]):+.2f}", c["sentence"]
+        assert any(c["sentence"] in word for word in summary["words"])
+        checked += 1
+    return checked
+
+
+def pairs_of(rows: list[dict], baseline: str, candidate: str, terms: str) -> list[tuple[dict, dict]]:
+    done = {(r["candidate"], r["seed"]): r for r in rows if r["terms"] == terms and r["status"] == "completed"}
+    seeds = {seed for name, seed in done if name == candidate} & {seed for name, seed in done if name == baseline}
+    return [(done[baseline, seed], done[candidate, seed]) for seed in seeds]
+
+
+def test_numbers_in_the_words_are_those_of_the_table(study: Path) -> None:
+    assert check_words(study) == 2
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=[f.parent.name for f in EXAMPLES])
+def test_numbers_in_the_words_of_the_examples_are_those_of_their_tables(file: Path) -> None:
+    assert check_words(file.parent) >= 1
+
+
+def test_the_tables_hold_a_row_per_run_and_per_evaluation(study: Path) -> None:
+    runs = parquet.read_table(study / "runs.parquet").to_pylist()
+    points = parquet.read_table(study / "points.parquet").to_pylist()
+    assert len(runs) == 9 and len(points) == 9 * EPOCHS
+    with (study / "runs.csv").open() as file:
+        texts = list(csv.DictReader(file))
+    assert [t["run"] for t in texts] == [r["run"] for r in runs]
+    assert [float(t["train_s"]) for t in texts] == [r["train_s"] for r in runs]
+    base = next(r for r in runs if r["candidate"] == "sync=allreduce")
+    assert base["wire_bytes"] == pytest.approx(2e6 * STEPS * EPOCHS)
+    assert base["train_s"] == pytest.approx(0.05 * STEPS * EPOCHS, rel=0.05)
+    own = [p for p in points if p["run"] == base["run"]]
+    assert own[-1]["seconds"] == pytest.approx(base["train_s"]) and own[-1]["wire_bytes"] == base["wire_bytes"]
+    assert own[0]["samples"] == STEPS * 128
+
+
+def test_rows_outlive_the_folders_of_their_runs(study: Path) -> None:
+    before, points = read_tables(study)
+    words = json.loads((study / "summary.json").read_text())
+    discard(run_folder(study, "").parent / "runs")
+    write_study(study)
+    assert read_tables(study) == (before, points)
+    assert json.loads((study / "summary.json").read_text()) == words
