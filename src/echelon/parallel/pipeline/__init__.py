@@ -1,0 +1,8 @@
+"""Pipeline parallelism: a chain of blocks cut into stages, micro-batches sent through them by a schedule."""
+
+from __future__ import annotations
+
+from echelon.parallel.pipeline.pipeline import Pipeline
+from echelon.parallel.pipeline.settings import PipelineResult, PipelineSettings
+
+__all__ = ["Pipeline", "PipelineResult", "PipelineSettings"]

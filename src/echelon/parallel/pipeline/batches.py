@@ -1,0 +1,62 @@
+"""A batch as micro-batches of one size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """Inputs of one size, and the targets of those of them that count: fewer in the last ones, perhaps none."""
+
+    inputs: tuple[Tensor, ...]
+    targets: tuple[Tensor, ...]
+
+
+def cut_batch(inputs: Tensor, targets: Tensor, count: int) -> MicroBatches:
+    """Cut inputs (N, ...) and targets (N, ...) into `count` micro-batches of ceil(N / count), at least 1.
+
+    What is missing is filled up with copies of the last sample (blank ones when there is none), without targets.
+    """
+    size = max(1, -(-len(inputs) // count))
+    missing = size * count - len(inputs)
+    if missing:
+        last = inputs[-1:] if len(inputs) else inputs.new_zeros((1, *inputs.shape[1:]))
+        inputs = torch.cat([inputs, last.expand(missing, *inputs.shape[1:])])
+    return MicroBatches(inputs.split(size), tuple(targets[i * size : (i + 1) * size] for i in range(count)))
+
+
+def has_batchnorm(modules: Sequence[nn.Module]) -> bool:
+    """Whether a sample's output depends on the other samples of its micro-batch."""
+    return any(isinstance(m, _BatchNorm) for module in modules for m in module.modules())
+
+
+def dividing_count(samples: int, most: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
+    """Return the greatest number of equal micro-batches up to `most`, the same on all ranks of a group."""
+    if group is not None:
+        extremes = torch.tensor([samples, -samples], device=device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+        largest, smallest = int(extremes[0]), -int(extremes[1])
+        if largest != smallest:  # by one: nothing divides both
+            return 1
+    return next(count for count in range(min(most, max(1, samples)), 0, -1) if samples % count == 0)
+
+
+@contextmanager
+def evaluating(modules: Sequence[nn.Module], blank: bool) -> Iterator[None]:
+    """For a blank batch, put modules into evaluation mode: it must not enter their statistics."""
+    modes = [(m, m.training) for module in modules for m in module.modules()] if blank else []
+    for part, _ in modes:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode

@@ -1,0 +1,148 @@
+"""A model as a chain of steps, each the only user of the one before's output: where a pipeline may be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from echelon.core.errors import UserError
+from echelon.core.hints import Hints, matching
+
+FUNCTIONS = ("=flatten", "=relu")
+
+
+@dataclass(frozen=True)
+class ChainStep:
+    """One step of a forward pass.
+
+    Attributes:
+        name: of a module below the root, `:method` of the root, or `=flatten` or `=relu`.
+        owns: names of the modules and of the root's own parameters and buffers that it uses.
+        numel: numbers in the parameters that it uses.
+    """
+
+    name: str
+    owns: tuple[str, ...]
+    numel: int
+
+
+def find_chain(model: nn.Module, hints: Hints | None) -> tuple[ChainStep, ...]:
+    """Return a model's forward pass as a chain: its family's, or the children of an `nn.Sequential`.
+
+    Raises:
+        UserError: it is none that is known, a parameter belongs to no step or to two, or a declaration names what the
+            model does not have.
+    """
+    if hints is not None and hints.chain is not None:
+        steps = _declared(model, hints.chain, hints.glue)
+    elif isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        steps = _declared(model, ("*",), {})
+    else:
+        raise UserError(
+            f"--parallel pp: the forward pass of {type(model).__name__} is not known to be a chain of blocks: "
+            "make the model an nn.Sequential, declare Hints.chain for it, or use fsdp=N or tp=N instead"
+        )
+    _check_owners(model, steps)
+    return steps
+
+
+def _declared(model: nn.Module, chain: tuple[str, ...], glue: Mapping[str, tuple[str, ...]]) -> tuple[ChainStep, ...]:
+    modules = dict(model.named_modules())
+    steps: list[ChainStep] = []
+    for entry in chain:
+        if entry in FUNCTIONS:
+            steps.append(ChainStep(entry, (), 0))
+        elif entry.startswith(":"):
+            if not callable(getattr(model, entry[1:], None)):
+                raise UserError(f"the chain of {type(model).__name__} names {entry}, a method that it does not have")
+            # A family declares more than each of its members has.
+            owned = tuple(name for name in glue.get(entry, ()) if _has(model, name))
+            steps.append(ChainStep(entry, owned, _numel(model, owned)))
+        else:
+            names = [name for name in modules if name]
+            steps += [ChainStep(name, (name,), _numel(model, (name,))) for name in matching([entry], names)]
+    if not steps:
+        raise UserError(f"the chain of {type(model).__name__}, {', '.join(chain)}, names no module that it has")
+    return tuple(steps)
+
+
+def _has(model: nn.Module, owned: str) -> bool:
+    sources = (model.named_modules(), model.named_parameters(remove_duplicate=False), model.named_buffers())
+    return any(is_under(name, owned) for source in sources for name, _ in source)
+
+
+def is_under(name: str, owned: str) -> bool:
+    """Whether a dotted name is another, or inside it.
+
+    >>> is_under("blocks.1.norm", "blocks.1"), is_under("blocks.10", "blocks.1")
+    (True, False)
+    """
+    return name == owned or name.startswith(f"{owned}.")
+
+
+def _numel(model: nn.Module, owned: tuple[str, ...]) -> int:
+    return sum(p.numel() for name, p in model.named_parameters() if any(is_under(name, each) for each in owned))
+
+
+def _check_owners(model: nn.Module, steps: tuple[ChainStep, ...]) -> None:
+    for name, _ in model.named_parameters():
+        users = [step.name for step in steps if any(is_under(name, owned) for owned in step.owns)]
+        if len(users) != 1:
+            found = f"{len(users)} steps ({', '.join(users)})" if users else "no step"
+            raise UserError(
+                f"--parallel pp: {type(model).__name__}: the parameter {name} belongs to {found} of its chain "
+                f"({', '.join(step.name for step in steps[:4])}, ...): the declaration does not fit this model"
+            )
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Steps that are never cut apart: one with parameters and those without any that follow it.
+
+    The first unit also has the steps without parameters before it.
+    """
+
+    name: str
+    steps: tuple[ChainStep, ...]
+
+
+def units_of(steps: tuple[ChainStep, ...]) -> tuple[Unit, ...]:
+    """Return what a stage is made of; each has parameters, so that each stage has some."""
+    return tuple(Unit(next(s.name for s in group if s.numel), tuple(group)) for group in _groups(steps))
+
+
+def _groups(steps: tuple[ChainStep, ...]) -> Iterator[list[ChainStep]]:
+    group: list[ChainStep] = []
+    for step in steps:
+        if step.numel and any(each.numel for each in group):
+            yield group
+            group = []
+        group.append(step)
+    if any(each.numel for each in group):
+        yield group
+
+
+def check_tied(model: nn.Module, stages: tuple[tuple[ChainStep, ...], ...]) -> None:
+    """Refuse a parameter that two stages would share: each would keep and train a copy of its own.
+
+    Raises:
+        UserError: names the two, and what to do.
+    """
+    seen: dict[int, tuple[str, int]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        stage = _stage_of(name, stages)
+        first, where = seen.setdefault(id(parameter), (name, stage))
+        if where != stage:
+            raise UserError(
+                f"--parallel pp: {name} and {first} of {type(model).__name__} are one tensor, used by stages {where} "
+                f"and {stage}: build the model with untied weights, or use fsdp=N or tp=N instead"
+            )
+
+
+def _stage_of(name: str, stages: tuple[tuple[ChainStep, ...], ...]) -> int:
+    for i, steps in enumerate(stages):
+        if any(is_under(name, owned) for step in steps for owned in step.owns):
+            return i
+    raise AssertionError(f"{name} belongs to no stage")

@@ -1,0 +1,205 @@
+"""A model over the ranks of a pipeline: forward and backward of a batch in micro-batches, and evaluation.
+
+A batch is cut into micro-batches of one size; where it does not divide, the last sample is repeated with weight zero.
+That would enter BatchNorm's statistics, so with BatchNorm such a batch goes in fewer micro-batches, which divide it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh
+
+from echelon.core.hints import Hints
+from echelon.parallel.pipeline.batches import MicroBatches, cut_batch, dividing_count, evaluating, has_batchnorm
+from echelon.parallel.pipeline.plan import StagePlan, plan_stages
+from echelon.parallel.pipeline.settings import PipelineResult, PipelineSettings, microbatch_count, schedule_class
+from echelon.parallel.pipeline.shapes import Skeleton
+from echelon.parallel.pipeline.stage import make_stage, set_autocast
+from echelon.parallel.pipeline.timeline import Action, RecordedStage, Recorder
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Scale = Callable[[Tensor], Tensor]
+FIRST_RECORDED = 2  # the steps before it also start things up
+MOST_SHAPES = 16  # of micro-batches whose schedules are kept
+
+
+class Pipeline(nn.Module):
+    """This rank's stages of a model, and what runs them together with the other ranks'.
+
+    Attributes:
+        plan: all stages.
+        stage_modules: this rank's, in forward order; parameters have the names that they have in the whole model.
+        microbatches: parts of a batch.
+        schedule: its name.
+        timelines: of the recorded steps, every rank's actions; the owner may empty it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        hints: Hints | None,
+        mesh: DeviceMesh,
+        settings: PipelineSettings,
+        loss: Loss,
+        example: Tensor,
+    ) -> None:
+        """Cut a model; all ranks of the world call it together. The model's other parts are the caller's to let go.
+
+        Args:
+            model: the whole, the same on every rank, on its device or on meta, not yet split in another way.
+            mesh: of the pipeline, 1-D.
+            loss: sums over samples; gets logits in float32 (float64 of a float64 model).
+            example: inputs of a micro-batch, of any values, on the device.
+
+        Raises:
+            UserError: the model cannot be cut so, or the schedule does not take what is asked of it.
+        """
+        super().__init__()
+        self._group, self._device, self._loss, self._settings = mesh.get_group(), example.device, loss, settings
+        self.plan: tuple[StagePlan, ...] = plan_stages(model, hints, settings, mesh.size(), example)
+        self.schedule = settings.schedule
+        self.microbatches = microbatch_count(settings, mesh.size(), len(self.plan))
+        steps = tuple(stage.steps for stage in self.plan)
+        self._skeleton = Skeleton(model, steps, self._device, settings.autocast)
+        self._skeleton.boundaries(example.shape, example.dtype)
+        rank, last = mesh.get_local_rank(), len(steps) - 1
+        self._mine = [number for number, stage in enumerate(self.plan) if stage.rank == rank]
+        self._modules_of_stages = nn.ModuleList(make_stage(model, steps[i], i == 0, i == last) for i in self._mine)
+        self._mixes_samples = has_batchnorm([model])
+        self._schedules: dict[tuple[object, ...], pipelining.schedules._PipelineSchedule] = {}
+        self._recorder = Recorder(self._device)
+        self._done = 0
+        self._job = _Job(loss, 1, _identity, self._device)
+        self.timelines: list[list[Action]] = []
+        for stage in self.stage_modules:
+            set_autocast(stage, settings.autocast)
+
+    @property
+    def stage_modules(self) -> list[nn.Module]:
+        """This rank's stages, in forward order."""
+        return list(self._modules_of_stages)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user has to know of this pipeline, in sentences."""
+        if not self._mixes_samples or self.microbatches == 1:
+            return ()
+        return (
+            f"BatchNorm takes its statistics over each of the {self.microbatches} micro-batches by itself, as in "
+            "GPipe: losses differ a little from those of one process; pp with microbatches=1 has the same",
+        )
+
+    def forward_backward(
+        self, inputs: Tensor, targets: Tensor, divisor: float, scale: Scale | None = None
+    ) -> PipelineResult:
+        """Add the gradients of sum(losses) / divisor to those of the parameters; every rank gets the result.
+
+        Args:
+            inputs: (N, ...), targets: (N, ...), the same on all ranks of the pipeline; N may be 0.
+            scale: applied to each micro-batch's loss before its backward.
+        """
+        count = self.microbatches
+        if self._mixes_samples:
+            count = dividing_count(len(inputs), count, self._settings.data_group, self._device)
+        parts = cut_batch(inputs, targets, count)
+        self._job = _Job(self._loss, divisor, scale or _identity, self._device)
+        recorded = FIRST_RECORDED <= self._done < FIRST_RECORDED + self._settings.recorded
+        schedule = self._schedule(parts, training=True)
+        if recorded:
+            self._recorder.start()
+        with evaluating(self.stage_modules, blank=not len(inputs)):
+            self._run(schedule, parts, training=True)
+        if recorded:
+            self.timelines.append(self._recorder.finish(self._group))
+        self._done += 1
+        sums = self._job.sums
+        self._broadcast(sums)
+        logits = self._skeleton.boundaries(parts.inputs[0].shape, inputs.dtype)[-1].dtype
+        loss = sums[0].to(torch.float64 if logits == torch.float64 else torch.float32)
+        return PipelineResult(loss, sums[1].round().to(torch.int64), len(targets))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return logits (N, ...) on every rank, for inputs (N, ...); no gradients."""
+        parts = cut_batch(inputs, inputs.new_zeros(0), min(self.microbatches, max(1, len(inputs))))
+        with torch.no_grad():
+            outputs = self._run(self._schedule(parts, training=False), parts, training=False)
+            last = self._skeleton.boundaries(parts.inputs[0].shape, inputs.dtype)[-1]
+            shape = (len(parts.inputs) * last.shape[0], *last.shape[1:])
+            logits = outputs.contiguous() if outputs is not None else inputs.new_empty(shape, dtype=last.dtype)
+            self._broadcast(logits)
+        return logits[: len(inputs)]
+
+    def evaluate(self, inputs: Tensor) -> Tensor:
+        """Return logits as `forward` does."""
+        return self.forward(inputs)
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, group_src=self.plan[-1].rank, group=self._group)
+
+    def _run(
+        self, schedule: pipelining.schedules._PipelineSchedule, parts: MicroBatches, training: bool
+    ) -> Tensor | None:
+        given = {"arg_mbs": [(part,) for part in parts.inputs]} if 0 in self._mine else {}
+        wanted = {"target_mbs": list(parts.targets)} if training and len(self.plan) - 1 in self._mine else {}
+        found: Tensor | None = schedule.step(**given, **wanted, return_outputs=not training)
+        return found
+
+    def _schedule(self, parts: MicroBatches, training: bool) -> pipelining.schedules._PipelineSchedule:
+        first = parts.inputs[0]
+        key = (len(parts.inputs), *first.shape, first.dtype, training)
+        if key not in self._schedules:
+            if len(self._schedules) == MOST_SHAPES:
+                self._schedules.clear()
+            self._schedules[key] = self._new_schedule(first, len(parts.inputs), training)
+        return self._schedules[key]
+
+    def _new_schedule(self, first: Tensor, count: int, training: bool) -> pipelining.schedules._PipelineSchedule:
+        between = self._skeleton.boundaries(first.shape, first.dtype)
+        stages = [
+            RecordedStage(
+                module,
+                number,
+                len(self.plan),
+                self._device,
+                input_args=between[number].blank(),
+                output_args=between[number + 1].blank(),
+                group=self._group,
+            )
+            for number, module in zip(self._mine, self._modules_of_stages, strict=True)
+        ]
+        for stage in stages:
+            stage.recorder = self._recorder
+        kind, single = schedule_class(self.schedule, count, dist.get_world_size(self._group), len(self.plan))
+        loss = self._micro_loss if training else None
+        return kind(stages[0] if single else stages, n_microbatches=count, loss_fn=loss, scale_grads=False)
+
+    def _micro_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return self._job.loss_of(logits, targets)
+
+
+class _Job:
+    """The losses of one batch, in the order in which micro-batches reach the last stage."""
+
+    def __init__(self, loss: Loss, divisor: float, scale: Scale, device: torch.device) -> None:
+        self._loss, self._divisor, self._scale = loss, divisor, scale
+        self.sums = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the scaled loss of a micro-batch, whose samples beyond its targets have weight zero."""
+        exact = logits if logits.dtype == torch.float64 else logits.float()
+        if not len(targets):
+            return exact.sum() * 0.0
+        kept = exact[: len(targets)]
+        total = self._loss(kept, targets) / self._divisor
+        correct = (kept.detach().argmax(-1) == targets).sum()
+        self.sums += torch.stack([total.detach().double(), correct.double()])
+        return self._scale(total)
+
+
+def _identity(loss: Tensor) -> Tensor:
+    return loss

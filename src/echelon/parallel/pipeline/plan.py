@@ -1,0 +1,82 @@
+"""Which rank gets which part of a model: decided before anything is split, and shown by a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from echelon.core.hints import Hints
+from echelon.parallel.pipeline.chain import ChainStep, Unit, check_tied, find_chain, units_of
+from echelon.parallel.pipeline.cuts import balanced, cuts_by_hand, measure_units, stages_of
+from echelon.parallel.pipeline.settings import SCHEDULES, PipelineSettings, stage_count, stage_ranks
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage.
+
+    Attributes:
+        rank: in the pipeline.
+        steps: of the model's chain.
+        numel: numbers in its parameters.
+        seconds: measured, for forward and backward of one micro-batch; None where cuts are made by hand.
+    """
+
+    rank: int
+    steps: tuple[ChainStep, ...]
+    numel: int
+    seconds: float | None
+
+    def __str__(self) -> str:
+        first, last = self.steps[0].name, self.steps[-1].name
+        time = "" if self.seconds is None else f", {self.seconds * 1000:.2f} ms a micro-batch"
+        return f"{first} to {last}: {self.numel:,} parameters{time}, on rank {self.rank}"
+
+
+def plan_stages(
+    model: nn.Module, hints: Hints | None, settings: PipelineSettings, ranks: int, example: Tensor
+) -> tuple[StagePlan, ...]:
+    """Decide where a model is cut; with a process group, all ranks call it and take rank 0's measurement.
+
+    Args:
+        model: on any device, meta included.
+        example: inputs of a micro-batch, of any values, on the device that is to be measured.
+
+    Raises:
+        UserError: the model is no chain, has too few blocks for the schedule, or a cut does not fit it.
+    """
+    units = units_of(find_chain(model, hints))
+    count = stage_count(settings, ranks, len(units))
+    where = stage_ranks(SCHEDULES[settings.schedule], count, ranks)
+    times: Sequence[float] | None = None
+    if settings.cuts:
+        cuts = cuts_by_hand(settings.cuts, units)
+    elif count == len(units):
+        cuts = tuple(range(1, count))
+    else:
+        times = _shared_times(model, units, example)
+        cuts = balanced(times, count)
+    stages = stages_of(units, cuts)
+    check_tied(model, stages)
+    edges = [0, *cuts, len(units)]
+    seconds = [None if times is None else sum(times[a:b]) for a, b in pairwise(edges)]
+    return tuple(
+        StagePlan(rank, steps, sum(step.numel for step in steps), taken)
+        for rank, steps, taken in zip(where, stages, seconds, strict=True)
+    )
+
+
+def _shared_times(model: nn.Module, units: Sequence[Unit], example: Tensor) -> list[float]:
+    """Measure on rank 0 of the world: every replica has to be cut alike, whatever the load on its machine."""
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    times = torch.zeros(len(units), device=example.device)
+    if alone or dist.get_rank() == 0:
+        times += torch.tensor(measure_units(model, units, example), device=example.device)
+    if not alone:
+        dist.broadcast(times, src=0)
+    return [float(each) for each in times.tolist()]

@@ -1,0 +1,88 @@
+"""What goes from stage to stage, found without computing: the whole model run on tensors that have no data."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from echelon.core.errors import UserError
+from echelon.parallel.pipeline.chain import ChainStep
+from echelon.parallel.pipeline.stage import make_stage, set_autocast
+
+Stages = tuple[tuple[ChainStep, ...], ...]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A tensor of a micro-batch between stages: what the next one receives, and whether it sends a gradient back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def blank(self) -> Tensor:
+        """Return a tensor without data that has these."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.requires_grad)
+
+
+class Skeleton:
+    """All stages of a model without their data, made before it is split; every rank has one."""
+
+    def __init__(self, model: nn.Module, stages: Stages, device: torch.device, autocast: torch.dtype | None) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._device = device
+        self._name = type(model).__name__
+        with self._mode:
+            whole = copy.deepcopy(model, self._without_data(model)).eval()
+            last = len(stages) - 1
+            self._stages = [make_stage(whole, steps, i == 0, i == last) for i, steps in enumerate(stages)]
+        for stage in self._stages:
+            set_autocast(stage, autocast)
+        self._known: dict[tuple[object, ...], tuple[Boundary, ...]] = {}
+
+    def _without_data(self, model: nn.Module) -> dict[int, object]:
+        """Return what `deepcopy` is to take in place of each parameter and buffer, and of hooks."""
+        memo: dict[int, object] = {}
+        for parameter in model.parameters():
+            blank = torch.empty_like(parameter, device=self._device)
+            memo[id(parameter)] = nn.Parameter(blank, requires_grad=parameter.requires_grad)
+        for buffer in model.buffers():
+            memo.setdefault(id(buffer), torch.empty_like(buffer, device=self._device))
+        return memo
+
+    def boundaries(self, shape: torch.Size, dtype: torch.dtype) -> tuple[Boundary, ...]:
+        """Return what enters each stage, and at the end the logits, for a micro-batch of inputs of this shape.
+
+        Raises:
+            UserError: the forward pass depends on values, or a stage lacks a part that it uses.
+        """
+        key = (*shape, dtype)
+        if key not in self._known:
+            found = [Boundary(tuple(shape), dtype, False)]
+            with self._mode, torch.enable_grad():
+                x = torch.empty(shape, dtype=dtype, device=self._device)
+                for i, stage in enumerate(self._stages):
+                    x = self._through(stage, i, x.detach().requires_grad_(x.requires_grad))
+                    found.append(Boundary(tuple(x.shape), x.dtype, x.requires_grad))
+            self._known[key] = tuple(found)
+        return self._known[key]
+
+    def _through(self, stage: nn.Module, number: int, x: Tensor) -> Tensor:
+        try:
+            out = stage(x)
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(
+                f"--parallel pp: stage {number} of {self._name} cannot run by itself on inputs of shape "
+                f"{tuple(x.shape)}: {reason}; use fsdp=N or tp=N for this model"
+            ) from error
+        if not isinstance(out, Tensor):
+            raise UserError(
+                f"--parallel pp: stage {number} of {self._name} gives {type(out).__name__} and not one tensor: "
+                "cut it elsewhere, or use fsdp=N or tp=N"
+            )
+        return out

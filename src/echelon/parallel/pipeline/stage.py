@@ -1,0 +1,90 @@
+"""A stage as a module: the part of a model that runs some steps of its chain, its parameters under their own names."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from echelon.parallel.pipeline.chain import ChainStep, is_under
+
+
+def make_stage(model: nn.Module, steps: tuple[ChainStep, ...], first: bool, last: bool) -> nn.Module:
+    """Return a module that shares a model's submodules and tensors of some steps, and runs these.
+
+    It is of a class derived from the model's own, so that the model's methods and plain attributes are there; all
+    containers on the way are copies without what other stages have.
+
+    Args:
+        first: whether inputs come from the data; else from another stage, with a gradient to give back.
+        last: whether outputs are logits; else they are sent on, as contiguous plain tensors.
+    """
+    keep = tuple(name for step in steps for name in step.owns)
+    stage = _without_others(model, "", keep)
+    kind = type(model)
+    stage.__class__ = type(f"{kind.__name__}Stage", (_Stage, kind), {"__doc__": kind.__doc__})
+    stage._stage_steps = tuple(step.name for step in steps)
+    stage._stage_ends = (first, last)
+    stage._stage_autocast = None
+    return stage
+
+
+def set_autocast(stage: nn.Module, dtype: torch.dtype | None) -> None:
+    """Run the forward pass of a stage under autocast, its backward not."""
+    stage._stage_autocast = dtype  # type: ignore[assignment]
+
+
+class _Stage(nn.Module):
+    _stage_steps: tuple[str, ...]
+    _stage_ends: tuple[bool, bool]
+    _stage_autocast: torch.dtype | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the stage's steps."""
+        first = self._stage_ends[0]
+        if not first and x.requires_grad:
+            x.register_hook(_contiguous)  # what is sent back must be, and the gradient of a mean is not
+        dtype = self._stage_autocast
+        with torch.autocast(x.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+            for name in self._stage_steps:
+                x = _run(self, name, x)
+        return _plain(x)
+
+
+def _run(stage: Any, name: str, x: Tensor) -> Tensor:
+    if name == "=flatten":
+        return x.flatten(1)
+    if name == "=relu":
+        return F.relu(x)
+    found: Tensor = getattr(stage, name[1:])(x) if name.startswith(":") else stage.get_submodule(name)(x)
+    return found
+
+
+def _contiguous(gradient: Tensor) -> Tensor:
+    return gradient.contiguous()
+
+
+def _plain(x: Tensor) -> Tensor:
+    """A whole tensor: under sequence parallelism blocks pass on a part of the tokens each."""
+    whole: Tensor = x.full_tensor() if isinstance(x, DTensor) else x
+    return whole.contiguous()
+
+
+def _without_others(module: nn.Module, prefix: str, keep: tuple[str, ...]) -> Any:
+    """Copy a module without the parts that are neither kept, nor inside a kept one, nor on the way to one."""
+    if prefix and any(is_under(prefix, name) for name in keep):
+        return module
+    part = copy.copy(module)
+    before = f"{prefix}." if prefix else ""
+    part._modules = {
+        name: child if child is None else _without_others(child, before + name, keep)
+        for name, child in module._modules.items()
+        if child is None or any(is_under(before + name, k) or is_under(k, before + name) for k in keep)
+    }
+    part._parameters = {n: p for n, p in module._parameters.items() if p is None or before + n in keep}
+    part._buffers = {n: b for n, b in module._buffers.items() if b is None or before + n in keep}
+    return part

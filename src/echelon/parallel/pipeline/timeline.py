@@ -1,0 +1,144 @@
+"""What each rank computed when, in one step of a pipeline: measured around the stages' own computations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+
+Kind = Literal["forward", "backward", "input", "weight"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class Action:
+    """One computation of one micro-batch.
+
+    Attributes:
+        rank: in the pipeline.
+        kind: `forward`; `backward` of both; or its two halves, `input` and `weight`.
+        begin_s, end_s: since the step began on the rank that began first.
+    """
+
+    rank: int
+    stage: int
+    microbatch: int
+    kind: Kind
+    begin_s: float
+    end_s: float
+
+
+class Recorder:
+    """Takes the times of this rank's actions while `recording`; on a GPU by events, which wait for nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rows: list[tuple[int, int, int, Any, Any]] = []
+        self._began: Any = None
+        self._began_s = 0.0
+        self.recording = False
+
+    def start(self) -> None:
+        """Begin a step."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._rows, self.recording = [], True
+        self._began, self._began_s = self._mark(), time.time()
+
+    @contextmanager
+    def action(self, stage: int, microbatch: int, kind: Kind) -> Iterator[None]:
+        """Surround a computation."""
+        if not self.recording:
+            yield
+            return
+        began = self._mark()
+        yield
+        self._rows.append((stage, microbatch, KINDS.index(kind), began, self._mark()))
+
+    def finish(self, group: dist.ProcessGroup) -> list[Action]:
+        """End the step; return the actions of all ranks, on each of them, by rank and time."""
+        self.recording = False
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        rows = [[*row[:3], *(self._began_s + self._since(mark) for mark in row[3:])] for row in self._rows]
+        size = torch.tensor([len(rows), -self._began_s], dtype=torch.float64)
+        sizes = _gathered(size, group, self._device)
+        most = int(max(each[0].item() for each in sizes))
+        table = torch.zeros(most, 5, dtype=torch.float64)
+        table[: len(rows)] = torch.tensor(rows, dtype=torch.float64).view(-1, 5)
+        tables = _gathered(table, group, self._device)
+        zero = min(-each[1].item() for each in sizes)
+        return [
+            Action(rank, int(stage), int(microbatch), KINDS[int(kind)], begin - zero, end - zero)
+            for rank, (each, count) in enumerate(zip(tables, sizes, strict=True))
+            for stage, microbatch, kind, begin, end in each[: int(count[0].item())].tolist()
+        ]
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _since(self, mark: Any) -> float:
+        if self._device.type != "cuda":
+            return float(mark - self._began)
+        return float(self._began.elapsed_time(mark)) / 1000
+
+
+def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> list[torch.Tensor]:
+    mine = tensor.to(device)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, mine, group=group)
+    return [each.cpu() for each in found]
+
+
+class RecordedStage(PipelineStage):
+    """torch's stage, with each of its computations inside the recorder's marks."""
+
+    recorder: Recorder
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run one micro-batch forward."""
+        with self.recorder.action(self.stage_index, fwd_chunk_id, "forward"):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Run one micro-batch backward, or the half of it that gives the gradient of the inputs."""
+        if not full_backward and self.is_first:  # torch leaves all of it to the other half
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            return
+        with self.recorder.action(self.stage_index, bwd_chunk_id, "backward" if full_backward else "input"):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Run the other half: the gradients of the parameters."""
+        with self.recorder.action(self.stage_index, bwd_chunk_id, "weight"):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """Return the gradient for a stage of this rank; in evaluation, where torch asks for it too, nothing."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Take the gradient from a stage of this rank; in evaluation there is none."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
+def idle_share(actions: list[Action], ranks: int) -> float:
+    """Return the share of a step, from the first action to the last, in which ranks computed nothing.
+
+    1 - sum of the actions' times / (ranks * (last end - first begin))
+    """
+    length = max(a.end_s for a in actions) - min(a.begin_s for a in actions)
+    return 1 - sum(a.end_s - a.begin_s for a in actions) / (ranks * length)
