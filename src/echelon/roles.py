@@ -1,17 +1,27 @@
-"""A run with a parameter server on this machine: where its processes, the scheduler and the record meet."""
+"""A run with a parameter server: where its processes, machines, links, the scheduler and the record meet."""
 
 from __future__ import annotations
 
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from echelon.config import RunConfig
+from echelon.config.validate import parse_rendezvous
 from echelon.core.errors import UserError
+from echelon.core.units import parse_seconds
+from echelon.launch.link import Host, ShapedNetwork, parse_link
 from echelon.launch.plan import LaunchPlan
 from echelon.launch.roles import Role, RoleDeath, RoleRefused, RolesFailed, RoleWatch, run_roles
 from echelon.observe.record import Recorder, read_records
 from echelon.observe.report import write_report
+from echelon.sync.server.settings import Settings
 from echelon.train.leased_check import settings_of
-from echelon.train.served_start import SchedulerLine, prepare_roles, role_names
+from echelon.train.served_start import ADDRESS_FILE, ROLES_FOLDER, SchedulerLine, Seat, note_address, prepare_roles
 
 _ENTRIES = {
     "scheduler": "echelon.train.served:run_scheduler",
@@ -21,9 +31,128 @@ _ENTRIES = {
 }
 
 
+@dataclass(frozen=True)
+class Site:
+    """This machine in a run: its number, its part of the processes, the addresses and namespaces they live at.
+
+    `addresses`: by role's name, where it listens; absent: for this machine only.
+    """
+
+    machine: int = 0
+    first_worker: int = 0
+    servers: tuple[int, ...] = ()
+    standbys: tuple[int, ...] = ()
+    addresses: dict[str, str] = field(default_factory=dict)
+    hosts: dict[str, Host] = field(default_factory=dict)
+
+
 def run_leased_roles(config: RunConfig, plan: LaunchPlan, path: Path, record: Recorder) -> str:
-    """Start scheduler, servers and workers of a parameter server; each is restarted alone."""
-    line = SchedulerLine(prepare_roles(path))
+    """Start this machine's part of a parameter server's scheduler, servers and workers; each is restarted alone.
+
+    Returns:
+        `completed`, `stopped` or `failed`.
+
+    Raises:
+        UserError: a role refused its input, or the machines do not meet.
+    """
+    settings = settings_of(config)
+    if plan.nodes.most > 1:
+        around = _among_machines(config, plan, path, settings)
+    elif plan.link:
+        around = _on_links(plan, path, settings, record)
+    else:
+        around = _alone(path, settings)
+    with around as site:
+        return _run(plan, path, record, site)
+
+
+@contextmanager
+def _alone(path: Path, settings: Settings) -> Iterator[Site]:
+    prepare_roles(path)
+    numbers = tuple(range(settings.servers))
+    yield Site(servers=numbers, standbys=numbers if settings.replicas else ())
+
+
+@contextmanager
+def _on_links(plan: LaunchPlan, path: Path, settings: Settings, record: Recorder) -> Iterator[Site]:
+    """Give each worker, server and standby a network namespace; the scheduler stays outside, on the control links."""
+    with _alone(path, settings) as whole:
+        workers = [f"worker{i}" for i in range(plan.workers)]
+        servers = [*(f"server{i}" for i in whole.servers), *(f"standby{i}" for i in whole.standbys)]
+        names = [*workers, *servers]
+        with ShapedNetwork(len(names), parse_link(plan.link)) as network:
+            hosts = dict(zip(names, network.hosts, strict=True))
+            addresses = {name: hosts[name].address for name in servers} | {"scheduler": network.host_address}
+            try:
+                yield Site(servers=whole.servers, standbys=whole.standbys, addresses=addresses, hosts=hosts)
+            finally:
+                counted = {name: asdict(network.counters(i)) for i, name in enumerate(names)}
+                record.write("link", link=plan.link, hosts=[counted[n] for n in workers],
+                             servers={n: counted[n] for n in servers})  # fmt: skip
+
+
+@contextmanager
+def _among_machines(config: RunConfig, plan: LaunchPlan, path: Path, settings: Settings) -> Iterator[Site]:
+    """Meet the other machines at the rendezvous: the first one has the scheduler, servers are spread over all."""
+    from echelon.launch.rendezvous import is_own, own_address
+    from echelon.sync.server.meeting import Arrival, Place, Shape, join_meeting
+
+    own = own_address(plan.rendezvous)
+    shape = Shape(plan.nodes.least, plan.nodes.most, settings.servers, settings.replicas)
+    arrival = Arrival(f"{socket.gethostname()} ({own})", plan.workers, common_settings(config))
+
+    def site(place: Place) -> Site:
+        servers, standbys = tuple(shape.servers_of(place.machine)), tuple(shape.standbys_of(place.machine))
+        names = ["scheduler", *(f"server{i}" for i in servers), *(f"standby{i}" for i in standbys)]
+        return Site(place.machine, place.first_worker, servers, standbys, dict.fromkeys(names, own))
+
+    if is_own(parse_rendezvous(plan.rendezvous)[0], own):
+        with _meeting(plan, path, shape, arrival):
+            yield site(Place())
+        return
+    deadline_s = parse_seconds(config.launch.timeout)
+    place = join_meeting(plan.rendezvous, path / ROLES_FOLDER, arrival, deadline_s, _say)
+    note_address(path / ROLES_FOLDER, place.scheduler)
+    yield site(place)
+
+
+@contextmanager
+def _meeting(plan: LaunchPlan, path: Path, shape: Any, first: Any) -> Iterator[None]:
+    import zmq
+
+    from echelon.sync.server.identity import SECRET_FILE, SECRET_VARIABLE, read_secret
+    from echelon.sync.server.meeting import Meeting, Register
+
+    roles = prepare_roles(path)
+    port = parse_rendezvous(plan.rendezvous)[1]
+    try:
+        meeting = Meeting(f"tcp://*:{port}", read_secret(roles), Register(shape, first), roles / ADDRESS_FILE)
+    except zmq.ZMQError as error:
+        raise UserError(
+            f"--rendezvous {plan.rendezvous}: {error.strerror}; choose another port, the same on all machines"
+        ) from None
+    _say(
+        f"this is the first machine of {plan.nodes.most}; the others need the run's secret: a common disk, "
+        f"a copy of {roles / SECRET_FILE} at the same place, or {SECRET_VARIABLE} set to the same on all machines"
+    )
+    with meeting:
+        yield
+
+
+def common_settings(config: RunConfig) -> dict[str, str]:
+    """Return the settings that must be the same on all machines, by their flags."""
+    named = {"--batch-size": config.data.batch_size, "--model": config.model.name, "--nodes": config.launch.nodes}
+    for part in (config.strategy, config.optimizer, config.training):
+        named |= {"--" + f.name.replace("_", "-"): getattr(part, f.name) for f in fields(part) if f.name != "device"}
+    return {name: str(value) for name, value in named.items()}
+
+
+def _say(words: str) -> None:
+    print(f"echelon: {words}", file=sys.stderr, flush=True)
+
+
+def _run(plan: LaunchPlan, path: Path, record: Recorder, site: Site) -> str:
+    line = SchedulerLine(path / ROLES_FOLDER)
 
     def on_death(death: RoleDeath, restarts_left: int) -> None:
         then = "it alone is started again" if restarts_left >= 0 else "no restarts are left"
@@ -34,15 +163,9 @@ def run_leased_roles(config: RunConfig, plan: LaunchPlan, path: Path, record: Re
     def on_start(name: str, pid: int) -> None:
         record.write("process", role=name, pid=pid)
 
-    environment = {"OMP_NUM_THREADS": str(plan.threads), "LOCAL_WORLD_SIZE": str(plan.workers)}
-    roles = []
-    for name, number in role_names(settings_of(config), plan.workers):
-        kind = name.rstrip("0123456789")
-        args = {"scheduler": (str(path),), "worker": (str(path), number, *plan.args[1:])}
-        roles.append(Role(name, _ENTRIES[kind], args.get(kind, (str(path), name, number)),
-                          leads=kind == "scheduler", shows=kind == "scheduler", environment=environment))  # fmt: skip
+    watch = RoleWatch(on_death, line.stop, on_start)
     try:
-        stopped = run_roles(roles, plan.max_restarts, plan.log_dir, RoleWatch(on_death, line.stop, on_start))
+        stopped = run_roles(_roles(plan, path, site), plan.max_restarts, plan.log_dir, watch)
         return "stopped" if stopped and line.status() != "completed" else line.status()
     except RoleRefused:
         reason = _last_event(path, "refused")
@@ -56,6 +179,25 @@ def run_leased_roles(config: RunConfig, plan: LaunchPlan, path: Path, record: Re
         return "failed"
     finally:
         line.close()
+
+
+def _roles(plan: LaunchPlan, path: Path, site: Site) -> list[Role]:
+    """Return this machine's processes. Where the scheduler is elsewhere, the workers' end is the run's."""
+    environment = {"OMP_NUM_THREADS": str(plan.threads), "LOCAL_WORLD_SIZE": str(plan.workers)}
+
+    def role(name: str, args: tuple[Any, ...], leads: bool, shows: bool = False) -> Role:
+        entry = _ENTRIES[name.rstrip("0123456789")]
+        return Role(name, entry, (str(path), *args), leads, shows, environment, site.hosts.get(name))
+
+    first = site.machine == 0
+    roles = [role("scheduler", (site.addresses.get("scheduler", ""),), True, True)] if first else []
+    for kind, numbers in (("server", site.servers), ("standby", site.standbys)):
+        names = [(f"{kind}{i}", i) for i in numbers]
+        roles += [role(name, (name, i, site.addresses.get(name, "")), False) for name, i in names]
+    for local in range(plan.workers):
+        seat = Seat(site.first_worker + local, local, site.machine)
+        roles.append(role(f"worker{seat.number}", (seat, *plan.args[1:]), not first))
+    return roles
 
 
 def _last_event(path: Path, name: str) -> str:

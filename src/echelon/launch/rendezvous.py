@@ -54,7 +54,7 @@ def _address_towards(family: int, address: tuple[Any, ...]) -> str:
         return own
 
 
-def _is_own(host: str, own: str) -> bool:
+def is_own(host: str, own: str) -> bool:
     """Whether a host is this machine."""
     address = str(socket.getaddrinfo(host, None)[0][4][0])
     return address == own or ipaddress.ip_address(address).is_loopback
@@ -93,7 +93,7 @@ def rendezvous(plan: LaunchPlan, address: str) -> RendezvousParameters:
         min_nodes=plan.nodes.least,
         max_nodes=plan.nodes.most,
         local_addr=address,
-        is_host=_is_own(parse_rendezvous(plan.rendezvous)[0], address) if several else True,
+        is_host=is_own(parse_rendezvous(plan.rendezvous)[0], address) if several else True,
         **settings,
     )
 

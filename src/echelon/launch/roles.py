@@ -23,6 +23,7 @@ from typing import Any
 
 from echelon.core.errors import USER_ERROR_EXIT_CODE
 from echelon.launch.death import die_with_parent
+from echelon.launch.link import Host, enter
 
 GRACE_S = 10.0
 STOP_S = 60.0
@@ -32,7 +33,8 @@ STOP_S = 60.0
 class Role:
     """One process: `entry` is `package.module:function`, called with `args`.
 
-    `leads`: the run ends when this one does. `shows`: its output goes to the terminal, not to a file.
+    `leads`: the run ends when all that lead have ended. `shows`: its output goes to the terminal, not to a file.
+    `host`: the network namespace that it lives in; None: this machine's own.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Role:
     leads: bool = False
     shows: bool = False
     environment: dict[str, str] = field(default_factory=dict)
+    host: Host | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class RoleRefused(Exception):
 
 
 def run_roles(roles: list[Role], max_restarts: int, log_dir: Path, watch: RoleWatch) -> bool:
-    """Run all roles until the leading one ends; returns whether the run was asked to stop.
+    """Run all roles until the leading ones have ended; returns whether the run was asked to stop.
 
     Raises:
         RoleRefused: a role refused its input.
@@ -123,9 +126,7 @@ class _Supervisor:
 
     def _start(self, role: Role) -> None:
         log = None if role.shows else str(self._log_dir / f"{role.name}.out")
-        process = multiprocessing.get_context("forkserver").Process(
-            target=_enter, args=(role.entry, role.args, role.environment, log), name=role.name
-        )
+        process = multiprocessing.get_context("forkserver").Process(target=_enter, args=(role, log), name=role.name)
         process.start()
         self._running[role.name] = process
         self._watch.on_start(role.name, process.pid or 0)
@@ -138,7 +139,7 @@ class _Supervisor:
         if code == USER_ERROR_EXIT_CODE:
             raise RoleRefused(name)
         if code == 0:
-            return role.leads
+            return role.leads and not any(self._roles[other].leads for other in self._running)
         self._restarts_left -= 1
         self._watch.on_death(RoleDeath(name, socket.gethostname(), process.pid or 0, code), self._restarts_left)
         if self._restarts_left < 0:
@@ -158,15 +159,17 @@ class _Supervisor:
             process.join()
 
 
-def _enter(entry: str, args: tuple[Any, ...], environment: dict[str, str], log: str | None) -> None:
-    """Run in the process: ends with its parent, then calls the entry point."""
+def _enter(role: Role, log: str | None) -> None:
+    """Run in the process: ends with its parent, takes its place in the network, then calls the entry point."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the launcher decides
-    os.environ.update(environment)
+    if role.host is not None:
+        enter(role.host)
+    os.environ.update(role.environment)
     if log is not None:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.close(descriptor)
-    module, _, function = entry.partition(":")
-    getattr(importlib.import_module(module), function)(*args)
+    module, _, function = role.entry.partition(":")
+    getattr(importlib.import_module(module), function)(*role.args)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,10 @@ from echelon.sync.base import Sync, SyncContext
 from echelon.sync.server.client import Client, PushInfo
 from echelon.sync.server.coding import upward
 from echelon.sync.server.settings import Settings
-from echelon.sync.server.table import Cut, Key, ParameterInfo, Table, cut_table
+from echelon.sync.server.spans import Span, spans_of
+from echelon.sync.server.table import Key, Table
 
 SETTINGS = Settings
-_NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def build(settings: Settings, context: SyncContext) -> Sync:
@@ -48,44 +48,18 @@ def check(settings: Settings, compression: str) -> None:
     upward(compression, torch.float32)
 
 
-def model_table(model: nn.Module, cut: Cut) -> Table:
-    """Cut a model's trainable parameters into keys; biases and normalisation have no weight decay.
-
-    Raises:
-        UserError: parameters of several element types, or none.
-    """
-    listed = set(getattr(model, "no_weight_decay", tuple)())
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    infos = [
-        ParameterInfo(name, tuple(p.shape), not (p.ndim <= 1 or name.endswith(".bias") or name in listed))
-        for name, p in named
-    ]
-    types = {p.dtype for _, p in named}
-    if len(types) != 1 or not types <= _NAMES.keys():
-        raise UserError(f"--sync ps: the parameters have the types {types or 'none'}: one floating type is needed")
-    return cut_table(infos, Cut(cut.servers, cut.chunk_bytes, cut.whole_tensors, _NAMES[types.pop()]))
-
-
 @dataclass(frozen=True)
 class WorkerOptions:
     """How a worker takes part: the settings of `ps(...)`, and whose time waiting counts as communication.
 
-    `clip_norm`: each worker's gradient is clipped to this norm before it is pushed; 0: not at all.
+    `clip_norm`: each worker's gradient is clipped to this norm before it is pushed; 0: not at all. `compile`: the model
+    is compiled; then all parameters are waited for before the forward pass, which nothing can interrupt.
     """
 
     settings: Settings
     clip_norm: float
     clock: PhaseClock
-
-
-@dataclass
-class _Span:
-    """Which elements of a parameter are which elements of a key."""
-
-    key: Key
-    parameter: int
-    in_key: slice
-    in_parameter: slice
+    compile: bool = False
 
 
 @dataclass
@@ -101,13 +75,15 @@ class ParameterServer:
     """A worker's model between forward and backward: waits for values, pushes gradients."""
 
     def __init__(self, model: nn.Module, table: Table, client: Client, options: WorkerOptions) -> None:
-        self.module = model
+        self.held = model
+        self.module = cast(nn.Module, torch.compile(model)) if options.compile else model
+        self._waits_inside = not options.compile
         self._table, self._client, self._settings = table, client, options.settings
         self._clip, self._clock = options.clip_norm, options.clock
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._spans = _spans(self._parameters, table)
-        self._by_parameter: list[list[_Span]] = [[] for _ in self._parameters]
-        self._by_key: dict[int, list[_Span]] = {}
+        self._spans = spans_of(self._parameters, table)
+        self._by_parameter: list[list[Span]] = [[] for _ in self._parameters]
+        self._by_key: dict[int, list[Span]] = {}
         for span in self._spans:
             self._by_parameter[span.parameter].append(span)
             self._by_key.setdefault(span.key.index, []).append(span)
@@ -138,6 +114,8 @@ class ParameterServer:
         """Gradients are sums over samples divided by the batch, whichever worker has them."""
         assert self._round is not None
         self._round.info = replace(self._round.info, samples=samples, batch=global_size)
+        if not self._waits_inside:
+            self.load_all(self._round.info.step)
         return global_size
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
@@ -187,14 +165,14 @@ class ParameterServer:
 
     def flat_buffers(self) -> Tensor:
         """Return all floating-point buffers (BatchNorm statistics), 1-D float32 on the CPU."""
-        floats = [b.detach().reshape(-1).float().cpu() for b in self.module.buffers() if b.is_floating_point()]
+        floats = [b.detach().reshape(-1).float().cpu() for b in self.held.buffers() if b.is_floating_point()]
         return torch.cat(floats) if floats else torch.empty(0)
 
     @torch.no_grad()
     def load_buffers(self, flat: Tensor) -> None:
         """Set all floating-point buffers."""
         start = 0
-        for buffer in self.module.buffers():
+        for buffer in self.held.buffers():
             if buffer.is_floating_point():
                 buffer.copy_(flat[start : start + buffer.numel()].view(buffer.shape))
                 start += buffer.numel()
@@ -235,6 +213,8 @@ class ParameterServer:
         index_of = {id(p): i for i, p in enumerate(self._parameters)}
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(lambda p: self._gradient(index_of[id(p)]))
+        if not self._waits_inside:
+            return
         owners: dict[int, list[int]] = {}
         for number, module in enumerate(self.module.modules()):
             own = [index_of[id(p)] for p in module.parameters(recurse=False) if id(p) in index_of]
@@ -309,23 +289,3 @@ class ParameterServer:
             else:
                 pieces.append(parameter.grad.detach().reshape(-1)[span.in_parameter].cpu())
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def _spans(parameters: list[nn.Parameter], table: Table) -> list[_Span]:
-    """Match the parameters, behind each other, with the keys' ranges."""
-    spans = []
-    keys = iter(table.keys)
-    key = next(keys)
-    start = 0
-    for index, parameter in enumerate(parameters):
-        stop = start + parameter.numel()
-        at = start
-        while at < stop:
-            while at >= key.stop:
-                key = next(keys)
-            end = min(stop, key.stop)
-            in_key = slice(at - key.start, end - key.start)
-            spans.append(_Span(key, index, in_key, slice(at - start, end - start)))
-            at = end
-        start = stop
-    return spans

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,21 +23,23 @@ from echelon.models import parameter_count
 from echelon.observe.environment import environment
 from echelon.observe.phases import Phase, PhaseClock, make_clock
 from echelon.observe.record import Recorder
-from echelon.sync.ps import ParameterServer, WorkerOptions, model_table
+from echelon.sync.ps import ParameterServer, WorkerOptions
 from echelon.sync.server.client import Client, ClientConfig, PushInfo, TagLost
 from echelon.sync.server.giving import BUFFERS_KEY
 from echelon.sync.server.identity import derive_keys, read_secret
 from echelon.sync.server.settings import Settings
+from echelon.sync.server.spans import model_table
 from echelon.sync.server.table import Cut, Table
-from echelon.train.assemble import Given, _model, _rank_seed, _step_settings
+from echelon.train.assemble import Given, _rank_seed, _step_settings
 from echelon.train.combine import settle_momentum
 from echelon.train.evaluate import EvaluationReport, evaluate
 from echelon.train.folder import read_launch
 from echelon.train.leased_check import settings_of
-from echelon.train.leased_saving import LeasedSaver, flat_values, run_state
+from echelon.train.leased_saving import LeasedSaver, average_state, flat_averages, flat_values, run_state
 from echelon.train.losses import build_loss
 from echelon.train.optim import Schedule, build_optimizer, build_schedule
-from echelon.train.served_start import ROLES_FOLDER, wait_for_address
+from echelon.train.parts import build_whole
+from echelon.train.served_start import ROLES_FOLDER, Seat, note_status, wait_for_address
 from echelon.train.state import fingerprint, seed_everything
 from echelon.train.step import Step
 from echelon.train.window import resident_bytes
@@ -68,24 +71,26 @@ class LeasedWorker:
     sent_bytes: int = 0
 
 
-def run_leased(folder: str, number: int, given: Given | None = None) -> None:
-    """Be worker `number` of the run that a folder describes, to its end.
+def run_leased(folder: str, seat: Seat, given: Given | None = None) -> None:
+    """Be a worker of the run that a folder describes, to its end.
 
     A user's mistake is written to the record and ends the process with exit code 2; any other error with 1.
     """
-    path, name = Path(folder), f"worker{number}"
+    path, name = Path(folder), f"worker{seat.number}"
     record = Recorder(path)
     try:
         _log_to(path / "logs" / f"{name}.log")
-        status = _train(path, number, record, given or Given())
+        status = _train(path, seat, record, given or Given())
     except UserError as error:
         record.event("refused", str(error), role=name)
         _leave(USER_ERROR_EXIT_CODE)
     except Exception as error:
         logging.exception("this worker failed")
-        record.event("rank_failed", _one_line(error), rank=number, pid=os.getpid())
+        record.event("rank_failed", _one_line(error), rank=seat.number, pid=os.getpid())
         _leave(1)
     record.close()
+    if seat.machine:
+        note_status(path / ROLES_FOLDER, status)
     if status == "refused":
         _leave_refused()
 
@@ -94,9 +99,9 @@ def _leave_refused() -> NoReturn:
     sys.exit(USER_ERROR_EXIT_CODE)
 
 
-def _train(path: Path, number: int, record: Recorder, given: Given) -> str:
-    worker = assemble_worker(path, number, record, given)
-    welcome = worker.client.join(_join_info(worker))
+def _train(path: Path, seat: Seat, record: Recorder, given: Given) -> str:
+    worker = assemble_worker(path, seat, record, given)
+    welcome = worker.client.join({**_join_info(worker), "machine": seat.machine})
     if welcome["set_up"]:
         _take_buffers(worker)
     status = work(worker)
@@ -109,7 +114,7 @@ def _train(path: Path, number: int, record: Recorder, given: Given) -> str:
     return status
 
 
-def assemble_worker(path: Path, number: int, record: Recorder, given: Given) -> LeasedWorker:
+def assemble_worker(path: Path, seat: Seat, record: Recorder, given: Given) -> LeasedWorker:
     """Build the parts of a worker from the run's description.
 
     Raises:
@@ -118,7 +123,8 @@ def assemble_worker(path: Path, number: int, record: Recorder, given: Given) -> 
     config = settle_momentum(load_run_config(path / "config.yaml"))
     settings = settings_of(config)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    world = World(number, 1, number, _device(config.training.device, number), None)
+    number = seat.number
+    world = World(number, 1, seat.local, _device(config.training.device, seat.local), None)
     workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_world(config, workers)
     seed_everything(config.training.seed)
@@ -127,14 +133,15 @@ def assemble_worker(path: Path, number: int, record: Recorder, given: Given) -> 
         raise UserError(
             f"{source.info.name} has {source.info.train_size} samples for {workers} workers: use fewer workers"
         )
-    model = _model(config, source, world, given.model)
+    model = build_whole(config, source.info, world, given.model)
     loader_config = LoaderConfig.of(config.data, config.training.seed, world.device)
     train_loader = TrainLoader(source, loader_config, Shard(0, 1))
     client = Client(_client_config(config, settings, path, number))
     table = model_table(model, _cut(config, settings, client))
     client.set_table(table)
     clock = make_clock(world.device.type)
-    strategy = ParameterServer(model, table, client, WorkerOptions(settings, config.optimizer.clip_norm, clock))
+    options = WorkerOptions(settings, config.optimizer.clip_norm, clock, config.model.compile)
+    strategy = ParameterServer(model, table, client, options)
     optimizer = build_optimizer(model, config.optimizer, config.data.batch_size)  # never steps: it carries the schedule
     loss = build_loss(config.optimizer, source.info.class_counts)
     scaler = torch.amp.GradScaler(world.device.type, enabled=False)
@@ -170,15 +177,20 @@ def _join_info(worker: LeasedWorker) -> dict[str, Any]:
 
 def work(worker: LeasedWorker) -> str:
     """Do tasks until the scheduler says that the run is over; returns how it ended."""
-    worker.clock.enter(Phase.OTHER)
+    clock, trained = worker.clock, False
     while (task := worker.client.next_task()) is not None:
+        clock.enter(Phase.OTHER)  # unless it trains
         match task["kind"]:
             case "setup":
                 worker.client.result(task["task"], set_up(worker))
             case "review":
                 worker.client.result(task["task"], review(worker, task))
             case _:
+                if not trained:
+                    clock.drain()  # what came before the first lease is no step's time
+                trained = True
                 train_task(worker, task)
+        clock.enter(Phase.COMMUNICATE)  # until the next task is there
     return worker.client.status
 
 
@@ -193,7 +205,7 @@ def train_task(worker: LeasedWorker, task: dict[str, Any]) -> None:
     result = worker.step.forward_backward(batch, strategy)
     clock.enter(Phase.UPDATE)
     strategy.step()
-    clock.enter(Phase.COMMUNICATE)  # until the next task is there
+    clock.enter(Phase.COMMUNICATE)
     buffers = strategy.flat_buffers()
     if len(buffers):
         worker.client.send_buffers(task["task"], buffers)
@@ -220,12 +232,26 @@ def set_up(worker: LeasedWorker) -> dict[str, Any]:
             raise UserError("the checkpoint is of other --sync settings: resume with the same servers and chunk_kb")
         below, beyond, best = part["below"], part["beyond"], saved["best"]
         states = dict(part["keys"])
-        worker.strategy.module.load_state_dict(saved["model"])
+        worker.strategy.held.load_state_dict(saved["model"])
         if len(part["buffers"]):
             states[BUFFERS_KEY] = {"value": part["buffers"], "version": 0}
-    worker.client.put(table, states, parse_seconds(worker.config.launch.timeout))
+    _put(worker, states)
     return {**_start_info(worker), "fingerprint": table.fingerprint, "done_below": below, "done_beyond": beyond,
             "best": best, "resumed": saved is not None}  # fmt: skip
+
+
+def _put(worker: LeasedWorker, states: dict[int, dict[str, Any]]) -> None:
+    """Give the servers their keys; one that dies over it gets its own again."""
+    deadline_s = parse_seconds(worker.config.launch.timeout)
+    ends = time.monotonic() + deadline_s
+    while True:
+        try:
+            worker.client.wait_for_servers(worker.settings.servers)
+            worker.client.put(worker.table, states, deadline_s)
+            return
+        except TagLost:
+            if time.monotonic() > ends:
+                raise
 
 
 def _start_info(worker: LeasedWorker) -> dict[str, Any]:
@@ -233,7 +259,7 @@ def _start_info(worker: LeasedWorker) -> dict[str, Any]:
     launch = read_launch(worker.path)
     return {
         "device": str(worker.world.device), "threads": torch.get_num_threads(),
-        "parameters": parameter_count(worker.strategy.module), "model": config.model.name, "data": info.name,
+        "parameters": parameter_count(worker.strategy.held), "model": config.model.name, "data": info.name,
         "classes": list(info.classes), "train_size": info.train_size, "eval_size": info.eval_size,
         "steps_per_epoch": worker.train_loader.batches_per_epoch,
         "environment": {**environment(), "command": launch["command"]}, "launched_t": launch["launched_t"],
@@ -260,7 +286,8 @@ def review(worker: LeasedWorker, task: dict[str, Any]) -> dict[str, Any]:
         buffers = worker.client.fetch(worker.table, [BUFFERS_KEY], task["tag"], full=True)[BUFFERS_KEY]["value"]
     except TagLost:
         return {"lost": True}
-    strategy.set_parameters(flat_values(keys))
+    averages = bool(worker.settings.ema)
+    strategy.set_parameters(flat_averages(keys) if averages else flat_values(keys))
     if len(buffers) == len(own) and len(own):
         strategy.load_buffers(buffers)
     info: dict[str, Any] = {"step": task["step"], "reason": task["reason"]}
@@ -273,7 +300,9 @@ def review(worker: LeasedWorker, task: dict[str, Any]) -> dict[str, Any]:
             metric = info["best"] = top1
             worker.saver.write_detail(task, report)
     if task["reason"] or metric is not None:
-        state = run_state(strategy.module, worker.table, keys, buffers)
+        ema = average_state(strategy.held, keys) if averages else None
+        strategy.set_parameters(flat_values(keys))
+        state = run_state(strategy.held, worker.table, keys, buffers, ema)
         per_epoch = worker.train_loader.batches_per_epoch
         below = task["step"] if worker.settings.aggregates else state["ps"]["below"]
         state["ps"]["below"] = below

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from echelon.config import RunConfig
+from echelon.config.validate import parse_nodes
 from echelon.core.errors import UserError
 from echelon.core.spec import bind, parse_spec
 from echelon.sync.server.settings import Settings
@@ -21,7 +24,10 @@ def settings_of(config: RunConfig) -> Settings:
     Raises:
         UserError: an unknown or impossible setting.
     """
-    return bind(parse_spec(config.strategy.sync), Settings)
+    settings = bind(parse_spec(config.strategy.sync), Settings)
+    if settings.ema:
+        raise UserError(f"--sync {config.strategy.sync}: the average is asked for by --ema {settings.ema:g}")
+    return replace(settings, ema=config.training.ema)
 
 
 def check_leased(config: RunConfig) -> None:
@@ -34,19 +40,12 @@ def check_leased(config: RunConfig) -> None:
     settings = settings_of(config)
     if config.training.precision == "fp16":
         raise UserError(f"{sync} has no gradient scaler on its servers: use --precision bf16 or fp32")
-    if config.training.ema:
-        raise UserError(f"{sync} keeps no moving average of the weights on its servers: leave out --ema")
     if config.model.sync_batchnorm:
         raise UserError(f"{sync} has no group for --sync-batchnorm: leave it out, or use --sync allreduce")
-    if config.model.compile:
-        raise UserError(f"{sync} waits for parameters inside the forward pass: leave out --compile")
     if config.optimizer.clip_norm and settings.aggregates:
         raise UserError(f"{sync}: no server sees the norm of the whole gradient: leave out --clip-norm, or mode=async")
     if parse_spec(config.strategy.collective).name != "auto":
         raise UserError(f"{sync} has no collectives: leave out --collective")
-    if config.launch.nodes != "1":
-        raise UserError(f"{sync} starts its roles on one machine: leave out --nodes")
-    if config.launch.link:
-        raise UserError(f"{sync} cannot be put on shaped links yet: leave out --link")
-    if settings.backup and config.launch.workers and settings.backup >= config.launch.workers:
-        raise UserError(f"{sync}: with {config.launch.workers} workers at most {config.launch.workers - 1} are backups")
+    workers = config.launch.workers * parse_nodes(config.launch.nodes).least
+    if settings.backup and workers and settings.backup >= workers:
+        raise UserError(f"{sync}: with {workers} workers at most {workers - 1} are backups")

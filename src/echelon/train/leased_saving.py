@@ -66,14 +66,20 @@ class LeasedSaver:
         )  # fmt: skip
 
 
-def run_state(model: nn.Module, table: Table, keys: Mapping[int, dict[str, Any]], buffers: Tensor) -> dict[str, Any]:
+def run_state(
+    model: nn.Module,
+    table: Table,
+    keys: Mapping[int, dict[str, Any]],
+    buffers: Tensor,
+    ema: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Return what a checkpoint holds: the model (which has the copy's values now), and each key's whole state."""
     below, beyond = counted(keys)
     return {
         "model": model.state_dict(),
         "optimizer": {},
         "scaler": {},
-        "ema": {},
+        "ema": ema or {},
         "world_size": 1,
         RANKS: {},
         "ps": {
@@ -98,6 +104,20 @@ def counted(keys: Mapping[int, dict[str, Any]]) -> tuple[int, set[int]]:
         own = set(range(below, int(state["watermark"]))) | set(state["tasks"])
         common = own if common is None else common & own
     return below, common or set()
+
+
+def average_state(model: nn.Module, keys: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    """Return the moving average as a checkpoint holds it, from a model that has the averages now.
+
+    BatchNorm statistics are as the servers have them: the mean over workers, not averaged over time.
+    """
+    average = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return {"updates": min(int(state["averaged"]) for state in keys.values()), "average": average}
+
+
+def flat_averages(keys: Mapping[int, dict[str, Any]]) -> dict[int, Tensor]:
+    """Return the averages of keys' states."""
+    return {index: torch.as_tensor(state["average"]) for index, state in keys.items()}
 
 
 def flat_values(keys: Mapping[int, dict[str, Any]]) -> dict[int, Tensor]:

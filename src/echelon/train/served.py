@@ -34,15 +34,15 @@ from echelon.train.evaluate import EvaluationReport
 from echelon.train.folder import read_launch
 from echelon.train.leased_check import settings_of
 from echelon.train.optim import build_optimizer
-from echelon.train.served_start import ADDRESS_FILE, ROLES_FOLDER, STATUS_FILE, local_address, wait_for_address
+from echelon.train.served_start import ADDRESS_FILE, ROLES_FOLDER, STATUS_FILE, own_address, wait_for_address
 from echelon.train.window import WindowTotals
 from echelon.train.worker import _leave, _log_to, _one_line
 
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
-def run_server(folder: str, name: str, index: int) -> None:
-    """Be a server, or its standby, to the end of the run."""
+def run_server(folder: str, name: str, index: int, host: str = "") -> None:
+    """Be a server, or its standby, to the end of the run; `host` is where it listens for other machines."""
 
     def serve(path: Path, config: RunConfig) -> None:
         roles = path / ROLES_FOLDER
@@ -50,7 +50,7 @@ def run_server(folder: str, name: str, index: int) -> None:
         address = wait_for_address(roles, parse_seconds(config.launch.timeout))
         Server(
             ServerConfig(
-                name, index, settings_of(config), keys, address, local_address(roles, name),
+                name, index, settings_of(config), keys, address, own_address(roles, name, host),
                 config.strategy.compression, config.training.seed, roles, optimizer_maker(config),
             )
         ).run()  # fmt: skip
@@ -58,13 +58,14 @@ def run_server(folder: str, name: str, index: int) -> None:
     _as_role(folder, name, serve)
 
 
-def run_scheduler(folder: str) -> None:
+def run_scheduler(folder: str, host: str = "") -> None:
     """Be the scheduler to the end of the run: it records, and shows the progress."""
 
     def schedule(path: Path, config: RunConfig) -> None:
         roles = path / ROLES_FOLDER
-        former = roles / ADDRESS_FILE
-        address = json.loads(former.read_text())["address"] if former.exists() else local_address(roles, "scheduler")
+        former, address = roles / ADDRESS_FILE, own_address(roles, "scheduler", host)
+        if former.exists():  # it died here: the others know it at the old address
+            address = json.loads(former.read_text())["address"]
         timeout_s = parse_seconds(config.launch.timeout)
         keys = derive_keys(read_secret(roles))
         record, scalars = Recorder(path), Scalars(path)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echelon.sync.server.settings import Settings
+from echelon.core.files import write_atomic
 
 if TYPE_CHECKING:
     from echelon.sync.server.endpoint import Line
@@ -31,21 +32,41 @@ def prepare_roles(path: Path) -> Path:
     return roles
 
 
-def local_address(roles: Path, name: str) -> str:
-    """Return where a role listens: a Unix socket in the roles' folder, which only this user can enter.
+@dataclass(frozen=True)
+class Seat:
+    """A worker's place: its number in the run, its number on its machine, and its machine's (0: the first one)."""
 
-    Who can open it can read the run's secret beside it, so encryption would protect nothing there. Where the path is
-    too long for a socket, TCP on the loopback interface with the run's keys.
+    number: int
+    local: int
+    machine: int = 0
+
+
+def own_address(roles: Path, name: str, host: str = "") -> str:
+    """Return where a role listens: on `host`, an address of this machine, at any port, with the run's keys.
+
+    Without a host it is a Unix socket in the roles' folder, which only this user can enter. Who can open it can read
+    the run's secret beside it, so encryption would protect nothing there. Where the path is too long for a socket, TCP
+    on the loopback interface with the run's keys.
     """
+    if host:
+        return f"tcp://{host}:0"
     socket = roles.resolve() / f"{name}.socket"
     return f"ipc://{socket}" if len(str(socket)) < _LONGEST_SOCKET else "tcp://127.0.0.1:0"
 
 
-def role_names(settings: Settings, workers: int) -> list[tuple[str, int]]:
-    """Return the processes of a run, as name and number: scheduler, servers, standbys, workers."""
-    servers = [(f"server{i}", i) for i in range(settings.servers)]
-    standbys = [(f"standby{i}", i) for i in range(settings.servers) if settings.replicas]
-    return [("scheduler", 0), *servers, *standbys, *((f"worker{i}", i) for i in range(workers))]
+def note_address(roles: Path, address: str) -> None:
+    """Write where the scheduler of another machine listens, unless it has done so itself on a common disk."""
+    roles.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = roles / ADDRESS_FILE
+    if not file.exists() or json.loads(file.read_text())["address"] != address:
+        (roles / STATUS_FILE).unlink(missing_ok=True)
+        write_atomic(file, json.dumps({"address": address}))
+
+
+def note_status(roles: Path, status: str) -> None:
+    """Write how the run ended, where its scheduler is on another machine and has no common disk with this one."""
+    if not (roles / STATUS_FILE).exists():
+        write_atomic(roles / STATUS_FILE, json.dumps({"status": status}))
 
 
 class SchedulerLine:

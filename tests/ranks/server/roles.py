@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from echelon.observe.phases import HostClock
 from echelon.observe.record import Recorder
-from echelon.sync.ps import ParameterServer, WorkerOptions, model_table
+from echelon.sync.ps import ParameterServer, WorkerOptions
 from echelon.sync.server.client import Client, ClientConfig, PushInfo
 from echelon.sync.server.endpoint import Line, Voice
 from echelon.sync.server.identity import RunKeys, derive_keys
@@ -23,6 +23,7 @@ from echelon.sync.server.scheduler import Callbacks, Plan, Scheduler, SchedulerC
 from echelon.sync.server.server import Server, ServerConfig
 from echelon.sync.server.settings import Settings
 from echelon.sync.server.sockets import Limits
+from echelon.sync.server.spans import model_table
 from echelon.sync.server.table import Cut, Table
 
 Optimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]

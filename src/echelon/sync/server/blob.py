@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import zmq
 from torch import Tensor
 
 from echelon.checkpoint.tree import flatten, slots, unflatten
@@ -17,6 +18,11 @@ def as_frame(tensor: Tensor) -> Any:
     """Return a contiguous CPU tensor's memory, not copied; the tensor must not change until it was sent."""
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
+
+
+def copied_frame(tensor: Tensor) -> zmq.Frame:
+    """Return a copy of a contiguous CPU tensor, in memory that ZeroMQ frees by itself: no thread of Python's wakes."""
+    return zmq.Frame(as_frame(tensor), copy=True)
 
 
 def pack_state(state: dict[str, Any]) -> tuple[bytes, list[Any]]:

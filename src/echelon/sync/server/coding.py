@@ -18,7 +18,7 @@ from echelon.compression.base import Codec, Meta, State
 from echelon.compression.feedback import ErrorFeedback
 from echelon.compression.registry import build
 from echelon.core.errors import UserError
-from echelon.sync.server.blob import as_frame, read_frame
+from echelon.sync.server.blob import as_frame, copied_frame, read_frame
 from echelon.sync.server.table import Key
 
 
@@ -90,10 +90,9 @@ class References:
         """Return whether frames hold a difference, and the frames; `full` sends the value itself and starts anew."""
         held = self._held.get((worker, key.index))
         if self._coding.codec is None or held is None or full:
-            copy = value.clone()
             if self._coding.codec is not None:
                 self._held[worker, key.index] = (value.clone(), self._coding.states(key, self._seed, 0))
-            return False, [as_frame(copy)]
+            return False, [copied_frame(value)]
         reference, states = held
         frames = self._coding.encode(value - reference, key, states)
         reference += self._coding.decode(frames, key)

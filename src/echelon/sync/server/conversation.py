@@ -18,7 +18,7 @@ from echelon.sync.server.coding import downward, upward
 from echelon.sync.server.endpoint import Line, Voice
 from echelon.sync.server.keystore import Fate
 from echelon.sync.server.parts import ClientConfig, ClientFailed, ClientStats, OpenTask, PushInfo, Slot
-from echelon.sync.server.protocol import Kind, Malformed, Message
+from echelon.sync.server.protocol import Kind, Malformed, Message, pull_behind
 from echelon.sync.server.pushes import Outgoing, ServerLink
 from echelon.sync.server.sockets import Limits
 from echelon.sync.server.table import Key, Table
@@ -163,11 +163,10 @@ class Conversation:
         body = {
             "key": key.index, "task": info.task, "step": info.step, "share": info.share, "shares": info.shares,
             "samples": info.samples, "batch": info.batch, "base": max(0, slot.version), "lr": info.lr, "number": 0,
+            "pull": True,
         }  # fmt: skip
-        following = info.step + 1 if self.config.aggregates else 0
-        pull = {"key": key.index, "version": following, "exact": self.config.aggregates, "full": False, "tag": 0}
-        slot.pull = pull
-        link.queue(key.index, Outgoing(body, frames, pull))
+        slot.pull = pull_behind(body, self.config.aggregates)
+        link.queue(key.index, Outgoing(body, frames))
         link.flush()
 
     def want(self, key: Key, version: int) -> None:
@@ -221,7 +220,7 @@ class Conversation:
             if link is None:
                 line = Line(self.context, self.voice, entry["address"], self.limits)
                 self.links[index] = ServerLink(line, entry["life"], keeps=self.config.keeps)
-            elif entry["ready"]:
+            elif entry["ready"] or entry["empty"]:  # an empty one is to be set up
                 line = Line(self.context, self.voice, entry["address"], self.limits)
                 link.restart(line, entry["life"])
                 self._pull_again(index)

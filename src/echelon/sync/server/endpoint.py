@@ -14,7 +14,7 @@ import zmq
 
 from echelon.sync.server.identity import PeerCheck, RunKeys
 from echelon.sync.server.protocol import Kind, Malformed, Message, ReplayGuard, decode, encode_header
-from echelon.sync.server.sockets import Context, Limits, Socket, connect, listen
+from echelon.sync.server.sockets import Context, Limits, Socket, connect, has_message, listen
 
 
 @dataclass
@@ -88,13 +88,11 @@ class Listener:
     def pump(self, handle: Handler, most: int = 64) -> int:
         """Take at most so many waiting messages; returns how many there were."""
         self.check.answer()
-        for taken in range(most):
-            try:
-                frames = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
-            except zmq.Again:
-                return taken
-            self._take(frames, handle)
-        return most
+        taken = 0
+        while taken < most and has_message(self.socket):
+            self._take(self.socket.recv_multipart(zmq.DONTWAIT, copy=False), handle)
+            taken += 1
+        return taken
 
     def _take(self, frames: list[zmq.Frame], handle: Handler) -> None:
         traffic = self.voice.traffic
@@ -130,11 +128,10 @@ class Line:
     def pump(self, handle: Callable[[Message], None], most: int = 256) -> int:
         """Take the messages that wait; returns how many."""
         traffic = self.voice.traffic
-        for taken in range(most):
-            try:
-                frames = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
-            except zmq.Again:
-                return taken
+        taken = 0
+        while taken < most and has_message(self.socket):
+            frames = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
+            taken += 1
             traffic.received_bytes += sum(len(f) for f in frames)
             try:
                 message = decode(self.voice.keys.run_id, frames)
@@ -142,7 +139,7 @@ class Line:
                 handle(message)
             except Malformed as error:
                 _drop(traffic, error)
-        return most
+        return taken
 
     def close(self) -> None:
         """Close the socket."""

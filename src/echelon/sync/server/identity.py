@@ -97,7 +97,7 @@ class PeerCheck:
 
     def answer(self) -> None:
         """Answer the requests that have come."""
-        while self.socket.poll(0):
+        while int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN:
             frames = self.socket.recv_multipart()
             version, request = [*frames, b"", b""][:2]
             allowed = len(frames) == 7 and frames[5] == b"CURVE" and frames[6] == self._allowed

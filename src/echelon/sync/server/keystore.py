@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from echelon.sync.server import staleness
 from echelon.sync.server.settings import Settings
+from echelon.sync.server.shares import MAX_SHARES
 from echelon.sync.server.table import Key
 
 MakeOptimizer = Callable[[Sequence[nn.Parameter], Sequence[bool]], torch.optim.Optimizer]
@@ -81,6 +82,7 @@ class KeyStore:
     """Value and optimizer of one key. In aggregating modes `version` is the step that is next, else it counts updates.
 
     In aggregating modes the value before the last update is kept, so that a task of that step can be computed again.
+    `average` is the exponential moving average of the value, where `settings.ema` asks for it.
     """
 
     def __init__(self, key: Key, value: Tensor, settings: Settings, make_optimizer: MakeOptimizer) -> None:
@@ -88,11 +90,14 @@ class KeyStore:
         self.value = value
         self.version = 0
         self.applied = Applied()
+        self.average = value.clone() if settings.ema else None
+        self.averaged = 0
         self.before: Tensor | None = None
         self._gathered: dict[int, _Gathered] = {}
         views = [nn.Parameter(value[p.start : p.stop].view(p.shape)) for p in key.parts]
         self._views = views
         self.optimizer = make_optimizer(views, [p.decay for p in key.parts])
+        self._step = _bare_step(self.optimizer)
         self._momenta = [group.get("momentum") for group in self.optimizer.param_groups]
         self._pulled: dict[str, tuple[int, float, Tensor | None]] = {}
         self._mean_square: dict[str, Tensor] = {}
@@ -183,7 +188,12 @@ class KeyStore:
             view.grad = gradient[part.start : part.stop].view(part.shape)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        with torch.no_grad():
+            self._step(self.optimizer)
+            if self.average is not None:  # as the loop's own average: a short run is not one of its random start
+                decay = min(self.settings.ema, (1 + self.averaged) / (10 + self.averaged))
+                self.averaged += 1
+                self.average.lerp_(self.value, 1 - decay)
 
     def note_pull(self, worker: str) -> None:
         """Remember which version a worker has, and where compensation needs it, the value."""
@@ -205,6 +215,8 @@ class KeyStore:
     def state(self, full: bool) -> dict[str, Any]:
         """Return a copy of the state: the value, and with `full` all that an update or a count depends on."""
         state: dict[str, Any] = {"value": self.value.clone(), "version": self.version}
+        if self.average is not None:
+            state |= {"average": self.average.clone(), "averaged": self.averaged}
         if full:
             optimizer = self.optimizer.state_dict()["state"]
             state |= {
@@ -217,6 +229,19 @@ class KeyStore:
             }
         return state
 
+    def gathered_tasks(self) -> set[int]:
+        """Return the shares of versions that are not complete, as tasks."""
+        return {step * MAX_SHARES + share for step, g in self._gathered.items() for share in g.shares}
+
+    def whole_state(self) -> dict[str, Any]:
+        """Return the state with what is gathered for versions that wait: what acknowledged pushes left here."""
+        gathered = {
+            step: {"wanted": g.wanted, "batch": g.batch, "samples": g.samples, "lr": g.lr, "shares": sorted(g.shares),
+                   "total": _copy(g.total)}
+            for step, g in self._gathered.items()
+        }  # fmt: skip
+        return {**self.state(full=True), "gathered": gathered}
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over what `state` returned.
 
@@ -228,8 +253,14 @@ class KeyStore:
             raise ValueError(f"not the state of key {self.key.index}")
         with torch.no_grad():
             self.value.copy_(value)
+            if self.average is not None:
+                self.average.copy_(state.get("average", value))
+                self.averaged = int(state.get("averaged", 0))
         self.version = int(state["version"])
         self._gathered, self.before = {}, None
+        for step, g in state.get("gathered", {}).items():
+            shares, lr = {int(s) for s in g["shares"]}, float(g["lr"])
+            self._gathered[int(step)] = _Gathered(g["wanted"], g["batch"], g["total"], shares, g["samples"], lr)
         if "optimizer" not in state:
             return
         whole = self.optimizer.state_dict()
@@ -238,6 +269,14 @@ class KeyStore:
         now = time.monotonic()
         self._pulled = {w: (v, now, state["then"].get(w)) for w, v in state["pulled"].items()}
         self._mean_square = dict(state["mean_square"])
+
+
+def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
+    """Return the optimizer's step without torch's wrappers (profiling, hooks): for a small key they cost the most."""
+    step: Any = type(optimizer).step
+    while hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return step  # type: ignore[no-any-return]
 
 
 def _copy(value: Any) -> Any:

@@ -29,7 +29,7 @@ class Kind(IntEnum):
     SETUP = 1  # worker to server: the keys that it will hold
     PUT = 2  # the state of one key, value only or whole
     PUT_DONE = 3  # server: the key was taken
-    PUSH = 4  # a gradient of one key
+    PUSH = 4  # a gradient of one key; `pull`: the key's next value is wanted as well
     ACK = 5  # server: what became of a push
     PULL = 6  # wants a key's value of a version or newer
     VALUE = 7  # server: a key's value
@@ -53,7 +53,7 @@ class Kind(IntEnum):
     TAGGED = 29
     UNTAG = 30
     PROMOTE = 31  # scheduler to standby: you are the primary
-    READY = 32  # server: what I hold, from which snapshot
+    CATCH_UP = 32  # scheduler to server: complete every version before a step; what nobody has is lost
     DIED = 33  # launcher to scheduler: a process of mine ended
     STOP = 34  # launcher to scheduler: end the run early
     END = 35  # scheduler: the run is over
@@ -76,7 +76,7 @@ SCHEMAS: dict[Kind, Schema] = {
     Kind.PUT_DONE: Schema({"key": int}),
     Kind.PUSH: Schema(
         {"key": int, "task": int, "step": int, "share": int, "shares": int, "samples": int, "batch": int,
-         "base": int, "number": int, "lr": float}, (1, MAX_FRAMES)),
+         "base": int, "number": int, "lr": float, "pull": bool}, (1, MAX_FRAMES)),
     Kind.ACK: Schema({"key": int, "task": int, "number": int, "fate": int, "version": int, "life": int}),
     Kind.PULL: Schema({"key": int, "version": int, "exact": bool, "full": bool, "tag": int}),
     Kind.VALUE: Schema({"key": int, "version": int, "delta": bool, "tag": int, "life": int}, (1, MAX_FRAMES)),
@@ -100,7 +100,7 @@ SCHEMAS: dict[Kind, Schema] = {
     Kind.TAGGED: Schema({"tag": int, "info": dict}),
     Kind.UNTAG: Schema({"tag": int}),
     Kind.PROMOTE: Schema(),
-    Kind.READY: Schema({"info": dict}),
+    Kind.CATCH_UP: Schema({"step": int}),
     Kind.DIED: Schema({"name": str, "info": dict}),
     Kind.STOP: Schema({"reason": str}),
     Kind.END: Schema({"status": str}),
@@ -185,6 +185,15 @@ def _check(value: Any, wanted: type[Any]) -> None:
         raise Malformed("range")
     if wanted is float and not math.isfinite(value):
         raise Malformed("range")
+
+
+def pull_behind(push: Mapping[str, Any], aggregates: bool) -> dict[str, Any]:
+    """Return the body of the pull that a push with `pull` stands for: one message less for each key.
+
+    Where gradients are aggregated it is exactly the version that the push is part of, else whatever is newest.
+    """
+    version = push["step"] + 1 if aggregates else 0
+    return {"key": push["key"], "version": version, "exact": aggregates, "full": False, "tag": 0}
 
 
 class ReplayGuard:

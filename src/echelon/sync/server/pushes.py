@@ -15,11 +15,10 @@ KEPT_BYTES = 256 << 20
 
 @dataclass
 class Outgoing:
-    """A push: header fields, frames, and the pull that follows it."""
+    """A push: header fields and frames."""
 
     body: dict[str, Any]
     frames: list[Any]
-    pull: dict[str, Any] | None = None
 
     @property
     def n_bytes(self) -> int:
@@ -59,8 +58,6 @@ class ServerLink:
             self._unacked[push.body["number"]] = push
             self._in_flight += push.n_bytes
             self.line.send(Kind.PUSH, push.body, push.frames)
-            if push.pull is not None:
-                self.line.send(Kind.PULL, push.pull)
 
     def acknowledged(self, number: int) -> Outgoing | None:
         """Note that a push was counted; returns it, or None when that was known."""
@@ -98,7 +95,7 @@ class ServerLink:
         self._kept_bytes = self._in_flight = 0
         self._repushing = set(again)
         for number in sorted(again):
-            again[number].pull = None
+            again[number].body["pull"] = False  # what is wanted is asked for apart
             self.queue(-1, again[number])
         if not again:
             self.line.send(Kind.REPUSHED, {"life": life})

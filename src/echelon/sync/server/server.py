@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,44 +14,18 @@ from echelon.sync.server.blob import read_frame, unpack_state
 from echelon.sync.server.coding import References, downward, upward
 from echelon.sync.server.endpoint import Line, Listener, Voice
 from echelon.sync.server.giving import BUFFERS_KEY, Giving
-from echelon.sync.server.identity import RunKeys
-from echelon.sync.server.keystore import Fate, KeyStore, MakeOptimizer, Push
-from echelon.sync.server.protocol import Kind, Malformed, Message
+from echelon.sync.server.keystore import Fate, KeyStore, Push
+from echelon.sync.server.protocol import Kind, Malformed, Message, pull_behind
 from echelon.sync.server.replication import Replication
-from echelon.sync.server.settings import Settings
+from echelon.sync.server.serving import Load, ServerConfig
 from echelon.sync.server.snapshots import Snapshots
 from echelon.sync.server.sockets import Limits
 from echelon.sync.server.table import Table, table_from_bytes
 
+__all__ = ["Load", "Server", "ServerConfig"]
+
 BEAT_S = 0.2
-
-
-@dataclass(frozen=True)
-class ServerConfig:
-    """What a server process is told when it starts. `name` is `server0`, or `standby0` of the same index."""
-
-    name: str
-    index: int
-    settings: Settings
-    keys: RunKeys
-    scheduler: str
-    address: str
-    compression: str
-    seed: int
-    folder: Path
-    make_optimizer: MakeOptimizer
-    frame_bytes: int = 1 << 30
-
-
-@dataclass
-class Load:
-    """What a server did since its start."""
-
-    updates: int = 0
-    duplicates: int = 0
-    late: int = 0
-    busy_s: float = 0.0
-    staleness: Counter[int] = field(default_factory=Counter)
+ACKS = 4  # sent together, so that a worker's window of pushes never runs dry
 
 
 class Server:
@@ -75,6 +47,7 @@ class Server:
         self.numbers: dict[bytes, int] = {}
         self.workers: set[str] = set()
         self.ended = False
+        self._acks: list[tuple[bytes, dict[str, Any]]] = []
         self.giving = Giving(self)
         self.replication = Replication(self)
         self.snapshots = Snapshots(self)
@@ -101,6 +74,7 @@ class Server:
             self.scheduler.pump(self._from_scheduler)
             self.replication.pump()
             taken = self.listener.pump(self._from_peer)
+            self._acknowledge()
             self.snapshots.pump()
             if taken:
                 self.load.busy_s += time.perf_counter() - began
@@ -145,9 +119,11 @@ class Server:
             case Kind.MEMBERS:
                 self._members(body)
             case Kind.TAG:
-                self.giving.tag(body["tag"], body["full"])
+                self.snapshots.tag(body["tag"], body["full"])
             case Kind.UNTAG:
-                self.giving.tags.pop(body["tag"], None)
+                self.snapshots.untag(body["tag"])
+            case Kind.CATCH_UP:
+                self.snapshots.caught_up(body["step"])
             case Kind.PROMOTE:
                 self.replication.promote()
             case Kind.WELCOME:
@@ -264,9 +240,20 @@ class Server:
         if fate in (Fate.APPLIED, Fate.PENDING) and self.replication.attached:
             self.replication.forward_push(message, push.scale, peer, ack)
         else:
-            self.voice.reply(self.listener.socket, peer, Kind.ACK, ack)
+            self._acks.append((peer, ack))
         if fate is Fate.APPLIED:
             self.giving.unpark(store)
+        if body["pull"]:
+            behind = pull_behind(body, self.settings.aggregates)
+            self.giving.pull(peer, replace(message, kind=Kind.PULL, body=behind, frames=()))
+        if len(self._acks) >= ACKS:
+            self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        """Send the acknowledgements that wait: behind the values, which the workers' forward passes wait for."""
+        for peer, ack in self._acks:
+            self.voice.reply(self.listener.socket, peer, Kind.ACK, ack)
+        self._acks.clear()
 
     def apply(self, store: KeyStore, push: Push) -> Fate:
         """Count a gradient into a key."""
@@ -302,8 +289,4 @@ class Server:
 
 
 def _scaled(push: Push, scale: float) -> Push:
-    if scale == 1.0:
-        return push
-    from dataclasses import replace
-
-    return replace(push, scale=scale)
+    return push if scale == 1.0 else replace(push, scale=scale)

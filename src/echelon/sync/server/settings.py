@@ -31,6 +31,7 @@ class Settings:
         snapshot_every: updates of a server between its snapshots; with a standby there are none.
         replicas: standbys per server (0 or 1); a standby holds every acknowledged update.
         chunk_kb: largest piece of the parameters that travels in one message, in KiB.
+        ema: decay of a moving average of the parameters on the servers; set by --ema; 0: off.
     """
 
     mode: str = "async"
@@ -45,6 +46,7 @@ class Settings:
     snapshot_every: int = 200
     replicas: int = 0
     chunk_kb: int = 1024
+    ema: float = 0.0
 
     def __post_init__(self) -> None:
         for name, known in (("mode", MODES), ("compensation", COMPENSATIONS)):

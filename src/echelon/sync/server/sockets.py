@@ -63,6 +63,11 @@ def connect(context: Context, keys: RunKeys, address: str, limits: Limits, ident
     return socket
 
 
+def has_message(socket: Socket) -> bool:
+    """Whether a whole message waits; cheaper than trying, where an exception says that there is none."""
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+
 def _common(socket: Socket, limits: Limits) -> None:
     socket.linger = 0
     socket.sndhwm = limits.queued

@@ -1,0 +1,115 @@
+"""`ps(...)` on several machines, and on shaped links: machines are network namespaces here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from echelon.core.errors import UserError
+from echelon.launch.link import ShapedNetwork, check_link, parse_link
+from tests.ranks.runs import Run, Runs, marked_processes
+
+LINK = "1gbit"
+SECRET = "5a" * 32
+
+
+def _why_not() -> str:
+    try:
+        check_link(parse_link(LINK))
+    except UserError as refusal:
+        return str(refusal)
+    return ""
+
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "this machine can shape links"),
+]
+
+
+def _done(folder: Path) -> Counter[int]:
+    lines = [json.loads(line) for line in (folder / "ps" / "scheduler.jsonl").read_text().splitlines()]
+    return Counter(e["task"] for e in lines if e["kind"] == "done")
+
+
+def _roles(run: Run) -> dict[str, int]:
+    return {r["role"]: r["pid"] for r in run.records("process")}
+
+
+def _machine(
+    runs: Runs, network: ShapedNetwork, i: int, *settings: str, folder: str, secret: str | None = SECRET
+) -> Run:
+    where = ["--rendezvous", f"{network.addresses[0]}:29400", "--workers", "1", "--threads", "1", "--device", "cpu"]
+    environment = {"ECHELON_RUN_SECRET": secret} if secret is not None else {}
+    return runs.start("train", "digits", *where, *settings, folder=folder, prefix=network.command_prefix(i),
+                      environment=environment)  # fmt: skip
+
+
+SERVED = ("--nodes", "2", "--sync", "ps(mode=async, servers=2)", "--lr", "0.02", "--epochs", "3")
+
+
+def test_two_machines_with_disks_of_their_own(tmp_path: Path) -> None:
+    with ShapedNetwork(3, parse_link(LINK)) as network, Runs(tmp_path) as runs:
+        second = _machine(runs, network, 1, *SERVED, folder="b")  # it may be there before the first
+        foreign = _machine(runs, network, 2, *SERVED, "--timeout", "5s", folder="c", secret="66" * 32)
+        assert foreign.end() == 2 and "the secret" in foreign.errors() and "Traceback" not in foreign.errors()
+        first = _machine(runs, network, 0, *SERVED, folder="a")
+        assert [first.end(), second.end()] == [0, 0], first.text() + second.text()
+        assert {"scheduler", "server0", "worker0"} == set(_roles(first))
+        assert {"server1", "worker1"} == set(_roles(second))
+        assert not (tmp_path / "b" / "ps" / "secret").exists()  # it came by the environment
+        done = _done(tmp_path / "a")
+        assert set(done.values()) == {1} and set(done) == set(range(len(done)))
+        assert first.summary()["status"] == "completed" and first.summary()["metrics"]["top1"] > 0.8
+        entries = [json.loads(line) for line in (tmp_path / "a/ps/scheduler.jsonl").read_text().splitlines()]
+        assert {e["worker"] for e in entries if e["kind"] == "done"} == {"worker0", "worker1"}
+
+
+@pytest.mark.slow
+def test_a_machine_dies_and_comes_back_on_a_common_disk(tmp_path: Path) -> None:
+    settings = ("--nodes", "2", "--sync", "ps(mode=async, servers=2, snapshot_every=5)", "--epochs", "200",
+                "--eval-every", "0", "--lr", "0.02")  # fmt: skip
+    with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:
+        first = _machine(runs, network, 0, *settings, folder="run", secret=None)
+        first.wait_for(lambda: (tmp_path / "run/ps/scheduler.json").exists(), "the scheduler")
+        second = _machine(runs, network, 1, *settings, folder="run", secret=None)
+        first.wait_for_step(50)
+        for pid in marked_processes(second.mark):
+            os.kill(pid, signal.SIGKILL)
+        second.process.wait()
+        third = _machine(runs, network, 1, *settings, folder="run", secret=None)
+        reached = first.records("steps")[-1]["step"]
+        first.wait_for_step(reached + 100)
+        third.process.terminate()
+        assert [first.end(), third.end()] == [0, 0], first.text() + third.text()
+        assert "stopped" in first.text()
+        assert set(_done(tmp_path / "run").values()) == {1}
+
+
+def test_another_learning_rate_is_refused(tmp_path: Path) -> None:
+    with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:
+        first = _machine(runs, network, 0, *SERVED, folder="a")
+        second = _machine(runs, network, 1, *SERVED[:-3], "0.03", *SERVED[-2:], folder="b")
+        assert second.end() == 2
+        assert "was started with --lr 0.03, the first machine with 0.02" in second.errors()
+        first.process.terminate()
+        first.end()
+
+
+def test_roles_on_links_of_their_own(tmp_path: Path) -> None:
+    with Runs(tmp_path) as runs:
+        run = runs.train("digits", "--workers", "2", "--sync", "ps(mode=sync, servers=2)", "--link", "100mbit",
+                         "--epochs", "3", "--lr", "0.05", folder="run")  # fmt: skip
+        assert run.end() == 0, run.text()
+        (link,) = run.records("link")
+        assert len(link["hosts"]) == 2 and set(link["servers"]) == {"server0", "server1"}
+        sent = sum(host["sent_bytes"] - 66 * host["sent_packets"] for host in link["hosts"])
+        said = sum(r["wire_bytes"] for r in run.records("steps"))
+        assert said == pytest.approx(sent, rel=0.05)
+        assert run.summary()["metrics"]["top1"] > 0.8
