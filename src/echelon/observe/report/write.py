@@ -10,6 +10,8 @@ from echelon.observe.report.charts_cost import time_charts, traffic_charts
 from echelon.observe.report.charts_eval import class_rows, evaluation_charts
 from echelon.observe.report.charts_events import timeline_chart
 from echelon.observe.report.charts_learning import learning_charts
+from echelon.observe.report.charts_pipeline import pipeline_charts
+from echelon.observe.report.charts_server import server_charts, server_table
 from echelon.observe.report.page import render_page
 from echelon.observe.report.records import RunRecord, load_run
 from echelon.observe.report.summary import Summary, summarise
@@ -57,8 +59,9 @@ def render_run(record: RunRecord, summary: Summary) -> str:
     sections = {
         "learning": learning_charts(record),
         "evaluation": evaluation_charts(record),
-        "time": time_charts(record, timing),
+        "time": [*time_charts(record, timing), *pipeline_charts(record)],
         "traffic": traffic_charts(record),
+        "servers": server_charts(record),
         "events": [timeline] if timeline else [],
     }
     detail_notes = record.detail.get("notes")
@@ -74,6 +77,7 @@ def render_run(record: RunRecord, summary: Summary) -> str:
         evaluation_notes=[str(n) for n in detail_notes] if isinstance(detail_notes, list) else [],
         traffic_notes=link_words(record),
         ranks=rank_table(record, timing),
+        servers=server_table(record),
         evaluations=evaluation_table(record),
         happenings=happenings(record),
         environment=environment_table(record),
