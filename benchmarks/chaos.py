@@ -1,165 +1,117 @@
-"""Chaos: trials that each kill (-9) a random role of a run at a random moment.
+"""Chaos: trials that each kill (-9) a random role of a run with a parameter server at a random moment.
 
-    python -m benchmarks.chaos --trials 100 [--replicas 1] [--mode async] [--out FILE]
+    python -m benchmarks.chaos [--trials 100] [--seconds 300] [--mode async] [--victim server0] [--summary]
 
-Each trial trains digits with 2 workers and 2 servers and must finish, with every batch of every epoch counted exactly
-once (async; under a server's death only with replicas=1) and a top-1 of at least 0.95. The time from the kill to the
-next update of the survivors is read from the scheduler's journal. Exit code 1 when a trial broke a promise.
+Each trial trains digits with 2 workers and 2 servers, every second one with standbys (replicas=1). It must finish; in
+async mode each batch of each epoch must be counted exactly once, by the scheduler's journal and by every key of the
+last checkpoint; top-1 must be at least 0.95. Moments are drawn over the whole run, its start and its end included.
+Results are appended to `runs/benchmarks`, and trials that are there are not repeated, so that the work may be cut into
+pieces (`--seconds`). `--summary` writes the table. Exit code 1 when a trial broke a promise.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import random
-import signal
-import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict
+
+from benchmarks import _common as common
+from benchmarks._chaos_trial import WANTED_TOP1, Setting, Trainer, Trial, run_trial
+
+TITLE = "Chaos: a role killed at a random moment"
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What is trained in each trial."""
-
-    mode: str = "async"
-    servers: int = 2
-    replicas: int = 0
-    workers: int = 2
-    epochs: int = 20
-    timeout_s: float = 180.0
-
-    @property
-    def sync(self) -> str:
-        """The spec of the run's sync."""
-        return f"ps(mode={self.mode}, servers={self.servers}, replicas={self.replicas}, snapshot_every=20)"
+def settings_for(seed: int, mode: str, epochs: int) -> Setting:
+    """Every second trial has standbys."""
+    return Setting(mode=mode, replicas=seed % 2, epochs=epochs)
 
 
-@dataclass(frozen=True)
-class Trial:
-    """What one trial gave."""
-
-    victim: str
-    at_s: float
-    status: str
-    seconds: float
-    top1: float
-    counted_once: bool
-    lost: int
-    recovery_s: float
+def known(mode: str) -> list[Trial]:
+    """Return the trials that were done before."""
+    names = list(Trial.__dataclass_fields__)
+    found = [Trial(**{n: r[n] for n in names}) for r in common.read_results("chaos")]
+    return [t for t in found if t.mode == mode]
 
 
-def run_trial(setting: Setting, seed: int, victim: str = "", folder: Path | None = None) -> Trial:
-    """Run once, killing a role (a random one by default) at a random moment of the training."""
-    draw = random.Random(seed)
-    with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
-        path = (folder or Path(temporary)) / "run"
-        command = [
-            sys.executable, "-m", "echelon", "train", "digits", "--sync", setting.sync, "--workers",
-            str(setting.workers), "--threads", "1", "--epochs", str(setting.epochs), "--eval-every", "0",
-            "--batch-size", "64", "--lr", "0.05", "--seed", str(seed), "--run", str(path),
-        ]  # fmt: skip
-        began = time.monotonic()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            name, killed_t, share = _strike(process, path, setting, draw, victim)
-            process.wait(max(1.0, setting.timeout_s - (time.monotonic() - began)))
-            hung = False
-        except subprocess.TimeoutExpired:
-            hung = True
-        finally:
-            process.kill()
-            process.wait()
-        return _judge(path, setting, (name, killed_t, share), time.monotonic() - began, hung)
+def run_trials(args: argparse.Namespace) -> None:
+    """Do the trials that are missing, until the time is up."""
+    done = {t.seed for t in known(args.mode)} if not args.victim else set()
+    ends, own = time.monotonic() + args.seconds, Trainer()
+    try:
+        for seed in range(args.first, args.first + args.trials):
+            if seed in done or time.monotonic() > ends:
+                continue
+            trial = run_trial(own, settings_for(seed, args.mode, args.epochs), seed, args.victim)
+            print(json.dumps(asdict(trial)), flush=True)
+            if not trial.victim and trial.kept:
+                continue  # nobody was there to kill any more: this was no trial
+            if not args.victim:
+                common.append_result("chaos", asdict(trial))
+            if trial.status == "hung":
+                own.close()
+                own = Trainer()
+    finally:
+        own.close()
 
 
-def _strike(
-    process: subprocess.Popen[bytes], path: Path, setting: Setting, draw: random.Random, victim: str
-) -> tuple[str, float, float]:
-    """Kill a role once a random share of the run's steps is done."""
-    share = draw.uniform(0.02, 0.9)
-    journal = path / "ps" / "scheduler.jsonl"
-    ends = time.monotonic() + setting.timeout_s
-    while process.poll() is None and time.monotonic() < ends:
-        entries = _lines(journal)
-        setup = next((e for e in entries if e["kind"] == "setup"), None)
-        done = sum(e["kind"] == "done" for e in entries)
-        if setup and done >= share * setup["info"]["steps_per_epoch"] * setting.epochs:
-            break
-        time.sleep(0.01)
-    pids = {e["role"]: e["pid"] for e in _lines(path / "record.jsonl") if e["kind"] == "process"}
-    name = victim or draw.choice(sorted(pids))
-    if name in pids:
-        with contextlib.suppress(ProcessLookupError):  # then the run has failed already, and is judged so
-            os.kill(pids[name], signal.SIGKILL)
-    return name, time.time(), share
+def table(trials: list[Trial]) -> str:
+    """Write the trials by role and standbys."""
+    rows = []
+    for replicas in (0, 1):
+        for role in ("scheduler", "server", "standby", "worker"):
+            some = [t for t in trials if t.replicas == replicas and t.victim.startswith(role)]
+            if some:
+                pauses = [t.recovery_s for t in some if t.recovery_s == t.recovery_s]
+                rows.append([role, replicas, len(some), sum(t.status == "completed" for t in some),
+                             sum(t.counted_once for t in some), sum(t.lost for t in some),
+                             f"{min(t.top1 for t in some):.3f}",
+                             f"{common.median(pauses):.2f} ({max(pauses):.2f})" if pauses else ""])  # fmt: skip
+    head = ["killed", "standbys", "trials", "finished", "each batch once", "updates lost", "lowest top-1",
+            "kill to next update, s: median (longest)"]  # fmt: skip
+    return common.markdown_table(head, rows)
 
 
-def _judge(path: Path, setting: Setting, strike: tuple[str, float, float], seconds: float, hung: bool) -> Trial:
-    name, killed_t, share = strike
-    entries, record = _lines(path / "ps" / "scheduler.jsonl"), _lines(path / "record.jsonl")
-    setup = next((e["info"] for e in entries if e["kind"] == "setup"), {"steps_per_epoch": 0})
-    done = Counter(e["task"] for e in entries if e["kind"] == "done" and not e["late"])
-    whole = setup["steps_per_epoch"] * setting.epochs
-    counted = setting.mode != "async" or (set(done) == set(range(whole)) and set(done.values()) == {1})
-    after = [e["t"] for e in entries if e["kind"] == "done" and e["t"] > killed_t]
-    lost = sum(r.get("lost", 0) for r in record if r.get("name") == "server_settled")
-    summary = path / "summary.json"
-    values: dict[str, Any] = json.loads(summary.read_text()) if summary.exists() else {}
-    status = "hung" if hung else str(values.get("status", "failed"))
-    top1 = float((values.get("metrics") or {}).get("top1") or 0.0)
-    return Trial(name, share, status, seconds, top1, counted and (lost == 0 or not setting.replicas), lost,
-                 min(after) - killed_t if after else float("nan"))  # fmt: skip
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    if not file.exists():
-        return []
-    entries = []
-    for line in file.read_text().splitlines():
-        try:
-            entries.append(json.loads(line))
-        except ValueError:
-            continue  # the line that is being written
-    return entries
+def summarise(mode: str) -> str:
+    """Write the sentence and the table of all trials of a mode."""
+    trials = known(mode)
+    pauses = [t.recovery_s for t in trials if t.recovery_s == t.recovery_s]
+    broken = [t.seed for t in trials if not t.kept]
+    said = (
+        f"`mode={mode}`: {len(trials)} trials, {sum(t.status == 'completed' for t in trials)} finished, "
+        f"{sum(t.counted_once for t in trials)} counted each batch of each epoch exactly once, "
+        f"{sum(t.top1 >= WANTED_TOP1 for t in trials)} reached top-1 {WANTED_TOP1}; kill to the survivors' next update "
+        f"{common.median(pauses):.2f} s in the median; promises broken in {len(broken)}"
+        f"{f' (seeds {broken})' if broken else ''}."
+    )
+    return f"{said}\n\n{table(trials)}"
 
 
 def main() -> int:
-    """Run the trials, print one line each and the sums."""
+    """Run the trials, or write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first trial")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no trial after so long")
     parser.add_argument("--mode", default="async")
-    parser.add_argument("--replicas", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--victim", default="")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    setting = Setting(mode=given.mode, replicas=given.replicas, epochs=given.epochs)
-    trials = []
-    for i in range(given.trials):
-        trial = run_trial(setting, given.seed + i, given.victim)
-        trials.append(trial)
-        print(json.dumps(asdict(trial)), flush=True)
-        if given.out:
-            with given.out.open("a") as file:
-                file.write(json.dumps(asdict(trial)) + "\n")
-    finished = sum(t.status == "completed" for t in trials)
-    once = sum(t.counted_once for t in trials)
-    good = sum(t.top1 >= 0.95 for t in trials)
-    recoveries = [t.recovery_s for t in trials if t.recovery_s == t.recovery_s]
-    median = statistics.median(recoveries) if recoveries else float("nan")
-    print(f"{finished}/{len(trials)} finished, {once} counted each sample once, {good} reached 0.95, "
-          f"{sum(t.lost for t in trials)} updates lost; kill to next update {median:.3f} s (median)")  # fmt: skip
-    return 0 if finished == once == good == len(trials) else 1
+    parser.add_argument("--epochs", type=int, default=Setting.epochs)
+    parser.add_argument("--victim", default="", help="kill this one; results are not kept")
+    parser.add_argument("--summary", action="store_true", help="write the table of all results")
+    args = parser.parse_args()
+    if args.summary:
+        said = "\n\n".join(summarise(mode) for mode in ("async", "sync") if known(mode))
+        how = (
+            "Each trial trains digits (2 workers, 2 servers, every second one with standbys, snapshots every 20 "
+            "updates) and kills a random role with -9 at a random moment, start and end included. A batch is counted "
+            "once when the scheduler's journal has it once and every key of the last checkpoint has as many updates "
+            "as there are batches. The longest pause after the kill counts; the machine was shared."
+        )
+        common.update_section(TITLE, f"{common.environment_line('python -m benchmarks.chaos')}\n\n{how}\n\n{said}")
+        print(said)
+        return 0
+    run_trials(args)
+    return 0 if all(t.kept for t in known(args.mode)) else 1
 
 
 if __name__ == "__main__":

@@ -147,6 +147,79 @@ def test_a_server_that_dies_comes_back(tmp_path: Path, replicas: int) -> None:
         assert events(tmp_path)["server_settled"]["lost"] == 0
 
 
+def struck_sync(folder: Path, settings: Settings, struck: threading.Event) -> torch.Tensor:
+    """Train synchronously; the first server is killed once, unless that is set already. Returns the parameters."""
+    folder.mkdir()
+    run = cluster(folder, settings)
+    run.start()
+    for index in range(settings.servers * settings.replicas):
+        run.server(index, f"standby{index}")
+    lock, seen = threading.Lock(), list[Any]()
+
+    def strike(module: nn.Module, task: dict[str, Any]) -> float:
+        with lock:
+            if task["step"] > 20 and not struck.is_set():
+                struck.set()
+                run.kill(run.servers[0])
+                if not settings.replicas:
+                    run.server(0)
+        return share_gradient(module, task)
+
+    for worker in range(2):
+        run.work(worker, model(), strike, 0.01, seen)
+    run.stop()
+    values: torch.Tensor = seen[-1][1]
+    return values
+
+
+def share_gradient(module: nn.Module, task: dict[str, Any]) -> float:
+    """The gradient of a share of a step's batch."""
+    inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(task["step"]))[task["share"] :: task["shares"]]
+    loss = module(inputs).square().sum() / 4
+    loss.backward()
+    return float(loss.detach())
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_a_server_that_dies_in_synchronous_mode_changes_nothing(tmp_path: Path, replicas: int) -> None:
+    settings = Settings("sync", servers=2, replicas=replicas, snapshot_every=5, chunk_kb=4)
+    undisturbed = threading.Event()
+    undisturbed.set()
+    wanted = struck_sync(tmp_path / "whole", Settings("sync", servers=2, chunk_kb=4), undisturbed)
+    got = struck_sync(tmp_path / "struck", settings, struck := threading.Event())
+    assert struck.is_set()
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)  # float32 sums in another order
+    if not replicas:
+        assert events(tmp_path / "struck")["server_settled"]["lost"] == 0
+
+
+def test_a_worker_and_then_a_server_die_in_synchronous_mode(tmp_path: Path) -> None:
+    run = cluster(tmp_path, Settings("sync", snapshot_every=1000))
+    run.start()
+    seen: list[Any] = []
+    vanished, struck = threading.Event(), threading.Event()
+
+    def vanish(module: nn.Module, task: dict[str, Any]) -> float:
+        if task["step"] > 10:
+            vanished.set()
+            raise Walks
+        return share_gradient(module, task)
+
+    def strike(module: nn.Module, task: dict[str, Any]) -> float:
+        if task["step"] > 20 and not struck.is_set():
+            struck.set()
+            run.kill(run.servers[0])
+            run.server(0)
+        return share_gradient(module, task)
+
+    run.work(0, model(), strike, 0.01, seen)
+    run.work(1, model(), vanish, 0.01, seen)
+    run.stop(expect=(Walks,))
+    assert vanished.is_set() and struck.is_set()
+    assert len({task // 4096 for task in done_tasks(tmp_path)}) == STEPS
+    assert events(tmp_path)["server_settled"]["lost"] > 0  # what the dead worker alone could have pushed again
+
+
 def test_standby_holds_what_its_primary_held(tmp_path: Path) -> None:
     run = cluster(tmp_path, Settings("async", replicas=1, compensation="adaptive"))
     run.start()

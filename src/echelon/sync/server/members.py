@@ -23,6 +23,11 @@ class Member:
     beat: dict[str, Any] = field(default_factory=dict)
     gap_s: float = 0.2
 
+    @property
+    def is_home(self) -> bool:
+        """Whether it is on the first machine: only that one's disk surely holds the run's checkpoints."""
+        return self.info.get("machine", 0) == 0
+
 
 class Members:
     """The processes that live, by name. A deadline follows from how often each one was heard while it lived."""

@@ -48,7 +48,7 @@ class Replication:
         self._standby, self._standby_name = peer, message.sender
         server.voice.reply(server.listener.socket, peer, Kind.SETUP, {}, [server.table.to_bytes()])
         for index, store in server.stores.items():
-            meta, frames = pack_state(store.state(full=True))
+            meta, frames = pack_state(store.whole_state())
             server.voice.reply(server.listener.socket, peer, Kind.PUT, {"key": index, "meta": meta}, frames)
 
     def forward_push(self, message: Message, scale: float, peer: bytes, ack: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ class Roster:
         self.serving = {i: Serving() for i in range(servers)}
 
     def join(self, peer: bytes, message: Message, now_s: float) -> None:
+        """Take a process in; one of the same name in another life is gone."""
         name, role, info = message.sender, message.body["role"], message.body["info"]
         if role not in ("worker", "server"):
             raise Malformed("content")
@@ -38,56 +39,62 @@ class Roster:
         self.tell_members()
 
     def _worker_joined(self, member: Member, now_s: float) -> None:
-        self._scheduler.reply(member.peer, Kind.WELCOME, {"info": {"set_up": self._scheduler.setup is not None}})
-        if self._scheduler.setup is not None and self._scheduler.leases is not None:
-            if self._scheduler.setup["fingerprint"] != member.info["fingerprint"]:
-                self._scheduler.record.event(
-                    "refused_worker", f"{member.name} has another model or data and was sent away"
-                )
-                self._scheduler.reply(member.peer, Kind.END, {"status": "refused"})
-                self.members.remove(member.name)
-                return
-            self._scheduler.leases.join(member.name, member.info.get("held", []), now_s)
+        assignment = self._scheduler.assignment
+        self._scheduler.reply(member.peer, Kind.WELCOME, {"info": {"set_up": assignment.setup is not None}})
+        if assignment.setup is None or assignment.leases is None:
+            return
+        if assignment.setup["fingerprint"] != member.info["fingerprint"]:
+            words = f"{member.name} has another model or data and was sent away"
+            self._scheduler.record.event("refused_worker", words)
+            self._scheduler.reply(member.peer, Kind.END, {"status": "refused"})
+            self.members.remove(member.name)
+            return
+        assignment.leases.join(member.name, member.info.get("held", []), now_s)
 
     def _server_joined(self, member: Member) -> None:
-        info = member.info
-        serving = self.serving[int(info["index"])]
+        info, index = member.info, int(member.info["index"])
+        serving = self.serving[index]
         other = serving.primary != member.name and self.members.get(serving.primary) is not None
         if other or (info["standby"] and serving.primary != member.name):
             serving.standby, serving.standby_ready = member.name, bool(info["ready"])
             if not info["standby"]:  # its standby has taken over: now it is the standby
                 self._scheduler.reply(member.peer, Kind.WELCOME, {"info": {"standby": True}})
         else:
-            if self._scheduler.setup is not None and info["empty"] and not info["standby"]:
-                words = f"what {member.name} held is lost: it has neither a snapshot nor a standby; resume the run"
-                self._scheduler.record.event("server_lost", words, server=int(info["index"]))
-                self._scheduler.status = "failed"
+            if info["empty"] and not info["standby"]:
+                self._came_back_empty(member.name, index)
             serving.primary, serving.ready = member.name, bool(info["ready"])
             if serving.standby == member.name:
                 serving.standby, serving.standby_ready = "", False
-            review = self._scheduler.reviewing.queue.present
-            if serving.ready and review is not None and int(info["index"]) in review.missing:
-                self._scheduler.reply(member.peer, Kind.TAG, {"tag": review.tag, "full": review.full})
+            self._scheduler.reviewing.tell_server(index)
         if info.get("restored") and info["ready"]:
-            self._scheduler.record.event(
-                "server_restored", f"{member.name} took its snapshot and waits for what workers kept"
-            )
+            words = f"{member.name} took its snapshot and waits for what workers kept"
+            self._scheduler.record.event("server_restored", words)
+
+    def _came_back_empty(self, name: str, index: int) -> None:
+        if self._scheduler.assignment.setup is None or self._scheduler.assignment.set_up_again():
+            return
+        words = f"what {name} held is lost: it has neither a snapshot nor a standby; resume the run"
+        self._scheduler.record.event("server_lost", words, server=index)
+        self._scheduler.end("failed")
 
     def tell_members(self) -> None:
-        servers = {}
+        """Tell all who serves what, where."""
+        assignment, servers = self._scheduler.assignment, {}
         for index, serving in self.serving.items():
             primary, standby = self.members.get(serving.primary), self.members.get(serving.standby)
             servers[str(index)] = {
                 "address": primary.address if primary else "", "life": primary.session if primary else 0,
                 "ready": serving.ready and primary is not None, "standby": standby.name if standby else "",
+                "empty": assignment.setup is None and primary is not None and bool(primary.info["empty"]),
             }  # fmt: skip
         workers = [m.name for m in self.members.of_role("worker")]
-        below = self._scheduler.leases.done_steps if isinstance(self._scheduler.leases, FreeLeases) else 0
+        below = assignment.leases.done_steps if isinstance(assignment.leases, FreeLeases) else 0
         self._scheduler.tell_all(Kind.MEMBERS, {"servers": servers, "workers": workers, "watermark": below})
 
     def gone(self, name: str, how: str, now_s: float) -> None:
+        """Let a member go that left, died or is silent; its work goes to others."""
         member = self.members.remove(name)
-        self._scheduler.asking.pop(name, None)
+        self._scheduler.assignment.asking.pop(name, None)
         if member is None:
             return
         if member.role == "worker":
@@ -95,18 +102,14 @@ class Roster:
         else:
             self._server_gone(name, how)
         self.tell_members()
-        self._scheduler.give_all(now_s)
+        self._scheduler.assignment.give_all(now_s)
 
     def _worker_gone(self, name: str, how: str) -> None:
-        back = self._scheduler.leases.leave(name) if self._scheduler.leases is not None else []
-        review = self._scheduler.reviewing.queue.present
-        if review is not None and review.worker == name:
-            review.worker = ""
-        if self._scheduler.setup_worker == name:
-            self._scheduler.setup_worker = ""
+        back = self._scheduler.assignment.worker_gone(name)
+        self._scheduler.reviewing.worker_gone(name)
         if how != "left":
-            words = f"{name} {how}; {len(back)} of its leases go to others"
-            self._scheduler.record.event("worker_gone", words, worker=name, leases=len(back))
+            words = f"{name} {how}; {back} of its leases go to others"
+            self._scheduler.record.event("worker_gone", words, worker=name, leases=back)
 
     def _server_gone(self, name: str, how: str) -> None:
         for index, serving in self.serving.items():
@@ -124,20 +127,17 @@ class Roster:
             else:
                 serving.primary, serving.ready = "", False
             self._scheduler.record.event("server_gone", f"{name} {how}; {then}", server=index)
-            if self._scheduler.reviewing.queue.present is not None:
-                self._scheduler.reviewing.begin(self._scheduler.reviewing.queue.again(set(self.serving)))
+            self._scheduler.reviewing.again()
 
     def lost(self, info: dict[str, Any]) -> None:
-        """A server came back and says what it has: what was done and is not there is lost."""
-        if not isinstance(self._scheduler.leases, FreeLeases):
-            return
-        runs = info["tasks"]
-        held = {t for a, b in zip(runs[::2], runs[1::2], strict=True) for t in range(a, b + 1)}
-        done = (
-            set(range(int(info["watermark"]), self._scheduler.leases.done_steps)) | self._scheduler.leases.done_beyond
-        )
-        lost = sorted(done - held)
-        words = f"{len(lost)} updates are lost: nobody could push them again" if lost else "nothing is lost"
-        self._scheduler.record.event(
-            "server_settled", f"server{info['index']} is back; {words}", lost=len(lost), tasks=lost[:100]
-        )
+        """A server came back: it says what it has, and then what it had to do without."""
+        if "lacking" in info:
+            self._scheduler.assignment.tell_lost(int(info["index"]), int(info["lacking"]), [])
+        else:
+            self._scheduler.assignment.settled(info)
+
+    def catch_up(self, index: int, step: int) -> None:
+        """Let a server complete every version before a step with what it has."""
+        server = self.members.get(self.serving[index].primary)
+        if server is not None:
+            self._scheduler.reply(server.peer, Kind.CATCH_UP, {"step": step})

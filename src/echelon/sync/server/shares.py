@@ -28,7 +28,11 @@ class SharedLeases:
 
     def restore(self, below: int, done: Iterable[int]) -> None:
         """Begin where a checkpoint or a journal ended; a step that was half done begins anew."""
-        self._step = below
+        self._begin(below)
+
+    def _begin(self, step: int) -> None:
+        self._step, self._shares = step, 0
+        self._free, self._done, self._had, self._out = [], set(), set(), {}
 
     @property
     def clocks(self) -> dict[str, int]:
@@ -139,7 +143,14 @@ class SharedLeases:
 
     def _close_if_complete(self) -> None:
         if self._shares and len(self._done) >= max(1, self._shares - self._backup):
-            self._step += 1
-            self._shares = 0
-            self._free, self._done, self._had = [], set(), set()
-            self._out = {}
+            self._begin(self._step + 1)
+
+    def lost(self, held: set[int], least: int) -> list[int]:
+        """Give out again the shares of the present step that a server has not, though they were done; returns them.
+
+        The server has the tasks `held`, and is complete before the step `least`.
+        """
+        back = sorted(self._done - held) if self._step >= least else []
+        self._done.difference_update(back)
+        self._free.extend(task % MAX_SHARES for task in back)
+        return back

@@ -7,11 +7,14 @@ server's next life. What no living worker can push again is lost, and is told.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from echelon.checkpoint import CheckpointStore
+from echelon.sync.server.keystore import KeyStore
 from echelon.sync.server.protocol import Kind, Message
+from echelon.sync.server.shares import MAX_SHARES
 from echelon.sync.server.table import table_from_bytes
 
 if TYPE_CHECKING:
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
 KEEP = 2
 SETTLE_S = 10.0
+TELL_AGAIN_S = 1.0
 
 
 class Snapshots:
@@ -35,6 +39,8 @@ class Snapshots:
         self._settle_by = 0.0
         self._missing: set[str] | None = None
         self._repushed: set[str] = set()
+        self._behind, self._told_s = False, 0.0
+        self._tags: dict[int, bool] = {}
         self.restored = False
         self.safe = not self._enabled
 
@@ -56,6 +62,7 @@ class Snapshots:
             self._server.put(index, key_state)
         self._server.buffers = dict(state["buffers"])
         self.restored = self.safe = True
+        self._behind = self._server.settings.aggregates
         self._settle_by = time.monotonic() + SETTLE_S
 
     def pump(self) -> None:
@@ -70,10 +77,15 @@ class Snapshots:
                 self._server._join()
         every = self._server.settings.snapshot_every * len(self._server.stores)
         due = self._count == 0 or self._server.load.updates - self._at_updates >= every
-        if due and self._running is None and not self.settling:
+        if due and self._running is None and not self.settling and not self._behind:
             self._begin()
         if self.settling and (self._missing == set() or time.monotonic() > self._settle_by):
-            self._settle()
+            self._settle_by = 0.0
+            self._tell_held()
+            if not self._behind:
+                self._keep_copies()
+        elif self._behind and not self.settling and time.monotonic() > self._told_s + TELL_AGAIN_S:
+            self._tell_held()  # the scheduler was gone too
 
     def _begin(self) -> None:
         server = self._server
@@ -82,7 +94,7 @@ class Snapshots:
         self._at_updates = server.load.updates
         state = {
             "table": server.table.to_bytes().decode(),
-            "keys": {index: store.state(full=True) for index, store in server.stores.items()},
+            "keys": {index: store.whole_state() for index, store in server.stores.items()},
             "buffers": dict(server.buffers),
         }
         self._running = self._pool.submit(self._write, self._count, state, dict(server.numbers))
@@ -110,29 +122,41 @@ class Snapshots:
         if self._missing is not None:
             self._missing.discard(message.sender)
 
-    def _settle(self) -> None:
+    def tag(self, tag: int, full: bool) -> None:
+        """Keep a copy of now; after a restart, once all that can come again has come."""
+        if self.settling or self._behind:
+            self._tags[tag] = full
+        else:
+            self._server.giving.tag(tag, full)
+
+    def untag(self, tag: int) -> None:
+        """Drop a copy."""
+        self._tags.pop(tag, None)
+        self._server.giving.tags.pop(tag, None)
+
+    def _keep_copies(self) -> None:
+        while self._tags:
+            self._server.giving.tag(*self._tags.popitem())
+
+    def _tell_held(self) -> None:
         """Everything that can come again has come: say what the keys hold, so that the scheduler knows what is lost."""
-        server = self._server
-        self._settle_by = 0.0
-        stores = list(server.stores.values())
-        floor = min(store.applied.watermark for store in stores)
-        common = set.intersection(*(store.applied.tasks for store in stores)) if stores else set()
-        info = {
-            "index": server.config.index,
-            "watermark": floor,
-            "tasks": ranges(common),
-            "versions": [store.version for store in stores][:1000],
-        }
+        server, self._told_s = self._server, time.monotonic()
+        floor, common = held_by_all(list(server.stores.values()))
+        info = {"index": server.config.index, "watermark": floor, "tasks": ranges(common)}
         server.scheduler.send(Kind.LOST, {"info": info})
 
-    def catch_up(self, step: int) -> int:
-        """Aggregating modes: complete what waits for gradients that nobody has any more; returns how many versions."""
+    def caught_up(self, step: int) -> None:
+        """Aggregating modes: complete what waits for gradients that nobody has any more, and say how much lacked."""
+        if not self._behind:
+            return
         server = self._server
         lacking = 0
         for store in server.stores.values():
             lacking = max(lacking, store.catch_up(step))
             server.giving.unpark(store)
-        return lacking
+        server.scheduler.send(Kind.LOST, {"info": {"index": server.config.index, "lacking": lacking}})
+        self._behind = False
+        self._keep_copies()
 
     def close(self) -> None:
         """Wait for the snapshot that is being written."""
@@ -140,6 +164,21 @@ class Snapshots:
         if self._running is not None:
             self._running.result()
         self._store.close()
+
+
+def held_by_all(stores: Sequence[KeyStore]) -> tuple[int, set[int]]:
+    """Return what every key has counted: all tasks before a number, and these.
+
+    Where gradients are aggregated the number is that of a step, and the tasks are shares of steps from there on.
+    """
+    if not stores:
+        return 0, set()
+    if not stores[0].settings.aggregates:
+        return min(s.applied.watermark for s in stores), set.intersection(*(s.applied.tasks for s in stores))
+    waiting = [(store.version, store.gathered_tasks()) for store in stores]
+    tasks = set().union(*(own for _, own in waiting))
+    held = {t for t in tasks if all(t in own or t // MAX_SHARES < version for version, own in waiting)}
+    return min(version for version, _ in waiting), held
 
 
 def ranges(numbers: set[int]) -> list[int]:

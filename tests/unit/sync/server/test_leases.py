@@ -127,3 +127,21 @@ def test_a_restart_goes_on_where_the_journal_ends() -> None:
     free.restore(3, {5, 6})
     free.join("a", (), 0)
     assert [free.take("a", 0)["task"] for _ in range(3)] == [3, 4, 7]  # type: ignore[index]
+
+
+def test_shares_that_a_server_lost_are_done_again() -> None:
+    leases = SharedLeases(WORK)
+    for worker in ("a", "b"):
+        leases.join(worker, (), 0)
+    tasks = {worker: leases.take(worker, 0) for worker in ("a", "b")}
+    assert tasks["a"] is not None and tasks["b"] is not None
+    leases.finish(tasks["a"]["task"], "a", 0, False)
+    leases.leave("a")
+    assert leases.lost({tasks["a"]["task"]}, 0) == []
+    assert leases.lost(set(), 1) == []  # complete there
+    assert leases.lost(set(), 0) == [tasks["a"]["task"]]
+    leases.finish(tasks["b"]["task"], "b", 0, False)
+    again = leases.take("b", 0)
+    assert again is not None and again["task"] == tasks["a"]["task"]
+    leases.finish(again["task"], "b", 0, False)
+    assert leases.done_steps == 1

@@ -1,0 +1,81 @@
+"""The scheduler's part of the run's record: windows of steps, workers' clocks and waiting, servers' load."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from echelon.sync.server.members import Member
+from echelon.sync.server.tallies import Tally
+
+if TYPE_CHECKING:
+    from echelon.sync.server.scheduler import Scheduler
+
+REPORT_S = 2.0
+
+
+class Bookkeeping:
+    """Sums of finished tasks, written as windows; a window begins when work begins, and none reaches past its end.
+
+    That keeps each window's wall time equal to what the workers' phases add up to: neither the roles' start nor the
+    last evaluation is time of a step.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._tally = Tally()
+        self._late = 0
+        self._report_s = 0.0
+        self._started = False
+
+    def started(self, info: dict[str, Any]) -> None:
+        """The setup is done: time counts from here."""
+        self._tally = Tally()
+        if not self._started:
+            self._started = True
+            self._scheduler.callbacks.started(info)
+
+    def add(self, worker: str, step: int, info: dict[str, Any], counted: bool) -> None:
+        """Add a finished task."""
+        self._late += bool(info.get("late"))
+        self._tally.add(worker, step, info, counted)
+
+    def close_window(self) -> None:
+        """Write what is summed, however short: what comes now is no step."""
+        if self._tally.losses:
+            self._flush()
+
+    def turn(self, now_s: float) -> None:
+        """Write what is due."""
+        if self._scheduler.assignment.setup is not None and self._tally.due(now_s):
+            self._flush()
+        if now_s >= self._report_s:
+            self._report_s = now_s + REPORT_S
+            for server in self._scheduler.roster.members.of_role("server"):
+                self.report_server(server)
+
+    def _flush(self) -> None:
+        assignment = self._scheduler.assignment
+        if assignment.setup is None:
+            return
+        step = assignment.steps()
+        epoch = max(0, step - 1) // int(assignment.setup["steps_per_epoch"])
+        workers = [m.name for m in self._scheduler.roster.members.of_role("worker")]
+        self._scheduler.callbacks.window(self._tally.close(epoch, step, workers))
+        self._record_workers(step)
+
+    def _record_workers(self, step: int) -> None:
+        leases = self._scheduler.assignment.leases
+        assert leases is not None
+        beats = {m.name: m.beat for m in self._scheduler.roster.members.of_role("worker")}
+        self._scheduler.record.write(
+            "staleness", step=step, clocks=leases.clocks, late=self._late,
+            waited_s={name: beat.get("waited_s", {}) for name, beat in beats.items()},
+            sent_bytes={name: beat.get("sent_bytes", 0) for name, beat in beats.items()},
+            received_bytes={name: beat.get("received_bytes", 0) for name, beat in beats.items()},
+        )  # fmt: skip
+
+    def report_server(self, server: Member) -> None:
+        """Write a server's last numbers."""
+        assignment = self._scheduler.assignment
+        if server.beat and assignment.setup is not None:
+            self._scheduler.record.write("server", name=server.name, step=assignment.steps(), **server.beat)
