@@ -81,7 +81,7 @@ class Pair:
         Raises:
             CandidateFailed: it aborted, raised or hung.
         """
-        self._wait_until_ready()
+        self.wait_until_ready()
         before = self._wire_bytes()
         answers = self._ask(("run", steps), START_DEADLINE_S + steps * STEP_DEADLINE_S)
         after = self._wire_bytes()
@@ -99,7 +99,7 @@ class Pair:
         Raises:
             CandidateFailed: as `run`.
         """
-        self._wait_until_ready()
+        self.wait_until_ready()
         answers = self._ask(("evaluate",), START_DEADLINE_S)
         return sum(answer["correct"] for answer in answers) / sum(answer["of"] for answer in answers)
 
@@ -120,7 +120,12 @@ class Pair:
     ) -> None:
         self.close()
 
-    def _wait_until_ready(self) -> None:
+    def wait_until_ready(self) -> None:
+        """Wait until the ranks are joined and hold the same parameters, which travel over the link too.
+
+        Raises:
+            CandidateFailed: as `run`.
+        """
         if not self._ready:
             self.parameters = self._collect(START_DEADLINE_S)[0]["parameters"]
             self._ready = True

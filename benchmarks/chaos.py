@@ -1,6 +1,6 @@
 """Chaos: trials that each kill (-9) a random role of a run with a parameter server at a random moment.
 
-    python -m benchmarks.chaos [--trials 100] [--seconds 300] [--mode async] [--victim server0] [--summary]
+    python -m benchmarks.chaos [--trials 100] [--at-once 2] [--seconds 300] [--mode async] [--summary]
 
 Each trial trains digits with 2 workers and 2 servers, every second one with standbys (replicas=1). It must finish; in
 async mode each batch of each epoch must be counted exactly once, by the scheduler's journal and by every key of the
@@ -15,6 +15,8 @@ import argparse
 import json
 import sys
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 from benchmarks import _common as common
@@ -36,13 +38,20 @@ def known(mode: str) -> list[Trial]:
 
 
 def run_trials(args: argparse.Namespace) -> None:
-    """Do the trials that are missing, until the time is up."""
+    """Do the trials that are missing, `--at-once` of them at a time, until the time is up."""
     done = {t.seed for t in known(args.mode)} if not args.victim else set()
-    ends, own = time.monotonic() + args.seconds, Trainer()
+    seeds = deque(seed for seed in range(args.first, args.first + args.trials) if seed not in done)
+    ends = time.monotonic() + args.seconds
+    with ThreadPoolExecutor(args.at_once) as pool:
+        for each in [pool.submit(_some_trials, args, seeds, ends) for _ in range(args.at_once)]:
+            each.result()
+
+
+def _some_trials(args: argparse.Namespace, seeds: deque[int], ends: float) -> None:
+    own = Trainer()
     try:
-        for seed in range(args.first, args.first + args.trials):
-            if seed in done or time.monotonic() > ends:
-                continue
+        while seeds and time.monotonic() < ends:
+            seed = seeds.popleft()
             trial = run_trial(own, settings_for(seed, args.mode, args.epochs), seed, args.victim)
             print(json.dumps(asdict(trial)), flush=True)
             if not trial.victim and trial.kept:
@@ -93,6 +102,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="seed of the first trial")
+    parser.add_argument("--at-once", type=int, default=1, help="trials beside each other")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no trial after so long")
     parser.add_argument("--mode", default="async")
     parser.add_argument("--epochs", type=int, default=Setting.epochs)

@@ -39,7 +39,7 @@ CODECS = [
 STRATEGIES = ["sync:local(8)", "sync:local(8);int8", "sync:diloco(50)", "sync:diloco(50);int8"]
 CANDIDATES = [*PEERS, *(f"echelon:{codec}" for codec in CODECS), *STRATEGIES]
 LINKS = ["1gbit", "100mbit", "10mbit"]
-STEPS = {"1gbit": 40, "100mbit": 16, "10mbit": 8}
+MOST_STEPS = 32
 STEPS_PER_EPOCH = 50_000 // tables.BATCH
 MEASURED_LIMIT_S = 600.0
 TOO_FEW_POINTS = "no accuracy to aim at yet: run --mode curve --candidates ddp first"
@@ -65,10 +65,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--links", nargs="+", default=LINKS)
     parser.add_argument("--candidates", nargs="+", default=CANDIDATES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--windows", type=int, default=5, help="rate: windows of each candidate")
-    parser.add_argument("--steps", type=int, help="rate, aborts: steps of a window or run (rate: a multiple of 8)")
-    parser.add_argument("--warm-up", type=int, default=8, help="rate: steps before the first window")
-    parser.add_argument("--at-once", type=int, default=8, help="rate: candidates that are alive at once")
+    parser.add_argument("--windows", type=int, default=3, help="rate: windows of each candidate")
+    parser.add_argument("--steps", type=int, help="rate: most steps of a window; aborts: steps of a run")
+    parser.add_argument("--window-s", type=float, default=3.0, help="rate: seconds that a window should take at most")
+    parser.add_argument("--warm-up", type=int, default=4, help="rate: steps before the first window")
+    parser.add_argument("--at-once", type=int, default=24, help="rate: candidates that are alive at once")
     parser.add_argument("--no-loopback", action="store_true", help="rate: leave out the same candidate over loopback")
     parser.add_argument("--epochs", type=float, default=3.0, help="curve: at least so many, on until the accuracy")
     parser.add_argument("--max-epochs", type=float, default=8.0, help="curve, accuracy: and at most so many")
@@ -94,29 +95,33 @@ def rate(options: argparse.Namespace) -> None:
         places = [link] if options.no_loopback else [tables.LOOPBACK, link]
         with contextlib.ExitStack() as stack:
             network = stack.enter_context(ShapedNetwork(2, parse_link(link)))
-            pairs = {
-                (candidate, place): stack.enter_context(Pair(candidate, terms, network if place == link else None))
-                for candidate in ["ddp", *batch]
-                for place in places
-            }
+            pairs: dict[tuple[str, str], Pair] = {}
+            for candidate, place in itertools.product(["ddp", *batch], places):
+                pair = stack.enter_context(Pair(candidate, terms, network if place == link else None))
+                pair.wait_until_ready()  # one after another: together their models would fill a slow link for minutes
+                pairs[candidate, place] = pair
             _take_turns(pairs, link, options)
 
 
 def _take_turns(pairs: dict[tuple[str, str], Pair], link: str, options: argparse.Namespace) -> None:
-    steps = options.steps or STEPS.get(link, 16)
+    steps = options.steps or MOST_STEPS
     found: dict[tuple[str, str], list[Window]] = {contender: [] for contender in pairs}
     failed: dict[tuple[str, str], str] = {}
+    lengths: dict[tuple[str, str], int] = {}
     for turn, contender in interleave(list(pairs), options.windows + 1):
         if contender in failed:
             continue
         try:
-            window = pairs[contender].run(whole_periods(contender[0], steps if turn else options.warm_up))
+            window = pairs[contender].run(lengths[contender] if turn else whole_periods(contender[0], options.warm_up))
         except CandidateFailed as failure:
             failed[contender] = str(failure)
             pairs[contender].close()
             print(f"{contender[0]} on {contender[1]} failed: {_last_line(failure)}", flush=True)
             continue
-        if turn:
+        if not turn:
+            affordable = max(2, round(options.window_s * window.steps / window.seconds))
+            lengths[contender] = whole_periods(contender[0], min(steps, affordable))
+        else:
             found[contender].append(window)
             print(f"{contender[0]} on {contender[1]}: {window.steps / window.seconds:.2f} steps/s", flush=True)
     for (candidate, place), windows in found.items():
@@ -135,9 +140,12 @@ def _take_turns(pairs: dict[tuple[str, str], Pair], link: str, options: argparse
         append_result(NAME, result)
 
 
+_PERIOD = re.compile(r"(?:sync:|torch-post)\w+\((?:period=)?(\d+)")
+
+
 def whole_periods(candidate: str, steps: int) -> int:
     """Return the steps, rounded up to a multiple of a strategy's period: a window holds its share of the traffic."""
-    period = int(found[1]) if (found := re.match(r"sync:\w+\((?:period=)?(\d+)", candidate)) else 1
+    period = int(found[1]) if (found := _PERIOD.match(candidate)) else 1
     return -(-steps // period) * period
 
 
