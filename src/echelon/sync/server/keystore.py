@@ -276,7 +276,7 @@ def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimi
     step: Any = type(optimizer).step
     while hasattr(step, "__wrapped__"):
         step = step.__wrapped__
-    return step  # type: ignore[no-any-return]
+    return step
 
 
 def _copy(value: Any) -> Any:
