@@ -23,14 +23,31 @@ BATCHNORM: Mapping[str, Any] = {"model.sync_batchnorm": True, "optimizer.clip_no
 QUICK = {
     2: [
         Trial("vit", "fsdp=2", CLIPPED),
+        Trial("vit", "dp=2,zero1", {**CLIPPED, **AVERAGED}),
         Trial("gpt", "fsdp=2"),
         Trial("resnet", "fsdp=2", BATCHNORM),
+        Trial("vit", "tp=2,sequence", CLIPPED),
+        Trial("gpt", "tp=2", AVERAGED),
+        Trial("resnet", "tp=2", BATCHNORM),
+        Trial("vit", "pp=2,microbatches=2", CLIPPED),
+        Trial("untied_gpt", "pp=2,schedule=gpipe,microbatches=3", AVERAGED),
+        Trial("resnet", "pp=2,microbatches=1", BATCHNORM),
+        Trial("gpt", "fsdp=2", {"training.recompute": "selective"}),
+        Trial("resnet", "fsdp=2", {"training.recompute": "blocks", **BATCHNORM}),
     ],
-    4: [Trial("vit", "dp=2,fsdp=2", AVERAGED)],
+    4: [
+        Trial("vit", "dp=2,fsdp=2", AVERAGED),
+        Trial("gpt", "fsdp=2,tp=2", CLIPPED),
+        Trial("resnet", "dp=2,tp=2", BATCHNORM),
+        Trial("vit", "tp=2,pp=2", AVERAGED),
+        Trial("vit", "fsdp=2,pp=2", CLIPPED),
+        Trial("untied_gpt", "dp=2,pp=2", CLIPPED),
+    ],
 }
 
 
-def _train(rank: Rank, trials: Sequence[Trial], steps: int) -> list[tuple[list[float], dict[str, Held]]]:
+def train(rank: Rank, trials: Sequence[Trial], steps: int) -> list[tuple[list[float], dict[str, Held]]]:
+    """Train each trial; returns its losses and what this rank holds at the end."""
     seen = []
     for trial in trials:
         trainer = make_trainer(trial, rank)
@@ -48,7 +65,7 @@ def _alone(trial: Trial, steps: int) -> tuple[list[float], dict[str, np.ndarray]
 
 def check_same_function(trials: Sequence[Trial], world: int, steps: int = STEPS, timeout_s: float = 120) -> None:
     """Train each trial on `world` ranks and alone, and compare losses and final parameters and statistics."""
-    ranks = run_ranks(_train, world, trials, steps, timeout_s=timeout_s)
+    ranks = run_ranks(train, world, trials, steps, timeout_s=timeout_s)
     for i, trial in enumerate(trials):
         losses, parameters = _alone(trial, steps)
         for rank in ranks:

@@ -125,7 +125,7 @@ def _go_on(rank: Rank, trials: list[Trial], shared: list[object], owns: list[dic
     for trial, state, own in zip(trials, shared, owns, strict=True):
         parts = make_parts(trial)
         load_shared_state(parts, state)
-        load_rank_state(parts, world_of(rank), len(own), own)
+        load_rank_state(parts, world_of(rank), {"dp": len(own)}, own)
         begun = copy(parts.model.state_dict())
         train(parts, rank, 6, STEPS)
         with parts.sync.agreed():

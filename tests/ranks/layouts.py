@@ -22,7 +22,7 @@ from echelon.models.builtin.small_gpt import SmallGPT, TextSize
 from echelon.models.builtin.small_vit import Size
 from echelon.observe.phases import HostClock
 from echelon.parallel.base import alone, place
-from echelon.train.parts import build_parts
+from echelon.train.parts import Work, build_parts
 from echelon.train.state import RunParts, seed_everything
 from echelon.train.step import Step, StepSettings
 from echelon.train.world import World
@@ -127,7 +127,9 @@ def make_trainer(trial: Trial, rank: Rank | None) -> Trainer:
         world = World(rank.index, rank.world_size, rank.index, torch.device("cpu"), group, placed)
     seed_everything(0)
     clock = HostClock()
-    parts = build_parts(config, INFO, world, MODELS[trial.model]().double(), clock, loss_sum)
+    example = trial.global_batch(0)[0][:2]
+    work = Work(INFO, loss_sum, MODELS[trial.model]().double(), example)
+    parts = build_parts(config, work, world, clock)
     settings = StepSettings(
         device=world.device,
         autocast=None,

@@ -14,7 +14,15 @@ from echelon.checkpoint.tree import State, flatten, unflatten
 from echelon.observe.phases import HostClock
 from echelon.sync import SyncContext, build_sync
 from echelon.train.optim import EMA
-from echelon.train.state import Cursor, RunParts, agreed_state, load_rank_state, load_shared_state, rank_state
+from echelon.train.state import (
+    Cursor,
+    RunParts,
+    agreed_state,
+    layout_of,
+    load_rank_state,
+    load_shared_state,
+    rank_state,
+)
 from echelon.train.step import blank_step, make_update
 from echelon.train.world import World
 from tests.ranks.spawn import Rank
@@ -140,7 +148,7 @@ def save(parts: RunParts, rank: Rank, step: int) -> tuple[State, State]:
 def load(parts: RunParts, rank: Rank, saved: tuple[State, State]) -> None:
     """Restore on the same number of ranks."""
     load_shared_state(parts, saved[0])
-    load_rank_state(parts, world_of(rank), rank.world_size, {rank.index: saved[1]})
+    load_rank_state(parts, world_of(rank), layout_of(world_of(rank)), {rank.index: saved[1]})
 
 
 def _through_checkpoint(state: State) -> State:

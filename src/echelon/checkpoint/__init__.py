@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 from echelon.checkpoint.export import export_weights
+from echelon.checkpoint.parts import PartWriter, merge, take_parts, whole
 from echelon.checkpoint.ranks import gather_rank_state, pick_rank_state
-from echelon.checkpoint.store import RANKS, CheckpointStore, Saved
+from echelon.checkpoint.store import RANKS, Arriving, CheckpointStore, Saved
 from echelon.checkpoint.tree import State
 
-__all__ = ["RANKS", "CheckpointStore", "Saved", "State", "export_weights", "gather_rank_state", "pick_rank_state"]
+__all__ = [
+    "RANKS",
+    "Arriving",
+    "CheckpointStore",
+    "PartWriter",
+    "Saved",
+    "State",
+    "export_weights",
+    "gather_rank_state",
+    "merge",
+    "pick_rank_state",
+    "take_parts",
+    "whole",
+]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from echelon.checkpoint import files
 from echelon.checkpoint.files import DamagedError, Entry, Manifest
+from echelon.checkpoint.parts import collect, join_parts
 from echelon.checkpoint.tensors import read_tensors, stage, write_tensors
 from echelon.checkpoint.tree import State, flatten, slots, unflatten
 from echelon.core.errors import UserError
@@ -50,6 +51,15 @@ class _Job:
     tensors: dict[str, Tensor]
     started_s: float
     blocked_s: float
+    arriving: Arriving | None
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """Files of parts that ranks write by themselves: the folder where they appear, and their names."""
+
+    folder: Path
+    names: list[str]
 
 
 class CheckpointStore:
@@ -96,11 +106,20 @@ class CheckpointStore:
         except OSError as error:
             raise UserError(f"cannot keep checkpoints in {self.folder}: {error.strerror or error}") from error
 
-    def save(self, step: int, state: State, *, metric: float | None = None, background: bool = True) -> None:
+    def save(
+        self,
+        step: int,
+        state: State,
+        *,
+        metric: float | None = None,
+        background: bool = True,
+        arriving: Arriving | None = None,
+    ) -> None:
         """Save `state` as the checkpoint of `step`; a higher `metric` is better (give a loss with a minus sign).
 
         Tensors are copied before this returns. With `background` the rest happens in a thread, and what it raises is
-        raised by the next `save` or `wait`. A save that still runs is waited for.
+        raised by the next `save` or `wait`. A save that still runs is waited for. Files that are `arriving` are waited
+        for in the background, and become part of the checkpoint.
         Raises UserError when the disk is full or the folder cannot be written, TimeoutError when the one before is
         not done after `deadline_s`, TypeError for a value that a checkpoint cannot hold.
         """
@@ -111,12 +130,25 @@ class CheckpointStore:
         self.claim()
         tree, tensors = flatten(state)
         staged = stage(tensors)
-        job = _Job(step, _finite(metric), tree, staged, started_s, blocked_s=time.monotonic() - started_s)
+        blocked_s = time.monotonic() - started_s
+        job = _Job(step, _finite(metric), tree, staged, started_s, blocked_s, arriving)
         # Not a daemon: an interpreter that ends normally finishes the checkpoint first.
         self._thread = threading.Thread(target=self._run, args=(job, background), name="echelon-checkpoint")
         self._thread.start()
         if not background:
             self.wait()
+
+    def room_for_parts(self, token: int) -> Path:
+        """Make the folder where ranks put their parts of the checkpoint that comes next; removed if it never comes."""
+        self.wait()
+        self.claim()
+        folder = self.parts_folder(token)
+        folder.mkdir()
+        return folder
+
+    def parts_folder(self, token: int) -> Path:
+        """Return the folder of `room_for_parts`, for ranks that only know the token."""
+        return files.temporary(self.folder / f"parts-{token:016x}")
 
     def wait(self) -> None:
         """Wait for the background writer and raise what it raised. Raises TimeoutError after `deadline_s`."""
@@ -199,6 +231,8 @@ class CheckpointStore:
         try:
             unfinished.mkdir()
             write_tensors(unfinished, job.tensors)
+            if job.arriving is not None:
+                collect(job.arriving.folder, job.arriving.names, unfinished, self.deadline_s)
             files.write_durable(unfinished / _TREE, json.dumps(job.tree).encode())
             manifest = files.seal(unfinished, job.step, job.metric)
             unfinished.rename(target.path)
@@ -237,7 +271,8 @@ def _read(entry: Entry, rank: int | None) -> State:
         raise DamagedError(f"it cannot be read: {error}") from error
     if not isinstance(state, Mapping):
         raise DamagedError(f"it holds a {type(state).__name__}, not a state")
-    return state
+    joined: State = join_parts(state, entry.path)
+    return joined
 
 
 def _only_rank(tree: dict[str, Any], rank: int) -> dict[str, Any]:

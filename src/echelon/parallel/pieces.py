@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 from echelon.core.axes import Axis
 from echelon.parallel.base import Placement
+from echelon.parallel.zero import DividedUpdate
 
 Run = tuple[int, int]
 
@@ -53,7 +54,10 @@ class Pieces(nn.Module):
 
     Attributes:
         boxes: where each parameter and persistent buffer lies, by name.
+        divided: where replicas divide the updates, which ones are this rank's.
     """
+
+    divided: DividedUpdate | None = None
 
     def __init__(self, modules: Sequence[nn.Module], placement: Placement) -> None:
         super().__init__()
@@ -107,6 +111,10 @@ class Pieces(nn.Module):
             if source.grad is not None and piece.numel():
                 piece.grad = _local_gradient(source)
             source.grad = None
+
+    def updated(self) -> set[str]:
+        """Return the names of the parameters that this rank's optimizer updates."""
+        return {n for n, p in self.named_parameters() if self.divided is None or self.divided.owns(p)}
 
     def pending(self, gradients: Sequence[Tensor]) -> None:
         """Take the gradients that the next `forward` is to have, in the order of `trainable`."""

@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from echelon.core.errors import UserError
-
 Recompute = Literal["none", "blocks", "selective"]
 _ATEN = torch.ops.aten
 # What costs most to compute again for what it takes to keep: products of matrices, convolutions, attention.
@@ -26,22 +24,12 @@ KEPT = frozenset(
 )
 
 
-def recompute_blocks(model: nn.Module, blocks: Mapping[str, nn.Module], how: Recompute) -> None:
+def recompute_blocks(blocks: Mapping[str, nn.Module], how: Recompute) -> None:
     """Make backward compute each block's activations again, in place; names of parameters stay.
 
     `blocks` keeps a block's inputs alone; `selective` also the results of matrix products, convolutions and attention.
-
-    Raises:
-        UserError: nothing in the model repeats.
     """
-    if how == "none":
-        return
-    if not blocks:
-        raise UserError(
-            f"--recompute {how}: no repeated blocks were found in {type(model).__name__}: leave it out, or put the "
-            "model's layers into a ModuleList or Sequential of blocks"
-        )
-    for block in blocks.values():
+    for block in blocks.values() if how != "none" else ():
         block.forward = partial(_recomputed, block, block.forward, how == "selective")
 
 

@@ -1,34 +1,47 @@
-"""A model put where its layout says: split by pipeline, tensor and sharding, in this order."""
+"""A model put where its layout says: cut into a pipeline's stages, its layers split, its parameters sharded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from echelon.core.axes import Axis
+from echelon.core.errors import UserError
 from echelon.core.hints import Hints
 from echelon.parallel.base import Placement
 from echelon.parallel.blocks import find_blocks
 from echelon.parallel.fsdp import reshard, shard
 from echelon.parallel.pieces import Pieces
+from echelon.parallel.pipeline import Pipeline, PipelineSettings
 from echelon.parallel.recompute import Recompute, recompute_blocks
+from echelon.parallel.tensor import TensorPlan, answer, apply_plan, plan_tensor, same_function
 
 
 @dataclass(frozen=True)
 class SplitOptions:
-    """How a model is split beyond its layout.
+    """How a model is split beyond its layout, and what a pipeline has to know of the training.
 
     Attributes:
+        example: inputs of at least one sample, random, the same on every rank: on it a plan that nobody declared is
+            tried, and a pipeline's blocks are measured.
+        loss: sums over samples.
         tensor_plan: patterns to styles of tensor parallelism, over the model's own hints.
         cuts: names of the blocks that pipeline stages begin with; empty: balanced.
         recompute: what backward computes again.
+        samples: that this rank has of a whole batch at a time; 0: not known.
+        autocast: type of the forward pass; None: the parameters' own.
     """
 
+    example: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
     cuts: tuple[str, ...] = ()
     recompute: Recompute = "none"
+    samples: int = 0
+    autocast: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -38,10 +51,14 @@ class SplitModel:
     Attributes:
         module: what forward goes through.
         pieces: the local tensors, for everything that is not forward and backward.
+        pipeline: the module, where it is one: it runs forward and backward of a batch by itself.
+        notes: what a user has to know, in sentences.
     """
 
     module: nn.Module
     pieces: Pieces
+    pipeline: Pipeline | None = None
+    notes: tuple[str, ...] = ()
 
     def settle(self) -> None:
         """Let go of what a forward pass without backward leaves behind."""
@@ -54,9 +71,61 @@ def split_model(model: nn.Module, placement: Placement, hints: Hints | None, opt
     Raises:
         UserError: the model cannot be split so.
     """
-    blocks = find_blocks(model, hints)
-    recompute_blocks(model, blocks, options.recompute)
-    mesh = placement.axis(Axis.FSDP)
-    if mesh is not None:
-        shard(model, blocks, mesh)
-    return SplitModel(model, Pieces([model], placement))
+    blocks = list(find_blocks(model, hints))
+    plan = _plan_layers(model, placement, hints, options)
+    tried = plan is not None and (plan.found or bool(options.tensor_plan))
+    before = answer(model, options.example) if tried else None
+    pipeline = _cut(model, placement, hints, options)
+    modules = pipeline.stage_modules if pipeline is not None else [model]
+    along_tp, along_fsdp = placement.axis(Axis.TP), placement.axis(Axis.FSDP)
+    _recompute(modules, blocks, options.recompute, type(model).__name__)
+    for module in modules:
+        if plan is not None and along_tp is not None:
+            apply_plan(module, along_tp, plan)
+    split = pipeline if pipeline is not None else model
+    if before is not None:
+        same_function(split, options.example, before)
+    for module in modules:
+        if along_fsdp is not None:
+            shard(module, _present(module, blocks), along_fsdp)
+    return SplitModel(split, Pieces(modules, placement), pipeline, pipeline.notes if pipeline is not None else ())
+
+
+def _plan_layers(
+    model: nn.Module, placement: Placement, hints: Hints | None, options: SplitOptions
+) -> TensorPlan | None:
+    layout = placement.layout
+    if layout.tp == 1:
+        return None
+    return plan_tensor(model, layout.tp, hints, options.tensor_plan, layout.sequence)
+
+
+def _cut(model: nn.Module, placement: Placement, hints: Hints | None, options: SplitOptions) -> Pipeline | None:
+    mesh, layout = placement.axis(Axis.PP), placement.layout
+    if mesh is None:
+        return None
+    settings = PipelineSettings(
+        schedule=layout.schedule,
+        microbatches=layout.microbatches,
+        cuts=options.cuts,
+        samples=options.samples,
+        autocast=options.autocast,
+        data_group=placement.group(Axis.FSDP),
+    )
+    return Pipeline(model, hints, mesh, settings, options.loss, options.example)
+
+
+def _recompute(modules: list[nn.Module], blocks: list[str], how: Recompute, kind: str) -> None:
+    if how != "none" and not blocks:
+        raise UserError(
+            f"--recompute {how}: no repeated blocks were found in {kind}: leave it out, or put the model's layers "
+            "into a ModuleList or Sequential of blocks"
+        )
+    for module in modules:
+        recompute_blocks(_present(module, blocks), how)
+
+
+def _present(module: nn.Module, names: list[str]) -> dict[str, nn.Module]:
+    """Return those of the blocks that a stage has."""
+    known = dict(module.named_modules())
+    return {name: known[name] for name in names if name in known}

@@ -26,14 +26,12 @@ from echelon.train.folder import read_launch
 from echelon.train.loop import LoopSettings, TrainingRun
 from echelon.train.losses import build_loss
 from echelon.train.optim import build_schedule
-from echelon.train.parts import build_parts, channels_last
+from echelon.train.parts import Work, build_parts, channels_last
 from echelon.train.saving import Saver, tensor_bytes
 from echelon.train.state import Cursor, fingerprint, seed_everything
-from echelon.train.step import Step, StepSettings
+from echelon.train.step import AUTOCAST, Step, StepSettings
 from echelon.train.window import Traffic
 from echelon.train.world import World, roll_call
-
-_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
     train_loader, eval_loader = _loaders(config, source, world)
     clock = make_clock(world.device.type)
     loss = build_loss(config.optimizer, source.info.class_counts)
-    parts = build_parts(config, source.info, world, given.model, clock, loss)
+    parts = build_parts(config, Work(source.info, loss, given.model), world, clock)
     saver = Saver(path, config.checkpoint.keep, parts, world, record, fingerprint(config, source.info))
     restored = saver.restore()
     if restored is None:
@@ -88,6 +86,8 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
         ),
     )
     _record_start(config, run, source, cursor, path)
+    for note in parts.split.notes if parts.split else ():
+        record.event("layout", note)
     if restored is not None:
         _record_resume(record, cursor, path)
     return run, cursor
@@ -96,7 +96,7 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
 def _step_settings(config: RunConfig, device: torch.device) -> StepSettings:
     return StepSettings(
         device=device,
-        autocast=_AUTOCAST[config.training.precision],
+        autocast=AUTOCAST[config.training.precision],
         accumulate=config.training.accumulate,
         clip_norm=config.optimizer.clip_norm,
         channels_last=channels_last(config, device),

@@ -8,6 +8,7 @@ from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.core.layout import Layout
 from echelon.core.spec import parse_spec
+from echelon.parallel.pipeline.settings import schedule_kind
 
 # Optimizers whose update of an element depends on that element's gradients alone: right on any piece of a tensor.
 ELEMENTWISE = frozenset(
@@ -37,6 +38,10 @@ def check_layout(config: RunConfig, ranks: int) -> None:
             raise UserError(f"{flag} {value}: it belongs to --parallel {axis}=N with N above 1")
     if layout.splits:
         _check_split(config, layout, given)
+    if layout.zero1:
+        _check_zero(config, given)
+    if layout.pp > 1:
+        schedule_kind(layout.schedule)
 
 
 def _check_split(config: RunConfig, layout: Layout, given: str) -> None:
@@ -57,6 +62,20 @@ def _check_split(config: RunConfig, layout: Layout, given: str) -> None:
         )
     if config.model.compile:
         raise UserError(f"{given} with --compile: a split model is not compiled; leave --compile out, or use dp=N")
+
+
+def _check_zero(config: RunConfig, given: str) -> None:
+    if config.strategy.sync != "allreduce":
+        raise UserError(
+            f"{given} with --sync {config.strategy.sync}: zero1 divides one common update among the replicas; "
+            "use --sync allreduce, or leave zero1 out"
+        )
+    if config.optimizer.name.lower().startswith("lamb"):
+        raise UserError(f"{given} with --optimizer lamb: it needs the norm over all of the model; use adamw")
+    if config.training.precision == "fp16":
+        raise UserError(f"{given} with --precision fp16: zero1 has no gradient scaler; use bf16, or fsdp=N")
+    if config.training.recompute != "none":
+        raise UserError(f"{given} with --recompute: use fsdp=N, which divides the optimizer state too")
 
 
 def read_tensor_plan(text: str) -> dict[str, str]:

@@ -125,11 +125,28 @@ def _close_window(run: TrainingRun, window: Window, cursor: Cursor, stop: StopFl
         other_wire_bytes=totals.other_wire_bytes,
         memory_bytes=totals.memory_bytes,
     )
+    _record_pipeline(run, cursor)
     rate = totals.samples / max(totals.seconds, 1e-9)
     curves = {"train/loss": totals.losses[-1], "train/lr": run.schedule.lr, "train/samples_per_s": rate}
     run.scalars.write(cursor.step, curves)
     run.display.window(cursor.epoch, cursor.step, totals)
     return totals
+
+
+def _record_pipeline(run: TrainingRun, cursor: Cursor) -> None:
+    """Record what each rank of a pipeline computed when, in the few steps that it took the times of."""
+    pipeline = run.parts.split.pipeline if run.parts.split else None
+    if pipeline is None:
+        return
+    for actions in pipeline.timelines:
+        run.record.write(
+            "pipeline",
+            step=cursor.step,
+            schedule=pipeline.schedule,
+            microbatches=pipeline.microbatches,
+            actions=[[a.rank, a.stage, a.microbatch, a.kind, a.begin_s, a.end_s] for a in actions],
+        )
+    pipeline.timelines.clear()
 
 
 def _end_epoch(run: TrainingRun, cursor: Cursor, totals: WindowTotals | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from echelon.checkpoint import RANKS, CheckpointStore, Saved, gather_rank_state
+from echelon.checkpoint import (
+    RANKS,
+    Arriving,
+    CheckpointStore,
+    PartWriter,
+    Saved,
+    gather_rank_state,
+    merge,
+    take_parts,
+    whole,
+)
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.observe.record import Recorder
+from echelon.parallel.pieces import Pieces
 from echelon.train.evaluate import EvaluationReport
+from echelon.train.parted import list_groups, to_parts
 from echelon.train.state import (
     Cursor,
     RunParts,
     agreed_state,
     check_fingerprint,
+    layout_of,
     load_rank_state,
     load_shared_state,
     rank_state,
+    saved_layout,
 )
 from echelon.train.world import World
 
@@ -43,6 +58,7 @@ class Saver:
             fingerprint,
         )
         self._store = CheckpointStore(folder / "checkpoints", keep, self._saved, self._rejected)
+        self._writer = PartWriter(self._store.deadline_s)
         self._reason, self._last_step = "", -1
         self.bytes_sent = 0
         self._best: float | None = None
@@ -53,20 +69,55 @@ class Saver:
             return
         self._last_step = cursor.step
         own = rank_state(self._parts, self._world)
+        self._reason = reason
+        if self._parts.split is not None:
+            self._save_parts(cursor, own, self._parts.split.pieces, metric)
+            return
+        ranks = self._gather(own)
+        with agreed_state(self._parts, cursor) as state:
+            if self._world.leads:
+                self._store.save(cursor.step, {**state, **self._about(), RANKS: ranks}, metric=metric)
+
+    def _save_parts(self, cursor: Cursor, own: dict[str, Any], pieces: Pieces, metric: float | None) -> None:
+        """Let every rank write its part, and rank 0 what is not a tensor of the model."""
+        token = self._agree_on_token()
+        with agreed_state(self._parts, cursor) as state:
+            marked, tensors = take_parts(to_parts(state, pieces), _part_file(self._world.rank))
+            self._writer.write(self._store.parts_folder(token) / _part_file(self._world.rank), tensors)
+            gathered = self._gather({"own": own, "shared": marked})
+        if not self._world.leads:
+            return
+        shared = list_groups(merge([gathered[rank]["shared"] for rank in sorted(gathered)]))
+        ranks = {rank: each["own"] for rank, each in gathered.items()}
+        arriving = Arriving(self._store.parts_folder(token), [_part_file(rank) for rank in range(self._world.size)])
+        state = {**shared, **self._about(), RANKS: ranks}
+        self._store.save(cursor.step, state, metric=metric, arriving=arriving)
+
+    def _gather(self, own: dict[str, Any]) -> Mapping[int, Any]:
+        """Bring what each rank alone has to rank 0."""
+        if self._world.group is None:
+            return {0: own}
         if not self._world.leads:
             self.bytes_sent += tensor_bytes(own)
-        ranks = {0: own} if self._world.group is None else gather_rank_state(own, self._world.group)
-        with agreed_state(self._parts, cursor) as state:
-            if not self._world.leads:
-                return
-            self._reason = reason
-            state |= {
-                "fingerprint": self._fingerprint,
-                "best": self._best,
-                "world_size": self._world.size,
-                RANKS: ranks,
-            }
-            self._store.save(cursor.step, state, metric=metric)
+        return gather_rank_state(own, self._world.group)
+
+    def _agree_on_token(self) -> int:
+        """Make room for the ranks' parts, under a name that all of them then know."""
+        token = torch.randint(2**62, (1,), generator=torch.Generator().manual_seed(time.time_ns()))
+        if self._world.leads:
+            self._store.room_for_parts(int(token))
+        if self._world.group is not None:
+            token = token.to(self._world.device)
+            dist.broadcast(token, 0, group=self._world.group)
+        return int(token)
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "fingerprint": self._fingerprint,
+            "best": self._best,
+            "world_size": self._world.size,
+            "layout": layout_of(self._world),
+        }
 
     def consider_best(self, cursor: Cursor, report: EvaluationReport) -> None:
         """Keep a checkpoint, and the detail of the evaluation, when top-1 is the best so far."""
@@ -88,7 +139,7 @@ class Saver:
             UserError: the checkpoint is of another run, or not all machines see it.
         """
         found = self._store.newest(rank=self._world.rank)
-        if found is not None and found[1]["world_size"] != self._world.size:
+        if found is not None and saved_layout(found[1]) != layout_of(self._world):
             found = self._store.newest()  # what other ranks had is merged
         step = -1 if found is None else found[0]
         self._check_same_step(step)
@@ -99,7 +150,7 @@ class Saver:
         self._best = state["best"]
         self._last_step = step
         cursor = load_shared_state(self._parts, state)
-        load_rank_state(self._parts, self._world, state["world_size"], state[RANKS])
+        load_rank_state(self._parts, self._world, saved_layout(state), state[RANKS])
         return cursor
 
     def _check_same_step(self, step: int) -> None:
@@ -121,6 +172,7 @@ class Saver:
         Raises:
             UserError: the disk is full, or cannot be written.
         """
+        self._writer.wait()
         self._store.close()
 
     def _saved(self, saved: Saved) -> None:
@@ -133,6 +185,10 @@ class Saver:
         if self._world.leads:
             message = f"checkpoint {path.name} is damaged and was passed over: {reason}"
             self._record.event("checkpoint_rejected", message, path=str(path), reason=reason)
+
+
+def _part_file(rank: int) -> str:
+    return f"part-{rank:05d}.safetensors"
 
 
 def tensor_bytes(tree: Any) -> int:
@@ -153,4 +209,5 @@ def best_state(folder: Path) -> Mapping[str, Any]:
     found = store.best() or store.newest()
     if found is None:
         raise UserError(f"{folder} holds no whole checkpoint to evaluate")
-    return found[1]
+    state: Mapping[str, Any] = whole(found[1])
+    return state

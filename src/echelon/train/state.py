@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
+from echelon.checkpoint import whole
 from echelon.config import RunConfig
+from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.data.base import DataInfo
+from echelon.parallel.base import ORDER
 from echelon.parallel.split import SplitModel
 from echelon.sync.base import Sync
+from echelon.train.former import mean_of
 from echelon.train.optim import EMA
+from echelon.train.parted import to_own
 from echelon.train.world import World
 
 
@@ -136,6 +142,7 @@ def load_shared_state(parts: RunParts, state: Mapping[str, Any]) -> Cursor:
     Raises:
         UserError: the checkpoint is of another model.
     """
+    state = to_own(state, parts.split.pieces) if parts.split else whole(state)
     try:
         parts.held.load_state_dict(state["model"])
     except RuntimeError as error:
@@ -149,13 +156,33 @@ def load_shared_state(parts: RunParts, state: Mapping[str, Any]) -> Cursor:
     return Cursor(**state["cursor"])
 
 
-def load_rank_state(parts: RunParts, world: World, saved_size: int, ranks: Mapping[int, Any]) -> None:
-    """Restore this rank's own state; on another number of ranks, only what can be kept.
+def layout_of(world: World) -> dict[str, int]:
+    """Return the ranks along each axis: what a rank's own state fits to."""
+    if world.placed is None:
+        return {Axis.DP.value: world.size} if world.size > 1 else {}
+    return {axis.value: world.placed.layout.size(axis) for axis in ORDER if world.placed.layout.size(axis) > 1}
 
-    Random generators start anew from the shared state then, and the strategy merges what all ranks had.
+
+def saved_layout(state: Mapping[str, Any]) -> dict[str, int]:
+    """Return the layout that a checkpoint was written in; those before there were layouts had replicas alone."""
+    layout: Mapping[str, int] = state.get("layout", {Axis.DP.value: state["world_size"]})
+    return {axis: size for axis, size in layout.items() if size > 1}
+
+
+def load_rank_state(parts: RunParts, world: World, saved: Mapping[str, int], ranks: Mapping[int, Any]) -> None:
+    """Restore this rank's own state; in another layout, only what can be kept.
+
+    Random generators start anew from the shared state then, and the strategy merges what the ranks with the same piece
+    had; where pieces are others, it begins anew from the parameters.
+
+    Args:
+        saved: the layout that was saved.
+
+    Raises:
+        UserError: the strategy cannot begin anew.
     """
-    if saved_size != world.size:
-        parts.sync.load_former_ranks([ranks[rank]["sync"] for rank in sorted(ranks)])
+    if saved != layout_of(world):
+        _load_former_ranks(parts, world, saved, ranks)
         return
     own = ranks[world.rank]
     torch.set_rng_state(own["torch"])
@@ -174,6 +201,33 @@ def load_rank_state(parts: RunParts, world: World, saved_size: int, ranks: Mappi
         ema = parts.ema.state_dict()
         parts.ema.load_state_dict(ema | {"average": ema["average"] | own["ema"]})
     parts.sync.load_state_dict(own["sync"])
+
+
+def _load_former_ranks(parts: RunParts, world: World, saved: Mapping[str, int], ranks: Mapping[int, Any]) -> None:
+    now = layout_of(world)
+    inner = [axis.value for axis in ORDER if axis is not Axis.DP]
+    if all(saved.get(axis, 1) == now.get(axis, 1) for axis in inner):
+        size = math.prod(saved.get(axis, 1) for axis in inner)  # ranks of a replica; dp is the outermost axis
+        same_piece = [rank for rank in sorted(ranks) if rank % size == world.rank % size]
+        parts.sync.load_former_ranks([ranks[rank]["sync"] for rank in same_piece])
+        moments = [ranks[rank]["optimizer"] for rank in same_piece if "model" in ranks[rank]]
+        if moments:
+            parts.optimizer.load_state_dict(mean_of(moments))
+    elif isinstance(parts.sync, Restarts):
+        parts.sync.restart()
+    elif parts.sync.replicas_differ:
+        raise UserError(
+            f"the checkpoint was written by split replicas ({saved}) whose strategy kept what it agreed on in pieces: "
+            "resume with the same sizes of pp, fsdp and tp, or start a new run with --weights"
+        )
+
+
+@runtime_checkable
+class Restarts(Protocol):
+    """A strategy that can begin anew from the present parameters."""
+
+    def restart(self) -> None:
+        """Forget what was kept between steps."""
 
 
 def seed_everything(seed: int) -> None:

@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from echelon.data.base import Batch
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.parallel.pieces import Pieces, clip_by_norm
+from echelon.parallel.pipeline import Pipeline
 from echelon.parallel.split import SplitModel
 from echelon.parallel.sync_batchnorm import has_sync_batchnorm
 from echelon.sync.base import Sync
+
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ class Step:
         zero = torch.zeros((), device=self._settings.device)
         result = StepResult(zero, zero.clone(), len(targets))
         divisor = sync.begin_step(len(targets), batch.global_size)
+        if self._split is not None and self._split.pipeline is not None:
+            return self._pipelined(self._split.pipeline, inputs, targets, (divisor, batch.global_size))
         share = divisor / batch.global_size
         parts = zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)
         for i, (part, wanted) in enumerate(parts):
@@ -75,6 +80,18 @@ class Step:
             result.loss = result.loss + total * share
             if last and (began := sync.communication_began()) is not None:
                 self._clock.split(Phase.COMMUNICATE, began)
+        return result
+
+    def _pipelined(self, pipeline: Pipeline, inputs: Tensor, targets: Tensor, sizes: tuple[int, int]) -> StepResult:
+        """Let the pipeline run each part of the batch, in micro-batches of its own; `sizes`: divisor, global batch."""
+        self._clock.enter(Phase.BACKWARD)
+        count = self._settings.accumulate
+        zero = torch.zeros((), device=self._settings.device)
+        result = StepResult(zero, zero.clone(), len(targets))
+        for part, wanted in zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True):
+            done = pipeline.forward_backward(part, wanted, sizes[0], self._scaler.scale)
+            result.loss = result.loss + done.loss * (sizes[0] / sizes[1])
+            result.correct = result.correct + done.correct
         return result
 
     def _micro_batch(self, sync: Sync, inputs: Tensor, targets: Tensor, divisor: int, result: StepResult) -> Tensor:
@@ -136,6 +153,8 @@ def make_update(
 ) -> Callable[[], None]:
     """Return the function that applies gradients: unscale, clip by global norm, step, clear."""
 
+    divided = model.divided if isinstance(model, Pieces) else None
+
     def update() -> None:
         if clip_norm:
             scaler.unscale_(optimizer)
@@ -146,5 +165,8 @@ def make_update(
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
+        if divided is not None:
+            model.zero_grad(set_to_none=True)
+            divided.share()
 
     return update

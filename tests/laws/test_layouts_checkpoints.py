@@ -1,0 +1,132 @@
+"""A checkpoint written in any layout loads in any other, bit for bit, and goes on in its own as if nothing had been."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from echelon.checkpoint import export_weights
+from echelon.observe.record import Recorder
+from echelon.train.saving import Saver, best_state
+from echelon.train.state import Cursor
+from tests.ranks.layouts import Held, Trainer, Trial, assemble, held, make_trainer
+from tests.ranks.spawn import Rank, run_ranks
+
+SETTINGS = {"training.ema": 0.9, "optimizer.name": "adamw", "optimizer.lr": 0.003, "model.sync_batchnorm": True}
+LAYOUTS = {
+    2: ["dp=2", "dp=2,zero1", "fsdp=2", "tp=2,sequence", "pp=2,microbatches=1"],
+    4: ["fsdp=2,tp=2", "dp=2,tp=2", "tp=2,pp=2,microbatches=1"],
+}
+
+
+def _saver(trainer: Trainer, folder: Path) -> Saver:
+    return Saver(folder, 2, trainer.parts, trainer.world, Recorder(None), {"model": trainer.trial.model})
+
+
+def _save(trainer: Trainer, folder: Path, step: int) -> None:
+    saver = _saver(trainer, folder)
+    saver.save(Cursor(step=step), "interval")
+    saver.finish()
+
+
+def _load(trial: Trial, rank: Rank | None, folder: Path) -> Trainer:
+    trainer = make_trainer(trial, rank)
+    cursor = _saver(trainer, folder).restore()
+    assert cursor is not None and cursor.step == 4
+    return trainer
+
+
+def _everything(trainer: Trainer) -> dict[str, Held]:
+    """Return parameters, buffers, averages and moments, each with where it lies."""
+    own = held(trainer.parts)
+    found = dict(own)
+    assert trainer.parts.ema is not None
+    for name, tensor in trainer.parts.ema.state_dict()["average"].items():
+        found[f"{name}:average"] = Held(tensor.numpy().copy(), own[name].shape, own[name].runs)
+    for name, parameter in trainer.parts.held.named_parameters():
+        for key, value in trainer.parts.optimizer.state[parameter].items():
+            if value.ndim:
+                found[f"{name}:{key}"] = Held(value.numpy().copy(), own[name].shape, own[name].runs)
+    return found
+
+
+def _write_all(rank: Rank, model: str, layouts: Sequence[str], folder: Path) -> list[dict[str, Held]]:
+    """Load what one process wrote into each layout, write it from there; go on once from there, once after a save."""
+    seen = []
+    for layout in layouts:
+        trial = Trial(model, layout, SETTINGS)
+        trainer = _load(trial, rank, folder / "alone")
+        seen.append(_everything(trainer))
+        _save(trainer, folder / layout, 4)
+        trainer.run(4, 7)
+        again = _load(trial, rank, folder / layout)
+        again.run(4, 7)
+        assert again.losses == trainer.losses, f"{layout}: a resumed run goes on otherwise"
+        for name, values in _everything(trainer).items():
+            assert np.array_equal(values.values, _everything(again)[name].values), f"{layout} resumed: {name}"
+    return seen
+
+
+def _read_all(rank: Rank, model: str, layouts: Sequence[str], folder: Path) -> list[dict[str, Held]]:
+    folders = sorted(path for path in folder.iterdir() if path.is_dir())
+    return [_everything(_load(Trial(model, layout, SETTINGS), rank, path)) for layout in layouts for path in folders]
+
+
+def _compare(expected: dict[str, np.ndarray], ranks: Sequence[Sequence[dict[str, Held]]]) -> None:
+    for i in range(len(ranks[0])):
+        whole = assemble([rank[i] for rank in ranks])
+        assert whole.keys() >= expected.keys()
+        for name, values in expected.items():
+            assert np.array_equal(whole[name], values), name
+
+
+def check_reload(model: str, layouts: dict[int, list[str]], folder: Path) -> None:
+    """Write in one process and in each layout; read all of these in each layout and in one process."""
+    alone = make_trainer(Trial(model, "dp=1", SETTINGS), None)
+    alone.run(0, 4)
+    _save(alone, folder / "alone", 4)
+    expected = assemble([_everything(alone)])
+    for world, names in layouts.items():
+        _compare(expected, run_ranks(_write_all, world, model, names, folder, timeout_s=120))
+    for world, names in layouts.items():
+        _compare(expected, run_ranks(_read_all, world, model, names, folder, timeout_s=120))
+    for path in [path for path in folder.iterdir() if path.is_dir()]:
+        _compare(expected, [[_everything(_load(Trial(model, "dp=1", SETTINGS), None, path))]])
+        export_weights(best_state(path)["model"], path / "weights.safetensors")
+        weights = load_file(path / "weights.safetensors")
+        assert all(np.array_equal(values, expected[name]) for name, values in weights.items())
+        assert len(weights) == len(alone.parts.model.state_dict())
+
+
+def test_each_layout_reads_what_each_other_wrote(tmp_path: Path) -> None:
+    check_reload("vit", {2: LAYOUTS[2]}, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("model", ["vit", "untied_gpt", "resnet"])
+def test_each_layout_reads_what_each_other_wrote_on_more_ranks(tmp_path: Path, model: str) -> None:
+    layouts = {2: LAYOUTS[2], 4: LAYOUTS[4]}
+    check_reload(model, {n: [t.removesuffix(",sequence") for t in each] for n, each in layouts.items()}, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_split_replicas_that_average_resume_in_the_middle_of_a_period(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "strategy.sync": "local(3)", "strategy.compression": "topk(0.2)"}
+    run_ranks(_resume, 4, [Trial("vit", layout, settings) for layout in ("dp=2,tp=2", "dp=2,fsdp=2")], tmp_path)
+
+
+def _resume(rank: Rank, trials: Sequence[Trial], folder: Path) -> None:
+    for trial in trials:
+        first = make_trainer(trial, rank)
+        first.run(0, 4)
+        _save(first, folder / trial.parallel, 4)
+        first.run(4, 9)
+        again = _load(trial, rank, folder / trial.parallel)
+        again.run(4, 9)
+        assert again.losses == first.losses[4:], f"{trial.parallel}: a resumed run goes on otherwise"
