@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from echelon.config import RunConfig, load_run_config
-from echelon.config.validate import parse_interval
+from echelon.config.validate import parse_interval, parse_nodes
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import write_atomic
 from echelon.core.units import parse_seconds
@@ -156,9 +156,10 @@ class Chronicle:
         length = RunLength(min(steps, config.training.max_steps or steps), config.training.epochs)
         self._display = Display(length, True, done)
         self._display.__enter__()
+        workers = (config.launch.workers or 1) * parse_nodes(config.launch.nodes).least
         left_out = ("fingerprint", "done_below", "done_beyond", "best", "resumed")
         self._record.write(
-            "start", attempt=0, world_size=config.launch.workers or 1, backend="zmq", start_step=done,
+            "start", attempt=0, world_size=workers, backend="zmq", start_step=done,
             batch_size=config.data.batch_size, epochs=config.training.epochs, start_epoch=done // per_epoch,
             **{k: v for k, v in info.items() if k not in left_out},
         )  # fmt: skip

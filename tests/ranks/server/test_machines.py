@@ -92,6 +92,7 @@ def test_a_machine_dies_and_comes_back_on_a_common_disk(tmp_path: Path) -> None:
         assert set(_done(tmp_path / "run").values()) == {1}
 
 
+@pytest.mark.slow
 def test_another_learning_rate_is_refused(tmp_path: Path) -> None:
     with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:
         first = _machine(runs, network, 0, *SERVED, folder="a")
