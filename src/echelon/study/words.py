@@ -17,20 +17,31 @@ MISSING = "missing"
 def study_words(
     study: Study, groups: Sequence[Group], recommended: Sequence[Recommendation], runs: Sequence[RunRow]
 ) -> list[str]:
-    """Return sentences, the most important first. Plain text, unescaped."""
+    """Return all sentences, the most important first. Plain text, unescaped."""
+    words = opening_words(study, recommended, runs)
+    for group in groups:
+        words += [_under(group.terms, said) for said in group_words(study, group)]
+    return words + caveats(study, runs)
+
+
+def opening_words(study: Study, recommended: Sequence[Recommendation], runs: Sequence[RunRow]) -> list[str]:
+    """What was run, what is recommended under each of the terms, why, and what would change that."""
     words = [_outcome(study, runs)]
     for recommendation in recommended:
         said = " ".join(part for part in (recommendation.says, recommendation.why) if part)
         words.append(_under(recommendation.terms, said))
         words += [_under(recommendation.terms, change) for change in recommendation.changes]
-    for group in groups:
-        words += [
-            _under(group.terms, f"{c.candidate}: {sentence(c)}")
-            for c in group.comparisons
-            if c.verdict is not Verdict.BASELINE
-        ]
-        words += _targets(study, group)
-    return words + _caveats(study, runs)
+    return words
+
+
+def group_words(study: Study, group: Group) -> list[str]:
+    """A sentence on each candidate under the same terms, and what the target is."""
+    told = [c for c in group.comparisons if c.verdict is not Verdict.BASELINE]
+    words = [f"{c.candidate}: {sentence(c)}" for c in told]
+    if group.target is not None:
+        points, base = study.loss_points, study.baseline.label
+        words.append(f"The target is {group.target:.2%}: {points:g} points below the worst final accuracy of {base}.")
+    return words
 
 
 def sentence(c: Comparison) -> str:
@@ -85,19 +96,8 @@ def _under(terms: str, said: str) -> str:
     return f"[{terms}] {said}" if terms else said
 
 
-def _targets(study: Study, group: Group) -> list[str]:
-    if group.target is None:
-        return []
-    return [
-        _under(
-            group.terms,
-            f"The target is {group.target:.2%}: {study.loss_points:g} points below the worst final accuracy of "
-            f"{study.baseline.label}.",
-        )
-    ]
-
-
-def _caveats(study: Study, runs: Sequence[RunRow]) -> list[str]:
+def caveats(study: Study, runs: Sequence[RunRow]) -> list[str]:
+    """How far the figures are to be trusted."""
     n, words = len(study.seeds), []
     if n == 1:
         words.append("There is one seed: nothing can be concluded about accuracy, and the times have no interval.")

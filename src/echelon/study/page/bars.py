@@ -42,18 +42,18 @@ def _bars(scene: Scene, column: str, title: str, unit: tuple[Callable[[float], s
         "orientation": "h",
         "y": list(range(len(drawn))),
         "x": [s.mean * scale if s else 0 for _, s in drawn],
-        "text": [f" {write(s.mean)}" if s else _missing(scene, key, column) for key, s in drawn],
-        "textposition": "outside",
-        "cliponaxis": False,
-        "textfont": {"color": color("ink"), "size": 12},
         "marker": {"color": [color(key.token) for key, _ in drawn]},
         "error_x": _errors([s for _, s in drawn], scale),
         "hovertemplate": [_hover(key, s, write) for key, s in drawn],
     }
     longest = max((s.high * scale for _, s in known), default=1.0)
+    rows = _rows([key for key, _ in drawn])
+    for i, (key, s) in enumerate(drawn):  # beside the range, which would cross a bar's own text
+        said = write(s.mean) if s else _missing(scene, key, column)
+        rows["annotations"].append(_beside(i, s.high * scale if s else 0.0, said))
     layout = {
         "xaxis": axis(name, range=[0, longest * 1.28]),
-        **_rows([key for key, _ in drawn]),
+        **rows,
         "hovermode": "closest",
         "showlegend": False,
     }
@@ -62,10 +62,17 @@ def _bars(scene: Scene, column: str, title: str, unit: tuple[Callable[[float], s
     return Chart(f"{column}-{scene.place}", title, caption, label, [trace], layout, _height(len(drawn)))
 
 
+def _beside(row: int, x: float, said: str) -> Json:
+    return {
+        "x": x, "y": row, "xanchor": "left", "xshift": 5, "showarrow": False, "text": said,
+        "font": {"size": 12, "color": color("ink")},
+    }  # fmt: skip
+
+
 def _missing(scene: Scene, key: Key, column: str) -> str:
     done = [r for r in scene.runs if r.candidate == key.label and r.status == COMPLETED]
     reached = sum(getattr(r, column) is not None for r in done)
-    return f" reached in {reached} of {len(done)} seeds" if reached else " not reached"
+    return f"reached in {reached} of {len(done)} seeds" if reached else "not reached"
 
 
 def _errors(spreads: list[Spread | None], scale: float) -> Json:

@@ -24,6 +24,20 @@ class Scene:
     points: Sequence[PointRow]
     keys: Sequence[Key]
     target: float | None
+    stray: frozenset[str] = frozenset()
+
+    @property
+    def sound(self) -> list[Key]:
+        """Candidates that converged, or may have: one that did not would squeeze all others into a corner."""
+        return [key for key in self.keys if key.label not in self.stray]
+
+    @property
+    def left_out(self) -> str:
+        """Say which candidates a chart of the sound ones leaves out."""
+        names = ", ".join(
+            f"{key.number} {safe(key.label, LABEL_LIMIT)}" for key in self.keys if key.label in self.stray
+        )
+        return f" Not drawn, as it did not converge: {names}." if names else ""
 
 
 def curve_charts(scene: Scene) -> list[Chart]:
@@ -40,13 +54,11 @@ def _curves(scene: Scene, field: str, title: str, unit: tuple[str, float]) -> Ch
     bands: list[Json] = []
     lines: list[Json] = []
     ends: list[tuple[float, Key, CurvePoint]] = []
-    least = []
-    for key in scene.keys:
+    for key in scene.keys if field == "samples" else scene.sound:
         found = [p for p in curve(scene.points, scene.runs, key.label) if getattr(p, field) > 0]
         if not found:
             continue
         x = [getattr(p, field) * unit[1] for p in found]
-        least.append(x[0])
         ends.append((x[-1], key, found[-1]))
         if found[0].seeds > 1:
             bands.append(_band(key, x, found))
@@ -65,7 +77,7 @@ def _curves(scene: Scene, field: str, title: str, unit: tuple[str, float]) -> Ch
     if scene.target is not None:
         layout["shapes"] = [_target(scene.target)]
     label = f"{title}. " + " ".join(f"{k.label} ends at {p.top1:.2%} after {_spent(field, p)}." for _, k, p in ends)
-    caption = _caption(logarithmic, bool(bands), scene.target, field)
+    caption = _caption(logarithmic, bool(bands), field) + ("" if field == "samples" else scene.left_out)
     return Chart(f"{field}-{scene.place}", title, caption, label, [*bands, *lines], layout, 360, field == "seconds")
 
 
@@ -113,10 +125,10 @@ def _target(target: float) -> Json:
     }  # fmt: skip
 
 
-def _caption(logarithmic: bool, bands: bool, target: float | None, field: str) -> str:
+def _caption(logarithmic: bool, bands: bool, field: str) -> str:
     said = ["Mean over the seeds; the band reaches from the worst to the best."] if bands else ["One seed."]
     if logarithmic:
         said.append("The axis is logarithmic.")
-    if target is not None and field == "seconds":
+    if field == "seconds":
         said.append("Start-up, evaluations and checkpoints are left out of the seconds.")
     return " ".join(said)

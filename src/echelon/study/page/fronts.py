@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from echelon.core.units import format_bytes, format_seconds
 from echelon.observe.report.figure import Chart, Json, axis, color, safe
@@ -24,11 +25,12 @@ def front_charts(scene: Scene) -> list[Chart]:
     for column, title, unit in wanted:
         places = [
             (key, cost, accuracy)
-            for key in scene.keys
+            for key in scene.sound
             if (cost := spread(scene.runs, key.label, column)) and (accuracy := spread(scene.runs, key.label, "top1"))
         ]
         if len(places) > 1:
-            charts.append(_chart(f"front-{column}-{scene.place}", title, unit, places))
+            chart = _chart(f"front-{column}-{scene.place}", title, unit, places)
+            charts.append(replace(chart, caption=chart.caption + scene.left_out))
     return charts
 
 

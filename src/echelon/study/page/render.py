@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 from echelon.core.units import format_seconds
 from echelon.observe.report import Chart, render_page
 from echelon.observe.report.tables import Headline, Table
-from echelon.study.compare import Group
+from echelon.study.compare import Group, Verdict
 from echelon.study.page.bars import cost_charts, target_charts
 from echelon.study.page.curves import Scene, curve_charts
 from echelon.study.page.fronts import front_charts
 from echelon.study.page.key import Key, keys_of
-from echelon.study.page.tables import failure_table, run_table, verdict_table
+from echelon.study.page.tables import failures, run_table, verdict_table
 from echelon.study.rows import COMPLETED
 from echelon.study.settings import label_of
+from echelon.study.words import caveats, group_words, opening_words
 
 if TYPE_CHECKING:
     from echelon.study.write import StudyReport
@@ -28,6 +29,7 @@ class Section:
     place: int
     title: str
     equal: str
+    words: list[str]
     verdicts: Table
     keys: list[Key]
     learning: list[Chart]
@@ -54,10 +56,10 @@ def render_study(report: StudyReport, description: str) -> str:
         status="completed" if done == len(report.runs) else f"{done} of {len(report.runs)} runs completed",
         whole=done == len(report.runs),
         headlines=_headlines(report, done),
-        words=report.words,
+        words=[*opening_words(report.study, report.recommended, report.runs), *caveats(report.study, report.runs)],
         sections=sections,
         runs=run_table(report.runs),
-        failures=failure_table(report.runs),
+        failures=failures(report.runs),
         environment=environment if environment.rows else None,
         commands=[r.command for r in report.runs if r.command],
         description=description,
@@ -68,14 +70,23 @@ def _section(report: StudyReport, place: int, group: Group, keys: dict[str, Key]
     runs = [r for r in report.runs if r.terms == group.terms]
     points = [p for p in report.points if p.terms == group.terms]
     mine = [keys[c.candidate] for c in group.comparisons]
-    scene = Scene(place, runs, points, mine, group.target)
+    stray = frozenset(c.candidate for c in group.comparisons if c.verdict is Verdict.NOT_CONVERGED)
+    scene = Scene(place, runs, points, mine, group.target, stray)
     title = f"Under {group.terms}" if group.terms else "Compared"
     terms = next(t for t in report.study.terms if t.label == group.terms)
     equal = label_of({**report.study.base, **terms.settings}) if report.study.base or terms.settings else ""
     return Section(
-        place, title, equal, verdict_table(group, scene), mine, curve_charts(scene), front_charts(scene),
-        target_charts(scene), cost_charts(scene),
-    )  # fmt: skip
+        place=place,
+        title=title,
+        equal=equal,
+        words=group_words(report.study, group),
+        verdicts=verdict_table(group, scene),
+        keys=mine,
+        learning=curve_charts(scene),
+        fronts=front_charts(scene),
+        targets=target_charts(scene),
+        costs=cost_charts(scene),
+    )
 
 
 def _headlines(report: StudyReport, done: int) -> list[Headline]:

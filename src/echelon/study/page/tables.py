@@ -20,7 +20,7 @@ def verdict_table(group: Group, scene: Scene) -> Table:
     numbers = {key.label: key.number for key in scene.keys}
     head = [
         "candidate", "verdict", "times as fast to target", "points of accuracy", "final accuracy", "to target",
-        "sent to target", "to the end", "sent", "a step", "samples/s", "sent a step", "memory",
+        "sent to target", "a step", "sent a step", "memory",
     ]  # fmt: skip
     rows = []
     for c in group.comparisons:
@@ -64,15 +64,18 @@ def run_table(runs: list[RunRow]) -> Table:
     return Table("Every run", head, rows)
 
 
-def failure_table(runs: list[RunRow]) -> Table | None:
-    """What did not complete, and what completed with something torn, with the reason."""
-    told = [r for r in runs if r.status != COMPLETED or r.message]
-    if not told:
-        return None
-    rows = [[r.run, r.candidate, r.status, r.message or "no reason is known"] for r in told]
-    return Table(
-        "Runs that did not complete, and records that were not whole", ["run", "candidate", "status", "why"], rows
-    )
+def failures(runs: list[RunRow]) -> list[str]:
+    """What did not complete, and what completed with something torn, with the reason: a sentence for each candidate."""
+    told: dict[tuple[str, str, str, str], list[str]] = {}
+    for r in runs:
+        if r.status != COMPLETED or r.message:
+            told.setdefault((r.candidate, r.terms, r.status, r.message), []).append(str(r.seed))
+    words = []
+    for (candidate, terms, status, message), seeds in told.items():
+        under = f" under {terms}" if terms else ""
+        which = f"seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}"
+        words.append(f"{candidate}{under}, {which}: {status}; {message or 'no reason is known'}")
+    return words
 
 
 def _verdict(c: Comparison) -> str:
@@ -108,7 +111,7 @@ def _count(value: float) -> str:
 
 
 _COLUMNS: tuple[tuple[str, Callable[[float], str]], ...] = (
-    ("top1", _percent), ("target_s", format_seconds), ("target_bytes", format_bytes), ("train_s", format_seconds),
-    ("wire_bytes", format_bytes), ("step_s", format_seconds), ("samples_per_s", _count),
+    ("top1", _percent), ("target_s", format_seconds), ("target_bytes", format_bytes),
+    ("step_s", format_seconds),
     ("wire_bytes_per_step", format_bytes), ("memory_bytes", format_bytes),
 )  # fmt: skip
