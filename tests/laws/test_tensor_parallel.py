@@ -138,8 +138,13 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "found": Own,
 }
 BY_TOKENS = [name for name in CASES if "vit" in name or "gpt" in name or "bert" in name]
+SLOW = {
+    *("bench_cnn", "small_gpt_untied", "timm_vit", "timm_convnext_conv_mlp", "timm_resnet", "timm_resnext"),
+    *("torchvision_resnet", "torchvision_resnet_bottleneck"),
+}
 SETTINGS = [(name, False) for name in CASES] + [(name, True) for name in BY_TOKENS]
 IDS = [f"{name}{'-sequence' if sequence else ''}" for name, sequence in SETTINGS]
+QUICK = [pytest.param(*each, id=i, marks=[pytest.mark.slow] * (each[0] in SLOW)) for each, i in zip(SETTINGS, IDS)]
 
 
 def example(name: str) -> tuple[Tensor, Tensor]:
@@ -152,7 +157,9 @@ def example(name: str) -> tuple[Tensor, Tensor]:
     if "bert" in name:
         return tokens[:, :-1], classes
     channels = 3 if "torchvision" in name else 1
-    return torch.randn(SAMPLES, channels, 8, 8, dtype=torch.float64, generator=draw), classes
+    # Large enough that BatchNorm never divides by the deviation of a handful of values, which would blow up rounding.
+    side = 64 if "torchvision" in name else 8
+    return torch.randn(SAMPLES, channels, side, side, dtype=torch.float64, generator=draw), classes
 
 
 def train(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[float]:
@@ -225,15 +232,16 @@ def attempt(rank: Rank, name: str, sequence: bool) -> dict[str, float] | str:
 
 
 @cache
-def results(world: int) -> list[Any]:
-    here = [each for each in SETTINGS if find_spec("transformers") or not each[0].startswith("transformers")]
+def results(world: int, slow: bool) -> list[Any]:
+    wanted = [each for each in SETTINGS if world > 2 or (each[0] in SLOW) == slow]
+    here = [each for each in wanted if find_spec("transformers") or not each[0].startswith("transformers")]
     return run_ranks(all_runs, world, here, timeout_s=60 * world)
 
 
 def check(name: str, sequence: bool, world: int) -> None:
     if name.startswith("transformers"):
         pytest.importorskip("transformers", reason="transformers is not installed: it is the extra `transformers`")
-    for result in results(world):
+    for result in results(world, world == 2 and name in SLOW):
         found = result[name, sequence]
         assert not isinstance(found, str), found
         assert found["moved"]
@@ -241,7 +249,7 @@ def check(name: str, sequence: bool, world: int) -> None:
         assert found["losses"] < TOLERANCE and found["state"] < TOLERANCE, found
 
 
-@pytest.mark.parametrize(("name", "sequence"), SETTINGS, ids=IDS)
+@pytest.mark.parametrize(("name", "sequence"), QUICK)
 def test_two_ranks_are_one_process(name: str, sequence: bool) -> None:
     check(name, sequence, 2)
 

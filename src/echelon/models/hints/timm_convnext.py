@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from echelon.core.hints import Hints
@@ -14,10 +16,10 @@ def hints(model: nn.Module) -> Hints | None:
         return None
     stages = [name for name, _ in model.get_submodule("stages").named_children()]
     steps = [step for i in stages for step in (f"stages.{i}.downsample", f"stages.{i}.blocks.*")]
-    mlps = {type(each) for name, each in model.named_modules() if name.endswith(".mlp")}
+    mlps: list[Any] = [each for name, each in model.named_modules() if name.endswith(".mlp")]
     plan: dict[str, str] = {}
-    if {each.__name__ for each in mlps} == {"Mlp"}:
-        plan = {"stages.*.blocks.*.mlp.fc1": "column", "stages.*.blocks.*.mlp.fc2": "row"}
-    elif {each.__name__ for each in mlps} == {"ConvMlp"}:
-        plan = {"stages.*.blocks.*.mlp.fc1": "channels_out", "stages.*.blocks.*.mlp.fc2": "channels_in"}
+    if all(type(each).__name__ == "Mlp" and isinstance(each.norm, nn.Identity) for each in mlps):
+        convolved = isinstance(mlps[0].fc1, nn.Conv2d)
+        first, second = ("channels_out", "channels_in") if convolved else ("column", "row")
+        plan = {"stages.*.blocks.*.mlp.fc1": first, "stages.*.blocks.*.mlp.fc2": second}
     return Hints(("stages.*.blocks.*",), ("stem", *steps, "norm_pre", "head"), {}, plan)

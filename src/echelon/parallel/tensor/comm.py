@@ -20,12 +20,12 @@ Group = dist.ProcessGroup
 
 def enter(x: Tensor, group: Group) -> Tensor:
     """Return x; its gradient is the sum of the ranks' shares."""
-    return _Enter.apply(x, group)  # type: ignore[no-any-return]
+    return _Enter.apply(x, group)
 
 
 def add(x: Tensor, group: Group) -> Tensor:
     """Return the sum of the ranks' x; the gradient, alike on all ranks, passes."""
-    return _Add.apply(x, group)  # type: ignore[no-any-return]
+    return _Add.apply(x, group)
 
 
 def gather(x: Tensor, dim: int, total: int, group: Group, shares: bool) -> Tensor:
@@ -34,17 +34,17 @@ def gather(x: Tensor, dim: int, total: int, group: Group, shares: bool) -> Tenso
     Args:
         shares: the gradient is a share of a sum on each rank, to be added before it is cut; else it is whole.
     """
-    return _Gather.apply(x, dim, total, group, shares)  # type: ignore[no-any-return]
+    return _Gather.apply(x, dim, total, group, shares)
 
 
 def scatter_add(x: Tensor, dim: int, group: Group) -> Tensor:
     """Return this rank's part along `dim` of the sum of the ranks' x; the gradient's parts are joined."""
-    return _ScatterAdd.apply(x, dim, group)  # type: ignore[no-any-return]
+    return _ScatterAdd.apply(x, dim, group)
 
 
 def split(x: Tensor, dim: int, group: Group) -> Tensor:
     """Return this rank's part along `dim` of x, alike on all ranks; the gradient's parts are joined."""
-    return _Split.apply(x, dim, group)  # type: ignore[no-any-return]
+    return _Split.apply(x, dim, group)
 
 
 def chunk_of(total: int, parts: int, index: int) -> tuple[int, int]:

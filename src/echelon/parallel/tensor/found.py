@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from torch import fx, nn
 from torch.fx.proxy import TraceError
@@ -70,7 +71,7 @@ def _attention(name: str, module: nn.Module) -> dict[str, Style]:
     """Recognise attention by a count of heads and the shapes of its layers: q, k, v (fused or not), then the output."""
     if not name or not any(isinstance(getattr(module, each, None), int) for each in HEAD_COUNTS):
         return {}
-    layers = {f"{name}.{child}": each for child, each in module.named_children() if is_linear(each)}
+    layers: dict[str, Any] = {f"{name}.{child}": each for child, each in module.named_children() if is_linear(each)}
     shapes = [(each.in_features, each.out_features) for each in layers.values()]
     names = list(layers)
     if len(layers) == 2 and shapes[0][1] == 3 * shapes[1][0]:
@@ -84,15 +85,33 @@ def _pairs(module: nn.Module, prefix: str) -> Iterator[Pair]:
     layers = [each for each in module.modules() if is_linear(each) or is_convolution(each)]
     if len(layers) < 2 or _attention(prefix or "root", module):
         return
-    try:
-        graph = fx.Tracer().trace(module)
-    except (TraceError, TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError, AssertionError):
-        # Not every forward can be traced; the parts of it that can may still hold pairs.
+    graph = _trace(module, attention_only=True)
+    if graph is None:
+        # Not every forward can be traced; its parts that can may hold pairs, and so may what is around them.
         for name, child in module.named_children():
             yield from _pairs(child, f"{prefix}.{name}" if prefix else name)
-        return
-    for first, second in _in_graph(graph, dict(module.named_modules())):
+        graph = _trace(module, attention_only=False)
+    for first, second in _in_graph(graph, dict(module.named_modules())) if graph is not None else ():
         yield (f"{prefix}.{first}", f"{prefix}.{second}") if prefix else (first, second)
+
+
+class _Tracer(fx.Tracer):
+    """Takes attention modules as one step; or all children."""
+
+    def __init__(self, attention_only: bool) -> None:
+        super().__init__()
+        self.attention_only = attention_only
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        known = super().is_leaf_module(m, module_qualified_name) or bool(_attention(module_qualified_name, m))
+        return known or not self.attention_only
+
+
+def _trace(module: nn.Module, attention_only: bool) -> fx.Graph | None:
+    try:
+        return _Tracer(attention_only).trace(module)
+    except (TraceError, TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError):
+        return None
 
 
 def _in_graph(graph: fx.Graph, modules: dict[str, nn.Module]) -> Iterator[Pair]:
@@ -103,7 +122,7 @@ def _in_graph(graph: fx.Graph, modules: dict[str, nn.Module]) -> Iterator[Pair]:
         if node.op != "call_module" or target in taken or calls[target] > 1:
             continue
         layer = modules[target]
-        if not is_linear(layer) and not (is_convolution(layer) and layer.groups == 1):
+        if not is_linear(layer) and not _is_whole_convolution(layer):
             continue
         last = _follow(node, layer, modules)
         if last is not None and calls[last] == 1:
@@ -121,7 +140,7 @@ def _follow(node: fx.Node, first: nn.Module, modules: dict[str, nn.Module]) -> s
             module = modules[str(node.target)]
             if is_linear(first) and is_linear(module) and first.out_features == module.in_features:
                 return str(node.target)
-            if is_convolution(first) and is_convolution(module) and module.groups == 1:
+            if is_convolution(first) and _is_whole_convolution(module):
                 return str(node.target)
             passes = isinstance(module, ELEMENTWISE) or (is_convolution(first) and isinstance(module, BY_CHANNEL))
             if not passes:
@@ -129,6 +148,10 @@ def _follow(node: fx.Node, first: nn.Module, modules: dict[str, nn.Module]) -> s
         elif node.op not in ("call_function", "call_method") or _function(node) not in FUNCTIONS:
             return None
     return None
+
+
+def _is_whole_convolution(module: nn.Module) -> bool:
+    return is_convolution(module) and getattr(module, "groups", 0) == 1
 
 
 def _function(node: fx.Node) -> str:

@@ -85,7 +85,7 @@ def is_convolution(module: nn.Module) -> bool:
     return any(
         isinstance(module, kind)
         and type(module).forward is kind.forward
-        and type(module)._conv_forward is kind._conv_forward  # type: ignore[attr-defined]
+        and type(module)._conv_forward is kind._conv_forward
         for kind in CONVOLUTIONS
     )
 

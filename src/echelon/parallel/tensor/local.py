@@ -31,7 +31,8 @@ class Sight(Enum):
 def localise(module: nn.Module, sights: Mapping[str, Sight]) -> None:
     """Let the module's forward see its DTensors so, in place."""
     if sights:
-        module.__class__ = _subclass(type(module), tuple(sorted(sights.items(), key=lambda item: item[0])))
+        kind: Any = type(module)
+        module.__class__ = _subclass(kind, tuple(sorted(sights.items(), key=lambda item: item[0])))
 
 
 def local_part(tensor: Tensor, summed: bool = False) -> Tensor:
@@ -44,12 +45,13 @@ def local_part(tensor: Tensor, summed: bool = False) -> Tensor:
 
 def embed_by_rows(module: nn.Embedding, embed_from: int) -> None:
     """Let an Embedding that holds rows from `embed_from` on look up its own and add those of the other ranks."""
-    module.__class__ = _embedding(type(module))
+    kind: Any = type(module)
+    module.__class__ = _embedding(kind)
     module._first_row = embed_from  # type: ignore[assignment]
 
 
 @cache
-def _subclass(kind: type[nn.Module], sights: tuple[tuple[str, Sight], ...]) -> type[nn.Module]:
+def _subclass(kind: Any, sights: tuple[tuple[str, Sight], ...]) -> Any:
     attributes: dict[str, Any] = {name: _attribute(name, sight) for name, sight in sights}
     return type(f"Local{kind.__name__}", (kind,), {**attributes, "__module__": kind.__module__})
 
@@ -68,7 +70,7 @@ def _attribute(name: str, sight: Sight) -> property:
 
 
 @cache
-def _embedding(kind: type[nn.Module]) -> type[nn.Module]:
+def _embedding(kind: Any) -> Any:
     def forward(self: Any, ids: Tensor) -> Tensor:
         weight, table = self.weight, self._parameters["weight"]
         mine = ids - self._first_row
