@@ -73,9 +73,10 @@ class Trainer:
 
     def __init__(self) -> None:
         self._answers, given = os.pipe()
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks._chaos_trial", str(given)], stdin=subprocess.PIPE, text=True,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[given], cwd=REPOSITORY,
+            stdout=subprocess.DEVNULL, stderr=self._said, pass_fds=[given], cwd=REPOSITORY,
         )  # fmt: skip
         os.close(given)
 
@@ -92,10 +93,19 @@ class Trainer:
             os.read(self._answers, 1)
         return bool(readable)
 
+    @property
+    def died(self) -> str:
+        """What it said, when it has ended by itself; empty while it lives."""
+        if self._process.poll() is None:
+            return ""
+        self._said.seek(0)
+        return self._said.read()[-2000:] or "without a word"
+
     def close(self) -> None:
         """End the process, and with it all that it started."""
         self._process.kill()
         self._process.communicate()
+        self._said.close()
         os.close(self._answers)
 
 
@@ -123,8 +133,10 @@ def trainer() -> Iterator[Trainer]:
 def run_trial(own: Trainer, setting: Setting, seed: int, victim: str = "", folder: Path | None = None) -> Trial:
     """Run once, killing a role (a random one by default) at a random moment.
 
+    A trial that hung leaves a trainer that is of no use any more.
+
     Raises:
-        TimeoutError: the run did not end; the trainer is of no use any more.
+        RuntimeError: the trainer ended by itself, which no killed role may lead to.
     """
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
@@ -136,6 +148,8 @@ def run_trial(own: Trainer, setting: Setting, seed: int, victim: str = "", folde
         })  # fmt: skip
         struck = _strike(own, path, setting, draw, victim)
         ended = own.ended(setting.timeout_s - (time.monotonic() - began))
+        if own.died:
+            raise RuntimeError(f"the trainer ended: {own.died}")
         trial = _judge(path, setting, struck, seed, time.monotonic() - began)
         return trial if ended else replace(trial, status="hung")
 
@@ -144,10 +158,10 @@ def _strike(own: Trainer, path: Path, setting: Setting, draw: random.Random, vic
     """Kill a role at a random moment; returns who, when, and how far the run was. Nobody: the run was over before."""
     share, ends = draw.uniform(-0.15, 1.02), time.monotonic() + setting.timeout_s
     if share < 0:
-        while not _pids(path) and time.monotonic() < ends:
+        while not _pids(path) and time.monotonic() < ends and not own.died:
             time.sleep(0.01)
         time.sleep(draw.uniform(0.0, 1.0))  # not for something to happen: this is the random moment
-    elif not _reached(path, setting, min(share, 1.0), ends):
+    elif not _reached(own, path, setting, min(share, 1.0), ends):
         return "", time.time(), share
     if share > 1:
         time.sleep(draw.uniform(0.0, 0.3))  # while the last copy is evaluated and written
@@ -160,13 +174,13 @@ def _strike(own: Trainer, path: Path, setting: Setting, draw: random.Random, vic
     return name, time.time(), share
 
 
-def _reached(path: Path, setting: Setting, share: float, ends: float) -> bool:
+def _reached(own: Trainer, path: Path, setting: Setting, share: float, ends: float) -> bool:
     """Wait until a share of the tasks is done; false when the run is over, or takes too long."""
     wanted, done, read = float("inf"), 0, 0
     reports = setting.epochs * (setting.workers if setting.mode == "sync" else 1)
     journal = path / "ps" / "scheduler.jsonl"
     while done < wanted:
-        if (path / "ps" / "status.json").exists() or time.monotonic() > ends:
+        if (path / "ps" / "status.json").exists() or time.monotonic() > ends or own.died:
             return False
         new = journal.read_bytes()[read:] if journal.exists() else b""
         whole = new[: new.rfind(b"\n") + 1]

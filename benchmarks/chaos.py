@@ -52,7 +52,13 @@ def _some_trials(args: argparse.Namespace, seeds: deque[int], ends: float) -> No
     try:
         while seeds and time.monotonic() < ends:
             seed = seeds.popleft()
-            trial = run_trial(own, settings_for(seed, args.mode, args.epochs), seed, args.victim)
+            try:
+                trial = run_trial(own, settings_for(seed, args.mode, args.epochs), seed, args.victim)
+            except (RuntimeError, BrokenPipeError) as error:
+                print(error, flush=True)
+                own.close()
+                own = Trainer()
+                continue
             print(json.dumps(asdict(trial)), flush=True)
             if not trial.victim and trial.kept:
                 continue  # nobody was there to kill any more: this was no trial
