@@ -64,7 +64,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path: 
                 (["resume", "nowhere"], ("nowhere", "holds no run")),
                 (["evaluate", "nowhere"], ("nowhere", "holds no run")),
                 (["report", "nowhere"], ("nowhere", "holds no run")),
-                (["train", "digits", "--precision", "fp16", "--device", "cpu"], ("--precision fp16", "bf16")),
+                (["train", "digits", "--precision", "fp8", "--device", "cpu"], ("--precision fp8", "bf16")),
             ],
         )
     assert not (tmp_path / "runs").exists()

@@ -81,7 +81,13 @@ class TrainingConfig:
     epochs: int = setting(10, "passes over the training data", above=1)
     max_steps: int = setting(0, "stop after this many optimizer steps; 0: no limit", above=0)
     accumulate: int = setting(1, "micro-batches that a worker's part of a batch is cut into", above=1)
-    precision: Literal["fp32", "bf16", "fp16"] = setting("fp32", "fp32, bf16 (autocast) or fp16 (autocast, GradScaler)")
+    precision: Literal["fp32", "bf16", "bf16-params", "fp16", "fp8"] = setting(
+        "fp32",
+        "fp32, bf16 (autocast), bf16-params (float32 masters), fp16 (autocast, scaled losses) or fp8 (torchao, a GPU)",
+    )
+    tf32: Literal["auto", "on", "off"] = setting(
+        "auto", "TensorFloat-32 in fp32 matmuls and convolutions on GPUs; auto: torch's (convolutions alone)"
+    )
     recompute: Literal["none", "blocks", "selective"] = setting(
         "none", "activations computed again in backward to save memory: none, of whole blocks, or all but matmuls"
     )

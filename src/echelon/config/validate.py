@@ -139,5 +139,5 @@ def _check_training(config: RunConfig) -> None:
             f"--accumulate {training.accumulate} cuts a batch of {config.data.batch_size} into empty micro-batches: "
             f"use at most {config.data.batch_size}"
         )
-    if training.precision == "fp16" and training.device == "cpu":
-        raise UserError("--precision fp16 needs a GPU: on a CPU use --precision bf16 or fp32")
+    if training.precision == "fp8" and training.device == "cpu":
+        raise UserError("--precision fp8 needs a GPU with 8-bit matrix units: on a CPU use --precision bf16 or fp32")

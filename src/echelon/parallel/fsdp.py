@@ -8,29 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.core.errors import UserError
 
 
-def shard(model: nn.Module, blocks: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
+def shard(
+    model: nn.Module, blocks: Mapping[str, nn.Module], mesh: DeviceMesh, narrow: torch.dtype | None = None
+) -> None:
     """Shard a model in place over a 1-D mesh: each block by itself, then what is left with the root.
 
     Gradients are summed, not averaged: losses are divided by the global batch.
 
+    Args:
+        narrow: type of the gathered copies that forward and backward use; gradients are summed in float32.
+
     Raises:
-        UserError: a parameter has no rows to share.
+        UserError: a parameter has no rows to share, or narrow ones would be BatchNorm's.
     """
+    if narrow is not None and any(isinstance(m, _BatchNorm) for m in model.modules()):
+        raise UserError(
+            f"--parallel fsdp={mesh.size()} with --precision bf16-params: BatchNorm's statistics would be lost in "
+            "bfloat16; use --precision bf16, or dp=N"
+        )
+    policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32) if narrow else MixedPrecisionPolicy()
     for name, parameter in model.named_parameters():
         if not parameter.ndim:
             raise UserError(f"--parallel fsdp={mesh.size()}: the parameter {name} is a single number and has no rows")
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
     for block in blocks.values():
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -60,6 +60,10 @@ def _check_split(config: RunConfig, layout: Layout, given: str) -> None:
             f"{given} with --sync {config.strategy.sync}: a parameter server's workers hold whole models; "
             "use --sync allreduce, local(8), diloco(50) or easgd(10) between split replicas, or --parallel dp=N"
         )
+    if config.training.precision == "fp8" and (layout.tp > 1 or layout.pp > 1):
+        raise UserError(
+            f"{given} with --precision fp8: 8-bit layers are whole: use dp=N or fsdp=N, or --precision bf16"
+        )
     if config.model.compile:
         raise UserError(f"{given} with --compile: a split model is not compiled; leave --compile out, or use dp=N")
 

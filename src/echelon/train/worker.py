@@ -20,6 +20,7 @@ from echelon.observe.report import write_report
 from echelon.train.assemble import Given, assemble
 from echelon.train.folder import read_launch
 from echelon.train.loop import TrainingRun, fit
+from echelon.train.precision import set_numerics
 from echelon.train.stop import stop_on_signals
 from echelon.train.world import join_world
 
@@ -57,6 +58,7 @@ def train_rank(path: Path, given: Given | None = None) -> str:
     config = load_run_config(path / "config.yaml")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with full_disk_in_words(path), stop_on_signals() as stop, join_world(config) as world:
+        set_numerics(config.training)
         record = Recorder(path if world.leads else None)
         run, cursor = assemble(config, path, world, record, given or Given())
         try:

@@ -46,7 +46,6 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ("[1, 2]", "expected settings"),
         ("launch: 3", "is a group of settings"),
         ("data: {batch_size: 1}\ndata: {batch_size: 2}", "stands twice"),
-        ("strategy: {parallel: tp=2}", "not there yet"),
         ("strategy: {parallel: dp=3}\nlaunch: {workers: 2}", "3 ranks, but there are 2 workers"),
         ("launch: {nodes: 2}", "needs --rendezvous"),
         ("launch: {nodes: 4:2, rendezvous: a:1}", "the least number of machines comes first"),
@@ -54,7 +53,7 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ("launch: {workers: 8}\ndata: {batch_size: 4}", "smaller than the 8 workers"),
         ("checkpoint: {every: soon}", "a number of steps"),
         ("training: {epochs: 2}\noptimizer: {warmup_epochs: 2}", "shorter warm-up"),
-        ("training: {precision: fp16, device: cpu}", "needs a GPU"),
+        ("training: {precision: fp8, device: cpu}", "needs a GPU"),
     ],
 )
 def test_bad_descriptions_are_refused_in_words(tmp_path: Path, text: str, words: str) -> None:

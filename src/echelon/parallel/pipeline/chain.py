@@ -136,8 +136,8 @@ def check_tied(model: nn.Module, stages: tuple[tuple[ChainStep, ...], ...]) -> N
         first, where = seen.setdefault(id(parameter), (name, stage))
         if where != stage:
             raise UserError(
-                f"--parallel pp: {name} and {first} of {type(model).__name__} are one tensor, used by stages {where} "
-                f"and {stage}: build the model with untied weights, or use fsdp=N or tp=N instead"
+                f"--parallel pp: {name} and {first} of {type(model).__name__} are one tensor, used by stages {stage} "
+                f"and {where}: build the model with untied weights, or use fsdp=N or tp=N instead"
             )
 
 

@@ -18,8 +18,8 @@ from echelon.core.hints import Hints
 from echelon.parallel.pipeline.batches import MicroBatches, cut_batch, dividing_count, evaluating, has_batchnorm
 from echelon.parallel.pipeline.plan import StagePlan, plan_stages
 from echelon.parallel.pipeline.settings import PipelineResult, PipelineSettings, microbatch_count, schedule_class
-from echelon.parallel.pipeline.shapes import Skeleton
-from echelon.parallel.pipeline.stage import make_stage, set_autocast
+from echelon.parallel.pipeline.shapes import Boundary, Skeleton
+from echelon.parallel.pipeline.stage import make_stage, set_types
 from echelon.parallel.pipeline.timeline import Action, RecordedStage, Recorder
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -54,7 +54,7 @@ class Pipeline(nn.Module):
             model: the whole, the same on every rank, on its device or on meta, not yet split in another way.
             mesh: of the pipeline, 1-D.
             loss: sums over samples; gets logits in float32 (float64 of a float64 model).
-            example: inputs of a micro-batch, of any values, on the device.
+            example: inputs of at least one sample, of any values, on the device.
 
         Raises:
             UserError: the model cannot be cut so, or the schedule does not take what is asked of it.
@@ -65,8 +65,8 @@ class Pipeline(nn.Module):
         self.schedule = settings.schedule
         self.microbatches = microbatch_count(settings, mesh.size(), len(self.plan))
         steps = tuple(stage.steps for stage in self.plan)
-        self._skeleton = Skeleton(model, steps, self._device, settings.autocast)
-        self._skeleton.boundaries(example.shape, example.dtype)
+        self._skeleton = Skeleton(model, steps, self._device)
+        self._boundaries(example, training=True)
         rank, last = mesh.get_local_rank(), len(steps) - 1
         self._mine = [number for number, stage in enumerate(self.plan) if stage.rank == rank]
         self._modules_of_stages = nn.ModuleList(make_stage(model, steps[i], i == 0, i == last) for i in self._mine)
@@ -76,8 +76,6 @@ class Pipeline(nn.Module):
         self._done = 0
         self._job = _Job(loss, 1, _identity, self._device)
         self.timelines: list[list[Action]] = []
-        for stage in self.stage_modules:
-            set_autocast(stage, settings.autocast)
 
     @property
     def stage_modules(self) -> list[nn.Module]:
@@ -119,8 +117,8 @@ class Pipeline(nn.Module):
         self._done += 1
         sums = self._job.sums
         self._broadcast(sums)
-        logits = self._skeleton.boundaries(parts.inputs[0].shape, inputs.dtype)[-1].dtype
-        loss = sums[0].to(torch.float64 if logits == torch.float64 else torch.float32)
+        logits = self._boundaries(parts.inputs[0], training=True)[-1]
+        loss = sums[0].to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
         return PipelineResult(loss, sums[1].round().to(torch.int64), len(targets))
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -128,7 +126,7 @@ class Pipeline(nn.Module):
         parts = cut_batch(inputs, inputs.new_zeros(0), min(self.microbatches, max(1, len(inputs))))
         with torch.no_grad():
             outputs = self._run(self._schedule(parts, training=False), parts, training=False)
-            last = self._skeleton.boundaries(parts.inputs[0].shape, inputs.dtype)[-1]
+            last = self._boundaries(parts.inputs[0], training=False)[-1]
             shape = (len(parts.inputs) * last.shape[0], *last.shape[1:])
             logits = outputs.contiguous() if outputs is not None else inputs.new_empty(shape, dtype=last.dtype)
             self._broadcast(logits)
@@ -138,15 +136,21 @@ class Pipeline(nn.Module):
         """Return logits as `forward` does."""
         return self.forward(inputs)
 
+    def _boundaries(self, inputs: Tensor, training: bool) -> tuple[Boundary, ...]:
+        return self._skeleton.boundaries(inputs.shape, inputs.dtype, self._settings.types(training))
+
     def _broadcast(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, group_src=self.plan[-1].rank, group=self._group)
 
     def _run(
         self, schedule: pipelining.schedules._PipelineSchedule, parts: MicroBatches, training: bool
     ) -> Tensor | None:
-        given = {"arg_mbs": [(part,) for part in parts.inputs]} if 0 in self._mine else {}
-        wanted = {"target_mbs": list(parts.targets)} if training and len(self.plan) - 1 in self._mine else {}
-        found: Tensor | None = schedule.step(**given, **wanted, return_outputs=not training)
+        given = [(part,) for part in parts.inputs] if 0 in self._mine else None
+        wanted = list(parts.targets) if training and len(self.plan) - 1 in self._mine else None
+        autocast, parameters = self._settings.types(training)
+        for stage in self._modules_of_stages:
+            set_types(stage, autocast, None if self._settings.sharded else parameters)
+        found: Tensor | None = schedule.step(arg_mbs=given, target_mbs=wanted, return_outputs=not training)
         return found
 
     def _schedule(self, parts: MicroBatches, training: bool) -> pipelining.schedules._PipelineSchedule:
@@ -159,7 +163,7 @@ class Pipeline(nn.Module):
         return self._schedules[key]
 
     def _new_schedule(self, first: Tensor, count: int, training: bool) -> pipelining.schedules._PipelineSchedule:
-        between = self._skeleton.boundaries(first.shape, first.dtype)
+        between = self._boundaries(first, training)
         stages = [
             RecordedStage(
                 module,

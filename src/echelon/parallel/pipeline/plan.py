@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from echelon.core.hints import Hints
 from echelon.parallel.pipeline.chain import ChainStep, Unit, check_tied, find_chain, units_of
 from echelon.parallel.pipeline.cuts import balanced, cuts_by_hand, measure_units, stages_of
-from echelon.parallel.pipeline.settings import SCHEDULES, PipelineSettings, stage_count, stage_ranks
+from echelon.parallel.pipeline.settings import (
+    SCHEDULES,
+    PipelineSettings,
+    microbatch_count,
+    stage_count,
+    stage_ranks,
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ def plan_stages(
 
     Args:
         model: on any device, meta included.
-        example: inputs of a micro-batch, of any values, on the device that is to be measured.
+        example: inputs of at least one sample, of any values, on the device that is to be measured.
 
     Raises:
         UserError: the model is no chain, has too few blocks for the schedule, or a cut does not fit it.
@@ -59,7 +65,8 @@ def plan_stages(
     elif count == len(units):
         cuts = tuple(range(1, count))
     else:
-        times = _shared_times(model, units, example)
+        microbatches = microbatch_count(settings, ranks, count)
+        times = _shared_times(model, units, _as_microbatch(example, settings.samples // microbatches))
         cuts = balanced(times, count)
     stages = stages_of(units, cuts)
     check_tied(model, stages)
@@ -69,6 +76,11 @@ def plan_stages(
         StagePlan(rank, steps, sum(step.numel for step in steps), taken)
         for rank, steps, taken in zip(where, stages, seconds, strict=True)
     )
+
+
+def _as_microbatch(example: Tensor, samples: int) -> Tensor:
+    """Repeat samples until there are as many as in a micro-batch: small ones would show overheads alone."""
+    return example[torch.arange(samples, device=example.device) % len(example)] if samples else example
 
 
 def _shared_times(model: nn.Module, units: Sequence[Unit], example: Tensor) -> list[float]:

@@ -13,6 +13,7 @@ from torch.distributed.pipelining import schedules
 from echelon.core.errors import UserError, unknown
 
 Style = Literal["loop", "v"]
+Types = tuple[torch.dtype | None, torch.dtype | None]
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,9 @@ class PipelineSettings:
             parallelism.
         cuts: names of the steps that stages begin with, but the first; empty: balanced by measured time.
         samples: of a whole batch on this rank, to be cut into micro-batches; 0: not known.
-        autocast: type of the forward pass; None: the parameters' own.
+        autocast: type that autocast gives to matrix products in training; None: no autocast.
+        parameters: type of the copies of the parameters that forward uses in training; None: the parameters.
+        sharded: whether `fully_shard` makes these copies, which it does in evaluation too.
         recorded: how many steps, from the third on, are recorded as a timeline.
         data_group: ranks that go through the same stages together with other samples (fsdp), None where there are
             none: with BatchNorm they have to agree on the number of micro-batches of an uneven batch.
@@ -78,8 +81,14 @@ class PipelineSettings:
     cuts: tuple[str, ...] = ()
     samples: int = 0
     autocast: torch.dtype | None = None
+    parameters: torch.dtype | None = None
+    sharded: bool = False
     recorded: int = 2
     data_group: dist.ProcessGroup | None = None
+
+    def types(self, training: bool) -> Types:
+        """Return the types of what goes from stage to stage: of autocast and of narrow parameters."""
+        return (self.autocast if training else None, self.parameters if training or self.sharded else None)
 
 
 class PipelineResult(NamedTuple):

@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from echelon.core.errors import UserError
 from echelon.parallel.pipeline.chain import ChainStep
-from echelon.parallel.pipeline.stage import make_stage, set_autocast
+from echelon.parallel.pipeline.settings import Types
+from echelon.parallel.pipeline.stage import make_stage, set_types
 
 Stages = tuple[tuple[ChainStep, ...], ...]
 
@@ -32,7 +33,7 @@ class Boundary:
 class Skeleton:
     """All stages of a model without their data, made before it is split; every rank has one."""
 
-    def __init__(self, model: nn.Module, stages: Stages, device: torch.device, autocast: torch.dtype | None) -> None:
+    def __init__(self, model: nn.Module, stages: Stages, device: torch.device) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
         self._name = type(model).__name__
@@ -40,8 +41,6 @@ class Skeleton:
             whole = copy.deepcopy(model, self._without_data(model)).eval()
             last = len(stages) - 1
             self._stages = [make_stage(whole, steps, i == 0, i == last) for i, steps in enumerate(stages)]
-        for stage in self._stages:
-            set_autocast(stage, autocast)
         self._known: dict[tuple[object, ...], tuple[Boundary, ...]] = {}
 
     def _without_data(self, model: nn.Module) -> dict[int, object]:
@@ -54,18 +53,19 @@ class Skeleton:
             memo.setdefault(id(buffer), torch.empty_like(buffer, device=self._device))
         return memo
 
-    def boundaries(self, shape: torch.Size, dtype: torch.dtype) -> tuple[Boundary, ...]:
+    def boundaries(self, shape: torch.Size, dtype: torch.dtype, types: Types = (None, None)) -> tuple[Boundary, ...]:
         """Return what enters each stage, and at the end the logits, for a micro-batch of inputs of this shape.
 
         Raises:
             UserError: the forward pass depends on values, or a stage lacks a part that it uses.
         """
-        key = (*shape, dtype)
+        key = (*shape, dtype, *types)
         if key not in self._known:
             found = [Boundary(tuple(shape), dtype, False)]
             with self._mode, torch.enable_grad():
                 x = torch.empty(shape, dtype=dtype, device=self._device)
                 for i, stage in enumerate(self._stages):
+                    set_types(stage, *types)
                     x = self._through(stage, i, x.detach().requires_grad_(x.requires_grad))
                     found.append(Boundary(tuple(x.shape), x.dtype, x.requires_grad))
             self._known[key] = tuple(found)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from echelon.parallel.pipeline.chain import ChainStep, is_under
+from echelon.parallel.precision import computing_in
 
 
 def make_stage(model: nn.Module, steps: tuple[ChainStep, ...], first: bool, last: bool) -> nn.Module:
@@ -29,27 +30,30 @@ def make_stage(model: nn.Module, steps: tuple[ChainStep, ...], first: bool, last
     stage.__class__ = type(f"{kind.__name__}Stage", (_Stage, kind), {"__doc__": kind.__doc__})
     stage._stage_steps = tuple(step.name for step in steps)
     stage._stage_ends = (first, last)
-    stage._stage_autocast = None
+    set_types(stage, None, None)
     return stage
 
 
-def set_autocast(stage: nn.Module, dtype: torch.dtype | None) -> None:
-    """Run the forward pass of a stage under autocast, its backward not."""
-    stage._stage_autocast = dtype  # type: ignore[assignment]
+def set_types(stage: nn.Module, autocast: torch.dtype | None, parameters: torch.dtype | None) -> None:
+    """Say in which types a stage's forward pass computes: under autocast, or with narrow copies of its parameters."""
+    stage._stage_types = (autocast, parameters)  # type: ignore[assignment]
 
 
 class _Stage(nn.Module):
     _stage_steps: tuple[str, ...]
     _stage_ends: tuple[bool, bool]
-    _stage_autocast: torch.dtype | None
+    _stage_types: tuple[torch.dtype | None, torch.dtype | None]
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the stage's steps."""
         first = self._stage_ends[0]
         if not first and x.requires_grad:
             x.register_hook(_contiguous)  # what is sent back must be, and the gradient of a mean is not
-        dtype = self._stage_autocast
-        with torch.autocast(x.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+        dtype, narrow = self._stage_types
+        if narrow is not None and x.is_floating_point():
+            x = x.to(narrow)
+        autocast = torch.autocast(x.device.type, dtype or torch.bfloat16, enabled=dtype is not None)
+        with autocast, computing_in(self, narrow):
             for name in self._stage_steps:
                 x = _run(self, name, x)
         return _plain(x)

@@ -1,0 +1,114 @@
+"""The types that a run computes in. Losses and metrics are float32; what travels is `compression`'s choice."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from echelon.config.schema import TrainingConfig
+from echelon.core.errors import UserError
+
+FP8_CAPABILITY = (8, 9)  # of the first GPUs with 8-bit matrix units
+FP8_MULTIPLE = 16  # both sides of a matrix must be multiples of it
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What a `--precision` means.
+
+    Attributes:
+        autocast: type that autocast gives to matrix products and the like.
+        parameters: type of the copies that the forward pass uses in place of the float32 parameters.
+    """
+
+    autocast: torch.dtype | None = None
+    parameters: torch.dtype | None = None
+
+
+PRECISIONS = {
+    "fp32": Precision(),
+    "bf16": Precision(autocast=torch.bfloat16),
+    "bf16-params": Precision(parameters=torch.bfloat16),
+    "fp16": Precision(autocast=torch.float16),
+    "fp8": Precision(autocast=torch.bfloat16),
+}
+
+
+def build_scaler(precision: str, device: torch.device, model_group: dist.ProcessGroup | None) -> torch.amp.GradScaler:
+    """Return what scales float16 losses; an overflow in any piece of a replica skips the step on all its ranks.
+
+    Between replicas a sum of gradients carries it; replicas that step by themselves skip by themselves.
+
+    Args:
+        model_group: the ranks of a replica that is split; None otherwise.
+    """
+    enabled = precision == "fp16"
+    if model_group is None or not enabled:
+        return torch.amp.GradScaler(device.type, enabled=enabled)
+    return ShardedGradScaler(device.type, process_group=model_group)
+
+
+def set_numerics(training: TrainingConfig) -> None:
+    """Set what holds for the whole process: TF32, and kernels that repeat their bits."""
+    if training.tf32 != "auto":
+        torch.set_float32_matmul_precision("high" if training.tf32 == "on" else "highest")
+        torch.backends.cudnn.allow_tf32 = training.tf32 == "on"
+    if training.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def check_fp8(device: torch.device) -> None:
+    """Refuse 8-bit floats where the device or the library has none.
+
+    Raises:
+        UserError: names what is missing.
+    """
+    if device.type != "cuda":
+        raise UserError(
+            f"--precision fp8 needs a GPU with 8-bit matrix units (compute capability 8.9 or more), this is a "
+            f"{device.type.upper()}: use --precision bf16"
+        )
+    found = torch.cuda.get_device_capability(device)
+    if found < FP8_CAPABILITY:
+        raise UserError(
+            f"--precision fp8: {torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}, "
+            "8-bit matrix units came with 8.9: use --precision bf16"
+        )
+
+
+def to_fp8(model: nn.Module, device: torch.device) -> nn.Module:
+    """Make linear layers multiply in 8-bit floats, in place: torchao, scales per tensor, found at each step.
+
+    Layers whose sides are no multiples of 16, and the last one (the logits), stay as they are.
+
+    Raises:
+        UserError: the device or the library has no 8-bit floats, or no layer fits.
+    """
+    check_fp8(device)
+    try:
+        float8 = importlib.import_module("torchao.float8")
+    except ModuleNotFoundError:
+        raise UserError("--precision fp8 needs torchao: install it (pip install torchao), or use bf16") from None
+    fitting = fp8_layers(model)
+    if not fitting:
+        raise UserError(
+            "--precision fp8: the model has no linear layer but the last whose sides are multiples of 16: use bf16"
+        )
+    converted: nn.Module = float8.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in fitting)
+    return converted
+
+
+def fp8_layers(model: nn.Module) -> set[str]:
+    """Return the names of the linear layers that compute in 8-bit floats."""
+    linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
+    for last in list(linear)[-1:]:
+        del linear[last]
+    return {
+        name for name, m in linear.items() if m.in_features % FP8_MULTIPLE == 0 and m.out_features % FP8_MULTIPLE == 0
+    }
