@@ -58,12 +58,12 @@ class Style:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a module's dotted name fits a pattern.
+    """Whether a module's dotted name fits a pattern; the root's, which is empty, fits none.
 
     >>> matches("blocks.*.attn", "blocks.11.attn"), matches("blocks.*", "blocks.0.attn"), matches("**.attn", "a.b.attn")
     (True, False, True)
     """
-    return _match(pattern.split("."), name.split("."))
+    return bool(name) and _match(pattern.split("."), name.split("."))
 
 
 def matching(patterns: Iterable[str], names: Iterable[str]) -> list[str]:

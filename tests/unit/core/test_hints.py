@@ -16,6 +16,8 @@ from echelon.core.hints import Style, matches, matching, parse_tensor_plan, styl
         ("a.**.c", "a.c", True),
         ("layer[12].*.conv?", "layer2.0.conv1", True),
         ("layer[12].*", "layer3.0", False),
+        ("*", "", False),
+        ("**", "", False),
     ],
 )
 def test_a_star_stays_inside_one_component(pattern: str, name: str, fits: bool) -> None:
