@@ -111,12 +111,12 @@ class Trainer:
 
 def serve(answers: int) -> None:
     """Train what is asked for on stdin, one request a line."""
-    import echelon
+    from echelon.api import train
     from echelon.core.errors import UserError
 
     for line in sys.stdin:
         with contextlib.suppress(UserError):  # the record says why; the trial is judged by it
-            echelon.train(**json.loads(line))
+            train(**json.loads(line))
         os.write(answers, b".")
 
 
