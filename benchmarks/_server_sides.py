@@ -93,7 +93,7 @@ def _echo_server(pipe: Connection, case: Case, index: int) -> None:
     import zmq
 
     from echelon.sync.server.identity import PeerCheck, derive_keys
-    from echelon.sync.server.sockets import Limits, listen
+    from echelon.sync.server.sockets import Limits, has_message, listen
 
     _settle(case.servers[index])
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -114,7 +114,7 @@ def _echo_server(pipe: Connection, case: Case, index: int) -> None:
         poller.poll()
         if case.encrypted:
             check.answer()
-        while socket.get(zmq.EVENTS) & zmq.POLLIN:
+        while has_message(socket):
             socket.send_multipart(socket.recv_multipart(copy=False), copy=False)
 
 

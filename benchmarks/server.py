@@ -57,7 +57,7 @@ def over_links(link: str, size: float, given: argparse.Namespace) -> list[str]:
     with ShapedNetwork(4, parse_link(link)) as network:
         workers, servers = tuple(network.hosts[:2]), tuple(network.hosts[2:])
         pairs = [(workers[:1], servers[:1]), (workers, servers[:1]), (workers, servers)]
-        cases = [Case("ps", n_bytes, chunk, True, w, s) for w, s in pairs]
+        cases = [Case("ps", n_bytes, chunk, True, workers=w, servers=s) for w, s in pairs]
         rates = measure(cases, given.windows, max(given.seconds, 16 * n_bytes / parse_link(link).rate_bits_per_s))
     append_result("server", {"mb": size, "chunk": chunk, "rates": rates, "link": link})
     one, shared, spread = (median(r) / 2e6 for r in rates)
