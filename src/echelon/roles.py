@@ -169,16 +169,22 @@ def _run(plan: LaunchPlan, path: Path, record: Recorder, site: Site) -> str:
         return "stopped" if stopped and line.status() != "completed" else line.status()
     except RoleRefused:
         reason = _last_event(path, "refused")
-        record.write("end", status="refused", message=reason)
-        write_report(path)
+        _end(path, record, site, "refused", reason)
         raise UserError(reason) from None
     except RolesFailed:
-        reason = _last_event(path, "worker_died")
-        record.write("end", status="failed", message=reason)
-        write_report(path)
+        _end(path, record, site, "failed", _last_event(path, "worker_died"))
         return "failed"
     finally:
         line.close()
+
+
+def _end(path: Path, record: Recorder, site: Site, status: str, reason: str) -> None:
+    """Record how the run ended; where another machine fails, the run goes on without it."""
+    if site.machine == 0:
+        record.write("end", status=status, message=reason)
+        write_report(path)
+    else:
+        record.event("machine_left", f"machine {site.machine} left the run: {reason}", machine=site.machine)
 
 
 def _roles(plan: LaunchPlan, path: Path, site: Site) -> list[Role]:

@@ -1,4 +1,4 @@
-"""A server's port under fuzz, with and without the key: no crash, no change of the parameters, memory flat."""
+"""A server's and the scheduler's port under fuzz, with and without the key: no crash, no change, memory flat."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import pytest
 import torch
 import zmq
 
-from echelon.sync.server.endpoint import Line, Voice
+from echelon.sync.server.endpoint import Line, Voice, ask_once
 from echelon.sync.server.identity import derive_keys
 from echelon.sync.server.keystore import KeyStore
-from echelon.sync.server.protocol import VERSION, Kind
+from echelon.sync.server.protocol import SCHEMAS, VERSION, Kind
 from echelon.sync.server.scheduler import Plan
 from echelon.sync.server.server import Server
 from echelon.sync.server.settings import Settings
@@ -53,7 +53,17 @@ def fuzz(draw: random.Random) -> list[bytes]:
         case 2:
             header[6] = {"key": draw.randrange(-5, 10**9), "task": 0, "step": draw.choice([0, -1, float("nan")])}
         case 3:
-            body = {"task": 0, "step": 0, "share": 0, "shares": 1, "samples": 1, "batch": 1, "base": 0, "number": 1}
+            body = {
+                "task": 0,
+                "step": 0,
+                "share": 0,
+                "shares": 1,
+                "samples": 1,
+                "batch": 1,
+                "base": 0,
+                "number": 1,
+                "pull": True,
+            }
             header[6] = {**body, "key": draw.randrange(3), "lr": draw.choice([1.0, float("inf")])}
             header[2] = int(Kind.PUSH)
             wrong_sizes = [n for n in range(1, 700) if n != 400]
@@ -65,6 +75,30 @@ def fuzz(draw: random.Random) -> list[bytes]:
     for _ in range(draw.randrange(3)):
         raw[draw.randrange(len(raw))] = draw.randrange(256)
     return [bytes(raw), *(draw.randbytes(draw.randrange(100)) for _ in range(draw.randrange(3)))]
+
+
+def value_of(kind: type, draw: random.Random, depth: int = 0) -> object:
+    """Return some value of a field's type, sound or strange."""
+    names = ["index", "task", "samples", "loss", "standby", "life", "held", "fingerprint", "ready", "tasks", "empty"]
+    if kind is int:
+        return draw.choice([0, 1, 7, 2**40, 2**61])
+    if kind is str:
+        return draw.choice(["", "worker", "server", "worker0", "x" * 64, "standby", "machine"])
+    if kind is list:
+        return [value_of(draw.choice([int, str, dict]), draw, depth + 1) for _ in range(draw.randrange(3))]
+    if kind is dict and depth < 3:
+        return {n: value_of(draw.choice([int, str, list, dict]), draw, depth + 1) for n in draw.sample(names, 4)}
+    return {}
+
+
+def scheduler_fuzz(draw: random.Random, number: int) -> list[bytes]:
+    """One message for the scheduler: as for a server, or a sound kind with strange fields from a strange sender."""
+    if draw.randrange(4) == 0:
+        return fuzz(draw)
+    kind = draw.choice([k for k in Kind if k >= Kind.JOIN and k is not Kind.STOP])  # with the key, stop is an order
+    body = {name: value_of(wanted, draw) for name, wanted in SCHEMAS[kind].fields.items()}
+    sender = draw.choice(["worker0", "worker7", "server0", "server1", "standby0", "scheduler", "?"])
+    return [msgpack.packb([VERSION, KEYS.run_id, int(kind), sender, draw.randrange(3), 10**6 + number, body])]
 
 
 def finish(cluster: Cluster, server: Server) -> None:
@@ -92,18 +126,46 @@ def test_with_the_key(tmp_path: Path) -> None:
     finish(cluster, server)
 
 
-@pytest.mark.parametrize("secret", [b"x" * 32, None], ids=["other secret", "no encryption"])
-def test_without_the_key(tmp_path: Path, secret: bytes | None) -> None:
+def test_the_scheduler_with_the_key(tmp_path: Path) -> None:
     cluster, server = served(tmp_path)
+    draw = random.Random(4)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    scheduler, before = cluster.scheduler, server.stores[0].value.clone()
+    line = Line(context, Voice(KEYS, "worker0"), scheduler.listener.address, Limits(1 << 20))
+    line.send(Kind.JOIN, {"role": "worker", "address": "", "info": {"fingerprint": "", "held": []}})
+    used = 0
+    for i in range(MESSAGES):
+        line.socket.send_multipart(scheduler_fuzz(draw, i))
+        if i == MESSAGES // 5:
+            used = psutil.Process(os.getpid()).memory_info().rss
+    _until(lambda: scheduler.listener.messages >= MESSAGES)
+    line.close()
+    assert psutil.Process(os.getpid()).memory_info().rss - used < 32 << 20
+    assert torch.equal(server.stores[0].value, before)
+    assert all(t.is_alive() for t in cluster.threads) and not cluster.failures
+    sound = Line(context, Voice(KEYS, "worker9"), scheduler.listener.address, Limits(1 << 20))
+    info = {"fingerprint": "", "held": []}
+    ask_once(sound, Kind.JOIN, {"role": "worker", "address": "", "info": info}, Kind.WELCOME, 5)
+    sound.close()
+    context.term()
+    finish(cluster, server)
+
+
+@pytest.mark.parametrize("secret", [b"x" * 32, None], ids=["other secret", "no encryption"])
+@pytest.mark.parametrize("port", ["server", "scheduler"])
+def test_without_the_key(tmp_path: Path, secret: bytes | None, port: str) -> None:
+    cluster, server = served(tmp_path)
+    listener = server.listener if port == "server" else cluster.scheduler.listener
+    came = listener.messages
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     before = server.stores[0].value.clone()
     if secret is None:
         socket = context.socket(zmq.DEALER)
         socket.linger = 0
         monitor = socket.get_monitor_socket()  # before it connects: a refusal may come once only
-        socket.connect(server.listener.address)
+        socket.connect(listener.address)
     else:
-        socket = Line(context, Voice(derive_keys(secret), "worker0"), server.listener.address, Limits(1 << 20)).socket
+        socket = Line(context, Voice(derive_keys(secret), "worker0"), listener.address, Limits(1 << 20)).socket
         monitor = socket.get_monitor_socket()
     draw = random.Random(2)
     socket.sndhwm = 100
@@ -113,7 +175,8 @@ def test_without_the_key(tmp_path: Path, secret: bytes | None) -> None:
         except zmq.Again:
             break
     assert monitor.poll(5000), "the handshake was neither refused nor tried again"
-    assert server.listener.messages == 0
+    assert port == "scheduler" or listener.messages == came  # the scheduler hears its own server meanwhile
+    assert set(cluster.scheduler.roster.serving) == {0} and not cluster.scheduler.roster.members.of_role("worker")
     assert torch.equal(server.stores[0].value, before)
     socket.disable_monitor()
     monitor.close()

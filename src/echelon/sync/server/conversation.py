@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -111,15 +110,15 @@ class Conversation:
                 poller.register(link.line.socket, zmq.POLLIN)
             lines = self.changes
             while lines == self.changes and (not self.closing or self.commands):
-                poller.poll(max(0, int(1000 * (beat_s - time.monotonic()))))
+                ready = dict(poller.poll(max(0, int(1000 * (beat_s - time.monotonic())))))
+                if self.wake in ready:
+                    os.eventfd_read(self.wake)
                 self._turn()
                 if time.monotonic() >= beat_s:
                     self.scheduler.send(Kind.BEAT, {"info": self._beat()})
                     beat_s = time.monotonic() + BEAT_S
 
     def _turn(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.wake)
         while self.commands:
             self.commands.popleft()()
         with self.ready:
@@ -237,9 +236,11 @@ class Conversation:
 
     def _from_server(self, index: int, message: Message) -> None:
         body, link = message.body, self.links[index]
+        if message.kind is Kind.VALUE:
+            self._acknowledged_with(link, body["acks"])
         match message.kind:
             case Kind.ACK:
-                self._acknowledged(link, body)
+                self._acknowledged(link, body["number"], body["fate"])
             case Kind.DURABLE:
                 link.durable(body["number"])
             case Kind.VALUE if body["tag"] or body["key"] not in self.slots:
@@ -251,14 +252,20 @@ class Conversation:
             case _:
                 raise Malformed("unexpected")
 
-    def _acknowledged(self, link: ServerLink, body: dict[str, Any]) -> None:
-        push = link.acknowledged(body["number"])
+    def _acknowledged_with(self, link: ServerLink, acks: list[Any]) -> None:
+        if len(acks) % 2 or any(type(number) is not int for number in acks):
+            raise Malformed("content")
+        for number, fate in zip(acks[::2], acks[1::2], strict=True):
+            self._acknowledged(link, number, fate)
+
+    def _acknowledged(self, link: ServerLink, number: int, fate: int) -> None:
+        push = link.acknowledged(number)
         if push is None or push.body["task"] not in self.open:
             return
         entry = self.open[push.body["task"]]
         entry.unacked -= 1
-        self.stats.duplicates += body["fate"] == Fate.DUPLICATE
-        if body["fate"] == Fate.LATE:
+        self.stats.duplicates += fate == Fate.DUPLICATE
+        if fate == Fate.LATE:
             entry.late = True
             self.stats.late += 1
         self.finish(push.body["task"], None)

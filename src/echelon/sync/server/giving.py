@@ -39,19 +39,13 @@ class Giving:
     def pull(self, peer: bytes, message: Message) -> None:
         body = message.body
         if body["key"] == BUFFERS_KEY and not body["tag"]:
-            values = {"key": BUFFERS_KEY, "version": 0, "delta": False, "tag": 0, "life": self._server.voice.session}
-            self._server.voice.reply(
-                self._server.listener.socket, peer, Kind.VALUE, values, [as_frame(self._mean_buffers())]
-            )
+            self._reply(peer, {"key": BUFFERS_KEY, "version": 0}, [as_frame(self._mean_buffers())])
             return
         if body["tag"]:
             state = self.tags.get(body["tag"], {}).get(body["key"])
             if state is not None:
-                values = {"key": body["key"], "version": state["version"], "delta": False, "tag": body["tag"],
-                          "life": self._server.voice.session}  # fmt: skip
-                self._server.voice.reply(
-                    self._server.listener.socket, peer, Kind.VALUE, values, [as_frame(state["value"])]
-                )
+                fields = {"key": body["key"], "version": state["version"], "tag": body["tag"]}
+                self._reply(peer, fields, [as_frame(state["value"])])
             return
         if self._server.replication.is_standby or not self._server.ready:
             self._server.voice.traffic.dropped["not ready"] += 1
@@ -72,14 +66,12 @@ class Giving:
         if not exact:
             self.note_pull(worker, store)
             self._server.replication.forward_pull(worker, store.key.index, body["full"])
-        values = {
-            "key": store.key.index,
-            "version": version,
-            "delta": delta,
-            "tag": 0,
-            "life": self._server.voice.session,
-        }
-        self._server.voice.reply(self._server.listener.socket, peer, Kind.VALUE, values, frames)
+        self._reply(peer, {"key": store.key.index, "version": version, "delta": delta}, frames)
+
+    def _reply(self, peer: bytes, fields: dict[str, Any], frames: list[Any]) -> None:
+        server = self._server
+        body = {"delta": False, "tag": 0, "life": server.voice.session, "acks": server.take_acks(peer), **fields}
+        server.voice.reply(server.listener.socket, peer, Kind.VALUE, body, frames)
 
     def note_pull(self, worker: str, store: KeyStore) -> None:
         """Remember what a worker has now."""

@@ -32,7 +32,7 @@ class Kind(IntEnum):
     PUSH = 4  # a gradient of one key; `pull`: the key's next value is wanted as well
     ACK = 5  # server: what became of a push
     PULL = 6  # wants a key's value of a version or newer
-    VALUE = 7  # server: a key's value
+    VALUE = 7  # server: a key's value, and what became of the peer's pushes: number, fate, number, fate, ...
     DURABLE = 8  # server: pushes up to a number survive its death
     STATE = 9  # wants a key's whole state, or that of a tag
     STATE_OF = 10  # server: a key's whole state
@@ -79,7 +79,8 @@ SCHEMAS: dict[Kind, Schema] = {
          "base": int, "number": int, "lr": float, "pull": bool}, (1, MAX_FRAMES)),
     Kind.ACK: Schema({"key": int, "task": int, "number": int, "fate": int, "version": int, "life": int}),
     Kind.PULL: Schema({"key": int, "version": int, "exact": bool, "full": bool, "tag": int}),
-    Kind.VALUE: Schema({"key": int, "version": int, "delta": bool, "tag": int, "life": int}, (1, MAX_FRAMES)),
+    Kind.VALUE: Schema({"key": int, "version": int, "delta": bool, "tag": int, "life": int, "acks": list},
+                       (1, MAX_FRAMES)),
     Kind.DURABLE: Schema({"number": int, "life": int}),
     Kind.STATE: Schema({"key": int, "tag": int}),
     Kind.STATE_OF: Schema({"key": int, "tag": int, "meta": bytes}, _ANY),

@@ -249,8 +249,14 @@ class Server:
         if len(self._acks) >= ACKS:
             self._acknowledge()
 
+    def take_acks(self, peer: bytes) -> list[int]:
+        """Return what a value's message tells its worker of its pushes; so most need no message of their own."""
+        own = [ack for to, ack in self._acks if to == peer]
+        self._acks = [(to, ack) for to, ack in self._acks if to != peer]
+        return [number for ack in own for number in (ack["number"], ack["fate"])]
+
     def _acknowledge(self) -> None:
-        """Send the acknowledgements that wait: behind the values, which the workers' forward passes wait for."""
+        """Send the acknowledgements that wait and that no value took along."""
         for peer, ack in self._acks:
             self.voice.reply(self.listener.socket, peer, Kind.ACK, ack)
         self._acks.clear()
