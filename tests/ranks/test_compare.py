@@ -54,7 +54,7 @@ def test_a_refused_candidate_stops_no_other(tmp_path: Path) -> None:
 def test_planted_truths_are_found(tmp_path: Path) -> None:
     with Runs(tmp_path) as runs:
         tries = [f"--try={ONCE}", f"--try={TWICE}", f"--try={ONCE}", f"--try={ONCE}, lr=1e6", "--seeds", "3"]
-        run = compare(runs, "digits", *SMALL, "--epochs", "6", "--lr", "0.05", *tries)
+        run = compare(runs, "digits", *SMALL, "--epochs", "10", "--lr", "0.05", *tries)
         assert run.end(900) == 0, run.text()
         said = json.loads((run.folder / "summary.json").read_text())
         verdicts = [(c["verdict"], c["sentence"]) for c in said["comparisons"]]

@@ -56,9 +56,11 @@ def command() -> Any:
 def conclude(path: Path) -> bool:
     """Write a study's report and say what it says; returns whether every run completed."""
     from echelon.study import write_study
+    from echelon.study.folder import full_disk_in_words
     from echelon.study.rows import COMPLETED
 
-    report = write_study(path)
+    with full_disk_in_words(path):
+        report = write_study(path)
     for line in report.words:
         print(line)
     print(f"report: {path / 'report.html'}")
@@ -118,17 +120,19 @@ def _show(study: Study | None, path: Path) -> None:
 def _run(path: Path, study: Study | None, retry: bool) -> None:
     from echelon.study import StudyStopped, open_study, run_study
     from echelon.study.execute import check_settings
+    from echelon.study.folder import full_disk_in_words
     from echelon.study.live import StudyDisplay
 
     if study is not None:
         check_settings(study)
     study = open_study(path, study)
     try:
-        with StudyDisplay(path) as display:
+        with full_disk_in_words(path), StudyDisplay(path) as display:
             run_study(path, study, display, retry)
     except StudyStopped:
         conclude(path)
         print(f"stopped; continue with: echelon compare --run {path}")
         raise SystemExit(_EXIT_STOPPED) from None
     if not conclude(path):
+        print(f"to run again what was refused or failed: echelon compare --run {path} --retry")
         raise SystemExit(_EXIT_INCOMPLETE)

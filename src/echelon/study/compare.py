@@ -13,6 +13,7 @@ from echelon.study.intervals import Interval, mean_interval, ratio_interval, rea
 from echelon.study.rows import COMPLETED, PointRow, RunRow
 
 SAME_SPEED = 1.05
+NARROW = 1.25
 CHANCE_SIGMAS = 3.0
 
 
@@ -37,7 +38,8 @@ class Comparison:
 
     Attributes:
         seeds: seeds in which both it and the baseline completed: what the intervals are over.
-        reached: in how many of them it reached the target.
+        planned: seeds in which it was to be run.
+        reached: in how many of `seeds` it reached the target.
         to_target: how many times as fast as the baseline to the target; None unless every seed of both reached it.
         to_end: the same to the end of the run.
         points: final accuracy less the baseline's, in points (hundredths).
@@ -49,6 +51,7 @@ class Comparison:
     terms: str
     verdict: Verdict
     seeds: int
+    planned: int = 0
     reached: int = 0
     to_target: Interval | None = None
     to_end: Interval | None = None
@@ -107,7 +110,8 @@ def compare(study: Study, runs: Sequence[RunRow]) -> list[Group]:
         target = next((r.target for r in mine if r.target is not None), None)
         base = _done(by_candidate[study.baseline.label])
         found = [_compare(study, label, by_candidate[label], base) for label in planned]
-        groups.append(Group(terms.label, target, tuple(replace(c, terms=terms.label) for c in found)))
+        told = (replace(c, terms=terms.label, planned=len(by_candidate[c.candidate])) for c in found)
+        groups.append(Group(terms.label, target, tuple(told)))
     return groups
 
 
@@ -135,7 +139,7 @@ def _baseline(label: str, done: Mapping[int, RunRow]) -> Comparison:
     failures = [reason for r in rows if (reason := not_converged(r, None))]
     verdict = Verdict.NOT_CONVERGED if 2 * len(failures) > len(rows) else Verdict.BASELINE
     reached = sum(r.target_s is not None for r in rows)
-    return Comparison(label, "", verdict, len(rows), reached, reason=failures[0] if failures else "")
+    return Comparison(label, "", verdict, len(rows), reached=reached, reason=failures[0] if failures else "")
 
 
 def _measure(label: str, pairs: Sequence[tuple[RunRow, RunRow]]) -> Comparison:
@@ -209,7 +213,10 @@ def judge(c: Comparison, loss_points: float) -> Verdict:
 
 
 def _same_speed(speed: Interval) -> bool:
-    return 1 / SAME_SPEED < speed.value < SAME_SPEED
+    """Whether two speeds are the same within 5%, or not told apart by an interval that is narrow enough to say so."""
+    assert speed.low is not None and speed.high is not None
+    undecided = speed.low <= 1 <= speed.high and speed.high / speed.low <= NARROW
+    return 1 / SAME_SPEED < speed.value < SAME_SPEED or undecided
 
 
 def _noise(pairs: Sequence[tuple[RunRow, RunRow]]) -> float:

@@ -51,6 +51,8 @@ def sentence(c: Comparison) -> str:
     if c.verdict is Verdict.NOT_CONVERGED:
         return f"did not converge: {c.reason.rstrip('.')}."
     speed, points = _speed(c), _points(c)
+    if 1 < c.seeds < c.planned:
+        points += f", in {c.seeds} of {c.planned} seeds"
     if c.verdict is Verdict.ONE_SEED:
         return f"{speed}, in one seed: nothing can be concluded about accuracy ({points})."
     if c.verdict is Verdict.FASTER_AT_A_LOSS and c.points is not None:

@@ -120,8 +120,8 @@ def _collect(path: Path, study: Study) -> tuple[list[RunRow], list[PointRow]]:
 def _row(path: Path, run: PlannedRun, ends: Mapping[str, RunEnd]) -> tuple[RunRow, list[PointRow]]:
     folder, end = run_folder(path, run.name), ends.get(run.name)
     if not folder.is_dir():
-        status = end.status if end else MISSING
-        return RunRow(run.name, run.candidate, run.terms, run.seed, status, end.message if end else ""), []
+        status, why = (end.status, end.message) if end and end.status != COMPLETED else (MISSING, "")
+        return RunRow(run.name, run.candidate, run.terms, run.seed, status, why), []
     if completed(folder):
         return rows_of(run, folder, COMPLETED, "")
     return rows_of(run, folder, end.status if end else "unfinished", end.message if end else "")

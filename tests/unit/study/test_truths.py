@@ -12,6 +12,7 @@ from echelon.core.errors import UserError
 from echelon.study import Study, from_tries, write_study
 from echelon.study.base import Candidate, Terms
 from echelon.study.compare import Comparison, Verdict
+from echelon.study.folder import discard, run_folder
 from echelon.study.intervals import mean_interval, ratio_interval, reached_at
 from echelon.study.write import StudyReport
 from tests.unit.study.fixtures import Planted, make_study
@@ -133,6 +134,17 @@ def test_a_study_of_which_nothing_was_run_yet(tmp_path: Path) -> None:
     empty = write_study(make_study(tmp_path / "e", report.study, {}))
     assert empty.words[0] == "0 of 6 runs completed (2 candidates, 3 seeds); 6 missing."
     assert "not measured (missing)" in " ".join(empty.words)
+
+
+def test_a_candidate_that_lacks_a_seed_says_so(tmp_path: Path) -> None:
+    truths = {BASE: Planted(), "lr=1": Planted(compute_s=0.1)}
+    folder = make_study(tmp_path / "s", from_tries({}, list(truths), "3"), truths)
+    discard(run_folder(folder, "0-01-1-s2"))
+    report = write_study(folder)
+    assert of(report, "lr=1").seeds == 2
+    said = next(w for w in report.words if w.startswith("lr=1: "))
+    assert said.endswith(", in 2 of 3 seeds.")
+    assert report.words[0].endswith("; 1 missing.")
 
 
 def test_a_folder_without_a_study_is_refused(tmp_path: Path) -> None:
