@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgpack  # type: ignore[import-untyped]
+import msgpack
 import psutil
 import pytest
 import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import msgpack  # type: ignore[import-untyped]
+import msgpack
 import pytest
 import zmq
 
