@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +51,9 @@ def build_scaler(precision: str, device: torch.device, model_group: dist.Process
     enabled = precision == "fp16"
     if model_group is None or not enabled:
         return torch.amp.GradScaler(device.type, enabled=enabled)
-    return ShardedGradScaler(device.type, process_group=model_group)
+    scaler = ShardedGradScaler(device.type, process_group=model_group)
+    scaler.scale(torch.zeros((), device=device))  # makes the scale, where a pipeline's first stages see no loss
+    return scaler
 
 
 def set_numerics(training: TrainingConfig) -> None:
@@ -59,6 +62,7 @@ def set_numerics(training: TrainingConfig) -> None:
         torch.set_float32_matmul_precision("high" if training.tf32 == "on" else "highest")
         torch.backends.cudnn.allow_tf32 = training.tf32 == "on"
     if training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
 
