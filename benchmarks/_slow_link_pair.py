@@ -16,7 +16,7 @@ from echelon.launch.link import ShapedNetwork
 WORLD = 2
 START_DEADLINE_S = 90.0
 STEP_DEADLINE_S = 15.0
-COLLECTIVE_TIMEOUT_S = 60.0
+COLLECTIVE_TIMEOUT_S = 600.0
 
 
 class CandidateFailed(Exception):
