@@ -72,7 +72,7 @@ def test_a_study_that_is_killed_goes_on_with_what_is_missing(tmp_path: Path, sig
     with Runs(tmp_path) as runs:
         tries = (f"--try={ONCE}", f"--try={TWICE}", "--seeds", "1")
         run = compare(runs, "digits", *SMALL, "--epochs", "4", *tries)
-        second = run.folder / "runs" / "0-01-tests.ranks.slow_parts-t-s0"
+        second = run.folder / "runs" / "0-01-tests.ranks.slow-parts-t-s0"
         run.wait_for(lambda: [r for r in read_records(second) if r["kind"] == "steps"], "a step of the second run")
         os.kill(run.process.pid, signum)
         assert run.end(100) == (-signum if signum == signal.SIGKILL else 130)

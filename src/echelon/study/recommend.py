@@ -46,8 +46,9 @@ def recommend(study: Study, group: Group, runs: Sequence[RunRow]) -> Recommendat
     if base not in verdicts or verdicts[base].verdict is not Verdict.BASELINE:
         how = verdicts[base].verdict if base in verdicts else Verdict.NOT_MEASURED
         return Recommendation(group.terms, None, f"Nothing is recommended: the baseline {base} {_was(how)}.", "", ())
-    if len(study.seeds) == 1:
-        says = "Nothing is recommended: with one seed nothing can be concluded about accuracy; use --seeds 3 or more."
+    measured = [c for c in group.comparisons if c.candidate != base and c.verdict is not Verdict.NOT_MEASURED]
+    if len(study.seeds) == 1 or (measured and all(c.verdict is Verdict.ONE_SEED for c in measured)):
+        says = "Nothing is recommended: with one seed nothing can be concluded about accuracy; 3 or more would tell."
         return Recommendation(group.terms, None, says, "", _rates(base, costs))
     better = [c for c in group.comparisons if c.verdict is Verdict.BETTER]
     if not better:
