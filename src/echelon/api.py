@@ -41,7 +41,10 @@ PRELOAD = (
     "echelon.train.worker",
 )
 PRELOAD_ROLES = ("torch._dynamo", "zmq", "echelon.train.leased", "echelon.train.served")
-RESUMABLE = ("launch.", "checkpoint.", "training.epochs", "training.max_steps", "training.eval_every", "data.loaders")
+RESUMABLE = (
+    *("launch.", "checkpoint.", "training.epochs", "training.max_steps", "training.eval_every", "data.loaders"),
+    *("strategy.parallel", "strategy.tensor_plan", "strategy.cuts", "training.recompute"),
+)
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,25 @@ def evaluate(run: str | Path) -> Mapping[str, float | None]:
     from echelon.train.rescore import rescore
 
     return rescore(path, config)
+
+
+def export(run: str | Path, file: str | Path) -> Path:
+    """Write the weights of a run's best checkpoint (their moving average, where there is one) under plain names.
+
+    Returns:
+        the file: one safetensors file, whatever layout the run had.
+
+    Raises:
+        UserError: no whole checkpoint, or the file cannot be written.
+    """
+    path = Path(run)
+    _config_of(path)
+    from echelon.checkpoint import export_weights
+    from echelon.train.saving import best_state
+
+    state = best_state(path)
+    export_weights(state["ema"]["average"] if state["ema"] else state["model"], Path(file))
+    return Path(file)
 
 
 def report(run: str | Path) -> Path:

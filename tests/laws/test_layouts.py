@@ -11,7 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.ranks.layouts import Held, Trial, assemble, held, make_trainer
+from echelon.config import build
+from echelon.observe.phases import HostClock
+from echelon.train.parts import Work, build_parts
+from echelon.train.state import seed_everything
+from tests.ranks.layouts import INFO, Held, Trial, assemble, held, loss_sum, make_trainer, make_world
 from tests.ranks.spawn import Rank, run_ranks
 
 STEPS = 20
@@ -33,7 +37,7 @@ QUICK = {
         Trial("untied_gpt", "pp=2,schedule=gpipe,microbatches=3", AVERAGED),
         Trial("resnet", "pp=2,microbatches=1", BATCHNORM),
         Trial("gpt", "fsdp=2", {"training.recompute": "selective"}),
-        Trial("resnet", "fsdp=2", {"training.recompute": "blocks", **BATCHNORM}),
+        Trial("resnet", "dp=2", {"training.recompute": "blocks", **BATCHNORM}),
     ],
     4: [
         Trial("vit", "dp=2,fsdp=2", AVERAGED),
@@ -81,3 +85,57 @@ def check_same_function(trials: Sequence[Trial], world: int, steps: int = STEPS,
 @pytest.mark.parametrize("world", [2, 4])
 def test_layouts_are_the_same_function(world: int) -> None:
     check_same_function(QUICK[world], world)
+
+
+def _start(rank: Rank | None, models: Sequence[tuple[str, str]]) -> list[dict[str, Held]]:
+    """Build models by name, as a run does: in split layouts without memory, each rank making its own pieces."""
+    found = []
+    for model, layout in models:
+        config = build(None, {"model.name": model, "strategy.parallel": layout}).config
+        seed_everything(7)
+        parts = build_parts(config, Work(INFO, loss_sum), make_world(config, rank), HostClock())
+        found.append(held(parts))
+        parts.sync.close()
+    return found
+
+
+def test_pieces_that_are_made_by_themselves_have_the_values_of_one_process() -> None:
+    models = [("small_vit", "fsdp=2"), ("resnet20", "fsdp=2"), ("small_vit", "tp=2"), ("small_vit", "pp=2"),
+              ("resnet20", "tp=2")]  # fmt: skip
+    ranks = run_ranks(_start, 2, models)
+    whole = _start(None, [(model, "dp=1") for model, _ in models])
+    for i, which in enumerate(models):
+        pieces, expected = assemble([rank[i] for rank in ranks]), assemble([whole[i]])
+        assert pieces.keys() == expected.keys()
+        assert all(np.array_equal(pieces[name], expected[name]) for name in expected), which
+
+
+EVERY = {
+    2: ["dp=2", "dp=2,zero1", "fsdp=2", "tp=2", "tp=2,sequence", "pp=2", "pp=2,schedule=zero_bubble"],
+    4: ["dp=2,fsdp=2", "dp=2,tp=2", "dp=2,pp=2", "fsdp=2,tp=2", "fsdp=2,pp=2", "tp=2,pp=2", "fsdp=4", "tp=4"],
+    8: ["dp=2,tp=2,pp=2", "dp=2,fsdp=2,tp=2", "fsdp=2,tp=2,pp=2", "dp=2,fsdp=2,pp=2", "dp=4,tp=2", "fsdp=4,tp=2"],
+}
+
+
+def _every(world: int) -> list[Trial]:
+    """Return each model in each layout, with and without what else a step may have; all have an uneven tail."""
+    plain: Mapping[str, Any] = {}
+    trials = [
+        Trial(model, layout, settings)
+        for layout in EVERY[world]
+        for model in ("vit", "untied_gpt")
+        for settings in (plain, {**CLIPPED, "training.ema": 0.9})
+    ]
+    for layout in EVERY[world]:
+        if "sequence" in layout or "schedule" in layout:
+            continue
+        whole = f"{layout},microbatches=1" if "pp" in layout else layout  # micro-batches have statistics of their own
+        trials.append(Trial("resnet", whole, BATCHNORM))
+    return trials
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("world", EVERY)
+def test_every_layout_is_the_same_function(world: int) -> None:
+    check_same_function(_every(world), world, timeout_s=1000)

@@ -115,16 +115,18 @@ class Trainer:
             self.losses.append(float(loss))
 
 
+def make_world(config: RunConfig, rank: Rank | None) -> World:
+    """Return where a rank stands in the described layout; with None, one process alone."""
+    if rank is None or rank.world_size == 1:
+        return World(0, 1, 0, torch.device("cpu"), None, alone())
+    placed = place(check_world(config, rank.world_size), rank.index, "cpu", rank.timeout)
+    return World(rank.index, rank.world_size, rank.index, torch.device("cpu"), dist.group.WORLD, placed)
+
+
 def make_trainer(trial: Trial, rank: Rank | None) -> Trainer:
     """Build the parts for this rank; with None, for one process alone."""
     config = trial.config()
-    if rank is None:
-        world = World(0, 1, 0, torch.device("cpu"), None, alone())
-    else:
-        layout = check_world(config, rank.world_size)
-        group = dist.group.WORLD if rank.world_size > 1 else None
-        placed = place(layout, rank.index, "cpu", rank.timeout) if group is not None else alone()
-        world = World(rank.index, rank.world_size, rank.index, torch.device("cpu"), group, placed)
+    world = make_world(config, rank)
     seed_everything(0)
     clock = HostClock()
     example = trial.global_batch(0)[0][:2]

@@ -6,6 +6,7 @@ any changed, missing or added byte shows.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -189,3 +190,17 @@ def _sum_line(path: Path) -> bytes:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def in_words(error: OSError, folder: Path, step: int, n_bytes: int) -> UserError:
+    """Say why the checkpoint of a step, of so many bytes, could not be written; a full disk with what it needs."""
+    words = f"cannot write the checkpoint of step {step} in {folder}: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(folder).free
+        words = (
+            f"the disk of {folder} is full: the checkpoint of step {step} needs {n_bytes} bytes and {free} are free; "
+            f"the checkpoints before it are whole: free some space and resume"
+        )
+    said = UserError(words)
+    said.__cause__ = error
+    return said

@@ -221,7 +221,8 @@ class CheckpointStore:
             if self._on_saved is not None:
                 self._on_saved(saved)
         except OSError as error:
-            self._failure = _in_words(error, self.folder, job)
+            need = sum(tensor.nbytes for tensor in job.tensors.values())
+            self._failure = files.in_words(error, self.folder, job.step, need)
         except BaseException as error:  # noqa: BLE001 - kept for `wait`, which raises it where it can be handled
             self._failure = error
 
@@ -291,21 +292,3 @@ def _metric(entry: Entry) -> float | None:
 
 def _finite(metric: float | None) -> float | None:
     return None if metric is None or not math.isfinite(metric) else float(metric)
-
-
-def _in_words(error: OSError, folder: Path, job: _Job) -> UserError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        need = sum(tensor.nbytes for tensor in job.tensors.values())
-        free = shutil.disk_usage(folder).free
-        return _chained(
-            f"the disk of {folder} is full: the checkpoint of step {job.step} needs {need} bytes and {free} are free; "
-            f"the checkpoints before it are whole: free some space and resume",
-            error,
-        )
-    return _chained(f"cannot write the checkpoint of step {job.step} in {folder}: {error.strerror or error}", error)
-
-
-def _chained(words: str, cause: OSError) -> UserError:
-    error = UserError(words)
-    error.__cause__ = cause
-    return error

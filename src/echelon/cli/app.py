@@ -14,6 +14,7 @@ COMMANDS = {
     "train": ("echelon.cli.train:command", "Train a model on data with any number of workers."),
     "resume": ("echelon.cli.train:resume_command", "Continue a run from its newest checkpoint."),
     "evaluate": ("echelon.cli.runs:evaluate_command", "Evaluate a run's best checkpoint."),
+    "export": ("echelon.cli.runs:export_command", "Write a run's best weights as one plain safetensors file."),
     "compare": (
         "echelon.cli.compare:command",
         "Compare ways of training on your own work, with intervals and verdicts.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import reduce
 from pathlib import Path
 
@@ -9,7 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from echelon.api import check, plan_of
-from echelon.config import Resolved
+from echelon.config import Resolved, RunConfig
+from echelon.config.validate import check_world
+from echelon.core.axes import Axis
+from echelon.core.units import format_bytes
 from echelon.train.folder import default_folder
 
 
@@ -32,3 +36,21 @@ def show(resolved: Resolved) -> None:
         f"restarting at most {plan.max_restarts} times; run folder {folder}",
         highlight=False,
     )
+    _show_layout(console, config, plan.workers * nodes.most)
+
+
+def _show_layout(console: Console, config: RunConfig, ranks: int) -> None:
+    """Print what each rank would have of the model, and the memory that this takes."""
+    from echelon.data import open_data
+    from echelon.train.forecast import forecast
+
+    layout = check_world(config, ranks)
+    parts = " x ".join(f"{axis}={layout.size(axis)}" for axis in Axis if layout.size(axis) > 1) or "one process"
+    console.print(f"layout: {parts}; a replica of the model is {layout.model_size} ranks", highlight=False)
+    found = forecast(config, open_data(config.data, config.training.seed).info, ranks)
+    for number, stage in enumerate(found.stages):
+        console.print(f"stage {number}: {stage}", highlight=False)
+    for rank, memory in enumerate(found.memory):
+        of = f" of pipeline rank {rank}" if found.stages else ""
+        kinds = ", ".join(f"{item.name} {format_bytes(getattr(memory, item.name))}" for item in fields(memory))
+        console.print(f"predicted memory per rank{of}: {format_bytes(memory.total)} ({kinds})", highlight=False)

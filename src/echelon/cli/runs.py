@@ -1,4 +1,4 @@
-"""`echelon evaluate` and `echelon report`: commands on a run that exists."""
+"""`echelon evaluate`, `echelon export` and `echelon report`: commands on a run that exists."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,10 +20,27 @@ def evaluate_command() -> Any:
     return as_command(evaluate, "evaluate", COMMANDS["evaluate"][1])
 
 
+def export_command() -> Any:
+    """Build `echelon export`."""
+
+    def export(
+        run: Annotated[str, typer.Argument(help="the run's folder")],
+        file: Annotated[str, typer.Argument(help="the file to write, such as weights.safetensors")],
+    ) -> None:
+        from echelon import api
+
+        print(f"weights: {api.export(run, file)}")
+
+    return as_command(export, "export", COMMANDS["export"][1])
+
+
 def report_command() -> Any:
     """Build `echelon report`."""
 
-    def report(run: Annotated[str, typer.Argument(help="the folder of a run or a study")]) -> None:
+    def report(
+        run: Annotated[str, typer.Argument(help="the folder of a run or a study")],
+        trace: Annotated[str, typer.Option(help="write a pipeline's timeline to this file, for Perfetto")] = "",
+    ) -> None:
         from echelon.study.file import is_study
 
         if is_study(Path(run)):
@@ -38,5 +55,10 @@ def report_command() -> Any:
         for line in closing_words(summarise(load_run(folder))):
             print(line)
         print(f"report: {folder / 'report.html'}")
+        if trace:
+            from echelon.observe.report.trace import write_trace
+
+            write_trace(folder, Path(trace))
+            print(f"trace: {trace}")
 
     return as_command(report, "report", COMMANDS["report"][1])

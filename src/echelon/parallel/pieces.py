@@ -105,6 +105,16 @@ class Pieces(nn.Module):
         return self._no_decay
 
     @torch.no_grad()
+    def fill(self, name: str, whole: Tensor) -> None:
+        """Take this rank's piece out of a whole tensor, where it has one of that name."""
+        held = self._tensors().get(name)
+        if held is not None:
+            held.copy_(cut_out(whole, self.boxes[name]) if name in self.boxes else whole)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers())}
+
+    @torch.no_grad()
     def take_gradients(self) -> None:
         """Move the gradients of the model's parameters to their pieces, shared memory and all."""
         for piece, source in self._sources:
@@ -173,6 +183,13 @@ def clip_by_norm(pieces: Pieces, clip_norm: float) -> None:
     gradients = [p.grad for p in parameters.values() if p.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+
+
+def cut_out(tensor: Tensor, box: Box) -> Tensor:
+    """Return a copy of what lies in a box of a whole tensor."""
+    for dim, runs in enumerate(box.runs):
+        tensor = torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in runs], dim)
+    return tensor.clone()
 
 
 def local_of(tensor: Tensor) -> Tensor:

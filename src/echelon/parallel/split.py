@@ -13,9 +13,11 @@ from echelon.core.errors import UserError
 from echelon.core.hints import Hints
 from echelon.parallel.base import Placement
 from echelon.parallel.blocks import find_blocks
+from echelon.parallel.deferred import Unmade
 from echelon.parallel.fsdp import reshard, shard
 from echelon.parallel.pieces import Pieces
 from echelon.parallel.pipeline import Pipeline, PipelineSettings
+from echelon.parallel.precision import cast_blocks, cast_parameters
 from echelon.parallel.recompute import Recompute, recompute_blocks
 from echelon.parallel.tensor import TensorPlan, answer, apply_plan, plan_tensor, same_function
 
@@ -32,7 +34,9 @@ class SplitOptions:
         cuts: names of the blocks that pipeline stages begin with; empty: balanced.
         recompute: what backward computes again.
         samples: that this rank has of a whole batch at a time; 0: not known.
-        autocast: type of the forward pass; None: the parameters' own.
+        autocast: type that autocast gives to matrix products in a pipeline; None: no autocast.
+        unmade: the model is on the meta device, and this is how its values are made.
+        parameters: type of the copies of the parameters that a forward pass in training uses; None: the parameters.
     """
 
     example: Tensor
@@ -42,6 +46,8 @@ class SplitOptions:
     recompute: Recompute = "none"
     samples: int = 0
     autocast: torch.dtype | None = None
+    unmade: Unmade | None = None
+    parameters: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,8 @@ def split_model(model: nn.Module, placement: Placement, hints: Hints | None, opt
     pipeline = _cut(model, placement, hints, options)
     modules = pipeline.stage_modules if pipeline is not None else [model]
     along_tp, along_fsdp = placement.axis(Axis.TP), placement.axis(Axis.FSDP)
-    _recompute(modules, blocks, options.recompute, type(model).__name__)
+    narrow = options.parameters if along_fsdp is None else None  # sharding makes its own copies
+    _recompute(modules, blocks, options.recompute, narrow)
     for module in modules:
         if plan is not None and along_tp is not None:
             apply_plan(module, along_tp, plan)
@@ -87,8 +94,27 @@ def split_model(model: nn.Module, placement: Placement, hints: Hints | None, opt
         same_function(split, options.example, before)
     for module in modules:
         if along_fsdp is not None:
-            shard(module, _present(module, blocks), along_fsdp)
-    return SplitModel(split, Pieces(modules, placement), pipeline, pipeline.notes if pipeline is not None else ())
+            shard(module, _present(module, blocks), along_fsdp, options.parameters)
+    if pipeline is None and narrow is not None:
+        cast_parameters(model, narrow)
+    if options.unmade is not None:
+        options.unmade.give_memory(modules)
+    pieces = Pieces(modules, placement)
+    if options.unmade is not None:
+        options.unmade.fill(pieces.fill)
+    return SplitModel(split, pieces, pipeline, pipeline.notes if pipeline is not None else ())
+
+
+def recompute_model(model: nn.Module, hints: Hints | None, how: Recompute, narrow: torch.dtype | None) -> None:
+    """Make backward compute a whole model's blocks again, in place.
+
+    Args:
+        narrow: type of the parameters' copies that the forward pass uses.
+
+    Raises:
+        UserError: nothing in the model repeats.
+    """
+    _recompute([model], list(find_blocks(model, hints)), how, narrow)
 
 
 def _plan_layers(
@@ -110,18 +136,23 @@ def _cut(model: nn.Module, placement: Placement, hints: Hints | None, options: S
         cuts=options.cuts,
         samples=options.samples,
         autocast=options.autocast,
+        parameters=options.parameters,
+        sharded=layout.fsdp > 1,
         data_group=placement.group(Axis.FSDP),
     )
     return Pipeline(model, hints, mesh, settings, options.loss, options.example)
 
 
-def _recompute(modules: list[nn.Module], blocks: list[str], how: Recompute, kind: str) -> None:
+def _recompute(modules: list[nn.Module], blocks: list[str], how: Recompute, narrow: torch.dtype | None) -> None:
     if how != "none" and not blocks:
+        kind = type(modules[0]).__name__
         raise UserError(
             f"--recompute {how}: no repeated blocks were found in {kind}: leave it out, or put the model's layers "
             "into a ModuleList or Sequential of blocks"
         )
     for module in modules:
+        if how != "none" and narrow is not None:
+            cast_blocks(_present(module, blocks), narrow)
         recompute_blocks(_present(module, blocks), how)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from echelon.config import RunConfig
@@ -27,9 +29,10 @@ from echelon.train.loop import LoopSettings, TrainingRun
 from echelon.train.losses import build_loss
 from echelon.train.optim import build_schedule
 from echelon.train.parts import Work, build_parts, channels_last
+from echelon.train.precision import PRECISIONS
 from echelon.train.saving import Saver, tensor_bytes
-from echelon.train.state import Cursor, fingerprint, seed_everything
-from echelon.train.step import AUTOCAST, Step, StepSettings
+from echelon.train.state import Cursor, RunParts, fingerprint, layout_of, seed_everything
+from echelon.train.step import Step, StepSettings
 from echelon.train.window import Traffic
 from echelon.train.world import World, roll_call
 
@@ -96,7 +99,7 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
 def _step_settings(config: RunConfig, device: torch.device) -> StepSettings:
     return StepSettings(
         device=device,
-        autocast=AUTOCAST[config.training.precision],
+        autocast=PRECISIONS[config.training.precision].autocast,
         accumulate=config.training.accumulate,
         clip_norm=config.optimizer.clip_norm,
         channels_last=channels_last(config, device),
@@ -124,6 +127,7 @@ def _rank_seed(seed: int, rank: int) -> int:
 def _record_start(config: RunConfig, run: TrainingRun, source: Source, cursor: Cursor, path: Path) -> None:
     world, info = run.world, source.info
     hosts, pids = roll_call(world)
+    parameters = _parameter_count(run.parts, world)
     if not world.leads:
         return
     launch = read_launch(path)
@@ -136,7 +140,8 @@ def _record_start(config: RunConfig, run: TrainingRun, source: Source, cursor: C
         backend="none" if world.group is None else ("nccl" if world.device.type == "cuda" else "gloo"),
         device=str(world.device),
         threads=torch.get_num_threads(),
-        parameters=parameter_count(run.parts.model),
+        parameters=parameters,
+        layout=layout_of(world),
         model=_model_name(config, source),
         data=info.name,
         classes=list(info.classes),
@@ -150,6 +155,19 @@ def _record_start(config: RunConfig, run: TrainingRun, source: Source, cursor: C
         environment={**environment(), "command": launch["command"]},
         launched_t=launch["launched_t"],
     )
+
+
+def _parameter_count(parts: RunParts, world: World) -> int:
+    """Return the trainable numbers of the whole model; all ranks call it together."""
+    if parts.split is None:
+        return parameter_count(parts.model)
+    boxes = parts.split.pieces.boxes
+    own = {name: boxes[name].shape for name, p in parts.held.named_parameters() if p.requires_grad}
+    group = world.placed.group(Axis.PP) if world.placed else None
+    count = torch.tensor([sum(math.prod(shape) for shape in own.values())], device=world.device)
+    if group is not None:
+        dist.all_reduce(count, group=group)
+    return int(count)
 
 
 def _record_resume(record: Recorder, cursor: Cursor, path: Path) -> None:

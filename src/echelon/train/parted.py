@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from echelon.checkpoint.parts import Part, Stored
 from echelon.core.errors import UserError
-from echelon.parallel.pieces import Box, Pieces
+from echelon.parallel.pieces import Box, Pieces, cut_out
 
 State = Mapping[str, Any]
 
@@ -50,7 +49,7 @@ def to_own(state: State, pieces: Pieces) -> dict[str, Any]:
     """
 
     def own(box: Box, tensor: Tensor | Stored) -> Tensor:
-        return tensor.read(box.runs) if isinstance(tensor, Stored) else _cut(tensor, box)
+        return tensor.read(box.runs) if isinstance(tensor, Stored) else cut_out(tensor, box)
 
     missing = [name for name in pieces.boxes if name not in state["model"]]
     wrong = [n for n, box in pieces.boxes.items() if n not in missing and tuple(state["model"][n].shape) != box.shape]
@@ -91,12 +90,6 @@ def _moments(state: State, pieces: Pieces, change: Callable[[Box, Any], Any]) ->
             kept[key] = change(box, value) if shaped else value
         made[name] = {key: value for key, value in kept.items() if value is not None}
     return made
-
-
-def _cut(tensor: Tensor, box: Box) -> Tensor:
-    for dim, runs in enumerate(box.runs):
-        tensor = torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in runs], dim)
-    return tensor.clone()
 
 
 def _settings_of(group: State) -> str:

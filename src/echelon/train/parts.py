@@ -13,16 +13,19 @@ from echelon.config import RunConfig
 from echelon.data.base import DataInfo
 from echelon.models import ModelInput, build_model, hints_for
 from echelon.observe.phases import PhaseClock
+from echelon.parallel.deferred import Unmade, named_tensors, without_memory
 from echelon.parallel.pieces import Pieces
-from echelon.parallel.split import SplitModel, SplitOptions, split_model
+from echelon.parallel.precision import cast_parameters
+from echelon.parallel.split import SplitModel, SplitOptions, recompute_model, split_model
 from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
 from echelon.parallel.zero import DividedUpdate
 from echelon.sync import Sync, SyncContext, build_sync
 from echelon.train.layouts import read_cuts, read_tensor_plan
 from echelon.train.optim import EMA, build_optimizer
+from echelon.train.precision import PRECISIONS, build_scaler, to_fp8
 from echelon.train.split_sync import SplitSync
 from echelon.train.state import RunParts
-from echelon.train.step import AUTOCAST, make_update
+from echelon.train.step import make_update
 from echelon.train.world import World
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -72,17 +75,23 @@ def build_parts(config: RunConfig, work: Work, world: World, clock: PhaseClock) 
         UserError: the model cannot be built, or not be split like this.
     """
     split = None
-    model = build_whole(config, work.info, world, work.own)
+    unmade = _build_unmade(config, work, world)
+    model = unmade[0] if unmade else build_whole(config, work.info, world, work.own)
     if _is_divided(world):
         split = _divided(model, world)
-    elif _is_split(config, world):
-        split = _split(config, model, world, work)
+    elif _is_split(world):
+        split = _split(config, model, world, work, unmade[1] if unmade else None)
         model = split.module
+    narrow = PRECISIONS[config.training.precision].parameters
+    if not _is_split(world):
+        recompute_model(model, hints_for(model), config.training.recompute, narrow)
+    if narrow is not None and not _is_split(world):
+        cast_parameters(model, narrow)
     held = split.pieces if split else model
     optimizer = build_optimizer(held, config.optimizer, config.data.batch_size)
     if split and split.pieces.divided:
         split.pieces.divided.keep_own(optimizer)
-    scaler = torch.amp.GradScaler(world.device.type, enabled=config.training.precision == "fp16")
+    scaler = build_scaler(config.training.precision, world.device, world.placed.model_group if world.placed else None)
     built = _Built(config, world, clock, held, optimizer, scaler)
     ema = EMA(held, config.training.ema) if config.training.ema else None
     if split and not split.pieces.divided:
@@ -105,14 +114,42 @@ def build_whole(config: RunConfig, info: DataInfo, world: World, own: nn.Module 
     if config.model.sync_batchnorm and world.data_group is not None:
         model = convert_sync_batchnorm(model, world.data_group)
     model = model.to(world.device)
+    if config.training.precision == "fp8":
+        model = to_fp8(model, world.device)
     sharded = world.placed is not None and world.placed.layout.fsdp > 1  # rows of parameters must be contiguous
     if channels_last(config, world.device) and not sharded:
         model = model.to(memory_format=torch.channels_last)
     return model
 
 
-def _is_split(config: RunConfig, world: World) -> bool:
-    return world.placed is not None and (world.placed.layout.splits or config.training.recompute != "none")
+def _build_unmade(config: RunConfig, work: Work, world: World) -> tuple[nn.Module, Unmade] | None:
+    """Build the model without memory where it is to be split as its family says: each rank then makes its pieces alone.
+
+    None where values are needed before: they are the caller's or a file's, tied (memory would be given twice), or a
+    plan that nobody declared is tried on them.
+    """
+    layout = world.placed.layout if world.placed is not None else None
+    if layout is None or not layout.splits or work.own is not None or config.model.weights or ":" in config.model.name:
+        return None
+    if config.strategy.tensor_plan or config.training.precision == "fp8":
+        return None
+    state = torch.get_rng_state()
+    info = work.info
+    with without_memory() as recording:
+        model = build_model(config.model, ModelInput(len(info.classes), info.channels, info.image_size))
+    hints = hints_for(model)
+    tied = len(list(model.parameters())) < len(dict(model.named_parameters(remove_duplicate=False)))
+    if tied or hints is None or (layout.tp > 1 and not hints.tensor_plan):
+        torch.set_rng_state(state)
+        return None
+    unmade = Unmade(recording, named_tensors(model), world.device)
+    if config.model.sync_batchnorm and world.data_group is not None:
+        model = convert_sync_batchnorm(model, world.data_group)
+    return model, unmade
+
+
+def _is_split(world: World) -> bool:
+    return world.placed is not None and world.placed.layout.splits
 
 
 def _is_divided(world: World) -> bool:
@@ -126,15 +163,17 @@ def _divided(model: nn.Module, world: World) -> SplitModel:
     return SplitModel(model, pieces)
 
 
-def _split(config: RunConfig, model: nn.Module, world: World, work: Work) -> SplitModel:
+def _split(config: RunConfig, model: nn.Module, world: World, work: Work, unmade: Unmade | None) -> SplitModel:
     assert world.placed is not None
     options = SplitOptions(
         tensor_plan=read_tensor_plan(config.strategy.tensor_plan),
         cuts=read_cuts(config.strategy.cuts),
         recompute=config.training.recompute,
-        example=work.inputs(next(model.parameters())),
+        example=work.inputs(torch.empty(0, dtype=next(model.parameters()).dtype, device=world.device)),
+        unmade=unmade,
         samples=config.data.batch_size // world.data_size // config.training.accumulate,
-        autocast=AUTOCAST[config.training.precision],
+        autocast=PRECISIONS[config.training.precision].autocast,
+        parameters=PRECISIONS[config.training.precision].parameters,
         loss=work.loss,
     )
     return split_model(model, world.placed, hints_for(model), options)

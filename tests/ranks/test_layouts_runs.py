@@ -1,0 +1,51 @@
+"""Whole runs in layouts, from the command line: they train, resume in another layout, export, and refuse in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from tests.ranks.run_many import run_many
+from tests.ranks.runs import losses_of
+
+pytestmark = pytest.mark.timeout(600)
+COMMON = ("--threads", "1", "--device", "cpu", "--epochs", "1", "--batch-size", "100", "--model", "small_vit",
+          "--lr", "0.02")  # fmt: skip
+
+
+def test_a_run_in_layouts_is_the_same_run_and_resumes_in_another(tmp_path: Path) -> None:
+    steps = ("--max-steps", "4", "--eval-every", "0", "--checkpoint-every", "4")
+    commands = [
+        ["train", "digits", *COMMON, *steps, "--workers", "1", "--run", "one"],
+        ["train", "digits", *COMMON, *steps, "--parallel", "dp=1,tp=2,pp=2", "--run", "four"],
+        ["resume", "four", "--parallel", "fsdp=2", "--max-steps", "8"],
+        ["resume", "one", "--max-steps", "8"],
+        ["evaluate", "four"],
+        ["export", "four", "weights.safetensors"],
+        ["train", "digits", *COMMON, "--parallel", "tp=3", "--run", "refused"],
+        ["train", "digits", *COMMON, "--parallel", "pp=8", "--batch-size", "8", "--run", "refused8"],
+    ]
+    results = run_many(tmp_path, commands)
+    assert [r.code for r in results] == [0] * 6 + [2] * 2, results
+    assert losses_of(tmp_path / "four") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-4)
+    assert "blocks.0.attn.qkv.weight" in load_file(tmp_path / "weights.safetensors")
+    assert "3" in results[6].err and "heads" in results[6].err, results[6].err
+    assert "blocks" in results[7].err, results[7].err
+
+
+@pytest.mark.slow
+def test_eight_ranks_on_all_axes_and_split_replicas_that_average(tmp_path: Path) -> None:
+    commands = [
+        ["train", "digits", *COMMON, "--parallel", "dp=2,tp=2,pp=2", "--run", "eight"],
+        ["train", "digits", *COMMON, "--parallel", "tp=2", "--workers", "4", "--sync", "local(8)",
+         "--compression", "int8", "--run", "local"],
+        ["train", "digits", *COMMON, "--parallel", "dp=2,fsdp=2", "--compression", "powersgd(2)", "--ema", "0.9",
+         "--clip-norm", "1.0", "--accumulate", "2", "--class-weights", "balanced", "--run", "codec"],
+    ]  # fmt: skip
+    results = run_many(tmp_path, commands, deadline_s=500)
+    assert [r.code for r in results] == [0] * len(commands), results
+    for name in ("eight", "local", "codec"):
+        losses = losses_of(tmp_path / name)
+        assert losses[max(losses)] < losses[1]

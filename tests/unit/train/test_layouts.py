@@ -1,0 +1,59 @@
+"""What a layout cannot be combined with is refused before anything starts, in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from echelon.config import build
+from echelon.core.errors import UserError
+from echelon.train.combine import check_strategies
+from echelon.train.layouts import read_cuts, read_tensor_plan
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "settings", "words"),
+    [
+        ("dp=2,tp=2", 2, {}, "4 ranks, but there are 2 workers"),
+        ("dp=-1,fsdp=2", 3, {}, "do not divide 3 workers"),
+        ("fsdp=2,tp=-1", 5, {}, "do not divide 5 workers"),
+        ("fsdp=4", 4, {"data.batch_size": 3}, "smaller than the 4 workers that share it"),
+        ("fsdp=2", 2, {"optimizer.name": "lars"}, "needs whole tensors"),
+        ("tp=2", 2, {"optimizer.name": "muon"}, "needs whole tensors"),
+        ("pp=2", 2, {"optimizer.name": "lamb"}, "norm over all of the model"),
+        ("tp=2", 4, {"strategy.sync": "ps(mode=async)"}, "workers hold whole models"),
+        ("fsdp=2", 2, {"model.compile": True}, "--compile"),
+        ("dp=2,zero1", 2, {"strategy.sync": "local(8)"}, "--sync allreduce"),
+        ("dp=2,zero1", 2, {"optimizer.name": "lamb"}, "norm over all of the model"),
+        ("pp=2,schedule=1f2b", 2, {}, "did you mean 1f1b"),
+        ("dp=2", 2, {"strategy.cuts": "blocks.1"}, "--parallel pp=N"),
+        ("dp=2", 2, {"strategy.tensor_plan": "a=column"}, "--parallel tp=N"),
+        ("tp=2", 2, {"strategy.tensor_plan": "column"}, "PATTERN=STYLE"),
+        ("pp=2", 2, {"strategy.cuts": "a,,b"}, "names of blocks"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused(parallel: str, ranks: int, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check_strategies(build(None, {"strategy.parallel": parallel, **settings}).config, ranks)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "settings"),
+    [
+        ("tp=2", {"strategy.sync": "local(8)", "strategy.compression": "int8"}),
+        ("dp=2,tp=2", {"strategy.tensor_plan": "a=column,b=row"}),
+        ("pp=2,schedule=zero_bubble,microbatches=4", {"strategy.cuts": "a,b,c"}),
+        ("pp=4", {"optimizer.name": "lars"}),
+        ("fsdp=-1", {"optimizer.name": "adamw", "training.recompute": "blocks"}),
+        ("dp=4,zero1", {"optimizer.name": "lars"}),
+    ],
+)
+def test_what_can_be_combined_is_not(parallel: str, settings: dict[str, Any]) -> None:
+    check_strategies(build(None, {"strategy.parallel": parallel, **settings}).config, 4)
+
+
+def test_plans_and_cuts_are_read() -> None:
+    assert read_tensor_plan("blocks.*.fc1=column, fc2 = row") == {"blocks.*.fc1": "column", "fc2": "row"}
+    assert read_cuts("blocks.4, blocks.8") == ("blocks.4", "blocks.8")
+    assert read_cuts("") == () and read_tensor_plan(" ") == {}
