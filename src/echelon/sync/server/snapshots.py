@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from echelon.sync.server.server import Server
 
 KEEP = 2
-SETTLE_S = 10.0
+SETTLE_S = 20.0
 TELL_AGAIN_S = 1.0
 
 
@@ -112,9 +112,9 @@ class Snapshots:
     # After a restart
 
     def members(self, workers: set[str]) -> None:
-        """Learn who may push again."""
+        """Learn who may push again; who vanishes may only have been silent on a busy machine, and is waited for too."""
         if self.settling:
-            self._missing = workers - self._repushed if self._missing is None else self._missing & workers
+            self._missing = ((self._missing or set()) | workers) - self._repushed
 
     def repushed(self, peer: bytes, message: Message) -> None:
         """Note that a worker has pushed again all that it kept."""
