@@ -27,12 +27,20 @@ BATCHNORM: Mapping[str, Any] = {"model.sync_batchnorm": True, "optimizer.clip_no
 QUICK = {
     2: [
         Trial("vit", "fsdp=2", CLIPPED),
+        Trial("vit", "tp=2,sequence", AVERAGED),
+        Trial("resnet", "tp=2", BATCHNORM),
+    ],
+    4: [
+        Trial("gpt", "fsdp=2,tp=2", CLIPPED),
+        Trial("vit", "tp=2,pp=2", AVERAGED),
+    ],
+}
+MORE = {
+    2: [
         Trial("vit", "dp=2,zero1", {**CLIPPED, **AVERAGED}),
         Trial("gpt", "fsdp=2"),
         Trial("resnet", "fsdp=2", BATCHNORM),
-        Trial("vit", "tp=2,sequence", CLIPPED),
         Trial("gpt", "tp=2", AVERAGED),
-        Trial("resnet", "tp=2", BATCHNORM),
         Trial("vit", "pp=2,microbatches=2", CLIPPED),
         Trial("untied_gpt", "pp=2,schedule=gpipe,microbatches=3", AVERAGED),
         Trial("resnet", "pp=2,microbatches=1", BATCHNORM),
@@ -41,9 +49,7 @@ QUICK = {
     ],
     4: [
         Trial("vit", "dp=2,fsdp=2", AVERAGED),
-        Trial("gpt", "fsdp=2,tp=2", CLIPPED),
         Trial("resnet", "dp=2,tp=2", BATCHNORM),
-        Trial("vit", "tp=2,pp=2", AVERAGED),
         Trial("vit", "fsdp=2,pp=2", CLIPPED),
         Trial("untied_gpt", "dp=2,pp=2", CLIPPED),
     ],
@@ -85,6 +91,13 @@ def check_same_function(trials: Sequence[Trial], world: int, steps: int = STEPS,
 @pytest.mark.parametrize("world", [2, 4])
 def test_layouts_are_the_same_function(world: int) -> None:
     check_same_function(QUICK[world], world)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world", [2, 4])
+def test_more_layouts_are_the_same_function(world: int) -> None:
+    check_same_function(MORE[world], world, timeout_s=300)
 
 
 def _start(rank: Rank | None, models: Sequence[tuple[str, str]]) -> list[dict[str, Held]]:

@@ -48,7 +48,7 @@ def _everything(trainer: Trainer) -> dict[str, Held]:
     for name, tensor in trainer.parts.ema.state_dict()["average"].items():
         found[f"{name}:average"] = Held(tensor.numpy().copy(), own[name].shape, own[name].runs)
     for name, parameter in trainer.parts.held.named_parameters():
-        for key, value in trainer.parts.optimizer.state[parameter].items():
+        for key, value in trainer.parts.optimizer.state.get(parameter, {}).items():
             if value.ndim:
                 found[f"{name}:{key}"] = Held(value.numpy().copy(), own[name].shape, own[name].runs)
     return found
@@ -103,7 +103,7 @@ def check_reload(model: str, layouts: dict[int, list[str]], folder: Path) -> Non
 
 
 def test_each_layout_reads_what_each_other_wrote(tmp_path: Path) -> None:
-    check_reload("vit", {2: LAYOUTS[2]}, tmp_path)
+    check_reload("vit", {2: ["dp=2,zero1", "fsdp=2", "tp=2,sequence", "pp=2,microbatches=1"]}, tmp_path)
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ from tests.ranks.layouts import Trial, assemble
 from tests.ranks.spawn import run_ranks
 
 STEPS = 8
-STRATEGIES = ["local(3)", "diloco(4, fragments=2, overlap=1)", "easgd(2)", "local(2, optimizer_state=average)"]
+# Without fragments: they are cut by the elements that a rank has, and a piece's differ from the whole's.
+STRATEGIES = ["local(3)", "diloco(4, overlap=1)", "easgd(2)", "local(2, optimizer_state=average)"]
 SPLIT = ["dp=2,tp=2", "dp=2,fsdp=2", "dp=2,pp=2"]
 
 
@@ -32,7 +33,7 @@ def check_same_strategy(trials: Sequence[Trial]) -> None:
 
 
 def test_averaging_between_split_replicas() -> None:
-    check_same_strategy([_trial("dp=2,tp=2", STRATEGIES[0]), _trial("dp=2,fsdp=2", STRATEGIES[1])])
+    check_same_strategy([_trial("dp=2,tp=2", STRATEGIES[0]), _trial("dp=2,fsdp=2", STRATEGIES[2])])
 
 
 @pytest.mark.slow

@@ -26,13 +26,15 @@ def test_a_run_in_layouts_is_the_same_run_and_resumes_in_another(tmp_path: Path)
         ["export", "four", "weights.safetensors"],
         ["train", "digits", *COMMON, "--parallel", "tp=3", "--run", "refused"],
         ["train", "digits", *COMMON, "--parallel", "pp=8", "--batch-size", "8", "--run", "refused8"],
+        ["train", "digits", *COMMON, "--parallel", "fsdp=2,tp=2,pp=2", "--dry-run"],
     ]
     results = run_many(tmp_path, commands)
-    assert [r.code for r in results] == [0] * 6 + [2] * 2, results
+    assert [r.code for r in results] == [0] * 6 + [2] * 2 + [0], results
     assert losses_of(tmp_path / "four") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-4)
     assert "blocks.0.attn.qkv.weight" in load_file(tmp_path / "weights.safetensors")
     assert "3" in results[6].err and "heads" in results[6].err, results[6].err
     assert "blocks" in results[7].err, results[7].err
+    assert "stage 1: " in results[8].out and "predicted memory per rank of pipeline rank 1" in results[8].out
 
 
 @pytest.mark.slow
