@@ -49,7 +49,7 @@ def run_table(runs: list[RunRow]) -> Table:
         "samples/s",
         "a step",
         "sent",
-        "memory",
+        "memory by rank",
     ]
     rows = []
     for r in runs:
@@ -58,7 +58,7 @@ def run_table(runs: list[RunRow]) -> Table:
                 r.run, str(r.seed), r.status, _write(r.top1, _percent), _write(r.target_s, format_seconds),
                 _write(r.train_s, format_seconds), _write(r.whole_s, format_seconds), _write(r.samples_per_s, _count),
                 _write(r.step_s, format_seconds), _write(r.wire_bytes, format_bytes),
-                _write(r.memory_bytes, format_bytes),
+                _by_rank(r.memory_bytes_by_rank),
             ]
         )  # fmt: skip
     return Table("Every run", head, rows)
@@ -100,6 +100,10 @@ def _cell(scene: Scene, candidate: str, column: str, write: Callable[[float], st
 
 def _write(value: float | None, write: Callable[[float], str]) -> str:
     return NONE if value is None else write(value)
+
+
+def _by_rank(memory: str | None) -> str:
+    return ", ".join(format_bytes(float(n_bytes)) for n_bytes in memory.split()) if memory else NONE
 
 
 def _percent(value: float) -> str:
