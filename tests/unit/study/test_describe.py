@@ -8,6 +8,7 @@ import pytest
 
 from echelon.core.errors import UserError
 from echelon.study import from_tries, load_study, open_study, planned_runs
+from echelon.study.execute import check_settings
 from echelon.study.settings import arguments_of, label_of, parse_try
 
 STUDY = """\
@@ -146,3 +147,10 @@ def test_a_folder_with_something_else_is_refused(tmp_path: Path) -> None:
 def test_a_run_is_a_command_that_one_could_type() -> None:
     settings = {"strategy.sync": "local(8)", "data.source": "digits", "model.compile": "false", "training.seed": "0"}
     assert arguments_of(settings) == ["digits", "--sync", "local(8)", "--no-compile", "--seed", "0"]
+
+
+@pytest.mark.parametrize(("name", "runs"), [("digits", 21), ("cifar10", 60)])
+def test_the_examples_are_studies(name: str, runs: int) -> None:
+    study = load_study(Path(__file__).parents[3] / "examples" / "studies" / name / "study.yaml")
+    assert len(planned_runs(study)) == runs
+    check_settings(study)
