@@ -199,9 +199,8 @@ class _PushPull:
         self.client.set_table(self.table)
         entries = {str(i): {"address": a, "life": 1, "ready": True, "standby": "", "empty": False}
                    for i, a in enumerate(addresses)}  # fmt: skip
-        self.client.talk.do(lambda: self.client.talk.members(entries))
+        self.client.talk.members(entries)  # its thread does not run yet
         self.client.talk.thread.start()
-        self.client.wait_for_servers(len(addresses))
         self.client.put(
             self.table, {k.index: {"value": torch.zeros(k.numel), "version": 0} for k in self.table.keys}, 60.0
         )
