@@ -32,9 +32,18 @@ class Voice:
     def __init__(self, keys: RunKeys, name: str) -> None:
         self.keys, self.name = keys, name
         self.session = secrets.randbits(61)
-        self.identity = f"{name}:{self.session:x}".encode()
+        self._lines = 0
         self._sequence = 0
         self.traffic = Traffic()
+
+    def new_identity(self) -> bytes:
+        """Return a line's own name: a line to a peer's next life must not be taken for the one to its last life.
+
+        With one name for both, the old one, connecting again just before it is closed, would take the new one's place,
+        and what had been sent on the new one would be lost.
+        """
+        self._lines += 1
+        return f"{self.name}:{self.session:x}:{self._lines}".encode()
 
     def frames(self, kind: Kind, body: dict[str, Any], frames: Sequence[Any] = ()) -> list[Any]:
         """Return a message's frames."""
@@ -118,7 +127,7 @@ class Line:
 
     def __init__(self, context: Context, voice: Voice, address: str, limits: Limits) -> None:
         self.voice, self.address = voice, address
-        self.socket = connect(context, voice.keys, address, limits, voice.identity)
+        self.socket = connect(context, voice.keys, address, limits, voice.new_identity())
         self._guard = ReplayGuard()
 
     def send(self, kind: Kind, body: dict[str, Any], frames: Sequence[Any] = ()) -> None:
