@@ -1,7 +1,7 @@
 """How long the ranks of a pipeline compute nothing: measured for each schedule, beside what its paper says.
 
     python -m benchmarks.schedules                            # about three minutes on two cores that do nothing else
-    python -m benchmarks.schedules --microbatches 4 --rounds 3
+    python -m benchmarks.schedules --width 1024 --rounds 5    # longer computations, so that messages weigh less
     python -m benchmarks.schedules --render                   # the table again, from the raw results
 
 Two ranks on this machine, a stack of equal blocks (Linear, GELU, Linear, with a residual), float32, one thread a rank,
@@ -212,8 +212,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", nargs="+", default=list(MEASURED), choices=list(SCHEDULES))
     parser.add_argument("--microbatches", nargs="+", type=int, default=[4, 8, 16])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--render", action="store_true")
     args = parser.parse_args()
