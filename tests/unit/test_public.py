@@ -1,0 +1,16 @@
+"""The public functions stay what they are, whatever was imported before."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+import echelon
+from echelon.core.errors import UserError
+
+
+def test_train_is_the_function_also_after_its_package_was_imported() -> None:
+    importlib.import_module("echelon.train.folder")  # sets the package as an attribute of `echelon`
+    with pytest.raises(UserError, match="sync"):
+        echelon.train(data="digits", sync="nonsense")
