@@ -169,9 +169,7 @@ def _end_epoch(run: TrainingRun, cursor: Cursor, totals: WindowTotals | None) ->
 
 def run_evaluation(run: TrainingRun, cursor: Cursor) -> EvaluationReport:
     """Evaluate the present model (its moving average, where there is one) and record the result."""
-    averaged: AbstractContextManager[object] = (
-        run.parts.ema.swapped(run.parts.held) if run.parts.ema else nullcontext()
-    )
+    averaged: AbstractContextManager[object] = run.parts.ema.swapped(run.parts.held) if run.parts.ema else nullcontext()
     with averaged, run.parts.sync.agreed(averages=run.parts.ema is not None):
         report = evaluate(run.parts.model, run.eval_loader, run.loss, run.world, run.classes)
         if run.parts.split:
