@@ -81,14 +81,14 @@ class Saver:
     def _save_parts(self, cursor: Cursor, own: dict[str, Any], pieces: Pieces, metric: float | None) -> None:
         """Let every rank write its part, and rank 0 what is not a tensor of the model."""
         token = self._agree_on_token()
+        ranks = self._gather(own)  # before the replicas agree: buffers are each rank's own here
         with agreed_state(self._parts, cursor) as state:
             marked, tensors = take_parts(to_parts(state, pieces), _part_file(self._world.rank))
             self._writer.write(self._store.parts_folder(token) / _part_file(self._world.rank), tensors)
-            gathered = self._gather({"own": own, "shared": marked})
+            gathered = self._gather(marked)
         if not self._world.leads:
             return
-        shared = list_groups(merge([gathered[rank]["shared"] for rank in sorted(gathered)]))
-        ranks = {rank: each["own"] for rank, each in gathered.items()}
+        shared = list_groups(merge([gathered[rank] for rank in sorted(gathered)]))
         arriving = Arriving(self._store.parts_folder(token), [_part_file(rank) for rank in range(self._world.size)])
         state = {**shared, **self._about(), RANKS: ranks}
         self._store.save(cursor.step, state, metric=metric, arriving=arriving)
