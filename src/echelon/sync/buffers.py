@@ -36,7 +36,8 @@ def average_buffers(model: nn.Module, group: dist.ProcessGroup | None) -> None:
         return
     floats = [b for b in model.buffers() if b.is_floating_point() and b.numel()]
     if floats:
-        flat = torch.cat([b.reshape(-1).float() for b in floats])
+        wide = torch.float64 if any(b.dtype == torch.float64 for b in floats) else torch.float32
+        flat = torch.cat([b.reshape(-1).to(wide) for b in floats])
         dist.all_reduce(flat, group=group)
         flat /= dist.get_world_size(group)
         for buffer, mean in zip(floats, flat.split([b.numel() for b in floats]), strict=True):

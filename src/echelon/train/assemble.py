@@ -23,6 +23,7 @@ from echelon.observe.phases import make_clock
 from echelon.observe.record import Recorder, read_records
 from echelon.observe.scalars import Scalars
 from echelon.train.combine import settle_momentum
+from echelon.train.cuts import keep_cuts, with_kept_cuts
 from echelon.train.display import Display, RunLength
 from echelon.train.folder import read_launch
 from echelon.train.loop import LoopSettings, TrainingRun
@@ -63,7 +64,9 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
     train_loader, eval_loader = _loaders(config, source, world)
     clock = make_clock(world.device.type)
     loss = build_loss(config.optimizer, source.info.class_counts)
+    config = with_kept_cuts(config, world, path)
     parts = build_parts(config, Work(source.info, loss, given.model), world, clock)
+    keep_cuts(parts, world, path)
     saver = Saver(path, config.checkpoint.keep, parts, world, record, fingerprint(config, source.info))
     restored = saver.restore()
     if restored is None:
