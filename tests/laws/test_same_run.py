@@ -68,6 +68,7 @@ def _check(runs: list[dict[int, float]], steps: int) -> None:
     assert min(runs[0].values()) < runs[0][1] - 0.05  # it learnt
 
 
+@pytest.mark.slow
 def test_losses_of_1_2_and_4_workers_agree_for_100_steps(tmp_path: Path, cifar: Path) -> None:
     variants = [*_worlds(1, 2, 4), ["--workers", "2", "--accumulate", "3"]]
     _check(_losses(tmp_path, cifar, ["--model", "bench_cnn", "--epochs", "4"], variants), STEPS)

@@ -31,6 +31,7 @@ def rows(folder: Path) -> list[dict]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_refused_candidate_stops_no_other(tmp_path: Path) -> None:
     with Runs(tmp_path) as runs:

@@ -74,6 +74,7 @@ def test_a_stopped_rank_is_named_and_replaced_when_the_timeout_is_over(tmp_path:
         assert list(run.losses()) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_launcher_that_is_killed_and_its_run_can_be_resumed(tmp_path: Path) -> None:
     with Runs(tmp_path) as runs:
         run = runs.train("digits", *SETTINGS, "--checkpoint-every", "10", "--loaders", "1", folder="run")

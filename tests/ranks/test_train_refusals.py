@@ -70,6 +70,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path: 
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_data_and_models_that_cannot_work_are_refused_by_name(tmp_path: Path) -> None:
     good = _pictures(tmp_path / "good", 4)
     (tmp_path / "empty").mkdir()

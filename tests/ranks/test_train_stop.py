@@ -62,6 +62,7 @@ def _stop(run: Run, signum: int, step: int, after_t: float = 0.0) -> None:
     assert "Traceback" not in run.text()
 
 
+@pytest.mark.slow
 def test_stopped_twice_and_resumed_it_ends_with_the_same_bits_and_on_other_workers_with_each_sample_once(
     tmp_path: Path,
 ) -> None:

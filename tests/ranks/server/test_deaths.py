@@ -206,7 +206,7 @@ def test_a_worker_and_then_a_server_die_in_synchronous_mode(tmp_path: Path) -> N
         return share_gradient(module, task)
 
     def strike(module: nn.Module, task: dict[str, Any]) -> float:
-        if task["step"] > 20 and not struck.is_set():
+        if task["step"] > 20 and vanished.is_set() and not struck.is_set():
             struck.set()
             run.kill(run.servers[0])
             run.server(0)

@@ -54,6 +54,7 @@ def _machine(
 SERVED = ("--nodes", "2", "--sync", "ps(mode=async, servers=2)", "--lr", "0.02", "--epochs", "3")
 
 
+@pytest.mark.slow
 def test_two_machines_with_disks_of_their_own(tmp_path: Path) -> None:
     with ShapedNetwork(3, parse_link(LINK)) as network, Runs(tmp_path) as runs:
         second = _machine(runs, network, 1, *SERVED, folder="b")  # it may be there before the first

@@ -40,6 +40,7 @@ def check(own: Trainer, strike: tuple[str, Setting], folder: Path, seed: int) ->
     assert trial.lost == 0
 
 
+@pytest.mark.slow
 def test_a_server_dies_in_synchronous_mode(own: Trainer, tmp_path: Path) -> None:
     check(own, STRIKES[0], tmp_path, 3)
     events = [m for m in load_run(tmp_path / "run").of_kind("event") if m.name == "server_settled"]
