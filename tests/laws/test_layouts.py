@@ -133,8 +133,9 @@ EVERY = {
 def _every(world: int) -> list[Trial]:
     """Return each model in each layout, with and without what else a step may have; all have an uneven tail."""
     plain: Mapping[str, Any] = {}
+    sizes = (16, 16, 13, 5) if world == 8 else (8, 8, 7, 3)  # a micro-batch has at least one sample
     trials = [
-        Trial(model, layout, settings)
+        Trial(model, layout, settings, sizes)
         for layout in EVERY[world]
         for model in ("vit", "untied_gpt")
         for settings in (plain, {**CLIPPED, "training.ema": 0.9})
@@ -143,7 +144,7 @@ def _every(world: int) -> list[Trial]:
         if "sequence" in layout or "schedule" in layout:
             continue
         whole = f"{layout},microbatches=1" if "pp" in layout else layout  # micro-batches have statistics of their own
-        trials.append(Trial("resnet", whole, BATCHNORM))
+        trials.append(Trial("resnet", whole, BATCHNORM, sizes))
     return trials
 
 

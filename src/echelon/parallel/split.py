@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.core.axes import Axis
@@ -19,6 +20,7 @@ from echelon.parallel.pieces import Pieces
 from echelon.parallel.pipeline import Pipeline, PipelineSettings
 from echelon.parallel.precision import cast_blocks, cast_parameters
 from echelon.parallel.recompute import Recompute, recompute_blocks
+from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
 from echelon.parallel.tensor import TensorPlan, answer, apply_plan, plan_tensor, same_function
 
 
@@ -35,6 +37,7 @@ class SplitOptions:
         recompute: what backward computes again.
         samples: that this rank has of a whole batch at a time; 0: not known.
         autocast: type that autocast gives to matrix products in a pipeline; None: no autocast.
+        statistics: ranks over whose samples BatchNorm takes its statistics; None: each rank its own.
         unmade: the model is on the meta device, and this is how its values are made.
         parameters: type of the copies of the parameters that a forward pass in training uses; None: the parameters.
     """
@@ -47,6 +50,7 @@ class SplitOptions:
     samples: int = 0
     autocast: torch.dtype | None = None
     unmade: Unmade | None = None
+    statistics: dist.ProcessGroup | None = None
     parameters: torch.dtype | None = None
 
 
@@ -83,6 +87,8 @@ def split_model(model: nn.Module, placement: Placement, hints: Hints | None, opt
     before = answer(model, options.example) if tried else None
     pipeline = _cut(model, placement, hints, options)
     modules = pipeline.stage_modules if pipeline is not None else [model]
+    if options.statistics is not None:  # not before, for one rank alone measures the pipeline's blocks
+        modules = [convert_sync_batchnorm(module, options.statistics) for module in modules]
     along_tp, along_fsdp = placement.axis(Axis.TP), placement.axis(Axis.FSDP)
     narrow = options.parameters if along_fsdp is None else None  # sharding makes its own copies
     _recompute(modules, blocks, options.recompute, narrow)

@@ -111,7 +111,7 @@ def channels_last(config: RunConfig, device: torch.device) -> bool:
 def build_whole(config: RunConfig, info: DataInfo, world: World, own: nn.Module | None) -> nn.Module:
     """Build the whole model on this rank's device, the same values on every rank."""
     model = own or build_model(config.model, ModelInput(len(info.classes), info.channels, info.image_size))
-    if config.model.sync_batchnorm and world.data_group is not None:
+    if config.model.sync_batchnorm and world.data_group is not None and not _is_split(world):
         model = convert_sync_batchnorm(model, world.data_group)
     model = model.to(world.device)
     if config.training.precision == "fp8":
@@ -142,10 +142,7 @@ def _build_unmade(config: RunConfig, work: Work, world: World) -> tuple[nn.Modul
     if tied or hints is None or (layout.tp > 1 and not hints.tensor_plan):
         torch.set_rng_state(state)
         return None
-    unmade = Unmade(recording, named_tensors(model), world.device)
-    if config.model.sync_batchnorm and world.data_group is not None:
-        model = convert_sync_batchnorm(model, world.data_group)
-    return model, unmade
+    return model, Unmade(recording, named_tensors(model), world.device)
 
 
 def _is_split(world: World) -> bool:
@@ -171,6 +168,7 @@ def _split(config: RunConfig, model: nn.Module, world: World, work: Work, unmade
         recompute=config.training.recompute,
         example=work.inputs(torch.empty(0, dtype=next(model.parameters()).dtype, device=world.device)),
         unmade=unmade,
+        statistics=world.data_group if config.model.sync_batchnorm else None,
         samples=config.data.batch_size // world.data_size // config.training.accumulate,
         autocast=PRECISIONS[config.training.precision].autocast,
         parameters=PRECISIONS[config.training.precision].parameters,
