@@ -193,14 +193,15 @@ def test_a_server_that_dies_in_synchronous_mode_changes_nothing(tmp_path: Path, 
         assert events(tmp_path / "struck")["server_settled"]["lost"] == 0
 
 
-@pytest.mark.slow  # what is lost depends on who is quicker: on a busy machine it may be nothing
 def test_a_worker_and_then_a_server_die_in_synchronous_mode(tmp_path: Path) -> None:
     run = cluster(tmp_path, Settings("sync", snapshot_every=1000))
     run.start()
     seen: list[Any] = []
-    vanished, struck = threading.Event(), threading.Event()
+    pushed, vanished, struck = threading.Event(), threading.Event(), threading.Event()
 
     def vanish(module: nn.Module, task: dict[str, Any]) -> float:
+        if task["step"] > 0:
+            pushed.set()
         if task["step"] > 10:
             vanished.set()
             raise Walks
@@ -213,8 +214,9 @@ def test_a_worker_and_then_a_server_die_in_synchronous_mode(tmp_path: Path) -> N
             run.server(0)
         return share_gradient(module, task)
 
-    run.work(0, model(), strike, 0.01, seen)
     run.work(1, model(), vanish, 0.01, seen)
+    assert pushed.wait(20)  # so that there is something that nobody can push again
+    run.work(0, model(), strike, 0.01, seen)
     run.stop(expect=(Walks,))
     assert vanished.is_set() and struck.is_set()
     assert len({task // 4096 for task in done_tasks(tmp_path)}) == STEPS

@@ -171,6 +171,8 @@ class KeyStore:
                 self.version += 1
             else:
                 self._complete(gathered)
+        while self._complete_next():  # what came while the server was behind: nobody pushes it once more
+            pass
         return lacking
 
     def _compensated(self, push: Push) -> Tensor:
