@@ -158,7 +158,7 @@ def _run(plan: LaunchPlan, path: Path, record: Recorder, site: Site) -> str:
         then = "it alone is started again" if restarts_left >= 0 else "no restarts are left"
         record.event("worker_died", f"{death}; {then}", role=death.name, host=death.host, pid=death.pid,
                      exit_code=death.exit_code)  # fmt: skip
-        line.died(death.name, "died")
+        line.died(death.name, "died", death.pid)
 
     def on_start(name: str, pid: int) -> None:
         record.write("process", role=name, pid=pid)

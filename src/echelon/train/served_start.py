@@ -76,11 +76,11 @@ class SchedulerLine:
         self._roles = roles
         self._line: Line | None = None
 
-    def died(self, name: str, how: str) -> None:
+    def died(self, name: str, how: str, pid: int) -> None:
         """Tell that a process of this machine ended."""
         from echelon.sync.server.protocol import Kind
 
-        self._send(Kind.DIED, {"name": name, "info": {"how": how}})
+        self._send(Kind.DIED, {"name": name, "info": {"how": how, "pid": pid}})
 
     def stop(self) -> None:
         """Tell that the run shall stop after a checkpoint."""

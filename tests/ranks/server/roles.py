@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from echelon.observe.phases import HostClock
 from echelon.observe.record import Recorder
 from echelon.sync.ps import ParameterServer, WorkerOptions
-from echelon.sync.server.client import Client, ClientConfig, PushInfo
+from echelon.sync.server.client import Client, ClientConfig, PushInfo, RunOver
 from echelon.sync.server.endpoint import Line, Voice
 from echelon.sync.server.identity import RunKeys, derive_keys
 from echelon.sync.server.protocol import Kind
@@ -100,7 +101,8 @@ class Cluster:
                 seen.append((task, torch.cat([values[k.index]["value"] for k in table.keys])))
                 client.result(task["task"], {})
             else:
-                self._train(client, strategy, task, gradient, lr)
+                with contextlib.suppress(RunOver):
+                    self._train(client, strategy, task, gradient, lr)
 
     def _train(self, client: Client, strategy: ParameterServer, task: dict[str, Any], gradient: Any, lr: float) -> None:
         info = PushInfo(task["task"], task["step"], task["share"], task["shares"], 0, 1, lr)

@@ -28,6 +28,7 @@ class Assignment:
         self.setup_worker = ""
         self.asking: dict[str, None] = {}
         self.begun = False
+        self._settled = set[int]()
 
     def steps(self) -> int:
         """Return how many steps are done."""
@@ -190,6 +191,10 @@ class Assignment:
                 self._scheduler.record.event("shares_again", words, shares=len(again))
             self._scheduler.roster.catch_up(int(info["index"]), self.leases.done_steps)
         elif self.leases is not None:
+            self._scheduler.roster.catch_up(int(info["index"]), 0)
+            if info["life"] in self._settled:
+                return
+            self._settled.add(info["life"])
             done = set(range(int(info["watermark"]), self.leases.done_steps)) | self.leases.done_beyond
             lost = sorted(done - held)
             self.tell_lost(int(info["index"]), len(lost), lost[:100])

@@ -18,11 +18,11 @@ from torch import Tensor
 from echelon.sync.server.blob import as_frame, pack_state, unpack_state
 from echelon.sync.server.coding import upward
 from echelon.sync.server.conversation import Conversation
-from echelon.sync.server.parts import ClientConfig, ClientStats, OpenTask, PushInfo, TagLost
+from echelon.sync.server.parts import ClientConfig, ClientStats, OpenTask, PushInfo, RunOver, TagLost
 from echelon.sync.server.protocol import Kind, Message
 from echelon.sync.server.table import Key, Table
 
-__all__ = ["Client", "ClientConfig", "ClientStats", "PushInfo", "TagLost"]
+__all__ = ["Client", "ClientConfig", "ClientStats", "PushInfo", "RunOver", "TagLost"]
 
 
 class Client:
@@ -101,12 +101,19 @@ class Client:
         )
 
     def value(self, key: Key, version: int) -> Tensor:
-        """Wait for a key's value: of exactly a version where gradients are aggregated, else the newest asked for."""
+        """Wait for a key's value: of exactly a version where gradients are aggregated, else the newest asked for.
+
+        Raises:
+            RunOver: the run ended without this worker's task (backup workers, a stop).
+        """
         slot = self.talk.slots[key.index]
         if not self.talk.is_there(slot, version):
             began = time.perf_counter()
             self.talk.do(lambda: self.talk.want(key, version))
-            self.talk.wait_until(lambda: self.talk.is_there(slot, version), f"key {key.index}")
+            there = lambda: self.talk.is_there(slot, version)  # noqa: E731
+            self.talk.wait_until(lambda: there() or bool(self.talk.status), f"key {key.index}")
+            if not there():
+                raise RunOver(self.talk.status)
             self.talk.stats.waited_s["parameters"] += time.perf_counter() - began
         return slot.value
 

@@ -14,6 +14,10 @@ class ClientFailed(RuntimeError):
     """The conversation with servers or scheduler cannot go on; says why."""
 
 
+class RunOver(RuntimeError):
+    """The run ended while this worker waited for a value: its task is not needed any more."""
+
+
 class TagLost(RuntimeError):
     """A server that held a copy died before the copy was read."""
 

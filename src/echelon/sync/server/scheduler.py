@@ -151,8 +151,11 @@ class Scheduler:
     def _from_launcher(self, message: Message) -> None:
         if message.kind is Kind.STOP:
             self.stopping = self.stopping or message.body["reason"] or "stop"
-        else:
-            self.roster.gone(message.body["name"], str(message.body["info"].get("how", "died")), time.monotonic())
+            return
+        name, info = message.body["name"], message.body["info"]
+        member = self.roster.members.get(name)
+        if member is not None and info.get("pid") in (None, member.info.get("pid")):  # not one that took its place
+            self.roster.gone(name, str(info.get("how", "died")), time.monotonic())
 
     def _done(self, member: Member, task: int, info: dict[str, Any], now_s: float) -> None:
         self.assignment.done(member, task, info, now_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -93,7 +94,7 @@ class Server:
 
     def _join(self) -> None:
         ready = self.ready and (self.snapshots.safe or self.replication.is_standby)
-        info = {"index": self.config.index, "ready": ready, "standby": self.replication.is_standby,
+        info = {"index": self.config.index, "pid": os.getpid(), "ready": ready, "standby": self.replication.is_standby,
                 "life": self.voice.session, "restored": self.snapshots.restored, "empty": not self.stores}  # fmt: skip
         self.scheduler.send(Kind.JOIN, {"role": "server", "address": self.listener.address, "info": info})
 

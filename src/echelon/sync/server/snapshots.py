@@ -39,7 +39,7 @@ class Snapshots:
         self._settle_by = 0.0
         self._missing: set[str] | None = None
         self._repushed: set[str] = set()
-        self._behind, self._told_s = False, 0.0
+        self._behind, self._untold, self._told_s = False, False, 0.0
         self._tags: dict[int, bool] = {}
         self.restored = False
         self.safe = not self._enabled
@@ -61,7 +61,7 @@ class Snapshots:
         for index, key_state in state["keys"].items():
             self._server.put(index, key_state)
         self._server.buffers = dict(state["buffers"])
-        self.restored = self.safe = True
+        self.restored = self.safe = self._untold = True
         self._behind = self._server.settings.aggregates
         self._settle_by = time.monotonic() + SETTLE_S
 
@@ -84,8 +84,8 @@ class Snapshots:
             self._tell_held()
             if not self._behind:
                 self._keep_copies()
-        elif self._behind and not self.settling and time.monotonic() > self._told_s + TELL_AGAIN_S:
-            self._tell_held()  # the scheduler was gone too
+        elif self._untold and not self.settling and time.monotonic() > self._told_s + TELL_AGAIN_S:
+            self._tell_held()  # the scheduler was gone too, or did not know this life yet
 
     def _begin(self) -> None:
         server = self._server
@@ -142,11 +142,15 @@ class Snapshots:
         """Everything that can come again has come: say what the keys hold, so that the scheduler knows what is lost."""
         server, self._told_s = self._server, time.monotonic()
         floor, common = held_by_all(list(server.stores.values()))
-        info = {"index": server.config.index, "watermark": floor, "tasks": ranges(common)}
+        life = server.voice.session
+        info = {"index": server.config.index, "watermark": floor, "tasks": ranges(common), "life": life}
         server.scheduler.send(Kind.LOST, {"info": info})
 
     def caught_up(self, step: int) -> None:
-        """Aggregating modes: complete what waits for gradients that nobody has any more, and say how much lacked."""
+        """The scheduler knows what is held. Aggregating modes: complete what waits for gradients that nobody has any
+        more, and say how much lacked.
+        """
+        self._untold = False
         if not self._behind:
             return
         server = self._server

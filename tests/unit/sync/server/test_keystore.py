@@ -56,3 +56,12 @@ def test_any_optimizer_takes_its_usual_steps(optimizer: Any) -> None:
         parameter.grad = push(task).gradient[None]
         usual.step()
     torch.testing.assert_close(key.value, parameter.detach()[0])
+
+
+def test_a_key_that_catches_up_also_completes_what_came_meanwhile() -> None:
+    key = store(Settings("sync"))
+    for task in (3, 4):  # 0 to 2 died with the worker that computed them; 4 came before the word to catch up to 4
+        key.take(push(task))
+    assert key.version == 0
+    assert key.catch_up(4) == 3
+    assert key.version == 5
