@@ -19,6 +19,8 @@ from echelon.config.validate import parse_interval, parse_nodes
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import write_atomic
 from echelon.core.units import parse_seconds
+from echelon.observe.live.resources import KIND as RESOURCES
+from echelon.observe.live.resources import record_of
 from echelon.observe.phases import PHASES
 from echelon.observe.record import Recorder
 from echelon.observe.report import write_report
@@ -178,6 +180,8 @@ class Chronicle:
             wire_bytes=sums.wire_bytes, wire_bytes_by_group={"parameters": sums.wire_bytes},
             memory_bytes=sums.memory_bytes,
         )  # fmt: skip
+        if any(sums.resources):
+            self._record.write(RESOURCES, step=sums.step, **record_of(sums.resources))
         rate = totals.samples / max(totals.seconds, 1e-9)
         curves = {"train/loss": sums.losses[-1], "train/lr": sums.lr, "train/samples_per_s": rate}
         self._scalars.write(sums.step, curves)

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from echelon.observe.live.resources import NAMES
 from echelon.observe.phases import PHASES
 
 WINDOW_S = 0.5
@@ -13,7 +14,10 @@ WINDOW_S = 0.5
 
 @dataclass(frozen=True)
 class WindowSums:
-    """What all workers did since the last window; `phases` has one row per worker, in seconds."""
+    """What all workers did since the last window; `phases` has one row per worker, in seconds.
+
+    So has `resources`; a row is empty where a worker sampled nothing new.
+    """
 
     epoch: int
     step: int
@@ -25,6 +29,7 @@ class WindowSums:
     phases: list[list[float]]
     memory_bytes: list[int]
     wire_bytes: int
+    resources: list[list[float]]
 
 
 @dataclass
@@ -38,6 +43,7 @@ class Tally:
     phases: dict[str, list[float]] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
     sent_bytes: int = 0
+    resources: dict[str, list[float]] = field(default_factory=dict)
     began_s: float = field(default_factory=time.monotonic)
 
     def add(self, worker: str, step: int, info: dict[str, Any], counted: bool) -> None:
@@ -52,6 +58,8 @@ class Tally:
             row[i] += float(seconds)
         self.memory[worker] = int(info["memory_bytes"])
         self.sent_bytes += int(info["sent_bytes"])
+        if row := info.get("resources"):
+            self.resources[worker] = [float(v) for v in row[: len(NAMES)]]
 
     def due(self, now_s: float) -> bool:
         """Whether it is time to close the window."""
@@ -63,7 +71,7 @@ class Tally:
         sums = WindowSums(
             epoch, step, [self.losses[s] for s in sorted(self.losses)], self.correct, self.samples,
             time.monotonic() - self.began_s, self.lr, [self.phases.get(w, zeros) for w in workers],
-            [self.memory.get(w, 0) for w in workers], self.sent_bytes,
+            [self.memory.get(w, 0) for w in workers], self.sent_bytes, [self.resources.get(w, []) for w in workers],
         )  # fmt: skip
         self.__init__()  # type: ignore[misc]
         return sums
