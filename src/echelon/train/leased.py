@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -21,10 +22,11 @@ from echelon.data import LoaderConfig, Shard, Source, open_data
 from echelon.data.loader import EvalLoader, TrainLoader
 from echelon.models import parameter_count
 from echelon.observe.environment import environment
+from echelon.observe.live.resources import Sampler
 from echelon.observe.phases import Phase, PhaseClock, make_clock
 from echelon.observe.record import Recorder
 from echelon.sync.ps import ParameterServer, WorkerOptions
-from echelon.sync.server.client import Client, ClientConfig, PushInfo, TagLost
+from echelon.sync.server.client import Client, ClientConfig, PushInfo, RunOver, TagLost
 from echelon.sync.server.giving import BUFFERS_KEY
 from echelon.sync.server.identity import derive_keys, read_secret
 from echelon.sync.server.settings import Settings
@@ -42,7 +44,7 @@ from echelon.train.parts import build_whole
 from echelon.train.served_start import ROLES_FOLDER, Seat, note_status, wait_for_address
 from echelon.train.state import fingerprint, seed_everything
 from echelon.train.step import Step
-from echelon.train.window import resident_bytes
+from echelon.train.window import gpu_uuid, resident_bytes
 from echelon.train.worker import _leave, _log_to, _one_line
 from echelon.train.world import World, _device
 
@@ -68,6 +70,7 @@ class LeasedWorker:
     eval_loader: EvalLoader
     saver: LeasedSaver
     path: Path
+    sampler: Sampler
     sent_bytes: int = 0
 
 
@@ -151,6 +154,7 @@ def assemble_worker(path: Path, seat: Seat, record: Recorder, given: Given) -> L
         build_schedule(optimizer, config.optimizer, train_loader.batches_per_epoch, config.training.epochs), clock,
         train_loader, EvalLoader(source, loader_config, Shard(0, 1)),
         LeasedSaver(path, config.checkpoint.keep, record, fingerprint(config, source.info)), path,
+        Sampler(gpu_uuid(world.device)),
     )  # fmt: skip
     seed_everything(_rank_seed(config.training.seed, number))
     return worker
@@ -189,7 +193,8 @@ def work(worker: LeasedWorker) -> str:
                 if not trained:
                     clock.drain()  # what came before the first lease is no step's time
                 trained = True
-                train_task(worker, task)
+                with contextlib.suppress(RunOver):  # the next task is none
+                    train_task(worker, task)
         clock.enter(Phase.COMMUNICATE)  # until the next task is there
     return worker.client.status
 
@@ -214,6 +219,7 @@ def train_task(worker: LeasedWorker, task: dict[str, Any]) -> None:
         "loss": float(result.loss), "correct": int(result.correct), "samples": result.samples, "lr": lr,
         "phases": clock.drain(), "memory_bytes": resident_bytes(worker.world.device),
         "sent_bytes": sent - worker.sent_bytes,
+        "resources": worker.sampler.row if worker.sampler.sample() else [],
     }  # fmt: skip
     worker.sent_bytes = sent
     worker.client.finish_task(task["task"], info)
