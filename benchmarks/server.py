@@ -1,6 +1,6 @@
 """Goodput of a server: push and pull with plain SGD, against a raw ZeroMQ echo of the same sizes, and over links.
 
-    python -m benchmarks.server [--sizes 1 5 50] [--windows 5] [--seconds 1] [--chunk-kb 1024]
+    python -m benchmarks.server [--sizes 1 5 50] [--windows 5] [--seconds 1] [--chunk-kb 256 1024]
     python -m benchmarks.server --links 100mbit 1gbit        # network namespaces: root
 
 For each size in MB, a worker process pushes a gradient of that size in keys and pulls the new values, again and again
@@ -33,27 +33,27 @@ from benchmarks._common import (
 from benchmarks._server_sides import PRELOAD, Case, Side
 from echelon.launch.link import ShapedNetwork, parse_link
 
-LOOPBACK = ["MB", "push+pull MB/s", "echo MB/s", "ratio", "echo, Unix socket", "ratio", "encrypted: push+pull", "echo",
-            "ratio"]  # fmt: skip
+LOOPBACK = ["MB", "in keys of KiB", "push+pull MB/s", "echo MB/s", "ratio", "echo, Unix socket", "ratio",
+            "encrypted: push+pull", "echo", "ratio"]  # fmt: skip
 LINKS = ["link", "MB", "1 worker, 1 server: MB/s each way", "share of the link", "2 workers, 1 server", "2 workers, "
          "2 servers", "gain"]  # fmt: skip
 
 
-def loopback(size: float, given: argparse.Namespace) -> list[str]:
+def loopback(size: float, chunk_kb: int, given: argparse.Namespace) -> list[str]:
     """Measure one size on this machine; returns a row of the table."""
-    n_bytes, chunk = int(size * 1e6) // 4 * 4, given.chunk_kb * 1024
+    n_bytes, chunk = int(size * 1e6) // 4 * 4, chunk_kb * 1024
     plain = [Case("ps", n_bytes, chunk), Case("echo", n_bytes, chunk), Case("echo", n_bytes, chunk, local=True)]
     cases = [*plain, Case("ps", n_bytes, chunk, True), Case("echo", n_bytes, chunk, True)]
     rates = measure(cases, given.windows, given.seconds)
     append_result("server", {"mb": size, "chunk": chunk, "rates": rates, "link": ""})
     ps, echo, near, hidden, curve = (median(r) / 1e6 for r in rates)
-    return [f"{size:g}", f"{ps:.0f}", f"{echo:.0f}", f"{ps / echo:.2f}", f"{near:.0f}", f"{ps / near:.2f}",
-            f"{hidden:.0f}", f"{curve:.0f}", f"{hidden / curve:.2f}"]  # fmt: skip
+    return [f"{size:g}", f"{chunk_kb}", f"{ps:.0f}", f"{echo:.0f}", f"{ps / echo:.2f}", f"{near:.0f}",
+            f"{ps / near:.2f}", f"{hidden:.0f}", f"{curve:.0f}", f"{hidden / curve:.2f}"]  # fmt: skip
 
 
 def over_links(link: str, size: float, given: argparse.Namespace) -> list[str]:
     """Measure one size on shaped links; returns a row of the table."""
-    n_bytes, chunk = int(size * 1e6) // 4 * 4, given.chunk_kb * 1024
+    n_bytes, chunk = int(size * 1e6) // 4 * 4, given.chunk_kb[0] * 1024
     with ShapedNetwork(4, parse_link(link)) as network:
         workers, servers = tuple(network.hosts[:2]), tuple(network.hosts[2:])
         pairs = [(workers[:1], servers[:1]), (workers, servers[:1]), (workers, servers)]
@@ -93,7 +93,8 @@ def main() -> None:
     parser.add_argument("--sizes", type=float, nargs="*", default=[1, 5, 50], help="MB")
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0)
-    parser.add_argument("--chunk-kb", type=int, default=1024, help="largest key, and largest frame of the echo, in KiB")
+    parser.add_argument("--chunk-kb", type=int, nargs="+", default=[256, 1024],
+                        help="largest key, and largest frame of the echo, in KiB; links: the first one")  # fmt: skip
     parser.add_argument("--links", nargs="*", default=[], help="rates such as 100mbit; empty: loopback")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -107,13 +108,13 @@ def main() -> None:
         )
         write("Parameter server: goodput over links", LINKS, rows, words)
     else:
-        rows = [loopback(size, given) for size in given.sizes]
+        rows = [loopback(size, chunk_kb, given) for size in given.sizes for chunk_kb in given.chunk_kb]
         words = (
             "Payload MB/s, both directions added; plain SGD on the server. Plain: Unix sockets, as roles on one "
             "machine use, against a raw pyzmq DEALER/ROUTER echo over loopback TCP, and over a Unix socket; encrypted: "
-            f"TCP with CURVE against an echo with CURVE. Medians of {given.windows} interleaved windows; keys and "
-            f"frames of {given.chunk_kb} KiB. One key alone (1 MB) is a ping-pong in which nothing overlaps: every hop "
-            "between threads is waited for."
+            f"TCP with CURVE against an echo with CURVE. Medians of {given.windows} interleaved windows; the echo's "
+            "frames are as large as the keys. One key alone (1 MB in keys of 1024 KiB) is a ping-pong in which nothing "
+            "overlaps: every hop between threads is waited for. Cut into four, receiving and applying overlap."
         )
         write("Parameter server: goodput on one machine", LOOPBACK, rows, words)
 
