@@ -19,6 +19,7 @@ COMMANDS = {
         "echelon.cli.compare:command",
         "Compare ways of training on your own work, with intervals and verdicts.",
     ),
+    "watch": ("echelon.cli.watch:command", "Watch a run or a study while it goes, here or as a local page."),
     "report": ("echelon.cli.runs:report_command", "Write the report of a run or a study again from its record."),
 }
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _EXIT_INCOMPLETE = 1
 _EXIT_STOPPED = 130
-_OWN = ("tries", "seeds", "loss", "config", "retry", "dry_run")
+_OWN = ("tries", "seeds", "loss", "config", "retry", "dry_run", "serve")
 
 
 def command() -> Any:
@@ -34,7 +34,7 @@ def command() -> Any:
         if own["dry_run"]:
             _show(study, path)
             return
-        _run(path, study, own["retry"])
+        _run(path, study, own["retry"], own["serve"])
 
     text = "DATA, or a study file (study.yaml); with --run alone the study in that folder is continued"
     extra = [
@@ -48,6 +48,8 @@ def command() -> Any:
         parameter("config", str | None, typer.Option(None, "--config", help="YAML file of settings for every run")),
         parameter("retry", bool, typer.Option(False, "--retry", help="run again what was refused or failed")),
         parameter("dry_run", bool, typer.Option(False, "--dry-run", help="show each run's command, start nothing")),
+        parameter("serve", bool, typer.Option(
+            False, "--serve", help="show the study as a page on this machine while it goes")),
     ]  # fmt: skip
     function = with_settings(compare, extra, without=("training.seed",))
     return as_command(function, "compare", f"{COMMANDS['compare'][1]}\n\n{text}.")
@@ -117,7 +119,8 @@ def _show(study: Study | None, path: Path) -> None:
     print(f"would start {len(runs)} runs, one after the other", file=sys.stderr)
 
 
-def _run(path: Path, study: Study | None, retry: bool) -> None:
+def _run(path: Path, study: Study | None, retry: bool, serve: bool) -> None:
+    from echelon.cli.serving import served
     from echelon.study import StudyStopped, open_study, run_study
     from echelon.study.execute import check_settings
     from echelon.study.folder import full_disk_in_words
@@ -127,7 +130,7 @@ def _run(path: Path, study: Study | None, retry: bool) -> None:
         check_settings(study)
     study = open_study(path, study)
     try:
-        with full_disk_in_words(path), StudyDisplay(path) as display:
+        with full_disk_in_words(path), served(path, serve), StudyDisplay(path) as display:
             run_study(path, study, display, retry)
     except StudyStopped:
         conclude(path)

@@ -50,7 +50,12 @@ def _show_layout(console: Console, config: RunConfig, ranks: int) -> None:
     found = forecast(config, open_data(config.data, config.training.seed).info, ranks)
     for number, stage in enumerate(found.stages):
         console.print(f"stage {number}: {stage}", highlight=False)
+    if found.unknown:
+        console.print(f"memory per rank cannot be predicted: values matter to this model ({found.unknown})")
     for rank, memory in enumerate(found.memory):
         of = f" of pipeline rank {rank}" if found.stages else ""
-        kinds = ", ".join(f"{item.name} {format_bytes(getattr(memory, item.name))}" for item in fields(memory))
-        console.print(f"predicted memory per rank{of}: {format_bytes(memory.total)} ({kinds})", highlight=False)
+        kinds = [f"{item.name} {format_bytes(getattr(memory, item.name))}" for item in fields(memory)]
+        console.print(
+            f"predicted memory per rank{of}: {format_bytes(memory.peak)} at its peak ({', '.join(kinds[:-1])})",
+            highlight=False,
+        )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from echelon.cli.app import COMMANDS, as_command
 from echelon.cli.settings import overrides_of, parameter, with_settings
 from echelon.config import build
+
+if TYPE_CHECKING:
+    from echelon.config import RunConfig
 
 _EXIT_FAILED = 1
 
@@ -18,16 +23,14 @@ def command() -> Any:
     """Build `echelon train`."""
 
     def train(**given: Any) -> None:
-        file, dry_run = given.pop("config"), given.pop("dry_run")
+        file, dry_run, serve = given.pop("config"), given.pop("dry_run"), given.pop("serve")
         resolved = build(Path(file) if file else None, overrides_of(given))
         if dry_run:
             from echelon.cli.dry_run import show
 
             show(resolved)
             return
-        from echelon import api
-
-        _finish(api.start(resolved.config))
+        _finish(_start(resolved.config, serve))
 
     extra = [
         parameter(
@@ -38,8 +41,25 @@ def command() -> Any:
             bool,
             typer.Option(False, "--dry-run", help="show the settings with their origins, start nothing"),
         ),
+        parameter(
+            "serve", bool, typer.Option(False, "--serve", help="show the run as a page on this machine while it goes")
+        ),
     ]
     return as_command(with_settings(train, extra), "train", COMMANDS["train"][1])
+
+
+def _start(config: RunConfig, serve: bool) -> Any:
+    """Start a run; served, the folder must be known beforehand (under torchrun the ranks agree on it later)."""
+    from echelon import api
+
+    if not serve:
+        return api.start(config)
+    from echelon.cli.serving import served
+    from echelon.train.folder import default_folder
+
+    folder = Path(config.run) if config.run else default_folder(config)
+    with served(folder, wanted=True):
+        return api.start(config if "RANK" in os.environ else replace(config, run=str(folder)))
 
 
 def resume_command() -> Any:

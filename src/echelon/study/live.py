@@ -86,26 +86,11 @@ class StudyDisplay:
         state = self._states[run.name]
         state.status, state.seconds, state.message = end.status, end.seconds, end.message
         if not self._console.is_terminal:
-            self._say(_line(state, self._place(), _left(list(self._states.values()))))
+            self._say(_line(state, self._place(), seconds_left(list(self._states.values()))))
 
     def view(self) -> Group:
         """The table, as many rows as the terminal has room for, and a line with what is left."""
-        states = list(self._states.values())
-        room = max(3, self._console.height - 6)
-        shown = _window(states, room)
-        table = Table("run", "seed", "status", "done", "accuracy", "samples/s", "took", box=None, pad_edge=False)
-        for column in table.columns[3:]:
-            column.justify = "right"
-        for state in shown:
-            table.add_row(*_cells(state), style=_STYLES.get(state.status, "dim"))
-        over = sum(s.status not in ("waiting", "running") for s in states)
-        said = (
-            f"{over} of {len(states)} runs over; about {format_seconds(_left(states))} left"
-            if over
-            else "the first run"
-        )
-        hidden = len(states) - len(shown)
-        return Group(table, Text(said + (f"; {hidden} runs not shown" if hidden else ""), style="dim"))
+        return study_table(list(self._states.values()), self._console.height)
 
     def _place(self) -> str:
         over = sum(s.status not in ("waiting", "running") for s in self._states.values())
@@ -113,6 +98,22 @@ class StudyDisplay:
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
+
+
+def study_table(states: list[State], height: int) -> Group:
+    """Draw the runs of a study in about `height` rows, and a line with what is left."""
+    shown = _window(states, max(3, height - 6))
+    table = Table("run", "seed", "status", "done", "accuracy", "samples/s", "took", box=None, pad_edge=False)
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for state in shown:
+        table.add_row(*_cells(state), style=_STYLES.get(state.status, "dim"))
+    over = sum(s.status not in ("waiting", "running") for s in states)
+    left_s = seconds_left(states)
+    left = f"; about {format_seconds(left_s)} left" if left_s or over < len(states) else ""
+    said = f"{over} of {len(states)} runs over{left}" if over else "the first run"
+    hidden = len(states) - len(shown)
+    return Group(table, Text(said + (f"; {hidden} runs not shown" if hidden else ""), style="dim"))
 
 
 def _window(states: list[State], room: int) -> list[State]:
@@ -154,7 +155,7 @@ def _line(state: State, place: str, left_s: float) -> str:
     return "; ".join(parts)
 
 
-def _left(states: list[State]) -> float:
+def seconds_left(states: list[State]) -> float:
     """Estimate the seconds that are left: each run as long as those like it, the present one less what is done."""
     left = 0.0
     for state in states:

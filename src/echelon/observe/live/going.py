@@ -1,0 +1,39 @@
+"""Whether a run or a study goes on: what its folder and the kernel say."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+LOCK_FILE = ".lock"  # held by whoever runs it
+LAUNCH_FILE = "launch.json"
+_LOCKS = Path("/proc/locks")
+
+
+def is_held(folder: Path) -> bool | None:
+    """Whether a process of this machine holds a folder's lock; None: it has none, or this system does not tell.
+
+    Only looks: taking the lock, even for an instant, could refuse a run that starts in that instant.
+    """
+    lock = folder / LOCK_FILE
+    if not lock.exists() or not _LOCKS.exists():
+        return None
+    number = str(lock.stat().st_ino)
+    fields = [line.split() for line in _LOCKS.read_text().splitlines() if "->" not in line]  # these only wait for it
+    return any(f[1] == "FLOCK" and f[5].rpartition(":")[2] == number for f in fields)
+
+
+def read_launch(folder: Path) -> dict[str, Any]:
+    """Return how a run was started, as far as its folder says."""
+    try:
+        found = json.loads((folder / LAUNCH_FILE).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def is_local(hosts: object) -> bool:
+    """Whether all of a run's ranks are on this machine, as far as its record says."""
+    return not isinstance(hosts, list) or all(host == socket.gethostname() for host in hosts)
