@@ -2,7 +2,7 @@
 
 # DDP compares the annotations of a hook with the types themselves: no `from __future__ import annotations` here.
 
-import time
+import functools
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -19,6 +19,7 @@ from echelon.collectives.cells import lay_out
 from echelon.collectives.lane import Bucket, BucketWork, Lane
 from echelon.collectives.reducer import Coding, check_combination
 from echelon.collectives.route import Route, open_route
+from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import WireCount, numel_by_group, ring_bytes
 from echelon.collectives.work import CellWork, PathWork
 from echelon.compression.base import Codec
@@ -34,6 +35,7 @@ class GradientHook:
     Attributes:
         codec: what encodes the gradients; None: they travel as they are.
         wire: bytes sent by this rank, by group of parameters.
+        times: how long buckets were under way; on a GPU only the host's part, which says nothing.
         last_ready_s: time.perf_counter() when backward handed over its last bucket: what follows only waits.
         last_ready_event: the same as a recorded CUDA event; None on a CPU.
     """
@@ -62,6 +64,7 @@ class GradientHook:
         self.codec: Codec | None = None if compression == "none" else codecs.build(compression)
         self.average, self.seed = average, seed
         self.wire = WireCount()
+        self.times = ReduceTimes()
         self.last_ready_s = 0.0
         self.last_ready_event: torch.cuda.Event | None = None
         self._route = open_route(collective, group)
@@ -96,13 +99,15 @@ class GradientHook:
 
     def __call__(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
         """Start to reduce a bucket; called by DDP in backward, in the same order on every rank."""
+        handed_s = self.times.handed(bucket.index() == 0, bucket.is_last())
         if bucket.is_last():
-            self._mark_ready(bucket)
-        return self._direct(bucket) if self._work is None else self._through_lane(bucket, self._work)
+            self._mark_ready(bucket, handed_s)
+        reduced = self._direct(bucket) if self._work is None else self._through_lane(bucket, self._work)
+        return reduced.then(functools.partial(_noted, self.times, handed_s))
 
-    def _mark_ready(self, bucket: dist.GradBucket) -> None:
+    def _mark_ready(self, bucket: dist.GradBucket, now_s: float) -> None:
         self.wire.steps += 1
-        self.last_ready_s = time.perf_counter()
+        self.last_ready_s = now_s
         if bucket.buffer().is_cuda:
             self.last_ready_event = torch.cuda.Event(enable_timing=True)
             self.last_ready_event.record()
@@ -121,7 +126,7 @@ class GradientHook:
             self.wire.add(name, n_bytes)
         if self.average:
             buffer.div_(size)
-        return dist.all_reduce(buffer, group=self._route.group, async_op=True).get_future().then(_first)
+        return dist.all_reduce(buffer, group=self._route.group, async_op=True).get_future()
 
     def _through_lane(self, bucket: dist.GradBucket, work: BucketWork) -> Future[Tensor]:
         buffer = bucket.buffer()
@@ -136,8 +141,7 @@ class GradientHook:
             ready.record()
         handed = Bucket(names, bucket.gradients(), buffer, future, bucket.index() == 0, bucket.is_last(), ready)
         self._lane.submit(work, handed)
-        # An exception that is set is a plain result to DDP; one that a callback raises is an error.
-        return future.then(_value)
+        return future
 
     def entropy_coded(self) -> dict[str, int]:
         """Return what entropy coding did on this rank since the start; empty without it."""
@@ -255,9 +259,11 @@ def _timeout(group: dist.ProcessGroup) -> timedelta:
     return timeout
 
 
-def _first(future: Future[Any]) -> Tensor:
-    return future.value()[0]
+def _noted(times: ReduceTimes, handed_s: float, future: Future[Any]) -> Tensor:
+    """Note when a bucket came back and return it: the backend's as the first of a list.
 
-
-def _value(future: Future[Tensor]) -> Tensor:
-    return future.value()
+    An exception that is set in a future is a plain result to DDP; one that this callback raises is an error.
+    """
+    value = future.value()
+    times.done(handed_s)
+    return value if isinstance(value, Tensor) else value[0]

@@ -31,14 +31,17 @@ PHASES = list(Phase)
 class PhaseClock(Protocol):
     """Divides time into phases: `enter` ends the phase before and begins the next."""
 
-    def enter(self, phase: Phase) -> None:
-        """Begin a phase now."""
+    def enter(self, phase: Phase | None) -> None:
+        """Begin a phase now; None: a pause between steps, which counts for no phase."""
 
     def split(self, phase: Phase, at: object) -> None:
         """End the phase before at an earlier moment, taken with `mark`, from which on `phase` counts."""
 
     def drain(self) -> list[float]:
         """Return seconds per phase since the last call, in the order of `PHASES`, and start anew."""
+
+    def so_far(self) -> list[float] | None:
+        """Return seconds per phase since the last `drain`; None where that would make a device wait."""
 
 
 def mark() -> float:
@@ -50,12 +53,12 @@ class HostClock:
     """Phases by the host's clock, for CPU training."""
 
     def __init__(self) -> None:
-        self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._phase = Phase.OTHER
+        self._seconds = _zeros()
+        self._phase: Phase | None = Phase.OTHER
         self._since = time.perf_counter()
 
-    def enter(self, phase: Phase) -> None:
-        """Begin a phase now."""
+    def enter(self, phase: Phase | None) -> None:
+        """Begin a phase now, or a pause."""
         now = time.perf_counter()
         self._seconds[self._phase] += now - self._since
         self._phase, self._since = phase, now
@@ -69,10 +72,14 @@ class HostClock:
 
     def drain(self) -> list[float]:
         """Return seconds per phase since the last call, and start anew."""
-        self.enter(self._phase)
-        seconds = [self._seconds[p] for p in PHASES]
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+        seconds = self.so_far()
+        self._seconds = _zeros()
         return seconds
+
+    def so_far(self) -> list[float]:
+        """Return seconds per phase since the last `drain`, this moment included."""
+        self.enter(self._phase)
+        return [self._seconds[p] for p in PHASES]
 
 
 class DeviceClock:
@@ -82,11 +89,11 @@ class DeviceClock:
     """
 
     def __init__(self) -> None:
-        self._marks: list[tuple[Phase, torch.cuda.Event]] = []
+        self._marks: list[tuple[Phase | None, torch.cuda.Event]] = []
         self.enter(Phase.OTHER)
 
-    def enter(self, phase: Phase) -> None:
-        """Begin a phase at this place in the stream."""
+    def enter(self, phase: Phase | None) -> None:
+        """Begin a phase, or a pause, at this place in the stream."""
         self._marks.append((phase, device_mark()))
 
     def split(self, phase: Phase, at: object) -> None:
@@ -101,11 +108,19 @@ class DeviceClock:
         last = self._marks[-1][0]
         self.enter(last)
         self._marks[-1][1].synchronize()
-        seconds = dict.fromkeys(PHASES, 0.0)
+        seconds = _zeros()
         for (phase, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
             seconds[phase] += max(0.0, begin.elapsed_time(end) / 1e3)
         self._marks = self._marks[-1:]
         return [seconds[p] for p in PHASES]
+
+    def so_far(self) -> None:
+        """The stream runs behind: nothing is known without waiting for it."""
+        return None
+
+
+def _zeros() -> dict[Phase | None, float]:
+    return dict.fromkeys([*PHASES, None], 0.0)
 
 
 def device_mark() -> torch.cuda.Event:

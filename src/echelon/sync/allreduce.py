@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from echelon.collectives.hook import GradientHook
 from echelon.collectives.memory import merge
+from echelon.collectives.times import ReduceTimes
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.buffers import averaged_buffers
 
@@ -84,6 +85,10 @@ class AllReduce:
     def bytes_sent(self) -> Mapping[str, int]:
         """Return the bytes sent by this rank, by group of parameters."""
         return dict(self._hook.wire.by_group) if self._hook else {}
+
+    def reduce_times(self) -> ReduceTimes | None:
+        """Return the hook's; on a GPU the host does not see when the network is done."""
+        return self._hook.times if self._hook and self._context.device.type == "cpu" else None
 
     def entropy_coded(self) -> Mapping[str, int]:
         """Return what entropy coding did on this rank."""

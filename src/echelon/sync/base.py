@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from echelon.collectives.times import ReduceTimes
 from echelon.observe.phases import PhaseClock
 
 
@@ -85,6 +86,9 @@ class Sync(Protocol):
 
     def bytes_sent(self) -> Mapping[str, int]:
         """Return the bytes that this rank has sent since the start, by group of parameters."""
+
+    def reduce_times(self) -> ReduceTimes | None:
+        """Return how long communication during backward took so far; None: there is none, or it cannot be told."""
 
     def entropy_coded(self) -> Mapping[str, int]:
         """Return what entropy coding did on this rank since the start; empty without it.

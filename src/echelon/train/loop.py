@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from echelon.config.validate import CheckpointInterval
 from echelon.data.loader import EvalLoader, TrainLoader
+from echelon.observe.garbage import GarbageClock
+from echelon.observe.live.resources import KIND as RESOURCES
+from echelon.observe.live.resources import record_of
 from echelon.observe.phases import PHASES, Phase, PhaseClock
 from echelon.observe.record import Recorder
 from echelon.observe.scalars import Scalars
@@ -18,8 +21,10 @@ from echelon.train.display import Display
 from echelon.train.evaluate import EvaluationReport, evaluate
 from echelon.train.optim import Schedule
 from echelon.train.saving import Saver
+from echelon.train.slow_steps import SlowSteps
 from echelon.train.state import Cursor, RunParts
 from echelon.train.step import Step
+from echelon.train.step_watch import PAUSES
 from echelon.train.stop import StopFlag
 from echelon.train.window import Sent, Traffic, Window, WindowTotals
 from echelon.train.world import World
@@ -58,7 +63,12 @@ class TrainingRun:
 
 def fit(run: TrainingRun, cursor: Cursor, stop: StopFlag) -> str:
     """Train from a cursor to the end; returns `completed` or `stopped`."""
-    window = Window(run.world, run.clock)
+    with GarbageClock() as garbage:
+        return _fit(run, cursor, stop, Window(run.world, run.clock, garbage))
+
+
+def _fit(run: TrainingRun, cursor: Cursor, stop: StopFlag, window: Window) -> str:
+    slow = SlowSteps(run.record)
     totals: WindowTotals | None = None
     due, saved_s = False, time.monotonic()
     while cursor.epoch < run.settings.epochs and not _reached(run, cursor):
@@ -71,27 +81,43 @@ def fit(run: TrainingRun, cursor: Cursor, stop: StopFlag) -> str:
             if run.parts.ema:
                 run.parts.ema.update(run.parts.held)
             run.clock.enter(Phase.OTHER)
+            window.end_step()
             cursor.step, cursor.batch = cursor.step + 1, cursor.batch + 1
             due = _steps_due(run, cursor)
             epoch_ends = cursor.batch == run.train_loader.batches_per_epoch or _reached(run, cursor)
             if window.full or due or epoch_ends:
                 totals = _close_window(run, window, cursor, stop, saved_s)
+                slow.look(cursor.step - len(totals.losses) + 1, totals.ranks, window.watch, totals.pauses)
+                window.go_on()
                 if totals.stop:
-                    run.saver.save(cursor, reason="stop")
+                    _save(run, window, cursor, "stop")
                     return "stopped"
                 due = due or totals.checkpoint_due
                 if due and not epoch_ends:
-                    run.saver.save(cursor, reason="interval")
+                    _save(run, window, cursor, "interval")
                     saved_s = time.monotonic()
             if _reached(run, cursor):
                 break
             run.clock.enter(Phase.DATA)
-        _end_epoch(run, cursor, totals)
+        _end_epoch(run, window, cursor, totals)
         if due:  # at an epoch's end the checkpoint comes after the evaluation
-            run.saver.save(cursor, reason="interval")
+            _save(run, window, cursor, "interval")
             saved_s = time.monotonic()
-    run.saver.save(cursor, reason="end")
+    _save(run, window, cursor, "end")
     return "completed"
+
+
+def _save(run: TrainingRun, window: Window, cursor: Cursor, reason: str) -> None:
+    with _pause(run, window, cursor, "checkpoint"):
+        run.saver.save(cursor, reason=reason)
+
+
+@contextmanager
+def _pause(run: TrainingRun, window: Window, cursor: Cursor, name: str) -> Iterator[None]:
+    """Record how long something between steps took."""
+    with window.pause(name) as pause:
+        yield
+    run.record.write("pause", name=name, step=cursor.step, seconds=pause.seconds)
 
 
 def _reached(run: TrainingRun, cursor: Cursor) -> bool:
@@ -108,7 +134,7 @@ def _close_window(run: TrainingRun, window: Window, cursor: Cursor, stop: StopFl
     due = every_s is not None and time.monotonic() - saved_s >= every_s
     sent = run.traffic.since_last(run.parts.sync.bytes_sent())
     others = run.traffic.others_since_last(run.saver.bytes_sent)
-    totals = window.close(Sent(sum(sent.values()), others), bool(stop), due)
+    totals = window.close(Sent(sum(sent.values()), others), run.parts.sync.reduce_times(), bool(stop), due)
     run.record.write(
         "steps",
         epoch=cursor.epoch,
@@ -124,7 +150,15 @@ def _close_window(run: TrainingRun, window: Window, cursor: Cursor, stop: StopFl
         wire_bytes_by_group=sent,
         other_wire_bytes=totals.other_wire_bytes,
         memory_bytes=totals.memory_bytes,
+        gc_s=[r.gc_s for r in totals.ranks],
+        comm_busy_s=[r.busy_s for r in totals.ranks],
+        comm_spread_s=[r.spread_s for r in totals.ranks],
+        pause_names=PAUSES,
+        pauses=[r.pauses for r in totals.ranks],
+        waits=[[round(s, 6) for s in waits] for waits in totals.waits],
     )
+    if totals.resources:
+        run.record.write(RESOURCES, step=cursor.step, **record_of(totals.resources))
     _record_pipeline(run, cursor)
     rate = totals.samples / max(totals.seconds, 1e-9)
     curves = {"train/loss": totals.losses[-1], "train/lr": run.schedule.lr, "train/samples_per_s": rate}
@@ -149,12 +183,15 @@ def _record_pipeline(run: TrainingRun, cursor: Cursor) -> None:
     pipeline.timelines.clear()
 
 
-def _end_epoch(run: TrainingRun, cursor: Cursor, totals: WindowTotals | None) -> None:
+def _end_epoch(run: TrainingRun, window: Window, cursor: Cursor, totals: WindowTotals | None) -> None:
     """Evaluate where it is due, keep the best, and move the cursor to the next epoch."""
     whole = cursor.batch >= run.train_loader.batches_per_epoch
     last = _reached(run, cursor) or cursor.epoch + 1 >= run.settings.epochs
     every = run.settings.eval_every
-    report = run_evaluation(run, cursor) if last or (whole and every and (cursor.epoch + 1) % every == 0) else None
+    report = None
+    if last or (whole and every and (cursor.epoch + 1) % every == 0):
+        with _pause(run, window, cursor, "evaluation"):
+            report = run_evaluation(run, cursor)
     coded = run.parts.sync.entropy_coded()
     if coded:
         run.record.write("entropy_coding", step=cursor.step, **coded)
@@ -162,7 +199,8 @@ def _end_epoch(run: TrainingRun, cursor: Cursor, totals: WindowTotals | None) ->
     if whole:
         cursor.epoch, cursor.batch = cursor.epoch + 1, 0
     if report is not None:
-        run.saver.consider_best(cursor, report)
+        with _pause(run, window, cursor, "checkpoint"):
+            run.saver.consider_best(cursor, report)
     if totals is not None:
         run.display.epoch(epoch, totals, report)
 

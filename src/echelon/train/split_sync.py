@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from echelon.collectives.times import ReduceTimes
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.parallel.base import Placement
 from echelon.parallel.pieces import Pieces
@@ -88,6 +89,10 @@ class SplitSync:
     def bytes_sent(self) -> Mapping[str, int]:
         """Return the bytes that went to other replicas."""
         return self._inner.bytes_sent()
+
+    def reduce_times(self) -> ReduceTimes | None:
+        """Nothing between replicas happens during backward."""
+        return None
 
     def entropy_coded(self) -> Mapping[str, int]:
         """Return what entropy coding did between replicas."""

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.observe.phases import PHASES, PhaseClock
+from echelon.collectives.times import ReduceTimes
+from echelon.observe.garbage import GarbageClock
+from echelon.observe.live.resources import NAMES, Sampler
+from echelon.observe.phases import PHASES, Phase, PhaseClock
 from echelon.train.step import StepResult
+from echelon.train.step_watch import RECORDING, RankFacts, StepWatch
 from echelon.train.world import World
 
 TARGET_S = 0.5
 MOST_STEPS = 100
+_USED = len(PHASES) + 1 + len(NAMES)  # of a rank: seconds by phase, memory, what it uses of its machine
+_COLUMNS = _USED + RankFacts.COLUMNS
+_MOST_WAITS = 1024  # numbers: they are a few KB, which no link feels twice a second
 
 
 @dataclass(frozen=True)
 class WindowTotals:
-    """What all ranks did in a window; `phases` has one row per rank, in seconds."""
+    """What all ranks did in a window; `phases` has one row per rank, in seconds.
+
+    `resources` has one row per rank, too (`Resources`); it is empty where nothing new was sampled. `waits` has, for
+    each rank, the seconds that each step waited for others; it is empty where there are too many to gather.
+    """
 
     losses: list[float]
     correct: int
@@ -32,6 +44,18 @@ class WindowTotals:
     other_wire_bytes: int
     stop: bool
     checkpoint_due: bool
+    resources: list[list[float]] = field(default_factory=list)
+    ranks: list[RankFacts] = field(default_factory=list)
+    waits: list[list[float]] = field(default_factory=list)
+    pauses: list[list[str]] = field(default_factory=list)
+
+
+@dataclass
+class Pause:
+    """A pause between steps, and how long it was once it is over."""
+
+    name: str
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -49,22 +73,29 @@ class Window:
     (and the answer to a signal) come about twice a second.
     """
 
-    def __init__(self, world: World, clock: PhaseClock) -> None:
+    def __init__(self, world: World, clock: PhaseClock, garbage: GarbageClock) -> None:
         self._world, self._clock = world, clock
         self._length = 1
-        self._begin()
+        self._sampler = Sampler(gpu_uuid(world.device))
+        self.watch = StepWatch(clock, garbage)
+        clock.drain()  # what came before is no step's time
+        self._begin(time.perf_counter())
 
-    def _begin(self) -> None:
+    def _begin(self, now_s: float) -> None:
+        self._began = now_s
         self._losses: list[Tensor] = []
         self._correct: list[Tensor] = []
         self._samples = 0
-        self._began = time.perf_counter()
 
     def add(self, result: StepResult) -> None:
         """Add one step."""
         self._losses.append(result.loss)
         self._correct.append(result.correct)
         self._samples += result.samples
+
+    def end_step(self) -> None:
+        """The step that was added is over, its update too."""
+        self.watch.end_step()
 
     @property
     def steps(self) -> int:
@@ -76,18 +107,42 @@ class Window:
         """Whether it is time to close."""
         return self.steps >= self._length
 
-    def close(self, sent: Sent, stop: bool, checkpoint_due: bool) -> WindowTotals:
-        """Add up over all ranks and begin anew. All ranks must call it after the same step.
+    @contextmanager
+    def pause(self, name: str) -> Iterator[Pause]:
+        """Surround what interrupts the steps: it counts for no window and no phase."""
+        pause, began = Pause(name), time.perf_counter()
+        self._clock.enter(None)
+        try:
+            yield pause
+        finally:
+            pause.seconds = time.perf_counter() - began
+            self._resume(name, pause.seconds)
+
+    def _resume(self, name: str, paused_s: float) -> None:
+        self._began += paused_s
+        self.watch.paused(name, paused_s)
+        self._clock.enter(Phase.OTHER)
+
+    def go_on(self) -> None:
+        """Call it when what `close` told has been recorded: from now on time counts again."""
+        self._resume(RECORDING, time.perf_counter() - self._began)
+
+    def close(self, sent: Sent, times: ReduceTimes | None, stop: bool, checkpoint_due: bool) -> WindowTotals:
+        """Add up over all ranks and begin anew, with a pause until `go_on`. All ranks call it after the same step.
 
         Args:
             sent: bytes that this rank sent in this window.
+            times: of the strategy's communication in backward.
             stop: this rank was asked to stop.
             checkpoint_due: a checkpoint is due by the clock; rank 0's word counts.
         """
         world, steps = self._world, self.steps
         numbers = torch.stack([*self._losses, *self._correct]).double().cpu() * world.counts
-        seconds = time.perf_counter() - self._began
-        leads = float(world.leads)
+        now = time.perf_counter()
+        seconds, phases = now - self._began, self._clock.drain()
+        self._clock.enter(None)
+        watch, leads = self.watch, float(world.leads)
+        waits, pauses = self._waits(), watch.pauses
         head = [
             self._samples * world.counts,
             sent.wire_bytes,
@@ -97,34 +152,52 @@ class Window:
             leads * seconds,
             leads * self._next_length(seconds),
         ]
-        table = torch.zeros(world.size, len(PHASES) + 1, dtype=torch.float64)
-        table[world.rank] = torch.tensor([*self._clock.drain(), resident_bytes(world.device)])
-        flat = torch.cat([torch.tensor(head, dtype=torch.float64), numbers, table.reshape(-1)])
+        sampled = self._sampler.sample()
+        table = torch.zeros(world.size, _COLUMNS, dtype=torch.float64)
+        facts = watch.close(phases, times)
+        own = [*phases, resident_bytes(world.device), *self._sampler.row, *facts.row()]
+        table[world.rank] = torch.tensor(own, dtype=torch.float64)
+        flat = torch.cat([torch.tensor(head, dtype=torch.float64), numbers, table.reshape(-1), waits.reshape(-1)])
         if world.group is not None:
             flat = flat.to(world.device)
             dist.all_reduce(flat, group=world.group)
-        values = flat.tolist()
-        head, numbers_, rows = values[:7], values[7 : 7 + 2 * steps], values[7 + 2 * steps :]
-        width = len(PHASES) + 1
+        head_, numbers_, table_, waits_ = flat.split([7, 2 * steps, table.numel(), waits.numel()])
+        head, rows = head_.tolist(), table_.view_as(table).tolist()
+        numbers_ = numbers_.tolist()
+        beyond = len(PHASES) + 1
         self._length = max(1, int(head[6]))
-        self._begin()
+        self._begin(now)
         return WindowTotals(
             losses=numbers_[:steps],
             correct=round(sum(numbers_[steps:])),
             samples=round(head[0]),
             seconds=head[5],
-            phases=[rows[r * width : r * width + len(PHASES)] for r in range(world.size)],
-            memory_bytes=[round(rows[r * width + len(PHASES)]) for r in range(world.size)],
+            phases=[row[: len(PHASES)] for row in rows],
+            memory_bytes=[round(row[len(PHASES)]) for row in rows],
             wire_bytes=round(head[1]),
             other_wire_bytes=round(head[2]),
             stop=head[3] > 0,
             checkpoint_due=head[4] > 0,
+            resources=[row[beyond:_USED] for row in rows] if sampled else [],
+            ranks=[RankFacts.of(row[_USED:]) for row in rows],
+            waits=waits_.view_as(waits).tolist(),
+            pauses=pauses,
         )
+
+    def _waits(self) -> Tensor:
+        """Return this rank's waits in its row of a table of all ranks (ranks, steps), or nothing: (0, 0)."""
+        world, waits = self._world, self.watch.waits
+        if waits is None or world.size == 1 or world.size * len(waits) > _MOST_WAITS:
+            return torch.zeros(0, 0, dtype=torch.float64)
+        table = torch.zeros(world.size, len(waits), dtype=torch.float64)
+        table[world.rank] = torch.tensor(waits, dtype=torch.float64)
+        return table
 
     def _own_bytes(self, steps: int) -> int:
         """What adding up costs: float64 numbers through the backend's all-reduce."""
-        size = self._world.size
-        numbers = 7 + 2 * steps + size * (len(PHASES) + 1)
+        size, waits = self._world.size, self.watch.waits
+        each = 0 if waits is None or size * steps > _MOST_WAITS else size * steps
+        numbers = 7 + 2 * steps + size * _COLUMNS + each
         return 2 * (size - 1) * 8 * numbers // size
 
     def _next_length(self, seconds: float) -> int:
@@ -152,6 +225,11 @@ class Traffic:
         """Return the bytes sent for anything else since the last call."""
         sent, self._others_before = total - self._others_before, total
         return sent
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Return the UUID of a rank's GPU; empty on a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def resident_bytes(device: torch.device) -> int:

@@ -17,6 +17,7 @@ from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import full_disk_in_words, is_full
 from echelon.observe.record import Recorder
 from echelon.observe.report import write_report
+from echelon.train.alternatives import record_alternatives
 from echelon.train.assemble import Given, assemble
 from echelon.train.folder import read_launch
 from echelon.train.loop import TrainingRun, fit
@@ -72,6 +73,8 @@ def train_rank(path: Path, given: Given | None = None) -> str:
         run.train_loader.close()
         run.eval_loader.close()
         run.scalars.close()
+        if status == "completed":
+            run.saver.bytes_sent += record_alternatives(run, config)
         _end(run, path, status)
         record.close()
     return status

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from echelon.observe.phases import Phase
+from echelon.observe.report.predictions import SAYS_SO, pick_ways, predict
 from echelon.observe.report.records import RunRecord
 from echelon.observe.report.timing import SlowRank, Timing
 
@@ -15,14 +16,20 @@ _PERSISTENT = 0.7
 
 @dataclass(frozen=True)
 class Advice:
-    """One change and its gain: a factor on the rate of steps, or on the whole run's time (`scope`)."""
+    """One change and its gain: a factor on the rate of steps, or on the whole run's time (`scope`).
+
+    `said`: the text says what is gained, as computed from the record; else the gain is an upper bound.
+    """
 
     text: str
     gain: float
     scope: str = "steps"
+    said: bool = False
 
     def sentence(self) -> str:
         """Say it with its gain."""
+        if self.said:
+            return f"{self.text}."
         what = "" if self.scope == "steps" else "the whole run "
         return f"{self.text}: {what}at most {self.gain:.2f}x as fast."
 
@@ -84,7 +91,9 @@ def _about_steps(record: RunRecord, timing: Timing) -> list[Advice]:
     if shares["input"] >= _WORTH_SAYING:
         found.append(_input(record, shares["input"]))
     if shares["communication"] >= _WORTH_SAYING:
-        found.append(_communication(record, shares["communication"]))
+        found.append(
+            _predicted(record, timing, shares["communication"]) or _communication(record, shares["communication"])
+        )
     if (slow := held_up_by(timing)) is not None:
         text = f"Make rank {slow.rank} as fast as the next slowest (it loses its time in {slow.phase})"
         found.append(Advice(text, _gain(shares["slow rank"])))
@@ -100,6 +109,20 @@ def _input(record: RunRecord, share: float) -> Advice:
     loaders = record.setting("data", "loaders")
     now = f" (now {loaders} per worker)" if isinstance(loaders, int) and loaders >= 0 else ""
     return Advice(f"The input takes {share:.0%} of a step; more --loaders{now}, where cores are free", _gain(share))
+
+
+def _predicted(record: RunRecord, timing: Timing, share: float) -> Advice | None:
+    """Say what other ways to communicate would save, where the run recorded what they cost."""
+    better = [p for p in predict(record, timing) if p.gain >= SAYS_SO]
+    if not better:
+        return None
+    first, *others = pick_ways(better)
+    more = "".join(f", {p.label} {p.saves:.0%}" for p in others)
+    text = (
+        f"Communication is exposed for {share:.0%} of a step: {first.label} would save {first.saves:.0%} of the step"
+        f"{more}, computed from the record (what accuracy each costs, `echelon compare` measures)"
+    )
+    return Advice(text, better[0].gain, said=True)
 
 
 def _communication(record: RunRecord, share: float) -> Advice:

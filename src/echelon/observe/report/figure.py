@@ -12,7 +12,10 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart: `label` is what a screen reader says, `caption` what all read; `wide` spans the page."""
+    """One chart: `label` is what a screen reader says, `caption` what all read; `wide` spans the page.
+
+    `choices` are what a reader chooses from (`choice` names it), and the traces that each shows.
+    """
 
     id: str
     title: str
@@ -23,6 +26,7 @@ class Chart:
     height: int = 300
     wide: bool = False
     choices: tuple[tuple[str, list[int]], ...] = ()
+    choice: str = "Class"
 
 
 def color(token: str) -> str:

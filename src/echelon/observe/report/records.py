@@ -22,11 +22,17 @@ Json = dict[str, Any]
 
 CONFIG_FILE = "config.yaml"
 EVALUATION_FILE = "evaluation.json"
+_BY_RANK = ("gc_s", "comm_busy_s", "comm_spread_s")
 
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive steps reported together; `phases` holds seconds per rank and phase, summed over the window."""
+    """Consecutive steps reported together; `phases` holds seconds per rank and phase, summed over the window.
+
+    Per rank, in seconds: `gc_s` in garbage collections, `comm_busy_s` in which communication was under way,
+    `comm_spread_s` in which it could be hidden, `waits` for others in each step, `pauses` since the window before, by
+    `pause_names`. Empty where they were not recorded.
+    """
 
     attempt: int
     t: float
@@ -43,6 +49,12 @@ class Window:
     wire_bytes_by_group: dict[str, float] = field(default_factory=dict)
     memory_bytes: tuple[float, ...] = ()
     other_wire_bytes: float = 0.0
+    gc_s: tuple[float, ...] = ()
+    comm_busy_s: tuple[float, ...] = ()
+    comm_spread_s: tuple[float, ...] = ()
+    waits: tuple[tuple[float, ...], ...] = ()
+    pause_names: tuple[str, ...] = ()
+    pauses: tuple[tuple[float, ...], ...] = ()
 
     @property
     def steps(self) -> int:
@@ -184,6 +196,8 @@ def _window(r: Json, attempt: int) -> Window:
     losses = tuple(_number(x) for x in r["losses"])
     if not losses:
         raise ValueError("a window without steps")
+    pause_names = tuple(str(n) for n in r.get("pause_names") or ())
+    each = {key: tuple(_finite(s) for s in r.get(key) or ()) for key in _BY_RANK}
     return Window(
         attempt=attempt,
         t=_time(r),
@@ -200,7 +214,17 @@ def _window(r: Json, attempt: int) -> Window:
         other_wire_bytes=float(r.get("other_wire_bytes") or 0),
         wire_bytes_by_group={str(k): float(v) for k, v in (r.get("wire_bytes_by_group") or {}).items()},
         memory_bytes=tuple(float(b) for b in r.get("memory_bytes") or ()),
+        waits=_rows(r.get("waits"), len(losses), len(phases)),
+        pause_names=pause_names,
+        pauses=_rows(r.get("pauses"), len(pause_names), len(phases)),
+        **{key: column if len(column) == len(phases) else () for key, column in each.items()},
     )
+
+
+def _rows(value: Any, width: int, ranks: int) -> tuple[tuple[float, ...], ...]:
+    """Read one row of numbers per rank; nothing where they are not of that shape."""
+    rows = tuple(tuple(_finite(s) for s in row) for row in value or ())
+    return rows if len(rows) == ranks and all(len(row) == width for row in rows) else ()
 
 
 def _evaluation(r: Json, attempt: int) -> Evaluation:

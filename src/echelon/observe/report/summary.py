@@ -9,9 +9,13 @@ from typing import Any
 from echelon.observe.phases import PHASES
 from echelon.observe.report.advice import Advice, Bound, advise, find_bound, shares_of
 from echelon.observe.report.clock import sittings
+from echelon.observe.report.communication import Communication
 from echelon.observe.report.incidents import Incident, count_restarts, find_incidents
+from echelon.observe.report.predictions import Prediction, predict
 from echelon.observe.report.records import Evaluation, Mark, RunRecord, Window, surviving
+from echelon.observe.report.slow_steps import SlowStep, find_slow_steps
 from echelon.observe.report.timing import Timing, measure, timing_notes
+from echelon.observe.report.waterfall import Waterfall, waterfall_notes, waterfall_of
 
 METRICS = ("top1", "top5", "macro_f1", "roc_auc")
 
@@ -48,11 +52,16 @@ class Summary:
     advice: tuple[Advice, ...]
     incidents: tuple[Incident, ...]
     notes: tuple[str, ...]
+    predictions: tuple[Prediction, ...]
+    slow_steps: tuple[SlowStep, ...]
+    communication: Communication | None
+    waterfall: Waterfall | None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `summary.json`; NaN and infinity become null."""
         values = asdict(self)
         values["bound"], values["bound_share"] = self.bound.kind, self.bound.share
+        values["predictions"] = [{**asdict(p), "gain": p.gain} for p in self.predictions]
         values["advice"] = [{**asdict(a), "sentence": a.sentence()} for a in self.advice]
         cleaned = finite(values)
         assert isinstance(cleaned, dict)
@@ -90,6 +99,7 @@ def summarise(record: RunRecord) -> Summary:
     start = record.of_kind("start")[-1] if record.of_kind("start") else None
     parameters = start.number("parameters") if start else None
     steps = max((w.step for w in kept_windows(record)), default=0)
+    waterfall = waterfall_of(record)
     return Summary(
         run=record.name,
         status=status,
@@ -118,7 +128,11 @@ def summarise(record: RunRecord) -> Summary:
         slowest_rank=_slowest(record, timing),
         advice=tuple(advise(record, timing, seconds, startup_s)),
         incidents=tuple(find_incidents(record, stretches)),
-        notes=(*record.notes, *timing_notes(timing), *_entropy_notes(record)),
+        notes=(*record.notes, *timing_notes(timing), *waterfall_notes(waterfall), *_entropy_notes(record)),
+        predictions=tuple(predict(record, timing)),
+        slow_steps=tuple(find_slow_steps(record, timing)),
+        communication=timing.communication if timing else None,
+        waterfall=waterfall,
     )
 
 

@@ -7,13 +7,15 @@ import math
 from echelon.core.units import format_seconds
 from echelon.observe.report.summary import Summary
 
+_MOST_ADVICE = 3
+
 
 def closing_words(summary: Summary) -> list[str]:
     """Return sentences for the terminal and the page, the most important first. Plain text, unescaped."""
     words = [_outcome(summary)]
     words += _accuracy(summary)
     words += _bound(summary) + list(summary.notes)
-    words += [a.sentence() for a in summary.advice]
+    words += [a.sentence() for a in summary.advice[:_MOST_ADVICE]]
     words += [i.sentence(summary.step_s) for i in summary.incidents]
     if summary.bad_images:
         n = summary.bad_images
@@ -78,10 +80,21 @@ def _bound(s: Summary) -> list[str]:
         names = {"input": "The input", "compute": "Computing", "communication": "Communication"}
         words = [f"{names.get(s.bound.kind, 'What is in no phase')} bounds this run: {share} of a step of {step}."]
         words += _rank_words(s)
+    return words + _slow_steps(s)
+
+
+def _slow_steps(s: Summary) -> list[str]:
+    if s.slow_steps:
+        worst, n = s.slow_steps[0], len(s.slow_steps)
+        others = f" {n - 1} more took over 3 times the median." if n > 1 else ""
+        return [
+            f"The slowest step ({worst.step}) took {format_seconds(worst.seconds)} instead of "
+            f"{format_seconds(worst.median_s)}: {worst.cause}.{others}"
+        ]
     if s.outlier_windows:
         n = s.outlier_windows
-        words.append(f"{n} window{'s' * (n > 1)} of steps took more than twice the median.")
-    return words
+        return [f"{n} window{'s' * (n > 1)} of steps took more than twice the median."]
+    return []
 
 
 def _rank_words(s: Summary) -> list[str]:

@@ -12,6 +12,7 @@ from echelon.observe.report.charts_events import timeline_chart
 from echelon.observe.report.charts_learning import learning_charts
 from echelon.observe.report.charts_pipeline import pipeline_charts
 from echelon.observe.report.charts_server import server_charts, server_table
+from echelon.observe.report.charts_waterfall import waterfall_chart
 from echelon.observe.report.page import render_page
 from echelon.observe.report.records import RunRecord, load_run
 from echelon.observe.report.summary import Summary, summarise
@@ -23,6 +24,14 @@ from echelon.observe.report.tables import (
     headlines,
     link_words,
     rank_table,
+)
+from echelon.observe.report.tables_time import (
+    communication_words,
+    critical_table,
+    is_served,
+    prediction_table,
+    slow_step_table,
+    waterfall_table,
 )
 from echelon.observe.report.timing import measure
 from echelon.observe.report.words import closing_words
@@ -56,10 +65,11 @@ def render_run(record: RunRecord, summary: Summary) -> str:
     """The page of one run as HTML."""
     timing = measure(record)
     timeline = timeline_chart(record)
+    waterfall = waterfall_chart(summary.waterfall, is_served(record))
     sections = {
         "learning": learning_charts(record),
         "evaluation": evaluation_charts(record),
-        "time": [*time_charts(record, timing), *pipeline_charts(record)],
+        "time": [*([waterfall] if waterfall else []), *time_charts(record, timing), *pipeline_charts(record)],
         "traffic": traffic_charts(record),
         "servers": server_charts(record),
         "events": [timeline] if timeline else [],
@@ -77,6 +87,11 @@ def render_run(record: RunRecord, summary: Summary) -> str:
         evaluation_notes=[str(n) for n in detail_notes] if isinstance(detail_notes, list) else [],
         traffic_notes=link_words(record),
         ranks=rank_table(record, timing),
+        waterfall=waterfall_table(record, summary),
+        critical=critical_table(record, timing),
+        predictions=prediction_table(summary),
+        slow_steps=slow_step_table(summary),
+        time_notes=communication_words(summary),
         servers=server_table(record),
         evaluations=evaluation_table(record),
         happenings=happenings(record),

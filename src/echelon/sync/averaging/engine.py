@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from echelon.collectives import memory
 from echelon.collectives.route import Route, open_route
+from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import WireCount
 from echelon.compression import registry as compression
 from echelon.observe.phases import Phase
@@ -178,6 +179,10 @@ class Averaging:
         for group, n_bytes in self._first.bytes_sent().items() if self._first else ():
             sent[group] = sent.get(group, 0) + n_bytes
         return sent
+
+    def reduce_times(self) -> ReduceTimes | None:
+        """Only synchronous steps communicate in backward."""
+        return self._first.reduce_times() if self._first else None
 
     def entropy_coded(self) -> Mapping[str, int]:
         """Return what entropy coding did on this rank; synchronous steps at the start are not counted."""

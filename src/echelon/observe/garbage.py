@@ -1,0 +1,39 @@
+"""How long Python's garbage collector stops this process."""
+
+from __future__ import annotations
+
+import gc
+import time
+from types import TracebackType
+from typing import Any
+
+
+class GarbageClock:
+    """Adds up the seconds of garbage collections inside its `with`; they are part of whatever phase they fall in.
+
+    Attributes:
+        seconds: so far.
+        collections: how many there were.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.collections = 0
+        self._began_s: float | None = None
+
+    def __enter__(self) -> GarbageClock:
+        gc.callbacks.append(self._called)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        gc.callbacks.remove(self._called)
+
+    def _called(self, moment: str, info: dict[str, Any]) -> None:
+        if moment == "start":
+            self._began_s = time.perf_counter()
+        elif self._began_s is not None:
+            self.seconds += time.perf_counter() - self._began_s
+            self.collections += 1
+            self._began_s = None

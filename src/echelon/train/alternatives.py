@@ -1,0 +1,233 @@
+"""What other ways to communicate would cost a run's model: bytes on the wire and time to encode, recorded at its end.
+
+The report predicts from it what each would gain (`echelon.observe.report.predictions`); it knows no strategy itself.
+Nothing is sent but a few empty messages, for their latency: codecs run on made-up gradients of the model's shapes, and
+what they send comes straight back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon import compression
+from echelon.collectives import memory
+from echelon.collectives.cells import Cell, lay_out
+from echelon.collectives.coded import CodedSum
+from echelon.collectives.messages import Post
+from echelon.collectives.reducer import is_finite
+from echelon.collectives.rounds import LinearSum, Piece
+from echelon.collectives.schedule import Ring
+from echelon.collectives.wire import framing_bytes, ring_bytes
+from echelon.compression.base import Codec
+from echelon.config import RunConfig
+from echelon.core.errors import UserError
+from echelon.train.combine import settle_momentum
+from echelon.train.loop import TrainingRun
+from echelon.train.world import World
+
+CODECS = ("none", "bf16", "int8", "sign", "topk(density=0.01)", "powersgd(rank=2)")
+PERIODS = {"local(period=8)": 8, "diloco(period=20)": 20}
+"""Strategies that send the model once in so many steps, outside of backward."""
+KIND = "alternatives"
+
+_BUDGET_S = 1.0
+_TURNS = (2, 6)
+_MOST_NUMEL = 1 << 22  # of a larger model, some cells stand for the others
+_PINGS = 5
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One way to communicate: bytes that a rank sends at a time, in how many rounds, and seconds to encode and decode.
+
+    Attributes:
+        tail: share of it that comes last, when backward has nothing left to hide it behind.
+    """
+
+    n_bytes: float
+    rounds: int
+    coding_s: float
+    tail: float
+
+
+def record_alternatives(run: TrainingRun, config: RunConfig) -> int:
+    """Record what other codecs and periods would cost; all ranks call it together. Returns the bytes that it sent.
+
+    Only for replicas that are whole models and reduce gradients in each step; for others nothing is written.
+    """
+    world, codec = run.world, config.strategy.compression
+    if world.group is None or run.parts.split is not None or config.strategy.sync != "allreduce":
+        return 0
+    latency_s = measure_latency(world)
+    parameters = {n: p for n, p in run.parts.held.named_parameters() if p.requires_grad}
+    costs = measure_codecs(parameters, world, _settled(config, (codec, *CODECS)))
+    if world.leads:
+        rows = [_row(compression=spec, cost=cost) for spec, cost in costs.items()]
+        for spec, period in PERIODS.items():
+            for encoded in [e for e in ("none", "int8") if e in costs]:
+                rows.append(_row(sync=spec, compression=encoded, cost=replace(costs[encoded], tail=1.0), period=period))
+        run.record.write(KIND, now={"strategy.compression": codec}, latency_s=latency_s, rows=rows)
+    return _PINGS * ring_bytes(4, world.size, world.device.type == "cuda")
+
+
+def _settled(config: RunConfig, specs: Sequence[str]) -> dict[str, str]:
+    """Return, for each codec that goes with the optimizer, the spec to build: with momentum where it wants it."""
+    found = {}
+    for spec in specs:
+        try:
+            settled = settle_momentum(replace(config, strategy=replace(config.strategy, compression=spec)))
+        except UserError:
+            continue
+        found[spec] = settled.strategy.compression
+    return found
+
+
+def _row(cost: Cost, compression: str, sync: str = "", period: int = 1) -> dict[str, Any]:
+    settings = {"strategy.sync": sync} if sync else {}
+    if compression != "none" or not sync:
+        settings["strategy.compression"] = compression
+    return {
+        "settings": settings, "period": period, "wire_bytes": cost.n_bytes, "rounds": cost.rounds,
+        "coding_s": cost.coding_s, "tail": cost.tail,
+    }  # fmt: skip
+
+
+def measure_latency(world: World) -> float:
+    """Return the seconds that a sum of one number takes, the median of a few; all ranks call it together."""
+    number, taken = torch.zeros(1, device=world.device), []
+    for _ in range(_PINGS):
+        began = time.perf_counter()
+        dist.all_reduce(number, group=world.group)
+        float(number)  # waits for a GPU
+        taken.append(time.perf_counter() - began)
+    return median(taken)
+
+
+@torch.no_grad()
+def measure_codecs(parameters: Mapping[str, Tensor], world: World, specs: Mapping[str, str]) -> dict[str, Cost]:
+    """Measure what each codec costs for gradients like these parameters, within about a second.
+
+    Args:
+        specs: what to build, by name.
+    """
+    place = (world.rank, world.size)
+    cells = lay_out(reversed(list(parameters.items()))).cells
+    weights = [cell for cell in cells if cell.group != "small"]
+    small = sum(cell.numel * cell.dtype.itemsize for cell in cells if cell.group == "small")
+    chosen = list(_within(weights, _MOST_NUMEL))
+    scale = sum(c.numel for c in weights) / max(1, sum(c.numel for c in chosen))
+    tail = weights[-1].numel / sum(c.numel for c in weights) if weights else 1.0
+    on_gpu = world.device.type == "cuda"
+    costs: dict[str, Cost] = {}
+    for name, spec in specs.items():
+        if spec == "none":
+            whole = sum(c.numel * c.dtype.itemsize for c in weights) + small
+            costs[name] = Cost(ring_bytes(whole, world.size, on_gpu), len(cells), 0.0, tail)
+            continue
+        trials = [_Trial(compression.build(spec), cell, place) for cell in chosen]
+        coding_s = _time(trials, world.device, _BUDGET_S / len(specs)) * scale
+        n_bytes = sum(t.n_bytes for t in trials) * scale
+        rounds = round(sum(t.rounds for t in trials) * scale)
+        if small:
+            n_bytes, rounds = n_bytes + ring_bytes(small, world.size, on_gpu), rounds + 1
+        costs[name] = Cost(n_bytes, rounds, coding_s, tail)
+    return costs
+
+
+def _within(cells: list[Cell], most: int) -> Iterator[Cell]:
+    """Yield cells up to a number of elements, at least one."""
+    taken = 0
+    for cell in cells:
+        if taken and taken + cell.numel > most:
+            return
+        taken += cell.numel
+        yield cell
+
+
+def _time(trials: list[_Trial], device: torch.device, budget_s: float) -> float:
+    """Return the median seconds of a turn of all trials, after a first turn that is not counted."""
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    taken: list[float] = []
+    ends = time.perf_counter() + budget_s
+    least, most = _TURNS
+    while len(taken) <= least or (len(taken) <= most and time.perf_counter() < ends):
+        wait()
+        began = time.perf_counter()
+        for trial in trials:
+            trial.turn()
+        wait()
+        taken.append(time.perf_counter() - began)
+    return median(taken[1:])
+
+
+@dataclass(frozen=True)
+class _Loop(Post):
+    """A post whose messages come straight back, as if the others had sent the like.
+
+    Attributes:
+        sent: bytes of each exchange so far.
+    """
+
+    sent: list[int] = field(default_factory=list)
+
+    def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int]) -> tuple[dict[int, Tensor], int]:
+        self.sent.append(sum(m.nbytes + framing_bytes(1, m.is_cuda) for m in outgoing.values()))
+        return {place: outgoing[place] for place in incoming}, self.sent[-1]
+
+    def announce(self, outgoing: Mapping[int, Tensor], senders: Any) -> tuple[dict[int, int], int]:
+        self.sent.append(sum(8 + framing_bytes(1, m.is_cuda) for m in outgoing.values()))
+        return {place: outgoing[place].numel() for place in senders}, self.sent[-1]
+
+
+class _Trial:
+    """A cell's reduction as the hook does it, between this rank and itself.
+
+    Attributes:
+        n_bytes, rounds: of the last turn.
+    """
+
+    def __init__(self, codec: Codec, cell: Cell, place: tuple[int, int]) -> None:
+        self.n_bytes = self.rounds = 0
+        generator = torch.Generator().manual_seed(cell.number)
+        rank, size = place
+        usable = cell.numel if codec.linear else max(size, cell.numel - cell.numel % size)  # chunks of one length
+        self._gradient = torch.randn(usable, generator=generator).to(cell.device, cell.dtype) * 1e-3
+        self._flat = torch.empty_like(self._gradient)
+        self._linear: LinearSum | None = None
+        if codec.linear:
+            pieces = [Piece(m.name, m.span, m.shape) for m in cell.members]
+            whole = [Piece("cell", (0, usable), (usable,))]
+            self._linear = LinearSum(codec, pieces if codec.shaped else whole, self._flat, place, 0)
+            held = self._linear.held
+        else:
+            post = _Loop(cast(dist.ProcessGroup, None), Ring(range(size), rank))
+            self._coded, self._post = CodedSum(codec, post, self._flat, "trial", 0), post
+            held = self._coded.held
+        self._size, self._snapshot = size, memory.Snapshot([h.state for h in held])
+
+    def turn(self) -> None:
+        """Copy the gradient in, reduce, look whether it is finite, copy it out: the hook's work on a cell."""
+        self._flat.copy_(self._gradient)
+        self._snapshot.take()
+        if self._linear is not None:
+            self.rounds = 0
+            self.n_bytes = self._linear.sum_(self._flat, self._sum, average=False)
+        else:
+            self._post.sent.clear()
+            self.n_bytes = self._coded.sum_(self._flat)
+            self.rounds = len(self._post.sent)
+        is_finite(self._flat)
+        self._flat.clone()
+
+    def _sum(self, message: Tensor) -> int:
+        self.rounds += 1
+        message.mul_(self._size)
+        return ring_bytes(message.nbytes, self._size, message.is_cuda)
