@@ -120,6 +120,10 @@ def _seconds_cell(results: list[Result], candidate: str, link: str, seeds: list[
     text = f"{median(seconds):.0f}{'*' if derived else ''}"
     if link == LOOPBACK:
         return text
+    if derived:  # the same steps on both: the ratio is that of windows that took turns
+        rate = newest(results, "rate", "candidate", "link", "place")[candidate, link, link]
+        ratio = 1 / paired_ratio(_paces(rate["loopback_windows"]), _paces(rate["windows"]))
+        return f"{text} ({ratio:.2f}x)" if ratio == ratio else text
     on_loopback, _ = _seconds(results, candidate, LOOPBACK, seeds, goal)
     return f"{text} ({median(seconds) / median(on_loopback):.2f}x)" if len(on_loopback) == len(seeds) else text
 
@@ -166,7 +170,8 @@ def render(results: list[Result], to_terminal: bool) -> None:
         words = (
             f"To {goal:.2%} test accuracy on CIFAR-10 (plain DDP's after its epochs, minus 0.5 points); medians over "
         )
-        words += "seeds, evaluation not counted. `*`: derived, steps to the accuracy x measured seconds per step.\n\n"
+        words += "seeds, evaluation not counted. `*`: derived, steps to the accuracy x measured seconds per step. In "
+        words += "brackets: times the same over loopback, of windows that took turns.\n\n"
         sections[title] = (words + accuracy_table(results, links), [r for r in results if r["kind"] == "curve"])
     failures = [r for r in results if r["kind"] == "aborts"]
     if failures:
