@@ -22,7 +22,10 @@ COMPLETED = "completed"
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run. None where the record holds no answer; `phase_*` are seconds per step, mean over the ranks."""
+    """One run. None where the record holds no answer; `phase_*` are seconds per step, mean over the ranks.
+
+    `predicted_step_s` is what the baseline's record of the same seed predicted for `step_s`.
+    """
 
     run: str
     candidate: str
@@ -61,6 +64,7 @@ class RunRow:
     staleness: str | None = None
     staleness_mean: float | None = None
     restarts: int | None = None
+    predicted_step_s: float | None = None
     target: float | None = None
     target_s: float | None = None
     target_bytes: float | None = None

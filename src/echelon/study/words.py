@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from echelon.study.base import Study
 from echelon.study.compare import Comparison, Group, Verdict
 from echelon.study.intervals import Interval, coverage_of
+from echelon.study.predictions import check_predictions, prediction_words
 from echelon.study.recommend import Recommendation
 from echelon.study.rows import COMPLETED, RunRow
 
@@ -19,8 +20,11 @@ def study_words(
 ) -> list[str]:
     """Return all sentences, the most important first. Plain text, unescaped."""
     words = opening_words(study, recommended, runs)
+    checked = check_predictions(study, runs)
     for group in groups:
         words += [_under(group.terms, said) for said in group_words(study, group)]
+        mine = [c for c in checked if c.terms == group.terms]
+        words += [_under(group.terms, said) for said in prediction_words(mine)]
     return words + caveats(study, runs)
 
 

@@ -18,6 +18,7 @@ from echelon.study.execute import command_of
 from echelon.study.file import STUDY_FILE, load_study
 from echelon.study.folder import RunEnd, completed, read_ends, run_folder
 from echelon.study.plan import planned_runs
+from echelon.study.predictions import check_predictions, set_predictions
 from echelon.study.recommend import Recommendation, recommend
 from echelon.study.rows import COMPLETED, PointRow, RunRow, rows_of
 from echelon.study.table import read_tables, write_tables
@@ -85,6 +86,9 @@ def summary_of(report: StudyReport) -> dict[str, Any]:
             "comparisons": [
                 {"target": group.target, **_comparison(c)} for group in report.groups for c in group.comparisons
             ],
+            "predictions": [
+                {**asdict(c), "off": c.off, "holds": c.holds} for c in check_predictions(report.study, report.runs)
+            ],
             "recommendations": [asdict(r) for r in report.recommended],
             "words": report.words,
             "environment": dict(report.environment),
@@ -114,7 +118,7 @@ def _collect(path: Path, study: Study) -> tuple[list[RunRow], list[PointRow]]:
         row, own = _row(path, run, ends)
         runs.append(replace(row, command=command_of(run, run_folder(path, run.name))))
         points += own
-    return set_targets(study, runs, points), points
+    return set_predictions(path, study, set_targets(study, runs, points)), points
 
 
 def _row(path: Path, run: PlannedRun, ends: Mapping[str, RunEnd]) -> tuple[RunRow, list[PointRow]]:

@@ -13,7 +13,8 @@ from echelon.study.page.bars import cost_charts, target_charts
 from echelon.study.page.curves import Scene, curve_charts
 from echelon.study.page.fronts import front_charts
 from echelon.study.page.key import Key, keys_of
-from echelon.study.page.tables import failures, run_table, verdict_table
+from echelon.study.page.tables import failures, prediction_table, run_table, verdict_table
+from echelon.study.predictions import check_predictions
 from echelon.study.rows import COMPLETED
 from echelon.study.settings import label_of
 from echelon.study.words import caveats, group_words, opening_words
@@ -31,6 +32,7 @@ class Section:
     equal: str
     words: list[str]
     verdicts: Table
+    predictions: Table | None
     keys: list[Key]
     learning: list[Chart]
     fronts: list[Chart]
@@ -74,6 +76,7 @@ def _section(report: StudyReport, place: int, group: Group, keys: dict[str, Key]
     scene = Scene(place, runs, points, mine, group.target, stray)
     title = f"Under {group.terms}" if group.terms else "Compared"
     terms = next(t for t in report.study.terms if t.label == group.terms)
+    checked = check_predictions(report.study, report.runs)
     equal = label_of({**report.study.base, **terms.settings}) if report.study.base or terms.settings else ""
     return Section(
         place=place,
@@ -81,6 +84,7 @@ def _section(report: StudyReport, place: int, group: Group, keys: dict[str, Key]
         equal=equal,
         words=group_words(report.study, group),
         verdicts=verdict_table(group, scene),
+        predictions=prediction_table([c for c in checked if c.terms == group.terms]),
         keys=mine,
         learning=curve_charts(scene),
         fronts=front_charts(scene),

@@ -10,6 +10,7 @@ from echelon.study.compare import Comparison, Group, Verdict
 from echelon.study.intervals import Interval
 from echelon.study.page.curves import Scene
 from echelon.study.page.means import spread
+from echelon.study.predictions import CLOSE, Checked
 from echelon.study.rows import COMPLETED, RunRow
 
 NONE = "–"
@@ -34,6 +35,18 @@ def verdict_table(group: Group, scene: Scene) -> Table:
     return Table(
         "Each candidate against the baseline, means over the seeds; 95% bootstrap intervals in brackets", head, rows
     )
+
+
+def prediction_table(checked: list[Checked]) -> Table | None:
+    """What the baseline's record predicted for each candidate's steps, beside what was measured."""
+    if not checked:
+        return None
+    rows = [
+        [c.candidate, f"{c.predicted:.2f}x", f"{c.measured:.2f}x", f"{c.off:+.0%}", "yes" if c.holds else "no"]
+        for c in checked
+    ]
+    head = ["candidate", "predicted", "measured", "off by", f"within {CLOSE:.0%}"]
+    return Table("Times as fast by steps: predicted from the baseline's record alone, and measured", head, rows)
 
 
 def run_table(runs: list[RunRow]) -> Table:

@@ -1,0 +1,117 @@
+"""What the baseline's record predicted for a candidate's steps, beside what the candidate then measured.
+
+A run records at its end what other ways to communicate would cost it, and its report predicts a step's seconds from
+that (`echelon.observe.report.predictions`). A study holds the baseline and the candidates, so it checks them: what a
+seed's baseline predicted stands in the table beside the same seed's measured step, and numbers come from there alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from echelon.core.errors import UserError
+from echelon.core.spec import parse_chain
+from echelon.observe.report import summarise
+from echelon.observe.report.predictions import Prediction
+from echelon.observe.report.records import load_run
+from echelon.study.base import PlannedRun, Settings, Study
+from echelon.study.folder import run_folder
+from echelon.study.intervals import ratio_interval
+from echelon.study.plan import planned_runs
+from echelon.study.rows import COMPLETED, RunRow
+
+CLOSE = 0.15
+"""A prediction holds when the gain that it names is within this share of the measured one."""
+_DEFAULTS = {"strategy.sync": "allreduce", "strategy.compression": "none"}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A candidate's gain over the baseline in the rate of steps, as predicted and as measured: means over the seeds."""
+
+    candidate: str
+    terms: str
+    predicted: float
+    measured: float
+    seeds: int
+
+    @property
+    def off(self) -> float:
+        """How far the predicted gain is from the measured one, as a share of it."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def holds(self) -> bool:
+        """Whether that is within 15%."""
+        return abs(self.off) <= CLOSE
+
+
+def set_predictions(path: Path, study: Study, runs: Sequence[RunRow]) -> list[RunRow]:
+    """Fill in the step that the baseline of the same seed and terms predicted; rows keep theirs where that is gone."""
+    planned = {run.name: run for run in planned_runs(study)}
+    predicted: dict[tuple[str, int], tuple[PlannedRun, Sequence[Prediction]]] = {}
+    for row in runs:
+        folder = run_folder(path, row.run)
+        if row.candidate == study.baseline.label and row.status == COMPLETED and folder.is_dir():
+            predicted[row.terms, row.seed] = planned[row.run], summarise(load_run(folder)).predictions
+    filled = []
+    for row in runs:
+        base = predicted.get((row.terms, row.seed))
+        if base is not None and row.run in planned:
+            row = replace(row, predicted_step_s=_predicted_s(planned[row.run].settings, *base))
+        filled.append(row)
+    return filled
+
+
+def _predicted_s(settings: Settings, base: PlannedRun, predictions: Sequence[Prediction]) -> float | None:
+    wanted = _plain(settings)
+    if wanted == _plain(base.settings):
+        return None
+    return next((p.then_s for p in predictions if _plain({**base.settings, **p.settings}) == wanted), None)
+
+
+def _plain(settings: Mapping[str, str]) -> dict[str, object]:
+    """Settings with the strategy's defaults filled in and its specs read: `topk(0.01)` is `topk(density=0.01)`."""
+    whole: dict[str, object] = {**_DEFAULTS, **settings}
+    for name in _DEFAULTS:
+        try:
+            whole[name] = [
+                (spec.name, [str(v) for v in (*spec.args, *(v for _, v in spec.kwargs))])
+                for spec in parse_chain(str(whole[name]))
+            ]
+        except UserError:  # the run was refused
+            continue
+    return whole
+
+
+def check_predictions(study: Study, runs: Sequence[RunRow]) -> list[Checked]:
+    """Compare predicted and measured gains, candidate by candidate under each of the terms that predict any."""
+    base = {(r.terms, r.seed): r.step_s for r in runs if r.candidate == study.baseline.label and r.status == COMPLETED}
+    found = []
+    for terms in study.terms:
+        for candidate in study.candidates:
+            rows = [r for r in runs if (r.candidate, r.terms, r.status) == (candidate.label, terms.label, COMPLETED)]
+            told = [
+                (now_s, r.predicted_step_s, r.step_s)
+                for r in rows
+                if (now_s := base.get((r.terms, r.seed))) and r.predicted_step_s and r.step_s
+            ]
+            if told:
+                now, then, measured = zip(*told, strict=True)
+                gains = ratio_interval(now, then).value, ratio_interval(now, measured).value
+                found.append(Checked(candidate.label, terms.label, *gains, len(told)))
+    return found
+
+
+def prediction_words(checked: Sequence[Checked]) -> list[str]:
+    """Say how many of the predictions under one set of terms held, and each with what was measured."""
+    if not checked:
+        return []
+    each = ", ".join(f"{c.candidate} {c.predicted:.2f}x (measured {c.measured:.2f}x)" for c in checked)
+    n = sum(c.holds for c in checked)
+    return [
+        f"Gains in the rate of steps, predicted from the baseline's record alone: {each}. "
+        f"{n} of {len(checked)} within {CLOSE:.0%} of what was measured."
+    ]
