@@ -195,7 +195,7 @@ def _html(kind: str, title: str, parent: str) -> Response:
     nonce = secrets.token_urlsafe(16)
     policy = (
         f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return HTMLResponse(render_live(kind, title, parent, nonce), headers={"Content-Security-Policy": policy})
 

@@ -88,12 +88,8 @@ def look(run: LiveRun, now: float | None = None) -> Snapshot:
 
 def to_json(run: LiveRun, snapshot: Snapshot) -> dict[str, Any]:
     """Return what the page needs: the snapshot, and curves as lists of [step, value...]; NaN is null."""
-    story = run.story
-    curves = {
-        "loss": story.loss_curve, "top1": story.top1_curve, "rate": story.rate_curve, "cpu": story.cpu_curve,
-        "gpu": story.gpu_curve,
-    }  # fmt: skip
-    values = {**asdict(snapshot), "done": snapshot.done, "curves": {name: c.points() for name, c in curves.items()}}
+    curves = {name: curve.points() for name, curve in run.story.curves().items()}
+    values = {**asdict(snapshot), "done": snapshot.done, "curves": curves}
     found: dict[str, Any] = plain(values)
     return found
 

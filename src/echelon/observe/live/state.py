@@ -71,6 +71,14 @@ class Story:
     rate_curve: Curve = field(default_factory=Curve)
     cpu_curve: Curve = field(default_factory=Curve)
     gpu_curve: Curve = field(default_factory=Curve)
+    memory_curve: Curve = field(default_factory=Curve)
+
+    def curves(self) -> dict[str, Curve]:
+        """All curves by name; memory in GB."""
+        return {
+            "loss": self.loss_curve, "top1": self.top1_curve, "rate": self.rate_curve, "cpu": self.cpu_curve,
+            "gpu": self.gpu_curve, "memory": self.memory_curve,
+        }  # fmt: skip
 
 
 class LiveRun:
@@ -134,7 +142,7 @@ class LiveRun:
         story.step, story.epoch = step, int(record.get("start_epoch") or 0)
         story.windows.clear()
         story.resources = []
-        for curve in (story.loss_curve, story.top1_curve, story.rate_curve, story.cpu_curve, story.gpu_curve):
+        for curve in story.curves().values():
             curve.forget_after(step)
         ranks = record.get("world_size")
         story.events.append(Event(t, "start", f"{ranks} rank{'s' * (ranks != 1)} began at step {step}", False))
@@ -185,6 +193,7 @@ def _resources(story: Story, r: Json) -> None:
     step = int(r.get("step") or story.step)
     _add_known(story.cpu_curve, step, [x.cpu_percent for x in story.resources])
     _add_known(story.gpu_curve, step, [x.gpu_percent for x in story.resources])
+    _add_known(story.memory_curve, step, [(x.rss_bytes + x.loaders_rss_bytes) / 1e9 for x in story.resources])
 
 
 def _add_known(curve: Curve, step: int, values: Sequence[float]) -> None:

@@ -169,7 +169,10 @@
       const u = r.resources, own = u.rss_bytes ?? r.memory_bytes;
       const memory = bytes(own) + (u.loaders_rss_bytes ? ` + ${bytes(u.loaders_rss_bytes)}` : "");
       const gpu = gpus ? [percent(u.gpu_percent, 1), u.gpu_memory_bytes == null ? "–" : `${bytes(u.gpu_memory_bytes)} of ${bytes(u.gpu_memory_total_bytes)}`] : [];
-      return { cells: [String(r.rank), ...(hosts ? [r.host] : []), ...present.map((p) => percent(r.phases[p] || 0)), percent(u.cpu_percent, 1), memory, network(u), ...gpu] };
+      const name = element("span", null, { class: "rank" }), sample = element("i");
+      sample.style.background = `var(--r${r.rank % 8})`;
+      name.append(sample, String(r.rank));
+      return { cells: [name, ...(hosts ? [r.host] : []), ...present.map((p) => percent(r.phases[p] || 0)), percent(u.cpu_percent, 1), memory, network(u), ...gpu] };
     }));
   }
 
@@ -191,6 +194,7 @@
     chart("top1", s.curves.top1, ["eval"], { dots: true });
     chart("rate", s.curves.rate, ["forward"], { zero: true });
     chart("cpu", s.curves.cpu, colors, { zero: true });
+    chart("memory", s.curves.memory, colors, { zero: true });
     byId("gpu-figure").hidden = !s.curves.gpu.length;
     if (s.curves.gpu.length) chart("gpu", s.curves.gpu, colors, { zero: true });
     showRanks(s.ranks);
