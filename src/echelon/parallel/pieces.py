@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -23,6 +24,7 @@ from echelon.parallel.base import Placement
 from echelon.parallel.zero import DividedUpdate
 
 Run = tuple[int, int]
+Index = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ def _box(tensor: Tensor, placement: Placement) -> Box:
     layout, at = placement.layout, placement.coordinates
     copies = layout.fsdp * layout.tp
     first = {axis: at[axis] == 0 for axis in (Axis.FSDP, Axis.TP)}
-    indices = [torch.arange(size) for size in tensor.shape]
+    indices = [np.arange(size) for size in tensor.shape]
     by_axis = dict(_placements(tensor))
     for axis in (Axis.TP, Axis.FSDP):
         how = by_axis.get(axis)
@@ -241,20 +243,20 @@ def _placements(tensor: Tensor) -> Iterator[tuple[Axis, TensorPlacement]]:
             yield Axis(name), how
 
 
-def _chunk(index: Tensor, parts: int, count: int, at: int) -> Tensor:
+def _chunk(index: Index, parts: int, count: int, at: int) -> Index:
     """Cut each of `parts` equal parts in `count` chunks, as `torch.chunk` does, and take chunk `at` of each."""
     taken = []
-    for part in index.chunk(parts) if parts > 1 else [index]:
+    for part in np.split(index, parts):
         size = math.ceil(len(part) / count)
         taken.append(part[at * size : (at + 1) * size])
-    return torch.cat(taken)
+    return np.concatenate(taken)
 
 
-def _runs(index: Tensor) -> tuple[Run, ...]:
+def _runs(index: Index) -> tuple[Run, ...]:
     """Write ascending numbers as ranges without gaps."""
     if not len(index):
         return ((0, 0),)
-    breaks = (index.diff() != 1).nonzero().flatten().tolist()
+    breaks = np.flatnonzero(np.diff(index) != 1).tolist()
     starts = [0, *(b + 1 for b in breaks)]
     stops = [*(b + 1 for b in breaks), len(index)]
     return tuple((int(index[a]), int(index[b - 1]) + 1) for a, b in zip(starts, stops, strict=True))

@@ -1,29 +1,42 @@
 """What a layout needs of memory on each rank, before anything starts: predicted from model, batch and optimizer.
 
-Activations are what autograd keeps of a forward pass of two samples on the CPU, scaled to a rank's samples.
+Every kind of rank is rehearsed (see `rehearsal`); what replicas add to it, and optimizer state that they divide, is
+reckoned from its sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 
 from echelon.config import RunConfig
 from echelon.config.validate import check_world
+from echelon.core.axes import Axis
 from echelon.core.layout import Layout
 from echelon.data.base import DataInfo
 from echelon.models import ModelInput, build_model, hints_for
-from echelon.parallel.blocks import find_blocks
+from echelon.parallel.deferred import without_memory
 from echelon.parallel.pipeline.plan import StagePlan, plan_stages
 from echelon.parallel.pipeline.settings import PipelineSettings, microbatch_count
-from echelon.parallel.tensor.plan import placements_of, plan_tensor
-from echelon.train.layouts import read_cuts, read_tensor_plan
-from echelon.train.optim import build_optimizer
+from echelon.parallel.zero import divide
+from echelon.train.layouts import read_cuts
+from echelon.train.rehearsal import Peaks, Role, rehearse
 
-_SAMPLES = 2  # of the forward pass that is looked at
+_SAMPLES = 2  # of the forward pass by which a pipeline is cut
+_VALUES_MATTER = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 
 
 @dataclass(frozen=True)
@@ -31,92 +44,91 @@ class Memory:
     """Predicted bytes on one rank of each part of a pipeline (all other ranks of a stage have as much).
 
     Attributes:
-        gathered: parameters and gradients of a block that are whole while it computes (fsdp).
         averages: the moving average of the weights.
+        activations: most at any time of what forward keeps for backward, of blocks that are whole while they compute,
+            and of temporaries.
+        peak: most at any time of all of them: the last activations have gone when the last gradient comes.
     """
 
     parameters: int
     gradients: int
     optimizer: int
     buffers: int
-    gathered: int
     averages: int
     activations: int
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return sum(getattr(self, item.name) for item in fields(self))
+    peak: int
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The stages of the pipeline (none without), and the memory of a rank of each."""
+    """The stages of the pipeline (none without), the memory of a rank of each, or why it cannot be told."""
 
     stages: tuple[StagePlan, ...]
     memory: tuple[Memory, ...]
+    unknown: str = ""
 
 
-def forecast(config: RunConfig, info: DataInfo, ranks: int) -> Forecast:
+def forecast(config: RunConfig, info: DataInfo, ranks: int, own: nn.Module | None = None) -> Forecast:
     """Predict the memory of each rank.
+
+    Args:
+        own: the caller's model, in place of the described one; it may be on the meta device.
 
     Raises:
         UserError: the model cannot be built, or not be split as described.
     """
     layout = check_world(config, ranks)
-    model = build_model(config.model, ModelInput(len(info.classes), info.channels, info.image_size))
+    model = own or _build(config, info, layout)
     example = torch.randn(_SAMPLES, info.channels, info.image_size, info.image_size)
-    samples = config.data.batch_size // (layout.dp * layout.fsdp) // config.training.accumulate
-    stages = _stages(config, layout, model, example, samples)
-    share = _shares(config, layout, model)
-    moments = _moments(config)
-    activations = _kept_per_sample(model, example) * _samples_at_once(config, layout, max(1, samples), stages)
-    known = _Known(share, moments, activations)
-    return Forecast(stages, tuple(_memory(config, layout, model, names, known) for names in _owned(stages, layout)))
+    samples = max(1, config.data.batch_size // (layout.dp * layout.fsdp))
+    stages = _stages(config, layout, model, example, samples // config.training.accumulate)
+    cuts = tuple(stage.steps[0].name for stage in stages[1:])
+    alone = replace(layout, sizes={**layout.sizes, Axis.DP: 1}, zero1=False)
+    try:
+        peaks = [rehearse(config, info, model, Role(alone, rank, cuts), samples) for rank in range(layout.pp)]
+    except _VALUES_MATTER as error:
+        return Forecast(stages, (), f"{type(error).__name__}: {' '.join(str(error).split())[:100]}")
+    return Forecast(stages, tuple(_memory(layout, each) for each in peaks))
 
 
-@dataclass(frozen=True)
-class _Known:
-    """Of each parameter by id the part that a tensor-parallel rank has, moments per number, bytes of activations."""
+def _build(config: RunConfig, info: DataInfo, layout: Layout) -> nn.Module:
+    """Build the model; where it is to be split, without memory, as ranks do: it may be larger than one process's."""
+    described = replace(config.model, weights="")
+    shapes = ModelInput(len(info.classes), info.channels, info.image_size)
+    if not layout.splits or ":" in described.name:
+        return build_model(described, shapes)
+    with without_memory():
+        return build_model(described, shapes)
 
-    share: Mapping[int, float]
-    moments: float
-    activations: float
 
-
-def _memory(config: RunConfig, layout: Layout, model: nn.Module, names: Sequence[str], known: _Known) -> Memory:
-    """Predict for the ranks that have what is called `names`."""
-
-    def here(name: str) -> bool:
-        return any(not each or name == each or name.startswith(f"{each}.") for each in names)
-
-    parameters = {n: p for n, p in model.named_parameters() if here(n)}
-    whole = {n: round(p.nbytes * known.share[id(p)]) for n, p in parameters.items()}
-    held = sum(-(-size // layout.fsdp) for size in whole.values())
-    buffers = sum(b.nbytes for n, b in model.named_buffers() if here(n))
-    gathered = 0
-    if layout.fsdp > 1:
-        blocks = find_blocks(model, hints_for(model))
-        sizes = {block: sum(s for n, s in whole.items() if n.startswith(f"{block}.")) for block in blocks}
-        root = sum(whole.values()) - sum(sizes.values())
-        gathered = 2 * (root + max(sizes.values(), default=0))
-    total = sum(p.nbytes for p in model.parameters())
+def _memory(layout: Layout, found: Peaks) -> Memory:
+    """Add what replicas have beyond a single one: all of the time a place for the gradients that they reduce (DDP)."""
+    gradients, optimizer = sum(found.gradients), found.optimizer
+    working = found.without_gradients - found.held - found.optimizer
+    peak = found.peak
+    if layout.zero1:
+        optimizer, sent = _divided(found, layout.dp)
+        before = found.without_gradients - found.optimizer + optimizer + gradients
+        peak = max(before, found.held + gradients + optimizer + sent)
+    elif layout.dp > 1:
+        peak = (found.peak if layout.splits else found.without_gradients) + gradients
     return Memory(
-        parameters=held,
-        gradients=held,
-        optimizer=round(held * known.moments / (layout.dp if layout.zero1 else 1)),
-        buffers=buffers,
-        gathered=gathered,
-        averages=held + buffers if config.training.ema else 0,
-        activations=round(known.activations * sum(p.nbytes for p in parameters.values()) / total),
+        parameters=found.parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        buffers=found.buffers,
+        averages=found.held - found.parameters - found.buffers,
+        activations=max(0, working),
+        peak=peak,
     )
 
 
-def _owned(stages: Sequence[StagePlan], layout: Layout) -> list[list[str]]:
-    """Return the names of what each rank of the pipeline has; everything without one."""
-    if not stages:
-        return [[""]]
-    return [[n for s in stages if s.rank == rank for step in s.steps for n in step.owns] for rank in range(layout.pp)]
+def _divided(found: Peaks, replicas: int) -> tuple[int, int]:
+    """Return the most that a replica has of the optimizer's state, and of parameters that it sends, when divided."""
+    owners = divide(found.gradients, replicas)
+    shares = [sum(s for s, o in zip(found.gradients, owners, strict=True) if o == each) for each in range(replicas)]
+    total = max(1, sum(found.gradients))
+    return round(found.optimizer * max(shares) / total), max(shares)
 
 
 def _stages(
@@ -124,60 +136,7 @@ def _stages(
 ) -> tuple[StagePlan, ...]:
     if layout.pp == 1:
         return ()
-    settings = _pipeline(config, layout, samples)
+    settings = PipelineSettings(layout.schedule, layout.microbatches, read_cuts(config.strategy.cuts), samples)
     stages = plan_stages(model, hints_for(model), settings, layout.pp, example)
     microbatch_count(settings, layout.pp, len(stages))
     return stages
-
-
-def _pipeline(config: RunConfig, layout: Layout, samples: int) -> PipelineSettings:
-    cuts = read_cuts(config.strategy.cuts)
-    return PipelineSettings(layout.schedule, layout.microbatches, cuts, samples)
-
-
-def _shares(config: RunConfig, layout: Layout, model: nn.Module) -> dict[int, float]:
-    """Return which part of each parameter a tensor-parallel rank has, by the parameter's id."""
-    shares = {id(p): 1.0 for p in model.parameters()}
-    if layout.tp > 1:
-        own = read_tensor_plan(config.strategy.tensor_plan)
-        plan = plan_tensor(model, layout.tp, hints_for(model), own, layout.sequence)
-        shares |= {key: 1 / layout.tp for key, how in placements_of(model, plan).items() if not how.is_replicate()}
-    return shares
-
-
-def _moments(config: RunConfig) -> float:
-    """Return how many numbers the optimizer keeps per number of a parameter, from one step on a small matrix."""
-    probe = nn.Linear(8, 8, bias=False)
-    optimizer = build_optimizer(probe, config.optimizer, config.data.batch_size)
-    probe(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
-    kept = optimizer.state[probe.weight].values()
-    return sum(value.numel() for value in kept if isinstance(value, Tensor) and value.ndim) / probe.weight.numel()
-
-
-def _kept_per_sample(model: nn.Module, example: Tensor) -> float:
-    """Return the bytes per sample that autograd keeps of a forward pass, parameters apart."""
-    own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        held.append(tensor)
-        return tensor
-
-    held: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model(example)
-    del output
-    return sum(kept.values()) / len(example)
-
-
-def _samples_at_once(config: RunConfig, layout: Layout, samples: int, stages: Sequence[StagePlan]) -> float:
-    """Return of how many samples activations are kept at a time: in a pipeline, of the micro-batches under way."""
-    if layout.pp == 1:
-        return samples
-    count = microbatch_count(_pipeline(config, layout, samples), layout.pp, len(stages))
-    under_way = count if layout.schedule in ("gpipe", "looped_bfs") else min(count, len(stages))
-    return -(-samples // count) * under_way

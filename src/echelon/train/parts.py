@@ -113,7 +113,8 @@ def build_whole(config: RunConfig, info: DataInfo, world: World, own: nn.Module 
     model = own or build_model(config.model, ModelInput(len(info.classes), info.channels, info.image_size))
     if config.model.sync_batchnorm and world.data_group is not None and not _is_split(world):
         model = convert_sync_batchnorm(model, world.data_group)
-    model = model.to(world.device)
+    if any(tensor.device != world.device for tensor in (*model.parameters(), *model.buffers())):
+        model = model.to(world.device)  # not else: tensors without data, as in a rehearsal, cannot be moved at all
     if config.training.precision == "fp8":
         model = to_fp8(model, world.device)
     sharded = world.placed is not None and world.placed.layout.fsdp > 1  # rows of parameters must be contiguous

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from echelon.core.errors import UserError
@@ -34,7 +35,7 @@ class Skeleton:
     """All stages of a model without their data, made before it is split; every rank has one."""
 
     def __init__(self, model: nn.Module, stages: Stages, device: torch.device) -> None:
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = detect_fake_mode(list(model.parameters())) or FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
         self._name = type(model).__name__
         with self._mode:

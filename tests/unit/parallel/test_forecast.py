@@ -1,0 +1,81 @@
+"""The forecast of memory: a step rehearsed without data, without processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from echelon.config import build
+from echelon.data.base import DataInfo
+from echelon.models import ModelInput
+from echelon.models.builtin.small_vit import Size, SmallViT
+from echelon.train.forecast import Memory, forecast
+
+INFO = DataInfo("any", tuple("abcdefghij"), 3, 32, 64, 16, (8,) * 10)
+SIZE = Size(depth=3, width=128, heads=4, hidden=512)
+
+
+def predict(parallel: str, ranks: int, model: nn.Module | None = None, **settings: Any) -> tuple[Memory, ...]:
+    given = {"strategy.parallel": parallel, "optimizer.name": "adamw", "data.batch_size": 16}
+    given |= {name.replace("__", "."): value for name, value in settings.items()}
+    with torch.device("meta"):
+        whole = model or SmallViT(ModelInput(10, 3, 32), SIZE)
+    found = forecast(build(None, given).config, INFO, ranks, whole)
+    assert not dist.is_initialized() and not found.unknown
+    return found.memory
+
+
+def test_one_process_has_what_its_tensors_take() -> None:
+    (found,) = predict("dp=1", 1)
+    with torch.device("meta"):
+        bytes_ = sum(p.nbytes for p in SmallViT(ModelInput(10, 3, 32), SIZE).parameters())
+    assert found.parameters == found.gradients == bytes_
+    assert found.optimizer == pytest.approx(2 * bytes_, rel=0.01)
+    assert found.peak <= found.parameters + found.gradients + found.optimizer + found.buffers + found.activations
+    # A token's vectors: 2 norms, 3 of qkv, attention, 2 sums, 8 of the hidden layer before and after GELU.
+    kept = 16 * 64 * 128 * 4 * SIZE.depth * 16
+    assert kept < found.activations < 1.3 * kept
+
+
+def test_layouts_divide_what_they_divide() -> None:
+    (alone,) = predict("dp=1", 1)
+    (sharded,) = predict("fsdp=2", 2)
+    (divided,) = predict("dp=2,zero1", 2)
+    (tensor,) = predict("tp=2", 2)
+    first, last = predict("pp=2,microbatches=2", 2, strategy__cuts="blocks.1")
+    assert sharded.parameters == pytest.approx(alone.parameters / 2, rel=0.03)  # rank 0 has what is one row
+    assert sharded.optimizer == pytest.approx(alone.optimizer / 2, rel=0.03)
+    assert divided.optimizer == pytest.approx(alone.optimizer / 2, rel=0.1)
+    assert divided.parameters == alone.parameters
+    assert alone.activations / 2 < tensor.activations < 0.8 * alone.activations
+    assert first.parameters + last.parameters == alone.parameters
+    assert all(each.peak < alone.peak for each in (sharded, divided, tensor, first, last))
+
+
+def test_recomputing_keeps_less_and_averages_take_as_much_as_the_weights() -> None:
+    (alone,), (again,) = predict("dp=1", 1), predict("dp=1", 1, training__recompute="blocks")
+    assert again.activations < alone.activations / 2
+    (averaged,) = predict("dp=1", 1, training__ema=0.9)
+    assert averaged.averages == alone.parameters
+
+
+class Picky(nn.Module):
+    """Does what depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3 * 32 * 32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits."""
+        x = self.layer(x.flatten(1))
+        return x * 2 if x.sum().item() > 0 else x
+
+
+def test_a_model_to_which_values_matter_is_not_predicted() -> None:
+    found = forecast(build(None, {"strategy.parallel": "dp=1"}).config, INFO, 1, Picky())
+    assert not found.memory and "DataDependent" in found.unknown
