@@ -82,15 +82,21 @@ class Step:
 
     def _pipelined(self, pipeline: Pipeline, inputs: Tensor, targets: Tensor, sizes: tuple[int, int]) -> StepResult:
         """Let the pipeline run each part of the batch, in micro-batches of its own; `sizes`: divisor, global batch."""
-        self._clock.enter(Phase.BACKWARD)
+        self._clock.enter(Phase.COMMUNICATE)
         count = self._settings.accumulate
         zero = torch.zeros((), device=self._settings.device)
         result = StepResult(zero, zero.clone(), len(targets))
         for part, wanted in zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True):
-            done = pipeline.forward_backward(part, wanted, sizes[0], self._scaler.scale)
+            with pipeline.telling(self._pipeline_computes):
+                done = pipeline.forward_backward(part, wanted, sizes[0], self._scaler.scale)
             result.loss = result.loss + done.loss * (sizes[0] / sizes[1])
             result.correct = result.correct + done.correct
         return result
+
+    def _pipeline_computes(self, kind: str | None) -> None:
+        """Count what is between computations as communication: a stage sends, or waits for what others send."""
+        phase = Phase.COMMUNICATE if kind is None else Phase.FORWARD if kind == "forward" else Phase.BACKWARD
+        self._clock.enter(phase)
 
     def _micro_batch(self, sync: Sync, inputs: Tensor, targets: Tensor, divisor: int, result: StepResult) -> Tensor:
         self._clock.enter(Phase.FORWARD)

@@ -6,7 +6,8 @@ That would enter BatchNorm's statistics, so with BatchNorm such a batch goes in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from echelon.parallel.pipeline.plan import StagePlan, plan_stages
 from echelon.parallel.pipeline.settings import PipelineResult, PipelineSettings, microbatch_count, schedule_class
 from echelon.parallel.pipeline.shapes import Boundary, Skeleton
 from echelon.parallel.pipeline.stage import make_stage, set_types
-from echelon.parallel.pipeline.timeline import Action, RecordedStage, Recorder
+from echelon.parallel.pipeline.timeline import Action, Kind, RecordedStage, Recorder
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Scale = Callable[[Tensor], Tensor]
@@ -136,6 +137,15 @@ class Pipeline(nn.Module):
         """Return logits as `forward` does."""
         return self.forward(inputs)
 
+    @contextmanager
+    def telling(self, on_change: Callable[[Kind | None], None]) -> Iterator[None]:
+        """Say inside the block what begins: a computation, or with None what is between computations."""
+        before, self._recorder.on_change = self._recorder.on_change, on_change
+        try:
+            yield
+        finally:
+            self._recorder.on_change = before
+
     def _boundaries(self, inputs: Tensor, training: bool) -> tuple[Boundary, ...]:
         return self._skeleton.boundaries(inputs.shape, inputs.dtype, self._settings.types(training))
 
@@ -183,7 +193,10 @@ class Pipeline(nn.Module):
         return kind(stages[0] if single else stages, n_microbatches=count, loss_fn=loss, scale_grads=False)
 
     def _micro_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return self._job.loss_of(logits, targets)
+        self._recorder.on_change("forward")
+        loss = self._job.loss_of(logits, targets)
+        self._recorder.on_change(None)
+        return loss
 
 
 class _Job:

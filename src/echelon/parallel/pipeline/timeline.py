@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -35,7 +35,11 @@ class Action:
 
 
 class Recorder:
-    """Takes the times of this rank's actions while `recording`; on a GPU by events, which wait for nothing."""
+    """Takes the times of this rank's actions while `recording`; on a GPU by events, which wait for nothing.
+
+    Attributes:
+        on_change: told, in every step, what begins: a computation, or with None what is between computations.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -43,6 +47,7 @@ class Recorder:
         self._began: Any = None
         self._began_s = 0.0
         self.recording = False
+        self.on_change: Callable[[Kind | None], None] = _ignore
 
     def start(self) -> None:
         """Begin a step."""
@@ -54,12 +59,12 @@ class Recorder:
     @contextmanager
     def action(self, stage: int, microbatch: int, kind: Kind) -> Iterator[None]:
         """Surround a computation."""
-        if not self.recording:
-            yield
-            return
-        began = self._mark()
+        began = self._mark() if self.recording else None
+        self.on_change(kind)
         yield
-        self._rows.append((stage, microbatch, KINDS.index(kind), began, self._mark()))
+        self.on_change(None)
+        if self.recording:
+            self._rows.append((stage, microbatch, KINDS.index(kind), began, self._mark()))
 
     def finish(self, group: dist.ProcessGroup) -> list[Action]:
         """End the step; return the actions of all ranks, on each of them, by rank and time."""
@@ -91,6 +96,10 @@ class Recorder:
         if self._device.type != "cuda":
             return float(mark - self._began)
         return float(self._began.elapsed_time(mark)) / 1000
+
+
+def _ignore(kind: Kind | None) -> None:
+    """Nobody wants to know."""
 
 
 def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> list[torch.Tensor]:
