@@ -25,6 +25,12 @@ from echelon.train.precision import set_numerics
 from echelon.train.stop import stop_on_signals
 from echelon.train.world import join_world
 
+_NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")
+_LESS_MEMORY = (
+    "divide the model with --parallel fsdp=N, tp=N or pp=N, or use --recompute blocks or a smaller --batch-size; "
+    "--dry-run predicts what each rank needs"
+)
+
 
 def run_worker(folder: str, given: Given | None = None) -> str:
     """Train one rank in a process of the launcher's; returns `completed` or `stopped`.
@@ -115,6 +121,9 @@ def _one_line(error: BaseException) -> str:
     where = ", ".join(getattr(error, "__notes__", []))
     said = " ".join(str(error).split()).partition(" This is typically caused by")[0]  # gloo's guesses help nobody
     text = f"{type(error).__name__}: {said}"[:400]
+    if isinstance(error, MemoryError) or any(words in said.lower() for words in _NO_MEMORY):
+        short = text.partition(" Error code")[0][:200]
+        text = f"out of memory ({short}): {_LESS_MEMORY}"
     return f"{text} ({where})" if where else text
 
 
