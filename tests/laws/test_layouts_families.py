@@ -1,0 +1,89 @@
+"""Law 1 for model families: split in two ways at once, tensor parallelism one of them, they train as one process."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from echelon.config import build
+from echelon.data.base import Batch, DataInfo, Shard
+from echelon.data.order import local_part
+from echelon.observe.phases import HostClock
+from echelon.train.parts import Work, build_parts
+from echelon.train.state import seed_everything
+from echelon.train.step import Step, StepSettings
+from tests.laws.test_tensor_parallel import CASES, CLASSES, example
+from tests.ranks.layouts import Held, assemble, held, loss_sum, make_world
+from tests.ranks.spawn import Rank, run_ranks
+
+STEPS = 4
+FAMILIES = ("timm_vit", "timm_convnext", "timm_resnet", "timm_resnet_bottleneck", "torchvision_resnet",
+            "small_gpt_untied", "small_vit", "resnet20")  # fmt: skip
+LAYOUTS = ("fsdp=2,tp=2", "pp=2,tp=2,microbatches=1", "dp=2,tp=2")
+INFO = DataInfo("any", tuple("abcdefgh"), 1, 8, 64, 16, (8,) * CLASSES)
+SETTINGS: Mapping[str, Any] = {"optimizer.name": "momentum", "optimizer.lr": 0.02, "data.batch_size": 4}
+
+Found = tuple[list[float], dict[str, Held]]
+
+
+def train(rank: Rank | None, name: str, layout: str) -> Found:
+    """Train a family in a layout; returns the losses of the global batches, and what this rank holds at the end."""
+    described = {**SETTINGS, "strategy.parallel": layout, "model.sync_batchnorm": "resnet" in name}
+    config = build(None, described).config
+    world = make_world(config, rank)
+    seed_everything(1)
+    model = CASES[name]().double()
+    for parameter in model.parameters():  # no zero may hide a branch
+        torch.nn.init.normal_(parameter.data, std=0.1) if not parameter.any() else None
+    inputs, targets = example(name)
+    clock = HostClock()
+    parts = build_parts(config, Work(INFO, loss_sum, model, inputs[:2]), world, clock)
+    step = Step(loss_sum, StepSettings(world.device, None, 1, 0.0, False), clock, parts.scaler, parts.split)
+    own = torch.from_numpy(local_part(np.arange(len(inputs)), Shard(world.data_rank, world.data_size)))
+    losses = []
+    for number in range(STEPS):
+        result = step.forward_backward(Batch(inputs[own], targets[own], len(inputs), number), parts.sync)
+        loss = result.loss.double() * world.counts
+        if world.group is not None:
+            torch.distributed.all_reduce(loss)
+        losses.append(float(loss))
+        parts.sync.step()
+    parts.sync.close()
+    return losses, held(parts)
+
+
+def attempt(rank: Rank, names: Sequence[str], layout: str) -> dict[str, Found | str]:
+    """Train all families; one that fails says so under its own name, and the others run on."""
+    found: dict[str, Found | str] = {}
+    for name in names:
+        try:
+            found[name] = train(rank, name, layout)
+        except Exception:  # noqa: BLE001 - the test shows it
+            found[name] = traceback.format_exc()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_families_in_two_ways_at_once_are_one_process(layout: str) -> None:
+    ranks = run_ranks(attempt, 4, FAMILIES, layout, timeout_s=350)
+    failed = {}
+    for name in FAMILIES:
+        found = [rank[name] for rank in ranks]
+        texts = [each for each in found if isinstance(each, str)]
+        if texts:
+            failed[name] = texts[0][-600:]
+            continue
+        losses, parameters = train(None, name, "dp=1")
+        whole, expected = assemble([each[1] for each in found]), assemble([parameters])  # type: ignore[misc]
+        worst = max(np.abs(np.subtract(each[0], losses)).max() for each in found)
+        off = max(float(np.abs(whole[n] - expected[n]).max()) for n in expected if not n.endswith("_tracked"))
+        if worst > 1e-9 or off > 1e-9:
+            failed[name] = f"losses differ by {worst}, state by {off}"
+    assert not failed, "\n\n".join(f"{name}: {text}" for name, text in failed.items())
