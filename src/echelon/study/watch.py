@@ -55,7 +55,8 @@ class StudyWatch:
         if is_held(self.path) is True:
             return Standing("running", "", False)
         if over == len(self.states) and all(s.status != "stopped" for s in self.states):
-            return Standing("completed", f"{len(bad)} runs were refused or failed" if bad else "", True)
+            said = f"{len(bad)} run{'s were' if len(bad) > 1 else ' was'} refused or failed"
+            return Standing("completed", said if bad else "", True)
         if any(s.status == "running" for s in self.states):
             return Standing("running", "", False)
         return Standing("stopped", f"continue with: echelon compare --run {self.path}", True)
