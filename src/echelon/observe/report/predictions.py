@@ -86,9 +86,10 @@ def predict(record: RunRecord, timing: Timing | None) -> list[Prediction]:
 
 
 def pick_ways(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """Return what is said in a sentence: changes of one setting, the mildest two and the strongest three."""
-    single = sorted((p for p in predictions if len(p.settings) == 1), key=lambda p: p.saves)
-    return single if len(single) <= 5 else single[:2] + single[-3:]
+    """Return what a sentence names: the mildest two and the strongest three, of one setting where there are such."""
+    single = [p for p in predictions if len(p.settings) == 1] or predictions
+    by_saving = sorted(single, key=lambda p: p.saves)
+    return by_saving if len(by_saving) <= 5 else by_saving[:2] + by_saving[-3:]
 
 
 def _then_s(timing: Timing, communication: Communication, latency_s: float, ways: tuple[_Way, _Way]) -> float:
