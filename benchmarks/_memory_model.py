@@ -14,5 +14,5 @@ def small(data: ModelInput) -> Any:
 
 
 def large(data: ModelInput) -> Any:
-    """Build a ViT of 30 M parameters."""
-    return SmallViT(data, Size(depth=6, width=640, heads=8, hidden=2560))
+    """Build a ViT of 59 M parameters."""
+    return SmallViT(data, Size(depth=12, width=640, heads=8, hidden=2560))

@@ -1,6 +1,6 @@
 """Samples/s of each layout on two processes, against one process and a hand-written script of the same torch parts.
 
-    python -m benchmarks.layouts [--windows 5] [--steps 8] [--only dp fsdp zero1 tp pp]
+    python -m benchmarks.layouts [--windows 4] [--steps 6] [--only dp fsdp zero1 tp pp]
 
 A small ViT, the same samples in memory, one thread a process, SGD with momentum, the same global batch. One process,
 the script and Echelon are alive at once; a window of steps is granted to one at a time, in turn.
@@ -185,8 +185,8 @@ def render() -> str:
 def main() -> None:
     """Measure, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--windows", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--only", nargs="+", default=list(PARALLEL), choices=list(PARALLEL))
     parser.add_argument("--print", action="store_true", help="leave RESULTS.md and the raw results as they are")
     parser.add_argument("--render", action="store_true", help="the table again, from the raw results")

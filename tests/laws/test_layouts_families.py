@@ -81,7 +81,7 @@ def test_families_in_two_ways_at_once_are_one_process(layout: str) -> None:
             failed[name] = texts[0][-600:]
             continue
         losses, parameters = train(None, name, "dp=1")
-        whole, expected = assemble([each[1] for each in found]), assemble([parameters])  # type: ignore[misc]
+        whole, expected = assemble([each[1] for each in found]), assemble([parameters])
         worst = max(np.abs(np.subtract(each[0], losses)).max() for each in found)
         off = max(float(np.abs(whole[n] - expected[n]).max()) for n in expected if not n.endswith("_tracked"))
         if worst > 1e-9 or off > 1e-9:

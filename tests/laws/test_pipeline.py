@@ -118,7 +118,10 @@ def run_case(case: Case, mesh: Any) -> tuple[list[tuple[float, int]], dict[str, 
     model = make(case)
     settings = PipelineSettings(case.schedule, case.microbatches, case.cuts)
     pipeline = Pipeline(model, hints_for(model), mesh, settings, loss_of, batch(case, 0, 2)[0])
-    losses = train(case, pipeline, pipeline.forward_backward)
+    told: list[str | None] = []
+    with pipeline.telling(told.append):
+        losses = train(case, pipeline, pipeline.forward_backward)
+    assert None in told and "forward" in told and len(set(told)) > 2, f"{case}: computations were {set(told)}"
     state = {name: tensor for stage in pipeline.stage_modules for name, tensor in stage.state_dict().items()}
     pipeline.eval()
     assert len(pipeline.timelines) == 2 or len(case.sizes) * case.accumulate < 4
