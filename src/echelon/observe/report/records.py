@@ -120,6 +120,11 @@ class RunRecord:
         """Marks of one kind: start, event, checkpoint or end."""
         return [m for m in self.marks if m.kind == kind]
 
+    @property
+    def served(self) -> bool:
+        """Whether servers held the parameters: what workers wait for is then they."""
+        return any(str(m.details.get("backend")) == "zmq" for m in self.of_kind("start"))
+
     def setting(self, section: str, key: str) -> Any:
         """One value of the config, or None."""
         part = self.config.get(section)

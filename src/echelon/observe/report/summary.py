@@ -56,6 +56,7 @@ class Summary:
     slow_steps: tuple[SlowStep, ...]
     communication: Communication | None
     waterfall: Waterfall | None
+    served: bool
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `summary.json`; NaN and infinity become null."""
@@ -133,6 +134,7 @@ def summarise(record: RunRecord) -> Summary:
         slow_steps=tuple(find_slow_steps(record, timing)),
         communication=timing.communication if timing else None,
         waterfall=waterfall,
+        served=record.served,
     )
 
 

@@ -15,7 +15,7 @@ def waterfall_table(record: RunRecord, summary: Summary) -> Table | None:
     waterfall = summary.waterfall
     if waterfall is None:
         return None
-    head = ["rank", *(part_name(name, is_served(record)) for name in waterfall.parts), "wall time"]
+    head = ["rank", *(part_name(name, record.served) for name in waterfall.parts), "wall time"]
     rows = [
         [str(r), *(f"{seconds[r]:.2f}" for seconds in waterfall.parts.values()), f"{waterfall.wall_s:.2f}"]
         for r in range(waterfall.ranks)
@@ -56,11 +56,6 @@ def slow_step_table(summary: Summary) -> Table | None:
         return None
     rows = [[str(s.step), format_seconds(s.seconds), format_seconds(s.median_s), s.cause] for s in summary.slow_steps]
     return Table("Steps that took over 3 times the median", ["step", "took", "median then", "cause"], rows)
-
-
-def is_served(record: RunRecord) -> bool:
-    """Whether servers held the parameters."""
-    return any(str(m.details.get("backend")) == "zmq" for m in record.of_kind("start"))
 
 
 def communication_words(summary: Summary) -> list[str]:

@@ -77,7 +77,11 @@ def _bound(s: Summary) -> list[str]:
             f"others, mostly in {slow.phase}; they wait for it, {share} of a step of {step} is lost."
         ]
     else:
-        names = {"input": "The input", "compute": "Computing", "communication": "Communication"}
+        names = {
+            "input": "The input",
+            "compute": "Computing",
+            "communication": "Waiting for servers" if s.served else "Communication",
+        }
         words = [f"{names.get(s.bound.kind, 'What is in no phase')} bounds this run: {share} of a step of {step}."]
         words += _rank_words(s)
     return words + _slow_steps(s)

@@ -28,7 +28,6 @@ from echelon.observe.report.tables import (
 from echelon.observe.report.tables_time import (
     communication_words,
     critical_table,
-    is_served,
     prediction_table,
     slow_step_table,
     waterfall_table,
@@ -65,7 +64,7 @@ def render_run(record: RunRecord, summary: Summary) -> str:
     """The page of one run as HTML."""
     timing = measure(record)
     timeline = timeline_chart(record)
-    waterfall = waterfall_chart(summary.waterfall, is_served(record))
+    waterfall = waterfall_chart(summary.waterfall, record.served)
     sections = {
         "learning": learning_charts(record),
         "evaluation": evaluation_charts(record),
