@@ -58,8 +58,8 @@ class Tally:
             row[i] += float(seconds)
         self.memory[worker] = int(info["memory_bytes"])
         self.sent_bytes += int(info["sent_bytes"])
-        if row := info.get("resources"):
-            self.resources[worker] = [float(v) for v in row[: len(NAMES)]]
+        if own := info.get("resources"):
+            self.resources[worker] = [float(v) for v in own[: len(NAMES)]]
 
     def due(self, now_s: float) -> bool:
         """Whether it is time to close the window."""
