@@ -1,0 +1,38 @@
+"""Where a real run's wall time goes: the law that its parts are the whole, and what its end says of other ways."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from echelon.observe.report import load_run, summarise
+from echelon.observe.report.waterfall import TOLERANCE
+from tests.ranks.runs import SMALL, Runs
+
+WAYS = {"bf16", "int8", "sign", "topk(density=0.01)", "powersgd(rank=2)", "local(period=8)", "diloco(period=20)"}
+
+
+def test_phases_and_pauses_of_each_rank_are_the_wall_time(tmp_path: Path) -> None:
+    options = ["--model", "mlp", "--epochs", "6", "--workers", "2", "--checkpoint-every", "20", *SMALL]
+    with Runs(tmp_path) as runs:
+        run = runs.start("train", "digits", *options, folder="timed")
+        assert run.end() == 0, run.text()
+        record = load_run(run.folder)
+        said = run.text()
+    summary = summarise(record)
+    waterfall = summary.waterfall
+    assert waterfall is not None and waterfall.ranks == 2
+    assert waterfall.missing <= TOLERANCE, waterfall
+    training = sum(sum(s) for name, s in waterfall.parts.items() if name not in ("start", "end", "not accounted for"))
+    lost = sum(abs(s) for s in waterfall.parts["not accounted for"])
+    assert lost <= 0.1 * training, "the law must not hold by the start's length alone"
+    assert all(s > 0 for s in waterfall.parts["evaluation"])
+    communication = summary.communication
+    assert communication is not None and communication.by_step and communication.timed
+    assert sum(communication.critical) == pytest.approx(1)
+    assert {p.label for p in summary.predictions} >= WAYS
+    stored = json.loads((run.folder / "summary.json").read_text())
+    assert stored["predictions"][0]["gain"] > 0
+    assert "completed; report:" in said
