@@ -54,8 +54,8 @@ SHARE = 0.8  # of the training state of one process that the limit leaves
 
 def read_case(text: str) -> Case:
     """Read MODEL:LAYOUT:OPTIMIZER[:RECOMPUTE]."""
-    model, parallel, optimizer, *recompute = text.split(":")
-    return Case(model, parallel, optimizer, *recompute[:1])
+    model, parallel, optimizer, recompute = (*text.split(":"), "none")[:4]
+    return Case(model, parallel, optimizer, recompute)
 
 
 def peaks_of(case: Case) -> tuple[list[int], tuple[str, ...]]:
@@ -170,6 +170,7 @@ def _data_megabytes(pid: int) -> int:
 def state_megabytes() -> int:
     """Return what a training with AdamW has of the large model beside activations: four numbers a parameter."""
     import torch
+
     from benchmarks._memory_model import large
     from echelon.models import ModelInput
 

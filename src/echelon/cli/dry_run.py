@@ -59,3 +59,6 @@ def _show_layout(console: Console, config: RunConfig, ranks: int) -> None:
             f"predicted memory per rank{of}: {format_bytes(memory.peak)} at its peak ({', '.join(kinds[:-1])})",
             highlight=False,
         )
+    strategy = config.strategy
+    if (strategy.sync, strategy.compression) != ("allreduce", "none"):
+        console.print("what --sync and --compression keep between steps comes on top of it", highlight=False)

@@ -21,6 +21,7 @@ from echelon.config import RunConfig
 from echelon.config.validate import check_world
 from echelon.core.axes import Axis
 from echelon.core.layout import Layout
+from echelon.core.spec import parse_spec
 from echelon.data.base import DataInfo
 from echelon.models import ModelInput, build_model, hints_for
 from echelon.parallel.deferred import without_memory
@@ -88,7 +89,8 @@ def forecast(config: RunConfig, info: DataInfo, ranks: int, own: nn.Module | Non
         peaks = [rehearse(config, info, model, Role(alone, rank, cuts), samples) for rank in range(layout.pp)]
     except _VALUES_MATTER as error:
         return Forecast(stages, (), f"{type(error).__name__}: {' '.join(str(error).split())[:100]}")
-    return Forecast(stages, tuple(_memory(layout, each) for each in peaks))
+    in_backward = parse_spec(config.strategy.sync).name == "allreduce"
+    return Forecast(stages, tuple(_memory(layout, each, in_backward) for each in peaks))
 
 
 def _build(config: RunConfig, info: DataInfo, layout: Layout) -> nn.Module:
@@ -101,8 +103,12 @@ def _build(config: RunConfig, info: DataInfo, layout: Layout) -> nn.Module:
         return build_model(described, shapes)
 
 
-def _memory(layout: Layout, found: Peaks) -> Memory:
-    """Add what replicas have beyond a single one: all of the time a place for the gradients that they reduce (DDP)."""
+def _memory(layout: Layout, found: Peaks, in_backward: bool) -> Memory:
+    """Add what replicas have beyond a single one: all of the time a place for the gradients that they reduce (DDP).
+
+    Args:
+        in_backward: whether replicas reduce gradients at all, in every step.
+    """
     gradients, optimizer = sum(found.gradients), found.optimizer
     working = found.without_gradients - found.held - found.optimizer
     peak = found.peak
@@ -110,7 +116,7 @@ def _memory(layout: Layout, found: Peaks) -> Memory:
         optimizer, sent = _divided(found, layout.dp)
         before = found.without_gradients - found.optimizer + optimizer + gradients
         peak = max(before, found.held + gradients + optimizer + sent)
-    elif layout.dp > 1:
+    elif layout.dp > 1 and in_backward:
         peak = (found.peak if layout.splits else found.without_gradients) + gradients
     return Memory(
         parameters=found.parameters,

@@ -152,8 +152,7 @@ def rehearse(config: RunConfig, info: DataInfo, model: nn.Module, role: Role, sa
         model: the whole one, on any device; it stays as it is.
         samples: of this rank, in one optimizer step.
     """
-    config = replace(config, strategy=replace(config.strategy, cuts=",".join(role.cuts), sync="allreduce",
-                                              compression="none", collective="auto"))  # fmt: skip
+    config = _alone(config, role)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     counter = Counter()
     with _world(role) as world, torch.random.fork_rng(), real_meshes(), mode:
@@ -170,12 +169,14 @@ def rehearse(config: RunConfig, info: DataInfo, model: nn.Module, role: Role, sa
         step = Step(work.loss, settings, clock, parts.scaler, parts.split)
         held = _see_held(counter, parts)
         batch = _batch(info, samples, role.layout)
+        steps = STEPS
+        if parts.split is not None and parts.split.pipeline is not None:
+            _take(step, batch, parts)  # also runs the whole model for shapes between stages: without real memory
+            _see_optimizer(counter, parts)
+            steps -= 1
         with counter, counter.resizing():
-            for _ in range(STEPS):
-                step.forward_backward(batch, parts.sync)
-                parts.sync.step()
-                if parts.ema:
-                    parts.ema.update(parts.held)
+            for _ in range(steps):
+                _take(step, batch, parts)
         optimizer = sum(_bytes(state) for state in parts.optimizer.state.values())
         return Peaks(
             held,
@@ -186,6 +187,23 @@ def rehearse(config: RunConfig, info: DataInfo, model: nn.Module, role: Role, sa
             peak=counter.peak,
             without_gradients=counter.without_gradients,
         )
+
+
+def _alone(config: RunConfig, role: Role) -> RunConfig:
+    """Leave out what acts between replicas, what a CPU does not have, and scaling, which looks at values.
+
+    8-bit layers and float16 train as bfloat16.
+    """
+    strategy = replace(
+        config.strategy, cuts=",".join(role.cuts), sync="allreduce", compression="none", collective="auto"
+    )
+    precision = "bf16" if config.training.precision in ("fp8", "fp16") else config.training.precision
+    return replace(
+        config,
+        strategy=strategy,
+        model=replace(config.model, compile=False),
+        training=replace(config.training, precision=precision),
+    )
 
 
 def without_data(model: nn.Module, device: torch.device) -> nn.Module:
@@ -208,6 +226,20 @@ def _see_held(counter: Counter, parts: RunParts) -> int:
         if parameter.requires_grad and not isinstance(parameter, DTensor):
             parameter.register_post_accumulate_grad_hook(counter.is_gradient)
     return counter.now
+
+
+def _see_optimizer(counter: Counter, parts: RunParts) -> None:
+    for state in parts.optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                counter.see(value)
+
+
+def _take(step: Step, batch: Batch, parts: RunParts) -> None:
+    step.forward_backward(batch, parts.sync)
+    parts.sync.step()
+    if parts.ema:
+        parts.ema.update(parts.held)
 
 
 def _batch(info: DataInfo, samples: int, layout: Layout) -> Batch:

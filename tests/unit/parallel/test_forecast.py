@@ -63,6 +63,11 @@ def test_recomputing_keeps_less_and_averages_take_as_much_as_the_weights() -> No
     assert averaged.averages == alone.parameters
 
 
+def test_narrow_types_keep_less() -> None:
+    (wide,), (narrow,) = predict("dp=1", 1), predict("dp=1", 1, training__precision="fp16")
+    assert narrow.activations < 0.8 * wide.activations
+
+
 class Picky(nn.Module):
     """Does what depends on values."""
 
