@@ -30,7 +30,7 @@ def waterfall_chart(waterfall: Waterfall | None, served: bool = False) -> Chart 
     traces = [_trace(waterfall, shown, rank) for rank in ranks]
     places = list(range(len(shown) + 1))
     layout = {
-        "xaxis": axis("seconds since the command", rangemode="tozero"),
+        "xaxis": axis("seconds since the command", range=[0, waterfall.wall_s * 1.16]),  # room for the last labels
         "yaxis": {"tickvals": places, "ticktext": [*labels, "wall time"], "autorange": "reversed", "showgrid": False},
         "hovermode": "closest",
         "showlegend": False,
