@@ -112,6 +112,14 @@ def hand_written(rank: int, gate: Gate) -> None:
 
 def echelon(rank: int, gate: Gate) -> None:
     """Our loop with everything it does: phases, record, curves, progress."""
+    from echelon.train.loop import fit
+    from echelon.train.stop import StopFlag
+
+    gated_run(rank, gate, lambda run, cursor: fit(run, cursor, StopFlag()), Path(os.environ["BENCH_FOLDER"]))
+
+
+def gated_run(rank: int, gate: Gate, train: Callable[[Any, Any], Any], path: Path) -> None:
+    """Assemble a run and train it with steps that pass a gate."""
     from torch.utils.data import TensorDataset
 
     from echelon.config import build
@@ -119,11 +127,8 @@ def echelon(rank: int, gate: Gate) -> None:
     from echelon.observe.record import Recorder
     from echelon.train import folder as folders
     from echelon.train.assemble import Given, assemble
-    from echelon.train.loop import fit
-    from echelon.train.stop import StopFlag
     from echelon.train.world import join_world
 
-    path = Path(os.environ["BENCH_FOLDER"])
     settings = {"data.batch_size": BATCH, "training.epochs": 1000, "optimizer.lr": 0.01, "data.loaders": 0}
     settings |= {"checkpoint.every": "1000000", "optimizer.name": "momentum", "optimizer.weight_decay": 0.0}
     config = build(None, settings).config
@@ -134,7 +139,7 @@ def echelon(rank: int, gate: Gate) -> None:
         run, cursor = assemble(config, path, world, Recorder(path if rank == 0 else None), given)
         run.train_loader = _GatedLoader(run.train_loader, gate)  # type: ignore[assignment]
         try:
-            fit(run, cursor, StopFlag())
+            train(run, cursor)
         except EOFError:
             return
 
@@ -220,18 +225,30 @@ def accelerate(rank: int, gate: Gate) -> None:
 CONTENDERS = {"hand-written DDP": hand_written, "Echelon": echelon, "Lightning": lightning, "Accelerate": accelerate}
 
 
-def _rank(name: str, rank: int, port: int, pipe: Connection, steps: int, folder: str) -> None:
+Contender = Callable[[str, int, int, Connection, int, str], None]
+"""Is a rank of a contender: its name, rank, the port of the rendezvous, its pipe, steps of a window, a folder."""
+
+
+def as_rank(rank: int, port: int, folder: str) -> None:
+    """Prepare this process to be a rank, as a launcher would."""
     import torch
 
     torch.set_num_threads(1)
     settings = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD, "GROUP_RANK": 0}
-    settings |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": name, "BENCH_FOLDER": folder}
+    settings |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "b", "BENCH_FOLDER": folder}
     os.environ.update({key: str(value) for key, value in settings.items()})
+
+
+def as_contender(name: str, rank: int, port: int, pipe: Connection, steps: int, folder: str) -> None:
+    """Be a rank of one of `CONTENDERS`."""
+    as_rank(rank, port, folder)
     CONTENDERS[name](rank, Gate(pipe, steps))
     pipe.send(None)
 
 
-def measure(names: list[str], windows: int, steps: int) -> dict[str, list[tuple[float, float]]]:
+def measure(
+    names: list[str], windows: int, steps: int, contender: Contender = as_contender
+) -> dict[str, list[tuple[float, float]]]:
     """Return (seconds, CPU seconds of all ranks) of each window, by contender; the first window is warm-up."""
     from torch.distributed import TCPStore
 
@@ -247,7 +264,7 @@ def measure(names: list[str], windows: int, steps: int) -> dict[str, list[tuple[
             pipes[name] = [ours for ours, _ in ends]
             for rank, (_, theirs) in enumerate(ends):
                 arguments = (name, rank, port, theirs, steps, f"{folder}/{names.index(name)}")
-                processes.append(context.Process(target=_rank, args=arguments, daemon=True))
+                processes.append(context.Process(target=contender, args=arguments, daemon=True))
                 processes[-1].start()
         results: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         for window in range(windows + 1):
