@@ -19,11 +19,11 @@ from echelon.train.step import StepResult
 from echelon.train.step_watch import RECORDING, RankFacts, StepWatch
 from echelon.train.world import World
 
-TARGET_S = 0.5
+TARGET_S = 1.0  # closing a window takes some milliseconds: below 1% of it
 MOST_STEPS = 100
 _USED = len(PHASES) + 1 + len(NAMES)  # of a rank: seconds by phase, memory, what it uses of its machine
 _COLUMNS = _USED + RankFacts.COLUMNS
-_MOST_WAITS = 1024  # numbers: they are a few KB, which no link feels twice a second
+_MOST_WAITS = 1024  # numbers: they are a few KB, which no link feels once a second
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Window:
     """Collects steps until it is full; all ranks close it after the same step.
 
     Its length follows the measured step time of rank 0, which tells the others when they add up, so that statistics
-    (and the answer to a signal) come about twice a second.
+    (and the answer to a signal) come about once a second.
     """
 
     def __init__(self, world: World, clock: PhaseClock, garbage: GarbageClock) -> None:
