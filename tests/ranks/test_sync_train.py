@@ -22,6 +22,7 @@ def _train(folder: Path, variants: list[list[str]]) -> list[dict[str, float]]:
     return [{"top1": s["metrics"]["top1"], "wire": s["wire_bytes_per_step"]} for s in summaries]
 
 
+@pytest.mark.slow
 def test_local_sgd_learns_digits(tmp_path: Path) -> None:
     (found,) = _train(tmp_path, [["--sync", LOCAL]])
     assert found["top1"] >= 0.95

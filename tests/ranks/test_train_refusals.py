@@ -99,6 +99,7 @@ def test_data_and_models_that_cannot_work_are_refused_by_name(tmp_path: Path) ->
     assert result.code == 0, result
 
 
+@pytest.mark.slow
 def test_a_run_is_never_lost_to_another_one(tmp_path: Path) -> None:
     mlp = ["train", "digits", *QUICK, "--workers", "1", "--model", "mlp"]
     done, *_ = run_many(tmp_path, [[*mlp, "--run", "done"]])

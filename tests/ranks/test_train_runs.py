@@ -87,6 +87,7 @@ def _tmpfs(folder: Path) -> str:
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_a_full_disk_is_said_and_leaves_the_older_checkpoint_whole(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     if reason := _tmpfs(disk):
