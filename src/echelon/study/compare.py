@@ -63,11 +63,18 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Group:
-    """One comparison: all candidates under the same terms. `target` is an accuracy; None without a baseline."""
+    """One comparison: all candidates under the same terms.
+
+    Attributes:
+        target: an accuracy; None without a baseline.
+        same_speed: ratios of times up to this are not told from chance: 1.05, or what candidates with the very
+            settings of the baseline differed by.
+    """
 
     terms: str
     target: float | None
     comparisons: tuple[Comparison, ...]
+    same_speed: float = SAME_SPEED
 
 
 def set_targets(study: Study, runs: Sequence[RunRow], points: Sequence[PointRow]) -> list[RunRow]:
@@ -110,9 +117,33 @@ def compare(study: Study, runs: Sequence[RunRow]) -> list[Group]:
         target = next((r.target for r in mine if r.target is not None), None)
         base = _done(by_candidate[study.baseline.label])
         found = [_compare(study, label, by_candidate[label], base) for label in planned]
-        told = (replace(c, terms=terms.label, planned=len(by_candidate[c.candidate])) for c in found)
-        groups.append(Group(terms.label, target, tuple(told)))
+        again = repeats(study)
+        same_speed = max([SAME_SPEED, *(_chance(c) for c in found if c.candidate in again)])
+        judged = (_judged(study, c, again, same_speed) for c in found)
+        told = (replace(c, terms=terms.label, planned=len(by_candidate[c.candidate])) for c in judged)
+        groups.append(Group(terms.label, target, tuple(told), same_speed))
     return groups
+
+
+def repeats(study: Study) -> set[str]:
+    """Return the candidates that have the very settings of the baseline: what they differ by is chance."""
+    base = study.baseline
+    return {c.label for c in study.candidates if c is not base and dict(c.settings) == dict(base.settings)}
+
+
+def _chance(c: Comparison) -> float:
+    """Return the ratio of times, at least 1, up to which a repetition of the baseline differed from it."""
+    speeds = [s for s in (c.to_target, c.to_end) if s is not None]
+    bounds = [b for s in speeds for b in (s.value, s.low, s.high) if b]
+    return max([1.0, *(max(b, 1 / b) for b in bounds)])
+
+
+def _judged(study: Study, c: Comparison, again: set[str], same_speed: float) -> Comparison:
+    if c.verdict is not Verdict.UNCERTAIN:
+        return c
+    verdict = judge(c, study.loss_points, same_speed)
+    known = verdict not in (Verdict.NOT_MEASURED, Verdict.ONE_SEED)
+    return replace(c, verdict=Verdict.NO_DIFFERENCE if c.candidate in again and known else verdict)
 
 
 def _compare(study: Study, label: str, rows: Sequence[RunRow], base: Mapping[int, RunRow]) -> Comparison:
@@ -131,7 +162,7 @@ def _compare(study: Study, label: str, rows: Sequence[RunRow], base: Mapping[int
     failures = [reason for b, c in pairs if (reason := not_converged(c, b.top1))]
     if 2 * len(failures) > len(pairs):
         return replace(measured, verdict=Verdict.NOT_CONVERGED, reason=failures[0])
-    return replace(measured, verdict=judge(measured, study.loss_points))
+    return measured
 
 
 def _baseline(label: str, done: Mapping[int, RunRow]) -> Comparison:
@@ -185,20 +216,20 @@ def not_converged(row: RunRow, baseline: float | None) -> str:
     return ""
 
 
-def judge(c: Comparison, loss_points: float) -> Verdict:
+def judge(c: Comparison, loss_points: float, same_speed: float = SAME_SPEED) -> Verdict:
     """Give the verdict on what was measured.
 
-    Faster and slower: the whole interval says so, and by 5% at least. A loss: the whole interval says so (or a seed
-    does not reach the target), and by more than the study's `loss_points`; a gain has to exceed the noise of
-    evaluation, too.
+    Faster and slower: the whole interval says so, and by `same_speed` (a ratio) at least. A loss: the whole interval
+    says so (or a seed does not reach the target), and by more than the study's `loss_points`; a gain has to exceed the
+    noise of evaluation, too.
     """
     speed = c.to_target or c.to_end
     if speed is None or c.points is None:
         return Verdict.NOT_MEASURED
     if speed.low is None or speed.high is None or c.points.low is None or c.points.high is None:
         return Verdict.ONE_SEED
-    faster = speed.low > 1 and speed.value >= SAME_SPEED
-    slower = speed.high < 1 and speed.value <= 1 / SAME_SPEED
+    faster = speed.low > 1 and speed.value >= same_speed
+    slower = speed.high < 1 and speed.value <= 1 / same_speed
     short = c.reached < c.seeds
     loses = c.points.value < -loss_points and (c.points.high < 0 or short)
     gains = c.points.low > 0 and c.points.value > max(loss_points, c.noise_points)
@@ -209,14 +240,14 @@ def judge(c: Comparison, loss_points: float) -> Verdict:
     if (faster or gains) and not short:
         return Verdict.BETTER
     alike = abs(c.points.value) <= max(loss_points, c.noise_points)
-    return Verdict.NO_DIFFERENCE if alike and not short and _same_speed(speed) else Verdict.UNCERTAIN
+    return Verdict.NO_DIFFERENCE if alike and not short and _alike(speed, same_speed) else Verdict.UNCERTAIN
 
 
-def _same_speed(speed: Interval) -> bool:
-    """Whether two speeds are the same within 5%, or not told apart by an interval that is narrow enough to say so."""
+def _alike(speed: Interval, same_speed: float) -> bool:
+    """Whether two speeds are within what is the same, or not told apart by an interval narrow enough to say so."""
     assert speed.low is not None and speed.high is not None
     undecided = speed.low <= 1 <= speed.high and speed.high / speed.low <= NARROW
-    return 1 / SAME_SPEED < speed.value < SAME_SPEED or undecided
+    return 1 / same_speed < speed.value < same_speed or undecided
 
 
 def _noise(pairs: Sequence[tuple[RunRow, RunRow]]) -> float:

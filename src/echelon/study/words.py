@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from echelon.study.base import Study
-from echelon.study.compare import Comparison, Group, Verdict
+from echelon.study.compare import SAME_SPEED, Comparison, Group, Verdict
 from echelon.study.intervals import Interval, coverage_of
 from echelon.study.predictions import check_predictions, prediction_words
 from echelon.study.recommend import Recommendation
@@ -45,6 +45,11 @@ def group_words(study: Study, group: Group) -> list[str]:
     if group.target is not None:
         points, base = study.loss_points, study.baseline.label
         words.append(f"The target is {group.target:.2%}: {points:g} points below the worst final accuracy of {base}.")
+    if group.same_speed > SAME_SPEED:
+        words.append(
+            f"{study.baseline.label} twice differed by up to {group.same_speed:.2f}x in time: what differs by less is "
+            "not told from chance."
+        )
     return words
 
 

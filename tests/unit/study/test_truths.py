@@ -72,6 +72,20 @@ def test_twice_as_slow_is_called_slower_by_twice(report: StudyReport) -> None:
     assert 1.8 <= low <= value <= high <= 2.2
 
 
+def test_what_the_baseline_differs_by_from_itself_is_chance(tmp_path: Path) -> None:
+    truths = {
+        BASE: Planted(jitter=0.001),
+        "sync=allreduce #2": Planted(compute_s=0.0262, jitter=0.001),  # 0.0462 s instead of 0.05 s a step
+        "lr=0.01": Planted(compute_s=0.027, jitter=0.001),
+        "lr=0.02": Planted(compute_s=0.01, jitter=0.001),
+    }
+    report = studied(tmp_path, truths)
+    assert of(report, "sync=allreduce #2").verdict is Verdict.NO_DIFFERENCE
+    assert of(report, "lr=0.01").verdict is Verdict.NO_DIFFERENCE
+    assert of(report, "lr=0.02").verdict is Verdict.BETTER
+    assert any("not told from chance" in said for said in report.words)
+
+
 def test_the_words_say_why_not_and_what_else(report: StudyReport) -> None:
     said = "\n".join(report.words)
     assert "21 of 27 runs completed" in said
