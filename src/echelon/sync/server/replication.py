@@ -10,6 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import msgpack
+import zmq
 
 from echelon.sync.server.blob import pack_state, unpack_state
 from echelon.sync.server.endpoint import Line
@@ -105,10 +106,17 @@ class Replication:
             return
         if self._primary is None or self._primary.address != address:
             if self._primary is not None:
-                self._primary.close()
+                self._leave_primary()
                 server.stores.clear()  # of a primary that is gone, and that another standby has followed
             self._primary = Line(server.context, server.voice, address, server.limits)
+            server.poller.register(self._primary.socket, zmq.POLLIN)  # a push waits for this standby's word
             self._primary.send(Kind.ATTACH, {})
+
+    def _leave_primary(self) -> None:
+        if self._primary is not None:
+            self._server.poller.unregister(self._primary.socket)
+            self._primary.close()
+            self._primary = None
 
     def pump(self) -> None:
         """Take the primary's operations."""
@@ -159,8 +167,7 @@ class Replication:
             return
         if self._primary is not None:
             self._primary.pump(self._from_primary, most=1_000_000)  # what had arrived still counts
-            self._primary.close()
-            self._primary = None
+            self._leave_primary()
         self.is_standby = False
         self._server._join()
 
@@ -174,5 +181,4 @@ class Replication:
 
     def close(self) -> None:
         """Close what is open."""
-        if self._primary is not None:
-            self._primary.close()
+        self._leave_primary()

@@ -53,6 +53,7 @@ class Server:
         self.replication = Replication(self)
         self.snapshots = Snapshots(self)
         self._began_s = time.monotonic()
+        self.poller = zmq.Poller()
 
     @property
     def ready(self) -> bool:
@@ -61,16 +62,15 @@ class Server:
 
     def run(self) -> None:
         """Serve until the run is over."""
-        poller = zmq.Poller()
-        self.listener.register(poller)
-        poller.register(self.scheduler.socket, zmq.POLLIN)
+        self.listener.register(self.poller)
+        self.poller.register(self.scheduler.socket, zmq.POLLIN)
         # The first optimizer of a process imports for seconds: before anyone waits for this server.
         self.config.make_optimizer([torch.nn.Parameter(torch.zeros(1, 1))], [True])
         self.snapshots.restore()
         self._join()
         beat_s = 0.0
         while not self.ended:
-            poller.poll(max(1, int(1000 * (beat_s - time.monotonic()))))
+            self.poller.poll(max(1, int(1000 * (beat_s - time.monotonic()))))
             began = time.perf_counter()
             self.scheduler.pump(self._from_scheduler)
             self.replication.pump()
