@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,6 +134,10 @@ class Cluster:
         )
         line.send(Kind.DIED, {"name": server.config.name, "info": {}})
         line.socket.close(linger=1000)
+        ends = time.monotonic() + 10
+        while self.scheduler.roster.members.get(server.config.name) is not None:  # its next life comes after its death
+            assert time.monotonic() < ends, "the scheduler did not hear of a death"
+            time.sleep(0.001)
 
     def stop(self, timeout_s: float = 30, expect: tuple[type[BaseException], ...] = ()) -> None:
         """Wait until every role has ended by itself, or with what is expected."""

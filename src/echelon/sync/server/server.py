@@ -132,6 +132,7 @@ class Server:
                     self.replication.demote()
                 elif body["info"].get("again"):
                     self._join()
+                    self.snapshots.tell_again()
             case Kind.END:
                 self.ended = True
             case _:

@@ -146,6 +146,10 @@ class Snapshots:
         info = {"index": server.config.index, "watermark": floor, "tasks": ranges(common), "life": life}
         server.scheduler.send(Kind.LOST, {"info": info})
 
+    def tell_again(self) -> None:
+        """The scheduler did not know this life: what it was told last may have been dropped."""
+        self._told_s = 0.0
+
     def caught_up(self, step: int) -> None:
         """The scheduler knows what is held. Aggregating modes: complete what waits for gradients that nobody has any
         more, and say how much lacked.
