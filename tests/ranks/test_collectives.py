@@ -85,8 +85,10 @@ def lose_a_peer(rank: Rank) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_lost_peer_ends_the_wait_in_words(how: str) -> None:
-    gone, survivor = run_ranks(lose_a_peer, 2, faults=[fail_at(0, 1, how)], timeout_s=20)  # type: ignore[arg-type]
+@pytest.mark.parametrize("world_size", [2, 3])  # by the backend, and by a schedule
+def test_a_lost_peer_ends_the_wait_in_words(how: str, world_size: int) -> None:
+    ended = run_ranks(lose_a_peer, world_size, faults=[fail_at(0, 1, how)], timeout_s=20)  # type: ignore[arg-type]
+    gone, survivor = ended[:2]
     assert gone == Struck(how)
     assert "lost rank 0" in survivor[0]
     assert survivor[1] < 5

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch.distributed as dist
 from torch import Tensor
 
 from echelon.collectives import registry
 from echelon.collectives.base import Path
-from echelon.collectives.transfer import PeerLostError, run_schedule
+from echelon.collectives.transfer import PeerLostError, Plan, make_plan, run_plan
 from echelon.collectives.wire import ring_bytes
+
+PLANS = 256
+"""Plans that are kept: as many as there are lengths of vectors in a training, and more."""
+
+
+@lru_cache(maxsize=PLANS)
+def _plan(path: Path, rank: int, size: int, numel: int, element_size: int) -> Plan:
+    return make_plan(path.schedule(rank, size, numel), element_size)
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,14 @@ class Route:
         """Ranks in the group."""
         return self.group.size()
 
+    @property
+    def by_backend(self) -> bool:
+        """Whether the backend's own all-reduce does it: along `auto`, and between two ranks along any path.
+
+        Between two, all paths are one: each rank sums a half and sends it back, which is what the backend does too.
+        """
+        return self.path.by_backend or self.size == 2
+
     def sum_(self, tensor: Tensor) -> int:
         """Sum a float tensor of any shape over the ranks, in place, the same bits on all; returns the bytes sent.
 
@@ -39,11 +56,11 @@ class Route:
         if self.size == 1:
             return 0
         flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
-        if self.path.by_backend:
+        if self.by_backend:
             self._sum_by_backend(flat)
             sent = ring_bytes(flat.nbytes, self.size, flat.is_cuda)
         else:
-            sent = run_schedule(flat, self.path.schedule(self.rank, self.size, flat.numel()), self.group)
+            sent = run_plan(flat, _plan(self.path, self.rank, self.size, flat.numel(), flat.element_size()), self.group)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.shape))
         return sent
@@ -52,7 +69,8 @@ class Route:
         try:
             dist.all_reduce(flat, group=self.group)
         except RuntimeError as error:
-            raise PeerLostError(f"rank {self.rank} of the group lost a rank that it sums with: {error}") from error
+            other = f"rank {1 - self.rank}" if self.size == 2 else "a rank"
+            raise PeerLostError(f"rank {self.rank} of the group lost {other} that it sums with: {error}") from error
 
 
 def open_route(path: str, group: dist.ProcessGroup | None = None) -> Route:

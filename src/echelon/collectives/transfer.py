@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.collectives.schedule import Span, Step
+from echelon.collectives.schedule import Span, Step, cut
 from echelon.collectives.wire import framing_bytes
 
 SEGMENT_BYTES = (128 * 1024, 1024 * 1024)
 """Least and most bytes of a message: Python's part of it stays small, and its memory in the cache."""
-SEGMENTS = 2
+SEGMENTS = 3
 """Messages that a span is cut into where they are long enough, so that a round begins before the last one ended."""
 WINDOW = 8
 """Receives posted at once: enough that the link never waits for us, little enough memory to stay in the cache."""
@@ -41,7 +41,21 @@ class _Receipt:
     add: bool
 
 
-def run_schedule(flat: Tensor, steps: Sequence[Step], group: dist.ProcessGroup) -> int:
+@dataclass(frozen=True)
+class Plan:
+    """One rank's part of a schedule as messages: worked out once for vectors of one length, carried out often."""
+
+    steps: Sequence[Step]
+    receipts: Sequence[_Receipt]
+    sends: Sequence[_Segment]
+
+
+def make_plan(steps: Sequence[Step], element_size: int) -> Plan:
+    """Cut the steps of one rank into messages of elements of so many bytes."""
+    return Plan(steps, _ordered_receipts(steps, element_size), _ordered_sends(steps, element_size))
+
+
+def run_plan(flat: Tensor, plan: Plan, group: dist.ProcessGroup) -> int:
     """Carry out this rank's steps on a contiguous 1-D tensor, in place; returns the bytes sent.
 
     Every rank of the group must call it with its own steps of the same schedule.
@@ -49,14 +63,19 @@ def run_schedule(flat: Tensor, steps: Sequence[Step], group: dist.ProcessGroup) 
     Raises:
         PeerLostError: a rank did not answer before the group's timeout.
     """
-    if not steps:
+    if not plan.steps:
         return 0
     try:
-        return _run_stepwise(flat, steps, group) if flat.is_cuda else _Pipeline(flat, steps, group).run()
+        return _run_stepwise(flat, plan.steps, group) if flat.is_cuda else _Pipeline(flat, plan, group).run()
     except PeerLostError:
         raise
     except RuntimeError as error:  # a connection that is known to be broken refuses at once
         raise PeerLostError(f"rank {group.rank()} of the group lost a rank that it sums with: {error}") from error
+
+
+def run_schedule(flat: Tensor, steps: Sequence[Step], group: dist.ProcessGroup) -> int:
+    """Plan and carry out this rank's steps (see `run_plan`)."""
+    return run_plan(flat, make_plan(steps, flat.element_size()), group)
 
 
 class _Pipeline:
@@ -66,16 +85,10 @@ class _Pipeline:
     never idle between rounds. Sums are made in the order of the schedule: the bits do not depend on arrival.
     """
 
-    def __init__(self, flat: Tensor, steps: Sequence[Step], group: dist.ProcessGroup) -> None:
+    def __init__(self, flat: Tensor, plan: Plan, group: dist.ProcessGroup) -> None:
         self._flat = flat
         self._group = group
-        self._receipts = [
-            _Receipt(_Segment(s.recv_from, s.round, part), s.add)
-            for s in sorted(steps, key=lambda s: s.round)
-            if s.recv_from is not None
-            for part in _segments(s.recv, flat.element_size())
-        ]
-        self._sends = _ordered_sends(steps, flat.element_size())
+        self._receipts, self._sends = plan.receipts, plan.sends
         longest = max((_length(r.segment.span) for r in self._receipts if r.add), default=0)
         self._scratch = [torch.empty(longest, dtype=flat.dtype) for _ in range(min(WINDOW, len(self._receipts)))]
 
@@ -131,30 +144,43 @@ def _length(span: Span) -> int:
 def _segments(span: Span, element_size: int) -> list[Span]:
     """Cut a span into messages; sender and receiver know the span, so both cut it alike."""
     least, most = SEGMENT_BYTES
-    length = max(1, min(max(_length(span) * element_size // SEGMENTS, least), most) // element_size)
-    return [(start, min(start + length, span[1])) for start in range(span[0], span[1], length)]
+    bytes_ = _length(span) * element_size
+    parts = max(-(-bytes_ // most), min(SEGMENTS, bytes_ // least), 1)
+    return [part for part in cut(span, parts) if part[0] < part[1]]
+
+
+def _ordered_receipts(steps: Sequence[Step], element_size: int) -> list[_Receipt]:
+    """Return all messages to receive, in the order in which they are summed."""
+    return [
+        _Receipt(_Segment(s.recv_from, s.round, part), s.add)
+        for s in sorted(steps, key=lambda s: s.round)
+        if s.recv_from is not None
+        for part in _segments(s.recv, element_size)
+    ]
 
 
 def _ordered_sends(steps: Sequence[Step], element_size: int) -> list[_Segment]:
-    """Return all segments to send, each after the receipts it depends on and after those before it.
+    """Return all messages to send, each after the receipts it depends on and after those before it.
 
     Keeping one order costs nothing (a span is received and sent on front to back) and lets messages of a round
     between two ranks match in the order they were sent.
+
+    Two ranks that send to each other in a round do so message by message: the next one leaves when the last one has
+    been answered. Sent at once, the data of one direction stands before the other's acknowledgements on the link, the
+    direction with the smaller window starves (Zhang, Shenker and Clark 1991), and all later rounds wait for it.
     """
-    received: list[tuple[Span, int]] = []
-    number = 0
+    received: list[Span] = []
     after = -1
     sends: list[_Segment] = []
     for step in sorted(steps, key=lambda s: s.round):
+        came = _segments(step.recv, element_size) if step.recv_from is not None else []
         if step.send_to is not None:
-            for part in _segments(step.send, element_size):
-                needs = (n for span, n in received if span[0] < part[1] and part[0] < span[1])
-                after = max(after, max(needs, default=-1))
+            for number, part in enumerate(_segments(step.send, element_size)):
+                needs = (n for n, span in enumerate(received) if span[0] < part[1] and part[0] < span[1])
+                answered = len(received) - 1 + min(number, len(came)) if step.send_to == step.recv_from else -1
+                after = max(after, max(needs, default=-1), answered)
                 sends.append(_Segment(step.send_to, step.round, part, after))
-        if step.recv_from is not None:
-            for part in _segments(step.recv, element_size):
-                received.append((part, number))
-                number += 1
+        received += came
     return sends
 
 

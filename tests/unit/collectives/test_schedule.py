@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor
 
 from echelon.collectives import build, names
 from echelon.collectives.schedule import cut, sent_numel
+from echelon.collectives.transfer import Plan, make_plan
 from echelon.core.errors import UserError
 
 
@@ -33,6 +36,48 @@ def test_hierarchical_crosses_between_groups_with_one_part_of_the_vector() -> No
     across = [s for s in steps if s.send_to is not None and s.send_to // 4 != 0]
     assert sent_numel(across) == 1000  # 2 (m - 1) / m of a quarter, m = 2
     assert sent_numel(steps) - sent_numel(across) == 6000  # 2 (g - 1) / g of the whole, g = 4
+
+
+def _run_in_one_process(plans: list[Plan], vectors: list[Tensor]) -> None:
+    """Carry out the plans of all ranks together: whoever can go on does; nobody ever waits for ever."""
+    size = len(plans)
+    mail: dict[tuple[int, int, int], list[Tensor]] = {}
+    sent, came = [0] * size, [0] * size
+    going = True
+    while going:
+        going = False
+        for rank, plan in enumerate(plans):
+            while sent[rank] < len(plan.sends) and plan.sends[sent[rank]].after < came[rank]:
+                segment = plan.sends[sent[rank]]
+                mail.setdefault((rank, segment.peer, segment.round), []).append(
+                    vectors[rank][slice(*segment.span)].clone()
+                )
+                sent[rank], going = sent[rank] + 1, True
+            if came[rank] < len(plan.receipts):
+                receipt = plan.receipts[came[rank]]
+                if box := mail.get((receipt.segment.peer, rank, receipt.segment.round)):
+                    into = vectors[rank][slice(*receipt.segment.span)]
+                    into.copy_(into + box.pop(0) if receipt.add else box.pop(0))
+                    came[rank], going = came[rank] + 1, True
+    assert sent == [len(p.sends) for p in plans], "a message never left"
+    assert came == [len(p.receipts) for p in plans], "a message never came"
+
+
+@pytest.mark.parametrize("path", ["ring", "halving_doubling", "hierarchical(group=2)", "hierarchical(group=3)"])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("numel", [1, 7, 1001, 400_003])
+def test_messages_never_wait_for_each_other_and_give_the_sum(path: str, size: int, numel: int) -> None:
+    vectors = [torch.full((numel,), float(2**rank)) for rank in range(size)]
+    plans = [make_plan(build(path).schedule(rank, size, numel), 4) for rank in range(size)]
+    _run_in_one_process(plans, vectors)
+    assert all((v == 2**size - 1).all() for v in vectors)
+
+
+def test_two_ranks_that_send_to_each_other_take_turns() -> None:
+    plan = make_plan(build("halving_doubling").schedule(0, 2, 1_000_000), 4)
+    first_round = [s.after for s in plan.sends if s.round == 1]
+    assert len(first_round) > 1
+    assert first_round == list(range(-1, len(first_round) - 1))
 
 
 def test_names_are_the_files() -> None:
