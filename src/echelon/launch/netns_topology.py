@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echelon.core.errors import UserError
@@ -132,7 +133,34 @@ def connect_host(index: int, paths: list[str], control: ControlNetwork, topology
     outside_lines = [line for name, link in outside for line in shaper_lines(name, link, with_delay=False)]
     run_in(host.namespace, ["tc", "-batch", "-"], "\n".join(inside_lines))
     run_in(host.switch, ["tc", "-batch", "-"], "\n".join(outside_lines))
+    _keep_packets_in_order(host.namespace, host.interfaces)
+    _keep_packets_in_order(host.switch, host.ports)
     return host
+
+
+def _keep_packets_in_order(namespace: str, interfaces: Sequence[str]) -> None:
+    """Let one processor receive all packets of a connection (RPS), as a network card does.
+
+    A veth hands a packet to the processor whose timer the shaper was woken by. With several of them packets overtake
+    each other, which TCP takes for losses: it sends some again and slows down, which no real link of that rate does.
+    A kernel without RPS has no such file; there is nothing else to set on it.
+    """
+    script = "mount -t sysfs sys /sys && for i; do f=/sys/class/net/$i/queues/rx-0/rps_cpus; "
+    script += f"[ ! -e $f ] || echo {_cpu_mask(os.cpu_count() or 1)} > $f; done"
+    run_in(namespace, ["unshare", "--mount", "sh", "-ec", script, "sh", *interfaces])
+
+
+def _cpu_mask(count: int) -> str:
+    """Write a mask of the first processors as the kernel reads it: groups of eight hexadecimal digits.
+
+    >>> _cpu_mask(2), _cpu_mask(36)
+    ('3', '0000000f,ffffffff')
+    """
+    digits = f"{(1 << count) - 1:x}"
+    if len(digits) <= 8:
+        return digits
+    padded = digits.zfill(-(-len(digits) // 8) * 8)
+    return ",".join(padded[i : i + 8] for i in range(0, len(padded), 8))
 
 
 def _plug_lines(host: Host, cables: list[tuple[str, str, str]]) -> list[str]:
