@@ -33,6 +33,16 @@ def full_disk_in_words(run: Path) -> Iterator[None]:
         ) from error
 
 
+def write_whole(fd: int, data: bytes) -> None:
+    """Write all of data, in one write where the system takes it at once.
+
+    Raises:
+        OSError: what kept the rest from being written; a disk that fills up takes a part first, and says nothing.
+    """
+    while data:
+        data = data[os.write(fd, data) :]
+
+
 def write_atomic(path: Path, text: str) -> None:
     """Write a text file under a temporary name, flush it to the disk, and rename it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
