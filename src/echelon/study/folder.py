@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.core.errors import UserError
-from echelon.core.files import is_full
 from echelon.observe.record import read_records
 from echelon.study.base import PlannedRun
 from echelon.study.rows import COMPLETED
@@ -66,23 +65,6 @@ def discard(folder: Path) -> None:
     """Remove a run that was cut short: times before and after a pause are not those of one run."""
     if folder.exists():
         shutil.rmtree(folder)
-
-
-@contextmanager
-def full_disk_in_words(study: Path) -> Iterator[None]:
-    """Turn the error of a full disk into words.
-
-    Raises:
-        UserError: the disk is full.
-    """
-    try:
-        yield
-    except OSError as error:
-        if not is_full(error):
-            raise
-        raise UserError(
-            f"{study}: no space left on the disk; free some, then continue with `echelon compare --run {study}`"
-        ) from error
 
 
 @contextmanager
