@@ -77,9 +77,10 @@ def served(path: Path, wanted: bool) -> Iterator[None]:
 
 
 def _begin(path: Path) -> _Child | None:
+    from echelon.launch.plan import is_worker
     from echelon.observe.live.server import address, listen, new_token
 
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if is_worker():
         if os.environ["RANK"] == "0":
             _say("no live page under a launcher of one's own; `echelon watch RUN --serve` shows the run")
         return None

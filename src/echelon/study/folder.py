@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.core.errors import UserError
+from echelon.observe.live.going import LOCK_FILE
 from echelon.observe.record import read_records
 from echelon.study.base import PlannedRun
 from echelon.study.rows import COMPLETED
@@ -75,7 +76,7 @@ def locked(study: Path) -> Iterator[None]:
         UserError: it goes on already, or cannot be written.
     """
     try:
-        fd = os.open(study / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        fd = os.open(study / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise UserError(f"--run {study} cannot be written: {error.strerror}") from None
     with os.fdopen(fd, "r+"):
