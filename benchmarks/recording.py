@@ -10,9 +10,8 @@ clock does nothing and it closes no window: no sums over the ranks, no record, n
 from __future__ import annotations
 
 import argparse
-import os
-from multiprocessing.connection import Connection
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from benchmarks._common import (
@@ -25,9 +24,9 @@ from benchmarks._common import (
     spread,
     update_section,
 )
-from benchmarks.overhead import BATCH, Gate, as_rank, gated_run, measure
+from benchmarks._gated import Contender, Windows, fit, take_turns
+from benchmarks.overhead import BATCH, run_of_echelon
 
-NAMES = ["silent", "recording"]
 ABOUT = (
     "2 ranks x 1 thread, a 1.2 M-parameter CNN on 32x32, global batch 256, samples in memory; both loops alive at "
     "once, windows granted in turn; medians of windows, ratios are medians of paired windows. Recording is everything: "
@@ -53,14 +52,6 @@ class SilentClock:
         """Return nothing."""
 
 
-def train_recording(run: Any, cursor: Any) -> None:
-    """The loop as it is."""
-    from echelon.train.loop import fit
-    from echelon.train.stop import StopFlag
-
-    fit(run, cursor, StopFlag())
-
-
 def train_silently(run: Any, cursor: Any) -> None:
     """The same steps, and nothing else."""
     run.step._clock = SilentClock()
@@ -71,12 +62,7 @@ def train_silently(run: Any, cursor: Any) -> None:
         cursor.step += 1
 
 
-def as_contender(name: str, rank: int, port: int, pipe: Connection, steps: int, folder: str) -> None:
-    """Be a rank of one of both."""
-    as_rank(rank, port, folder)
-    run = train_recording if name == "recording" else train_silently
-    gated_run(rank, Gate(pipe, steps), run, Path(os.environ["BENCH_FOLDER"]))
-    pipe.send(None)
+LOOPS: dict[str, Callable[[Any, Any], None]] = {"silent": train_silently, "recording": fit}
 
 
 def main() -> None:
@@ -86,7 +72,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--print", action="store_true", help="leave RESULTS.md as it is")
     options = parser.parse_args()
-    results = measure(NAMES, options.windows, options.steps, as_contender)
+    contenders = {name: Contender(partial(run_of_echelon, train=train)) for name, train in LOOPS.items()}
+    results = take_turns(contenders, options.windows, options.steps)
     append_result("recording", {"steps": options.steps, "windows": results})
     table = render(results, options.steps)
     print(table)
@@ -95,7 +82,7 @@ def main() -> None:
         update_section("Cost of recording", f"{where}\n\n{ABOUT}\n\n{table}")
 
 
-def render(results: dict[str, list[tuple[float, float]]], steps: int) -> str:
+def render(results: dict[str, Windows], steps: int) -> str:
     """Write the table."""
     base, base_cpu = ([window[i] for window in results["silent"]] for i in (0, 1))
     rows = []
