@@ -146,7 +146,7 @@ def _wait_for_end(pids: list[int], timeout_s: float) -> list[int]:
     for pid in pids:
         try:
             fd = os.pidfd_open(pid)
-        except ProcessLookupError:
+        except ProcessLookupError:  # it has ended, and is reaped
             continue
         ended, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
         os.close(fd)
