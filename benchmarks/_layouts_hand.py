@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-BATCH, MICROBATCHES, WORLD = 32, 4, 2
+from benchmarks._gated import WORLD
+
+BATCH, MICROBATCHES = 32, 4
 Batches = Iterator[tuple[Any, Any]]
 
 

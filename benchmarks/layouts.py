@@ -9,12 +9,7 @@ the script and Echelon are alive at once; a window of steps is granted to one at
 from __future__ import annotations
 
 import argparse
-import multiprocessing as mp
-import os
-import tempfile
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from benchmarks._common import (
@@ -27,8 +22,8 @@ from benchmarks._common import (
     read_results,
     update_section,
 )
-from benchmarks._layouts_hand import BATCH, MICROBATCHES, SCRIPTS, WORLD, model
-from benchmarks.overhead import Gate, _GatedLoader, _receive, gated
+from benchmarks._gated import WORLD, Contender, Gate, Windows, fit, gated, gated_run, random_images, take_turns
+from benchmarks._layouts_hand import BATCH, MICROBATCHES, SCRIPTS, model
 
 NAME, TITLE = "layouts", "Layouts: samples/s"
 PARALLEL = {
@@ -38,6 +33,7 @@ PARALLEL = {
     "tp": "tp=2",
     "pp": f"pp=2,schedule=1f1b,microbatches={MICROBATCHES}",
 }
+SAMPLES = 2048
 SAME_SAMPLES = ("one process", "tp", "pp")  # each rank reads the whole batch
 ABOUT = (
     f"ViT of 0.8 M parameters on 32x32, global batch {BATCH}, samples in memory, one thread a process; the script, "
@@ -46,20 +42,12 @@ ABOUT = (
 )
 
 
-def tensors() -> Any:
-    """Return (inputs, targets): random images and labels, the same in every contender."""
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(2048, 3, 32, 32, generator=generator), torch.randint(10, (2048,), generator=generator)
-
-
 def by_hand(layout: str, rank: int, gate: Gate) -> None:
     """Run the script of a layout."""
     import torch.distributed as dist
     from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-    data = TensorDataset(*tensors())
+    data = TensorDataset(*random_images(SAMPLES))
     if layout != "one process":
         dist.init_process_group("gloo")
     whole = layout in SAME_SAMPLES
@@ -70,90 +58,19 @@ def by_hand(layout: str, rank: int, gate: Gate) -> None:
 
 def echelon(layout: str, rank: int, gate: Gate) -> None:
     """Run our loop with everything it does: phases, record, curves, progress."""
-    from torch.utils.data import TensorDataset
-
-    from echelon.config import build
-    from echelon.data import from_datasets
-    from echelon.observe.record import Recorder
-    from echelon.train import folder as folders
-    from echelon.train.assemble import Given, assemble
-    from echelon.train.loop import fit
-    from echelon.train.stop import StopFlag
-    from echelon.train.world import join_world
-
-    path = Path(os.environ["BENCH_FOLDER"])
-    settings: dict[str, Any] = {"data.batch_size": BATCH, "training.epochs": 1000, "optimizer.lr": 0.01}
-    settings |= {"checkpoint.every": "1000000", "optimizer.name": "momentum", "optimizer.weight_decay": 0.0}
-    settings |= {"data.loaders": 0, "strategy.parallel": PARALLEL[layout]}
+    settings = {"data.batch_size": BATCH, "strategy.parallel": PARALLEL[layout]}
     settings |= {"strategy.cuts": "blocks.2"} if layout == "pp" else {}
-    config = build(None, settings).config
-    folders.prepare(path, config)
-    data = TensorDataset(*tensors())
-    given = Given(model(), from_datasets(data, TensorDataset(*(t[:64] for t in data.tensors))))
-    with join_world(config) as world:
-        run, cursor = assemble(config, path, world, Recorder(path if rank == 0 else None), given)
-        run.train_loader = _GatedLoader(run.train_loader, gate)  # type: ignore[assignment]
-        try:
-            fit(run, cursor, StopFlag())
-        except EOFError:
-            return
+    gated_run(rank, gate, fit, settings, (model(), random_images(SAMPLES)))
 
 
-def _rank(what: tuple[str, str], rank: int, port: int, pipe: Connection, setup: tuple[int, str]) -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    kind, layout = what
-    world = 1 if layout == "one process" else WORLD
-    settings: dict[str, Any] = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": world,
-        "GROUP_RANK": 0,
+def measure(layout: str, windows: int, steps: int) -> dict[str, Windows]:
+    """Measure a layout, its script and one process."""
+    contenders = {
+        "one process": Contender(partial(by_hand, "one process"), ranks=1),
+        "hand": Contender(partial(by_hand, layout)),
+        "echelon": Contender(partial(echelon, layout)),
     }
-    settings |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": kind}
-    os.environ.update({key: str(value) for key, value in settings.items()}, BENCH_FOLDER=setup[1])
-    (echelon if kind == "echelon" else by_hand)(layout, rank, Gate(pipe, setup[0]))
-    pipe.send(None)
-
-
-def measure(layout: str, windows: int, steps: int) -> dict[str, list[tuple[float, float]]]:
-    """Return (seconds, CPU seconds of all ranks) of each window, by contender; the first window is warm-up."""
-    contenders = {"one process": ("hand", "one process"), "hand": ("hand", layout), "echelon": ("echelon", layout)}
-    pipes: dict[str, list[Connection]] = {}
-    processes: list[Any] = []
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            for name, what in contenders.items():
-                pipes[name] = list(_start(what, (steps, f"{folder}/{name}"), processes))
-            results: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-            for window in range(windows + 1):
-                for name in contenders if window % 2 else [*contenders][::-1]:
-                    for pipe in pipes[name]:
-                        pipe.send(True)
-                    costs = [_receive(pipe, name) for pipe in pipes[name]]
-                    if window:
-                        results[name].append((max(c[0] for c in costs), sum(c[1] for c in costs)))
-            return results
-    finally:
-        for process in processes:
-            process.kill()
-            process.join(10)
-
-
-def _start(what: tuple[str, str], setup: tuple[int, str], processes: list[Any]) -> Iterator[Connection]:
-    from torch.distributed import TCPStore
-
-    context = mp.get_context("spawn")
-    probe = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = probe.port
-    del probe
-    for rank in range(1 if what[1] == "one process" else WORLD):
-        ours, theirs = context.Pipe()
-        processes.append(context.Process(target=_rank, args=(what, rank, port, theirs, setup), daemon=True))
-        processes[-1].start()
-        yield ours
+    return take_turns(contenders, windows, steps)
 
 
 def render() -> str:

@@ -22,6 +22,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -83,6 +84,7 @@ def peaks_of(case: Case) -> tuple[list[int], tuple[str, ...]]:
         for process in processes:
             process.join(5)
             process.kill()
+            process.join()
     return [peak for peak, _ in found], found[0][1]
 
 
@@ -132,35 +134,42 @@ def _train(layout: str, small: bool, megabytes: int) -> tuple[int, int, str]:
         command += ["--workers", "1" if layout == "dp=1" else "2", "--batch-size", "16", "--max-steps", "3"]
         command += ["--optimizer", "adamw", "--lr", "1e-4", "--run", f"{folder}/run", "--max-restarts", "0"]
         environment = {**os.environ, **MMAP, "PYTHONPATH": str(REPOSITORY / "benchmarks"), "OMP_NUM_THREADS": "1"}
-        environment |= {"MALLOC_ARENA_MAX": "1", "ECHELON_NO_LIVE": "1"}
-        with subprocess.Popen(
-            command,
-            env=environment,
-            preexec_fn=_limited(megabytes),
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        ) as process:
-            most = 0
-            while process.poll() is None:
-                most = max([most, *map(_data_megabytes, _descendants(process.pid))])
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(0.1)
-            said = process.stdout.read() if process.stdout else ""
-        return process.returncode, most, said
+        environment |= {"MALLOC_ARENA_MAX": "1"}
+        with (Path(folder) / "said").open("w+") as said:
+            process = subprocess.Popen(
+                command, env=environment, preexec_fn=_limited(megabytes), cwd=folder, stdout=said, stderr=said
+            )
+            try:
+                most = _watch(process)
+            finally:
+                process.terminate()  # the launcher ends its ranks
+                process.wait(60)
+            said.seek(0)
+            return process.returncode, most, said.read()
+
+
+def _watch(process: subprocess.Popen[bytes]) -> int:
+    """Wait until a command ends; returns the largest data segment of its processes in MB."""
+    most, ends = 0, time.monotonic() + WAIT_S
+    while process.poll() is None:
+        if time.monotonic() > ends:
+            raise TimeoutError(f"a training did not end in {WAIT_S} s")
+        most = max([most, *map(_data_megabytes, _descendants(process.pid))])
+        with suppress(subprocess.TimeoutExpired):  # look again
+            process.wait(0.1)
+    return most
 
 
 def _descendants(pid: int) -> list[int]:
     import psutil
 
-    with suppress(psutil.Error):
+    with suppress(psutil.Error):  # it ended just now
         return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     return [pid]
 
 
 def _data_megabytes(pid: int) -> int:
-    with suppress(OSError):
+    with suppress(OSError):  # it ended just now: it has none
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmData:"):
                 return int(line.split()[1]) >> 10

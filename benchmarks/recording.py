@@ -14,10 +14,9 @@ the ratio of sums, with an interval by bootstrap over pairs of windows.
 from __future__ import annotations
 
 import argparse
-import os
 import random
-from multiprocessing.connection import Connection
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from benchmarks._common import (
@@ -28,10 +27,10 @@ from benchmarks._common import (
     median,
     update_section,
 )
-from benchmarks.overhead import BATCH, Gate, as_rank, gated_run, measure
+from benchmarks._gated import Contender, Windows, fit, take_turns
+from benchmarks.overhead import BATCH, run_of_echelon
 
 RESAMPLES = 2000
-NAMES = ["silent", "recording"]
 ABOUT = (
     "2 ranks x 1 thread, a 1.2 M-parameter CNN on 32x32, global batch 256, samples in memory; both loops alive at "
     "once, windows granted in turn. Recording is everything: phases, steps one by one, what ranks use of their "
@@ -58,14 +57,6 @@ class SilentClock:
         """Return nothing."""
 
 
-def train_recording(run: Any, cursor: Any) -> None:
-    """The loop as it is."""
-    from echelon.train.loop import fit
-    from echelon.train.stop import StopFlag
-
-    fit(run, cursor, StopFlag())
-
-
 def train_silently(run: Any, cursor: Any) -> None:
     """The same steps, and nothing else."""
     run.step._clock = SilentClock()
@@ -76,12 +67,7 @@ def train_silently(run: Any, cursor: Any) -> None:
         cursor.step += 1
 
 
-def as_contender(name: str, rank: int, port: int, pipe: Connection, steps: int, folder: str) -> None:
-    """Be a rank of one of both."""
-    as_rank(rank, port, folder)
-    run = train_recording if name == "recording" else train_silently
-    gated_run(rank, Gate(pipe, steps), run, Path(os.environ["BENCH_FOLDER"]))
-    pipe.send(None)
+LOOPS: dict[str, Callable[[Any, Any], None]] = {"silent": train_silently, "recording": fit}
 
 
 def main() -> None:
@@ -91,7 +77,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--print", action="store_true", help="leave RESULTS.md as it is")
     options = parser.parse_args()
-    results = measure(NAMES, options.windows, options.steps, as_contender)
+    contenders = {name: Contender(partial(run_of_echelon, train=train)) for name, train in LOOPS.items()}
+    results = take_turns(contenders, options.windows, options.steps)
     append_result("recording", {"steps": options.steps, "windows": results})
     table = render(results, options.steps)
     print(table)
@@ -100,7 +87,7 @@ def main() -> None:
         update_section("Cost of recording", f"{where}\n\n{ABOUT}\n\n{table}")
 
 
-def render(results: dict[str, list[tuple[float, float]]], steps: int) -> str:
+def render(results: dict[str, Windows], steps: int) -> str:
     """Write the table."""
     rows = []
     for name, windows in results.items():

@@ -1,59 +1,28 @@
-"""Starting, resuming, evaluating and reporting runs: what the command line calls, and Python users too."""
+"""Training, resuming, evaluating and reporting runs from Python: what the command line calls, too."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.config import RunConfig, build, load_run_config
 from echelon.config.build import flag_of, leaves
-from echelon.config.validate import check_world
 from echelon.core.errors import UserError, nearest
-from echelon.core.files import full_disk_in_words
-from echelon.core.layout import parse_layout
-from echelon.launch.link import check_link, parse_link
-from echelon.launch.plan import LaunchPlan, nodes_of, thread_count, worker_count
-from echelon.launch.preload import start_import_server
-from echelon.observe.record import Recorder, read_records
+from echelon.starting import Outcome, start, start_again
 from echelon.train import folder as folders
-from echelon.train.leased_check import is_leased
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
-    from echelon.launch.elastic import Death
-    from echelon.launch.link import LinkCounters
     from echelon.train.assemble import Given
 
-PRELOAD = (
-    "torch",
-    "torch.distributed.checkpoint",
-    "torch.utils.tensorboard",
-    "timm.optim",
-    "timm.scheduler",
-    "torchmetrics.classification",
-    "echelon.train.worker",
-)
-PRELOAD_ROLES = ("torch._dynamo", "zmq", "echelon.train.leased", "echelon.train.served")
 RESUMABLE = (
     *("launch.", "checkpoint.", "training.epochs", "training.max_steps", "training.eval_every", "data.loaders"),
     *("strategy.parallel", "strategy.tensor_plan", "strategy.cuts", "training.recompute"),
 )
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended: `completed`, `stopped` or `failed`; its folder; the numbers of `summary.json`."""
-
-    status: str
-    folder: Path
-    summary: Mapping[str, Any]
 
 
 def train(
@@ -95,8 +64,7 @@ def resume(run: str | Path, overrides: Mapping[str, Any] | None = None) -> Outco
     """
     path = Path(run)
     config = _with_overrides(path, overrides or {})
-    with _lock(path, config):
-        return _start_in(path, config, None, fresh=False)
+    return start_again(path, config)
 
 
 def evaluate(run: str | Path) -> Mapping[str, float | None]:
@@ -141,66 +109,6 @@ def report(run: str | Path) -> Path:
     return path
 
 
-def start(config: RunConfig, given: Given | None = None) -> Outcome:
-    """Start a new run.
-
-    Raises:
-        UserError: it cannot start as described.
-    """
-    from echelon.train.folder import create, default_folder
-
-    if _is_worker():
-        return _start_as_worker(config, given)
-    path = Path(config.run) if config.run else default_folder(config)
-    config = replace(config, run=str(path))
-    _begin_imports(plan_of(config, path, given))
-    check(config)  # before there is a folder: what is refused leaves nothing behind
-    create(path, config)
-    with _lock(path, config):
-        return _start_in(path, config, given, fresh=True)
-
-
-def plan_of(config: RunConfig, path: Path, given: Given | None = None) -> LaunchPlan:
-    """Return what would be started on this machine.
-
-    Raises:
-        UserError: the workers do not fit the machine or the description.
-    """
-    nodes = nodes_of(config.launch)
-    workers = _workers(config)
-    if nodes.least == nodes.most:
-        check_world(config, workers * nodes.most)
-    return LaunchPlan(
-        entry="echelon.train.worker:run_worker",
-        args=(str(path), given),
-        workers=workers,
-        threads=thread_count(config.launch, workers),
-        nodes=nodes,
-        rendezvous=config.launch.rendezvous,
-        max_restarts=config.launch.max_restarts,
-        log_dir=path / "logs",
-        preload=_preload(config),
-        link=config.launch.link,
-    )
-
-
-def _workers(config: RunConfig) -> int:
-    """Return the workers of this machine: as given, else as many as the layout asks for."""
-    workers = worker_count(config.launch, config.training.device)
-    layout, machines = parse_layout(config.strategy.parallel), nodes_of(config.launch).most
-    if config.launch.workers:
-        return workers
-    if layout.ranks is not None:
-        return max(1, layout.ranks // machines)
-    of_replica = max(1, layout.fixed // machines)
-    return max(of_replica, workers - workers % of_replica)
-
-
-def _preload(config: RunConfig) -> tuple[str, ...]:
-    digits = ("sklearn.datasets",) if config.data.source == "digits" else ()
-    return (*PRELOAD, *digits, *(PRELOAD_ROLES if is_leased(config) else ()))
-
-
 def _dotted(setting: str) -> str:
     flags = {flag_of(name, item).lstrip("-").replace("-", "_"): name for name, item, _ in leaves()}
     if setting not in flags:
@@ -231,131 +139,3 @@ def _with_overrides(path: Path, overrides: Mapping[str, Any]) -> RunConfig:
             )
     config = build(path / folders.CONFIG_FILE, overrides).config
     return replace(config, run=str(path))
-
-
-def check(config: RunConfig) -> None:
-    """Refuse what this machine, or the combination of the four choices, cannot do.
-
-    Raises:
-        UserError: names the setting, the reason, and what works.
-    """
-    if config.launch.link:
-        check_link(parse_link(config.launch.link))
-    from echelon.train.combine import check_strategies
-
-    if is_leased(config) and _is_worker():
-        raise UserError(f"--sync {config.strategy.sync} starts roles of its own: run `echelon train` without torchrun")
-    ranks = _workers(config) * nodes_of(config.launch).most
-    check_strategies(config, int(os.environ["WORLD_SIZE"]) if _is_worker() else ranks)
-
-
-def _lock(path: Path, config: RunConfig) -> AbstractContextManager[None]:
-    return nullcontext() if _is_worker() else folders.locked(path, shared=nodes_of(config.launch).most > 1)
-
-
-def _is_worker() -> bool:
-    """Whether torchrun or another launcher started this process as one of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def _start_as_worker(config: RunConfig, given: Given | None) -> Outcome:
-    from echelon.train.under_launcher import agree_on_folder
-    from echelon.train.worker import train_rank
-
-    check(config)
-    path = agree_on_folder(config)
-    status = train_rank(path, given)
-    return _outcome(path, status)
-
-
-def _start_in(path: Path, config: RunConfig, given: Given | None, fresh: bool) -> Outcome:
-    if not fresh:
-        folders.prepare(path, config)
-    if _is_worker():
-        from echelon.train.worker import train_rank
-
-        return _outcome(path, train_rank(path, given))
-    plan = plan_of(config, path, given)
-    if not fresh:
-        _begin_imports(plan)
-        check(config)
-    with full_disk_in_words(path):
-        record = Recorder(path)
-        try:
-            leased = is_leased(config)
-            status = _run_roles(config, plan, path, record) if leased else _run_plan(plan, path, record)
-        finally:
-            record.close()
-            folders.mark_ended(path)
-    if plan.link:  # what the kernel counted is known only now
-        from echelon.observe.report import write_report
-
-        write_report(path)
-    return _outcome(path, status)
-
-
-def _begin_imports(plan: LaunchPlan) -> None:
-    if plan.link or plan.nodes.most > 1:  # torch's store wants the name of every client, and many have none
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    start_import_server(plan.preload)
-
-
-def _run_plan(plan: LaunchPlan, path: Path, record: Recorder) -> str:
-    from echelon.launch.elastic import Interrupted, Refused, Watch, WorkersFailed, run_workers
-    from echelon.observe.report import write_report
-
-    def on_death(death: Death, restarts_left: int) -> None:
-        then = "the group restarts from the newest checkpoint" if restarts_left else "no restarts are left"
-        record.event(
-            "worker_died",
-            f"{death}{_last_words(path, death)}; {then}",
-            rank=death.rank,
-            host=death.host,
-            pid=death.pid,
-            exit_code=death.exit_code,
-        )
-
-    def on_counters(counters: list[LinkCounters]) -> None:
-        record.write("link", link=plan.link, hosts=[asdict(c) for c in counters])
-
-    try:
-        return next(iter(run_workers(plan, Watch(on_death, on_counters)).values()), "completed") or "completed"
-    except Interrupted:
-        return "stopped"
-    except Refused:
-        reason = _last_event(path, "refused")
-        record.write("end", status="refused", message=reason)
-        write_report(path)
-        raise UserError(reason) from None
-    except WorkersFailed:
-        reason = _last_event(path, "worker_died")
-        record.write("end", status="failed", message=reason)
-        write_report(path)
-        return "failed"
-
-
-def _run_roles(config: RunConfig, plan: LaunchPlan, path: Path, record: Recorder) -> str:
-    from echelon.roles import run_leased_roles
-
-    return run_leased_roles(config, plan, path, record)
-
-
-def _last_words(path: Path, death: Death) -> str:
-    """Return what a failed rank said, or what another said that waited in vain for a silent one."""
-    if death.exit_code is not None and death.exit_code < 0:
-        return ""
-    failed = [r for r in read_records(path) if r["kind"] == "event" and r.get("name") == "rank_failed"]
-    if death.exit_code is None:
-        return f"; rank {failed[-1]['rank']} waited in vain: {failed[-1]['message']}" if failed else ""
-    own = [r["message"] for r in failed if (r["rank"], r["pid"]) == (death.rank, death.pid)]
-    return f": {own[-1]}" if own else ""
-
-
-def _last_event(path: Path, name: str) -> str:
-    events = [r["message"] for r in read_records(path) if r["kind"] == "event" and r.get("name") == name]
-    return events[-1] if events else f"the workers ended; see {path}/logs"
-
-
-def _outcome(path: Path, status: str) -> Outcome:
-    summary = path / "summary.json"
-    return Outcome(status, path, json.loads(summary.read_text()) if summary.exists() else {})

@@ -17,9 +17,10 @@ from echelon.core.units import parse_seconds
 from echelon.launch.link import Host, ShapedNetwork, parse_link
 from echelon.launch.plan import LaunchPlan
 from echelon.launch.roles import Role, RoleDeath, RoleRefused, RolesFailed, RoleWatch, run_roles
-from echelon.observe.record import Recorder, read_records
+from echelon.observe.record import Recorder
 from echelon.observe.report import write_report
 from echelon.sync.server.settings import Settings
+from echelon.train.folder import last_word
 from echelon.train.leased_check import settings_of
 from echelon.train.served_start import ADDRESS_FILE, ROLES_FOLDER, SchedulerLine, Seat, note_address, prepare_roles
 
@@ -168,11 +169,11 @@ def _run(plan: LaunchPlan, path: Path, record: Recorder, site: Site) -> str:
         stopped = run_roles(_roles(plan, path, site), plan.max_restarts, plan.log_dir, watch)
         return "stopped" if stopped and line.status() != "completed" else line.status()
     except RoleRefused:
-        reason = _last_event(path, "refused")
+        reason = last_word(path, "refused")
         _end(path, record, site, "refused", reason)
         raise UserError(reason) from None
     except RolesFailed:
-        _end(path, record, site, "failed", _last_event(path, "worker_died"))
+        _end(path, record, site, "failed", last_word(path, "worker_died"))
         return "failed"
     finally:
         line.close()
@@ -204,8 +205,3 @@ def _roles(plan: LaunchPlan, path: Path, site: Site) -> list[Role]:
         seat = Seat(site.first_worker + local, local, site.machine)
         roles.append(role(f"worker{seat.number}", (seat, *plan.args[1:]), not first))
     return roles
-
-
-def _last_event(path: Path, name: str) -> str:
-    events = [r["message"] for r in read_records(path) if r["kind"] == "event" and r.get("name") == name]
-    return events[-1] if events else f"the processes ended; see {path}/logs"

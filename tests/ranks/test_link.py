@@ -20,23 +20,13 @@ import torch.distributed as dist
 from echelon.core.errors import UserError
 from echelon.launch.link import Host, ShapedNetwork, check_link, enter, parse_link, read_counters
 from echelon.launch.netns import wait_until_gone
+from tests.ranks.links import NEEDS_LINKS
 from tests.ranks.spawn import Rank, run_ranks
 
 DEADLINE_S = 20.0
 
 
-def _why_not() -> str:
-    try:
-        check_link(parse_link("1gbit"))
-    except UserError as refusal:
-        return str(refusal)
-    return ""
-
-
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "this machine can shape links"),
-]
+pytestmark = NEEDS_LINKS
 
 
 def _transfer(rank: Rank, hosts: list[Host], to: int, n_bytes: int) -> float:
@@ -146,7 +136,7 @@ def _wait_for_end(pids: list[int], timeout_s: float) -> list[int]:
     for pid in pids:
         try:
             fd = os.pidfd_open(pid)
-        except ProcessLookupError:
+        except ProcessLookupError:  # it has ended, and is reaped
             continue
         ended, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
         os.close(fd)

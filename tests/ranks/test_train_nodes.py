@@ -8,38 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from echelon.core.errors import UserError
-from echelon.launch.link import ShapedNetwork, check_link, parse_link
+from echelon.launch.link import ShapedNetwork, parse_link
+from tests.ranks.links import LINK, NEEDS_LINKS, start_machine
 from tests.ranks.runs import Run, Runs, losses_of, marked_processes
 
-LINK = "1gbit"
-
-
-def _why_not() -> str:
-    try:
-        check_link(parse_link(LINK))
-    except UserError as refusal:
-        return str(refusal)
-    return ""
-
-
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "this machine can shape links"),
-]
-
-
-def _machine(runs: Runs, network: ShapedNetwork, i: int, *settings: str, folder: str = "") -> Run:
-    """Start the same command on one machine, with one worker there."""
-    where = ["--rendezvous", f"{network.addresses[0]}:29400", "--workers", "1", "--threads", "1", "--device", "cpu"]
-    return runs.start("train", "digits", *where, *settings, folder=folder, prefix=network.command_prefix(i))
+pytestmark = [*NEEDS_LINKS, pytest.mark.timeout(400)]
 
 
 def test_two_machines_agree_on_one_run_and_its_folder(tmp_path: Path) -> None:
     settings = ("--nodes", "2", "--epochs", "3", "--lr", "0.02")
     with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:
-        both = [_machine(runs, network, i, *settings) for i in range(2)]
+        both = [start_machine(runs, network, i, *settings) for i in range(2)]
         assert [run.end() for run in both] == [0, 0], both[0].text() + both[1].text()
         (folder,) = (tmp_path / "runs").iterdir()
         (start,) = (r for r in Run(both[0].process, folder, both[0].output, "").records("start"))
@@ -53,14 +32,14 @@ def test_two_machines_agree_on_one_run_and_its_folder(tmp_path: Path) -> None:
 def test_a_machine_goes_away_and_comes_back_and_a_stop_on_one_machine_stops_the_run_on_both(tmp_path: Path) -> None:
     settings = ("--nodes", "1:2", "--epochs", "100000", "--eval-every", "0", "--checkpoint-every", "20")
     with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:
-        first = _machine(runs, network, 0, *settings, folder="run")
-        second = _machine(runs, network, 1, *settings, folder="run")
+        first = start_machine(runs, network, 0, *settings, folder="run")
+        second = start_machine(runs, network, 1, *settings, folder="run")
         first.wait_for(lambda: _sizes(first)[-1:] == [2] and _steps_with(first, 2), "both machines")
         for pid in marked_processes(second.mark):
             os.kill(pid, signal.SIGKILL)
         second.process.wait()
         first.wait_for(lambda: _steps_with(first, 1), "steps of the machine that was left alone")
-        third = _machine(runs, network, 1, *settings, folder="run")
+        third = start_machine(runs, network, 1, *settings, folder="run")
         first.wait_for(lambda: _steps_with(first, 2), "steps with the machine that came back")
         third.process.terminate()
         assert [first.end(), third.end()] == [0, 0], first.text() + third.text()

@@ -33,7 +33,7 @@ _READ_ERRORS_OF_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
 @dataclass(frozen=True)
 class Saved:
-    """One checkpoint that is on the disk now. `blocked_s` is how long the caller of `save` waited."""
+    """A checkpoint on the disk. `blocked_s`: how long the caller of `save` waited; `reason`: as given to it."""
 
     step: int
     path: Path
@@ -41,6 +41,7 @@ class Saved:
     n_bytes: int
     blocked_s: float
     total_s: float
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class _Job:
     started_s: float
     blocked_s: float
     arriving: Arriving | None
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -114,12 +116,13 @@ class CheckpointStore:
         metric: float | None = None,
         background: bool = True,
         arriving: Arriving | None = None,
+        reason: str = "",
     ) -> None:
         """Save `state` as the checkpoint of `step`; a higher `metric` is better (give a loss with a minus sign).
 
         Tensors are copied before this returns. With `background` the rest happens in a thread, and what it raises is
         raised by the next `save` or `wait`. A save that still runs is waited for. Files that are `arriving` are waited
-        for in the background, and become part of the checkpoint.
+        for in the background, and become part of the checkpoint. `on_saved` is told the `reason`.
         Raises UserError when the disk is full or the folder cannot be written, TimeoutError when the one before is
         not done after `deadline_s`, TypeError for a value that a checkpoint cannot hold.
         """
@@ -131,7 +134,7 @@ class CheckpointStore:
         tree, tensors = flatten(state)
         staged = stage(tensors)
         blocked_s = time.monotonic() - started_s
-        job = _Job(step, _finite(metric), tree, staged, started_s, blocked_s, arriving)
+        job = _Job(step, _finite(metric), tree, staged, started_s, blocked_s, arriving, reason)
         # Not a daemon: an interpreter that ends normally finishes the checkpoint first.
         self._thread = threading.Thread(target=self._run, args=(job, background), name="echelon-checkpoint")
         self._thread.start()
@@ -244,7 +247,7 @@ class CheckpointStore:
         self._prune(target, manifest)
         total_s = time.monotonic() - job.started_s
         blocked_s = job.blocked_s if background else total_s
-        return Saved(job.step, target.path, job.metric, manifest.n_bytes, blocked_s, total_s)
+        return Saved(job.step, target.path, job.metric, manifest.n_bytes, blocked_s, total_s, job.reason)
 
     def _prune(self, new: Entry, manifest: Manifest) -> None:
         """Remove what is neither among the newest nor the best, and what the new checkpoint replaces."""

@@ -13,10 +13,12 @@ import typer
 from echelon.cli.app import COMMANDS, as_command
 from echelon.cli.settings import overrides_of, parameter, with_settings
 from echelon.core.errors import UserError
+from echelon.core.files import full_disk_in_words
 
 if TYPE_CHECKING:
     from echelon.study import Study
 
+_CONTINUE = "echelon compare --run"
 _EXIT_INCOMPLETE = 1
 _EXIT_STOPPED = 130
 _OWN = ("tries", "seeds", "loss", "config", "retry", "dry_run", "serve")
@@ -58,10 +60,9 @@ def command() -> Any:
 def conclude(path: Path) -> bool:
     """Write a study's report and say what it says; returns whether every run completed."""
     from echelon.study import write_study
-    from echelon.study.folder import full_disk_in_words
     from echelon.study.rows import COMPLETED
 
-    with full_disk_in_words(path):
+    with full_disk_in_words(path, _CONTINUE):
         report = write_study(path)
     for line in report.words:
         print(line)
@@ -123,14 +124,13 @@ def _run(path: Path, study: Study | None, retry: bool, serve: bool) -> None:
     from echelon.cli.serving import served
     from echelon.study import StudyStopped, open_study, run_study
     from echelon.study.execute import check_settings
-    from echelon.study.folder import full_disk_in_words
     from echelon.study.live import StudyDisplay
 
     if study is not None:
         check_settings(study)
     study = open_study(path, study)
     try:
-        with full_disk_in_words(path), served(path, serve), StudyDisplay(path) as display:
+        with full_disk_in_words(path, _CONTINUE), served(path, serve), StudyDisplay(path) as display:
             run_study(path, study, display, retry)
     except StudyStopped:
         conclude(path)

@@ -9,11 +9,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from echelon.api import check, plan_of
 from echelon.config import Resolved, RunConfig
 from echelon.config.validate import check_world
 from echelon.core.axes import Axis
 from echelon.core.units import format_bytes
+from echelon.starting import check, plan_of
 from echelon.train.folder import default_folder
 
 

@@ -14,17 +14,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
 from echelon.core.errors import UserError
+
+if TYPE_CHECKING:
+    from echelon.observe.live.server import Site
 
 _LINGER_S = 1.5  # so that a page that is open sees the end
 _END_S = 5.0
 _NICENESS = 10
 
 
-def site_of(path: Path) -> Any:
-    """Return what is shown of a folder (`live.server.Site`): a study where it holds one, else a run.
+def site_of(path: Path) -> Site:
+    """Return what is shown of a folder: a study where it holds one, else a run.
 
     Raises:
         UserError: a study's description cannot be read.
@@ -77,9 +80,10 @@ def served(path: Path, wanted: bool) -> Iterator[None]:
 
 
 def _begin(path: Path) -> _Child | None:
+    from echelon.launch.plan import is_worker
     from echelon.observe.live.server import address, listen, new_token
 
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if is_worker():
         if os.environ["RANK"] == "0":
             _say("no live page under a launcher of one's own; `echelon watch RUN --serve` shows the run")
         return None
@@ -88,8 +92,9 @@ def _begin(path: Path) -> _Child | None:
         with listen() as listener:
             child = _spawn(path, listener)
             assert child.process.stdin is not None
-            child.process.stdin.write(token.encode() + b"\n")
-            child.process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it is gone already: `_end` says why
+                child.process.stdin.write(token.encode() + b"\n")
+                child.process.stdin.flush()
             print(f"live: {address(listener, token)}", flush=True)
             return child
     except (OSError, UserError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,16 +49,17 @@ def command() -> Any:
 
 def _start(config: RunConfig, serve: bool) -> Any:
     """Start a run; served, the folder must be known beforehand (under torchrun the ranks agree on it later)."""
-    from echelon import api
+    from echelon.starting import start
 
     if not serve:
-        return api.start(config)
+        return start(config)
     from echelon.cli.serving import served
+    from echelon.launch.plan import is_worker
     from echelon.train.folder import default_folder
 
     folder = Path(config.run) if config.run else default_folder(config)
     with served(folder, wanted=True):
-        return api.start(config if "RANK" in os.environ else replace(config, run=str(folder)))
+        return start(config if is_worker() else replace(config, run=str(folder)))
 
 
 def resume_command() -> Any:

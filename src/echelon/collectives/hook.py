@@ -4,7 +4,6 @@
 
 import functools
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from echelon import compression as codecs
 from echelon.collectives import memory, registry
 from echelon.collectives.cells import lay_out
 from echelon.collectives.lane import Bucket, BucketWork, Lane
+from echelon.collectives.own_group import own_group
 from echelon.collectives.reducer import Coding, check_combination
 from echelon.collectives.route import Route, open_route
 from echelon.collectives.times import ReduceTimes
@@ -75,7 +75,7 @@ class GradientHook:
         if self.codec is not None:
             check_combination(self.codec, self._route.path, self._route.size)
         if self.codec is not None or not self._route.path.by_backend:
-            self._route = Route(self._route.path, _own_group(self._route.group))
+            self._route = Route(self._route.path, own_group(self._route.group))
             self._work = self._make_work()
 
     def _make_work(self) -> BucketWork:
@@ -241,22 +241,6 @@ def ddp_hook(compression: str, collective: str = "auto", seed: int = 0) -> DdpHo
         UserError: a spec cannot be read.
     """
     return DdpHook(compression, collective, seed)
-
-
-def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Make a group of the same ranks for the lane alone, with the same timeout: its order is nobody else's."""
-    ranks = dist.get_process_group_ranks(group)
-    own = dist.new_group(ranks, timeout=_timeout(group), use_local_synchronization=True)
-    assert isinstance(own, dist.ProcessGroup)
-    return own
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta:
-    """The group's own timeout."""
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    timeout = group._get_backend(device).options._timeout
-    assert isinstance(timeout, timedelta)
-    return timeout
 
 
 def _noted(times: ReduceTimes, handed_s: float, future: Future[Any]) -> Tensor:

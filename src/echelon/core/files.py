@@ -17,8 +17,11 @@ def is_full(error: OSError) -> bool:
 
 
 @contextmanager
-def full_disk_in_words(run: Path) -> Iterator[None]:
-    """Turn the error of a full disk, while a run writes to its folder, into words.
+def full_disk_in_words(folder: Path, command: str = "echelon resume") -> Iterator[None]:
+    """Turn the error of a full disk, while a run or a study writes to its folder, into words.
+
+    Args:
+        command: what continues it, given the folder.
 
     Raises:
         UserError: the disk is full.
@@ -29,8 +32,18 @@ def full_disk_in_words(run: Path) -> Iterator[None]:
         if not is_full(error):
             raise
         raise UserError(
-            f"{run}: no space left on the disk; free some, then continue with `echelon resume {run}`"
+            f"{folder}: no space left on the disk; free some, then continue with `{command} {folder}`"
         ) from error
+
+
+def write_whole(fd: int, data: bytes) -> None:
+    """Write all of data, in one write where the system takes it at once.
+
+    Raises:
+        OSError: what kept the rest from being written; a disk that fills up takes a part first, and says nothing.
+    """
+    while data:
+        data = data[os.write(fd, data) :]
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from echelon.core.errors import UserError, nearest
+from echelon.core.errors import UserError
+from echelon.core.own import find_own
 from echelon.data.base import DataInfo, Source
 from echelon.data.images import ImageArray, ImageItems, Images, Labels, TensorArray, TensorItems, random_state_kept
 from echelon.data.statistics import measure
@@ -77,36 +75,15 @@ def from_function(name: str) -> Source:
     Raises:
         UserError: there is no such module or function, or it returns something else.
     """
-    given = _resolve(name)()
+    function = find_own("data", name)
+    if not callable(function):
+        raise UserError(f"data {name} is a {type(function).__name__}: name a function that returns the data")
+    given = function()
     if isinstance(given, Source):
         return given
     if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):
         raise UserError(f"data {name} must return (train, evaluation) or (train, evaluation, classes)")
     return from_datasets(*given)
-
-
-def _resolve(name: str) -> Any:
-    module_name, _, function_name = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise UserError(
-            f"data {name}: there is no module {module_name!r}; write module:function, "
-            "the module importable from the current folder"
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        functions = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
-        raise UserError(
-            f"data {name}: {module_name} has no function {function_name!r}; {nearest(function_name, functions)}"
-            f"it has: {', '.join(functions) or 'none'}"
-        )
-    return function
 
 
 def _first_input(name: str, data: Any) -> torch.Tensor:

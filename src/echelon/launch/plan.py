@@ -37,6 +37,11 @@ class LaunchPlan:
     link: str = ""
 
 
+def is_worker() -> bool:
+    """Whether torchrun or another launcher started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def visible_gpus() -> int:
     """Count NVIDIA GPUs that this process may use, without importing torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

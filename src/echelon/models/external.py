@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from echelon.core.errors import UserError, nearest
+from echelon.core.own import find_own
 from echelon.models.base import ModelInput
 
 
@@ -73,8 +71,7 @@ def build_own(name: str, data: ModelInput) -> nn.Module:
     Raises:
         UserError: there is no such module or function, it takes something else, or returns no `nn.Module`.
     """
-    module_name, _, function_name = name.partition(":")
-    function = _resolve(name, module_name, function_name)
+    function = find_own("--model", name)
     if isinstance(function, nn.Module):
         raise UserError(f"--model {name} is a module: name a function or class that builds one for the data")
     if not callable(function):
@@ -91,28 +88,6 @@ def library_names() -> dict[str, list[str]]:
     from torchvision import models
 
     return {"timm": timm.list_models(), "torchvision": models.list_models(module=models)}
-
-
-def _resolve(name: str, module_name: str, function_name: str) -> Any:
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise UserError(
-            f"--model {name}: there is no module {module_name!r}; write module:function, "
-            "the module importable from the current folder"
-        ) from error
-    if not hasattr(module, function_name):
-        functions = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
-        raise UserError(
-            f"--model {name}: {module_name} has no {function_name!r}; {nearest(function_name, functions)}"
-            f"it has: {', '.join(functions) or 'no functions'}"
-        )
-    return getattr(module, function_name)
 
 
 def _arguments(name: str, function: Callable[..., Any], data: ModelInput) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from echelon.core.files import write_whole
+
 RECORD_FILE = "record.jsonl"
 
 
@@ -30,7 +32,7 @@ class Recorder:
         if self._fd is None:
             return
         line = json.dumps({"t": round(time.time(), 6), "kind": kind, **values}, allow_nan=True, default=str)
-        os.write(self._fd, line.encode() + b"\n")
+        write_whole(self._fd, line.encode() + b"\n")
 
     def event(self, name: str, message: str, **details: Any) -> None:
         """Append an event: its name, one sentence, and details."""

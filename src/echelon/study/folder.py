@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.core.errors import UserError
-from echelon.core.files import is_full
+from echelon.observe.live.going import LOCK_FILE
 from echelon.observe.record import read_records
 from echelon.study.base import PlannedRun
 from echelon.study.rows import COMPLETED
@@ -69,23 +69,6 @@ def discard(folder: Path) -> None:
 
 
 @contextmanager
-def full_disk_in_words(study: Path) -> Iterator[None]:
-    """Turn the error of a full disk into words.
-
-    Raises:
-        UserError: the disk is full.
-    """
-    try:
-        yield
-    except OSError as error:
-        if not is_full(error):
-            raise
-        raise UserError(
-            f"{study}: no space left on the disk; free some, then continue with `echelon compare --run {study}`"
-        ) from error
-
-
-@contextmanager
 def locked(study: Path) -> Iterator[None]:
     """Hold a study's folder while it goes.
 
@@ -93,7 +76,7 @@ def locked(study: Path) -> Iterator[None]:
         UserError: it goes on already, or cannot be written.
     """
     try:
-        fd = os.open(study / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        fd = os.open(study / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise UserError(f"--run {study} cannot be written: {error.strerror}") from None
     with os.fdopen(fd, "r+"):

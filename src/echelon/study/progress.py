@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from echelon.observe.record import RECORD_FILE
+from echelon.observe.live.follow import Follower, Json
 
 
 @dataclass(frozen=True)
@@ -24,27 +22,22 @@ class Tail:
     """Follows one run's record: each `read` looks only at what was added."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / RECORD_FILE
-        self._offset = 0
+        self._follower = Follower(folder)
         self._progress = Progress()
 
     def read(self) -> Progress:
         """Return how far the run is now; a line that is not whole yet is left for the next time."""
-        if self._path.exists():
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                added = file.read()
-            whole, newline, _ = added.rpartition(b"\n")
-            self._offset += len(whole) + len(newline)
-            for line in whole.splitlines():
-                self._progress = _after(self._progress, line)
+        anew, records = self._follower.read()
+        if anew:
+            self._progress = Progress()
+        for record in records:
+            self._progress = _after(self._progress, record)
         return self._progress
 
 
-def _after(progress: Progress, line: bytes) -> Progress:
+def _after(progress: Progress, record: Json) -> Progress:
     try:
-        record: Any = json.loads(line)
-        match record.get("kind"):
+        match record["kind"]:
             case "start":
                 return replace(progress, total_steps=int(record["steps_per_epoch"]) * int(record["epochs"]))
             case "steps":
@@ -54,5 +47,5 @@ def _after(progress: Progress, line: bytes) -> Progress:
             case "evaluation":
                 return replace(progress, top1=float(record["metrics"]["top1"]))
     except (ValueError, KeyError, TypeError, AttributeError):
-        pass  # torn or strange: the report says so, a progress bar has nothing to say
+        pass  # strange: the report counts and names it, a progress bar has nothing to say
     return progress

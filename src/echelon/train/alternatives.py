@@ -84,7 +84,7 @@ def _settled(config: RunConfig, specs: Sequence[str]) -> dict[str, str]:
     for spec in specs:
         try:
             settled = settle_momentum(replace(config, strategy=replace(config.strategy, compression=spec)))
-        except UserError:
+        except UserError:  # a combination that a run would be refused for is no alternative to this one
             continue
         found[spec] = settled.strategy.compression
     return found

@@ -16,11 +16,10 @@ from echelon.config import RunConfig, to_yaml
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.observe.environment import command_line
+from echelon.observe.live.going import LAUNCH_FILE, LOCK_FILE
 from echelon.observe.record import RECORD_FILE, read_records
 
 CONFIG_FILE = "config.yaml"
-LAUNCH_FILE = "launch.json"
-_LOCK_FILE = ".lock"
 
 
 def default_folder(config: RunConfig, root: Path = Path("runs")) -> Path:
@@ -95,6 +94,12 @@ def read_launch(folder: Path) -> dict[str, Any]:
     return values
 
 
+def last_word(folder: Path, event: str) -> str:
+    """Return what the last event of a name says, or where to look when there is none."""
+    said = [r["message"] for r in read_records(folder) if r["kind"] == "event" and r.get("name") == event]
+    return str(said[-1]) if said else f"the processes ended; see {folder}/logs"
+
+
 def mark_ended(folder: Path) -> None:
     """Note that the run has ended: a later start for the same rendezvous is a new run."""
     write_atomic(folder / LAUNCH_FILE, json.dumps({**read_launch(folder), "ended": True}))
@@ -108,7 +113,7 @@ def locked(folder: Path, shared: bool) -> Iterator[None]:
         UserError: another run goes on in this folder.
     """
     try:
-        fd = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise UserError(f"--run {folder} cannot be written: {error.strerror}") from None
     with os.fdopen(fd, "r+"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from echelon.checkpoint import RANKS, CheckpointStore
-from echelon.checkpoint.store import Saved
 from echelon.core.files import write_atomic
 from echelon.observe.record import Recorder
 from echelon.sync.server.snapshots import ranges
 from echelon.sync.server.table import Table
 from echelon.train.evaluate import EvaluationReport
-from echelon.train.saving import EVALUATION_FILE
+from echelon.train.saving import EVALUATION_FILE, record_saved
 from echelon.train.state import check_fingerprint
 
 
@@ -25,14 +25,13 @@ class LeasedSaver:
     """Writes and reads the checkpoints of one run; the worker that evaluates is the one that writes."""
 
     def __init__(self, folder: Path, keep: int, record: Recorder, fingerprint: dict[str, Any]) -> None:
-        self._folder, self._record, self._fingerprint = folder, record, fingerprint
-        self._store = CheckpointStore(folder / "checkpoints", keep, self._saved)
-        self._reason = ""
+        self._folder, self._fingerprint = folder, fingerprint
+        self._store = CheckpointStore(folder / "checkpoints", keep, partial(record_saved, record))
 
     def save(self, task: dict[str, Any], state: dict[str, Any], metric: float | None) -> None:
         """Write a checkpoint in the background."""
-        self._reason = task["reason"] or "best"
-        self._store.save(task["step"], {**state, "fingerprint": self._fingerprint}, metric=metric)
+        whole = {**state, "fingerprint": self._fingerprint}
+        self._store.save(task["step"], whole, metric=metric, reason=task["reason"] or "best")
 
     def write_detail(self, task: dict[str, Any], report: EvaluationReport) -> None:
         """Write the detail of the best evaluation."""
@@ -58,12 +57,6 @@ class LeasedSaver:
             UserError: the disk is full, or cannot be written.
         """
         self._store.close()
-
-    def _saved(self, saved: Saved) -> None:
-        self._record.write(
-            "checkpoint", step=saved.step, blocked_s=saved.blocked_s, total_s=saved.total_s, n_bytes=saved.n_bytes,
-            path=str(saved.path), reason=self._reason,
-        )  # fmt: skip
 
 
 def run_state(

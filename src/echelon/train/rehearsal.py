@@ -49,6 +49,7 @@ class Peaks:
 
     Attributes:
         held: parameters, buffers and averages, which are there all the time.
+        parameters, buffers: those of `held`.
         gradients: of each trainable parameter.
         optimizer: its state.
         peak: most at any time, all of it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,9 @@ class Saver:
             record,
             fingerprint,
         )
-        self._store = CheckpointStore(folder / "checkpoints", keep, self._saved, self._rejected)
+        self._store = CheckpointStore(folder / "checkpoints", keep, partial(record_saved, record), self._rejected)
         self._writer = PartWriter(self._store.deadline_s)
-        self._reason, self._last_step = "", -1
+        self._last_step = -1
         self.bytes_sent = 0
         self._best: float | None = None
 
@@ -69,16 +70,18 @@ class Saver:
             return
         self._last_step = cursor.step
         own = rank_state(self._parts, self._world)
-        self._reason = reason
         if self._parts.split is not None:
-            self._save_parts(cursor, own, self._parts.split.pieces, metric)
+            self._save_parts(cursor, own, self._parts.split.pieces, metric, reason)
             return
         ranks = self._gather(own)
         with agreed_state(self._parts, cursor) as state:
             if self._world.leads:
-                self._store.save(cursor.step, {**state, **self._about(), RANKS: ranks}, metric=metric)
+                whole_state = {**state, **self._about(), RANKS: ranks}
+                self._store.save(cursor.step, whole_state, metric=metric, reason=reason)
 
-    def _save_parts(self, cursor: Cursor, own: dict[str, Any], pieces: Pieces, metric: float | None) -> None:
+    def _save_parts(
+        self, cursor: Cursor, own: dict[str, Any], pieces: Pieces, metric: float | None, reason: str
+    ) -> None:
         """Let every rank write its part, and rank 0 what is not a tensor of the model."""
         token = self._agree_on_token()
         ranks = self._gather(own)  # before the replicas agree: buffers are each rank's own here
@@ -91,7 +94,7 @@ class Saver:
         shared = list_groups(merge([gathered[rank] for rank in sorted(gathered)]))
         arriving = Arriving(self._store.parts_folder(token), [_part_file(rank) for rank in range(self._world.size)])
         state = {**shared, **self._about(), RANKS: ranks}
-        self._store.save(cursor.step, state, metric=metric, arriving=arriving)
+        self._store.save(cursor.step, state, metric=metric, arriving=arriving, reason=reason)
 
     def _gather(self, own: dict[str, Any]) -> Mapping[int, Any]:
         """Bring what each rank alone has to rank 0."""
@@ -175,16 +178,18 @@ class Saver:
         self._writer.wait()
         self._store.close()
 
-    def _saved(self, saved: Saved) -> None:
-        self._record.write(
-            "checkpoint", step=saved.step, blocked_s=saved.blocked_s, total_s=saved.total_s, n_bytes=saved.n_bytes,
-            path=str(saved.path), reason=self._reason,
-        )  # fmt: skip
-
     def _rejected(self, path: Path, reason: str) -> None:
         if self._world.leads:
             message = f"checkpoint {path.name} is damaged and was passed over: {reason}"
             self._record.event("checkpoint_rejected", message, path=str(path), reason=reason)
+
+
+def record_saved(record: Recorder, saved: Saved) -> None:
+    """Record a checkpoint that is on the disk; called from the thread that wrote it."""
+    record.write(
+        "checkpoint", step=saved.step, blocked_s=saved.blocked_s, total_s=saved.total_s, n_bytes=saved.n_bytes,
+        path=str(saved.path), reason=saved.reason,
+    )  # fmt: skip
 
 
 def _part_file(rank: int) -> str:

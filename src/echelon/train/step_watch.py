@@ -96,6 +96,7 @@ class StepWatch:
         if name != RECORDING:
             self._paused.append(name)
         self._paused_s[name] += seconds
+        self._gc_at_step = self._garbage.seconds  # collections in a pause are no step's
 
     def end_step(self) -> None:
         """Note that a step is over."""

@@ -21,6 +21,7 @@ from echelon.train.world import World
 
 TARGET_S = 1.0  # closing a window takes some milliseconds: below 1% of it
 MOST_STEPS = 100
+_HEAD = 7  # numbers that are not of one step, nor of one rank
 _USED = len(PHASES) + 1 + len(NAMES)  # of a rank: seconds by phase, memory, what it uses of its machine
 _COLUMNS = _USED + RankFacts.COLUMNS
 _MOST_WAITS = 1024  # numbers: they are a few KB, which no link feels once a second
@@ -143,17 +144,17 @@ class Window:
         self._clock.enter(None)
         watch, leads = self.watch, float(world.leads)
         waits, pauses = self._waits(), watch.pauses
+        table = torch.zeros(world.size, _COLUMNS, dtype=torch.float64)
         head = [
             self._samples * world.counts,
             sent.wire_bytes,
-            sent.other_bytes + self._own_bytes(steps),
+            sent.other_bytes + self._own_bytes(_HEAD + numbers.numel() + table.numel() + waits.numel()),
             stop,
             leads * checkpoint_due,
             leads * seconds,
             leads * self._next_length(seconds),
         ]
         sampled = self._sampler.sample()
-        table = torch.zeros(world.size, _COLUMNS, dtype=torch.float64)
         facts = watch.close(phases, times)
         own = [*phases, resident_bytes(world.device), *self._sampler.row, *facts.row()]
         table[world.rank] = torch.tensor(own, dtype=torch.float64)
@@ -161,7 +162,7 @@ class Window:
         if world.group is not None:
             flat = flat.to(world.device)
             dist.all_reduce(flat, group=world.group)
-        head_, numbers_, table_, waits_ = flat.split([7, 2 * steps, table.numel(), waits.numel()])
+        head_, numbers_, table_, waits_ = flat.split([_HEAD, 2 * steps, table.numel(), waits.numel()])
         head, rows = head_.tolist(), table_.view_as(table).tolist()
         numbers_ = numbers_.tolist()
         beyond = len(PHASES) + 1
@@ -193,11 +194,9 @@ class Window:
         table[world.rank] = torch.tensor(waits, dtype=torch.float64)
         return table
 
-    def _own_bytes(self, steps: int) -> int:
-        """What adding up costs: float64 numbers through the backend's all-reduce."""
-        size, waits = self._world.size, self.watch.waits
-        each = 0 if waits is None or size * steps > _MOST_WAITS else size * steps
-        numbers = 7 + 2 * steps + size * _COLUMNS + each
+    def _own_bytes(self, numbers: int) -> int:
+        """What adding up costs: so many float64 numbers through the backend's all-reduce."""
+        size = self._world.size
         return 2 * (size - 1) * 8 * numbers // size
 
     def _next_length(self, seconds: float) -> int:

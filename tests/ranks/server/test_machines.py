@@ -10,27 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from echelon.core.errors import UserError
-from echelon.launch.link import ShapedNetwork, check_link, parse_link
+from echelon.launch.link import ShapedNetwork, parse_link
+from tests.ranks.links import LINK, NEEDS_LINKS, start_machine
 from tests.ranks.runs import Run, Runs, marked_processes
 
-LINK = "1gbit"
 SECRET = "5a" * 32
 
 
-def _why_not() -> str:
-    try:
-        check_link(parse_link(LINK))
-    except UserError as refusal:
-        return str(refusal)
-    return ""
-
-
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "this machine can shape links"),
-]
+pytestmark = [*NEEDS_LINKS, pytest.mark.timeout(400)]
 
 
 def _done(folder: Path) -> Counter[int]:
@@ -42,25 +29,16 @@ def _roles(run: Run) -> dict[str, int]:
     return {r["role"]: r["pid"] for r in run.records("process")}
 
 
-def _machine(
-    runs: Runs, network: ShapedNetwork, i: int, *settings: str, folder: str, secret: str | None = SECRET
-) -> Run:
-    where = ["--rendezvous", f"{network.addresses[0]}:29400", "--workers", "1", "--threads", "1", "--device", "cpu"]
-    environment = {"ECHELON_RUN_SECRET": secret} if secret is not None else {}
-    return runs.start("train", "digits", *where, *settings, folder=folder, prefix=network.command_prefix(i),
-                      environment=environment)  # fmt: skip
-
-
 SERVED = ("--nodes", "2", "--sync", "ps(mode=async, servers=2)", "--lr", "0.02", "--epochs", "3")
 
 
 @pytest.mark.slow
 def test_two_machines_with_disks_of_their_own(tmp_path: Path) -> None:
     with ShapedNetwork(3, parse_link(LINK)) as network, Runs(tmp_path) as runs:
-        second = _machine(runs, network, 1, *SERVED, folder="b")  # it may be there before the first
-        foreign = _machine(runs, network, 2, *SERVED, "--timeout", "5s", folder="c", secret="66" * 32)
+        second = start_machine(runs, network, 1, *SERVED, folder="b", secret=SECRET)  # it may be there before the first
+        foreign = start_machine(runs, network, 2, *SERVED, "--timeout", "5s", folder="c", secret="66" * 32)
         assert foreign.end() == 2 and "the secret" in foreign.errors() and "Traceback" not in foreign.errors()
-        first = _machine(runs, network, 0, *SERVED, folder="a")
+        first = start_machine(runs, network, 0, *SERVED, folder="a", secret=SECRET)
         assert [first.end(), second.end()] == [0, 0], first.text() + second.text()
         assert {"scheduler", "server0", "worker0"} == set(_roles(first))
         assert {"server1", "worker1"} == set(_roles(second))
@@ -77,14 +55,14 @@ def test_a_machine_dies_and_comes_back_on_a_common_disk(tmp_path: Path) -> None:
     settings = ("--nodes", "2", "--sync", "ps(mode=async, servers=2, snapshot_every=5)", "--epochs", "200",
                 "--eval-every", "0", "--lr", "0.02")  # fmt: skip
     with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:
-        first = _machine(runs, network, 0, *settings, folder="run", secret=None)
+        first = start_machine(runs, network, 0, *settings, folder="run")
         first.wait_for(lambda: (tmp_path / "run/ps/scheduler.json").exists(), "the scheduler")
-        second = _machine(runs, network, 1, *settings, folder="run", secret=None)
+        second = start_machine(runs, network, 1, *settings, folder="run")
         first.wait_for_step(50)
         for pid in marked_processes(second.mark):
             os.kill(pid, signal.SIGKILL)
         second.process.wait()
-        third = _machine(runs, network, 1, *settings, folder="run", secret=None)
+        third = start_machine(runs, network, 1, *settings, folder="run")
         reached = first.records("steps")[-1]["step"]
         first.wait_for_step(reached + 100)
         third.process.terminate()
@@ -96,8 +74,8 @@ def test_a_machine_dies_and_comes_back_on_a_common_disk(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_another_learning_rate_is_refused(tmp_path: Path) -> None:
     with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:
-        first = _machine(runs, network, 0, *SERVED, folder="a")
-        second = _machine(runs, network, 1, *SERVED[:-3], "0.03", *SERVED[-2:], folder="b")
+        first = start_machine(runs, network, 0, *SERVED, folder="a", secret=SECRET)
+        second = start_machine(runs, network, 1, *SERVED[:-3], "0.03", *SERVED[-2:], folder="b", secret=SECRET)
         assert second.end() == 2
         assert "was started with --lr 0.03, the first machine with 0.02" in second.errors()
         first.process.terminate()

@@ -49,6 +49,15 @@ def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
     assert names(store.folder) == ["step-00000004", "step-00000005"]
 
 
+def test_each_checkpoint_is_told_with_its_own_reason(tmp_path: Path) -> None:
+    saved: list[Saved] = []
+    store = CheckpointStore(tmp_path, keep=2, on_saved=saved.append)
+    for step, reason in enumerate(["interval", "best", "end"]):  # each while the one before is being written
+        store.save(step, small_state(), reason=reason)
+    store.close()
+    assert [(each.step, each.reason) for each in saved] == [(0, "interval"), (1, "best"), (2, "end")]
+
+
 def test_the_same_step_again_replaces_it(store: CheckpointStore) -> None:
     for fill in (1.0, 2.0, 3.0):
         store.save(7, small_state(fill), background=False)

@@ -94,7 +94,8 @@ def test_folders_that_cannot_be_used(tmp_path: Path, break_it: object, words: st
         ("digit", "did you mean digits"),
         ("./cifar10", "no such folder"),
         ("no_module_here:f", "no module 'no_module_here'"),
-        ("json:lod", "no function 'lod'; did you mean load"),
+        ("json:lod", "json has no 'lod'; did you mean load"),
+        ("json:decoder", "is a module: name a function that returns the data"),
         ("json:JSONDecoder", r"must return \(train, evaluation\)"),
     ],
 )

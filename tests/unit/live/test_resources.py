@@ -6,13 +6,14 @@ import logging
 import math
 import subprocess
 import sys
+import time
 import types
 
 import psutil
 import pytest
 
 from echelon.observe.live.gpu import Gpu
-from echelon.observe.live.resources import EVERY_S, NAMES, Resources, Sampler
+from echelon.observe.live.resources import EVERY_S, LIST_CHILDREN_EVERY_S, NAMES, Resources, Sampler
 
 
 class Clock:
@@ -67,6 +68,25 @@ def test_busy_time_is_seen_and_loaders_count() -> None:
     assert Resources(*sampler.row).loaders_rss_bytes <= others + 4e6
 
 
+def test_a_loader_that_is_found_late_counts_from_then_on() -> None:
+    clock = Clock()
+    sampler = Sampler(clock=clock)
+    began_s = time.process_time()
+    sampler.sample()
+    busy = "import time\nwhile time.process_time() < 0.5: pass\nprint('done', flush=True)\ninput()"
+    child = subprocess.Popen([sys.executable, "-c", busy], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        clock.now += LIST_CHILDREN_EVERY_S
+        assert sampler.sample()
+        own_s = time.process_time() - began_s
+        seen_s = Resources(*sampler.row).cpu_percent / 100 * LIST_CHILDREN_EVERY_S
+        assert seen_s < own_s + 0.3, "the half second of the loader's life before it was found must not count"
+    finally:
+        child.communicate()
+
+
 def test_without_nvml_the_rest_is_sampled_and_the_log_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     sampler = Sampler(gpu="00000000-0000-0000-0000-000000000000", clock=clock)
@@ -89,6 +109,9 @@ def test_nvml_counters_of_the_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     def no_counter(handle: str) -> object:
         raise NVMLErrorNotSupported
 
+    def lost(handle: str) -> object:
+        raise NVMLError
+
     asked: list[str] = []
     nvml = types.SimpleNamespace(
         NVMLError=NVMLError,
@@ -104,3 +127,6 @@ def test_nvml_counters_of_the_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     nvml.nvmlDeviceGetUtilizationRates = no_counter
     busy, used, _ = gpu.read()
     assert math.isnan(busy) and used == 5.0
+    nvml.nvmlDeviceGetUtilizationRates = lost
+    with pytest.raises(RuntimeError, match="no counters of GPU-11-22"):
+        gpu.read()

@@ -65,6 +65,20 @@ def test_each_step_is_what_the_clock_ran_on_since_the_last() -> None:
     assert RankFacts.of(facts.row()) == facts
 
 
+def test_garbage_that_is_collected_in_a_pause_is_no_steps() -> None:
+    clock = Script()
+    with GarbageClock() as garbage:
+        watch = StepWatch(clock, garbage)
+        gc.collect()
+        paused_s = garbage.seconds
+        watch.paused(PAUSES[0], 1.0)
+        steps(watch, clock, [0.001])
+        in_step_s = garbage.seconds - paused_s
+    facts = watch.close(clock.drain(), None)
+    assert facts.slowest is not None and facts.slowest.gc_s == pytest.approx(in_step_s)
+    assert facts.gc_s == pytest.approx(paused_s + in_step_s)
+
+
 def test_slow_steps_are_recorded_with_all_ranks_and_bounded(tmp_path: Path) -> None:
     clock, record = Script(), Recorder(tmp_path)
     watch, slow = StepWatch(clock, GarbageClock()), SlowSteps(record)

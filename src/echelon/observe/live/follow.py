@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class Follower:
             self._offset = self._file_id = self.torn = 0
             return anew, []
         with file:
-            status = self._path.stat()
+            status = os.fstat(file.fileno())  # of what is open, whatever has the name by now
             anew = self._file_id not in (0, status.st_ino) or status.st_size < self._offset
             if anew:
                 self._offset = self.torn = 0

@@ -17,10 +17,12 @@ def is_held(folder: Path) -> bool | None:
 
     Only looks: taking the lock, even for an instant, could refuse a run that starts in that instant.
     """
-    lock = folder / LOCK_FILE
-    if not lock.exists() or not _LOCKS.exists():
+    if not _LOCKS.exists():
         return None
-    number = str(lock.stat().st_ino)
+    try:
+        number = str((folder / LOCK_FILE).stat().st_ino)
+    except FileNotFoundError:
+        return None
     fields = [line.split() for line in _LOCKS.read_text().splitlines() if "->" not in line]  # these only wait for it
     return any(f[1] == "FLOCK" and f[5].rpartition(":")[2] == number for f in fields)
 

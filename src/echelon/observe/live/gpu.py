@@ -21,7 +21,7 @@ class Gpu:
         """Return utilisation in percent, bytes in use and bytes in all; NaN for a counter that this GPU does not have.
 
         Raises:
-            RuntimeError: NVML is absent, or knows no such GPU.
+            RuntimeError: NVML is absent, knows no such GPU, or lost it.
         """
         import pynvml  # type: ignore[import-untyped]
 
@@ -30,9 +30,10 @@ class Gpu:
                 pynvml.nvmlInit()
                 self._handle = pynvml.nvmlDeviceGetHandleByUUID(self._uuid)
             memory = pynvml.nvmlDeviceGetMemoryInfo(self._handle)
+            busy = self._busy(pynvml)
         except pynvml.NVMLError as error:
             raise RuntimeError(f"NVML has no counters of {self._uuid}: {error}") from error
-        return self._busy(pynvml), float(memory.used), float(memory.total)
+        return busy, float(memory.used), float(memory.total)
 
     def _busy(self, pynvml: Any) -> float:
         try:

@@ -63,7 +63,7 @@ class Sampler:
         self._children: list[psutil.Process] = []
         self._listed_s = -math.inf
         self._cpu_s: dict[int, float] = {}
-        self._network = (0, 0, 0)
+        self._network: tuple[int, int, int] | None = None
         self._at_s = -math.inf
         self._gpu = Gpu(gpu) if gpu else None
         self._said: set[str] = set()
@@ -76,12 +76,13 @@ class Sampler:
         if passed < EVERY_S:
             return False
         first = math.isinf(passed)
-        cpu_s, network = self._used_cpu_s(now), self._try(_network_bytes) or (0, 0, 0)
+        cpu_s, network = self._used_cpu_s(now), self._try(_network_bytes)
         rates = [UNKNOWN] * 3
-        if not first:
+        if self._network is not None and network is not None:
             rates = [max(0, b - a) / passed for a, b in zip(self._network, network, strict=True)]
         before = self._cpu_s
-        spent = sum(max(0.0, s - before.get(pid, 0.0)) for pid, s in cpu_s.items())
+        # A loader that was listed just now may have run since long before: what it used so far is not of this sample.
+        spent = sum(max(0.0, s - before[pid]) for pid, s in cpu_s.items() if pid in before)
         self._cpu_s, self._network, self._at_s = cpu_s, network, now
         if first:
             return False  # rates need two looks

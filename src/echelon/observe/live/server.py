@@ -164,6 +164,8 @@ class Guard:
 
 
 class _Views:
+    """Answers in the server's own thread, one request after the other (`async`): only one at a time reads a run."""
+
     def __init__(self, site: Site) -> None:
         self._site = site
         self._runs: dict[Path, LiveRun] = {}

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from echelon.collectives import memory
+from echelon.collectives.own_group import own_group
 from echelon.collectives.route import Route, open_route
 from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import WireCount
@@ -18,7 +19,6 @@ from echelon.observe.phases import Phase
 from echelon.sync.allreduce import AllReduce
 from echelon.sync.averaging.exchange import Exchange, Link, weighted_sum
 from echelon.sync.averaging.fragment import Fragment
-from echelon.sync.averaging.own_group import own_group
 from echelon.sync.averaging.plan import Plan, Rule
 from echelon.sync.averaging.values import Value, cut, model_values
 from echelon.sync.base import SyncContext

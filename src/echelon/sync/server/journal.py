@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from echelon.core.files import write_whole
+
 
 class Journal:
     """Appends entries to a file; `read` returns those of former lives."""
@@ -21,7 +23,7 @@ class Journal:
 
     def write(self, kind: str, **values: Any) -> None:
         """Append one entry. It survives the death of this process when this returns."""
-        os.write(self._fd, json.dumps({"t": round(time.time(), 6), "kind": kind, **values}).encode() + b"\n")
+        write_whole(self._fd, json.dumps({"t": round(time.time(), 6), "kind": kind, **values}).encode() + b"\n")
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Yield the whole entries, oldest first."""

@@ -13,8 +13,8 @@
     if (s === null || s === undefined) return "–";
     if (s < 1) return `${Number((s * 1e3).toPrecision(3))} ms`;
     if (s < 60) return `${Number(s.toPrecision(3))} s`;
-    const minutes = Math.floor(s / 60);
-    return minutes < 60 ? `${minutes}m ${Math.round(s % 60)}s` : `${Math.floor(minutes / 60)}h ${minutes % 60}m`;
+    const whole = Math.round(s), minutes = Math.floor(whole / 60);
+    return minutes < 60 ? `${minutes}m ${whole % 60}s` : `${Math.floor(minutes / 60)}h ${minutes % 60}m`;
   };
   const bytes = (b) => {
     if (b === null || b === undefined) return "–";

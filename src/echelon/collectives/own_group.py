@@ -1,4 +1,4 @@
-"""A process group for means that travel behind the computation: nobody else's collectives come between theirs."""
+"""A process group for what travels behind the computation: nobody else's collectives come between."""
 
 from __future__ import annotations
 
