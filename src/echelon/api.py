@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from echelon.config import RunConfig, build, load_run_config
 from echelon.config.build import flag_of, leaves
 from echelon.config.validate import check_world
-from echelon.core.errors import UserError, nearest
+from echelon.core.errors import UserError, naming, nearest
 from echelon.core.files import full_disk_in_words
 from echelon.core.layout import parse_layout
 from echelon.launch.link import check_link, parse_link
@@ -240,7 +240,8 @@ def check(config: RunConfig) -> None:
         UserError: names the setting, the reason, and what works.
     """
     if config.launch.link:
-        check_link(parse_link(config.launch.link))
+        with naming("--link"):
+            check_link(parse_link(config.launch.link))
     from echelon.train.combine import check_strategies
 
     if is_leased(config) and _is_worker():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,12 +78,24 @@ def from_function(name: str) -> Source:
     Raises:
         UserError: there is no such module or function, or it returns something else.
     """
-    given = _resolve(name)()
+    function = _resolve(name)
+    try:
+        needed = [p.name for p in inspect.signature(function).parameters.values() if _must_be_given(p)]
+    except ValueError:  # some functions written in C do not tell
+        needed = []
+    if needed:
+        raise UserError(f"data {name}: it is called without arguments, but needs {', '.join(needed)}: give defaults")
+    given = function()
     if isinstance(given, Source):
         return given
     if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):
         raise UserError(f"data {name} must return (train, evaluation) or (train, evaluation, classes)")
     return from_datasets(*given)
+
+
+def _must_be_given(parameter: inspect.Parameter) -> bool:
+    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is inspect.Parameter.empty and parameter.kind not in open_ended
 
 
 def _resolve(name: str) -> Any:
