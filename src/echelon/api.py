@@ -43,6 +43,7 @@ PRELOAD = (
 PRELOAD_ROLES = ("torch._dynamo", "zmq", "echelon.train.leased", "echelon.train.served")
 RESUMABLE = (
     *("launch.", "checkpoint.", "training.epochs", "training.max_steps", "training.eval_every", "data.loaders"),
+    "data.on_bad_image",  # one may be found hours after the start
     *("strategy.parallel", "strategy.tensor_plan", "strategy.cuts", "training.recompute"),
 )
 

@@ -73,6 +73,9 @@ def test_a_run_that_was_cut_short_is_said_to_be_repeated(tmp_path: Path) -> None
     console = Console(file=io.StringIO(), width=120, color_system=None)
     console.print(study_table(watch.states, 40))
     assert "about 30 s left; 1 cut short, which will be repeated from its start" in shown(console)
+    with (half / "record.jsonl").open("a") as file:  # asked to stop, it said so itself: it is repeated all the same
+        file.write(json.dumps({"t": here[2]["t"] + 1, "kind": "end", "status": "stopped"}) + "\n")
+    assert watch.refresh()[1].status == "cut short"
 
 
 def test_a_small_terminal_shows_the_rows_around_the_present_one(tmp_path: Path) -> None:
