@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 RESUMABLE = (
     *("launch.", "checkpoint.", "training.epochs", "training.max_steps", "training.eval_every", "data.loaders"),
+    "data.on_bad_image",  # one may be found hours after the start
     *("strategy.parallel", "strategy.tensor_plan", "strategy.cuts", "training.recompute"),
 )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.config import RunConfig
 from echelon.config.validate import check_world
-from echelon.core.errors import UserError
+from echelon.core.errors import UserError, naming
 from echelon.core.files import full_disk_in_words
 from echelon.core.layout import parse_layout
 from echelon.launch.link import check_link, parse_link
@@ -82,7 +82,8 @@ def check(config: RunConfig) -> None:
         UserError: names the setting, the reason, and what works.
     """
     if config.launch.link:
-        check_link(parse_link(config.launch.link))
+        with naming("--link"):
+            check_link(parse_link(config.launch.link))
     from echelon.train.combine import check_strategies
 
     if is_leased(config) and is_worker():

@@ -114,20 +114,34 @@ def _show(study: Study | None, path: Path) -> None:
     from echelon.study.execute import command_of
     from echelon.study.folder import run_folder
 
-    runs = planned_runs(study or load_study(path / "study.yaml"))
+    study = study or load_study(path / "study.yaml")
+    _check(study)
+    runs = planned_runs(study)
     for run in runs:
         print(command_of(run, run_folder(path, run.name)))
     print(f"would start {len(runs)} runs, one after the other", file=sys.stderr)
 
 
+def _check(study: Study) -> None:
+    """Say before anything starts what will be refused: hours later it would be found out.
+
+    Raises:
+        UserError: no run can start.
+    """
+    from echelon import starting
+    from echelon.study.execute import check_settings
+
+    for name, reason in check_settings(study, starting.check).items():
+        print(f"echelon: {name} will be refused: {reason}", file=sys.stderr, flush=True)
+
+
 def _run(path: Path, study: Study | None, retry: bool, serve: bool) -> None:
     from echelon.cli.serving import served
     from echelon.study import StudyStopped, open_study, run_study
-    from echelon.study.execute import check_settings
     from echelon.study.live import StudyDisplay
 
     if study is not None:
-        check_settings(study)
+        _check(study)
     study = open_study(path, study)
     try:
         with full_disk_in_words(path, _CONTINUE), served(path, serve), StudyDisplay(path) as display:

@@ -30,13 +30,18 @@ def show(resolved: Resolved) -> None:
         table.add_row(name, str(value), origin, style=None if origin != "default" else "dim")
     console.print(table)
     nodes = plan.nodes
-    machines = str(nodes.most) if nodes.least == nodes.most else f"{nodes.least} to {nodes.most}"
+    machines = _many(nodes.most, "machine") if nodes.least == nodes.most else f"{nodes.least} to {nodes.most} machines"
+    where = "" if nodes.most == 1 else f" on each of {machines}"
     console.print(
-        f"would start {plan.workers} workers with {plan.threads} threads each on each of {machines} machines, "
-        f"restarting at most {plan.max_restarts} times; run folder {folder}",
+        f"would start {_many(plan.workers, 'worker')} of {_many(plan.threads, 'thread')}{where}, "
+        f"restarting at most {_many(plan.max_restarts, 'time')}; run folder {folder}",
         highlight=False,
     )
     _show_layout(console, config, plan.workers * nodes.most)
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _show_layout(console: Console, config: RunConfig, ranks: int) -> None:
@@ -46,7 +51,7 @@ def _show_layout(console: Console, config: RunConfig, ranks: int) -> None:
 
     layout = check_world(config, ranks)
     parts = " x ".join(f"{axis}={layout.size(axis)}" for axis in Axis if layout.size(axis) > 1) or "one process"
-    console.print(f"layout: {parts}; a replica of the model is {layout.model_size} ranks", highlight=False)
+    console.print(f"layout: {parts}; a replica of the model is {_many(layout.model_size, 'rank')}", highlight=False)
     found = forecast(config, open_data(config.data, config.training.seed).info, ranks)
     for number, stage in enumerate(found.stages):
         console.print(f"stage {number}: {stage}", highlight=False)

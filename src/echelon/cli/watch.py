@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from echelon.cli.app import COMMANDS, as_command
-from echelon.core.errors import UserError, nearest
+from echelon.core.errors import UserError, naming, nearest
 from echelon.core.units import format_seconds, parse_seconds
 
 _EVERY_S = 0.5
@@ -47,7 +47,9 @@ def command() -> Any:
         port: Annotated[int, typer.Option("--port", help="of the page; 0: any free one")] = 0,
         wait: Annotated[str, typer.Option("--wait", help="for a folder that is not there yet")] = "1m",
     ) -> None:
-        path, seconds = Path(run), parse_seconds(wait)
+        path = Path(run)
+        with naming("--wait"):
+            seconds = parse_seconds(wait)
         if port and not serve:
             raise UserError("--port is the page's: it needs --serve")
         if once and serve:
@@ -84,7 +86,8 @@ def _wait_for(path: Path, seconds: float) -> None:
         time.sleep(min(_EVERY_S, max(0.0, ends - time.monotonic())))
     known = sorted({str(p.parent) for name in _MARKS for p in Path("runs").glob(f"*/{name}")})
     what = "is an empty folder" if path.is_dir() and not any(path.iterdir()) else "holds no run and no study"
-    raise UserError(f"{path} {what if path.is_dir() else 'does not exist'}: {nearest(str(path), known)}".rstrip(": "))
+    hint = nearest(str(path), known) or "name the folder of a run or a study (runs/NAME)"
+    raise UserError(f"{path} {what if path.is_dir() else 'does not exist'}: {hint}".rstrip())
 
 
 def _view(path: Path) -> View:

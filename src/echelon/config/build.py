@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -93,6 +94,8 @@ def _checked(name: str, value: Any, known: tuple[Field[Any], Any], origin: str) 
         reason = error.errors()[0]["msg"]
         hint = nearest(str(value), [str(a) for a in getattr(kind, "__args__", ())])
         raise UserError(f"{where} is {value!r}: {hint}{reason[0].lower()}{reason[1:]}") from None
+    if isinstance(value, float) and not math.isfinite(value):  # nan is below no bound
+        raise UserError(f"{where} is {value}: it must be a finite number")
     low, high = item.metadata.get("min"), item.metadata.get("max")
     if (low is not None and value < low) or (high is not None and value > high):
         bounds = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"

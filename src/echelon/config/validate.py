@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from echelon.config.schema import RunConfig
-from echelon.core.errors import UserError
+from echelon.core.errors import UserError, naming
 from echelon.core.layout import Layout, parse_layout
 from echelon.core.spec import parse_chain, parse_spec
 from echelon.core.units import parse_seconds
@@ -101,9 +101,12 @@ def check(config: RunConfig) -> None:
 
 def _check_strategy(config: RunConfig) -> None:
     parse_layout(config.strategy.parallel)
-    parse_spec(config.strategy.sync)
-    parse_chain(config.strategy.compression)
-    parse_spec(config.strategy.collective)
+    with naming("--sync"):
+        parse_spec(config.strategy.sync)
+    with naming("--compression"):
+        parse_chain(config.strategy.compression)
+    with naming("--collective"):
+        parse_spec(config.strategy.collective)
 
 
 def _check_launch(config: RunConfig) -> None:

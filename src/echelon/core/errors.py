@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 USER_ERROR_EXIT_CODE = 2
 
@@ -13,6 +14,23 @@ class UserError(Exception):
 
     The command line prints it as one line and exits with code 2; a worker that raises it is not restarted.
     """
+
+
+@contextmanager
+def naming(setting: str) -> Iterator[None]:
+    """Let a refusal name the setting that it is about, where what refuses does not know it.
+
+    >>> with naming("--sync"):
+    ...     raise UserError("cannot read spec ''")
+    Traceback (most recent call last):
+    echelon.core.errors.UserError: --sync: cannot read spec ''
+    """
+    try:
+        yield
+    except UserError as error:
+        if setting in str(error):
+            raise
+        raise UserError(f"{setting}: {error}") from error
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -38,6 +38,15 @@ def parse_bits_per_s(text: str) -> float:
     return _parse(text, _BITS, "link rate", "100mbit")
 
 
+def rounded(value: float, places: int) -> float:
+    """Round for writing: what comes to nothing has no minus.
+
+    >>> f"{rounded(-0.0014, 2):+.2f}"
+    '+0.00'
+    """
+    return round(value, places) + 0.0
+
+
 def format_bytes(n_bytes: float) -> str:
     """Write a size with a decimal unit.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from echelon.config import DataConfig
-from echelon.core.errors import UserError, unknown
+from echelon.core.errors import UserError, nearest
 from echelon.data.base import DataInfo, Source
 from echelon.data.digits import open_digits
 from echelon.data.folder import SMALL_IMAGE, common_size, open_folder
@@ -39,9 +39,11 @@ def open_data(config: DataConfig, seed: int) -> Source:
         return _source(config, *open_folder(path, config.holdout, seed))
     if ":" in name:
         return from_function(name)
-    if path.is_absolute() or len(path.parts) > 1 or name.startswith((".", "~")):
+    if "/" in name or name.startswith((".", "~")):
         raise UserError(f"data {name}: no such folder")
-    raise UserError(f"{unknown('data', name, ['digits', *SETS])}, a folder, or module:function")
+    hint = nearest(name.lower(), ["digits", *SETS])  # CIFAR-10 is meant for cifar10
+    known = ", ".join(sorted(["digits", *SETS]))
+    raise UserError(f"unknown data {name!r}: {hint}known: {known}, a folder, or module:function")
 
 
 def _source(config: DataConfig, train: Images, evaluation: Images, classes: tuple[str, ...]) -> Source:

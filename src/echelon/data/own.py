@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,12 +79,23 @@ def from_function(name: str) -> Source:
     function = find_own("data", name)
     if not callable(function):
         raise UserError(f"data {name} is a {type(function).__name__}: name a function that returns the data")
+    try:
+        needed = [p.name for p in inspect.signature(function).parameters.values() if _must_be_given(p)]
+    except ValueError:  # some functions written in C do not tell
+        needed = []
+    if needed:
+        raise UserError(f"data {name}: it is called without arguments, but needs {', '.join(needed)}: give defaults")
     given = function()
     if isinstance(given, Source):
         return given
     if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):
         raise UserError(f"data {name} must return (train, evaluation) or (train, evaluation, classes)")
     return from_datasets(*given)
+
+
+def _must_be_given(parameter: inspect.Parameter) -> bool:
+    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is inspect.Parameter.empty and parameter.kind not in open_ended
 
 
 def _first_input(name: str, data: Any) -> torch.Tensor:

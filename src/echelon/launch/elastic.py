@@ -174,8 +174,7 @@ def run_workers(plan: LaunchPlan, watch: Watch) -> dict[int, Any]:
 
 
 def _run_agent(plan: LaunchPlan, watch: Watch, hosts: list[Host], address: str) -> dict[int, Any]:
-    for talkative in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # what counts is said by us
-        logging.getLogger(talkative).setLevel(logging.CRITICAL)
+    _silence_elastic()
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     # a store shared over rounds is made known in the first alone: a machine that joins later would wait for it in vain
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1" if plan.nodes.most > 1 else "0"
@@ -214,6 +213,17 @@ def _run_agent(plan: LaunchPlan, watch: Watch, hosts: list[Host], address: str) 
     if agent.refused:
         raise Refused
     raise WorkersFailed
+
+
+def _silence_elastic() -> None:
+    """Let torch say nothing on the terminal: what counts is said by us.
+
+    Each of its loggers has a level of its own, which that of the package above does not change.
+    """
+    talkative = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
+    for name in [*talkative, *logging.root.manager.loggerDict]:
+        if name.startswith(talkative):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _enter(entry: str, threads: int, args: tuple[Any, ...], place: _Place) -> Any:

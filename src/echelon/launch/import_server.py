@@ -6,6 +6,9 @@ the one moment at which the server runs anything of ours.
 
 from __future__ import annotations
 
+import signal
+
 from echelon.launch.death import die_with_parent
 
 die_with_parent()
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # ctrl-C while it imports: without a traceback

@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from echelon.config import RunConfig, build
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.observe.record import RECORD_FILE, Recorder, read_records
 from echelon.study.base import PlannedRun, Study
@@ -28,6 +29,7 @@ from echelon.study.folder import (
     read_ends,
     run_folder,
 )
+from echelon.study.live import name_of
 from echelon.study.plan import planned_runs
 from echelon.study.rows import COMPLETED
 from echelon.study.settings import arguments_of
@@ -202,19 +204,22 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def check_settings(study: Study) -> None:
-    """Refuse a study of which no run could start, with the reason of the first.
+def check_settings(study: Study, check: Callable[[RunConfig], None]) -> dict[str, str]:
+    """Return why runs cannot start, by candidate (and terms), as far as that is known before anything starts.
+
+    Args:
+        check: refuses what this machine, or a combination of choices, cannot do.
 
     Raises:
-        UserError: every run's settings contradict themselves.
+        UserError: no run can start.
     """
-    from echelon.config import build
-
-    reasons = []
-    for run in planned_runs(study):
+    refused: dict[str, str] = {}
+    runs = {name_of(run): run for run in planned_runs(study)}  # seeds make no difference
+    for name, run in runs.items():
         try:
-            build(None, run.settings)
-            return
+            check(build(None, run.settings).config)
         except UserError as error:
-            reasons.append(str(error))
-    raise UserError(f"no run of this study can start: {reasons[0]}")
+            refused[name] = str(error)
+    if len(refused) == len(runs):
+        raise UserError(f"no run of this study can start: {next(iter(refused.values()))}")
+    return refused

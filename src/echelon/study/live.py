@@ -19,7 +19,11 @@ from echelon.study.folder import RunEnd, run_folder
 from echelon.study.progress import Progress, Tail
 from echelon.study.rows import COMPLETED
 
-_STYLES = {COMPLETED: "green", "running": "bold", "refused": "red", "failed": "red", "stopped": "yellow"}
+CUT_SHORT = "cut short"  # it began, and the study ended before it did: it is done again
+_TO_COME = ("waiting", "running", CUT_SHORT)
+_STYLES = {
+    COMPLETED: "green", "running": "bold", "refused": "red", "failed": "red", "stopped": "yellow", CUT_SHORT: "yellow",
+}  # fmt: skip
 
 
 @dataclass
@@ -93,7 +97,7 @@ class StudyDisplay:
         return study_table(list(self._states.values()), self._console.height)
 
     def _place(self) -> str:
-        over = sum(s.status not in ("waiting", "running") for s in self._states.values())
+        over = sum(s.status not in _TO_COME for s in self._states.values())
         return f"{over}/{len(self._states)}"
 
     def _say(self, text: str) -> None:
@@ -108,10 +112,12 @@ def study_table(states: list[State], height: int) -> Group:
         column.justify = "right"
     for state in shown:
         table.add_row(*_cells(state), style=_STYLES.get(state.status, "dim"))
-    over = sum(s.status not in ("waiting", "running") for s in states)
+    over = sum(s.status not in _TO_COME for s in states)
     left_s = seconds_left(states)
     left = f"; about {format_seconds(left_s)} left" if left_s or over < len(states) else ""
     said = f"{over} of {len(states)} runs over{left}" if over else "the first run"
+    if cut := sum(s.status == CUT_SHORT for s in states):
+        said += f"; {cut} cut short, which will be repeated from {'its' if cut == 1 else 'their'} start"
     hidden = len(states) - len(shown)
     return Group(table, Text(said + (f"; {hidden} runs not shown" if hidden else ""), style="dim"))
 
@@ -120,19 +126,20 @@ def _window(states: list[State], room: int) -> list[State]:
     """The rows around the run that goes on."""
     if len(states) <= room:
         return states
-    at = next((i for i, s in enumerate(states) if s.status in ("running", "waiting")), len(states) - 1)
+    at = next((i for i, s in enumerate(states) if s.status in _TO_COME), len(states) - 1)
     first = min(max(0, at - room // 2), len(states) - room)
     return states[first : first + room]
 
 
-def _name(run: PlannedRun) -> str:
+def name_of(run: PlannedRun) -> str:
+    """Return what a run is called where its seed is said apart: its candidate, and the terms where they vary."""
     return f"{run.candidate} [{run.terms}]" if run.terms else run.candidate
 
 
 def _cells(state: State) -> list[Text]:
     p = state.progress
     texts = [
-        _name(state.run),
+        name_of(state.run),
         str(state.run.seed),
         state.status,
         f"{p.done:.0%}" if state.status in ("running", COMPLETED) else "",
@@ -145,7 +152,8 @@ def _cells(state: State) -> list[Text]:
 
 def _line(state: State, place: str, left_s: float) -> str:
     p = state.progress
-    parts = [f"[{place}] {_name(state.run)}, seed {state.run.seed}: {state.status} in {format_seconds(state.seconds)}"]
+    run = state.run
+    parts = [f"[{place}] {name_of(run)}, seed {run.seed}: {state.status} in {format_seconds(state.seconds)}"]
     if state.status == COMPLETED and p.top1 is not None:
         parts.append(f"accuracy {p.top1:.4f}")
     if state.message:
@@ -159,9 +167,9 @@ def seconds_left(states: list[State]) -> float:
     """Estimate the seconds that are left: each run as long as those like it, the present one less what is done."""
     left = 0.0
     for state in states:
-        if state.status in ("waiting", "running"):
-            whole = _expected(state, states)
-            left += max(0.0, whole - state.seconds)
+        if state.status in _TO_COME:
+            done_s = state.seconds if state.status == "running" else 0.0  # what was cut short begins anew
+            left += max(0.0, _expected(state, states) - done_s)
     return left
 
 

@@ -12,7 +12,7 @@ from echelon.observe.live.state import LiveRun
 from echelon.study.base import PlannedRun
 from echelon.study.file import STUDY_FILE, load_study
 from echelon.study.folder import RunEnd, read_ends, run_folder
-from echelon.study.live import State, seconds_left
+from echelon.study.live import CUT_SHORT, State, seconds_left
 from echelon.study.plan import planned_runs
 from echelon.study.progress import Progress, Tail
 
@@ -103,6 +103,7 @@ class StudyWatch:
 def _seen(run: PlannedRun, s: Snapshot) -> State:
     """How a run stands that the study has not recorded the end of: a study cuts short what it was stopped in."""
     progress = Progress(s.done, s.top1, s.samples_per_s, s.total_steps)
-    status = s.status if s.status in OVER else ("waiting" if s.over else "running")
-    message = "cut short; it is done again" if status == "waiting" else s.message
+    settled = s.status in OVER and s.status != "stopped"
+    status = s.status if settled else (CUT_SHORT if s.over else "running")
+    message = "it will be repeated from its start" if status == CUT_SHORT else s.message
     return State(run, status, s.elapsed_s or 0.0, progress, message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from echelon.core.units import rounded
 from echelon.study.base import Study
 from echelon.study.compare import SAME_SPEED, Comparison, Group, Verdict
 from echelon.study.intervals import Interval, coverage_of
@@ -91,8 +92,11 @@ def _times(speed: Interval) -> str:
 def _points(c: Comparison) -> str:
     if c.points is None:
         return "its accuracy is not known"
-    bounds = f" ({c.points.low:+.2f} to {c.points.high:+.2f})" if c.points.low is not None else ""
-    return f"final accuracy {c.points.value:+.2f} points{bounds}"
+    value, low, high = c.points.value, c.points.low, c.points.high
+    bounds = ""
+    if low is not None and high is not None:
+        bounds = f" ({rounded(low, 2):+.2f} to {rounded(high, 2):+.2f})"
+    return f"final accuracy {rounded(value, 2):+.2f} points{bounds}"
 
 
 def _outcome(study: Study, runs: Sequence[RunRow]) -> str:

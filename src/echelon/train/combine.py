@@ -8,7 +8,7 @@ from echelon.collectives import registry as collectives
 from echelon.collectives.reducer import check_combination
 from echelon.compression import registry as compression
 from echelon.config import RunConfig
-from echelon.core.errors import UserError
+from echelon.core.errors import UserError, naming
 from echelon.sync import check_sync, encodes_gradients
 from echelon.train.layouts import check_layout
 from echelon.train.leased_check import check_leased, is_leased
@@ -29,9 +29,12 @@ def check_strategies(config: RunConfig, ranks: int) -> None:
     if is_leased(config):
         check_leased(config)
     check_layout(config, ranks)
-    check_sync(strategy.sync, strategy.compression)
-    path = collectives.build(strategy.collective)
-    codec = compression.build(strategy.compression)
+    with naming("--sync"):
+        check_sync(strategy.sync, strategy.compression)
+    with naming("--collective"):
+        path = collectives.build(strategy.collective)
+    with naming("--compression"):
+        codec = compression.build(strategy.compression)
     settle_momentum(config)
     if strategy.compression != "none" and ranks > 1:
         check_combination(codec, path, ranks)

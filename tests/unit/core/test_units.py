@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from echelon.core.errors import UserError
-from echelon.core.units import format_bytes, format_seconds, parse_bits_per_s, parse_seconds
+from echelon.core.units import format_bytes, format_seconds, parse_bits_per_s, parse_seconds, rounded
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("500ms", 0.5), ("30s", 30), ("5m", 300), ("1.5 h", 5400)])
@@ -24,3 +24,8 @@ def test_rates() -> None:
 def test_words() -> None:
     assert [format_bytes(n) for n in (12, 1500, 2.5e9)] == ["12 B", "1.5 kB", "2.5 GB"]
     assert [format_seconds(s) for s in (0.002, 3.21, 61, 7300)] == ["2 ms", "3.21 s", "1m 1s", "2h 1m"]
+
+
+def test_what_comes_to_nothing_is_written_without_a_minus() -> None:
+    assert f"{rounded(-0.0014, 2):+.2f}" == "+0.00" and f"{rounded(-0.004, 2):.0%}" == "0%"
+    assert f"{rounded(-1.25, 2):+.2f}" == "-1.25"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 from pathlib import Path
 
 from rich.console import Console
 
 from echelon.study import from_tries, planned_runs
 from echelon.study.folder import RunEnd, run_folder
-from echelon.study.live import StudyDisplay
+from echelon.study.live import StudyDisplay, study_table
 from echelon.study.progress import Tail
+from echelon.study.watch import StudyWatch
 from tests.unit.study.fixtures import EPOCHS, Planted, make_study, tell
 
 TRUTHS = {"sync=allreduce": Planted(), "compression=int8": Planted(status="refused", message="no")}
@@ -53,6 +55,27 @@ def test_the_table_shows_all_runs_and_what_is_left(tmp_path: Path) -> None:
     assert "2 of 4 runs over; about 20 s left" in text
     rows = [line for line in text.splitlines() if line.startswith(("sync=", "compression="))]
     assert [row.split()[2] for row in rows[-4:]] == ["completed", "refused", "running", "waiting"]
+
+
+def test_a_run_that_was_cut_short_is_said_to_be_repeated(tmp_path: Path) -> None:
+    study = from_tries({}, ["sync=allreduce", "lr=1"], "1")
+    folder = make_study(tmp_path / "s", study, {"sync=allreduce": Planted()})
+    second = planned_runs(study)[1]
+    half = run_folder(folder, second.name)
+    half.mkdir(parents=True)
+    here = [{**line, "hosts": [socket.gethostname()]} for line in tell(second, Planted())]
+    (half / "record.jsonl").write_text("\n".join(json.dumps(line) for line in here[:3]) + "\n")
+    (half / ".lock").touch()  # nobody holds it: its processes are gone
+    watch = StudyWatch(folder)
+    state = watch.refresh()[1]
+    assert (state.status, state.message) == ("cut short", "it will be repeated from its start")
+    assert watch.standing().status == "stopped" and "echelon compare --run" in watch.standing().message
+    console = Console(file=io.StringIO(), width=120, color_system=None)
+    console.print(study_table(watch.states, 40))
+    assert "about 30 s left; 1 cut short, which will be repeated from its start" in shown(console)
+    with (half / "record.jsonl").open("a") as file:  # asked to stop, it said so itself: it is repeated all the same
+        file.write(json.dumps({"t": here[2]["t"] + 1, "kind": "end", "status": "stopped"}) + "\n")
+    assert watch.refresh()[1].status == "cut short"
 
 
 def test_a_small_terminal_shows_the_rows_around_the_present_one(tmp_path: Path) -> None:

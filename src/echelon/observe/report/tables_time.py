@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.core.units import format_bytes, format_seconds
+from echelon.core.units import format_bytes, format_seconds, rounded
 from echelon.observe.report.charts_waterfall import part_name
 from echelon.observe.report.records import RunRecord
 from echelon.observe.report.summary import Summary, rank_host
@@ -44,7 +44,7 @@ def prediction_table(summary: Summary) -> Table | None:
         return None
     head = ["change", "a step would take", "times as fast", "saved of a step", "sent by a rank per step"]
     rows = [
-        [p.label, format_seconds(p.then_s), f"{p.gain:.2f}x", f"{p.saves:.0%}", format_bytes(p.wire_bytes)]
+        [p.label, format_seconds(p.then_s), f"{p.gain:.2f}x", f"{rounded(p.saves, 2):.0%}", format_bytes(p.wire_bytes)]
         for p in summary.predictions
     ]
     return Table("What other ways to communicate would gain, computed from the record", head, rows)

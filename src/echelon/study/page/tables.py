@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from echelon.core.units import format_bytes, format_seconds
+from echelon.core.units import format_bytes, format_seconds, rounded
 from echelon.observe.report.tables import Table
 from echelon.study.compare import Comparison, Group, Verdict
 from echelon.study.intervals import Interval
@@ -100,10 +100,10 @@ def _verdict(c: Comparison) -> str:
 def _interval(interval: Interval | None, form: str, unit: str) -> str:
     if interval is None:
         return NONE
-    said = f"{interval.value:{form}}{unit}"
+    said = f"{rounded(interval.value, 2):{form}}{unit}"
     if interval.low is None or interval.high is None:
         return said
-    return f"{said} ({interval.low:{form}} to {interval.high:{form}})"
+    return f"{said} ({rounded(interval.low, 2):{form}} to {rounded(interval.high, 2):{form}})"
 
 
 def _cell(scene: Scene, candidate: str, column: str, write: Callable[[float], str]) -> str:
