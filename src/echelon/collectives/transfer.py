@@ -13,8 +13,9 @@ from torch import Tensor
 from echelon.collectives.schedule import Span, Step, cut
 from echelon.collectives.wire import framing_bytes
 
-SEGMENT_BYTES = (128 * 1024, 1024 * 1024)
-"""Least and most bytes of a message: Python's part of it stays small, and its memory in the cache."""
+SEGMENT_BYTES = (128 * 1024, 512 * 1024)
+"""Least and most bytes of a message: Python's part of it stays small, its memory in the cache, and an exchange of
+messages short enough that neither direction of a link fills its queue while the other one waits."""
 SEGMENTS = 3
 """Messages that a span is cut into where they are long enough, so that a round begins before the last one ended."""
 WINDOW = 8
