@@ -42,6 +42,11 @@ SIZES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 LINKS = ("loopback", "1gbit", "100mbit", "groups")
 GROUPS = ("100mbit", "1gbit")  # between two groups, and inside them
 RATES = {"1gbit": 125e6, "100mbit": 12.5e6, "groups": 12.5e6, "loopback": 400e6}
+ABOUT = (
+    "Ratios are gloo's seconds over the path's own, medians of turns side by side (above 1: faster than gloo). Between "
+    "two ranks every path is the backend's own all-reduce: what differs from 1 there is noise. Measured with real-time "
+    "priority (`chrt -r 10` before the command), so that other processes of the machine take no part."
+)
 MAX_SUM_S = 3.0  # sizes whose sum would take longer on a link are left out
 
 
@@ -122,7 +127,7 @@ def render() -> str:
             kind = f"two groups, {GROUPS[1]} inside and {GROUPS[0]} between" if link == "groups" else link
             where = environment_line(found[-1]["command"], found[-1]["environment"])
             parts += [f"**{ranks} ranks, {kind}** ({where})", _table(found)]
-    return "\n\n".join(parts)
+    return "\n\n".join([ABOUT, *parts])
 
 
 def _table(found: Sequence[dict[str, Any]]) -> str:
