@@ -30,6 +30,12 @@ def _seconds() -> float:
     return time.perf_counter() - began
 
 
+def test_version_names_what_a_bug_report_needs() -> None:
+    done = echelon("--version")
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in ("echelon 0.", "torch 2.", "Python 3."))
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -173,7 +173,7 @@ def timing_notes(timing: Timing | None) -> list[str]:
     notes = []
     if timing.steps < 50 or timing.windows < _ENOUGH_WINDOWS:
         notes.append(
-            f"Evidence is thin: {timing.steps} steps in {timing.windows} "
+            f"Evidence is thin: {timing.steps} step{'s' * (timing.steps != 1)} in {timing.windows} "
             f"window{'s' * (timing.windows != 1)} of {RECORD_FILE} carry the figures on time."
         )
     return notes
