@@ -82,7 +82,9 @@ def prepare(folder: Path, config: RunConfig) -> None:
         write_atomic(folder / LAUNCH_FILE, json.dumps(launch))
         write_atomic(folder / CONFIG_FILE, to_yaml(config))  # last: who sees it can tell whose it is
     except OSError as error:
-        raise UserError(f"--run {folder} cannot be written: {error.strerror}: name a folder that can be, or a new one") from None
+        raise UserError(
+            f"--run {folder} cannot be written: {error.strerror}: name a folder that can be, or a new one"
+        ) from None
 
 
 def read_launch(folder: Path) -> dict[str, Any]:
@@ -115,7 +117,9 @@ def locked(folder: Path, shared: bool) -> Iterator[None]:
     try:
         fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise UserError(f"--run {folder} cannot be written: {error.strerror}: name a folder that can be, or a new one") from None
+        raise UserError(
+            f"--run {folder} cannot be written: {error.strerror}: name a folder that can be, or a new one"
+        ) from None
     with os.fdopen(fd, "r+"):
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
