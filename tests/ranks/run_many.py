@@ -44,7 +44,7 @@ def run_many(
     asked, answers = folder / "commands.json", folder / "results.jsonl"
     asked.write_text(json.dumps([list(map(str, command)) for command in commands]))
     answers.unlink(missing_ok=True)
-    paths = os.pathsep.join([str(REPOSITORY), str(folder)])
+    paths = os.pathsep.join(map(str, [REPOSITORY / "src", REPOSITORY, folder]))  # this checkout's package first
     with Runs(folder) as runs:
         program = [sys.executable, "-m", "tests.ranks.run_many"]
         run = runs.start(asked, answers, program=program, environment={"PYTHONPATH": paths})
