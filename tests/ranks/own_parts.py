@@ -6,6 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from echelon.models.base import ModelInput
+from echelon.models.builtin.small_cnn import SmallCNN
+
 
 class Dots(Dataset[tuple[Tensor, int]]):
     """Points of two classes, told apart by the sum of their four numbers."""
@@ -31,6 +34,18 @@ class Net(nn.Module):
         """Return logits `(B, 2)`."""
         logits: Tensor = self.layers(x)
         return logits
+
+
+class SmallCNN64(SmallCNN):
+    """`small_cnn` in float64: sums in different orders differ by 1e-16, which does not grow into sight."""
+
+    def __init__(self, data: ModelInput) -> None:
+        super().__init__(data)
+        self.double()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits (N, classes)."""
+        return super().forward(images.double())
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 from collections.abc import Sequence
@@ -37,10 +38,20 @@ def _refused(result: Result, *words: str) -> None:
     assert [word for word in words if word not in result.err] == [], result
 
 
-def _run_cases(folder: Path, cases: Sequence[tuple[Sequence[str], tuple[str, ...]]]) -> None:
-    results = run_many(folder, [command for command, _ in cases])
-    for result, (_, words) in zip(results, cases, strict=True):
+def _run_cases(folder: Path, cases: Sequence[tuple[Sequence[str], tuple[str, ...]]], dry: bool = False) -> None:
+    """Run commands that are refused; with `dry`, dry runs of the same must say the same and print nothing else."""
+    commands = [command for command, _ in cases]
+    tried = [[*command, "--dry-run"] for command in commands] if dry else []
+    results = run_many(folder, [*commands, *tried])
+    for result, (_, words) in zip(results, cases, strict=False):
         _refused(result, *words)
+    for result, said in zip(results, results[len(commands) :], strict=False):
+        assert (said.code, said.out) == (2, ""), said
+        assert _of_any_worker(said.err) == _of_any_worker(result.err)
+
+
+def _of_any_worker(text: str) -> str:
+    return re.sub(r"worker \d+ finds", "worker finds", text)  # whichever was first to look
 
 
 def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -70,6 +81,34 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path: 
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_dry_run_refuses_before_it_prints_and_says_that_the_batch_is_too_large(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "config.yaml").write_text("run: taken\n")
+    before = sorted(tmp_path.iterdir())
+    dry = ["train", "digits", "--workers", "1", *QUICK, "--dry-run"]
+    *refused, large, whole = run_many(
+        tmp_path,
+        [
+            [*dry, "--run", "file/run"],
+            [*dry, "--run", "taken"],
+            [*dry, "--weights", "missing.pt"],
+            ["train", "./nowhere", *QUICK, "--dry-run"],
+            [*dry, "--batch-size", "100000"],
+            [*dry, "--batch-size", "1438"],
+        ],
+    )
+    words = ["--run file/run cannot be written: Not a directory", "taken holds a run already", "missing.pt", "nowhere"]
+    for result, said in zip(refused, words, strict=True):
+        _refused(result, said)
+        assert result.out == ""
+    assert large.code == whole.code == 0, (large, whole)
+    assert "--batch-size 100000 is more than the 1438 training samples of digits" in large.out
+    assert "is more than" not in whole.out
+    left = {p.name for p in tmp_path.iterdir()} - {p.name for p in before}
+    assert not [name for name in left if not name.startswith(("command", "results"))], left
+
+
 @pytest.mark.slow
 def test_data_and_models_that_cannot_work_are_refused_by_name(tmp_path: Path) -> None:
     good = _pictures(tmp_path / "good", 4)
@@ -93,7 +132,12 @@ def test_data_and_models_that_cannot_work_are_refused_by_name(tmp_path: Path) ->
         (train(good, "--weights", "other.pt", "--model", "mlp"), ("other.pt",)),
         (train(good, "--weights", "missing.pt", "--model", "mlp"), ("missing.pt",)),
     ]
-    _run_cases(tmp_path, cases)
+    if not torch.cuda.is_available():
+        cases += [
+            (train(good, "--device", "cuda", "--workers", "0"), ("--device cuda", "finds 0 GPUs")),
+            (train(good, "--device", "auto", "--precision", "fp8"), ("--precision fp8", "bf16")),
+        ]
+    _run_cases(tmp_path, cases, dry=True)
     # what was refused has left nothing in the way: the same folder takes the corrected command
     (result,) = run_many(tmp_path, [train(good, "--model", "mlp")])
     assert result.code == 0, result

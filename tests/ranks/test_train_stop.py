@@ -1,4 +1,10 @@
-"""Law 2: a run that is stopped and resumed ends as one that never was; on other workers, with each sample once."""
+"""Law 2: a run that is stopped and resumed ends as one that never was; on other workers, with each sample once.
+
+The model is float64. In float32 other workers add up the same numbers in another order and differ by 1e-7. After 13 to
+82 steps in runs looked at, that changes the sign at one of the half million ReLU inputs of a batch, and from there the
+losses part by a thousandth within three steps although the batches are the same: whether so few steps are compared
+that it does not show would depend on where the run happened to stop.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +20,15 @@ import torch
 
 from echelon.checkpoint import CheckpointStore
 from echelon.observe.record import read_records
+from tests.ranks import own_parts
 from tests.ranks.run_many import run_many
 from tests.ranks.runs import Run, Runs, losses_of
 
 pytestmark = pytest.mark.timeout(400)
 STEPS = 150
-SETTINGS = ("--workers", "2", "--epochs", "30", "--max-steps", str(STEPS), "--batch-size", "100", "--lr", "0.02",
-            "--ema", "0.9", "--eval-every", "5")  # fmt: skip
+TOLERANCE = 1e-9
+SETTINGS = ("--model", "own_parts:SmallCNN64", "--workers", "2", "--epochs", "30", "--max-steps", str(STEPS),
+            "--batch-size", "100", "--lr", "0.02", "--ema", "0.9", "--eval-every", "5")  # fmt: skip
 
 
 def _state(folder: Path) -> dict[str, torch.Tensor]:
@@ -66,6 +74,7 @@ def _stop(run: Run, signum: int, step: int, after_t: float = 0.0) -> None:
 def test_stopped_twice_and_resumed_it_ends_with_the_same_bits_and_on_other_workers_with_each_sample_once(
     tmp_path: Path,
 ) -> None:
+    shutil.copy(own_parts.__file__, tmp_path)
     with Runs(tmp_path) as runs:
         run = runs.train("digits", *SETTINGS, folder="run")
         _stop(run, signal.SIGTERM, step=8)
@@ -86,6 +95,5 @@ def test_stopped_twice_and_resumed_it_ends_with_the_same_bits_and_on_other_worke
     for workers in (1, 3):
         elsewhere = losses_of(tmp_path / f"on-{workers}")
         assert list(elsewhere) == list(whole)
-        first = _resumed_at(tmp_path / f"on-{workers}")
-        for step in range(first + 1, first + 21):  # the same batches: a sample more or less shows at once
-            assert elsewhere[step] == pytest.approx(whole[step], rel=1e-4), (workers, step)
+        assert _resumed_at(tmp_path / f"on-{workers}") < STEPS
+        assert elsewhere == pytest.approx(whole, rel=TOLERANCE)  # the same batches: a sample more or less shows at once

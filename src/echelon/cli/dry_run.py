@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from functools import reduce
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -14,15 +15,28 @@ from echelon.config.validate import check_world
 from echelon.core.axes import Axis
 from echelon.core.units import format_bytes
 from echelon.starting import check, plan_of
-from echelon.train.folder import default_folder
+from echelon.train.folder import check_new, default_folder
+
+if TYPE_CHECKING:
+    from echelon.train.forecast import Forecast
 
 
 def show(resolved: Resolved) -> None:
-    """Print the description and the plan; refuses what a start would refuse."""
+    """Print the description and the plan; refuses what a start, or one of its workers, would refuse.
+
+    Raises:
+        UserError: it would not start; nothing has been printed.
+    """
+    from echelon.data.loader import size_note
+    from echelon.train.tryout import try_out
+
     config = resolved.config
     folder = Path(config.run) if config.run else default_folder(config)
     plan = plan_of(config, folder)
     check(config)
+    check_new(folder, config)
+    ranks = plan.workers * plan.nodes.most
+    found = try_out(config, plan.workers, ranks)
     console = Console(soft_wrap=True)
     table = Table("setting", "value", "from", box=None)
     for name, origin in resolved.origins.items():
@@ -37,22 +51,20 @@ def show(resolved: Resolved) -> None:
         f"restarting at most {_many(plan.max_restarts, 'time')}; run folder {folder}",
         highlight=False,
     )
-    _show_layout(console, config, plan.workers * nodes.most)
+    if note := size_note(found.info, config.data.batch_size):
+        console.print(note, highlight=False, markup=False)
+    _show_layout(console, config, found.forecast, ranks)
 
 
 def _many(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def _show_layout(console: Console, config: RunConfig, ranks: int) -> None:
+def _show_layout(console: Console, config: RunConfig, found: Forecast, ranks: int) -> None:
     """Print what each rank would have of the model, and the memory that this takes."""
-    from echelon.data import open_data
-    from echelon.train.forecast import forecast
-
     layout = check_world(config, ranks)
     parts = " x ".join(f"{axis}={layout.size(axis)}" for axis in Axis if layout.size(axis) > 1) or "one process"
     console.print(f"layout: {parts}; a replica of the model is {_many(layout.model_size, 'rank')}", highlight=False)
-    found = forecast(config, open_data(config.data, config.training.seed).info, ranks)
     for number, stage in enumerate(found.stages):
         console.print(f"stage {number}: {stage}", highlight=False)
     if found.unknown:

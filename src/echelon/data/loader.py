@@ -13,12 +13,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from echelon.core.errors import UserError
-from echelon.data.base import Batch, Shard, Source
+from echelon.data.base import Batch, DataInfo, Shard, Source
 from echelon.data.feed import Feed, Job
 from echelon.data.order import Indices, global_batches, local_part
 from echelon.data.recipe import LoaderConfig, make_rows
 
-__all__ = ["EvalLoader", "LoaderConfig", "TrainLoader"]
+__all__ = ["EvalLoader", "LoaderConfig", "TrainLoader", "size_note"]
 
 
 class TrainLoader:
@@ -76,6 +76,20 @@ class TrainLoader:
     def close(self) -> None:
         """End the loader processes."""
         self._feed.close()
+
+
+def size_note(info: DataInfo, batch_size: int) -> str:
+    """Say that no batch is as large as described, for there are not so many samples; empty where some are.
+
+    It is no mistake in itself: each step then takes the whole training set. The last batch of an epoch always holds
+    what is left, and its loss is the mean over these.
+    """
+    if batch_size <= info.train_size:
+        return ""
+    return (
+        f"--batch-size {batch_size} is more than the {info.train_size} training samples of {info.name}: "
+        "each step takes all of them, an epoch is one step"
+    )
 
 
 class EvalLoader:

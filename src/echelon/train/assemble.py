@@ -16,7 +16,8 @@ from echelon.config.validate import parse_interval
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.data import LoaderConfig, Shard, Source, open_data
-from echelon.data.loader import EvalLoader, TrainLoader
+from echelon.data.base import DataInfo
+from echelon.data.loader import EvalLoader, TrainLoader, size_note
 from echelon.models import ModelInput, auto_name, parameter_count
 from echelon.observe.environment import environment
 from echelon.observe.phases import make_clock
@@ -57,10 +58,7 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
         config = settle_momentum(config)
     seed_everything(training.seed)
     source = given.source or open_data(config.data, training.seed)
-    if source.info.train_size < world.data_size:
-        raise UserError(
-            f"{source.info.name} has {source.info.train_size} samples for {world.data_size} workers: use fewer workers"
-        )
+    check_enough(source.info, world.data_size)
     train_loader, eval_loader = _loaders(config, source, world)
     clock = make_clock(world.device.type)
     loss = build_loss(config.optimizer, source.info.class_counts)
@@ -94,9 +92,22 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
     _record_start(config, run, source, cursor, path)
     for note in parts.split.notes if parts.split else ():
         record.event("layout", note)
+    if note := size_note(source.info, config.data.batch_size):
+        record.event("batch_size", note)
+        run.display.say(note)
     if restored is not None:
         _record_resume(record, cursor, path)
     return run, cursor
+
+
+def check_enough(info: DataInfo, workers: int) -> None:
+    """Refuse more workers than training samples.
+
+    Raises:
+        UserError: names both numbers.
+    """
+    if info.train_size < workers:
+        raise UserError(f"{info.name} has {info.train_size} samples for {workers} workers: use fewer workers")
 
 
 def _step_settings(config: RunConfig, device: torch.device) -> StepSettings:

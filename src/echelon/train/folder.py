@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,11 +64,35 @@ def create(folder: Path, config: RunConfig) -> None:
     if never_began(folder):
         for name in (RECORD_FILE, "summary.json", "report.html"):
             (folder / name).unlink(missing_ok=True)
-    elif (folder / CONFIG_FILE).exists() and not joins(folder, config):
+    else:
+        _check_free(folder, config)
+    prepare(folder, config)
+
+
+def check_new(folder: Path, config: RunConfig) -> None:
+    """Refuse what `create` would refuse; leaves nothing behind.
+
+    Raises:
+        UserError: the folder holds a run already, or cannot be written.
+    """
+    if not never_began(folder):
+        _check_free(folder, config)
+    try:
+        with tempfile.TemporaryFile(dir=next(p for p in (folder, *folder.absolute().parents) if os.path.lexists(p))):
+            pass
+    except OSError as error:
+        raise _not_writable(folder, error) from None
+
+
+def _check_free(folder: Path, config: RunConfig) -> None:
+    if (folder / CONFIG_FILE).exists() and not joins(folder, config):
         raise UserError(
             f"{folder} holds a run already: continue it with `echelon resume {folder}`, or choose another --run"
         )
-    prepare(folder, config)
+
+
+def _not_writable(folder: Path, error: OSError) -> UserError:
+    return UserError(f"--run {folder} cannot be written ({error.strerror}): name a folder that can be, or a new one")
 
 
 def prepare(folder: Path, config: RunConfig) -> None:
@@ -82,9 +107,7 @@ def prepare(folder: Path, config: RunConfig) -> None:
         write_atomic(folder / LAUNCH_FILE, json.dumps(launch))
         write_atomic(folder / CONFIG_FILE, to_yaml(config))  # last: who sees it can tell whose it is
     except OSError as error:
-        raise UserError(
-            f"--run {folder} cannot be written: {error.strerror}: name a folder that can be, or a new one"
-        ) from None
+        raise _not_writable(folder, error) from None
 
 
 def read_launch(folder: Path) -> dict[str, Any]:
@@ -117,9 +140,7 @@ def locked(folder: Path, shared: bool) -> Iterator[None]:
     try:
         fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise UserError(
-            f"--run {folder} cannot be written: {error.strerror}: name a folder that can be, or a new one"
-        ) from None
+        raise _not_writable(folder, error) from None
     with os.fdopen(fd, "r+"):
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

@@ -10,7 +10,6 @@ import torch
 
 from echelon.config import RunConfig, load_run_config
 from echelon.config.validate import check_world
-from echelon.core.errors import UserError
 from echelon.core.units import parse_seconds
 from echelon.data import LoaderConfig, Shard, Source, open_data
 from echelon.data.loader import EvalLoader, TrainLoader
@@ -23,7 +22,7 @@ from echelon.sync.server.identity import derive_keys, read_secret
 from echelon.sync.server.settings import Settings
 from echelon.sync.server.spans import model_table
 from echelon.sync.server.table import Cut, Table
-from echelon.train.assemble import Given, _rank_seed, _step_settings
+from echelon.train.assemble import Given, _rank_seed, _step_settings, check_enough
 from echelon.train.combine import settle_momentum
 from echelon.train.leased_check import settings_of
 from echelon.train.leased_saving import LeasedSaver
@@ -77,10 +76,7 @@ def assemble_worker(path: Path, seat: Seat, record: Recorder, given: Given) -> L
     check_world(config, workers)
     seed_everything(config.training.seed)
     source = given.source or open_data(config.data, config.training.seed)
-    if source.info.train_size < workers:
-        raise UserError(
-            f"{source.info.name} has {source.info.train_size} samples for {workers} workers: use fewer workers"
-        )
+    check_enough(source.info, workers)
     model = build_whole(config, source.info, world, given.model)
     loader_config = LoaderConfig.of(config.data, config.training.seed, world.device)
     train_loader = TrainLoader(source, loader_config, Shard(0, 1))

@@ -104,14 +104,21 @@ def roll_call(world: World) -> tuple[list[str], list[int]]:
 
 
 def _device(wanted: str, local_rank: int) -> torch.device:
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device = choose_device(wanted, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
+    """Return the device of one of `local_size` workers on this machine; nothing is set up on it.
+
+    Raises:
+        UserError: a GPU is asked for, and there is none for this worker.
+    """
     gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
     if wanted == "cuda" and gpus <= local_rank:
         raise UserError(
             f"--device cuda: worker {local_rank} finds {gpus} GPUs on this machine; use --device cpu or fewer workers"
         )
-    if gpus < local_size:
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
+    return torch.device("cpu") if gpus < local_size else torch.device("cuda", local_rank)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,29 @@ def test_how_a_run_stands(tmp_path: Path) -> None:
     assert status(103.0) == ("stopped", True)
     launch.write_text(json.dumps({"launched_t": 104.0}))
     assert status(105.0) == ("starting", False)  # resumed
+
+
+def test_a_run_whose_launcher_and_ranks_were_killed_is_gone_at_once(tmp_path: Path) -> None:
+    def status(now: float) -> tuple[str, bool]:
+        s = look(watched(tmp_path), now)
+        return s.status, s.over
+
+    host, launch = socket.gethostname(), tmp_path / "launch.json"
+    launch.write_text(json.dumps({"launched_t": 99.0}))
+    (tmp_path / ".lock").touch()
+    dead = [subprocess.Popen(["true"]) for _ in range(2)]
+    for process in dead:
+        process.wait(60)
+    pids = [process.pid for process in dead]
+    append(tmp_path, start(hosts=[host, host], pids=[pids[0], os.getpid()]), steps(10, 101.0))
+    assert status(102.0) == ("running", False)  # one rank lives
+    append(tmp_path, start(step=10, t=103.0, hosts=[host, host], pids=pids), steps(20, 104.0))
+    with (tmp_path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert status(105.0) == ("running", False)  # its launcher will start them again
+    assert status(105.0) == ("gone", True)
+    launch.write_text(json.dumps({"launched_t": 106.0}))
+    assert status(107.0) == ("starting", False)  # resumed
 
 
 def test_resources_are_read_back_as_they_were_written(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,22 @@ def is_held(folder: Path) -> bool | None:
         return None
     fields = [line.split() for line in _LOCKS.read_text().splitlines() if "->" not in line]  # these only wait for it
     return any(f[1] == "FLOCK" and f[5].rpartition(":")[2] == number for f in fields)
+
+
+def is_deserted(folder: Path, start: Mapping[str, Any]) -> bool:
+    """Whether nobody holds a run's lock and all ranks of its newest `start` record, on this machine, have died."""
+    pids = start.get("pids")
+    if not isinstance(pids, list) or not pids or not is_local(start.get("hosts")) or is_held(folder) is not False:
+        return False
+    return not any(_is_alive(pid) for pid in pids)
+
+
+def _is_alive(pid: object) -> bool:
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return not after_name.startswith(b"Z")
 
 
 def read_launch(folder: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from echelon.observe.live.going import is_held, is_local, read_launch
 from echelon.observe.live.state import Event, LiveRun, Story, Window
 from echelon.observe.phases import Phase
 
-QUIET_S = 10.0  # a run that nobody holds is given up when it has said nothing for so long
+QUIET_S = 10.0  # a run that nobody holds, and whose ranks may live, is given up after so long a silence
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ def _status(run: LiveRun, now: float) -> tuple[str, str, bool]:
         return "ended", "its command ended, and did not record how", True
     said = [t for t in (story.last_t, _number(launch.get("launched_t"))) if t is not None]
     quiet_s = now - max(said) if said else 0.0
-    if is_held(run.folder) is False and quiet_s > QUIET_S and is_local(story.start.get("hosts")):
+    nobody_holds = is_held(run.folder) is False and quiet_s > QUIET_S and is_local(story.start.get("hosts"))
+    if nobody_holds or (run.deserted and not _began_again(launch, story)):
         return "gone", "its processes are gone, and did not record how it ended: it was killed", True
     if not story.start or _began_again(launch, story):
         return "starting", "its workers have not begun yet", False

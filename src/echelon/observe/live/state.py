@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from echelon.observe.live.follow import Curve, Follower, Json
+from echelon.observe.live.going import is_deserted
 from echelon.observe.live.resources import KIND as RESOURCES
 from echelon.observe.live.resources import Resources, resources_of
 
@@ -82,12 +83,16 @@ class Story:
 
 
 class LiveRun:
-    """A run's folder, watched. `refresh` reads what is new; `story` is what is known."""
+    """A run's folder, watched. `refresh` reads what is new; `story` is what is known.
+
+    `deserted`: its launcher and its ranks have died, and `story` holds the last that they said.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.version = 0
         self.story = Story()
+        self.deserted = False
         self._follower = Follower(folder)
 
     @property
@@ -97,6 +102,15 @@ class LiveRun:
 
     def refresh(self) -> bool:
         """Read what was added; returns whether anything was."""
+        added = self._read()
+        start = self.story.start
+        self.deserted = is_deserted(self.folder, start)
+        if self.deserted:  # what the dead said just before their end may have been missed
+            added = self._read() or added
+            self.deserted = self.story.start is start
+        return added
+
+    def _read(self) -> bool:
         anew, records = self._follower.read()
         if anew:
             self.story = Story()
