@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -44,6 +45,13 @@ class Given:
 
     model: nn.Module | None = None
     source: Source | None = None
+
+    def unshared(self) -> Given:
+        """Return it with a model in this process's own memory.
+
+        What a launcher sends to several workers lies in memory that they share: each would update the others' model.
+        """
+        return replace(self, model=copy.deepcopy(self.model))
 
 
 def assemble(config: RunConfig, path: Path, world: World, record: Recorder, given: Given) -> tuple[TrainingRun, Cursor]:
