@@ -16,7 +16,7 @@ from echelon.config import RunConfig
 from echelon.config.validate import parse_interval
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
-from echelon.data import LoaderConfig, Shard, Source, open_data
+from echelon.data import LoaderConfig, Shard, Source, example_inputs, open_data
 from echelon.data.loader import EvalLoader, TrainLoader
 from echelon.models import ModelInput, auto_name, parameter_count
 from echelon.observe.environment import environment
@@ -73,7 +73,9 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
     clock = make_clock(world.device.type)
     loss = build_loss(config.optimizer, source.info.class_counts)
     config = with_kept_cuts(config, world, path)
-    parts = build_parts(config, Work(source.info, loss, given.model), world, clock)
+    splits = world.placed is not None and world.placed.layout.splits
+    work = Work(source.info, loss, given.model, example_inputs(source) if splits else None)
+    parts = build_parts(config, work, world, clock)
     keep_cuts(parts, world, path)
     saver = Saver(path, config.checkpoint.keep, parts, world, record, fingerprint(config, source.info))
     restored = saver.restore()
