@@ -131,8 +131,8 @@ def _train(layout: str, small: bool, megabytes: int) -> tuple[int, int, str]:
         command = [sys.executable, "-m", "echelon", "train", "digits", "--model", name, "--parallel", layout]
         command += ["--workers", "1" if layout == "dp=1" else "2", "--batch-size", "16", "--max-steps", "3"]
         command += ["--optimizer", "adamw", "--lr", "1e-4", "--run", f"{folder}/run", "--max-restarts", "0"]
-        environment = {**os.environ, **MMAP, "PYTHONPATH": str(REPOSITORY / "benchmarks"), "OMP_NUM_THREADS": "1"}
-        environment |= {"MALLOC_ARENA_MAX": "1", "ECHELON_NO_LIVE": "1"}
+        environment = {**os.environ, **MMAP, "PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY / 'benchmarks'}"}
+        environment |= {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "ECHELON_NO_LIVE": "1"}
         with subprocess.Popen(
             command,
             env=environment,
