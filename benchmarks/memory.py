@@ -49,7 +49,7 @@ CASES = (
     "mlp:fsdp=2:adamw",
 )
 WAIT_S = 300
-SHARE = 0.8  # of the training state of one process that the limit leaves
+SHARE = 0.9  # of the training state of one process that the limit leaves
 
 
 def read_case(text: str) -> Case:
