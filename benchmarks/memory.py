@@ -50,7 +50,7 @@ CASES = (
     "mlp:fsdp=2:adamw",
 )
 WAIT_S = 300
-SHARE = 0.8  # of the training state of one process that the limit leaves
+SHARE = 0.9  # of the training state of one process that the limit leaves
 
 
 def read_case(text: str) -> Case:
@@ -133,8 +133,8 @@ def _train(layout: str, small: bool, megabytes: int) -> tuple[int, int, str]:
         command = [sys.executable, "-m", "echelon", "train", "digits", "--model", name, "--parallel", layout]
         command += ["--workers", "1" if layout == "dp=1" else "2", "--batch-size", "16", "--max-steps", "3"]
         command += ["--optimizer", "adamw", "--lr", "1e-4", "--run", f"{folder}/run", "--max-restarts", "0"]
-        environment = {**os.environ, **MMAP, "PYTHONPATH": str(REPOSITORY / "benchmarks"), "OMP_NUM_THREADS": "1"}
-        environment |= {"MALLOC_ARENA_MAX": "1"}
+        environment = {**os.environ, **MMAP, "PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY / 'benchmarks'}"}
+        environment |= {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
         with (Path(folder) / "said").open("w+") as said:
             process = subprocess.Popen(
                 command, env=environment, preexec_fn=_limited(megabytes), cwd=folder, stdout=said, stderr=said

@@ -52,7 +52,9 @@ if __name__ == "__main__":
     import echelon
     from tests.ranks.own_parts import Dots, Net
 
-    outcome = echelon.train(
-        Net(), (Dots(400, 0), Dots(100, 1)), run="own", workers=2, epochs=5, device="cpu", threads=1
-    )
+    net = Net()
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    outcome = echelon.train(net, (Dots(400, 0), Dots(100, 1)), run="own", workers=2, epochs=5, device="cpu", threads=1)
+    # Workers get it in shared memory: had they trained it there, each would have trained the others' too.
+    assert all(map(torch.equal, before, net.parameters()))
     print(outcome.status, outcome.summary["metrics"]["top1"])

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from echelon.config import build
+from echelon.data import Batch
+from echelon.train.evaluate import _batches as batches_of_all
 from echelon.train.metrics import Evaluation
+from tests.ranks.layouts import make_world
 from tests.ranks.spawn import Rank, run_ranks
 
 SAMPLES, CLASSES = 101, 6
@@ -32,3 +37,34 @@ def on_rank(rank: Rank, parts: tuple[int, ...]) -> list[dict[str, Any]]:
 def test_each_sample_counts_once_however_the_set_is_cut(parts: tuple[int, ...]) -> None:
     expected = [evaluate((SAMPLES,), 0, None, limit) for limit in LIMITS]
     assert all(result == expected for result in run_ranks(on_rank, len(parts), parts))
+
+
+class Uneven:
+    """An evaluation loader whose ranks have 3 and 1 batches of token ids, the last ones of rank 0 of nothing."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Batch]:
+        for i in range(self.count):
+            size = 2 if i < 2 else 0
+            yield Batch(torch.ones(size, 5, dtype=torch.int64), torch.ones(size, dtype=torch.int64), size, i)
+
+
+def sharded_batches(rank: Rank) -> list[tuple[tuple[int, ...], bool]]:
+    world = make_world(build(None, {"strategy.parallel": "fsdp=2"}).config, rank)
+    found = []
+    for inputs, targets in batches_of_all(Uneven(3 - 2 * rank.index), world):  # type: ignore[arg-type]
+        assert inputs.dtype == torch.int64
+        dist.all_reduce(torch.zeros(1))  # as a sharded model's forward does: all ranks or none
+        found.append((tuple(inputs.shape), targets is not None))
+    return found
+
+
+def test_sharded_ranks_with_fewer_batches_go_along_with_blank_ones() -> None:
+    first, second = run_ranks(sharded_batches, 2, timeout_s=30)
+    assert first == [((2, 5), True), ((2, 5), True), ((1, 5), False)]
+    assert second == [((2, 5), True), ((1, 5), False), ((1, 5), False)]

@@ -6,9 +6,10 @@ components: `blocks.*.attn` matches `blocks.0.attn`, not `blocks.0.1.attn`; `**.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from echelon.core.errors import UserError, unknown
 from echelon.core.spec import parse_spec
@@ -38,12 +39,14 @@ class Hints:
             returns one tensor, or `=flatten` (from dim 1) or `=relu`.
         glue: for each `:method` step, the names of the root's children and own parameters that it uses.
         tensor_plan: patterns to styles; the last that matches a module counts.
+        functions: what those `:method` steps do that the root has no method for: they take the root and the tensor.
     """
 
     blocks: tuple[str, ...] = ()
     chain: tuple[str, ...] | None = None
     glue: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
+    functions: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,6 +56,18 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
     counts = tuple(np.bincount(labels, minlength=len(names)).tolist())
     info = DataInfo(name, names, channels, side, len(labels), len(held_labels), counts, mean, std)
     return Source(data, held, info)
+
+
+def example_inputs(source: Source) -> torch.Tensor | None:
+    """Return two samples' inputs of a data set that is used as it comes, the same in every process; None for images."""
+    data = source.train
+    if not isinstance(data, TensorArray | TensorItems):
+        return None
+    with random_state_kept():
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        return torch.stack([data[i % len(data)][0] for i in range(2)])
 
 
 def _samples(data: Any, labels: Labels, is_image: bool) -> Images | TensorArray | TensorItems:

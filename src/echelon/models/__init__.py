@@ -1,15 +1,19 @@
 """Models by name, fitted to the data: built-ins, timm, torchvision, and a user's own; weights read from files."""
 
+from echelon.core.hints import Hints
 from echelon.models.base import ModelInput
 from echelon.models.families import hints_for
+from echelon.models.logits import give_logits
 from echelon.models.registry import auto_name, build_model, builtin_names, parameter_count
 from echelon.models.weights import load_weights, read_weights
 
 __all__ = [
+    "Hints",
     "ModelInput",
     "auto_name",
     "build_model",
     "builtin_names",
+    "give_logits",
     "hints_for",
     "load_weights",
     "parameter_count",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from echelon.config import RunConfig
 from echelon.config.validate import parse_interval
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
-from echelon.data import LoaderConfig, Shard, Source, open_data
+from echelon.data import LoaderConfig, Shard, Source, example_inputs, open_data
 from echelon.data.base import DataInfo
 from echelon.data.loader import EvalLoader, TrainLoader, size_note
 from echelon.models import ModelInput, auto_name, parameter_count
@@ -46,6 +47,13 @@ class Given:
     model: nn.Module | None = None
     source: Source | None = None
 
+    def unshared(self) -> Given:
+        """Return it with a model in this process's own memory.
+
+        What a launcher sends to several workers lies in memory that they share: each would update the others' model.
+        """
+        return replace(self, model=copy.deepcopy(self.model))
+
 
 def assemble(config: RunConfig, path: Path, world: World, record: Recorder, given: Given) -> tuple[TrainingRun, Cursor]:
     """Build the parts of a run from its description, and restore the newest checkpoint.
@@ -63,7 +71,9 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
     clock = make_clock(world.device.type)
     loss = build_loss(config.optimizer, source.info.class_counts)
     config = with_kept_cuts(config, world, path)
-    parts = build_parts(config, Work(source.info, loss, given.model), world, clock)
+    splits = world.placed is not None and world.placed.layout.splits
+    work = Work(source.info, loss, given.model, example_inputs(source) if splits else None)
+    parts = build_parts(config, work, world, clock)
     keep_cuts(parts, world, path)
     saver = Saver(path, config.checkpoint.keep, parts, world, record, fingerprint(config, source.info))
     restored = saver.restore()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,12 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.core.axes import Axis
+from echelon.data.base import Batch
 from echelon.data.loader import EvalLoader
 from echelon.train.metrics import Evaluation
 from echelon.train.step import evaluating
 from echelon.train.world import World
 
 _MOST_DIMS = 8
+_TYPES = (torch.float32, torch.float64, torch.float16, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -71,24 +74,30 @@ def _without_gradients(world: World) -> torch.inference_mode | torch.no_grad:
 
 
 def _batches(loader: EvalLoader, world: World) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield inputs and targets; where forward is collective, blank inputs too, until all have as many batches."""
+    """Yield inputs and targets; where forward is collective, blank inputs too, so that all have as many batches."""
     group = world.placed.group(Axis.FSDP) if world.placed else None
-    done = 0
-    for batch in loader:
-        if len(batch.targets):
-            done += 1
-            blank = batch.inputs.new_zeros((1, *batch.inputs.shape[1:]))
-            yield batch.inputs, batch.targets
+    batches = iter(loader)
     if group is None:
+        yield from ((batch.inputs, batch.targets) for batch in batches if len(batch.targets))
         return
-    facts = torch.zeros(1 + _MOST_DIMS, dtype=torch.int64)
-    facts[0] = done
-    if done:
-        facts[1 : 1 + blank.ndim] = torch.tensor(blank.shape)
-    facts = facts.to(world.device)
-    dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=group)
-    most, *shape = facts.tolist()
-    while shape and shape[-1] == 0:
-        shape.pop()
+    first = next(batches, None)
+    most, blank = _agreed(len(loader), first, group, world.device)  # before the first forward, which is collective too
+    done = 0
+    for batch in chain([first] if first else [], batches):
+        done += 1
+        yield (batch.inputs, batch.targets) if len(batch.targets) else (blank, None)
     for _ in range(done, most):
-        yield torch.zeros(shape), None
+        yield blank, None
+
+
+def _agreed(own: int, first: Batch | None, group: dist.ProcessGroup, device: torch.device) -> tuple[int, Tensor]:
+    """Return the most batches that a rank has, and blank inputs of one sample as those of who has any."""
+    facts = torch.zeros(2 + _MOST_DIMS, dtype=torch.int64)
+    if first is not None:
+        shape = first.inputs.shape[1:]
+        facts[:2] = torch.tensor([own, _TYPES.index(first.inputs.dtype)])
+        facts[2 : 2 + len(shape)] = torch.tensor(shape)
+    facts = facts.to(device)
+    dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=group)
+    most, kind, *shape_ = facts.tolist()
+    return most, torch.zeros((1, *(size for size in shape_ if size)), dtype=_TYPES[kind])

@@ -42,7 +42,7 @@ def run_leased(folder: str, seat: Seat, given: Given | None = None) -> None:
     record = Recorder(path)
     try:
         _log_to(path / "logs" / f"{name}.log")
-        status = _train(path, seat, record, given or Given())
+        status = _train(path, seat, record, given.unshared() if given else Given())
     except UserError as error:
         record.event("refused", str(error), role=name)
         _leave(USER_ERROR_EXIT_CODE)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from echelon.config import RunConfig
 from echelon.data.base import DataInfo
-from echelon.models import ModelInput, build_model, hints_for
+from echelon.models import ModelInput, build_model, give_logits, hints_for
 from echelon.observe.phases import PhaseClock
 from echelon.parallel.deferred import Unmade, named_tensors, without_memory
 from echelon.parallel.pieces import Pieces
@@ -39,7 +39,7 @@ class Work:
         info: of the data.
         loss: sums over samples.
         own: the caller's own module, in place of the described one.
-        example: two samples' inputs of any values; None: images as `info` says.
+        example: two samples' inputs of any values, the same on every rank; None: images as `info` says.
     """
 
     info: DataInfo
@@ -50,7 +50,8 @@ class Work:
     def inputs(self, like: Tensor) -> Tensor:
         """Return the example, the same on every rank; drawn without touching the run's generators."""
         if self.example is not None:
-            return self.example.to(like.device)
+            example = self.example.to(like.device)
+            return example.to(like.dtype) if example.is_floating_point() else example
         generator = torch.Generator().manual_seed(0)
         shape = (2, self.info.channels, self.info.image_size, self.info.image_size)
         return torch.randn(shape, generator=generator).to(like.device, like.dtype)
@@ -111,6 +112,8 @@ def channels_last(config: RunConfig, device: torch.device) -> bool:
 def build_whole(config: RunConfig, info: DataInfo, world: World, own: nn.Module | None) -> nn.Module:
     """Build the whole model on this rank's device, the same values on every rank."""
     model = own or build_model(config.model, ModelInput(len(info.classes), info.channels, info.image_size))
+    if own is not None:
+        give_logits(own)
     if config.model.sync_batchnorm and world.data_group is not None and not _is_split(world):
         model = convert_sync_batchnorm(model, world.data_group)
     if any(tensor.device != world.device for tensor in (*model.parameters(), *model.buffers())):

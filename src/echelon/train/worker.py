@@ -42,7 +42,7 @@ def run_worker(folder: str, given: Given | None = None) -> str:
     path, rank = Path(folder), int(os.environ.get("RANK", "0"))
     record = Recorder(path)
     try:
-        status = train_rank(path, given)
+        status = train_rank(path, given.unshared() if given else None)
     except UserError as error:
         _refuse(record, str(error), rank)
     except Exception as error:

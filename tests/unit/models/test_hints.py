@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.core.hints import STYLES, Hints, matching, parse_tensor_plan
-from echelon.models import ModelInput, hints_for
+from echelon.models import ModelInput, give_logits, hints_for
 
 
 def builtin(name: str) -> nn.Module:
@@ -117,3 +118,49 @@ def test_the_plan_names_modules_that_are_there(name: str) -> None:
 
 def test_other_models_have_no_hints() -> None:
     assert hints_for(nn.Sequential(nn.Linear(2, 2))) is None
+
+
+class Declared(nn.Sequential):
+    """Someone's own model that tells its structure."""
+
+    structure = Hints(chain=("*",))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the layers."""
+        return super().forward(x)
+
+
+class Doubled(Declared):
+    """Another forward, which that structure does not tell of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the layers, and double."""
+        return 2 * super().forward(x)
+
+
+def test_a_class_tells_its_own_structure_until_forward_is_another() -> None:
+    """What a subclass computes beside the declared chain would be lost in a pipeline."""
+    found, changed = hints_for(Declared()), hints_for(Doubled())
+    assert found is not None and found.chain == ("*",)
+    assert changed is not None and changed.chain is None
+
+
+class Record(nn.Module):
+    """Gives a record with logits, and keys and values unless it is told not to."""
+
+    def forward(self, x: Tensor, use_cache: bool = True) -> SimpleNamespace:
+        """Return the input as logits."""
+        return SimpleNamespace(logits=x, cache=x if use_cache else None)
+
+
+def test_a_model_that_gives_a_record_gives_its_logits() -> None:
+    """And is not asked for a cache; one that gives a tensor stays as it is."""
+    cached: list[object] = []
+    model = Record()
+    model.register_forward_hook(lambda _, __, found: cached.append(found.cache))
+    give_logits(model)
+    x = torch.ones(2)
+    assert model(x) is x and cached == [None]
+    plain = nn.Identity()
+    give_logits(plain)
+    assert plain(x) is x

@@ -20,6 +20,7 @@ from echelon.parallel.pipeline.batches import cut_batch, dividing_count
 from echelon.parallel.pipeline.chain import find_chain, units_of
 from echelon.parallel.pipeline.cuts import balanced, measure_units, stages_of
 from echelon.parallel.pipeline.plan import plan_stages
+from echelon.parallel.pipeline.receive import moved_ahead
 from echelon.parallel.pipeline.settings import SCHEDULES, microbatch_count, stage_count
 from echelon.parallel.pipeline.shapes import Skeleton
 from echelon.parallel.pipeline.stage import make_stage
@@ -253,3 +254,12 @@ def test_every_schedule_is_torchs() -> None:
     from torch.distributed.pipelining import schedules
 
     assert all(hasattr(schedules, kind.torch_name) for kind in SCHEDULES.values())
+
+
+def test_receives_move_ahead_of_what_they_wait_beside() -> None:
+    """Before the second computation before them; they keep their order, and so do all others."""
+    from torch.distributed.pipelining.schedules import _Action
+
+    actions = [_Action.from_str(text) for text in ("1RECV_F0", "1F0", "1SEND_F0", "1RECV_F1", "1F1", "1F2", "1RECV_B0")]
+    names = [str(action) for action in moved_ahead([*actions, _Action.from_str("1RECV_B1")])]
+    assert names == ["1RECV_F0", "1RECV_F1", "1F0", "1SEND_F0", "1RECV_B0", "1RECV_B1", "1F1", "1F2"]

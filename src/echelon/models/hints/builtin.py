@@ -1,4 +1,4 @@
-"""The built-in models."""
+"""Models whose class declares its own structure: the built-in ones, and anyone's."""
 
 from __future__ import annotations
 
@@ -6,13 +6,8 @@ from torch import nn
 
 from echelon.core.hints import Hints
 
-PACKAGE = "echelon.models.builtin."
-
 
 def hints(model: nn.Module) -> Hints | None:
-    """Return what the model's own file declares as `structure`."""
-    for kind in type(model).__mro__:
-        if kind.__module__.startswith(PACKAGE):
-            found = getattr(model, "structure", None)
-            return found if isinstance(found, Hints) else None
-    return None
+    """Return what the model's own class declares as `structure`."""
+    found = getattr(model, "structure", None)
+    return found if isinstance(found, Hints) else None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -21,11 +22,13 @@ class ChainStep:
         name: of a module below the root, `:method` of the root, or `=flatten` or `=relu`.
         owns: names of the modules and of the root's own parameters and buffers that it uses.
         numel: numbers in the parameters that it uses.
+        function: what a `:method` step does that the root has no method for.
     """
 
     name: str
     owns: tuple[str, ...]
     numel: int
+    function: Callable[[Any, Any], Any] | None = None
 
 
 def find_chain(model: nn.Module, hints: Hints | None) -> tuple[ChainStep, ...]:
@@ -36,30 +39,32 @@ def find_chain(model: nn.Module, hints: Hints | None) -> tuple[ChainStep, ...]:
             model does not have.
     """
     if hints is not None and hints.chain is not None:
-        steps = _declared(model, hints.chain, hints.glue)
+        steps = _declared(model, hints.chain, hints)
     elif isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        steps = _declared(model, ("*",), {})
+        steps = _declared(model, ("*",), Hints())
     else:
         raise UserError(
             f"--parallel pp: the forward pass of {type(model).__name__} is not known to be a chain of blocks: "
-            "make the model an nn.Sequential, declare Hints.chain for it, or use fsdp=N or tp=N instead"
+            "make the model an nn.Sequential, give its class `structure = echelon.models.Hints(chain=...)` beside its "
+            "forward, or use fsdp=N or tp=N instead"
         )
     _check_owners(model, steps)
     return steps
 
 
-def _declared(model: nn.Module, chain: tuple[str, ...], glue: Mapping[str, tuple[str, ...]]) -> tuple[ChainStep, ...]:
+def _declared(model: nn.Module, chain: tuple[str, ...], hints: Hints) -> tuple[ChainStep, ...]:
     modules = dict(model.named_modules())
     steps: list[ChainStep] = []
     for entry in chain:
         if entry in FUNCTIONS:
             steps.append(ChainStep(entry, (), 0))
         elif entry.startswith(":"):
-            if not callable(getattr(model, entry[1:], None)):
+            function = hints.functions.get(entry)
+            if function is None and not callable(getattr(model, entry[1:], None)):
                 raise UserError(f"the chain of {type(model).__name__} names {entry}, a method that it does not have")
             # A family declares more than each of its members has.
-            owned = tuple(name for name in glue.get(entry, ()) if _has(model, name))
-            steps.append(ChainStep(entry, owned, _numel(model, owned)))
+            owned = tuple(name for name in hints.glue.get(entry, ()) if _has(model, name))
+            steps.append(ChainStep(entry, owned, _numel(model, owned), function))
         else:
             names = [name for name in modules if name]
             steps += [ChainStep(name, (name,), _numel(model, (name,))) for name in matching([entry], names)]

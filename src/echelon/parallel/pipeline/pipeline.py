@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from echelon.core.hints import Hints
 from echelon.parallel.pipeline.batches import MicroBatches, cut_batch, dividing_count, evaluating, has_batchnorm
 from echelon.parallel.pipeline.plan import StagePlan, plan_stages
+from echelon.parallel.pipeline.receive import EarlyStage, receive_early
 from echelon.parallel.pipeline.settings import PipelineResult, PipelineSettings, microbatch_count, schedule_class
 from echelon.parallel.pipeline.shapes import Boundary, Skeleton
 from echelon.parallel.pipeline.stage import make_stage, set_types
-from echelon.parallel.pipeline.timeline import Action, Kind, RecordedStage, Recorder
+from echelon.parallel.pipeline.timeline import Action, Kind, Recorder
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Scale = Callable[[Tensor], Tensor]
@@ -175,7 +176,7 @@ class Pipeline(nn.Module):
     def _new_schedule(self, first: Tensor, count: int, training: bool) -> pipelining.schedules._PipelineSchedule:
         between = self._boundaries(first, training)
         stages = [
-            RecordedStage(
+            EarlyStage(
                 module,
                 number,
                 len(self.plan),
@@ -186,11 +187,16 @@ class Pipeline(nn.Module):
             )
             for number, module in zip(self._mine, self._modules_of_stages, strict=True)
         ]
+        kind, single = schedule_class(self.schedule, count, dist.get_world_size(self._group), len(self.plan))
         for stage in stages:
             stage.recorder = self._recorder
-        kind, single = schedule_class(self.schedule, count, dist.get_world_size(self._group), len(self.plan))
+            stage.early_of = count if single and self._device.type == "cpu" else 0
         loss = self._micro_loss if training else None
-        return kind(stages[0] if single else stages, n_microbatches=count, loss_fn=loss, scale_grads=False)
+        schedule = kind(stages[0] if single else stages, n_microbatches=count, loss_fn=loss, scale_grads=False)
+        if not single and self._device.type == "cpu":
+            receive_early(schedule)
+        assert isinstance(schedule, pipelining.schedules._PipelineSchedule)
+        return schedule
 
     def _micro_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         self._recorder.on_change("forward")

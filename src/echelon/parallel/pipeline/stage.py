@@ -28,7 +28,7 @@ def make_stage(model: nn.Module, steps: tuple[ChainStep, ...], first: bool, last
     stage = _without_others(model, "", keep)
     kind = type(model)
     stage.__class__ = type(f"{kind.__name__}Stage", (_Stage, kind), {"__doc__": kind.__doc__})
-    stage._stage_steps = tuple(step.name for step in steps)
+    stage._stage_steps = steps
     stage._stage_ends = (first, last)
     set_types(stage, None, None)
     return stage
@@ -40,7 +40,7 @@ def set_types(stage: nn.Module, autocast: torch.dtype | None, parameters: torch.
 
 
 class _Stage(nn.Module):
-    _stage_steps: tuple[str, ...]
+    _stage_steps: tuple[ChainStep, ...]
     _stage_ends: tuple[bool, bool]
     _stage_types: tuple[torch.dtype | None, torch.dtype | None]
 
@@ -54,18 +54,22 @@ class _Stage(nn.Module):
             x = x.to(narrow)
         autocast = torch.autocast(x.device.type, dtype or torch.bfloat16, enabled=dtype is not None)
         with autocast, computing_in(self, narrow):
-            for name in self._stage_steps:
-                x = _run(self, name, x)
+            for step in self._stage_steps:
+                x = _run(self, step, x)
         return _plain(x)
 
 
-def _run(stage: Any, name: str, x: Tensor) -> Tensor:
+def _run(stage: Any, step: ChainStep, x: Tensor) -> Tensor:
+    name = step.name
     if name == "=flatten":
         return x.flatten(1)
     if name == "=relu":
         return F.relu(x)
-    found: Tensor = getattr(stage, name[1:])(x) if name.startswith(":") else stage.get_submodule(name)(x)
-    return found
+    if step.function is not None:
+        found: Tensor | tuple[Tensor] = step.function(stage, x)
+    else:
+        found = getattr(stage, name[1:])(x) if name.startswith(":") else stage.get_submodule(name)(x)
+    return found[0] if isinstance(found, tuple) and len(found) == 1 else found
 
 
 def _contiguous(gradient: Tensor) -> Tensor:

@@ -1,0 +1,34 @@
+"""Models that return more than logits: transformers' give a record of them, and keep keys and values for generating."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def give_logits(model: nn.Module) -> None:
+    """Make a model's forward give its logits alone, in place; one that gives a tensor stays as it is.
+
+    Hooks and no wrapper: names of parameters and the class, by which its family is known, stay.
+    """
+    model.register_forward_hook(_logits)
+    if _can_cache(model):
+        model.register_forward_pre_hook(_without_cache, with_kwargs=True)
+
+
+def _logits(model: nn.Module, given: Any, found: Any) -> Any:
+    logits = getattr(found, "logits", None)
+    return logits if not isinstance(found, Tensor) and isinstance(logits, Tensor) else found
+
+
+def _without_cache(model: nn.Module, given: Any, named: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Keep no keys and values: they serve generating, and a block that is computed again would add its own twice."""
+    return given, ({**named, "use_cache": False} if _can_cache(model) else dict(named))
+
+
+def _can_cache(model: nn.Module) -> bool:
+    """Whether its forward takes `use_cache`: that of a pipeline's stage, which is a copy with these hooks, does not."""
+    return "use_cache" in inspect.signature(model.forward).parameters
