@@ -1,7 +1,7 @@
 """Plain DDP, torch's own hooks and every codec of Echelon on slow links: samples/s, and seconds to a test accuracy.
 
 2 workers x 1 thread, a 1.2 M-parameter CNN, CIFAR-10 in memory, global batch 256, SGD with momentum. All candidates run
-in the same plain DDP loop. Needs root (network namespaces). Raw results go to runs/benchmarks/slow_link.jsonl.
+in the same plain DDP loop. Needs root (network namespaces). Raw results go to benchmarks/results/slow_link.jsonl.
 
     python -m benchmarks.slow_link --mode rate       # samples/s; candidates take turns, each beside itself on loopback
     python -m benchmarks.slow_link --mode curve      # accuracy by step, over loopback; then with --schedule cosine
