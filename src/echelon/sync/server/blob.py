@@ -18,7 +18,8 @@ COPIED_BYTES = 256 * 1024
 
 def as_frame(tensor: Tensor) -> Any:
     """Return a contiguous CPU tensor's memory, not copied; the tensor must not change until it was sent."""
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    flat = tensor.detach() if tensor.requires_grad else tensor
+    array: Any = (flat if flat.dim() == 1 else flat.reshape(-1)).view(torch.uint8).numpy()
     return memoryview(array)
 
 
@@ -85,6 +86,7 @@ def read_frame(frame: Any, dtype: torch.dtype) -> Tensor:
         return torch.empty(0, dtype=dtype)
     if dtype is torch.uint8:
         return torch.frombuffer(frame, dtype=dtype)
-    # Frames are not always aligned to the element's size: then they are copied.
-    raw = torch.frombuffer(frame, dtype=torch.uint8)
-    return (raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()).view(dtype)
+    flat = torch.frombuffer(frame, dtype=dtype)
+    if flat.data_ptr() % dtype.itemsize == 0:
+        return flat
+    return torch.frombuffer(frame, dtype=torch.uint8).clone().view(dtype)  # not aligned to the element's size

@@ -67,7 +67,7 @@ class Voice:
                 raise
             self.traffic.dropped["unsent"] += 1
             return
-        self.traffic.sent_bytes += sum(len(f) for f in frames)
+        self.traffic.sent_bytes += sum(map(len, frames))
 
 
 def _drop(traffic: Traffic, error: Malformed) -> None:
@@ -142,7 +142,7 @@ class Line:
         while taken < most and has_message(self.socket):
             frames = take(self.socket)
             taken += 1
-            traffic.received_bytes += sum(len(f) for f in frames)
+            traffic.received_bytes += sum(map(len, frames))
             try:
                 message = decode(self.voice.keys.run_id, frames)
                 self._guard.admit(message)
