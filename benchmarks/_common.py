@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "RESULTS.md"
-RAW = REPOSITORY / "runs" / "benchmarks"
+RAW = REPOSITORY / "benchmarks" / "results"
 DATA = REPOSITORY / "data"
 T = TypeVar("T")
 
@@ -111,7 +111,10 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def append_result(name: str, result: dict[str, Any], folder: Path = RAW) -> None:
-    """Append one raw result, with the time and the environment, to `runs/benchmarks/NAME.jsonl` (ignored by git)."""
+    """Append one raw result, with the time and the environment, to `benchmarks/results/NAME.jsonl`: commit it.
+
+    Tables are made of them, row by row and often weeks apart, so they must outlive the machine.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     line = json.dumps({**result, "time": time.time(), "environment": environment()})
     with (folder / f"{name}.jsonl").open("a") as file:

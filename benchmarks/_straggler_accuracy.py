@@ -8,6 +8,7 @@ are the same for all ways and differ by seed.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from typing import Any
@@ -32,7 +33,6 @@ WAYS = (
     "ps(mode=async, by_staleness=true)",
     "ps(mode=ssp, staleness=3)",
 )
-FIRST = 4  # of these, all seeds before the others
 
 
 def model() -> nn.Module:
@@ -101,11 +101,10 @@ def train(way: str, seed: int) -> tuple[float, float]:
 
 
 def measure(seeds: int, seconds: float) -> None:
-    """Train all ways with all seeds, those that are missing, until the time is up."""
+    """Train all ways, seed by seed, those that are missing, until the time is up."""
     done = {(r["way"], r["seed"]) for r in _results()}
     ends = time.monotonic() + seconds
-    first = [(way, seed) for seed in range(seeds) for way in WAYS[:FIRST]]
-    for way, seed in [*first, *((way, seed) for seed in range(seeds) for way in WAYS[FIRST:])]:
+    for seed, way in itertools.product(range(seeds), WAYS):
         if (way, seed) in done or time.monotonic() > ends:
             continue
         began = time.monotonic()

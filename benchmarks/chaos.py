@@ -5,8 +5,9 @@
 Each trial trains digits with 2 workers and 2 servers, every second one with standbys (replicas=1). It must finish; in
 async mode each batch of each epoch must be counted exactly once, by the scheduler's journal and by every key of the
 last checkpoint; top-1 must be at least 0.95. Moments are drawn over the whole run, its start and its end included.
-Results are appended to `runs/benchmarks`, and trials that are there are not repeated, so that the work may be cut into
-pieces (`--seconds`). `--summary` writes the table. Exit code 1 when a trial broke a promise.
+Results are appended to `benchmarks/results/chaos.jsonl`, and trials that are there are not repeated, so that the work
+may be cut into pieces (`--seconds`); remove the file to begin anew. `--summary` writes the table. Exit code 1 when a
+trial broke a promise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Plain DDP, torch's own hooks and every codec of Echelon on slow links: samples/s, and seconds to a test accuracy.
 
 2 workers x 1 thread, a 1.2 M-parameter CNN, CIFAR-10 in memory, global batch 256, SGD with momentum. All candidates run
-in the same plain DDP loop. Needs root (network namespaces). Raw results go to runs/benchmarks/slow_link.jsonl.
+in the same plain DDP loop. Needs root (network namespaces). Raw results go to benchmarks/results/slow_link.jsonl.
 
     python -m benchmarks.slow_link --mode rate       # samples/s; candidates take turns, each beside itself on loopback
     python -m benchmarks.slow_link --mode curve      # accuracy by step, over loopback; then with --schedule cosine
@@ -77,6 +77,7 @@ def _options() -> argparse.Namespace:
         "--every", type=int, default=40, help="curve, accuracy: steps between evaluations, a multiple of 8"
     )
     parser.add_argument("--schedule", choices=["constant", "cosine"], default="constant", help="curve: learning rate")
+    parser.add_argument("--target", type=float, help="curve: accuracy to aim at; without it, what plain DDP's set")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--runs", type=int, default=50, help="aborts: runs of each candidate")
@@ -158,7 +159,8 @@ def curve(options: argparse.Namespace) -> None:
     cosine = options.schedule == "cosine"
     for candidate, seed in itertools.product(sorted(options.candidates, key=lambda c: c != "ddp"), options.seeds):
         terms = Terms(tables.BATCH, options.lr, options.momentum, seed, least if cosine else 0)
-        target = None if cosine or candidate == "ddp" else tables.target(read_results(NAME))
+        aim = options.target or tables.target(read_results(NAME))
+        target = None if cosine or candidate == "ddp" else aim
         result = {"kind": "curve", "link": tables.LOOPBACK, "schedule": options.schedule, "epochs_step": least}
         goal = (least, least if cosine or target is None else most, target)
         _train(candidate, terms, None, (result, goal), options)

@@ -8,7 +8,7 @@ for its device's time without using this machine's cores. Around it everything i
 and updates of a small network. The yardstick is what the same four workers do alone, each for itself, measured in turn
 with the others.
 
-Accuracy: see `_straggler_accuracy`. Results are appended to `runs/benchmarks`; `--summary` writes both tables.
+Accuracy: see `_straggler_accuracy`. Results are appended to `benchmarks/results`; `--summary` writes both tables.
 """
 
 from __future__ import annotations

@@ -13,11 +13,22 @@ from torch import Tensor
 
 from echelon.checkpoint.tree import flatten, slots, unflatten
 
+COPIED_BYTES = 256 * 1024
+
 
 def as_frame(tensor: Tensor) -> Any:
     """Return a contiguous CPU tensor's memory, not copied; the tensor must not change until it was sent."""
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    flat = tensor.detach() if tensor.requires_grad else tensor
+    array: Any = (flat if flat.dim() == 1 else flat.reshape(-1)).view(torch.uint8).numpy()
     return memoryview(array)
+
+
+def sent_frame(tensor: Tensor) -> Any:
+    """Return a contiguous CPU tensor as a frame: lent where it is large, copied where that costs less.
+
+    When ZeroMQ gives lent memory back, a thread of Python's wakes, which costs as much as to copy some 256 KiB.
+    """
+    return copied_frame(tensor) if tensor.nbytes <= COPIED_BYTES else as_frame(tensor)
 
 
 def copied_frame(tensor: Tensor) -> zmq.Frame:
@@ -57,6 +68,12 @@ def unpack_state(meta: bytes, frames: Sequence[Any]) -> dict[str, Any]:
     return state
 
 
+def message_of(frame: Any, tensor: Tensor) -> Any:
+    """Return the message that a frame is part of, to be sent again, where the tensor is its memory; else None."""
+    there = isinstance(frame.obj, zmq.Frame) and torch.frombuffer(frame, dtype=torch.uint8).data_ptr()
+    return frame.obj if there and there == tensor.data_ptr() else None
+
+
 def read_frame(frame: Any, dtype: torch.dtype) -> Tensor:
     """View a received frame as a 1-D tensor, not copied.
 
@@ -69,6 +86,7 @@ def read_frame(frame: Any, dtype: torch.dtype) -> Tensor:
         return torch.empty(0, dtype=dtype)
     if dtype is torch.uint8:
         return torch.frombuffer(frame, dtype=dtype)
-    # Frames are not always aligned to the element's size: then they are copied.
-    raw = torch.frombuffer(frame, dtype=torch.uint8)
-    return (raw if raw.data_ptr() % dtype.itemsize == 0 else raw.clone()).view(dtype)
+    flat = torch.frombuffer(frame, dtype=dtype)
+    if flat.data_ptr() % dtype.itemsize == 0:
+        return flat
+    return torch.frombuffer(frame, dtype=torch.uint8).clone().view(dtype)  # not aligned to the element's size

@@ -7,7 +7,6 @@ the later ones that came before it. After each push the key's next value is aske
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -77,7 +76,8 @@ class Client:
         """Send a key's gradient, 1-D; it must not change any more. The key's next value is asked for behind it."""
         slot = self.talk.slots[key.index]
         slot.valid = slot.valid and self.config.aggregates  # at once: `value` must not give what was before
-        self.talk.do(lambda: self.talk.queue_push(key, gradient, info))
+        start = self.talk.do if self.talk.up.codec is None else self.talk.later
+        start(lambda: self.talk.queue_push(key, gradient, info))
 
     def open_task(self, task: int, pushes: int) -> None:
         """Announce how many pushes a task will have."""
@@ -184,7 +184,7 @@ class Client:
     def close(self) -> None:
         """Leave, and end the thread."""
         if self.talk.thread.is_alive():
-            self.talk.do(lambda: self.talk.scheduler.send(Kind.LEAVE, {}))
-            self.talk.do(self.talk.stop)
+            self.talk.later(lambda: self.talk.scheduler.send(Kind.LEAVE, {}))
+            self.talk.later(self.talk.stop)
             self.talk.thread.join(5)
-        os.close(self.talk.wake)
+        self.talk.watch.close()

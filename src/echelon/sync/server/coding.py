@@ -18,7 +18,7 @@ from echelon.compression.base import Codec, Meta, State
 from echelon.compression.feedback import ErrorFeedback
 from echelon.compression.registry import build
 from echelon.core.errors import UserError
-from echelon.sync.server.blob import as_frame, copied_frame, read_frame
+from echelon.sync.server.blob import as_frame, copied_frame, read_frame, sent_frame
 from echelon.sync.server.table import Key
 
 
@@ -48,7 +48,7 @@ class Coding:
             NonFiniteError: the values hold NaN or infinity, and the codec cannot.
         """
         if self.codec is None:
-            return [as_frame(flat)]
+            return [sent_frame(flat)]
         frames = []
         for (start, stop, shape), state in zip(self.pieces(key), states, strict=True):
             payload = self.codec.compress(flat[start:stop].view(shape), state)
@@ -86,13 +86,16 @@ class References:
         self._coding, self._seed = coding, seed
         self._held: dict[tuple[str, int], tuple[Tensor, list[State]]] = {}
 
-    def encode(self, worker: str, key: Key, value: Tensor, full: bool) -> tuple[bool, list[Any]]:
-        """Return whether frames hold a difference, and the frames; `full` sends the value itself and starts anew."""
+    def encode(self, worker: str, key: Key, value: Tensor, full: bool, memory: Any) -> tuple[bool, list[Any]]:
+        """Return whether frames hold a difference, and the frames; `full` sends the value itself and starts anew.
+
+        `memory` is the message that the value lies in, or None: then it is copied.
+        """
         held = self._held.get((worker, key.index))
         if self._coding.codec is None or held is None or full:
             if self._coding.codec is not None:
                 self._held[worker, key.index] = (value.clone(), self._coding.states(key, self._seed, 0))
-            return False, [copied_frame(value)]
+            return False, [copied_frame(value) if memory is None else memory]
         reference, states = held
         frames = self._coding.encode(value - reference, key, states)
         reference += self._coding.decode(frames, key)

@@ -1,12 +1,17 @@
-"""A worker's conversation with scheduler and servers: one thread that holds all its sockets."""
+"""A worker's conversation with scheduler and servers: sockets that two threads use, one at a time.
+
+Waking a thread costs more than a message. So the training thread sends by itself, and takes what comes while it waits;
+while it computes, a thread of the conversation's own does. Whoever holds `turn` may use the sockets, and before letting
+go takes all that waits there: a socket's descriptor tells of what is new only.
+"""
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +26,7 @@ from echelon.sync.server.protocol import Kind, Malformed, Message, pull_behind
 from echelon.sync.server.pushes import Outgoing, ServerLink
 from echelon.sync.server.sockets import Limits
 from echelon.sync.server.table import Key, Table
+from echelon.sync.server.watch import Watch
 
 BEAT_S = 0.1
 
@@ -49,11 +55,14 @@ class Conversation:
         self.welcome: dict[str, Any] | None = None
         self.join_info: dict[str, Any] = {}
         self.commands: deque[Callable[[], None]] = deque()
-        self.ready = threading.Condition()
-        self.wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self.turn = threading.RLock()
+        self.watch = Watch()
+        self.watch.add(self.scheduler.socket)
         self.status = ""
         self.failure: BaseException | None = None
         self.closing = False
+        self.over = False
+        self._awaited: Callable[[], bool] | None = None
         self.thread = threading.Thread(target=self.run, name="echelon-client", daemon=True)
 
     def set_table(self, table: Table) -> None:
@@ -68,19 +77,52 @@ class Conversation:
 
     def stop(self) -> None:
         self.closing = True
+        self.watch.rouse()
+
+    def later(self, command: Callable[[], None]) -> None:
+        """Hand a command to the other thread: what computes for long."""
+        self.commands.append(command)
+        self.watch.rouse()
 
     def do(self, command: Callable[[], None]) -> None:
-        self.commands.append(command)
-        os.eventfd_write(self.wake, 1)
+        """Run a command now, behind those that wait, and take what came."""
+        with self.turn:
+            self.commands.append(command)
+            self._take_turn()
+        self._raise_failure()
 
-    def wait_until(self, done: Callable[[], bool], what: str, deadline_s: float = 0.0, idle: bool = False) -> None:
-        deadline_s = deadline_s or self.config.timeout_s
-        with self.ready:
-            came = self.ready.wait_for(lambda: done() or self.failure is not None, deadline_s)
+    def _take_turn(self) -> None:
+        if self.over:
+            return
+        try:
+            self._turn()
+        except Exception as error:  # noqa: BLE001 - raised at the training thread's next word
+            self.failure = self.failure or error
+            self.stop()
+
+    def _raise_failure(self) -> None:
         if self.failure is not None:
             raise ClientFailed(f"{self.config.name}: {self.failure}") from self.failure
-        if not came:
-            raise ClientFailed(f"{self.config.name} waited {deadline_s:g} s for {what}; use a longer --timeout")
+
+    def wait_until(self, done: Callable[[], bool], what: str, deadline_s: float = 0.0, idle: bool = False) -> None:
+        if done():
+            return
+        deadline_s = deadline_s or self.config.timeout_s
+        ends = time.monotonic() + deadline_s
+        self._awaited = lambda: done() or self.failure is not None
+        with self.watch.by_training_thread():
+            while not self._came():
+                left_s = ends - time.monotonic()
+                if left_s <= 0:
+                    raise ClientFailed(f"{self.config.name} waited {deadline_s:g} s for {what}; use a longer --timeout")
+                self.watch.wait(left_s)
+        self._awaited = None
+        self._raise_failure()
+
+    def _came(self) -> bool:
+        with self.turn:
+            self._take_turn()
+            return self._awaited is None or self._awaited()
 
     def is_there(self, slot: Slot, version: int) -> bool:
         return slot.valid and (version in (slot.version, slot.serves) or not self.config.aggregates)
@@ -91,43 +133,39 @@ class Conversation:
         try:
             self._loop()
         except BaseException as error:  # noqa: BLE001 - raised again in the training thread
-            with self.ready:
-                self.failure = error
-                self.ready.notify_all()
+            self.failure = self.failure or error
         finally:
-            for link in self.links.values():
-                link.line.close()
-            self.scheduler.socket.close(linger=1000)  # the farewell may leave
+            with self.turn:
+                self.over = True
+                self.watch.call()
+                for link in self.links.values():
+                    link.line.close()
+                self.scheduler.socket.close(linger=1000)  # the farewell may leave
             self.context.term()
 
     def _loop(self) -> None:
         beat_s = 0.0
         while not self.closing or self.commands:
-            poller = zmq.Poller()
-            poller.register(self.wake, zmq.POLLIN)
-            poller.register(self.scheduler.socket, zmq.POLLIN)
-            for link in self.links.values():
-                poller.register(link.line.socket, zmq.POLLIN)
-            lines = self.changes
-            while lines == self.changes and (not self.closing or self.commands):
-                ready = dict(poller.poll(max(0, int(1000 * (beat_s - time.monotonic())))))
-                if self.wake in ready:
-                    os.eventfd_read(self.wake)
-                self._turn()
+            with self.turn:
                 if time.monotonic() >= beat_s:
                     self.scheduler.send(Kind.BEAT, {"info": self._beat()})
                     beat_s = time.monotonic() + BEAT_S
+                self._turn()
+                if self._awaited is not None and self._awaited():
+                    self.watch.call()
+            if not self.closing:
+                self.watch.sleep(max(0.0, beat_s - time.monotonic()))
 
     def _turn(self) -> None:
+        """Run commands, and take messages until none is left; with `turn` held."""
         while self.commands:
             self.commands.popleft()()
-        with self.ready:
+        heard = -1
+        while heard:
             heard = self.scheduler.pump(self._from_scheduler)
-            for index, link in list(self.links.items()):
-                heard += link.line.pump(lambda message, i=index: self._from_server(i, message))  # type: ignore[misc]
+            for link in list(self.links.values()):
+                heard += link.line.pump(partial(self._from_server, link))
                 link.flush()
-            if heard:
-                self.ready.notify_all()
 
     def _beat(self) -> dict[str, Any]:
         return {
@@ -217,15 +255,21 @@ class Conversation:
             if not entry["address"] or (link is not None and link.life == entry["life"]):
                 continue
             if link is None:
-                line = Line(self.context, self.voice, entry["address"], self.limits)
+                line = self._line(entry["address"])
                 self.links[index] = ServerLink(line, entry["life"], keeps=self.config.keeps)
             elif entry["ready"] or entry["empty"]:  # an empty one is to be set up
-                line = Line(self.context, self.voice, entry["address"], self.limits)
+                self.watch.remove(link.line.socket)
+                line = self._line(entry["address"])
                 link.restart(line, entry["life"])
                 self._pull_again(index)
             else:
                 continue
             self.changes += 1
+
+    def _line(self, address: str) -> Line:
+        line = Line(self.context, self.voice, address, self.limits)
+        self.watch.add(line.socket)
+        return line
 
     def _pull_again(self, server: int) -> None:
         for index, slot in self.slots.items():
@@ -234,8 +278,8 @@ class Conversation:
                 slot.pull = {**slot.pull, "full": True}
                 self.links[server].line.send(Kind.PULL, slot.pull)
 
-    def _from_server(self, index: int, message: Message) -> None:
-        body, link = message.body, self.links[index]
+    def _from_server(self, link: ServerLink, message: Message) -> None:
+        body = message.body
         if message.kind is Kind.VALUE:
             self._acknowledged_with(link, body["acks"])
         match message.kind:

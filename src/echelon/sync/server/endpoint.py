@@ -14,7 +14,7 @@ import zmq
 
 from echelon.sync.server.identity import PeerCheck, RunKeys
 from echelon.sync.server.protocol import Kind, Malformed, Message, ReplayGuard, decode, encode_header
-from echelon.sync.server.sockets import Context, Limits, Socket, connect, has_message, listen
+from echelon.sync.server.sockets import Context, Limits, Socket, connect, give, has_message, listen, take
 
 
 @dataclass
@@ -61,13 +61,13 @@ class Voice:
 
     def _send(self, socket: Socket, frames: list[Any]) -> None:
         try:
-            socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=False)  # pyzmq copies what is small
+            give(socket, frames)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
             self.traffic.dropped["unsent"] += 1
             return
-        self.traffic.sent_bytes += sum(len(f) for f in frames)
+        self.traffic.sent_bytes += sum(map(len, frames))
 
 
 def _drop(traffic: Traffic, error: Malformed) -> None:
@@ -99,16 +99,17 @@ class Listener:
         self.check.answer()
         taken = 0
         while taken < most and has_message(self.socket):
-            self._take(self.socket.recv_multipart(zmq.DONTWAIT, copy=False), handle)
+            self._take(take(self.socket), handle)
             taken += 1
         return taken
 
     def _take(self, frames: list[zmq.Frame], handle: Handler) -> None:
         traffic = self.voice.traffic
-        traffic.received_bytes += sum(len(f) for f in frames)
         self.messages += 1
+        sizes = [len(f) for f in frames]
+        traffic.received_bytes += sum(sizes)
         try:
-            if any(len(f) > self._limit for f in frames[2:]):
+            if len(sizes) > 2 and max(sizes[2:]) > self._limit:
                 raise Malformed("oversized")
             message = decode(self.voice.keys.run_id, frames[1:])
             self._guard.admit(message)
@@ -139,9 +140,9 @@ class Line:
         traffic = self.voice.traffic
         taken = 0
         while taken < most and has_message(self.socket):
-            frames = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
+            frames = take(self.socket)
             taken += 1
-            traffic.received_bytes += sum(len(f) for f in frames)
+            traffic.received_bytes += sum(map(len, frames))
             try:
                 message = decode(self.voice.keys.run_id, frames)
                 self._guard.admit(message)

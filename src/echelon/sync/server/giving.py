@@ -23,7 +23,7 @@ class Giving:
     def __init__(self, server: Server) -> None:
         self._server = server
         self.tags: dict[int, dict[int, dict[str, Any]]] = {}
-        self._parked: dict[int, list[tuple[bytes, Message]]] = {}
+        self._parked: dict[int, list[tuple[bytes, str, dict[str, Any]]]] = {}
 
     def tag(self, tag: int, full: bool) -> None:
         if tag not in self.tags:
@@ -50,19 +50,18 @@ class Giving:
         if self._server.replication.is_standby or not self._server.ready:
             self._server.voice.traffic.dropped["not ready"] += 1
             return
-        store = self._server.store_of(body["key"])
-        if body["version"] > store.version and self._server.settings.aggregates:
-            self._parked.setdefault(body["key"], []).append((peer, message))
-            return
-        self._give(peer, message, store)
+        self.give(peer, message.sender, self._server.store_of(body["key"]), body)
 
-    def _give(self, peer: bytes, message: Message, store: KeyStore) -> None:
-        body = message.body
+    def give(self, peer: bytes, worker: str, store: KeyStore, body: dict[str, Any]) -> None:
+        """Answer a pull with a key's value, now or once its version is there."""
+        if body["version"] > store.version and self._server.settings.aggregates:
+            self._parked.setdefault(body["key"], []).append((peer, worker, body))
+            return
         exact = body["exact"] and body["version"] == store.version - 1 and store.before is not None
         value = store.before if exact and store.before is not None else store.value
         version = store.version - exact
-        worker = message.sender
-        delta, frames = self._server.references.encode(worker, store.key, value, body["full"])
+        memory = store.memory if value is store.value else None
+        delta, frames = self._server.references.encode(worker, store.key, value, body["full"], memory)
         if not exact:
             self.note_pull(worker, store)
             self._server.replication.forward_pull(worker, store.key.index, body["full"])
@@ -81,11 +80,8 @@ class Giving:
     def unpark(self, store: KeyStore) -> None:
         """Answer the pulls that waited for a key's version."""
         waiting = self._parked.pop(store.key.index, [])
-        for peer, message in waiting:
-            if message.body["version"] > store.version:
-                self._parked.setdefault(store.key.index, []).append((peer, message))
-            else:
-                self._give(peer, message, store)
+        for peer, worker, body in waiting:
+            self.give(peer, worker, store, body)
 
     def state(self, peer: bytes, message: Message) -> None:
         tag, index = message.body["tag"], message.body["key"]

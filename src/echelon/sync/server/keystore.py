@@ -33,7 +33,8 @@ class Fate(IntEnum):
 class Push:
     """A decoded gradient of one key: which task, on which version, from how many of the batch's samples.
 
-    A gradient is a sum over samples divided by `batch`; `scale` is a factor of the learning rate.
+    A gradient is a sum over samples divided by `batch`; `scale` is a factor of the learning rate. `memory` is the
+    message that the gradient lies in, where nothing else needs it any more: the new value may take its place.
     """
 
     worker: str
@@ -47,6 +48,7 @@ class Push:
     batch: int
     gradient: Tensor
     scale: float = 1.0
+    memory: Any = None
 
 
 @dataclass
@@ -82,12 +84,14 @@ class KeyStore:
     """Value and optimizer of one key. In aggregating modes `version` is the step that is next, else it counts updates.
 
     In aggregating modes the value before the last update is kept, so that a task of that step can be computed again.
-    `average` is the exponential moving average of the value, where `settings.ema` asks for it.
+    `average` is the exponential moving average of the value, where `settings.ema` asks for it. `memory` is the message
+    that the value lies in, if it does: it may be on its way to a worker, so the value must not be changed in place.
     """
 
     def __init__(self, key: Key, value: Tensor, settings: Settings, make_optimizer: MakeOptimizer) -> None:
         self.key, self.settings = key, settings
         self.value = value
+        self.memory: Any = None
         self.version = 0
         self.applied = Applied()
         self.average = value.clone() if settings.ema else None
@@ -98,6 +102,10 @@ class KeyStore:
         self._views = views
         self.optimizer = make_optimizer(views, [p.decay for p in key.parts])
         self._step = _bare_step(self.optimizer)
+        self._plain = _is_plain_sgd(self.optimizer)
+        if self._plain:
+            for view in views:
+                view.data = torch.empty(0, dtype=value.dtype)  # the optimizer is not used: no second copy
         self._momenta = [group.get("momentum") for group in self.optimizer.param_groups]
         self._pulled: dict[str, tuple[int, float, Tensor | None]] = {}
         self._mean_square: dict[str, Tensor] = {}
@@ -123,7 +131,8 @@ class KeyStore:
         if push.task in self.applied:
             return Fate.DUPLICATE
         self.applied.tasks.add(push.task)
-        self._update(self._compensated(push), push.lr * push.scale)
+        gradient = self._compensated(push)
+        self._update(gradient, push.lr * push.scale, push.memory if gradient is push.gradient else None)
         self.version += 1
         return Fate.APPLIED
 
@@ -185,17 +194,36 @@ class KeyStore:
         square = self._mean_square.setdefault(push.worker, torch.zeros_like(self.value))
         return staleness.compensate_adaptive(push.gradient, self.value, then, square, strength)
 
-    def _update(self, gradient: Tensor, lr: float) -> None:
-        for part, view in zip(self.key.parts, self._views, strict=True):
-            view.grad = gradient[part.start : part.stop].view(part.shape)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+    def _update(self, gradient: Tensor, lr: float, memory: Any = None) -> None:
         with torch.no_grad():
-            self._step(self.optimizer)
+            if self._plain:
+                self._descend(gradient, lr, memory)
+            else:
+                self._optimize(gradient, lr)
             if self.average is not None:  # as the loop's own average: a short run is not one of its random start
                 decay = min(self.settings.ema, (1 + self.averaged) / (10 + self.averaged))
                 self.averaged += 1
                 self.average.lerp_(self.value, 1 - decay)
+
+    def _descend(self, gradient: Tensor, lr: float, memory: Any) -> None:
+        """SGD in one pass: the new value is written over the gradient, and that memory can travel without a copy."""
+        if memory is not None:
+            self.value = torch.add(self.value, gradient, alpha=-lr, out=gradient)
+        elif self.memory is None:
+            self.value.add_(gradient, alpha=-lr)
+        else:
+            self.value = torch.add(self.value, gradient, alpha=-lr)
+        self.memory = memory
+
+    def _optimize(self, gradient: Tensor, lr: float) -> None:
+        if len(self._views) == 1:
+            self._views[0].grad = gradient.view(self.key.parts[0].shape)
+        else:
+            for part, view in zip(self.key.parts, self._views, strict=True):
+                view.grad = gradient[part.start : part.stop].view(part.shape)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self._step(self.optimizer)
 
     def note_pull(self, worker: str) -> None:
         """Remember which version a worker has, and where compensation needs it, the value."""
@@ -253,6 +281,8 @@ class KeyStore:
         value = state.get("value")
         if not isinstance(value, Tensor) or value.shape != self.value.shape or value.dtype != self.value.dtype:
             raise ValueError(f"not the state of key {self.key.index}")
+        if self.memory is not None:
+            self.value, self.memory = torch.empty_like(self.value), None
         with torch.no_grad():
             self.value.copy_(value)
             if self.average is not None:
@@ -279,6 +309,12 @@ def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimi
     while hasattr(step, "__wrapped__"):
         step = step.__wrapped__
     return step
+
+
+def _is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an update is no more than value - lr * gradient."""
+    extras = ("momentum", "weight_decay", "maximize", "differentiable")
+    return type(optimizer) is torch.optim.SGD and not any(g[name] for g in optimizer.param_groups for name in extras)
 
 
 def _copy(value: Any) -> Any:

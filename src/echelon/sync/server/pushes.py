@@ -23,7 +23,7 @@ class Outgoing:
     @property
     def n_bytes(self) -> int:
         """Bytes of the frames."""
-        return sum(len(frame) for frame in self.frames)
+        return sum(map(len, self.frames))
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import zmq
 
-from echelon.sync.server.blob import read_frame, unpack_state
+from echelon.sync.server.blob import message_of, read_frame, unpack_state
 from echelon.sync.server.coding import References, downward, upward
 from echelon.sync.server.endpoint import Line, Listener, Voice
 from echelon.sync.server.giving import BUFFERS_KEY, Giving
@@ -52,13 +52,24 @@ class Server:
         self.giving = Giving(self)
         self.replication = Replication(self)
         self.snapshots = Snapshots(self)
+        self._handlers: dict[Kind, Callable[[bytes, Message], None]] = {
+            Kind.PUSH: self.push,
+            Kind.PULL: self.giving.pull,
+            Kind.SETUP: self._setup,
+            Kind.PUT: self._put,
+            Kind.STATE: self.giving.state,
+            Kind.BUFFERS: self._buffers,
+            Kind.REPUSHED: self.snapshots.repushed,
+            Kind.ATTACH: self.replication.attach,
+            Kind.OP_DONE: self.replication.op_done,
+        }
         self._began_s = time.monotonic()
         self.poller = zmq.Poller()
 
     @property
     def ready(self) -> bool:
         """Whether every key is here."""
-        return self.table is not None and len(self.stores) == len(self.table.of_server(self.config.index))
+        return self.table is not None and len(self.stores) == self._own_keys
 
     def run(self) -> None:
         """Serve until the run is over."""
@@ -158,18 +169,7 @@ class Server:
     # From workers and servers
 
     def _from_peer(self, peer: bytes, message: Message) -> None:
-        handlers: dict[Kind, Callable[[bytes, Message], None]] = {
-            Kind.SETUP: self._setup,
-            Kind.PUT: self._put,
-            Kind.PUSH: self.push,
-            Kind.PULL: self.giving.pull,
-            Kind.STATE: self.giving.state,
-            Kind.BUFFERS: self._buffers,
-            Kind.REPUSHED: self.snapshots.repushed,
-            Kind.ATTACH: self.replication.attach,
-            Kind.OP_DONE: self.replication.op_done,
-        }
-        handler = handlers.get(message.kind)
+        handler = self._handlers.get(message.kind)
         if handler is None:
             raise Malformed("unexpected")
         try:
@@ -193,6 +193,7 @@ class Server:
                 raise ValueError("another table of keys")
             return
         self.table = table
+        self._own_keys = len(table.of_server(self.config.index))
         self._coding = upward(self.config.compression, table.torch_dtype)
         self.references = References(downward(self.config.compression, table.torch_dtype), self.config.seed)
 
@@ -246,16 +247,21 @@ class Server:
         if fate is Fate.APPLIED:
             self.giving.unpark(store)
         if body["pull"]:
-            behind = pull_behind(body, self.settings.aggregates)
-            self.giving.pull(peer, replace(message, kind=Kind.PULL, body=behind, frames=()))
+            self.giving.give(peer, message.sender, store, pull_behind(body, self.settings.aggregates))
         if len(self._acks) >= ACKS:
             self._acknowledge()
 
     def take_acks(self, peer: bytes) -> list[int]:
         """Return what a value's message tells its worker of its pushes; so most need no message of their own."""
-        own = [ack for to, ack in self._acks if to == peer]
-        self._acks = [(to, ack) for to, ack in self._acks if to != peer]
-        return [number for ack in own for number in (ack["number"], ack["fate"])]
+        taken: list[int] = []
+        others = []
+        for to, ack in self._acks:
+            if to == peer:
+                taken += (ack["number"], ack["fate"])
+            else:
+                others.append((to, ack))
+        self._acks = others
+        return taken
 
     def _acknowledge(self) -> None:
         """Send the acknowledgements that wait and that no value took along."""
@@ -275,8 +281,12 @@ class Server:
         body = message.body
         key = self.store_of(body["key"]).key
         gradient = self._coding.decode(message.frames, key)
-        names = ("task", "step", "share", "shares", "samples", "base", "lr", "batch")
-        return Push(message.sender, gradient=gradient, scale=scale, **{name: body[name] for name in names})
+        lent = self._coding.codec is not None or self.replication.attached
+        memory = None if lent else message_of(message.frames[0], gradient)
+        return Push(
+            message.sender, body["task"], body["step"], body["share"], body["shares"], body["samples"], body["base"],
+            body["lr"], body["batch"], gradient, scale, memory,
+        )  # fmt: skip
 
     def replay_push(self, message: Message, scale: float) -> None:
         """Count a gradient that the primary counted."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 
@@ -11,7 +13,9 @@ from echelon.sync.server.identity import RunKeys
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 LOCAL = "ipc://"
+_POLLIN, _LAST, _MORE = int(zmq.POLLIN), int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
 SLACK_BYTES = 1 << 20
+LOCAL_BUFFER_BYTES = 4 << 20  # room for a whole key: while a socket is full, two threads wake each other
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ def listen(context: Context, keys: RunKeys, address: str, limits: Limits) -> tup
         zmq.ZMQError: the address is taken or not this machine's.
     """
     socket = context.socket(zmq.ROUTER)
-    _common(socket, limits)
+    _common(socket, limits, address)
     if not address.startswith(LOCAL):
         socket.curve_server = True
         socket.curve_secretkey = keys.server_secret
@@ -51,7 +55,7 @@ def listen(context: Context, keys: RunKeys, address: str, limits: Limits) -> tup
 def connect(context: Context, keys: RunKeys, address: str, limits: Limits, identity: bytes) -> Socket:
     """Connect a DEALER to an address; ZeroMQ connects again by itself when the peer comes back there."""
     socket = context.socket(zmq.DEALER)
-    _common(socket, limits)
+    _common(socket, limits, address)
     if not address.startswith(LOCAL):
         socket.curve_serverkey = keys.server_public
         socket.curve_publickey = keys.peer_public
@@ -65,10 +69,32 @@ def connect(context: Context, keys: RunKeys, address: str, limits: Limits, ident
 
 def has_message(socket: Socket) -> bool:
     """Whether a whole message waits; cheaper than trying, where an exception says that there is none."""
-    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(socket.getsockopt(zmq.EVENTS) & _POLLIN)  # type: ignore[operator]
 
 
-def _common(socket: Socket, limits: Limits) -> None:
+def take(socket: Socket) -> list[zmq.Frame]:
+    """Return the message that waits, not copied; as `recv_multipart`, without asking an option for each frame."""
+    frames = [socket.recv(zmq.DONTWAIT, copy=False)]
+    while frames[-1].more:
+        frames.append(socket.recv(zmq.DONTWAIT, copy=False))
+    return frames
+
+
+def give(socket: Socket, frames: Sequence[Any]) -> None:
+    """Send a message without waiting: frames of ZeroMQ's as they are, bytes copied, other memory lent.
+
+    Raises:
+        zmq.ZMQError: the queue is full, or the peer is not known.
+    """
+    last = len(frames) - 1
+    for i, frame in enumerate(frames):
+        flags = _MORE if i < last else _LAST
+        socket.send(frame, flags, copy=type(frame) is bytes)
+
+
+def _common(socket: Socket, limits: Limits, address: str) -> None:
+    if address.startswith(LOCAL):
+        socket.sndbuf = LOCAL_BUFFER_BYTES
     socket.linger = 0
     socket.sndhwm = limits.queued
     socket.rcvhwm = limits.queued

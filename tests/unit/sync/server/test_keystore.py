@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import zmq
 from torch import nn
 
+from echelon.sync.server.blob import message_of
 from echelon.sync.server.keystore import KeyStore, Push
 from echelon.sync.server.settings import Settings
 from echelon.sync.server.table import Cut, ParameterInfo, cut_table
 from echelon.train.optim import EMA
 
 TABLE = cut_table([ParameterInfo("w", (6,), True)], Cut(1, 4096))
+
+
+def in_message(task: int) -> tuple[Push, zmq.Frame]:
+    """Return a push whose gradient lies in a message's memory."""
+    sent = push(task)
+    message = zmq.Frame(sent.gradient.numpy().tobytes(), copy=True)
+    gradient = torch.frombuffer(message.buffer, dtype=torch.float32)
+    assert message_of(message.buffer, gradient) is message
+    return replace(sent, gradient=gradient, memory=message), message
 
 
 def store(settings: Settings, optimizer: Any = torch.optim.SGD) -> KeyStore:
@@ -65,3 +77,38 @@ def test_a_key_that_catches_up_also_completes_what_came_meanwhile() -> None:
     assert key.version == 0
     assert key.catch_up(4) == 3
     assert key.version == 5
+
+
+def test_plain_sgd_writes_the_value_into_the_gradients_message_and_leaves_what_was_sent() -> None:
+    key, usual = store(Settings()), store(Settings())
+    before = None
+    for task in range(4):
+        given, message = in_message(task)
+        key.take(given)
+        usual.take(push(task))
+        assert key.memory is message
+        assert bytes(message.buffer) == key.value.numpy().tobytes()
+        torch.testing.assert_close(key.value, usual.value)
+        if before is not None:
+            assert bytes(before[0].buffer) == before[1]
+        before = message, bytes(message.buffer)
+    sent = message.bytes
+    key.take(push(4))  # not in a message: the value moves out of the one that may be on its way
+    usual.take(push(4))
+    assert key.memory is None and message.bytes == sent
+    torch.testing.assert_close(key.value, usual.value)
+    key.load_state(usual.state(full=True))
+    torch.testing.assert_close(key.value, usual.value)
+
+
+@pytest.mark.parametrize("extra", [{"momentum": 0.9}, {"weight_decay": 0.1}, {"maximize": True}])
+def test_other_forms_of_sgd_keep_the_value_to_themselves(extra: dict[str, Any]) -> None:
+    key = store(Settings(), lambda tensors, lr: torch.optim.SGD(tensors, lr, **extra))
+    parameter = nn.Parameter(torch.arange(6.0)[None].clone())
+    usual = torch.optim.SGD([parameter], 0.1, **extra)
+    for task in range(4):
+        key.take(in_message(task)[0])
+        parameter.grad = push(task).gradient[None]
+        usual.step()
+    assert key.memory is None
+    torch.testing.assert_close(key.value, parameter.detach()[0])
