@@ -116,3 +116,13 @@ def test_browser_draws_every_chart_in_its_theme(folder: Path, tmp_path: Path, sc
     assert f'data-charts="{len(figures(page.read_text()))}"' in dom
     assert stroke in dom
     assert "<title>a study · Echelon</title>" in dom
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here to open the page with")
+def test_what_is_folded_on_the_screen_is_printed_open(folder: Path, tmp_path: Path) -> None:
+    page, printed = (folder / "report.html").read_text(), tmp_path / "printed.html"
+    assert "<details><summary>study.yaml" in page
+    printed.write_text(page.replace("</body>", '<script>dispatchEvent(new Event("beforeprint"))</script></body>'))
+    dom, console = dump(printed, tmp_path / "profile")
+    assert console == []
+    assert "<details>" not in dom and '<details open=""><summary>study.yaml' in dom
