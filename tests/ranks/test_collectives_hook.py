@@ -106,6 +106,22 @@ def test_what_entropy_coding_saved_is_counted() -> None:
     assert run_ranks(entropy_coded, 2, "int8") == [{}, {}]
 
 
+def density(rank: Rank, compression: str) -> float | None:
+    ddp = DistributedDataParallel(_model())
+    hook = GradientHook(None, compression, average=True)
+    hook.attach(ddp)
+    assert hook.density() is None, "nothing was sent yet"
+    _train(ddp, rank, range(3))
+    return hook.density()
+
+
+@pytest.mark.parametrize(
+    ("compression", "wanted"), [("topk(density=0.05)+huffman", 0.05), ("randomk(density=0.1)", 0.1), ("int8", None)]
+)
+def test_what_share_of_elements_was_sent_is_known(compression: str, wanted: float | None) -> None:
+    assert run_ranks(density, 2, compression) == [wanted and pytest.approx(wanted, rel=0.05)] * 2
+
+
 def sums(rank: Rank, compression: str) -> float:
     """The hook of a loop that normalises by itself: gradients are summed."""
     model = nn.Linear(64, 64, bias=False)

@@ -21,7 +21,8 @@ ONCE, TWICE = "model=tests.ranks.slow_parts:once", "model=tests.ranks.slow_parts
 
 def compare(runs: Runs, *arguments: str) -> Run:
     """Start `echelon compare ... --run s`."""
-    environment = {"PYTHONPATH": str(REPOSITORY)}
+    # With the package beside these tests: another copy may be the installed one.
+    environment = {"PYTHONPATH": os.pathsep.join((str(REPOSITORY / "src"), str(REPOSITORY)))}
     return runs.start("compare", *arguments, "--run", str(runs.root / "s"), folder="s", environment=environment)
 
 

@@ -147,6 +147,10 @@ class GradientHook:
         """Return what entropy coding did on this rank since the start; empty without it."""
         return memory.entropy_coded(self._work.held()) if isinstance(self._work, CellWork) else {}
 
+    def density(self) -> float | None:
+        """Return the share of the encoded elements that this rank's last step sent; None without a sparse codec."""
+        return memory.density(self._work.held()) if isinstance(self._work, CellWork) else None
+
     def close(self) -> None:
         """End the communication thread; the hook cannot be used afterwards."""
         if self._lane is not None:

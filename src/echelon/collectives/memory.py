@@ -66,6 +66,17 @@ def entropy_coded(helds: Iterable[Held]) -> dict[str, int]:
     return sums
 
 
+def density(helds: Iterable[Held]) -> float | None:
+    """Return the share of elements that this rank's last messages carried; None where no sparse codec has sent any."""
+    carried = elements = 0.0
+    for held in helds:
+        share = held.state.numbers.get("sent", -1.0)
+        if held.role == "sent" and share >= 0:
+            numel = held.span[1] - held.span[0]
+            carried, elements = carried + share * numel, elements + numel
+    return carried / elements if elements else None
+
+
 def state_dict(cell: Cell, held: Sequence[Held]) -> StateDict:
     """Return a cell's states as tensors and numbers under flat keys.
 

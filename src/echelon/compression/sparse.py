@@ -40,6 +40,12 @@ class Sparse(Codec):
 
     values: str
 
+    def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
+        """The state's "sent" is the share of elements that the last message carried; -1 before the first one."""
+        state = super().init_state(name, like, seed, stream)
+        state.numbers["sent"] = -1.0
+        return state
+
     @property
     def biased(self) -> bool:
         return True
@@ -68,7 +74,7 @@ class Sparse(Codec):
         indices = self.choose(x, state)
         head = [torch.tensor([indices.numel()], device=x.device)] if self.count(x.numel()) is None else []
         chosen = gather(x, indices)
-        state.numbers["step"] += 1
+        state.numbers |= {"step": state.step + 1, "sent": indices.numel() / max(x.numel(), 1)}
         values, decoded = self._pack_values(chosen)
         payload = self.payload([*head, pack_indices(indices, x.numel()), *values], Meta.of(tensor))
         return replace(payload, chosen=(indices, decoded))

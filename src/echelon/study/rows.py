@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ class RunRow:
     memory_bytes_by_rank: str | None = None
     staleness: str | None = None
     staleness_mean: float | None = None
+    density: float | None = None
     restarts: int | None = None
     predicted_step_s: float | None = None
     target: float | None = None
@@ -107,6 +109,7 @@ def rows_of(run: PlannedRun, folder: Path, status: str, message: str) -> tuple[R
         **_outcome(summary, points),
         **_cost(summary, timing),
         **_staleness(record),
+        "density": _density(record.windows),
         "train_s": spent[0],
         "wire_bytes": spent[1],
         "link": run.settings.get("launch.link"),
@@ -162,6 +165,13 @@ def _staleness(record: RunRecord) -> dict[str, Any]:
         "staleness": " ".join(f"{k}:{n}" for k, n in sorted(counts.items())) or None,
         "staleness_mean": sum(k * n for k, n in counts.items()) / total if total else None,
     }
+
+
+def _density(windows: Sequence[Window]) -> float | None:
+    """Return the share of the encoded elements that rank 0 sent, the mean over the steps; None: no sparse codec."""
+    told = [(w.steps, w.density) for w in windows if w.density is not None]
+    steps = sum(n for n, _ in told)
+    return sum(n * share for n, share in told) / steps if steps else None
 
 
 def _point(run: PlannedRun, record: RunRecord, number: int, evaluation: Evaluation) -> PointRow:

@@ -6,7 +6,7 @@ import csv
 import io
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -85,6 +85,7 @@ def _read(path: Path, kind: type[Row]) -> list[Row]:
             f"{path} cannot be read: {' '.join(str(error).split())}; remove it, the runs hold all"
         ) from None
     known = {f.name for f in fields(kind)}
-    if rows and set(rows[0]) != known:
+    needed = {f.name for f in fields(kind) if f.default is MISSING}  # an older table lacks what is recorded since
+    if rows and not needed <= set(rows[0]) <= known:
         raise UserError(f"{path} was written by another version: remove it, the runs hold all that it held")
     return [kind(**row) for row in rows]

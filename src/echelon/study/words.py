@@ -56,6 +56,8 @@ def group_words(study: Study, group: Group) -> list[str]:
 
 def sentence(c: Comparison) -> str:
     """Say the verdict on one candidate with its numbers, without its name."""
+    if c.verdict is Verdict.BASELINE:
+        return "the baseline: the others are compared with it."
     if c.verdict is Verdict.NOT_MEASURED:
         return f"not measured ({c.reason.rstrip('.')})."
     if c.verdict is Verdict.NOT_CONVERGED:

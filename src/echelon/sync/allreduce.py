@@ -94,6 +94,10 @@ class AllReduce:
         """Return what entropy coding did on this rank."""
         return self._hook.entropy_coded() if self._hook else {}
 
+    def density(self) -> float | None:
+        """Return the share of the encoded elements that this rank sent last."""
+        return self._hook.density() if self._hook else None
+
     def state_dict(self) -> dict[str, Any]:
         """Return the hook's state: error-feedback memories and step counters."""
         return self._hook.state_dict() if self._hook else {}

@@ -97,6 +97,9 @@ class Sync(Protocol):
         symbols that it shortened, and that it sent plain because it would not.
         """
 
+    def density(self) -> float | None:
+        """Return the share of the encoded elements that this rank sent last; None without a sparse codec."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's own state: tensors and plain values only."""
 

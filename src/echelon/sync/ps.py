@@ -189,6 +189,10 @@ class ParameterServer:
         """Return nothing: pushes are not counted apart."""
         return {}
 
+    def density(self) -> None:
+        """Return nothing: the scheduler keeps the record, and does not see what a push carries."""
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         """The servers hold the state."""
         return {}

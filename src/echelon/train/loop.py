@@ -149,6 +149,7 @@ def _close_window(run: TrainingRun, window: Window, cursor: Cursor, stop: StopFl
         wire_bytes=totals.wire_bytes,
         wire_bytes_by_group=sent,
         other_wire_bytes=totals.other_wire_bytes,
+        density=run.parts.sync.density(),
         memory_bytes=totals.memory_bytes,
         gc_s=[r.gc_s for r in totals.ranks],
         comm_busy_s=[r.busy_s for r in totals.ranks],

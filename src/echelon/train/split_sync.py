@@ -98,6 +98,10 @@ class SplitSync:
         """Return what entropy coding did between replicas."""
         return self._inner.entropy_coded()
 
+    def density(self) -> float | None:
+        """Return the share of the encoded elements that went to other replicas last."""
+        return self._inner.density()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the inner strategy's state."""
         return self._inner.state_dict()

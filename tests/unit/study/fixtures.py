@@ -35,6 +35,7 @@ class Planted:
     noise: float = 0.002
     jitter: float = 0.01
     staleness: Mapping[str, int] | None = None
+    density: float | None = None
 
 
 def make_study(folder: Path, study: Study, truths: Mapping[str, Planted], torn: str = "") -> Path:
@@ -109,6 +110,7 @@ def _steps(t: float, epoch: int, truth: Planted, slower: float) -> dict[str, Any
         "t": t, "kind": "steps", "epoch": epoch, "step": (epoch + 1) * STEPS, "losses": losses, "correct": 1000,
         "samples": STEPS * BATCH, "lr": 0.1, "seconds": sum(one) * STEPS * slower, "phases": rows,
         "phase_names": PHASES, "wire_bytes": truth.bytes_per_step * STEPS, "memory_bytes": [4.1e8, 4.2e8],
+        "density": truth.density if truth.density is None else truth.density * (2 if epoch == 0 else 1),
     }  # fmt: skip
 
 

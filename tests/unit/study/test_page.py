@@ -18,6 +18,7 @@ TRUTHS = {
     "sync=allreduce": Planted(),
     "compression=powersgd(2)": Planted(communicate_s=0.001, bytes_per_step=1e5),
     "sync=ps(mode=async)": Planted(communicate_s=0.004, staleness={"0": 9, "1": 21, "2": 5}),
+    "compression=topk(0.01)": Planted(communicate_s=0.002, bytes_per_step=1e5, density=0.01),
     HOSTILE: Planted(final=0.9),
     "lr=1": Planted(status="refused", message="<b>no</b>"),
 }
@@ -77,8 +78,14 @@ def test_the_page_fetches_nothing_and_is_well_formed(folder: Path) -> None:
 def test_each_set_of_terms_has_all_charts(folder: Path) -> None:
     drawn = figures((folder / "report.html").read_text())
     kinds = {"seconds", "wire_bytes", "samples", "front-train_s", "front-wire_bytes", "target_s", "target_bytes"}
-    kinds |= {"phases", "memory_bytes", "staleness"}
+    kinds |= {"phases", "memory_bytes", "density", "staleness"}
     assert drawn.keys() == {f"{kind}-{place}" for kind in kinds for place in (0, 1)}
+
+
+def test_density_is_of_the_sparse_codecs_alone(folder: Path) -> None:
+    (trace,) = figures((folder / "report.html").read_text())["density-0"]["traces"]
+    # A sixth of the steps, the first epoch, sent twice as much.
+    assert trace["x"] == [pytest.approx(100 * 0.01 * 7 / 6)]
 
 
 def test_what_was_refused_is_on_the_page(folder: Path) -> None:
@@ -109,3 +116,13 @@ def test_browser_draws_every_chart_in_its_theme(folder: Path, tmp_path: Path, sc
     assert f'data-charts="{len(figures(page.read_text()))}"' in dom
     assert stroke in dom
     assert "<title>a study · Echelon</title>" in dom
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here to open the page with")
+def test_what_is_folded_on_the_screen_is_printed_open(folder: Path, tmp_path: Path) -> None:
+    page, printed = (folder / "report.html").read_text(), tmp_path / "printed.html"
+    assert "<details><summary>study.yaml" in page
+    printed.write_text(page.replace("</body>", '<script>dispatchEvent(new Event("beforeprint"))</script></body>'))
+    dom, console = dump(printed, tmp_path / "profile")
+    assert console == []
+    assert "<details>" not in dom and '<details open=""><summary>study.yaml' in dom

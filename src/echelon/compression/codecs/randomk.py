@@ -58,6 +58,12 @@ class RandomK(Codec):
     def absorbs_momentum(self) -> float | None:
         return self.momentum or None
 
+    def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
+        """The state's "sent" is the share of elements that the last message carried; -1 before the first one."""
+        state = super().init_state(name, like, seed, stream)
+        state.numbers["sent"] = -1.0
+        return state
+
     def relay(self) -> Codec:
         return RandomK(self.density, 0.0)
 
@@ -77,7 +83,7 @@ class RandomK(Codec):
         refuse_nonfinite_elements(x, state)
         key = state.shared_key()
         values = gather(x, self._drawn(x.numel(), key, x.device)).float()
-        state.numbers["step"] += 1
+        _count_sent(state, values.numel(), x.numel())
         return self.payload((torch.tensor([key], device=x.device), values), Meta.of(tensor))
 
     def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
@@ -103,7 +109,7 @@ class RandomK(Codec):
         x = flat(tensor)
         refuse_nonfinite_elements(x, state)
         indices = self._drawn(x.numel(), state.shared_key(), x.device)
-        state.numbers["step"] += 1
+        _count_sent(state, indices.numel(), x.numel())
         mean = yield gather(x, indices)
         result = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         scatter(result.view(-1), indices, mean)
@@ -122,6 +128,10 @@ class RandomK(Codec):
         stretch = torch.arange(count + 1, device=device)
         edges = stretch * numel // max(count, 1)
         return edges[:-1] + _hash31(stretch[:-1], key) % (edges[1:] - edges[:-1])
+
+
+def _count_sent(state: State, sent: int, numel: int) -> None:
+    state.numbers |= {"step": state.step + 1, "sent": sent / max(numel, 1)}
 
 
 def _hash31(words: Tensor, key: int) -> Tensor:

@@ -59,7 +59,8 @@ class Threshold(Sparse):
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
         state = super().init_state(name, like, seed, stream)
-        return State(name, seed, stream, numbers={**state.numbers, "threshold": 0.0, "slope": 1.0, "sent": -1.0})
+        state.numbers |= {"threshold": 0.0, "slope": 1.0}
+        return state
 
     def relay(self) -> Codec:
         return Threshold(self.tau, self.density, 0.0, self.values)
@@ -72,11 +73,8 @@ class Threshold(Sparse):
 
     def choose(self, x: Tensor, state: State) -> Tensor:
         if self.tau is not None or not x.numel():
-            indices = above(x, self.tau or 0.0, state)
-        else:
-            indices = self._follow(x, state)
-        state.numbers["sent"] = indices.numel() / max(x.numel(), 1)
-        return indices
+            return above(x, self.tau or 0.0, state)
+        return self._follow(x, state)
 
     def _follow(self, x: Tensor, state: State) -> Tensor:
         """Choose by the last threshold, corrected until it fits the sample."""

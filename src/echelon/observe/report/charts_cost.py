@@ -18,9 +18,9 @@ def time_charts(record: RunRecord, timing: Timing | None) -> list[Chart]:
 
 
 def traffic_charts(record: RunRecord) -> list[Chart]:
-    """Bytes sent: over the run, and by group of parameters."""
+    """Bytes sent: over the run, and by group of parameters; what share of elements a sparse codec sent."""
     windows = kept_windows(record)
-    return [c for c in (_bytes(windows), _groups(windows)) if c]
+    return [c for c in (_bytes(windows), _groups(windows), _density(windows)) if c]
 
 
 def phase_order(names: list[str]) -> list[str]:
@@ -121,6 +121,17 @@ def _bytes(windows: list[Window]) -> Chart | None:
     trace = line("bytes", [s for s, _ in kept], [b for _, b in kept], "communicate", fill="tozeroy")
     trace["fillcolor"] = color("wash")
     return Chart("bytes", "Bytes sent", said, said, [trace], layout, 260)
+
+
+def _density(windows: list[Window]) -> Chart | None:
+    points = [(float(w.step), w.density) for w in windows if w.density is not None]
+    if not points:
+        return None
+    kept = pick(points, _MOST_POINTS)
+    said = f"Rank 0's messages carried {points[-1][1]:.2%} of the encoded elements at the end."
+    layout = {"xaxis": axis("step"), "yaxis": axis("share of elements sent", tickformat=".2%", rangemode="tozero")}
+    trace = line("density", [s for s, _ in kept], [d for _, d in kept], "communicate")
+    return Chart("density", "Density of what is sent", said, said, [trace], layout, 260)
 
 
 def _groups(windows: list[Window]) -> Chart | None:

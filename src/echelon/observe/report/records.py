@@ -31,7 +31,8 @@ class Window:
 
     Per rank, in seconds: `gc_s` in garbage collections, `comm_busy_s` in which communication was under way,
     `comm_spread_s` in which it could be hidden, `waits` for others in each step, `pauses` since the window before, by
-    `pause_names`. Empty where they were not recorded.
+    `pause_names`. Empty where they were not recorded. `density`: share of the encoded elements that rank 0 sent in its
+    last message of the window, where a codec is sparse.
     """
 
     attempt: int
@@ -55,6 +56,7 @@ class Window:
     waits: tuple[tuple[float, ...], ...] = ()
     pause_names: tuple[str, ...] = ()
     pauses: tuple[tuple[float, ...], ...] = ()
+    density: float | None = None
 
     @property
     def steps(self) -> int:
@@ -218,6 +220,7 @@ def _window(r: Json, attempt: int) -> Window:
         wire_bytes=float(r.get("wire_bytes") or 0),
         other_wire_bytes=float(r.get("other_wire_bytes") or 0),
         wire_bytes_by_group={str(k): float(v) for k, v in (r.get("wire_bytes_by_group") or {}).items()},
+        density=None if r.get("density") is None else _finite(r["density"]),
         memory_bytes=tuple(float(b) for b in r.get("memory_bytes") or ()),
         waits=_rows(r.get("waits"), len(losses), len(phases)),
         pause_names=pause_names,

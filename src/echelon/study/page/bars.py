@@ -1,8 +1,9 @@
-"""Bars by candidate: seconds and bytes to the target, where a step goes, memory, staleness."""
+"""Bars by candidate: seconds and bytes to the target, where a step goes, memory, density, staleness."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from echelon.core.units import format_bytes, format_seconds
 from echelon.observe.phases import PHASES
@@ -27,10 +28,25 @@ def target_charts(scene: Scene) -> list[Chart]:
 
 
 def cost_charts(scene: Scene) -> list[Chart]:
-    """Where a step goes, memory per rank, and the staleness of gradients, as far as they were recorded."""
-    memory = _bars(scene, "memory_bytes", "Memory of the fullest rank", (format_bytes, 1e-6, "MB"))
-    has_memory = any(spread(scene.runs, k.label, "memory_bytes") for k in scene.keys)
-    return [c for c in (_phases(scene), memory if has_memory else None, _staleness(scene)) if c]
+    """Where a step goes, memory per rank, density and staleness of gradients, as far as they were recorded."""
+    memory = _known_bars(scene, "memory_bytes", "Memory of the fullest rank", (format_bytes, 1e-6, "MB"))
+    return [c for c in (_phases(scene), memory, _density(scene), _staleness(scene)) if c]
+
+
+def _known_bars(scene: Scene, column: str, title: str, unit: tuple[Callable[[float], str], float, str]) -> Chart | None:
+    """Bars of the candidates that a column is known of; None where that is none."""
+    known = [key for key in scene.keys if spread(scene.runs, key.label, column)]
+    return _bars(replace(scene, keys=known), column, title, unit) if known else None
+
+
+def _density(scene: Scene) -> Chart | None:
+    chart = _known_bars(scene, "density", "Density of what is sent", (_percent, 100.0, "% of the encoded elements"))
+    caption = "Of rank 0's messages, where a codec is sparse: mean over the steps and the seeds, with the seeds' range."
+    return replace(chart, caption=caption) if chart else None
+
+
+def _percent(share: float) -> str:
+    return f"{share:.2%}"
 
 
 def _bars(scene: Scene, column: str, title: str, unit: tuple[Callable[[float], str], float, str]) -> Chart:

@@ -188,6 +188,12 @@ class Averaging:
         """Return what entropy coding did on this rank; synchronous steps at the start are not counted."""
         return memory.entropy_coded(held for fragment in self._fragments for held in fragment.held())
 
+    def density(self) -> float | None:
+        """Return the share of the encoded elements that this rank sent last."""
+        if self._first:
+            return self._first.density()
+        return memory.density(held for fragment in self._fragments for held in fragment.held())
+
     def state_dict(self) -> dict[str, Any]:
         """Return anchors, counters, the rule's and the codec's memories, and means on their way."""
         if self._first:

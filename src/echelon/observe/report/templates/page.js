@@ -59,7 +59,16 @@
     });
   }
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawAll(false));
-  addEventListener("beforeprint", () => drawAll(true));
-  addEventListener("afterprint", () => drawAll(false));
+  // Paper cannot be unfolded: what is folded on the screen is printed open.
+  let folded = [];
+  addEventListener("beforeprint", () => {
+    folded = [...document.querySelectorAll("details:not([open])")];
+    for (const details of folded) details.open = true;
+    drawAll(true);
+  });
+  addEventListener("afterprint", () => {
+    for (const details of folded) details.open = false;
+    drawAll(false);
+  });
   drawAll(false).then((drawn) => { root.dataset.charts = String(drawn.length); });
 })();
