@@ -98,7 +98,7 @@ def test_a_dry_run_refuses_before_it_prints_and_says_that_the_batch_is_too_large
             [*dry, "--batch-size", "1438"],
         ],
     )
-    words = ["--run file/run cannot be written: Not a directory", "taken holds a run already", "missing.pt", "nowhere"]
+    words = ["--run file/run cannot be written (Not a directory)", "taken holds a run already", "missing.pt", "nowhere"]
     for result, said in zip(refused, words, strict=True):
         _refused(result, said)
         assert result.out == ""

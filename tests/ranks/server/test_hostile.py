@@ -16,7 +16,7 @@ import pytest
 import torch
 import zmq
 
-from echelon.sync.server.endpoint import Line, Voice, ask_once
+from echelon.sync.server.endpoint import Line, Listener, Voice, ask_once
 from echelon.sync.server.identity import derive_keys
 from echelon.sync.server.keystore import KeyStore
 from echelon.sync.server.protocol import SCHEMAS, VERSION, Kind
@@ -28,6 +28,7 @@ from echelon.sync.server.table import Cut, ParameterInfo, cut_table
 from tests.ranks.server.roles import KEYS, Cluster
 
 MESSAGES = 10_000
+WAITING = 500
 
 
 def served(tmp_path: Path) -> tuple[Cluster, Server]:
@@ -114,6 +115,7 @@ def test_with_the_key(tmp_path: Path) -> None:
     line = Line(context, Voice(KEYS, "worker0"), server.listener.address, Limits(1 << 20))
     before, used = server.stores[0].value.clone(), 0
     for i in range(MESSAGES):
+        _pace(i, server.listener)
         line.socket.send_multipart(fuzz(draw))
         if i == MESSAGES // 5:
             used = psutil.Process(os.getpid()).memory_info().rss
@@ -135,6 +137,7 @@ def test_the_scheduler_with_the_key(tmp_path: Path) -> None:
     line.send(Kind.JOIN, {"role": "worker", "address": "", "info": {"fingerprint": "", "held": []}})
     used = 0
     for i in range(MESSAGES):
+        _pace(i, scheduler.listener)
         line.socket.send_multipart(scheduler_fuzz(draw, i))
         if i == MESSAGES // 5:
             used = psutil.Process(os.getpid()).memory_info().rss
@@ -200,6 +203,12 @@ def test_bytes_that_are_no_zeromq(tmp_path: Path) -> None:
     assert line.socket.poll(5000), "the server no longer answers"
     line.close()
     finish(cluster, server)
+
+
+def _pace(sent: int, listener: Listener) -> None:
+    """Let the listener keep up: what queues on the way to it is memory, too, but not its own."""
+    if sent % WAITING == 0:
+        _until(lambda: listener.messages >= sent - WAITING)
 
 
 def _until(done: Callable[[], bool], deadline_s: float = 20) -> None:

@@ -164,8 +164,8 @@ class Conversation:
         while heard:
             heard = self.scheduler.pump(self._from_scheduler)
             for link in list(self.links.values()):
+                link.flush()  # before the look: a send swallows the descriptor's word on what came meanwhile
                 heard += link.line.pump(partial(self._from_server, link))
-                link.flush()
 
     def _beat(self) -> dict[str, Any]:
         return {
