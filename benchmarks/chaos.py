@@ -113,7 +113,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no trial after so long")
     parser.add_argument("--mode", default="async")
     parser.add_argument("--epochs", type=int, default=Setting.epochs)
-    parser.add_argument("--victim", default="", help="kill this one; results are not kept")
+    roles = ["scheduler", *(f"{role}{i}" for role in ("server", "standby", "worker") for i in (0, 1))]
+    parser.add_argument("--victim", default="", choices=["", *roles], help="kill this one; results are not kept")
     parser.add_argument("--summary", action="store_true", help="write the table of all results")
     args = parser.parse_args()
     if args.summary:
