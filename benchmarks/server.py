@@ -1,14 +1,15 @@
 """Goodput of a server: push and pull with plain SGD, against a raw ZeroMQ echo of the same sizes, and over links.
 
-    python -m benchmarks.server [--sizes 1 5 50] [--windows 5] [--seconds 1] [--chunk-kb 256 1024]
+    python -m benchmarks.server [--sizes 1 5 50] [--windows 5] [--seconds 1] [--chunk-kb 1024]
     python -m benchmarks.server --links 100mbit 1gbit        # network namespaces: root
 
 For each size in MB, a worker process pushes a gradient of that size in keys and pulls the new values, again and again
 as the training does: a key is pushed again as soon as its new value has come. The echo is a plain pyzmq DEALER that
-sends the same frames to a ROUTER in another process over loopback TCP, which sends them back, and sends each again as
-soon as it has come. On one machine a run's roles talk over Unix sockets (first columns); between machines over TCP with
-CURVE encryption, which is compared with an echo that has it too. Goodput counts payload bytes, both directions added.
-Windows are interleaved; medians are shown.
+sends messages to a ROUTER in another process over loopback TCP, which sends them back, and sends each again as soon as
+it has come: one message of the whole size, and as many as there are keys, of a key's size, all on their way at once. On
+one machine a run's roles talk over Unix sockets (first columns); between machines over TCP with CURVE encryption, which
+is compared with an echo that has it too, in messages of a key's size. Goodput counts payload bytes, both directions
+added. Windows are interleaved; medians are shown.
 
 Over links every process has a network namespace with a shaped link of its own, and all is encrypted. The share is
 payload bytes in one direction against the link's rate.
@@ -32,9 +33,11 @@ from benchmarks._common import (
 )
 from benchmarks._server_sides import PRELOAD, Case, Side
 from echelon.launch.link import ShapedNetwork, parse_link
+from echelon.sync.server.settings import Settings
+from echelon.sync.server.table import Cut, ParameterInfo, cut_table
 
-LOOPBACK = ["MB", "in keys of KiB", "push+pull MB/s", "echo MB/s", "ratio", "echo, Unix socket", "ratio",
-            "encrypted: push+pull", "echo", "ratio"]  # fmt: skip
+LOOPBACK = ["MB", "in keys of KiB", "push+pull MB/s", "echo of the whole MB/s", "ratio", "echo in keys", "ratio",
+            "the same, Unix socket", "ratio", "encrypted: push+pull", "echo in keys", "ratio"]  # fmt: skip
 LINKS = ["link", "MB", "1 worker, 1 server: MB/s each way", "share of the link", "2 workers, 1 server", "2 workers, "
          "2 servers", "gain"]  # fmt: skip
 
@@ -42,13 +45,21 @@ LINKS = ["link", "MB", "1 worker, 1 server: MB/s each way", "share of the link",
 def loopback(size: float, chunk_kb: int, given: argparse.Namespace) -> list[str]:
     """Measure one size on this machine; returns a row of the table."""
     n_bytes, chunk = int(size * 1e6) // 4 * 4, chunk_kb * 1024
-    plain = [Case("ps", n_bytes, chunk), Case("echo", n_bytes, chunk), Case("echo", n_bytes, chunk, local=True)]
-    cases = [*plain, Case("ps", n_bytes, chunk, True), Case("echo", n_bytes, chunk, True)]
-    rates = measure(cases, given.windows, given.seconds)
-    append_result("server", {"mb": size, "chunk": chunk, "rates": rates, "link": ""})
-    ps, echo, near, hidden, curve = (median(r) / 1e6 for r in rates)
-    return [f"{size:g}", f"{chunk_kb}", f"{ps:.0f}", f"{echo:.0f}", f"{ps / echo:.2f}", f"{near:.0f}",
-            f"{ps / near:.2f}", f"{hidden:.0f}", f"{curve:.0f}", f"{hidden / curve:.2f}"]  # fmt: skip
+    one = key_bytes(n_bytes, chunk)
+    echoes = [Case("echo", n_bytes, n_bytes), Case("echo", n_bytes, one), Case("echo", n_bytes, one, local=True)]
+    hidden = [Case("ps", n_bytes, chunk, True), Case("echo", n_bytes, one, True)]
+    rates = measure([Case("ps", n_bytes, chunk), *echoes, *hidden], given.windows, given.seconds)
+    append_result("server", {"mb": size, "chunk": chunk, "key": one, "rates": rates, "link": "", "whole": True})
+    ps, *raw, curve, curve_raw = (median(r) / 1e6 for r in rates)
+    against = [cell for echo in raw for cell in (f"{echo:.0f}", f"{ps / echo:.2f}")]
+    return [f"{size:g}", f"{one / 1024:.0f}", f"{ps:.0f}", *against,
+            f"{curve:.0f}", f"{curve_raw:.0f}", f"{curve / curve_raw:.2f}"]  # fmt: skip
+
+
+def key_bytes(n_bytes: int, chunk: int) -> int:
+    """Return the bytes of the largest key of one parameter of so many bytes."""
+    table = cut_table([ParameterInfo("w", (n_bytes // 4,), True)], Cut(1, chunk))
+    return 4 * max(key.numel for key in table.keys)
 
 
 def over_links(link: str, size: float, given: argparse.Namespace) -> list[str]:
@@ -93,8 +104,8 @@ def main() -> None:
     parser.add_argument("--sizes", type=float, nargs="*", default=[1, 5, 50], help="MB")
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0)
-    parser.add_argument("--chunk-kb", type=int, nargs="+", default=[256, 1024],
-                        help="largest key, and largest frame of the echo, in KiB; links: the first one")  # fmt: skip
+    parser.add_argument("--chunk-kb", type=int, nargs="+", default=[Settings().chunk_bytes // 1024],
+                        help="largest key, in KiB; links: the first one")  # fmt: skip
     parser.add_argument("--links", nargs="*", default=[], help="rates such as 100mbit; empty: loopback")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -111,10 +122,9 @@ def main() -> None:
         rows = [loopback(size, chunk_kb, given) for size in given.sizes for chunk_kb in given.chunk_kb]
         words = (
             "Payload MB/s, both directions added; plain SGD on the server. Plain: Unix sockets, as roles on one "
-            "machine use, against a raw pyzmq DEALER/ROUTER echo over loopback TCP, and over a Unix socket; encrypted: "
-            f"TCP with CURVE against an echo with CURVE. Medians of {given.windows} interleaved windows; the echo's "
-            "frames are as large as the keys. One key alone (1 MB in keys of 1024 KiB) is a ping-pong in which nothing "
-            "overlaps: every hop between threads is waited for. Cut into four, receiving and applying overlap."
+            "machine use, against a raw pyzmq DEALER/ROUTER echo over loopback TCP: of one message of the whole size, "
+            "and of messages of a key's size, all on their way at once (over a Unix socket too); encrypted: TCP with "
+            f"CURVE against an echo with CURVE. Medians of {given.windows} interleaved windows."
         )
         write("Parameter server: goodput on one machine", LOOPBACK, rows, words)
 

@@ -61,14 +61,11 @@ class Coding:
         Raises:
             ValueError: the frames do not hold this key.
         """
+        if self.codec is None:
+            return self._read(frames, key)
         pieces = self.pieces(key)
         if len(frames) != len(pieces):
             raise ValueError(f"{len(frames)} frames for {len(pieces)} pieces of key {key.index}")
-        if self.codec is None:
-            flat = read_frame(frames[0], self.dtype)
-            if flat.numel() != key.numel:
-                raise ValueError(f"{flat.numel()} elements for key {key.index} of {key.numel}")
-            return flat
         flat = torch.empty(key.numel, dtype=self.dtype)
         for frame, (start, stop, shape) in zip(frames, pieces, strict=True):
             try:
@@ -76,6 +73,14 @@ class Coding:
                 self.codec.extract(payload, out=flat[start:stop])
             except (ValueError, RuntimeError, IndexError, OverflowError) as error:
                 raise ValueError(f"not a message of {self.codec.name}: {error}") from None
+        return flat
+
+    def _read(self, frames: Sequence[Any], key: Key) -> Tensor:
+        if len(frames) != 1:
+            raise ValueError(f"{len(frames)} frames for key {key.index}, which is one")
+        flat = read_frame(frames[0], self.dtype)
+        if flat.numel() != key.numel:
+            raise ValueError(f"{flat.numel()} elements for key {key.index} of {key.numel}")
         return flat
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,7 @@ class Fate(IntEnum):
     LATE = 3  # the version is complete without it
 
 
-@dataclass(frozen=True)
-class Push:
+class Push(NamedTuple):
     """A decoded gradient of one key: which task, on which version, from how many of the batch's samples.
 
     A gradient is a sum over samples divided by `batch`; `scale` is a factor of the learning rate. `memory` is the
@@ -195,15 +194,15 @@ class KeyStore:
         return staleness.compensate_adaptive(push.gradient, self.value, then, square, strength)
 
     def _update(self, gradient: Tensor, lr: float, memory: Any = None) -> None:
-        with torch.no_grad():
-            if self._plain:
-                self._descend(gradient, lr, memory)
-            else:
+        if self._plain:
+            self._descend(gradient, lr, memory)
+        else:
+            with torch.no_grad():
                 self._optimize(gradient, lr)
-            if self.average is not None:  # as the loop's own average: a short run is not one of its random start
-                decay = min(self.settings.ema, (1 + self.averaged) / (10 + self.averaged))
-                self.averaged += 1
-                self.average.lerp_(self.value, 1 - decay)
+        if self.average is not None:  # as the loop's own average: a short run is not one of its random start
+            decay = min(self.settings.ema, (1 + self.averaged) / (10 + self.averaged))
+            self.averaged += 1
+            self.average.lerp_(self.value, 1 - decay)
 
     def _descend(self, gradient: Tensor, lr: float, memory: Any) -> None:
         """SGD in one pass: the new value is written over the gradient, and that memory can travel without a copy."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,9 +80,10 @@ class Server:
         self._join()
         beat_s = 0.0
         while not self.ended:
-            self.poller.poll(max(1, int(1000 * (beat_s - time.monotonic()))))
+            ready = dict(self.poller.poll(max(1, int(1000 * (beat_s - time.monotonic())))))
             began = time.perf_counter()
-            self.scheduler.pump(self._from_scheduler)
+            if self.scheduler.socket in ready:
+                self.scheduler.pump(self._from_scheduler)
             self.replication.pump()
             taken = self.listener.pump(self._from_peer)
             self._acknowledge()
@@ -307,4 +307,4 @@ class Server:
 
 
 def _scaled(push: Push, scale: float) -> Push:
-    return push if scale == 1.0 else replace(push, scale=scale)
+    return push if scale == 1.0 else push._replace(scale=scale)

@@ -2,7 +2,8 @@
 
 Parameters stand behind each other in one flat vector, in the order in which the forward pass uses them. The vector is
 cut into keys of at most `chunk_bytes`, and each key goes to the server that holds fewest bytes so far, so that keys of
-neighbouring layers lie on different servers and all serve at the same time. Nothing of it depends on addresses or on
+neighbouring layers lie on different servers and all serve at the same time. A small model is cut finer: a server's one
+key would be received, applied and sent in turn, where several overlap. Nothing of it depends on addresses or on
 which processes live, so keys stay what they are when a server comes back.
 """
 
@@ -18,6 +19,8 @@ from typing import Any
 
 import torch
 
+OVERLAPPING_KEYS = 3  # of a server: one is received, one applied, one sent
+LEAST_BYTES = 64 * 1024  # below, a message costs more than what it carries
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -136,9 +139,7 @@ def cut_table(parameters: Sequence[ParameterInfo], cut: Cut) -> Table:
     [(0, 8, 0), (8, 16, 1)]
     """
     total = sum(math.prod(p.shape) for p in parameters)
-    item = DTYPES[cut.dtype].itemsize
-    # No key is larger than an even share of a server, so that small models are spread too.
-    limit = max(1, min(cut.chunk_bytes // item, math.ceil(total / cut.servers)))
+    limit = _most_elements(total, cut)
     pieces = _whole(parameters) if cut.whole_tensors else _runs(parameters, limit)
     groups = _group(pieces, limit)
     load = [0] * cut.servers
@@ -154,6 +155,13 @@ def cut_table(parameters: Sequence[ParameterInfo], cut: Cut) -> Table:
         load[server] += offset
         start += offset
     return Table(tuple(keys), total, cut)
+
+
+def _most_elements(total: int, cut: Cut) -> int:
+    """Return how many elements a key may have: few enough that small models are spread, and their keys overlap."""
+    item = DTYPES[cut.dtype].itemsize
+    overlapping = max(LEAST_BYTES // item, math.ceil(total / (cut.servers * OVERLAPPING_KEYS)))
+    return max(1, min(cut.chunk_bytes // item, math.ceil(total / cut.servers), overlapping))
 
 
 _Piece = tuple[int, tuple[int, ...], ParameterInfo]

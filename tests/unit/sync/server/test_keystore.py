@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ def in_message(task: int) -> tuple[Push, zmq.Frame]:
     message = zmq.Frame(sent.gradient.numpy().tobytes(), copy=True)
     gradient = torch.frombuffer(message.buffer, dtype=torch.float32)
     assert message_of(message.buffer, gradient) is message
-    return replace(sent, gradient=gradient, memory=message), message
+    return sent._replace(gradient=gradient, memory=message), message
 
 
 def store(settings: Settings, optimizer: Any = torch.optim.SGD) -> KeyStore:

@@ -39,3 +39,11 @@ def test_servers_hold_equal_bytes() -> None:
 def test_what_is_no_table_is_refused(raw: bytes) -> None:
     with pytest.raises(ValueError, match="table"):
         table_from_bytes(raw)
+
+
+@pytest.mark.parametrize(
+    ("elements", "servers", "keys"), [(250_000, 1, 3), (250_000, 2, 6), (20_000, 1, 2), (100, 1, 1)]
+)
+def test_a_small_model_is_cut_so_that_a_servers_keys_overlap(elements: int, servers: int, keys: int) -> None:
+    table = cut_table([ParameterInfo("w", (elements,), True)], Cut(servers, 1024 * 1024))
+    assert len(table.keys) == keys
