@@ -59,7 +59,7 @@ def start(config: RunConfig, given: Given | None = None) -> Outcome:
     path = Path(config.run) if config.run else folders.default_folder(config)
     config = replace(config, run=str(path))
     _begin_imports(plan_of(config, path, given))
-    check(config)  # before there is a folder: what is refused leaves nothing behind
+    check(config, given)  # before there is a folder: what is refused leaves nothing behind
     folders.create(path, config)
     with _lock(path, config):
         return _start_in(path, config, given, fresh=True)
@@ -75,8 +75,8 @@ def start_again(path: Path, config: RunConfig) -> Outcome:
         return _start_in(path, config, None, fresh=False)
 
 
-def check(config: RunConfig) -> None:
-    """Refuse what this machine, or the combination of the four choices, cannot do.
+def check(config: RunConfig, given: Given | None = None) -> None:
+    """Refuse what this machine, or the combination of the four choices, cannot do, and data that is not there.
 
     Raises:
         UserError: names the setting, the reason, and what works.
@@ -84,8 +84,11 @@ def check(config: RunConfig) -> None:
     if config.launch.link:
         with naming("--link"):
             check_link(parse_link(config.launch.link))
+    from echelon.data import check_source
     from echelon.train.combine import check_strategies
 
+    if given is None or given.source is None:
+        check_source(config.data.source)
     if is_leased(config) and is_worker():
         raise UserError(f"--sync {config.strategy.sync} starts roles of its own: run `echelon train` without torchrun")
     ranks = _workers(config) * nodes_of(config.launch).most
@@ -141,7 +144,7 @@ def _start_as_worker(config: RunConfig, given: Given | None) -> Outcome:
     from echelon.train.under_launcher import agree_on_folder
     from echelon.train.worker import train_rank
 
-    check(config)
+    check(config, given)
     path = agree_on_folder(config)
     status = train_rank(path, given)
     return _outcome(path, status)
@@ -157,7 +160,7 @@ def _start_in(path: Path, config: RunConfig, given: Given | None, fresh: bool) -
     plan = plan_of(config, path, given)
     if not fresh:
         _begin_imports(plan)
-        check(config)
+        check(config, given)
     with full_disk_in_words(path):
         record = Recorder(path)
         try:

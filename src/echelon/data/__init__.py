@@ -2,7 +2,7 @@
 
 from echelon.data.base import Batch, DataInfo, Shard, Source
 from echelon.data.loader import EvalLoader, LoaderConfig, TrainLoader
-from echelon.data.open import open_data
+from echelon.data.open import check_source, open_data
 from echelon.data.own import example_inputs, from_datasets
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Shard",
     "Source",
     "TrainLoader",
+    "check_source",
     "example_inputs",
     "from_datasets",
     "open_data",

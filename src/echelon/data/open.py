@@ -8,6 +8,7 @@ import numpy as np
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError, nearest
+from echelon.core.own import find_own
 from echelon.data.base import DataInfo, Source
 from echelon.data.digits import open_digits
 from echelon.data.folder import SMALL_IMAGE, common_size, open_folder
@@ -39,11 +40,31 @@ def open_data(config: DataConfig, seed: int) -> Source:
         return _source(config, *open_folder(path, config.holdout, seed))
     if ":" in name:
         return from_function(name)
+    raise _unknown(name)
+
+
+def check_source(name: str) -> None:
+    """Refuse data that is not there, without opening, calling or downloading anything.
+
+    Raises:
+        UserError: as `open_data` would.
+    """
+    path = Path(name).expanduser()
+    if name == "digits" or name in SETS or path.is_dir():
+        return
+    if path.exists():
+        raise UserError(f"data {path}: it is a file, not a folder")
+    if ":" not in name:
+        raise _unknown(name)
+    find_own("data", name)
+
+
+def _unknown(name: str) -> UserError:
     if "/" in name or name.startswith((".", "~")):
-        raise UserError(f"data {name}: no such folder")
+        return UserError(f"data {name}: no such folder")
     hint = nearest(name.lower(), ["digits", *SETS])  # CIFAR-10 is meant for cifar10
     known = ", ".join(sorted(["digits", *SETS]))
-    raise UserError(f"unknown data {name!r}: {hint}known: {known}, a folder, or module:function")
+    return UserError(f"unknown data {name!r}: {hint}known: {known}, a folder, or module:function")
 
 
 def _source(config: DataConfig, train: Images, evaluation: Images, classes: tuple[str, ...]) -> Source:

@@ -6,6 +6,7 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,26 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def allowed_cores() -> str:
+    """Return the cores that this process may run on, such as `0-3,8`; empty where the system does not tell."""
+    return as_ranges(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ""
+
+
+def as_ranges(numbers: Sequence[int]) -> str:
+    """Write ascending numbers as ranges.
+
+    >>> as_ranges([0, 1, 2, 5])
+    '0-2,5'
+    """
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def command_line() -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from echelon.core.files import write_whole
 
 RECORD_FILE = "record.jsonl"
+_ENCODER = json.JSONEncoder(allow_nan=True, default=str)  # `json.dumps` with such settings would make one a line
 
 
 class Recorder:
@@ -31,7 +32,7 @@ class Recorder:
         """Append one record of a kind with the present time `t` in unix seconds."""
         if self._fd is None:
             return
-        line = json.dumps({"t": round(time.time(), 6), "kind": kind, **values}, allow_nan=True, default=str)
+        line = _ENCODER.encode({"t": round(time.time(), 6), "kind": kind, **values})
         write_whole(self._fd, line.encode() + b"\n")
 
     def event(self, name: str, message: str, **details: Any) -> None:

@@ -25,6 +25,9 @@ COMPLETED = "completed"
 class RunRow:
     """One run. None where the record holds no answer; `phase_*` are seconds per step, mean over the ranks.
 
+    `threads` are those of a worker, `affinity` the cores that its workers may run on (such as `0-3`; where they differ,
+    each set once).
+
     `predicted_step_s` is what the baseline's record of the same seed predicted for `step_s`.
     """
 
@@ -41,6 +44,8 @@ class RunRow:
     epochs: float | None = None
     workers: int | None = None
     link: str | None = None
+    threads: int | None = None
+    affinity: str | None = None
     parameters: int | None = None
     classes: int | None = None
     eval_samples: int | None = None
@@ -113,6 +118,7 @@ def rows_of(run: PlannedRun, folder: Path, status: str, message: str) -> tuple[R
         "train_s": spent[0],
         "wire_bytes": spent[1],
         "link": run.settings.get("launch.link"),
+        **_placement(record),
     }
     return RunRow(run.name, run.candidate, run.terms, run.seed, status, said, **values), points
 
@@ -164,6 +170,17 @@ def _staleness(record: RunRecord) -> dict[str, Any]:
         "classes": len(classes) if isinstance(classes, list) else None,
         "staleness": " ".join(f"{k}:{n}" for k, n in sorted(counts.items())) or None,
         "staleness_mean": sum(k * n for k, n in counts.items()) / total if total else None,
+    }
+
+
+def _placement(record: RunRecord) -> dict[str, Any]:
+    """Return threads and cores of the workers, as they told them when they began."""
+    starts = record.of_kind("start")
+    threads, cores = (starts[-1].details.get(key) for key in ("threads", "affinity")) if starts else (None, None)
+    told = [*(cores if isinstance(cores, list) else []), *(m.details.get("affinity") for m in record.of_kind("worker"))]
+    return {
+        "threads": threads if isinstance(threads, int) else None,
+        "affinity": "; ".join(sorted({str(c) for c in told if c})) or None,
     }
 
 

@@ -14,6 +14,12 @@ from echelon.study.recommend import Recommendation
 from echelon.study.rows import COMPLETED, RunRow
 
 MISSING = "missing"
+_EQUAL = (
+    ("link", "link", ("launch.link",)),
+    ("threads of a worker", "threads", ("launch.threads", "launch.workers", "strategy.parallel")),
+    ("cores that it may run on", "affinity", ("launch.workers", "launch.nodes")),
+)
+"""What runs under the same terms must have alike, its column, and the settings with which a candidate chooses it."""
 
 
 def study_words(
@@ -113,6 +119,24 @@ def _under(terms: str, said: str) -> str:
     return f"[{terms}] {said}" if terms else said
 
 
+def _equality(study: Study, terms: str, runs: Sequence[RunRow]) -> list[str]:
+    """Say whether the runs had the same link, threads and cores; what candidates choose themselves is left out."""
+    done = [r for r in runs if r.terms == terms and r.status == COMPLETED]
+    chosen = {name for candidate in study.candidates for name in candidate.settings}
+    same, differing = [], []
+    for what, column, settings in _EQUAL:
+        counts = Counter(getattr(r, column) for r in done)
+        if chosen & set(settings) or None in counts or not counts:
+            continue
+        values = [f"{value} in {n}" for value, n in sorted(counts.items(), key=str)]
+        if len(counts) > 1:
+            differing.append(f"{what} differed: {', '.join(values)} of the runs")
+        else:
+            same.append(f"{what} {next(iter(counts))}")
+    words = [f"Not on equal terms: {'; '.join(differing)}."] if differing else []
+    return words + ([f"The same for all runs: {', '.join(same)}."] if same else [])
+
+
 def caveats(study: Study, runs: Sequence[RunRow]) -> list[str]:
     """How far the figures are to be trusted."""
     n, words = len(study.seeds), []
@@ -126,6 +150,7 @@ def caveats(study: Study, runs: Sequence[RunRow]) -> list[str]:
     samples = min((r.eval_samples for r in runs if r.eval_samples), default=0)
     if samples and samples < 2000:
         words.append(f"Accuracy is measured on {samples} samples: one of them is {100 / samples:.2f} points.")
+    words += [_under(terms.label, said) for terms in study.terms for said in _equality(study, terms.label, runs)]
     restarted = sum(1 for r in runs if r.restarts)
     if restarted:
         words.append(f"{restarted} runs lost a worker and were restarted: their seconds leave the outage out.")

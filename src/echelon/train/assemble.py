@@ -150,7 +150,7 @@ def _rank_seed(seed: int, rank: int) -> int:
 
 def _record_start(config: RunConfig, run: TrainingRun, source: Source, cursor: Cursor, path: Path) -> None:
     world, info = run.world, source.info
-    hosts, pids = roll_call(world)
+    ranks = roll_call(world)
     parameters = _parameter_count(run.parts, world)
     if not world.leads:
         return
@@ -159,8 +159,9 @@ def _record_start(config: RunConfig, run: TrainingRun, source: Source, cursor: C
         "start",
         attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         world_size=world.size,
-        hosts=hosts,
-        pids=pids,
+        hosts=ranks.hosts,
+        pids=ranks.pids,
+        affinity=ranks.affinity,
         backend="none" if world.group is None else ("nccl" if world.device.type == "cuda" else "gloo"),
         device=str(world.device),
         threads=torch.get_num_threads(),

@@ -17,7 +17,7 @@ from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.units import parse_seconds
 from echelon.data import Shard
 from echelon.models import parameter_count
-from echelon.observe.environment import environment
+from echelon.observe.environment import allowed_cores, environment
 from echelon.observe.phases import Phase
 from echelon.observe.record import Recorder
 from echelon.sync.server.client import PushInfo, RunOver, TagLost
@@ -77,7 +77,8 @@ def _train(path: Path, seat: Seat, record: Recorder, given: Given) -> str:
 
 
 def _join_info(worker: LeasedWorker) -> dict[str, Any]:
-    return {"fingerprint": worker.table.fingerprint, "host": socket.gethostname(), "pid": os.getpid()}
+    who = {"host": socket.gethostname(), "pid": os.getpid(), "affinity": allowed_cores()}
+    return {"fingerprint": worker.table.fingerprint, **who}
 
 
 def work(worker: LeasedWorker) -> str:

@@ -15,8 +15,8 @@ MOST_RECORDED = 50
 class SlowSteps:
     """Records a window's longest step where it took over 3 times the median of the latest ones and 20 ms more.
 
-    A window is about a second, so at most one step of each is lost. After 50 of them only one that is longer than
-    any before is recorded.
+    A window is about two seconds; of several slow steps in one, the longest is recorded. After 50 of them only one that
+    is longer than any before is recorded.
     """
 
     def __init__(self, record: Recorder) -> None:

@@ -88,6 +88,7 @@ class StepWatch:
 
     def _begin(self) -> None:
         self._slowest: SlowestStep | None = None
+        self._slowest_s = 0.0
         self.waits: list[float] | None = []
         self.pauses: list[list[str]] = []
 
@@ -106,13 +107,14 @@ class StepWatch:
         if now is None or self.waits is None:
             self.waits = None
             return
-        phases = [a - b for a, b in zip(now, self._before, strict=True)]
-        step = SlowestStep(len(self.waits), phases, self._garbage.seconds - self._gc_at_step)
-        self._before, self._gc_at_step = now, self._garbage.seconds
-        self.waits.append(phases[_WAIT])
-        self._recent.append(step.seconds)
-        if self._slowest is None or step.seconds > self._slowest.seconds:
-            self._slowest = step
+        seconds, gc_s, before = sum(now) - sum(self._before), self._garbage.seconds, self._before
+        if self._slowest is None or seconds > self._slowest_s:
+            phases = [a - b for a, b in zip(now, before, strict=True)]
+            self._slowest = SlowestStep(len(self.waits), phases, gc_s - self._gc_at_step)
+            self._slowest_s = seconds
+        self.waits.append(now[_WAIT] - before[_WAIT])
+        self._recent.append(seconds)
+        self._before, self._gc_at_step = now, gc_s
 
     @property
     def median_s(self) -> float:

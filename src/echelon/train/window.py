@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,12 +23,12 @@ from echelon.train.step import StepResult
 from echelon.train.step_watch import RECORDING, RankFacts, StepWatch
 from echelon.train.world import World
 
-TARGET_S = 1.0  # closing a window takes some milliseconds: below 1% of it
+TARGET_S = 2.0  # closing a window takes some milliseconds: well below 1% of it
 MOST_STEPS = 100
 _HEAD = 7  # numbers that are not of one step, nor of one rank
 _USED = len(PHASES) + 1 + len(NAMES)  # of a rank: seconds by phase, memory, what it uses of its machine
 _COLUMNS = _USED + RankFacts.COLUMNS
-_MOST_WAITS = 1024  # numbers: they are a few KB, which no link feels once a second
+_MOST_WAITS = 1024  # numbers: they are a few KB, which no link feels every two seconds
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Window:
     """Collects steps until it is full; all ranks close it after the same step.
 
     Its length follows the measured step time of rank 0, which tells the others when they add up, so that statistics
-    (and the answer to a signal) come about once a second.
+    (and the answer to a signal) come about every two seconds.
     """
 
     def __init__(self, world: World, clock: PhaseClock, garbage: GarbageClock) -> None:
@@ -137,62 +141,66 @@ class Window:
             stop: this rank was asked to stop.
             checkpoint_due: a checkpoint is due by the clock; rank 0's word counts.
         """
-        world, steps = self._world, self.steps
-        numbers = torch.stack([*self._losses, *self._correct]).double().cpu() * world.counts
+        world, steps, watch = self._world, self.steps, self.watch
+        numbers = [x * world.counts for x in _read([*self._losses, *self._correct])]
         now = time.perf_counter()
         seconds, phases = now - self._began, self._clock.drain()
         self._clock.enter(None)
-        watch, leads = self.watch, float(world.leads)
-        waits, pauses = self._waits(), watch.pauses
-        table = torch.zeros(world.size, _COLUMNS, dtype=torch.float64)
+        leads, pauses, waits = float(world.leads), watch.pauses, self._waits()
+        sampled, facts = self._sampler.sample(), watch.close(phases, times)
+        rows = self._in_row([*phases, resident_bytes(world.device), *self._sampler.row, *facts.row()])
+        sizes = [_HEAD, len(numbers), len(rows), len(waits)]
         head = [
             self._samples * world.counts,
             sent.wire_bytes,
-            sent.other_bytes + self._own_bytes(_HEAD + numbers.numel() + table.numel() + waits.numel()),
+            sent.other_bytes + self._own_bytes(sum(sizes)),
             stop,
             leads * checkpoint_due,
             leads * seconds,
             leads * self._next_length(seconds),
         ]
-        sampled = self._sampler.sample()
-        facts = watch.close(phases, times)
-        own = [*phases, resident_bytes(world.device), *self._sampler.row, *facts.row()]
-        table[world.rank] = torch.tensor(own, dtype=torch.float64)
-        flat = torch.cat([torch.tensor(head, dtype=torch.float64), numbers, table.reshape(-1), waits.reshape(-1)])
-        if world.group is not None:
-            flat = flat.to(world.device)
-            dist.all_reduce(flat, group=world.group)
-        head_, numbers_, table_, waits_ = flat.split([_HEAD, 2 * steps, table.numel(), waits.numel()])
-        head, rows = head_.tolist(), table_.view_as(table).tolist()
-        numbers_ = numbers_.tolist()
-        beyond = len(PHASES) + 1
+        summed = iter(self._sum([*head, *numbers, *rows, *waits]))
+        head, numbers, rows, waits = (list(islice(summed, size)) for size in sizes)
+        ranks = _rows(rows, world.size)
         self._length = max(1, int(head[6]))
         self._begin(now)
         return WindowTotals(
-            losses=numbers_[:steps],
-            correct=round(sum(numbers_[steps:])),
+            losses=numbers[:steps],
+            correct=round(sum(numbers[steps:])),
             samples=round(head[0]),
             seconds=head[5],
-            phases=[row[: len(PHASES)] for row in rows],
-            memory_bytes=[round(row[len(PHASES)]) for row in rows],
+            phases=[row[: len(PHASES)] for row in ranks],
+            memory_bytes=[round(row[len(PHASES)]) for row in ranks],
             wire_bytes=round(head[1]),
             other_wire_bytes=round(head[2]),
             stop=head[3] > 0,
             checkpoint_due=head[4] > 0,
-            resources=[row[beyond:_USED] for row in rows] if sampled else [],
-            ranks=[RankFacts.of(row[_USED:]) for row in rows],
-            waits=waits_.view_as(waits).tolist(),
+            resources=[row[len(PHASES) + 1 : _USED] for row in ranks] if sampled else [],
+            ranks=[RankFacts.of(row[_USED:]) for row in ranks],
+            waits=_rows(waits, world.size) if waits else [],
             pauses=pauses,
         )
 
-    def _waits(self) -> Tensor:
-        """Return this rank's waits in its row of a table of all ranks (ranks, steps), or nothing: (0, 0)."""
-        world, waits = self._world, self.watch.waits
-        if waits is None or world.size == 1 or world.size * len(waits) > _MOST_WAITS:
-            return torch.zeros(0, 0, dtype=torch.float64)
-        table = torch.zeros(world.size, len(waits), dtype=torch.float64)
-        table[world.rank] = torch.tensor(waits, dtype=torch.float64)
-        return table
+    def _sum(self, numbers: list[float]) -> list[float]:
+        """Add up over all ranks."""
+        if self._world.group is None:
+            return numbers
+        flat = torch.tensor(numbers, dtype=torch.float64, device=self._world.device)
+        dist.all_reduce(flat, group=self._world.group)
+        summed: list[float] = flat.tolist()
+        return summed
+
+    def _waits(self) -> list[float]:
+        """Return this rank's waits in its row of a table of all ranks (ranks, steps), or nothing."""
+        size, waits = self._world.size, self.watch.waits
+        if waits is None or size == 1 or size * len(waits) > _MOST_WAITS:
+            return []
+        return self._in_row(waits)
+
+    def _in_row(self, own: list[float]) -> list[float]:
+        """Return a table (ranks, columns), flat, in which the other ranks' rows are zero."""
+        before, after = self._world.rank, self._world.size - self._world.rank - 1
+        return [0.0] * (before * len(own)) + own + [0.0] * (after * len(own))
 
     def _own_bytes(self, numbers: int) -> int:
         """What adding up costs: so many float64 numbers through the backend's all-reduce."""
@@ -226,6 +234,19 @@ class Traffic:
         return sent
 
 
+def _read(tensors: list[Tensor]) -> list[float]:
+    """Return the numbers of scalar tensors: one by one on a CPU, which costs less than stacking; else in one copy."""
+    if tensors[0].device.type == "cpu":
+        return [t.item() for t in tensors]
+    numbers: list[float] = torch.stack(tensors).double().tolist()
+    return numbers
+
+
+def _rows(table: list[float], size: int) -> list[list[float]]:
+    columns = len(table) // size
+    return [table[i : i + columns] for i in range(0, len(table), columns)]
+
+
 def gpu_uuid(device: torch.device) -> str:
     """Return the UUID of a rank's GPU; empty on a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
@@ -235,6 +256,10 @@ def resident_bytes(device: torch.device) -> int:
     """Return the memory in use: the allocator's peak on a GPU, this process's resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import psutil
+    return int(_process(os.getpid()).memory_info().rss)
 
-    return int(psutil.Process().memory_info().rss)
+
+@cache
+def _process(pid: int) -> psutil.Process:
+    """Making one costs ten times what reading its memory does."""
+    return psutil.Process(pid)

@@ -16,9 +16,11 @@ from echelon.config import RunConfig
 from echelon.config.validate import check_world
 from echelon.core.errors import UserError
 from echelon.core.units import parse_seconds
+from echelon.observe.environment import allowed_cores
 from echelon.parallel.base import Placement, alone, place
 
 _HOST_BYTES = 64  # the longest host name on Linux
+_CORES_BYTES = 192
 
 
 @dataclass(frozen=True)
@@ -88,19 +90,29 @@ def join_world(config: RunConfig) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def roll_call(world: World) -> tuple[list[str], list[int]]:
-    """Return the host name and the process id of every rank, in order; all ranks call it."""
-    host = socket.gethostname().encode()[:_HOST_BYTES]
-    row = torch.zeros(_HOST_BYTES + 1, dtype=torch.int64)
-    row[: len(host)] = torch.tensor(list(host))
-    row[-1] = os.getpid()
-    row = row.to(world.device)
+@dataclass(frozen=True)
+class RollCall:
+    """Who the ranks are, in order: host names, process ids, and the cores that each may run on (such as `0-3,8`)."""
+
+    hosts: list[str]
+    pids: list[int]
+    affinity: list[str]
+
+
+def roll_call(world: World) -> RollCall:
+    """Ask every rank who it is; all ranks call it."""
+    texts = [(socket.gethostname(), _HOST_BYTES), (allowed_cores(), _CORES_BYTES)]
+    parts = [text.encode()[:size].ljust(size, b"\0") for text, size in texts]
+    row = torch.tensor([*b"".join(parts), os.getpid()], dtype=torch.int64, device=world.device)
     rows = [torch.empty_like(row) for _ in range(world.size)] if world.group else [row]
     if world.group is not None:
         dist.all_gather(rows, row, group=world.group)
     table = [each.tolist() for each in rows]
-    hosts = [bytes(each[:-1]).rstrip(b"\0").decode(errors="replace") for each in table]
-    return hosts, [each[-1] for each in table]
+    hosts, cores = (
+        [bytes(each[a:b]).rstrip(b"\0").decode(errors="replace") for each in table]
+        for a, b in ((0, _HOST_BYTES), (_HOST_BYTES, _HOST_BYTES + _CORES_BYTES))
+    )
+    return RollCall(hosts, [each[-1] for each in table], cores)
 
 
 def _device(wanted: str, local_rank: int) -> torch.device:

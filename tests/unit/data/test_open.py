@@ -13,7 +13,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
-from echelon.data import Source, from_datasets, open_data
+from echelon.data import Source, check_source, from_datasets, open_data
 from echelon.data.folder import open_folder
 from echelon.data.images import FileNames, ImageArray
 from echelon.data.statistics import IMAGENET_MEAN
@@ -106,6 +106,17 @@ def test_unknown_names(name: str, words: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=words):
         open_data(DataConfig(source=name), 0)
+    if name not in ("json:loads", "json:decoder", "json:JSONDecoder"):  # what only a call, or a look at it, tells
+        with pytest.raises(UserError, match=words):
+            check_source(name)
+
+
+def test_data_that_is_there_is_not_opened_to_check_it(tmp_path: Path) -> None:
+    for name in ("digits", "cifar10", str(tmp_path), "tests.unit.data.images:make_folder"):
+        check_source(name)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="it is a file, not a folder"):
+        check_source(str(tmp_path / "file"))
 
 
 def test_no_network_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ class Clock:
         return self.now
 
 
-def test_a_sample_needs_two_looks_and_comes_at_most_every_two_seconds() -> None:
+def test_a_sample_needs_two_looks_and_comes_not_too_often() -> None:
     clock = Clock()
     sampler = Sampler(clock=clock)
     assert not sampler.sample()

@@ -11,6 +11,7 @@ import pytest
 
 from echelon.observe.report import Summary, closing_words, load_run, write_report
 from echelon.observe.report.predictions import pick_ways
+from echelon.observe.report.tables_time import slow_step_table
 from echelon.observe.report.timing import measure
 from tests.unit.observe.fixtures import Story, make_run, tell, write_record
 
@@ -142,6 +143,24 @@ def test_a_slow_step_has_a_cause(tmp_path: Path, changes: Line, cause: str) -> N
     (found,) = summary.slow_steps
     assert cause in found.cause
     assert "The slowest step (57) took 290 ms instead of 108 ms" in words
+
+
+def test_of_a_slow_step_the_rank_is_told_that_the_others_waited_for(tmp_path: Path) -> None:
+    lines = tell(SHORT)
+    for line in (x for x in lines if x["kind"] == "steps"):
+        n = len(line["losses"])
+        line["waits"] = [[0.1] * n, [0.1] * n]
+        line["waits"][1][n // 2] = 0.001
+    window = [x for x in lines if x["kind"] == "steps"][3]
+    slow = {
+        "t": window["t"] + 0.001, "kind": "slow_step", "seconds": 0.29, "median_s": 0.108,
+        "step": window["step"] - len(window["losses"]) + len(window["losses"]) // 2 + 1,
+    }  # fmt: skip
+    place = lines.index(window) + 1
+    summary, _ = report(tmp_path, [*lines[:place], slow, *lines[place:]])
+    assert [s.waited_for for s in summary.slow_steps] == [1]
+    table = slow_step_table(summary)
+    assert table is not None and dict(zip(table.head, table.rows[0], strict=True))["the others waited for"] == "rank 1"
 
 
 def test_a_record_without_the_new_fields_or_with_torn_ones_is_read(tmp_path: Path) -> None:

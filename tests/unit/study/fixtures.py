@@ -36,6 +36,7 @@ class Planted:
     jitter: float = 0.01
     staleness: Mapping[str, int] | None = None
     density: float | None = None
+    affinity: tuple[str, ...] = ("0-1", "0-1")
 
 
 def make_study(folder: Path, study: Study, truths: Mapping[str, Planted], torn: str = "") -> Path:
@@ -69,7 +70,7 @@ def tell(run: PlannedRun, truth: Planted) -> list[dict[str, Any]]:
     slower = 1 + chance.gauss(0, truth.jitter)
     final = truth.final + random.Random(run.seed).gauss(0, truth.noise)
     epochs = EPOCHS if truth.status == "completed" else EPOCHS // 2
-    t, lines = T0 + 3, [_start(run)]
+    t, lines = T0 + 3, [{**_start(run), "affinity": list(truth.affinity)}]
     for epoch in range(epochs):
         step_s = (truth.compute_s + truth.communicate_s) * slower
         t += step_s * STEPS

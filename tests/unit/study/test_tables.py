@@ -12,7 +12,8 @@ import pytest
 from pyarrow import parquet
 
 from echelon.core.errors import UserError
-from echelon.study import from_tries, write_study
+from echelon.core.units import format_bytes
+from echelon.study import from_tries, load_study, write_study
 from echelon.study.folder import discard, run_folder
 from echelon.study.table import read_tables
 from tests.unit.study.fixtures import EPOCHS, STEPS, Planted, make_study
@@ -63,6 +64,67 @@ def check_words(folder: Path) -> int:
     return checked
 
 
+def check_target(folder: Path) -> int:
+    """Recompute the targets, the seconds and bytes to them (from `points.parquet`) and where the words and the page
+    say them; returns how many runs reached theirs."""
+    rows = parquet.read_table(folder / "runs.parquet").to_pylist()
+    points = parquet.read_table(folder / "points.parquet").to_pylist()
+    summary = json.loads((folder / "summary.json").read_text())
+    study, page = load_study(folder / "study.yaml"), (folder / "report.html").read_text()
+    reached = 0
+    for terms in sorted({r["terms"] for r in rows}):
+        mine = [r for r in rows if r["terms"] == terms and r["status"] == "completed"]
+        worst = min(r["top1"] for r in mine if r["candidate"] == summary["baseline"])
+        target = worst - study.loss_points / 100
+        said = f"The target is {target:.2%}: {study.loss_points:g} points below the worst final accuracy of "
+        assert any(word.endswith(f"{said}{summary['baseline']}.") and terms in word for word in summary["words"])
+        assert all(c["target"] == pytest.approx(target) for c in summary["comparisons"] if c["terms"] == terms)
+        for r in mine:
+            own = sorted((p for p in points if p["run"] == r["run"]), key=lambda p: p["point"])
+            for column, spent in (("target_s", "seconds"), ("target_bytes", "wire_bytes")):
+                wanted = spent_at(target, [p["top1"] for p in own], [p[spent] for p in own])
+                assert r[column] == (None if wanted is None else pytest.approx(wanted)), (r["run"], column)
+            reached += r["target_s"] is not None
+        for candidate in {r["candidate"] for r in mine}:
+            sent = [r["target_bytes"] for r in mine if r["candidate"] == candidate]
+            if sent and None not in sent:
+                assert f">{format_bytes(np.mean(sent))}<" in page, candidate
+    return reached
+
+
+def spent_at(target: float, top1: list[float], spent: list[float]) -> float | None:
+    """Return what had been spent where a curve first crosses the target."""
+    place = next((i for i, y in enumerate(top1) if y >= target), None)
+    if place is None:
+        return None
+    last = slice(max(0, place - 1), place + 1)
+    return float(np.interp(target, top1[last], spent[last]))
+
+
+def check_why(folder: Path) -> int:
+    """Recompute the bytes and milliseconds of the sentences on why a candidate is recommended; returns how many."""
+    rows = parquet.read_table(folder / "runs.parquet").to_pylist()
+    summary = json.loads((folder / "summary.json").read_text())
+    checked = 0
+    for told in summary["recommendations"]:
+        if not told["why"]:
+            continue
+        done = [r for r in rows if r["terms"] == told["terms"] and r["status"] == "completed"]
+        base, best = ([r for r in done if r["candidate"] == name] for name in (summary["baseline"], told["candidate"]))
+        sent = [np.mean([r["wire_bytes_per_step"] / r["workers"] for r in own]) for own in (best, base)]
+        step, waits = ([1e3 * np.mean([r[c] for r in own]) for own in (best, base)] for c in ("step_s", "exposed_s"))
+        times, sizes = sent[1] / sent[0], [format_bytes(n) for n in sent]
+        wanted = [
+            f"sends {times:.1f}x fewer bytes ({sizes[0]} a step and rank, not {sizes[1]})",
+            f"a step takes {step[0]:.3g} ms, not {step[1]:.3g} ms, of which {waits[0]:.3g} ms wait for communication, "
+            f"not {waits[1]:.3g} ms",
+        ]
+        found = [words for words in wanted if words in told["why"]]
+        assert len(found) == told["why"].count(";") + 1, told["why"]
+        checked += len(found)
+    return checked
+
+
 def pairs_of(rows: list[dict], baseline: str, candidate: str, terms: str) -> list[tuple[dict, dict]]:
     done = {(r["candidate"], r["seed"]): r for r in rows if r["terms"] == terms and r["status"] == "completed"}
     seeds = {seed for name, seed in done if name == candidate} & {seed for name, seed in done if name == baseline}
@@ -71,11 +133,15 @@ def pairs_of(rows: list[dict], baseline: str, candidate: str, terms: str) -> lis
 
 def test_numbers_in_the_words_are_those_of_the_table(study: Path) -> None:
     assert check_words(study) == 2
+    assert check_target(study) == 6
+    assert check_why(study) == 2
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=[f.parent.name for f in EXAMPLES])
 def test_numbers_in_the_words_of_the_examples_are_those_of_their_tables(file: Path) -> None:
     assert check_words(file.parent) >= 1
+    assert check_target(file.parent) >= 1
+    assert check_why(file.parent) >= 1
 
 
 def test_the_tables_hold_a_row_per_run_and_per_evaluation(study: Path) -> None:

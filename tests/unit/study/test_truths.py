@@ -141,6 +141,16 @@ def test_each_set_of_terms_has_a_comparison_of_its_own(tmp_path: Path) -> None:
     assert sum(w.startswith("[link=10mbit] ") for w in report.words) >= 2
 
 
+def test_equal_terms_are_checked_and_said(tmp_path: Path) -> None:
+    same = studied(tmp_path / "same", {BASE: Planted(), "lr=1": Planted(affinity=("0-1", "0-1", "0-1"))})
+    assert "The same for all runs: threads of a worker 1, cores that it may run on 0-1." in same.words
+    other = studied(tmp_path / "other", {BASE: Planted(), "lr=1": Planted(affinity=("0", "1"))})
+    said = "Not on equal terms: cores that it may run on differed: 0-1 in 3, 0; 1 in 3 of the runs."
+    assert said in other.words and said in (tmp_path / "other" / "s" / "report.html").read_text()
+    chosen = studied(tmp_path / "chosen", {BASE: Planted(), "workers=3": Planted(affinity=("0", "1"))})
+    assert not [w for w in chosen.words if "equal terms" in w or "The same for all runs" in w]
+
+
 def test_a_torn_record_is_survived_and_said(tmp_path: Path) -> None:
     report = studied(tmp_path, {BASE: Planted(), "lr=1": Planted()}, torn="0-01-1-s1")
     row = next(r for r in report.runs if r.run == "0-01-1-s1")

@@ -18,7 +18,7 @@ import psutil
 from echelon.observe.live.gpu import Gpu
 
 KIND = "resources"
-EVERY_S = 2.0
+EVERY_S = 1.5  # less than a window: each long one brings a sample
 LIST_CHILDREN_EVERY_S = 30.0
 UNKNOWN = math.nan
 

@@ -11,6 +11,10 @@ from echelon.observe.report.records import RunRecord
 _MOST_CLASSES = 30
 _NUMBERED_CELLS = 12
 _ROC_POINTS = 150
+HEAT = ((0.0, "paper"), (0.02, "heat0"), (0.35, "heat1"), (1.0, "heat2"))
+"""The colours of a confusion matrix by the share of its row; between two of them the page interpolates."""
+ON_HEAT = ((0.37, "on-low"), (0.62, "on-mid"), (1.0, "on-high"))
+"""The colour of a number up to each share; where one colour stops being readable, the other begins (by theme)."""
 
 
 @dataclass(frozen=True)
@@ -97,16 +101,15 @@ def _confusion(record: RunRecord) -> Chart | None:
         "text": counts,
         "zmin": 0,
         "zmax": 1,
-        "colorscale": [[0, color("paper")], [0.02, color("heat0")], [0.35, color("heat1")], [1, color("heat2")]],
+        "colorscale": [[share, color(token)] for share, token in HEAT],
         "showscale": False,
         "xgap": 1,
         "ygap": 1,
         "hovertemplate": "%{text} samples, %{z:.1%} of the class<extra></extra>",
     }
     few = len(shown) <= _NUMBERED_CELLS
-    if few:
-        trace["texttemplate"] = "%{text}"
     layout = {
+        "showlegend": False,
         "xaxis": {
             **axis("predicted"),
             **ticks,
@@ -121,7 +124,27 @@ def _confusion(record: RunRecord) -> Chart | None:
     caption = f"{part}Rows are true classes, the colour is the share of the row. {errors}"
     label = f"Confusion matrix. {errors}"
     height = 290 + max(12 * len(shown), 150)
-    return Chart("confusion", "Confusion matrix", caption, label, [trace], layout, height)
+    traces = [trace, _numbers(counts, shares)] if few else [trace]
+    return Chart("confusion", "Confusion matrix", caption, label, traces, layout, height)
+
+
+def _numbers(counts: list[list[float]], shares: list[list[float]]) -> Json:
+    """The counts, each in a colour that is read on its cell: a heatmap writes grey on its middle colours."""
+    cells = [(i, j) for i, row in enumerate(counts) for j in range(len(row))]
+    return {
+        "type": "scatter", "mode": "text", "hoverinfo": "skip", "cliponaxis": False,
+        "x": [j for _, j in cells], "y": [i for i, _ in cells], "text": [f"{counts[i][j]:g}" for i, j in cells],
+        "textfont": {"color": [color(on_heat(shares[i][j])) for i, j in cells], "size": 12},
+    }  # fmt: skip
+
+
+def on_heat(share: float) -> str:
+    """Return the colour token of a number on a cell.
+
+    >>> on_heat(0.0), on_heat(0.97)
+    ('on-low', 'on-high')
+    """
+    return next((token for limit, token in ON_HEAT if share <= limit), ON_HEAT[-1][1])
 
 
 def worst_pairs(matrix: list[list[float]], names: list[str], limit: int = 5) -> str:

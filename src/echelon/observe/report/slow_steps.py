@@ -16,12 +16,16 @@ _MOSTLY = 0.5
 
 @dataclass(frozen=True)
 class SlowStep:
-    """A step, how long it took, how long steps took then, and in words what it spent the time on."""
+    """A step, how long it took, how long steps took then, and in words what it spent the time on.
+
+    `waited_for` is the rank that the others waited for; None where that was not recorded.
+    """
 
     step: int
     seconds: float
     median_s: float
     cause: str
+    waited_for: int | None = None
 
 
 def find_slow_steps(record: RunRecord, timing: Timing | None) -> list[SlowStep]:
@@ -30,8 +34,19 @@ def find_slow_steps(record: RunRecord, timing: Timing | None) -> list[SlowStep]:
     for mark in record.of_kind("slow_step"):
         step, seconds, median_s = (mark.number(key) for key in ("step", "seconds", "median_s"))
         if step is not None and seconds is not None and median_s is not None:
-            found.append(SlowStep(int(step), seconds, median_s, _cause(record, timing, mark, seconds - median_s)))
+            cause = _cause(record, timing, mark, seconds - median_s)
+            found.append(SlowStep(int(step), seconds, median_s, cause, _critical(record, mark, int(step))))
     return sorted(found, key=lambda s: -s.seconds)[:MOST]
+
+
+def _critical(record: RunRecord, mark: Mark, step: int) -> int | None:
+    """Return the rank that waited least in a step: the last to be ready for communication."""
+    told = [w for w in record.windows if w.t <= mark.t and w.step - w.steps < step <= w.step]
+    if not told or len(told[-1].waits) < 2:
+        return None
+    place = step - (told[-1].step - told[-1].steps) - 1
+    waits = [rank[place] for rank in told[-1].waits]
+    return waits.index(min(waits))
 
 
 def _cause(record: RunRecord, timing: Timing | None, mark: Mark, over_s: float) -> str:

@@ -134,7 +134,7 @@ def environment_table(record: RunRecord) -> Table | None:
         return None
     start = starts[-1].details
     pairs: list[tuple[str, object]] = [
-        (k, start[k]) for k in ("hosts", "device", "backend", "threads", "world_size") if k in start
+        (k, start[k]) for k in ("hosts", "device", "backend", "threads", "affinity", "world_size") if k in start
     ]
     environment = start.get("environment")
     if isinstance(environment, dict):

@@ -54,8 +54,13 @@ def slow_step_table(summary: Summary) -> Table | None:
     """The slowest steps and their causes."""
     if not summary.slow_steps:
         return None
-    rows = [[str(s.step), format_seconds(s.seconds), format_seconds(s.median_s), s.cause] for s in summary.slow_steps]
-    return Table("Steps that took over 3 times the median", ["step", "took", "median then", "cause"], rows)
+    told = any(s.waited_for is not None for s in summary.slow_steps)
+    rows = []
+    for s in summary.slow_steps:
+        rank = [f"rank {s.waited_for}" if s.waited_for is not None else "–"] if told else []
+        rows.append([str(s.step), format_seconds(s.seconds), format_seconds(s.median_s), *rank, s.cause])
+    head = ["step", "took", "median then", *(["the others waited for"] if told else []), "cause"]
+    return Table("Steps that took over 3 times the median", head, rows)
 
 
 def communication_words(summary: Summary) -> list[str]:

@@ -29,6 +29,9 @@ class Roster:
         if known is not None and known.session != message.session:
             self.gone(name, "was replaced", now_s)
             known = None
+        if known is None and role == "worker":
+            who = {key: info.get(key) for key in ("host", "pid", "affinity")}
+            self._scheduler.record.write("worker", name=name, **who)
         member = Member(name, role, peer, message.session, now_s, message.body["address"], info)
         self.members.add(member)
         self._scheduler.last_member_s = now_s
