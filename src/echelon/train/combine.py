@@ -27,7 +27,7 @@ def check_strategies(config: RunConfig, ranks: int) -> None:
     """
     strategy = config.strategy
     if is_leased(config):
-        check_leased(config)
+        check_leased(config, ranks)
     check_layout(config, ranks)
     with naming("--sync"):
         check_sync(strategy.sync, strategy.compression)

@@ -107,10 +107,13 @@ class Client:
             RunOver: the run ended without this worker's task (backup workers, a stop).
         """
         slot = self.talk.slots[key.index]
-        if not self.talk.is_there(slot, version):
+
+        def there() -> bool:
+            return self.talk.is_there(slot, version)
+
+        if not there():
             began = time.perf_counter()
             self.talk.do(lambda: self.talk.want(key, version))
-            there = lambda: self.talk.is_there(slot, version)  # noqa: E731
             self.talk.wait_until(lambda: there() or bool(self.talk.status), f"key {key.index}")
             if not there():
                 raise RunOver(self.talk.status)
