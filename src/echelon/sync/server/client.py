@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon.compression.base import State
 from echelon.sync.server.blob import as_frame, pack_state, unpack_state
 from echelon.sync.server.coding import upward
 from echelon.sync.server.conversation import Conversation
@@ -183,6 +184,15 @@ class Client:
     def sent_bytes(self) -> int:
         """Return the bytes that this worker has sent."""
         return self.talk.voice.traffic.sent_bytes
+
+    def sent_states(self) -> list[tuple[State, int]]:
+        """Return the codec's states of what is pushed, each with its number of elements."""
+        talk = self.talk
+        found: list[tuple[State, int]] = []
+        for key in talk.table.keys if talk.table and talk.up.codec else ():
+            sizes = [stop - start for start, stop, _ in talk.up.pieces(key)]
+            found += zip(talk.states[key.index], sizes, strict=True)
+        return found
 
     def close(self) -> None:
         """Leave, and end the thread."""
