@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from echelon.sync.server.scheduler import Scheduler
 
 REPORT_S = 2.0
+_OWN = ("t", "kind", "name", "step")
 
 
 class Bookkeeping:
@@ -86,4 +87,5 @@ class Bookkeeping:
         """Write a server's last numbers."""
         assignment = self._scheduler.assignment
         if server.beat and assignment.setup is not None:
-            self._scheduler.record.write("server", name=server.name, step=assignment.steps(), **server.beat)
+            said = {name: value for name, value in server.beat.items() if name not in _OWN}
+            self._scheduler.record.write("server", name=server.name, step=assignment.steps(), **said)

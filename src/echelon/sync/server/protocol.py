@@ -110,6 +110,10 @@ SCHEMAS: dict[Kind, Schema] = {
 }  # fmt: skip
 
 
+UNSOUND = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What the use of fields raises that have their schema's types and still make no sense, such as an infinite count."""
+
+
 class Malformed(ValueError):
     """A message that does not fit; `reason` is one word for the counters."""
 
@@ -186,6 +190,15 @@ def _check(value: Any, wanted: type[Any]) -> None:
         raise Malformed("range")
     if wanted is float and not math.isfinite(value):
         raise Malformed("range")
+    if wanted in (dict, list) and not _has_names(value):
+        raise Malformed("type")
+
+
+def _has_names(value: Any) -> bool:
+    """Whether all keys of nested maps are words, as records and journals can hold them."""
+    if isinstance(value, dict):
+        return all(type(name) is str and _has_names(inner) for name, inner in value.items())
+    return not isinstance(value, list) or all(map(_has_names, value))
 
 
 def pull_behind(push: Mapping[str, Any], aggregates: bool) -> dict[str, Any]:
