@@ -67,8 +67,9 @@ def test_plans_and_cuts_are_read() -> None:
         ("ps(mod=async)", "--sync.*did you mean mode"),
         ("ps(mode=asink)", "--sync.*did you mean async"),
         ("ps(mode=sync, backup=2)", "--sync.*with 2 workers at most 1"),
+        ("ps(momentum_correction=true)", "no momentum on the servers"),
     ],
 )
 def test_a_refused_setting_of_a_server_is_named(sync: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        check_strategies(build(None, {"strategy.sync": sync}).config, 2)
+        check_strategies(build(None, {"strategy.sync": sync, "optimizer.name": "adamw"}).config, 2)
