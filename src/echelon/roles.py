@@ -172,8 +172,8 @@ def _run(plan: LaunchPlan, path: Path, record: Recorder, site: Site) -> str:
         reason = last_word(path, "refused")
         _end(path, record, site, "refused", reason)
         raise UserError(reason) from None
-    except RolesFailed:
-        _end(path, record, site, "failed", last_word(path, "worker_died"))
+    except RolesFailed as failure:
+        _end(path, record, site, "failed", str(failure) or last_word(path, "worker_died"))
         return "failed"
     finally:
         line.close()

@@ -190,6 +190,22 @@ def test_one_replica_trains_as_if_alone() -> None:
     assert not _close(plain, outer)
 
 
+def _moments(rank: Rank) -> list[list[int]]:
+    """Return how many moments each parameter has after each step."""
+    parts = make_parts(Trial("local(4, optimizer_state=reset)", momentum=0.9))
+    seen = []
+    for step in range(5):
+        train(parts, rank, step, step + 1)
+        seen.append([len(state) for state in parts.optimizer.state.values()])
+    parts.sync.close()
+    return seen
+
+
+def test_moments_that_are_reset_begin_anew_after_an_agreement() -> None:
+    for seen in run_ranks(_moments, 2):
+        assert all(seen[2]) and not any(seen[3]) and all(seen[4])
+
+
 def _drain(rank: Rank, compressions: list[str]) -> list[tuple[dict[str, Tensor], int]]:
     """Take steps, then only agree, with a learning rate of 0: what codecs had left out must arrive."""
     ends = []

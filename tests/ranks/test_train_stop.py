@@ -97,3 +97,16 @@ def test_stopped_twice_and_resumed_it_ends_with_the_same_bits_and_on_other_worke
         assert list(elsewhere) == list(whole)
         assert _resumed_at(tmp_path / f"on-{workers}") < STEPS
         assert elsewhere == pytest.approx(whole, rel=TOLERANCE)  # the same batches: a sample more or less shows at once
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["allreduce", "ps(mode=async)"])
+def test_a_service_manager_ends_the_whole_group_and_the_run_saves_first(tmp_path: Path, sync: str) -> None:
+    with Runs(tmp_path) as runs:
+        run = runs.train("digits", "--epochs", "1000", "--sync", sync, folder="run")
+        run.wait_for_step(8)
+        os.killpg(run.process.pid, signal.SIGTERM)
+        assert run.end() == 0
+    assert run.summary()["status"] == "stopped"
+    assert run.records("checkpoint")[-1]["reason"] == "stop"
+    assert not [e for e in run.records("event") if e["name"] == "worker_died"]

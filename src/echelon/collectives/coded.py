@@ -12,6 +12,7 @@ that of 1-bit SGD (Seide et al. 2014) and of DoubleSqueeze (Tang et al. 2019, ar
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -130,7 +131,10 @@ class CodedSum:
         known = {j: size + HEADER_BYTES for j, size in sizes.items() if size is not None}
         # A codec's sizes are known for all tensors or for none: every rank decides alike.
         lengths, announced = (known, 0) if codec.n_bytes(1) is not None else self._post.announce(outgoing, sizes)
+        began = time.perf_counter()
         messages, sent = self._post.exchange(outgoing, lengths)
+        if not any(m.is_cuda for m in messages.values()):  # else it has only been queued
+            codec.transferred(max(sent, sum(lengths.values())), time.perf_counter() - began)
         return messages, announced + sent
 
     def _numel(self, place: int) -> int:

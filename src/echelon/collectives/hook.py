@@ -143,7 +143,7 @@ class GradientHook:
         self._lane.submit(work, handed)
         return future
 
-    def entropy_coded(self) -> dict[str, int]:
+    def entropy_coded(self) -> dict[str, float]:
         """Return what entropy coding did on this rank since the start; empty without it."""
         return memory.entropy_coded(self._work.held()) if isinstance(self._work, CellWork) else {}
 

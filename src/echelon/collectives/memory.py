@@ -11,8 +11,9 @@ from torch import Tensor
 
 from echelon.collectives.cells import Cell
 from echelon.collectives.coded import Held
+from echelon.compression import huffman
 from echelon.compression.base import State
-from echelon.compression.huffman import ENTROPY_COUNTERS
+from echelon.compression.sparse import share_carried
 
 StateDict = dict[str, Any]
 
@@ -56,25 +57,14 @@ class _Part:
         return f"{self.parameter}/{self.of_parameter[0]}"
 
 
-def entropy_coded(helds: Iterable[Held]) -> dict[str, int]:
+def entropy_coded(helds: Iterable[Held]) -> dict[str, float]:
     """Sum what entropy coding did (see `compression.huffman`) over states; empty where there is none."""
-    sums: dict[str, int] = {}
-    for held in helds:
-        for key in ENTROPY_COUNTERS:
-            if key in held.state.numbers:
-                sums[key] = sums.get(key, 0) + int(held.state.numbers[key])
-    return sums
+    return huffman.entropy_coded(held.state for held in helds)
 
 
 def density(helds: Iterable[Held]) -> float | None:
     """Return the share of elements that this rank's last messages carried; None where no sparse codec has sent any."""
-    carried = elements = 0.0
-    for held in helds:
-        share = held.state.numbers.get("sent", -1.0)
-        if held.role == "sent" and share >= 0:
-            numel = held.span[1] - held.span[0]
-            carried, elements = carried + share * numel, elements + numel
-    return carried / elements if elements else None
+    return share_carried((held.state, held.span[1] - held.span[0]) for held in helds if held.role == "sent")
 
 
 def state_dict(cell: Cell, held: Sequence[Held]) -> StateDict:

@@ -164,6 +164,9 @@ class Codec(ABC):
         """Whether `+huffman` may follow: true for codecs that define `planes`."""
         return type(self).planes is not Codec.planes
 
+    def transferred(self, n_bytes: int, seconds: float) -> None:  # noqa: B027 (most codecs do not ask)
+        """Learn how long messages of this codec took to be exchanged; bytes sent, or received where that is more."""
+
     def payload(self, tensors: Sequence[Tensor], meta: Meta) -> Payload:
         """Build a payload of this codec's layout."""
         sizes = tuple((t.dtype, t.numel()) for t in tensors)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -11,10 +13,33 @@ from torch import Tensor
 
 from echelon.compression import prefix_code
 from echelon.compression.base import Codec, Payload, State
+from echelon.compression.pace import Pace
 from echelon.compression.wire import Layout
 
-ENTROPY_COUNTERS = ("plain_bytes", "sent_bytes", "planes_coded", "planes_plain")
+ENTROPY_COUNTERS = ("plain_bytes", "sent_bytes", "planes_coded", "planes_plain", "planes_slow", "coding_s", "spared_s")
+_RATE = "bytes_per_s"
 _HEAD = 3
+_TRIAL_EVERY = 64
+"""Messages of a tensor between two that are coded whatever was measured before, so that it is measured again."""
+
+
+def entropy_coded(states: Iterable[State]) -> dict[str, float]:
+    """Sum what entropy coding did over states; empty where there is none.
+
+    Returns:
+        `plain_bytes`, `sent_bytes`: of messages before and after; `planes_coded`, `planes_plain`: streams that were
+        coded, and that were sent plain; of these `planes_slow` because coding them would have taken longer than it
+        saved; `coding_s`: seconds to encode and decode; `spared_s`: seconds of the link that this saved;
+        `bytes_per_s`: the rate of the link as last measured; 0: it is not known, and `spared_s` neither.
+    """
+    sums: dict[str, float] = {}
+    for state in states:
+        for key in ENTROPY_COUNTERS:
+            if key in state.numbers:
+                sums[key] = sums.get(key, 0) + state.numbers[key]
+        if _RATE in state.numbers:
+            sums[_RATE] = max(sums.get(_RATE, 0.0), state.numbers[_RATE])
+    return sums
 
 
 @dataclass(frozen=True)
@@ -22,17 +47,20 @@ class Huffman(Codec):
     """Around a codec: each stream of its symbols (`Codec.planes`) is coded with its own Huffman table, or sent plain.
 
     A stream is coded only if that makes it shorter, table and lane sizes counted; this is known from the symbols'
-    counts before any coding. The state counts, summed over messages, "plain_bytes" and "sent_bytes" (before and after)
-    and "planes_coded" and "planes_plain"; "sent_bits" is the last message's bits per element.
+    counts before any coding. Where the rate of the link has been measured (`transferred`), what is saved must also take
+    longer to send than to encode and decode, as measured here. Values never depend on it, bytes do. The state counts,
+    summed over messages, what `entropy_coded` returns; "sent_bits" is the last message's bits per element.
 
     The coder itself runs on the host; tensors on a device are copied.
 
     Attributes:
         inner: the codec, with its error feedback.
+        pace: what was measured.
     """
 
     name: ClassVar[str] = "huffman"
     inner: Codec
+    pace: Pace = field(default_factory=Pace, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for attribute in ("shaped", "momentum_inside"):
@@ -60,11 +88,14 @@ class Huffman(Codec):
         return False
 
     def relay(self) -> Codec:
-        return Huffman(self.inner.relay())
+        return Huffman(self.inner.relay(), self.pace)
+
+    def transferred(self, n_bytes: int, seconds: float) -> None:
+        self.pace.sent(n_bytes, seconds)
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
         state = self.inner.init_state(name, like, seed, stream)
-        state.numbers |= dict.fromkeys((*ENTROPY_COUNTERS, "sent_bits"), 0)
+        state.numbers |= dict.fromkeys((*ENTROPY_COUNTERS, _RATE, "sent_bits"), 0)
         return state
 
     def layout(self, numel: int) -> Layout:
@@ -75,8 +106,9 @@ class Huffman(Codec):
         plain = self.inner.compress(tensor, state)
         heads: list[int] = []
         bodies: list[Tensor] = []
+        trial = state.step % _TRIAL_EVERY == 1
         for plane in self.inner.planes(plain):
-            coded = _shorter(plane)
+            coded = self._shorter(plane, state, trial)
             body = plane if coded is None else coded
             heads += [int(coded is not None), plane.numel(), body.numel()]
             bodies.append(body)
@@ -85,6 +117,7 @@ class Huffman(Codec):
         payload = self.payload(tensors, plain.meta)
         state.numbers["plain_bytes"] += plain.n_bytes
         state.numbers["sent_bytes"] += payload.n_bytes
+        state.numbers[_RATE] = self.pace.bytes_per_s
         state.numbers["sent_bits"] = 8 * payload.n_bytes / max(tensor.numel(), 1)
         return payload
 
@@ -105,7 +138,7 @@ class Huffman(Codec):
             if not 0 <= n_bytes <= body.numel() - at or symbols < 0 or symbols > _LIMIT * (n_bytes + 1):
                 raise ValueError("message describes a stream that it does not hold")
             stream = body[at : at + n_bytes]
-            planes.append(_expand(stream, symbols) if coded else stream.clone())
+            planes.append(self._expand(stream, symbols) if coded else stream.clone())
             at += n_bytes
         return self.inner.from_planes(tuple(planes), payload.meta)
 
@@ -133,20 +166,31 @@ class Huffman(Codec):
     def fixed_size(self) -> bool:
         return False
 
+    def _shorter(self, plane: Tensor, state: State, trial: bool) -> Tensor | None:
+        """Return the coded plane; None if plain is as short, or sooner there."""
+        symbols = plane.cpu().numpy()
+        began = time.perf_counter()
+        counts = np.bincount(symbols, minlength=256)
+        lengths = prefix_code.code_lengths(counts)
+        saved = symbols.size - prefix_code.coded_size(counts, lengths)
+        if saved <= 0:
+            return None
+        if not (trial or self.pace.pays(symbols.size, saved)):
+            state.numbers["planes_slow"] += 1
+            return None
+        coded = torch.from_numpy(prefix_code.encode(symbols, lengths)).to(plane.device)
+        self.pace.encoded(symbols.size, time.perf_counter() - began)
+        state.numbers["coding_s"] += self.pace.coding_s(symbols.size)
+        if rate := self.pace.bytes_per_s:
+            state.numbers["spared_s"] += saved / rate
+        return coded
+
+    def _expand(self, stream: Tensor, symbols: int) -> Tensor:
+        began = time.perf_counter()
+        plain = torch.from_numpy(prefix_code.decode(stream.cpu().numpy(), symbols)).to(stream.device)
+        self.pace.decoded(symbols, time.perf_counter() - began)
+        return plain
+
 
 # A code has at least one bit, so a coded byte cannot stand for more symbols.
 _LIMIT = 8
-
-
-def _shorter(plane: Tensor) -> Tensor | None:
-    """Return the coded plane; None if plain is as short."""
-    symbols = plane.cpu().numpy()
-    counts = np.bincount(symbols, minlength=256)
-    lengths = prefix_code.code_lengths(counts)
-    if prefix_code.coded_size(counts, lengths) >= symbols.size:
-        return None
-    return torch.from_numpy(prefix_code.encode(symbols, lengths)).to(plane.device)
-
-
-def _expand(stream: Tensor, symbols: int) -> Tensor:
-    return torch.from_numpy(prefix_code.decode(stream.cpu().numpy(), symbols)).to(stream.device)

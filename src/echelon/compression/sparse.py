@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -164,3 +165,17 @@ class Sparse(Codec):
 def count_for(density: float, numel: int) -> int:
     """Elements that a density sends of `numel`: at least one of a tensor that has any."""
     return min(numel, max(1, math.floor(density * numel + 0.5))) if numel else 0
+
+
+def share_carried(states: Iterable[tuple[State, int]]) -> float | None:
+    """Return the share of elements that the last messages carried; None where no sparse codec has sent any.
+
+    Args:
+        states: of senders, each with the elements that it stands for.
+    """
+    carried = elements = 0.0
+    for state, numel in states:
+        share = state.numbers.get("sent", -1.0)
+        if share >= 0:
+            carried, elements = carried + share * numel, elements + numel
+    return carried / elements if elements else None

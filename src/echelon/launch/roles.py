@@ -70,7 +70,7 @@ class RoleWatch:
 
 
 class RolesFailed(Exception):
-    """Processes died more often than restarts were allowed, or did not end when asked to stop."""
+    """Processes died more often than restarts were allowed (its words are then the last death's), or did worse."""
 
 
 class RoleRefused(Exception):
@@ -127,7 +127,10 @@ class _Supervisor:
     def _start(self, role: Role) -> None:
         log = None if role.shows else str(self._log_dir / f"{role.name}.out")
         process = multiprocessing.get_context("forkserver").Process(target=_enter, args=(role, log), name=role.name)
-        process.start()
+        try:
+            process.start()
+        except (EOFError, ConnectionError) as error:
+            raise RolesFailed(f"{role.name} cannot start: the process that all roles are forked from died") from error
         self._running[role.name] = process
         self._watch.on_start(role.name, process.pid or 0)
 
@@ -143,7 +146,7 @@ class _Supervisor:
         self._restarts_left -= 1
         self._watch.on_death(RoleDeath(name, socket.gethostname(), process.pid or 0, code), self._restarts_left)
         if self._restarts_left < 0:
-            raise RolesFailed(name)
+            raise RolesFailed
         self._start(role)
         return False
 
@@ -162,7 +165,8 @@ class _Supervisor:
 def _enter(role: Role, log: str | None) -> None:
     """Run in the process: ends with its parent, takes its place in the network, then calls the entry point."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the launcher decides
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # may reach the whole group: the launcher decides
+        signal.signal(signum, signal.SIG_IGN)
     if role.host is not None:
         enter(role.host)
     os.environ.update(role.environment)

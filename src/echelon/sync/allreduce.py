@@ -90,7 +90,7 @@ class AllReduce:
         """Return the hook's; on a GPU the host does not see when the network is done."""
         return self._hook.times if self._hook and self._context.device.type == "cpu" else None
 
-    def entropy_coded(self) -> Mapping[str, int]:
+    def entropy_coded(self) -> Mapping[str, float]:
         """Return what entropy coding did on this rank."""
         return self._hook.entropy_coded() if self._hook else {}
 

@@ -90,11 +90,10 @@ class Sync(Protocol):
     def reduce_times(self) -> ReduceTimes | None:
         """Return how long communication during backward took so far; None: there is none, or it cannot be told."""
 
-    def entropy_coded(self) -> Mapping[str, int]:
+    def entropy_coded(self) -> Mapping[str, float]:
         """Return what entropy coding did on this rank since the start; empty without it.
 
-        `plain_bytes` and `sent_bytes`: of its messages before and after; `planes_coded` and `planes_plain`: streams of
-        symbols that it shortened, and that it sent plain because it would not.
+        See `compression.huffman.entropy_coded`.
         """
 
     def density(self) -> float | None:

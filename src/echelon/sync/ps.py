@@ -15,6 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from echelon.compression.huffman import entropy_coded
+from echelon.compression.sparse import share_carried
 from echelon.core.errors import UserError
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.sync.base import Sync, SyncContext
@@ -185,13 +187,13 @@ class ParameterServer:
         """Return nothing: what it waits for is a phase, what it hides is not timed."""
         return None
 
-    def entropy_coded(self) -> Mapping[str, int]:
-        """Return nothing: pushes are not counted apart."""
-        return {}
+    def entropy_coded(self) -> Mapping[str, float]:
+        """Return what entropy coding did to this worker's pushes since it started; empty without it."""
+        return entropy_coded(state for state, _ in self._client.sent_states())
 
-    def density(self) -> None:
-        """Return nothing: the scheduler keeps the record, and does not see what a push carries."""
-        return None
+    def density(self) -> float | None:
+        """Return the share of elements that this worker's last pushes carried; None without a sparse codec."""
+        return share_carried(self._client.sent_states())
 
     def state_dict(self) -> dict[str, Any]:
         """The servers hold the state."""

@@ -7,11 +7,11 @@ from dataclasses import replace
 from echelon.collectives import registry as collectives
 from echelon.collectives.reducer import check_combination
 from echelon.compression import registry as compression
-from echelon.config import RunConfig
+from echelon.config import OptimizerConfig, RunConfig
 from echelon.core.errors import UserError, naming
 from echelon.sync import check_sync, encodes_gradients
 from echelon.train.layouts import check_layout
-from echelon.train.leased_check import check_leased, is_leased
+from echelon.train.leased_check import check_leased, is_leased, settings_of
 
 SGD_FAMILY = ("sgd", "nesterov", "momentum")
 
@@ -27,7 +27,7 @@ def check_strategies(config: RunConfig, ranks: int) -> None:
     """
     strategy = config.strategy
     if is_leased(config):
-        check_leased(config)
+        check_leased(config, ranks)
     check_layout(config, ranks)
     with naming("--sync"):
         check_sync(strategy.sync, strategy.compression)
@@ -35,7 +35,12 @@ def check_strategies(config: RunConfig, ranks: int) -> None:
         path = collectives.build(strategy.collective)
     with naming("--compression"):
         codec = compression.build(strategy.compression)
-    settle_momentum(config)
+    settled = settle_momentum(config).optimizer
+    if is_leased(config) and settings_of(config).momentum_correction and not _has_momentum(settled):
+        raise UserError(
+            f"--sync {strategy.sync}: there is no momentum on the servers to correct: use --optimizer sgd with "
+            "--momentum and a --compression that leaves it to the optimizer, or leave momentum_correction out"
+        )
     if strategy.compression != "none" and ranks > 1:
         check_combination(codec, path, ranks)
     if codec.direction and config.optimizer.clip_norm:
@@ -44,6 +49,10 @@ def check_strategies(config: RunConfig, ranks: int) -> None:
         )
     if not path.by_backend and ranks == 1:
         raise UserError(f"--collective {strategy.collective} needs several workers: leave it out, or use --workers 2")
+
+
+def _has_momentum(optimizer: OptimizerConfig) -> bool:
+    return optimizer.name.lower() in SGD_FAMILY and optimizer.momentum > 0
 
 
 def settle_momentum(config: RunConfig) -> RunConfig:

@@ -120,7 +120,8 @@ def train_task(worker: LeasedWorker, task: dict[str, Any]) -> None:
     info = {
         "loss": float(result.loss), "correct": int(result.correct), "samples": result.samples, "lr": lr,
         "phases": clock.drain(), "memory_bytes": resident_bytes(worker.world.device),
-        "sent_bytes": sent - worker.sent_bytes,
+        "sent_bytes": sent - worker.sent_bytes, "density": strategy.density(),
+        "entropy_coded": dict(strategy.entropy_coded()),
         "resources": worker.sampler.row if worker.sampler.sample() else [],
     }  # fmt: skip
     worker.sent_bytes = sent

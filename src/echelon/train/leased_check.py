@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from echelon.config import RunConfig
 from echelon.config.validate import parse_nodes
-from echelon.core.errors import UserError
+from echelon.core.errors import UserError, naming
 from echelon.core.spec import bind, parse_spec
 from echelon.sync.server.settings import Settings
 
@@ -24,14 +24,18 @@ def settings_of(config: RunConfig) -> Settings:
     Raises:
         UserError: an unknown or impossible setting.
     """
-    settings = bind(parse_spec(config.strategy.sync), Settings)
+    with naming("--sync"):
+        settings = bind(parse_spec(config.strategy.sync), Settings)
     if settings.ema:
         raise UserError(f"--sync {config.strategy.sync}: the average is asked for by --ema {settings.ema:g}")
     return replace(settings, ema=config.training.ema)
 
 
-def check_leased(config: RunConfig) -> None:
+def check_leased(config: RunConfig, ranks: int) -> None:
     """Refuse what does not go together with a parameter server.
+
+    Args:
+        ranks: workers of all machines.
 
     Raises:
         UserError: names both settings and what works.
@@ -46,6 +50,7 @@ def check_leased(config: RunConfig) -> None:
         raise UserError(f"{sync}: no server sees the norm of the whole gradient: leave out --clip-norm, or mode=async")
     if parse_spec(config.strategy.collective).name != "auto":
         raise UserError(f"{sync} has no collectives: leave out --collective")
-    workers = config.launch.workers * parse_nodes(config.launch.nodes).least
-    if settings.backup and workers and settings.backup >= workers:
+    nodes = parse_nodes(config.launch.nodes)
+    workers = ranks * nodes.least // nodes.most
+    if settings.backup >= workers:
         raise UserError(f"{sync}: with {workers} workers at most {workers - 1} are backups")

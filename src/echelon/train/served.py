@@ -178,7 +178,7 @@ class Chronicle:
             "steps", epoch=sums.epoch, step=sums.step, losses=sums.losses, correct=sums.correct, samples=sums.samples,
             lr=sums.lr, seconds=sums.seconds, phase_names=[p.value for p in PHASES], phases=sums.phases,
             wire_bytes=sums.wire_bytes, wire_bytes_by_group={"parameters": sums.wire_bytes},
-            memory_bytes=sums.memory_bytes,
+            memory_bytes=sums.memory_bytes, density=sums.density,
         )  # fmt: skip
         if any(sums.resources):
             self._record.write(RESOURCES, step=sums.step, **record_of(sums.resources))

@@ -94,7 +94,7 @@ class SplitSync:
         """Nothing between replicas happens during backward."""
         return None
 
-    def entropy_coded(self) -> Mapping[str, int]:
+    def entropy_coded(self) -> Mapping[str, float]:
         """Return what entropy coding did between replicas."""
         return self._inner.entropy_coded()
 

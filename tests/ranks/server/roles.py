@@ -27,6 +27,7 @@ from echelon.sync.server.settings import Settings
 from echelon.sync.server.sockets import Limits
 from echelon.sync.server.spans import model_table
 from echelon.sync.server.table import Cut, Table
+from echelon.sync.server.tallies import WindowSums
 
 Optimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 KEYS = derive_keys(b"t" * 32)
@@ -45,13 +46,14 @@ class Cluster:
     threads: list[threading.Thread] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
     serving: dict[str, threading.Thread] = field(default_factory=dict)
+    windows: list[WindowSums] = field(default_factory=list)
 
     def start(self) -> None:
         """Start scheduler and servers."""
         config = SchedulerConfig(self.settings, self.keys, "tcp://127.0.0.1:0", self.folder, self.plan, 30.0)
         ignore = lambda *_: None  # noqa: E731
         self.record = Recorder(self.folder)
-        self.scheduler = Scheduler(config, self.record, Callbacks(ignore, ignore, ignore))
+        self.scheduler = Scheduler(config, self.record, Callbacks(ignore, self.windows.append, ignore))
         self._spawn(self.scheduler.run)
         self.servers = [self.server(i) for i in range(self.settings.servers)]
 
@@ -112,7 +114,8 @@ class Cluster:
         with strategy.micro_batch(True):
             loss = gradient(strategy.module, task)
         strategy.step()
-        stats = {"loss": loss, "correct": 0, "samples": 1, "lr": lr, "phases": [], "memory_bytes": 0, "sent_bytes": 0}
+        stats = {"loss": loss, "correct": 0, "samples": 1, "lr": lr, "phases": [], "memory_bytes": 0, "sent_bytes": 0,
+                 "density": strategy.density(), "entropy_coded": dict(strategy.entropy_coded())}  # fmt: skip
         client.finish_task(task["task"], stats)
 
     def _spawn(self, run: Callable[[], Any]) -> None:

@@ -78,6 +78,21 @@ def test_every_batch_once(tmp_path: Path, settings: Settings, compression: str) 
     assert not any(s.voice.traffic.dropped for s in run.servers)
 
 
+def test_what_pushes_carry_and_what_entropy_coding_did_is_recorded(tmp_path: Path) -> None:
+    run = cluster(tmp_path, Settings("async", servers=2))
+    run.compression = "topk(density=0.1)+huffman"
+    run.start()
+    for worker in range(2):
+        run.work(worker, model(), gradient, 0.01, [])
+    run.stop()
+    numel = sum(p.numel() for p in model().parameters())
+    assert [w.density for w in run.windows] == [pytest.approx(0.1, abs=2 / numel)] * len(run.windows)
+    lines = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
+    last = [line for line in lines if line["kind"] == "entropy_coding"][-1]
+    assert last["sent_bytes"] > 0 and last["plain_bytes"] > 0
+    assert last["planes_coded"] + last["planes_plain"] > 0
+
+
 def test_a_slow_backup_worker_holds_nobody_back(tmp_path: Path) -> None:
     run = cluster(tmp_path, Settings("sync", backup=1))
     run.start()

@@ -7,6 +7,7 @@ import random
 import socket as socket_module
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,9 +27,12 @@ from echelon.sync.server.settings import Settings
 from echelon.sync.server.sockets import Limits
 from echelon.sync.server.table import Cut, ParameterInfo, cut_table
 from tests.ranks.server.roles import KEYS, Cluster
+from tests.ranks.server.test_deaths import STEPS, done_tasks, gradient, model
+from tests.ranks.server.test_deaths import cluster as goes
 
 MESSAGES = 10_000
 WAITING = 500
+STRANGERS = ("worker5", "server7")
 
 
 def served(tmp_path: Path) -> tuple[Cluster, Server]:
@@ -152,6 +156,33 @@ def test_the_scheduler_with_the_key(tmp_path: Path) -> None:
     sound.close()
     context.term()
     finish(cluster, server)
+
+
+def test_strange_reports_of_a_member_while_a_run_goes(tmp_path: Path) -> None:
+    """Counts that are infinite, maps whose keys are no words, numbers under the record's own names."""
+    run = goes(tmp_path, Settings("async"))
+    run.start()
+    run.work(0, model(), gradient, 0.01, [])
+    _until(lambda: run.scheduler.assignment.setup is not None)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    lines = [Line(context, Voice(KEYS, name), run.scheduler.listener.address, Limits(1 << 20)) for name in STRANGERS]
+    sound = {"loss": 1.0, "correct": 1, "samples": 1, "lr": 0.1, "phases": [], "memory_bytes": 0, "sent_bytes": 0}
+    before = run.scheduler.listener.messages
+    for line, name in zip(lines, STRANGERS, strict=True):
+        info = {"fingerprint": run.scheduler.assignment.setup["fingerprint"], "held": [], "index": 7}
+        line.send(Kind.JOIN, {"role": name[:-1], "address": "", "info": info})
+        for strange in (float("inf"), float("nan"), 2**63, -1, "x", [{}], {b"x": 1}, {"x": {1: 2}}):
+            for field in (*sound, "density", "entropy_coded", "resources", "late", "held", "waited_s", "name", "kind"):
+                line.send(Kind.DONE, {"task": 2**40, "info": {**sound, field: strange}})
+                line.send(Kind.BEAT, {"info": {field: strange}})
+    _until(lambda: run.scheduler.listener.messages > before + 200)
+    for line in lines:
+        line.send(Kind.LEAVE, {})
+    run.stop()
+    assert done_tasks(tmp_path) == Counter(range(STEPS))
+    for line in lines:
+        line.close()
+    context.term()
 
 
 @pytest.mark.parametrize("secret", [b"x" * 32, None], ids=["other secret", "no encryption"])

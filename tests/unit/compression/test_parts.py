@@ -130,6 +130,35 @@ def test_huffman_is_skipped_where_it_does_not_pay() -> None:
     assert state.numbers["sent_bytes"] < 0.95 * state.numbers["plain_bytes"]
 
 
+@pytest.mark.parametrize(("seconds", "pays"), [(10.0, True), (1e-6, False)], ids=["slow link", "fast link"])
+def test_huffman_counts_its_own_seconds(seconds: float, pays: bool) -> None:
+    codec = build("qsgd+huffman")
+    x = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    state = codec.init_state("w", x)
+    first = codec.compress(x, state)  # nothing is known yet
+    codec.extract(first)
+    codec.relay().transferred(first.n_bytes, seconds)  # what the way back measures counts for both
+    later = codec.compress(x, state)
+    assert (later.n_bytes < 1.05 * first.n_bytes) == pays
+    assert (state.numbers["planes_slow"] == 0) == pays
+    assert state.numbers["coding_s"] > 0
+    assert state.numbers["bytes_per_s"] == pytest.approx(first.n_bytes / seconds)
+
+
+def test_huffman_is_measured_again_now_and_then() -> None:
+    codec = build("qsgd+huffman")
+    x = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    state = codec.init_state("w", x)
+    codec.compress(x, state)
+    codec.transferred(100_000, 1e-6)
+    coded = []
+    for _ in range(128):
+        before = state.numbers["planes_coded"]
+        codec.compress(x, state)
+        coded.append(state.numbers["planes_coded"] > before)
+    assert sum(coded) == 2
+
+
 def test_messages_keep_alignment_and_order() -> None:
     tensors = [torch.arange(3, dtype=torch.uint8), torch.arange(5.0), torch.empty(0, dtype=torch.int64)]
     layout = tuple((t.dtype, t.numel()) for t in tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 
 from echelon.compression.feedback import ErrorFeedback
 from echelon.compression.huffman import Huffman
-from echelon.compression.registry import build, names, place_momentum
+from echelon.compression.registry import build, codec_class, names, place_momentum
 from echelon.core.errors import UserError
 
 
@@ -18,6 +19,14 @@ def test_every_file_is_a_codec() -> None:
     for name in names():
         codec = build({"topk": "topk(0.1)", "randomk": "randomk(0.1)", "threshold": "threshold(0.1)"}.get(name, name))
         assert codec.name == name
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_codec_says_its_bits_its_bias_and_its_paper(name: str) -> None:
+    words = codec_class(name).__doc__ or ""
+    assert re.search(r"(?i)\bbits\b", words)
+    assert re.search(r"(?i)\b(un)?biased\b", words)
+    assert name == "none" or re.search(r"Papers?: ", words)
 
 
 def test_naming_codecs_does_not_import_torch() -> None:

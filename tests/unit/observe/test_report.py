@@ -60,6 +60,22 @@ def test_whether_entropy_coding_paid_is_said(tmp_path: Path, sent: int, coded: i
     assert said in rewrite(tmp_path, lines)[1]
 
 
+@pytest.mark.parametrize(
+    ("rate", "spared_s", "said"),
+    [(0.0, 0.0, "no link's rate was measured here"), (1.25e6, 3.0, "at 10 Mbit/s"), (1.25e9, 0.1, "it did not pay")],
+)
+def test_what_entropy_coding_took_is_set_against_what_it_spared(
+    tmp_path: Path, rate: float, spared_s: float, said: str
+) -> None:
+    counts = {"plain_bytes": 4_000_000, "sent_bytes": 3_000_000, "planes_coded": 4, "planes_plain": 0}
+    times = {"coding_s": 0.5, "spared_s": spared_s, "bytes_per_s": rate, "planes_slow": 0}
+    lines = tell(SHORT)
+    lines.insert(-1, {"kind": "entropy_coding", "t": lines[-1]["t"], "step": 200, **counts, **times})
+    words = rewrite(tmp_path, lines)[1]
+    assert said in words
+    assert ("it pays below 16 Mbit/s" in words) == (rate == 0)
+
+
 def test_input_bound_run_is_told_the_share_and_the_gain(tmp_path: Path) -> None:
     ranks = ((0.050, 0.015, 0.020, 0.010, 0.003, 0.002),) * 2
     summary, words = report(tmp_path, phases_s=ranks)

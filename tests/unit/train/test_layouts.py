@@ -57,3 +57,19 @@ def test_plans_and_cuts_are_read() -> None:
     assert read_tensor_plan("blocks.*.fc1=column, fc2 = row") == {"blocks.*.fc1": "column", "fc2": "row"}
     assert read_cuts("blocks.4, blocks.8") == ("blocks.4", "blocks.8")
     assert read_cuts("") == () and read_tensor_plan(" ") == {}
+
+
+@pytest.mark.parametrize(
+    ("sync", "words"),
+    [
+        ("ps(mode=async, servers=0)", "--sync.*servers=0: it must be between"),
+        ("ps(servers=two)", "--sync.*servers must be a whole number"),
+        ("ps(mod=async)", "--sync.*did you mean mode"),
+        ("ps(mode=asink)", "--sync.*did you mean async"),
+        ("ps(mode=sync, backup=2)", "--sync.*with 2 workers at most 1"),
+        ("ps(momentum_correction=true)", "no momentum on the servers"),
+    ],
+)
+def test_a_refused_setting_of_a_server_is_named(sync: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check_strategies(build(None, {"strategy.sync": sync, "optimizer.name": "adamw"}).config, 2)

@@ -14,7 +14,10 @@ from echelon.compression.casts import Cast
 class Bf16(Cast):
     """Every element as bfloat16 (7 bits of fraction, the range of float32), rounded to nearest even.
 
-    16 bits per element. Linear: sums are reduced in bfloat16. No error feedback: the error is that of one rounding.
+    16 bits per element. Linear: sums are reduced in bfloat16. Biased as any rounding to nearest is, by at most 2^-8 of
+    an element: no error feedback.
+
+    Paper: Kalamkar et al. 2019, "A Study of BFLOAT16 for Deep Learning Training", arXiv:1905.12322.
     """
 
     name: ClassVar[str] = "bf16"

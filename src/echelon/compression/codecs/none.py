@@ -16,7 +16,7 @@ from echelon.compression.wire import Layout
 class Uncompressed(Codec):
     """Every element as float32 (float64 tensors are rounded to it outside `reduce_rounds`); 32 bits per element.
 
-    Linear. NaN and infinity pass, as without a codec.
+    Linear, unbiased. NaN and infinity pass, as without a codec.
     """
 
     name: ClassVar[str] = "none"

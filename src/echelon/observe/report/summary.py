@@ -150,17 +150,37 @@ def rank_host(record: RunRecord, rank: int) -> str:
 
 
 def _entropy_notes(record: RunRecord) -> list[str]:
-    """Say whether entropy coding paid, by the last count of rank 0."""
+    """Say whether entropy coding paid, by the last count: rank 0's, or all workers' of a parameter server."""
     if not record.of_kind("entropy_coding"):
         return []
     last = record.of_kind("entropy_coding")[-1]
-    plain, sent, coded, left = (
-        last.number(key) or 0.0 for key in ("plain_bytes", "sent_bytes", "planes_coded", "planes_plain")
+    plain, sent, coded, left, slow = (
+        last.number(key) or 0.0 for key in ("plain_bytes", "sent_bytes", "planes_coded", "planes_plain", "planes_slow")
     )
+    whose = "the workers'" if record.of_kind("server") else "rank 0's"
     if not coded or sent >= plain:
         return ["Huffman coding did not pay: it shortened nothing, leave it out."]
-    share = f"{coded:.0f} of {coded + left:.0f} streams of symbols; the others were as short plain" if left else "all"
-    return [f"Huffman coding made rank 0's encoded messages {1 - sent / plain:.1%} smaller (it coded {share})."]
+    others = "as short plain" if not slow else f"as short plain, or sooner sent than coded ({slow:.0f})"
+    share = f"{coded:.0f} of {coded + left:.0f} streams of symbols; the others were {others}" if left else "all"
+    saved = f"Huffman coding made {whose} encoded messages {1 - sent / plain:.1%} smaller (it coded {share})."
+    return [saved, *_entropy_seconds(last, plain - sent)]
+
+
+def _entropy_seconds(last: Mark, saved_bytes: float) -> list[str]:
+    """Say what entropy coding took and spared; without a link's rate, below which rate it pays."""
+    coding_s, spared_s, rate = (last.number(key) or 0.0 for key in ("coding_s", "spared_s", "bytes_per_s"))
+    if not coding_s:
+        return []
+    took = f"Encoding and decoding took {coding_s:.2g} s"
+    if not rate:
+        limit = _mbit_per_s(saved_bytes / coding_s)
+        return [f"{took}; no link's rate was measured here, so all was coded that got shorter: it pays below {limit}."]
+    verdict = "it paid" if spared_s > coding_s else "it did not pay, leave it out"
+    return [f"{took} and spared {spared_s:.2g} s at {_mbit_per_s(rate)} between ranks, as measured: {verdict}."]
+
+
+def _mbit_per_s(bytes_per_s: float) -> str:
+    return f"{8e-6 * bytes_per_s:.3g} Mbit/s"
 
 
 def _events(record: RunRecord, name: str) -> list[Mark]:

@@ -184,7 +184,7 @@ class Averaging:
         """Only synchronous steps communicate in backward."""
         return self._first.reduce_times() if self._first else None
 
-    def entropy_coded(self) -> Mapping[str, int]:
+    def entropy_coded(self) -> Mapping[str, float]:
         """Return what entropy coding did on this rank; synchronous steps at the start are not counted."""
         return memory.entropy_coded(held for fragment in self._fragments for held in fragment.held())
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from echelon.sync.server.scheduler import Scheduler
 
 REPORT_S = 2.0
+_OWN = ("t", "kind", "name", "step")
 
 
 class Bookkeeping:
@@ -24,6 +25,7 @@ class Bookkeeping:
         self._scheduler = scheduler
         self._tally = Tally()
         self._late = 0
+        self._coded: dict[str, dict[str, float]] = {}
         self._report_s = 0.0
         self._started = False
 
@@ -38,6 +40,8 @@ class Bookkeeping:
         """Add a finished task."""
         self._late += bool(info.get("late"))
         self._tally.add(worker, step, info, counted)
+        if coded := info.get("entropy_coded"):
+            self._coded[worker] = {str(name): float(value) for name, value in dict(coded).items()}
 
     def close_window(self) -> None:
         """Write what is summed, however short: what comes now is no step."""
@@ -74,8 +78,14 @@ class Bookkeeping:
             received_bytes={name: beat.get("received_bytes", 0) for name, beat in beats.items()},
         )  # fmt: skip
 
+        if self._coded:
+            names = sorted({name for coded in self._coded.values() for name in coded})
+            sums = {name: sum(coded.get(name, 0) for coded in self._coded.values()) for name in names}
+            self._scheduler.record.write("entropy_coding", step=step, **sums)
+
     def report_server(self, server: Member) -> None:
         """Write a server's last numbers."""
         assignment = self._scheduler.assignment
         if server.beat and assignment.setup is not None:
-            self._scheduler.record.write("server", name=server.name, step=assignment.steps(), **server.beat)
+            said = {name: value for name, value in server.beat.items() if name not in _OWN}
+            self._scheduler.record.write("server", name=server.name, step=assignment.steps(), **said)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon.compression.base import State
 from echelon.sync.server.blob import as_frame, pack_state, unpack_state
 from echelon.sync.server.coding import upward
 from echelon.sync.server.conversation import Conversation
@@ -107,10 +108,13 @@ class Client:
             RunOver: the run ended without this worker's task (backup workers, a stop).
         """
         slot = self.talk.slots[key.index]
-        if not self.talk.is_there(slot, version):
+
+        def there() -> bool:
+            return self.talk.is_there(slot, version)
+
+        if not there():
             began = time.perf_counter()
             self.talk.do(lambda: self.talk.want(key, version))
-            there = lambda: self.talk.is_there(slot, version)  # noqa: E731
             self.talk.wait_until(lambda: there() or bool(self.talk.status), f"key {key.index}")
             if not there():
                 raise RunOver(self.talk.status)
@@ -180,6 +184,15 @@ class Client:
     def sent_bytes(self) -> int:
         """Return the bytes that this worker has sent."""
         return self.talk.voice.traffic.sent_bytes
+
+    def sent_states(self) -> list[tuple[State, int]]:
+        """Return the codec's states of what is pushed, each with its number of elements."""
+        talk = self.talk
+        found: list[tuple[State, int]] = []
+        for key in talk.table.keys if talk.table and talk.up.codec else ():
+            sizes = [stop - start for start, stop, _ in talk.up.pieces(key)]
+            found += zip(talk.states[key.index], sizes, strict=True)
+        return found
 
     def close(self) -> None:
         """Leave, and end the thread."""

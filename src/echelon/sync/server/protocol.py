@@ -112,6 +112,8 @@ SCHEMAS: dict[Kind, Schema] = {
 
 _KINDS = {int(kind): kind for kind in Kind}
 _NUMBERS: dict[str, type[Any]] = {"session": int, "sequence": int}
+UNSOUND = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What the use of fields raises that have their schema's types and still make no sense, such as an infinite count."""
 
 
 class Malformed(ValueError):
@@ -188,8 +190,18 @@ def _check_fields(body: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
         if wanted is int:
             if not 0 <= value < _MAX_INT:
                 raise Malformed("range")
-        elif wanted is float and not math.isfinite(value):
-            raise Malformed("range")
+        elif wanted is float:
+            if not math.isfinite(value):
+                raise Malformed("range")
+        elif wanted in (dict, list) and not _has_names(value):
+            raise Malformed("type")
+
+
+def _has_names(value: Any) -> bool:
+    """Whether all keys of nested maps are words, as records and journals can hold them."""
+    if isinstance(value, dict):
+        return all(type(name) is str and _has_names(inner) for name, inner in value.items())
+    return not isinstance(value, list) or all(map(_has_names, value))
 
 
 def pull_behind(push: Mapping[str, Any], aggregates: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import zmq
 
 from echelon.sync.server.blob import pack_state, unpack_state
 from echelon.sync.server.endpoint import Line
-from echelon.sync.server.protocol import Kind, Malformed, Message
+from echelon.sync.server.protocol import UNSOUND, Kind, Malformed, Message
 
 if TYPE_CHECKING:
     from echelon.sync.server.server import Server
@@ -138,7 +138,7 @@ class Replication:
                     self._tell_done(message.body["number"])
                 case _:
                     raise Malformed("unexpected")
-        except (KeyError, TypeError, ValueError, msgpack.UnpackException) as error:
+        except (*UNSOUND, msgpack.UnpackException) as error:
             if isinstance(error, Malformed):
                 raise
             raise Malformed("content") from error

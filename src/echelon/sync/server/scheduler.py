@@ -13,7 +13,7 @@ from echelon.sync.server.bookkeeping import Bookkeeping
 from echelon.sync.server.endpoint import Listener, Voice
 from echelon.sync.server.journal import Journal
 from echelon.sync.server.members import Member
-from echelon.sync.server.protocol import Kind, Malformed, Message
+from echelon.sync.server.protocol import UNSOUND, Kind, Malformed, Message
 from echelon.sync.server.reviewing import Reviewing
 from echelon.sync.server.roster import Roster
 from echelon.sync.server.scheduling import SETUP_TASK, Callbacks, Plan, SchedulerConfig
@@ -105,13 +105,13 @@ class Scheduler:
             return
         try:
             self._dispatch(member, message.kind, message.body, now_s)
-        except (KeyError, TypeError, ValueError) as error:
+        except UNSOUND as error:
             raise Malformed("content") from error
 
     def _join(self, peer: bytes, message: Message, now_s: float) -> None:
         try:
             self.roster.join(peer, message, now_s)
-        except (KeyError, TypeError, ValueError) as error:
+        except UNSOUND as error:
             self.roster.members.remove(message.sender)
             raise Malformed("content") from error
 

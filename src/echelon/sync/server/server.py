@@ -15,7 +15,7 @@ from echelon.sync.server.coding import References, downward, upward
 from echelon.sync.server.endpoint import Line, Listener, Voice
 from echelon.sync.server.giving import BUFFERS_KEY, Giving
 from echelon.sync.server.keystore import Fate, KeyStore, Push
-from echelon.sync.server.protocol import Kind, Malformed, Message, pull_behind
+from echelon.sync.server.protocol import UNSOUND, Kind, Malformed, Message, pull_behind
 from echelon.sync.server.replication import Replication
 from echelon.sync.server.serving import Load, ServerConfig
 from echelon.sync.server.snapshots import Snapshots
@@ -174,7 +174,7 @@ class Server:
             raise Malformed("unexpected")
         try:
             handler(peer, message)
-        except (ValueError, KeyError, TypeError) as error:
+        except UNSOUND as error:
             if isinstance(error, Malformed):
                 raise
             raise Malformed("content") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from echelon.observe.live.resources import NAMES
@@ -16,7 +17,8 @@ WINDOW_S = 0.5
 class WindowSums:
     """What all workers did since the last window; `phases` has one row per worker, in seconds.
 
-    So has `resources`; a row is empty where a worker sampled nothing new.
+    So has `resources`; a row is empty where a worker sampled nothing new. `density`: share of elements that the
+    workers' last pushes carried, their mean; None without a sparse codec.
     """
 
     epoch: int
@@ -29,6 +31,7 @@ class WindowSums:
     phases: list[list[float]]
     memory_bytes: list[int]
     wire_bytes: int
+    density: float | None
     resources: list[list[float]]
 
 
@@ -43,6 +46,7 @@ class Tally:
     phases: dict[str, list[float]] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
     sent_bytes: int = 0
+    density: dict[str, float] = field(default_factory=dict)
     resources: dict[str, list[float]] = field(default_factory=dict)
     began_s: float = field(default_factory=time.monotonic)
 
@@ -58,6 +62,8 @@ class Tally:
             row[i] += float(seconds)
         self.memory[worker] = int(info["memory_bytes"])
         self.sent_bytes += int(info["sent_bytes"])
+        if (share := info.get("density")) is not None:
+            self.density[worker] = float(share)
         if own := info.get("resources"):
             self.resources[worker] = [float(v) for v in own[: len(NAMES)]]
 
@@ -71,7 +77,8 @@ class Tally:
         sums = WindowSums(
             epoch, step, [self.losses[s] for s in sorted(self.losses)], self.correct, self.samples,
             time.monotonic() - self.began_s, self.lr, [self.phases.get(w, zeros) for w in workers],
-            [self.memory.get(w, 0) for w in workers], self.sent_bytes, [self.resources.get(w, []) for w in workers],
+            [self.memory.get(w, 0) for w in workers], self.sent_bytes,
+            fmean(self.density.values()) if self.density else None, [self.resources.get(w, []) for w in workers],
         )  # fmt: skip
         self.__init__()  # type: ignore[misc]
         return sums

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -71,6 +72,50 @@ def test_factors() -> None:
     assert staleness.corrected_momentum(0.9, 1) == pytest.approx(0.9)
     assert staleness.corrected_momentum(0.9, 4) == pytest.approx(0.6)
     assert staleness.corrected_momentum(0.9, 100) == 0.0
+
+
+def test_a_stale_gradient_moves_the_parameters_by_less() -> None:
+    """Divided by its staleness, in versions since its worker's pull; at staleness 0 and 1 not at all."""
+    one = store(Settings(by_staleness=True))
+    gradient = torch.ones(4, dtype=torch.float64)
+    one.note_pull("slow")
+    moved = []
+    for task, worker in enumerate(["a", "a", "a", "slow"]):
+        if worker == "a":
+            one.note_pull("a")
+        before = one.value.clone()
+        came = push(worker, task, gradient, base=0 if worker == "slow" else one.version)
+        one.take(replace(came, scale=one.scale_of(came)))
+        moved.append(float((before - one.value).mean()) / LR)
+    assert moved == pytest.approx([1, 1, 1, 1 / 3])
+
+
+def test_an_old_gradient_weighs_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, now_s = store(Settings(decay_s=2.0)), [5.0]
+    monkeypatch.setattr("echelon.sync.server.keystore.time.monotonic", lambda: now_s[0])
+    one.note_pull("a")
+    now_s[0] = 8.0
+    before = one.value.clone()
+    came = push("a", 0, torch.ones(4, dtype=torch.float64))
+    one.take(replace(came, scale=one.scale_of(came)))
+    assert (before - one.value).numpy() == pytest.approx(LR * math.exp(-1.5))
+
+
+def test_momentum_is_lowered_by_what_asynchrony_adds() -> None:
+    key = Key(0, 0, 4, 0, (Part(0, 4, (4,), True, "w"),))
+
+    def moved(workers: int, corrected: bool) -> float:
+        settings = Settings(momentum_correction=corrected)
+        value = torch.zeros(4, dtype=torch.float64)
+        one = KeyStore(key, value, settings, lambda tensors, decay: torch.optim.SGD(tensors, lr=LR, momentum=0.9))
+        one.set_workers(workers)
+        for task in range(2):
+            one.take(push("a", task, torch.ones(4, dtype=torch.float64)))
+        return -float(one.value.mean()) / LR
+
+    assert moved(4, corrected=False) == pytest.approx(1 + 1.9)
+    assert moved(4, corrected=True) == pytest.approx(1 + 1.6)
+    assert moved(1, corrected=True) == pytest.approx(1 + 1.9)
 
 
 def test_each_task_counts_once() -> None:
