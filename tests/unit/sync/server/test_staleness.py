@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,7 +84,7 @@ def test_a_stale_gradient_moves_the_parameters_by_less() -> None:
             one.note_pull("a")
         before = one.value.clone()
         came = push(worker, task, gradient, base=0 if worker == "slow" else one.version)
-        one.take(replace(came, scale=one.scale_of(came)))
+        one.take(came._replace(scale=one.scale_of(came)))
         moved.append(float((before - one.value).mean()) / LR)
     assert moved == pytest.approx([1, 1, 1, 1 / 3])
 
@@ -97,7 +96,7 @@ def test_an_old_gradient_weighs_less(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s[0] = 8.0
     before = one.value.clone()
     came = push("a", 0, torch.ones(4, dtype=torch.float64))
-    one.take(replace(came, scale=one.scale_of(came)))
+    one.take(came._replace(scale=one.scale_of(came)))
     assert (before - one.value).numpy() == pytest.approx(LR * math.exp(-1.5))
 
 
