@@ -24,7 +24,7 @@ from echelon.parallel.pipeline.receive import moved_ahead
 from echelon.parallel.pipeline.settings import SCHEDULES, microbatch_count, stage_count
 from echelon.parallel.pipeline.shapes import Skeleton
 from echelon.parallel.pipeline.stage import make_stage
-from echelon.parallel.pipeline.timeline import Action, idle_share
+from echelon.parallel.pipeline.timeline import Action, Recorder, idle_share
 
 IMAGES = ModelInput(10, 3, 32)
 CPU = torch.device("cpu")
@@ -135,6 +135,14 @@ def test_a_batch_is_filled_up_and_targets_are_not() -> None:
     empty = cut_batch(torch.zeros(0, 3), torch.zeros(0), 2)
     assert [tuple(part.shape) for part in empty.inputs] == [(1, 3), (1, 3)]
     assert [dividing_count(n, 4, None, CPU) for n in (8, 6, 5, 3, 1, 0)] == [4, 3, 1, 3, 1, 1]
+
+
+def test_a_computation_that_fails_is_over_too() -> None:
+    recorder, told = Recorder(CPU), []
+    recorder.on_change = told.append
+    with pytest.raises(ZeroDivisionError), recorder.action(0, 0, "backward"):
+        raise ZeroDivisionError
+    assert told == ["backward", None]
 
 
 def test_idle_share_of_a_timeline() -> None:
