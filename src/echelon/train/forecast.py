@@ -59,6 +59,11 @@ class Memory:
     activations: int
     peak: int
 
+    @property
+    def checkpoint(self) -> int:
+        """Most bytes of the copy that a rank writes as its part of a checkpoint, while steps go on."""
+        return self.parameters + self.buffers + self.averages + self.optimizer
+
 
 @dataclass(frozen=True)
 class Forecast:

@@ -38,6 +38,7 @@ def test_one_process_has_what_its_tensors_take() -> None:
         bytes_ = sum(p.nbytes for p in SmallViT(ModelInput(10, 3, 32), SIZE).parameters())
     assert found.parameters == found.gradients == bytes_
     assert found.optimizer == pytest.approx(2 * bytes_, rel=0.01)
+    assert found.checkpoint == pytest.approx(3 * bytes_, rel=0.01)
     assert found.peak <= found.parameters + found.gradients + found.optimizer + found.buffers + found.activations
     # A token's vectors: 2 norms, 3 of qkv, attention, 2 sums, 8 of the hidden layer before and after GELU.
     kept = 16 * 64 * 128 * 4 * SIZE.depth * 16
