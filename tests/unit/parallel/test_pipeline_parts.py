@@ -210,6 +210,10 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: microbatch_count(PipelineSettings("gpipe", 8, samples=5), 2, 2),
         "a batch has 5 samples on each rank",
     ),
+    "micro-batches that do not divide the batch": (
+        lambda: microbatch_count(PipelineSettings("1f1b", 5, samples=32), 2, 2),
+        "5 micro-batches do not divide the 32 samples .* use microbatches=4, or a --batch-size that they divide",
+    ),
     "micro-batches that interleaving cannot group": (
         lambda: microbatch_count(PipelineSettings("interleaved", 5), 2, 4),
         "use a multiple of 2, such as 4",
