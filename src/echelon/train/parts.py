@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.config import RunConfig
@@ -89,7 +90,7 @@ def build_parts(config: RunConfig, work: Work, world: World, clock: PhaseClock) 
     optimizer = build_optimizer(held, config.optimizer, config.data.batch_size)
     if split and split.pieces.divided:
         split.pieces.divided.keep_own(optimizer)
-    scaler = build_scaler(config.training.precision, world.device, world.placed.model_group if world.placed else None)
+    scaler = build_scaler(config.training.precision, world.device, _overflows_together(world))
     built = _Built(config, world, clock, held, optimizer, scaler)
     ema = EMA(held, config.training.ema) if config.training.ema else None
     if split and not split.pieces.divided:
@@ -152,6 +153,13 @@ def _is_split(world: World) -> bool:
 
 def _is_divided(world: World) -> bool:
     return world.placed is not None and world.placed.layout.zero1 and world.placed.replica_group is not None
+
+
+def _overflows_together(world: World) -> dist.ProcessGroup | None:
+    """Return the ranks that step on parts of one update: a replica's, or all that divide the optimizer."""
+    if world.placed is None:
+        return None
+    return world.placed.replica_group if _is_divided(world) else world.placed.model_group
 
 
 def _divided(model: nn.Module, world: World) -> SplitModel:
