@@ -60,6 +60,12 @@ def test_layouts_divide_what_they_divide() -> None:
     assert all(each.peak < alone.peak for each in (sharded, divided, tensor, first, last))
 
 
+def test_a_plan_of_the_runs_own_is_rehearsed_without_values() -> None:
+    (whole,) = predict("tp=2", 2)
+    (more,) = predict("tp=2", 2, strategy__tensor_plan="blocks.*.mlp.fc1=replicate,blocks.*.mlp.fc2=replicate")
+    assert more.parameters > whole.parameters
+
+
 def test_recomputing_keeps_less_and_averages_take_as_much_as_the_weights() -> None:
     (alone,), (again,) = predict("dp=1", 1), predict("dp=1", 1, training__recompute="blocks")
     assert again.activations < alone.activations / 2
