@@ -104,7 +104,7 @@ def test_a_tp_that_does_not_divide_names_the_module(model: str, tp: int, words: 
 def test_batchnorm_without_a_plan_is_refused() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
     said = refusal(model)
-    assert "BatchNorm (1) and no tensor plan" in said and "--tensor-plan" in said
+    assert "BatchNorm (1) and no tensor plan" in said and "layer.bn1=channels,layer.conv2=channels_in" in said
     own = {"0": "channels_out", "1": "channels", "3": "channels_in"}
     assert names(plan(model, overrides=own)) == own
 

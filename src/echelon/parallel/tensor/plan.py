@@ -109,8 +109,8 @@ def _declared(
     normed = next((name for name, module in model.named_modules() if isinstance(module, _BatchNorm)), None)
     if normed is not None:
         raise UserError(
-            f"tp={tp}: {kind} has BatchNorm ({normed}) and no tensor plan: {HOW.replace('blocks.*.fc', 'layer.conv')}; "
-            "a BatchNorm between split convolutions has the style channels"
+            f"tp={tp}: {kind} has BatchNorm ({normed}) and no tensor plan: write --tensor-plan with patterns of module "
+            "names and their styles, such as layer.conv1=channels_out,layer.bn1=channels,layer.conv2=channels_in"
         )
     return find_plan(model, tp), True
 
