@@ -7,7 +7,9 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,11 @@ class Gate:
         self._pipe, self._steps, self._count = pipe, steps, 0
         self._began = (0.0, 0.0)
 
+    @property
+    def open(self) -> bool:
+        """Whether the next step is let through at once."""
+        return self._count % self._steps != 0
+
     def __call__(self) -> bool:
         """Call before each step; False once the benchmark is over."""
         if self._count % self._steps == 0:
@@ -51,7 +58,7 @@ class Contender:
     ranks: int = WORLD
 
 
-def gated(batches: Callable[[], Iterator[Any]], gate: Gate) -> Iterator[Any]:
+def gated(batches: Callable[[], Iterator[Any]], gate: Callable[[], bool]) -> Iterator[Any]:
     """Repeat epochs of batches for as long as the gate lets through."""
     while True:
         for batch in batches():
@@ -106,18 +113,36 @@ class _GatedLoader:
     def __init__(self, loader: Any, gate: Gate) -> None:
         self._loader, self._gate = loader, gate
         self.batches_per_epoch = 10**9
+        self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Any]:
-        yield from gated(lambda: self._loader.epoch(epoch, 0), self._gate)
+        yield from gated(lambda: self._loader.epoch(epoch, 0), self._passed)
         raise EOFError
+
+    def _passed(self) -> bool:
+        if self._gate.open:
+            return self._gate()
+        with self.waiting():
+            return self._gate()
 
 
 def fit(run: Any, cursor: Any) -> None:
-    """Train as a run does: with phases, record, curves and progress."""
-    from echelon.train.loop import fit as fit_run
-    from echelon.train.stop import StopFlag
+    """Train as a run does: with phases, record, curves and progress.
 
-    fit_run(run, cursor, StopFlag())
+    Waiting for the others' turns is a pause: it would count as steps, and make windows of fewer of them, so that the
+    run would add up over the ranks, write and show several times as often as it does.
+    """
+    from echelon.observe.garbage import GarbageClock
+    from echelon.train.loop import fit_in
+    from echelon.train.step_watch import RECORDING
+    from echelon.train.stop import StopFlag
+    from echelon.train.window import Window
+
+    with GarbageClock() as garbage:
+        window = Window(run.world, run.clock, garbage)
+        if isinstance(run.train_loader, _GatedLoader):
+            run.train_loader.waiting = partial(window.pause, RECORDING)
+        fit_in(run, cursor, StopFlag(), window)
 
 
 def take_turns(contenders: Mapping[str, Contender], windows: int, steps: int) -> dict[str, Windows]:

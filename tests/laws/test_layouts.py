@@ -42,7 +42,7 @@ MORE = {
         Trial("resnet", "fsdp=2", BATCHNORM),
         Trial("gpt", "tp=2", AVERAGED),
         Trial("vit", "pp=2,microbatches=2", CLIPPED),
-        Trial("untied_gpt", "pp=2,schedule=gpipe,microbatches=3", AVERAGED),
+        Trial("untied_gpt", "pp=2,schedule=gpipe,microbatches=4", AVERAGED),
         Trial("resnet", "pp=2,microbatches=1", BATCHNORM),
         Trial("gpt", "fsdp=2", {"training.recompute": "selective"}),
         Trial("resnet", "dp=2", {"training.recompute": "blocks", **BATCHNORM}),

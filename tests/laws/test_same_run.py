@@ -1,17 +1,19 @@
 """Law 2, same run: with a fixed seed the loss of each step does not depend on the number of workers.
 
-The tolerance: worlds add up the same float32 numbers in different orders, an error of about 1e-7 of the gradient in
-each step, which training then amplifies (max-pooling and ReLU switch): with a learning rate as small as here less than
-a thousandfold in 100 steps.
+The models are float64. Worlds add up the same numbers in different orders; in float32 that is an error of 1e-7 of the
+gradient in each step, which now and then changes the sign of a ReLU's input or the place of a maximum: from there
+losses part visibly although nothing is wrong.
 """
 
 from __future__ import annotations
 
+import shutil
 import tarfile
 from pathlib import Path
 
 import pytest
 
+from tests.ranks import own_parts
 from tests.ranks.run_many import REPOSITORY, run_many
 from tests.ranks.runs import losses_of
 
@@ -19,8 +21,11 @@ ARCHIVE = REPOSITORY.parent / "shared" / "data" / "cifar10-imagefolder.tar.gz"
 PER_CLASS = {"train": 100, "test": 10}
 EXTRA = "cifar10/train/truck/0100.jpg", "cifar10/train/truck/0101.jpg"  # 1,002 images: the last batch of 40 has two
 STEPS = 104
-pytestmark = pytest.mark.timeout(400)
-TOLERANCE = 2e-4
+pytestmark = pytest.mark.timeout(900)
+TOLERANCE = 1e-9
+# float64 takes four times as long; a quarter of the pixels makes up for it.
+RESNET = ("--model", "own_parts:resnet20_64", "--sync-batchnorm", "--image-size", "16")
+DEADLINE_S = 850.0  # for a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +57,8 @@ def _losses(folder: Path, cifar: Path, settings: list[str], variants: list[list[
     commands = [
         ["train", cifar, *common, *settings, *variant, "--run", folder / str(i)] for i, variant in enumerate(variants)
     ]
-    results = run_many(folder, commands)
+    shutil.copy(own_parts.__file__, folder)
+    results = run_many(folder, commands, DEADLINE_S)
     assert [r.code for r in results] == [0] * len(variants), results
     return [losses_of(folder / str(i)) for i in range(len(variants))]
 
@@ -71,17 +77,16 @@ def _check(runs: list[dict[int, float]], steps: int) -> None:
 @pytest.mark.slow
 def test_losses_of_1_2_and_4_workers_agree_for_100_steps(tmp_path: Path, cifar: Path) -> None:
     variants = [*_worlds(1, 2, 4), ["--workers", "2", "--accumulate", "3"]]
-    _check(_losses(tmp_path, cifar, ["--model", "bench_cnn", "--epochs", "4"], variants), STEPS)
+    _check(_losses(tmp_path, cifar, ["--model", "own_parts:bench_cnn64", "--epochs", "4"], variants), STEPS)
 
 
 @pytest.mark.slow
 def test_with_synchronised_batchnorm_they_agree_too(tmp_path: Path, cifar: Path) -> None:
-    settings = ["--model", "resnet20", "--sync-batchnorm", "--epochs", "1"]
+    settings = [*RESNET, "--epochs", "1"]
     _check(_losses(tmp_path, cifar, settings, _worlds(1, 2, 4)), 26)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_with_synchronised_batchnorm_they_agree_for_100_steps(tmp_path: Path, cifar: Path) -> None:
-    settings = ["--model", "resnet20", "--sync-batchnorm", "--epochs", "4"]
+    settings = [*RESNET, "--epochs", "4"]
     _check(_losses(tmp_path, cifar, settings, _worlds(1, 2, 4)), STEPS)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from echelon.models.base import ModelInput
+from echelon.models.builtin import bench_cnn, resnet20
 from echelon.models.builtin.small_cnn import SmallCNN
 
 
@@ -36,8 +37,31 @@ class Net(nn.Module):
         return logits
 
 
+class InFloat64(nn.Module):
+    """A model of images in float64: sums in different orders differ by 1e-16, which does not grow into sight."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model.double()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits (N, classes)."""
+        logits: Tensor = self.model(images.double())
+        return logits
+
+
+def bench_cnn64(data: ModelInput) -> nn.Module:
+    """Build `bench_cnn` in float64."""
+    return InFloat64(bench_cnn.build(data))
+
+
+def resnet20_64(data: ModelInput) -> nn.Module:
+    """Build `resnet20` in float64."""
+    return InFloat64(resnet20.build(data))
+
+
 class SmallCNN64(SmallCNN):
-    """`small_cnn` in float64: sums in different orders differ by 1e-16, which does not grow into sight."""
+    """`small_cnn` in float64, under its own names."""
 
     def __init__(self, data: ModelInput) -> None:
         super().__init__(data)

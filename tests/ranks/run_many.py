@@ -44,16 +44,21 @@ def run_many(
     asked, answers = folder / "commands.json", folder / "results.jsonl"
     asked.write_text(json.dumps([list(map(str, command)) for command in commands]))
     answers.unlink(missing_ok=True)
-    paths = os.pathsep.join(map(str, [REPOSITORY / "src", REPOSITORY, folder]))  # this checkout's package first
     with Runs(folder) as runs:
         program = [sys.executable, "-m", "tests.ranks.run_many"]
-        run = runs.start(asked, answers, program=program, environment={"PYTHONPATH": paths})
+        run = runs.start(asked, answers, program=program, environment={"PYTHONPATH": python_path(folder)})
         run.wait_for(lambda: len(_answered(answers)) == len(commands), f"all of {commands}", deadline_s)
         code = run.end(deadline_s)  # an import server that is still importing is waited for
     assert code == 0, run.text()
     if clean:
         assert "Traceback" not in run.text(), run.text()
     return [Result(**each) for each in _answered(answers)]
+
+
+def python_path(*more: Path) -> str:
+    """Return a PYTHONPATH with this checkout's package and tests first, and what the variable has last."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join([*map(str, [REPOSITORY / "src", REPOSITORY, *more]), *filter(None, given)])
 
 
 def _answered(file: Path) -> list[dict[str, Any]]:

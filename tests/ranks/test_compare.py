@@ -12,9 +12,9 @@ import pytest
 from pyarrow import parquet
 
 from echelon.observe.record import read_records
+from tests.ranks.run_many import python_path
 from tests.ranks.runs import Run, Runs
 
-REPOSITORY = Path(__file__).parents[2]
 SMALL = ("--workers", "1", "--threads", "1", "--device", "cpu", "--loaders", "0")
 ONCE, TWICE = "model=tests.ranks.slow_parts:once", "model=tests.ranks.slow_parts:twice"
 
@@ -22,7 +22,7 @@ ONCE, TWICE = "model=tests.ranks.slow_parts:once", "model=tests.ranks.slow_parts
 def compare(runs: Runs, *arguments: str) -> Run:
     """Start `echelon compare ... --run s`."""
     # With the package beside these tests: another copy may be the installed one.
-    environment = {"PYTHONPATH": os.pathsep.join((str(REPOSITORY / "src"), str(REPOSITORY)))}
+    environment = {"PYTHONPATH": python_path()}
     return runs.start("compare", *arguments, "--run", str(runs.root / "s"), folder="s", environment=environment)
 
 

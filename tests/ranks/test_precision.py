@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from echelon.data.base import Batch
 from echelon.models import hints_for
 from echelon.models.base import ModelInput
 from echelon.models.builtin.small_vit import Size, SmallViT
@@ -68,6 +69,29 @@ def test_an_overflow_in_one_piece_skips_the_step_in_all() -> None:
     assert run_ranks(overflow, 2) == [(1.0, 0.5, [2.0**15])] * 2
 
 
+def overflow_in_a_share(rank: Rank) -> tuple[list[bool], float]:
+    """Overflow in a parameter that one rank's part of the optimizer has; returns what moved in each of two steps."""
+    trial = Trial("vit", "dp=2,zero1", {"training.precision": "fp16"})
+    trainer = make_trainer(trial, rank)
+    parameters = list(trainer.parts.model.parameters())
+    inputs, targets = trial.global_batch(0)
+    mine = slice(rank.index * 4, rank.index * 4 + 4)
+    moved = []
+    for step in range(2):
+        before = [p.detach().clone() for p in parameters]
+        trainer.step.forward_backward(Batch(inputs[mine], targets[mine], 8, step), trainer.parts.sync)
+        if step == 0:
+            assert parameters[0].grad is not None
+            parameters[0].grad.fill_(float("inf"))
+        trainer.parts.sync.step()
+        moved.append(any(not torch.equal(p, b) for p, b in zip(parameters, before, strict=True)))
+    return moved, trainer.parts.scaler.get_scale()
+
+
+def test_an_overflow_in_one_share_of_a_divided_optimizer_skips_the_step_in_all() -> None:
+    assert run_ranks(overflow_in_a_share, 2) == [([False, True], 2.0**15)] * 2
+
+
 def piped(rank: Rank) -> dict[str, tuple[list[float], Any]]:
     """Train through a pipeline in each precision; returns losses, and the types between and of the stages."""
     mesh = init_device_mesh("cpu", (rank.world_size,), mesh_dim_names=("pp",))
@@ -117,7 +141,7 @@ LAYOUTS = ("dp=2", "fsdp=2", "tp=2", "pp=2,microbatches=2")
 def test_scaled_losses_change_nothing_in_any_layout() -> None:
     """The scale is a power of two: with a float64 model, which autocast leaves alone, nothing may differ."""
     settings = {"training.precision": "fp16", "optimizer.clip_norm": 0.5, "training.accumulate": 2}
-    check_same_function([Trial("vit", layout, settings) for layout in LAYOUTS], 2, steps=6)
+    check_same_function([Trial("vit", layout, settings) for layout in (*LAYOUTS, "dp=2,zero1")], 2, steps=6)
 
 
 def test_narrow_parameters_in_any_layout() -> None:

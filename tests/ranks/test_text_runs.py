@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.run_many import REPOSITORY
+from tests.ranks.run_many import python_path
 from tests.ranks.runs import Runs
 
 TRAINED = ("bert:tp=2", "bert:fsdp=2", "bert:pp=2,microbatches=2", "gpt2:dp=2", "gpt2:tp=2", "gpt2:fsdp=2")
@@ -20,7 +20,7 @@ def test_text_classifiers_train_in_layouts(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: it is the extra `transformers`")
     program = [sys.executable, "-m", "tests.ranks.own_text", *TRAINED, "gpt2:pp=2"]
     with Runs(tmp_path) as runs:
-        run = runs.start(program=program, environment={"PYTHONPATH": str(REPOSITORY)})
+        run = runs.start(program=program, environment={"PYTHONPATH": python_path()})
         assert run.end(500) == 0, run.text()
         found = [json.loads(line) for line in run.text().splitlines() if line.startswith('["')]
     *trained, refused = found

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.ranks.run_many import REPOSITORY, run_many
+from tests.ranks.run_many import python_path, run_many
 from tests.ranks.runs import Runs, losses_of
 
 pytestmark = pytest.mark.timeout(400)
@@ -64,9 +64,8 @@ def test_under_torchrun_and_from_python_with_own_parts(tmp_path: Path) -> None:
     with Runs(tmp_path) as runs:
         # no --run: torchrun takes it for an option of its own
         run = runs.start("train", "digits", "--epochs", "2", "--device", "cpu", program=torchrun)
-        own = runs.start(
-            program=[sys.executable, "-m", "tests.ranks.own_parts"], environment={"PYTHONPATH": str(REPOSITORY)}
-        )
+        program = [sys.executable, "-m", "tests.ranks.own_parts"]
+        own = runs.start(program=program, environment={"PYTHONPATH": python_path()})
         assert run.end() == 0, run.text()
         (run.folder,) = (tmp_path / "runs").iterdir()
         assert run.summary()["status"] == "completed"

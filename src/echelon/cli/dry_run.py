@@ -76,6 +76,9 @@ def _show_layout(console: Console, config: RunConfig, found: Forecast, ranks: in
             f"predicted memory per rank{of}: {format_bytes(memory.peak)} at its peak ({', '.join(kinds[:-1])})",
             highlight=False,
         )
+    if found.memory:
+        copy = format_bytes(max(memory.checkpoint for memory in found.memory))
+        console.print(f"while a checkpoint is written, its copy of up to {copy} comes on top of it", highlight=False)
     strategy = config.strategy
     if (strategy.sync, strategy.compression) != ("allreduce", "none"):
         console.print("what --sync and --compression keep between steps comes on top of it", highlight=False)

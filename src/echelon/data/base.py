@@ -22,6 +22,8 @@ class DataInfo:
         class_counts: training samples per class.
         mean: per channel, of pixels in [0, 1]; empty where inputs are used as they come.
         std: likewise.
+        shape: of one input that is used as it comes; None: images, `(channels, image_size, image_size)`.
+        dtype: name of the inputs' type in torch.
     """
 
     name: str
@@ -33,6 +35,8 @@ class DataInfo:
     class_counts: tuple[int, ...]
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    shape: tuple[int, ...] | None = None
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
     data, held = _samples(train, labels, is_image), _samples(evaluation, held_labels, is_image)
     mean, std = measure(data, side) if isinstance(data, Images) else ((), ())
     counts = tuple(np.bincount(labels, minlength=len(names)).tolist())
-    info = DataInfo(name, names, channels, side, len(labels), len(held_labels), counts, mean, std)
+    as_it_comes = () if is_image else (tuple(first.shape), str(first.dtype).removeprefix("torch."))
+    info = DataInfo(name, names, channels, side, len(labels), len(held_labels), counts, mean, std, *as_it_comes)
     return Source(data, held, info)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 from torch import nn
@@ -91,12 +90,13 @@ def library_names() -> dict[str, list[str]]:
 
 
 def _arguments(name: str, function: Callable[..., Any], data: ModelInput) -> dict[str, Any]:
-    offered = {"data": data, **asdict(data)}
+    sizes = {"classes": data.classes, "channels": data.channels, "image_size": data.image_size}
+    offered = {"data": data, **sizes}
     parameters = list(inspect.signature(function).parameters.values())
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     taken = {p.name: offered[p.name] for p in named if p.name in offered and p.kind is not p.POSITIONAL_ONLY}
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        taken |= asdict(data)
+        taken |= sizes
     missing = [p.name for p in named if p.default is p.empty and p.name not in taken]
     if missing:
         raise UserError(

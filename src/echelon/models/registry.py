@@ -14,6 +14,7 @@ from echelon.core.errors import UserError, nearest, unknown
 from echelon.models import builtin
 from echelon.models.base import ModelInput
 from echelon.models.external import build_own, build_timm, build_torchvision, library_names
+from echelon.models.logits import give_logits
 from echelon.models.weights import load_weights
 
 OF_TOKENS = ("small_gpt",)  # built from Python alone: its `build` says so
@@ -22,10 +23,10 @@ OF_TOKENS = ("small_gpt",)  # built from Python alone: its `build` says so
 def build_model(config: ModelConfig, data: ModelInput) -> nn.Module:
     """Build `config.name` for the data and load `config.weights` where given.
 
-    Every model is tried once on two blank images, so that one that cannot take them is refused before anything starts.
+    Every model is tried once on two blank inputs, so that one that cannot take them is refused before anything starts.
 
     Raises:
-        UserError: the name is unknown (with the nearest one), the model cannot take such images or does not give one
+        UserError: the name is unknown (with the nearest one), the model cannot take such inputs or does not give one
             logit per class, or the weights do not fit.
     """
     name = auto_name(data) if config.name == "auto" else config.name
@@ -61,7 +62,9 @@ def _build(name: str, data: ModelInput) -> nn.Module:
     if name.startswith("torchvision/"):
         return build_torchvision(name.removeprefix("torchvision/"), data)
     if ":" in name:
-        return build_own(name, data)
+        model = build_own(name, data)
+        give_logits(model)
+        return model
     if name in builtin_names() or name in OF_TOKENS:
         return importlib.import_module(f"{builtin.__name__}.{name}").build(data)
     raise _unknown(name)
@@ -91,14 +94,16 @@ def _try_out(model: nn.Module, name: str, data: ModelInput) -> None:
     was_training = model.training
     model.eval()
     example = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    images = torch.zeros(2, data.channels, data.image_size, data.image_size, device=example.device, dtype=example.dtype)
+    blank = data.blank(2).to(example.device)
+    inputs = blank.to(example.dtype) if data.shape is None else blank
     try:
         with torch.no_grad():
-            logits = model(images)
+            logits = model(inputs)
     except (RuntimeError, ValueError, AssertionError, TypeError, IndexError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"--model {name} cannot take {data.describe()} ({reason}): choose another model or --image-size"
+            f"--model {name} cannot take {data.describe()} ({reason}): choose another model"
+            f"{' or --image-size' if data.shape is None else ''}"
         ) from error
     finally:
         model.train(was_training)

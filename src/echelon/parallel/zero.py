@@ -39,6 +39,7 @@ class DividedUpdate:
         for parameter, owner in zip(listed, divide([p.numel() for p in listed], group.size()), strict=True):
             self._shares[owner].append(parameter)
         self._own = {id(parameter) for parameter in self._shares[group.rank()]}
+        self._others = [parameter for parameter in listed if not self.owns(parameter)]
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this rank's optimizer updates a parameter."""
@@ -50,6 +51,12 @@ class DividedUpdate:
             group["params"] = [parameter for parameter in group["params"] if self.owns(parameter)]
         kept = [group for group in optimizer.param_groups if group["params"]]
         optimizer.param_groups[:] = kept or optimizer.param_groups[:1]
+
+    def scale_others(self, factor: float) -> None:
+        """Multiply the gradients that this rank's optimizer does not have."""
+        gradients = [parameter.grad for parameter in self._others if parameter.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
 
     @torch.no_grad()
     def share(self) -> None:

@@ -19,7 +19,7 @@ from echelon.core.errors import UserError
 from echelon.data import LoaderConfig, Shard, Source, example_inputs, open_data
 from echelon.data.base import DataInfo
 from echelon.data.loader import EvalLoader, TrainLoader, size_note
-from echelon.models import ModelInput, auto_name, parameter_count
+from echelon.models import auto_name, parameter_count
 from echelon.observe.environment import environment
 from echelon.observe.phases import make_clock
 from echelon.observe.record import Recorder, read_records
@@ -28,6 +28,7 @@ from echelon.train.combine import settle_momentum
 from echelon.train.cuts import keep_cuts, with_kept_cuts
 from echelon.train.display import Display, RunLength
 from echelon.train.folder import read_launch
+from echelon.train.inputs import model_input
 from echelon.train.loop import LoopSettings, TrainingRun
 from echelon.train.losses import build_loss
 from echelon.train.optim import build_schedule
@@ -213,5 +214,5 @@ def _loaders(config: RunConfig, source: Source, world: World) -> tuple[TrainLoad
 
 def _model_name(config: RunConfig, source: Source) -> str:
     info = source.info
-    chosen = auto_name(ModelInput(len(info.classes), info.channels, info.image_size))
+    chosen = auto_name(model_input(info))
     return chosen if config.model.name == "auto" else config.model.name

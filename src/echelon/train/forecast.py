@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -23,11 +22,12 @@ from echelon.core.axes import Axis
 from echelon.core.layout import Layout
 from echelon.core.spec import parse_spec
 from echelon.data.base import DataInfo
-from echelon.models import ModelInput, build_model, hints_for
+from echelon.models import build_model, hints_for
 from echelon.parallel.deferred import without_memory
 from echelon.parallel.pipeline.plan import StagePlan, plan_stages
 from echelon.parallel.pipeline.settings import PipelineSettings, microbatch_count
 from echelon.parallel.zero import divide
+from echelon.train.inputs import any_inputs, model_input
 from echelon.train.layouts import read_cuts
 from echelon.train.rehearsal import Peaks, Role, rehearse
 
@@ -59,6 +59,11 @@ class Memory:
     activations: int
     peak: int
 
+    @property
+    def checkpoint(self) -> int:
+        """Most bytes of the copy that a rank writes as its part of a checkpoint, while steps go on."""
+        return self.parameters + self.buffers + self.averages + self.optimizer
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -80,7 +85,7 @@ def forecast(config: RunConfig, info: DataInfo, ranks: int, own: nn.Module | Non
     """
     layout = check_world(config, ranks)
     model = own or _build(config, info, layout)
-    example = torch.randn(_SAMPLES, info.channels, info.image_size, info.image_size)
+    example = any_inputs(info, _SAMPLES, next(model.parameters()).dtype)
     samples = max(1, config.data.batch_size // (layout.dp * layout.fsdp))
     stages = _stages(config, layout, model, example, samples // config.training.accumulate)
     cuts = tuple(stage.steps[0].name for stage in stages[1:])
@@ -96,11 +101,11 @@ def forecast(config: RunConfig, info: DataInfo, ranks: int, own: nn.Module | Non
 def _build(config: RunConfig, info: DataInfo, layout: Layout) -> nn.Module:
     """Build the model; where it is to be split, without memory, as ranks do: it may be larger than one process's."""
     described = replace(config.model, weights="")
-    shapes = ModelInput(len(info.classes), info.channels, info.image_size)
+    given = model_input(info)
     if not layout.splits or ":" in described.name:
-        return build_model(described, shapes)
+        return build_model(described, given)
     with without_memory():
-        return build_model(described, shapes)
+        return build_model(described, given)
 
 
 def _memory(layout: Layout, found: Peaks, in_backward: bool) -> Memory:

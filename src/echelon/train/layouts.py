@@ -76,8 +76,6 @@ def _check_zero(config: RunConfig, given: str) -> None:
         )
     if config.optimizer.name.lower().startswith("lamb"):
         raise UserError(f"{given} with --optimizer lamb: it needs the norm over all of the model; use adamw")
-    if config.training.precision == "fp16":
-        raise UserError(f"{given} with --precision fp16: zero1 has no gradient scaler; use bf16, or fsdp=N")
 
 
 def read_tensor_plan(text: str) -> dict[str, str]:

@@ -64,10 +64,11 @@ class TrainingRun:
 def fit(run: TrainingRun, cursor: Cursor, stop: StopFlag) -> str:
     """Train from a cursor to the end; returns `completed` or `stopped`."""
     with GarbageClock() as garbage:
-        return _fit(run, cursor, stop, Window(run.world, run.clock, garbage))
+        return fit_in(run, cursor, stop, Window(run.world, run.clock, garbage))
 
 
-def _fit(run: TrainingRun, cursor: Cursor, stop: StopFlag, window: Window) -> str:
+def fit_in(run: TrainingRun, cursor: Cursor, stop: StopFlag, window: Window) -> str:
+    """Train as `fit` does, in windows of steps that the caller may pause."""
     slow = SlowSteps(run.record)
     totals: WindowTotals | None = None
     due, saved_s = False, time.monotonic()

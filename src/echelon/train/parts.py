@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.config import RunConfig
 from echelon.data.base import DataInfo
-from echelon.models import ModelInput, build_model, give_logits, hints_for
+from echelon.models import build_model, give_logits, hints_for
 from echelon.observe.phases import PhaseClock
 from echelon.parallel.deferred import Unmade, named_tensors, without_memory
 from echelon.parallel.pieces import Pieces
@@ -20,6 +21,7 @@ from echelon.parallel.split import SplitModel, SplitOptions, recompute_model, sp
 from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
 from echelon.parallel.zero import DividedUpdate
 from echelon.sync import Sync, SyncContext, build_sync
+from echelon.train.inputs import any_inputs, model_input
 from echelon.train.layouts import read_cuts, read_tensor_plan
 from echelon.train.optim import EMA, build_optimizer
 from echelon.train.precision import PRECISIONS, build_scaler, to_fp8
@@ -39,7 +41,7 @@ class Work:
         info: of the data.
         loss: sums over samples.
         own: the caller's own module, in place of the described one.
-        example: two samples' inputs of any values, the same on every rank; None: images as `info` says.
+        example: two samples' inputs of any values, the same on every rank; None: made as `info` says.
     """
 
     info: DataInfo
@@ -49,12 +51,8 @@ class Work:
 
     def inputs(self, like: Tensor) -> Tensor:
         """Return the example, the same on every rank; drawn without touching the run's generators."""
-        if self.example is not None:
-            example = self.example.to(like.device)
-            return example.to(like.dtype) if example.is_floating_point() else example
-        generator = torch.Generator().manual_seed(0)
-        shape = (2, self.info.channels, self.info.image_size, self.info.image_size)
-        return torch.randn(shape, generator=generator).to(like.device, like.dtype)
+        example = any_inputs(self.info, 2, like.dtype) if self.example is None else self.example
+        return example.to(like.device, like.dtype) if example.is_floating_point() else example.to(like.device)
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def build_parts(config: RunConfig, work: Work, world: World, clock: PhaseClock) 
     optimizer = build_optimizer(held, config.optimizer, config.data.batch_size)
     if split and split.pieces.divided:
         split.pieces.divided.keep_own(optimizer)
-    scaler = build_scaler(config.training.precision, world.device, world.placed.model_group if world.placed else None)
+    scaler = build_scaler(config.training.precision, world.device, _overflows_together(world))
     built = _Built(config, world, clock, held, optimizer, scaler)
     ema = EMA(held, config.training.ema) if config.training.ema else None
     if split and not split.pieces.divided:
@@ -111,7 +109,7 @@ def channels_last(config: RunConfig, device: torch.device) -> bool:
 
 def build_whole(config: RunConfig, info: DataInfo, world: World, own: nn.Module | None) -> nn.Module:
     """Build the whole model on this rank's device, the same values on every rank."""
-    model = own or build_model(config.model, ModelInput(len(info.classes), info.channels, info.image_size))
+    model = own or build_model(config.model, model_input(info))
     if own is not None:
         give_logits(own)
     if config.model.sync_batchnorm and world.data_group is not None and not _is_split(world):
@@ -140,7 +138,7 @@ def _build_unmade(config: RunConfig, work: Work, world: World) -> tuple[nn.Modul
     state = torch.get_rng_state()
     info = work.info
     with without_memory() as recording:
-        model = build_model(config.model, ModelInput(len(info.classes), info.channels, info.image_size))
+        model = build_model(config.model, model_input(info))
     hints = hints_for(model)
     tied = len(list(model.parameters())) < len(dict(model.named_parameters(remove_duplicate=False)))
     if tied or hints is None or (layout.tp > 1 and not hints.tensor_plan):
@@ -155,6 +153,13 @@ def _is_split(world: World) -> bool:
 
 def _is_divided(world: World) -> bool:
     return world.placed is not None and world.placed.layout.zero1 and world.placed.replica_group is not None
+
+
+def _overflows_together(world: World) -> dist.ProcessGroup | None:
+    """Return the ranks that step on parts of one update: a replica's, or all that divide the optimizer."""
+    if world.placed is None:
+        return None
+    return world.placed.replica_group if _is_divided(world) else world.placed.model_group
 
 
 def _divided(model: nn.Module, world: World) -> SplitModel:

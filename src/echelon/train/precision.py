@@ -46,7 +46,8 @@ def build_scaler(precision: str, device: torch.device, model_group: dist.Process
     Between replicas a sum of gradients carries it; replicas that step by themselves skip by themselves.
 
     Args:
-        model_group: the ranks of a replica that is split; None otherwise.
+        model_group: the ranks that step on parts of one update, those of a replica that is split or of a divided
+            optimizer; None otherwise.
     """
     enabled = precision == "fp16"
     if model_group is None or not enabled:

@@ -28,6 +28,7 @@ from echelon.core.layout import Layout
 from echelon.data.base import Batch, DataInfo
 from echelon.observe.phases import HostClock
 from echelon.parallel.base import alone, place
+from echelon.train.inputs import any_inputs
 from echelon.train.losses import build_loss
 from echelon.train.parts import Work, build_parts
 from echelon.train.precision import PRECISIONS
@@ -244,8 +245,7 @@ def _take(step: Step, batch: Batch, parts: RunParts) -> None:
 
 
 def _batch(info: DataInfo, samples: int, layout: Layout) -> Batch:
-    inputs = torch.empty(samples, info.channels, info.image_size, info.image_size)
-    return Batch(inputs, torch.zeros(samples, dtype=torch.int64), samples * layout.fsdp, 0)
+    return Batch(any_inputs(info, samples), torch.zeros(samples, dtype=torch.int64), samples * layout.fsdp, 0)
 
 
 def _bytes(values: dict[str, Any]) -> int:

@@ -11,8 +11,9 @@ import torch
 from echelon.config import RunConfig
 from echelon.data import LoaderConfig, Shard, open_data
 from echelon.data.loader import EvalLoader
-from echelon.models import ModelInput, build_model
+from echelon.models import build_model
 from echelon.train.evaluate import evaluate
+from echelon.train.inputs import model_input
 from echelon.train.losses import build_loss
 from echelon.train.optim import EMA
 from echelon.train.saving import best_state
@@ -29,7 +30,7 @@ def rescore(folder: Path, config: RunConfig) -> Mapping[str, float | None]:
     source = open_data(config.data, config.training.seed)
     info = source.info
     device = torch.device("cuda" if torch.cuda.is_available() and config.training.device != "cpu" else "cpu")
-    model = build_model(config.model, ModelInput(len(info.classes), info.channels, info.image_size)).to(device)
+    model = build_model(config.model, model_input(info)).to(device)
     model.load_state_dict(state["model"])
     average = EMA(model, config.training.ema) if config.training.ema else None
     if average is not None:

@@ -162,6 +162,8 @@ def make_update(
     def update() -> None:
         if clip_norm:
             scaler.unscale_(optimizer)
+            if divided is not None and scaler.is_enabled():  # the norm is that of all gradients
+                divided.scale_others(1 / scaler.get_scale())
             if isinstance(model, Pieces):
                 clip_by_norm(model, clip_norm)
             else:

@@ -11,9 +11,10 @@ from echelon.config.validate import check_world
 from echelon.data import LoaderConfig, open_data
 from echelon.data.base import DataInfo
 from echelon.data.recipe import make_rows
-from echelon.models import ModelInput, build_model
+from echelon.models import build_model
 from echelon.train.assemble import check_enough
 from echelon.train.forecast import Forecast, forecast
+from echelon.train.inputs import model_input
 from echelon.train.losses import build_loss
 from echelon.train.precision import to_fp8
 from echelon.train.world import choose_device
@@ -54,6 +55,6 @@ def _try_model(config: RunConfig, info: DataInfo, device: torch.device) -> None:
     in_8_bits = config.training.precision == "fp8"
     if not (config.model.weights or in_8_bits):
         return
-    model = build_model(config.model, ModelInput(len(info.classes), info.channels, info.image_size))
+    model = build_model(config.model, model_input(info))
     if in_8_bits:
         to_fp8(model, device)

@@ -71,4 +71,5 @@ def test_a_dry_run_shows_origins_and_starts_nothing(tmp_path: Path) -> None:
     assert "run.yaml, line 1" in lines["optimizer.lr"]
     assert "command line" in lines["launch.workers"]
     assert "would start 2 workers" in done.stdout
+    assert "predicted memory per rank" in done.stdout and "while a checkpoint is written, its copy" in done.stdout
     assert [p.name for p in tmp_path.iterdir()] == ["run.yaml"]

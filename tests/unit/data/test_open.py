@@ -157,6 +157,7 @@ def test_module_and_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "path", list(sys.path))
     info = open_data(DataConfig(source="my_own_data:load"), 0).info
     assert (info.classes, info.channels, info.class_counts) == (("0", "1", "2"), 4, (2, 2, 2))
+    assert (info.shape, info.dtype) == ((4,), "float32")
 
 
 def test_own_data_sets() -> None:

@@ -144,3 +144,23 @@ def test_a_users_own_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     }.items():
         with pytest.raises(UserError, match=words):
             build(f"own_models:{name}")
+
+
+def test_a_users_own_function_for_inputs_that_are_no_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_readers.py").write_text(
+        "from types import SimpleNamespace\n"
+        "from torch import nn\n"
+        "def reader(data): return nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(4 * 8, data.classes))\n"
+        "class Record(nn.Module):\n"
+        "    def __init__(self, data):\n"
+        "        super().__init__()\n"
+        "        self.whole = reader(data)\n"
+        "    def forward(self, x): return SimpleNamespace(logits=self.whole(x))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tokens = ModelInput(3, 8, 1, (8,), "int64")
+    for name in ("own_readers:reader", "own_readers:Record"):  # transformers' models give a record
+        assert build_model(ModelConfig(name), tokens)(tokens.blank(5)).shape == (5, 3)
+    with pytest.raises(UserError, match=r"inputs of shape \(8,\) and type int64, 3 classes .*: choose another model$"):
+        build_model(ModelConfig("mlp"), tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from echelon.config import build
 from echelon.data.base import DataInfo
-from echelon.models import ModelInput
+from echelon.models import Hints, ModelInput
 from echelon.models.builtin.small_vit import Size, SmallViT
 from echelon.train.forecast import Memory, forecast
 
@@ -19,12 +20,14 @@ INFO = DataInfo("any", tuple("abcdefghij"), 3, 32, 64, 16, (8,) * 10)
 SIZE = Size(depth=3, width=128, heads=4, hidden=512)
 
 
-def predict(parallel: str, ranks: int, model: nn.Module | None = None, **settings: Any) -> tuple[Memory, ...]:
+def predict(
+    parallel: str, ranks: int, model: nn.Module | None = None, info: DataInfo = INFO, **settings: Any
+) -> tuple[Memory, ...]:
     given = {"strategy.parallel": parallel, "optimizer.name": "adamw", "data.batch_size": 16}
     given |= {name.replace("__", "."): value for name, value in settings.items()}
     with torch.device("meta"):
         whole = model or SmallViT(ModelInput(10, 3, 32), SIZE)
-    found = forecast(build(None, given).config, INFO, ranks, whole)
+    found = forecast(build(None, given).config, info, ranks, whole)
     assert not dist.is_initialized() and not found.unknown
     return found.memory
 
@@ -35,6 +38,7 @@ def test_one_process_has_what_its_tensors_take() -> None:
         bytes_ = sum(p.nbytes for p in SmallViT(ModelInput(10, 3, 32), SIZE).parameters())
     assert found.parameters == found.gradients == bytes_
     assert found.optimizer == pytest.approx(2 * bytes_, rel=0.01)
+    assert found.checkpoint == pytest.approx(3 * bytes_, rel=0.01)
     assert found.peak <= found.parameters + found.gradients + found.optimizer + found.buffers + found.activations
     # A token's vectors: 2 norms, 3 of qkv, attention, 2 sums, 8 of the hidden layer before and after GELU.
     kept = 16 * 64 * 128 * 4 * SIZE.depth * 16
@@ -56,6 +60,12 @@ def test_layouts_divide_what_they_divide() -> None:
     assert all(each.peak < alone.peak for each in (sharded, divided, tensor, first, last))
 
 
+def test_a_plan_of_the_runs_own_is_rehearsed_without_values() -> None:
+    (whole,) = predict("tp=2", 2)
+    (more,) = predict("tp=2", 2, strategy__tensor_plan="blocks.*.mlp.fc1=replicate,blocks.*.mlp.fc2=replicate")
+    assert more.parameters > whole.parameters
+
+
 def test_recomputing_keeps_less_and_averages_take_as_much_as_the_weights() -> None:
     (alone,), (again,) = predict("dp=1", 1), predict("dp=1", 1, training__recompute="blocks")
     assert again.activations < alone.activations / 2
@@ -66,6 +76,48 @@ def test_recomputing_keeps_less_and_averages_take_as_much_as_the_weights() -> No
 def test_narrow_types_keep_less() -> None:
     (wide,), (narrow,) = predict("dp=1", 1), predict("dp=1", 1, training__precision="fp16")
     assert narrow.activations < 0.8 * wide.activations
+
+
+class Reader(nn.Module):
+    """Tells runs of token ids apart."""
+
+    structure = Hints(chain=("embedding", "layers", ":choose"), glue={":choose": ("head",)})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 128)
+        self.layers = nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128))
+        self.head = nn.Linear(128, 10)
+
+    def choose(self, x: Tensor) -> Tensor:
+        """Return logits of (N, T, 128)."""
+        return self.head(x.mean(1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits of ids (N, T)."""
+        return self.choose(self.layers(self.embedding(tokens)))
+
+
+@pytest.mark.parametrize("tokens", [64, 256])
+def test_token_ids_are_rehearsed_as_they_are(tokens: int) -> None:
+    info = replace(INFO, channels=tokens, image_size=1, shape=(tokens,), dtype="int64")
+    with torch.device("meta"):
+        model = Reader()
+    (found,) = predict("dp=1", 1, model, info)
+    # A token's vectors: the embedding's, 4 + 4 of the hidden layer before and after GELU, the last one's.
+    kept = 10 * tokens * 128 * 4 * 16
+    # Beside them the gradients of the hidden layer.
+    assert kept < found.activations < 1.9 * kept
+    first, last = predict("pp=2,microbatches=2", 2, model, info)
+    assert first.parameters + last.parameters == found.parameters
+    assert 0 < last.activations < found.activations
+
+
+def test_vectors_are_rehearsed_as_they_are() -> None:
+    info = replace(INFO, channels=20, image_size=1, shape=(20,), dtype="float64")
+    (found,) = predict("dp=1", 1, nn.Sequential(nn.Linear(20, 4096), nn.ReLU(), nn.Linear(4096, 10)).double(), info)
+    kept = 2 * 4096 * 8 * 16
+    assert 0.4 * kept < found.activations < 2 * kept
 
 
 class Picky(nn.Module):

@@ -24,7 +24,7 @@ from echelon.parallel.pipeline.receive import moved_ahead
 from echelon.parallel.pipeline.settings import SCHEDULES, microbatch_count, stage_count
 from echelon.parallel.pipeline.shapes import Skeleton
 from echelon.parallel.pipeline.stage import make_stage
-from echelon.parallel.pipeline.timeline import Action, idle_share
+from echelon.parallel.pipeline.timeline import Action, Recorder, idle_share
 
 IMAGES = ModelInput(10, 3, 32)
 CPU = torch.device("cpu")
@@ -137,6 +137,14 @@ def test_a_batch_is_filled_up_and_targets_are_not() -> None:
     assert [dividing_count(n, 4, None, CPU) for n in (8, 6, 5, 3, 1, 0)] == [4, 3, 1, 3, 1, 1]
 
 
+def test_a_computation_that_fails_is_over_too() -> None:
+    recorder, told = Recorder(CPU), []
+    recorder.on_change = told.append
+    with pytest.raises(ZeroDivisionError), recorder.action(0, 0, "backward"):
+        raise ZeroDivisionError
+    assert told == ["backward", None]
+
+
 def test_idle_share_of_a_timeline() -> None:
     """Two ranks, each busy half of the time."""
     actions = [Action(0, 0, 0, "forward", 0, 1), Action(1, 1, 0, "forward", 1, 2)]
@@ -201,6 +209,10 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     "more micro-batches than samples": (
         lambda: microbatch_count(PipelineSettings("gpipe", 8, samples=5), 2, 2),
         "a batch has 5 samples on each rank",
+    ),
+    "micro-batches that do not divide the batch": (
+        lambda: microbatch_count(PipelineSettings("1f1b", 5, samples=32), 2, 2),
+        "5 micro-batches do not divide the 32 samples .* use microbatches=4, or a --batch-size that they divide",
     ),
     "micro-batches that interleaving cannot group": (
         lambda: microbatch_count(PipelineSettings("interleaved", 5), 2, 4),

@@ -104,7 +104,7 @@ def test_a_tp_that_does_not_divide_names_the_module(model: str, tp: int, words: 
 def test_batchnorm_without_a_plan_is_refused() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
     said = refusal(model)
-    assert "BatchNorm (1) and no tensor plan" in said and "tensor_plan:" in said
+    assert "BatchNorm (1) and no tensor plan" in said and "layer.bn1=channels,layer.conv2=channels_in" in said
     own = {"0": "channels_out", "1": "channels", "3": "channels_in"}
     assert names(plan(model, overrides=own)) == own
 
@@ -134,7 +134,7 @@ def test_a_tied_parameter_split_in_two_ways_is_refused() -> None:
 
 
 def test_nothing_to_split_says_what_to_write() -> None:
-    assert "write tensor_plan:" in refusal(nn.Sequential(nn.Flatten(), nn.Linear(4, 4)))
+    assert "write --tensor-plan" in refusal(nn.Sequential(nn.Flatten(), nn.Linear(4, 4)))
 
 
 @pytest.mark.parametrize("model", ["mlp", "resnet20"])

@@ -199,10 +199,8 @@ class Pipeline(nn.Module):
         return schedule
 
     def _micro_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        self._recorder.on_change("forward")
-        loss = self._job.loss_of(logits, targets)
-        self._recorder.on_change(None)
-        return loss
+        with self._recorder.telling("forward"):
+            return self._job.loss_of(logits, targets)
 
 
 class _Job:

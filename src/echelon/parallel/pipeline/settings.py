@@ -147,7 +147,8 @@ def microbatch_count(settings: PipelineSettings, ranks: int, stages: int) -> int
     """Return into how many micro-batches a batch is cut.
 
     Raises:
-        UserError: the schedule does not take that many, or a batch has fewer samples.
+        UserError: the schedule does not take that many, a batch has fewer samples, or what is asked for does not
+            divide it.
     """
     name, asked = settings.schedule, settings.microbatches
     count = asked or (stages if name == "dualpipev" else ranks)
@@ -160,6 +161,12 @@ def microbatch_count(settings: PipelineSettings, ranks: int, stages: int) -> int
         raise UserError(
             f"{where}: a batch has {settings.samples} samples on each rank, and a micro-batch at least one: "
             f"use microbatches={settings.samples} or less, or a larger --batch-size"
+        )
+    if asked and settings.samples % count:
+        fits = max(n for n in range(1, count) if settings.samples % n == 0)
+        raise UserError(
+            f"{where}: {count} micro-batches do not divide the {settings.samples} samples that a batch has on each "
+            f"rank: use microbatches={fits}, or a --batch-size that they divide"
         )
     return count
 

@@ -60,11 +60,19 @@ class Recorder:
     def action(self, stage: int, microbatch: int, kind: Kind) -> Iterator[None]:
         """Surround a computation."""
         began = self._mark() if self.recording else None
-        self.on_change(kind)
-        yield
-        self.on_change(None)
+        with self.telling(kind):
+            yield
         if self.recording:
             self._rows.append((stage, microbatch, KINDS.index(kind), began, self._mark()))
+
+    @contextmanager
+    def telling(self, kind: Kind) -> Iterator[None]:
+        """Say that a computation begins, and that it is over, also where it fails."""
+        self.on_change(kind)
+        try:
+            yield
+        finally:
+            self.on_change(None)
 
     def finish(self, group: dist.ProcessGroup) -> list[Action]:
         """End the step; return the actions of all ranks, on each of them, by rank and time."""

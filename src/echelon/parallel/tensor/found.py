@@ -57,8 +57,8 @@ def find_plan(model: nn.Module, tp: int) -> dict[str, Style]:
         raise refusals[0]
     raise UserError(
         f"tp={tp}: {type(model).__name__} has no hints, and no attention or pair of layers with an elementwise "
-        "function between them was found: write tensor_plan: with patterns of module names and their styles, "
-        "such as blocks.*.fc1: column and blocks.*.fc2: row"
+        "function between them was found: write --tensor-plan with patterns of module names and their styles, "
+        "such as blocks.*.fc1=column,blocks.*.fc2=row"
     )
 
 

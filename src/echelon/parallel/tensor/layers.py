@@ -66,13 +66,13 @@ class _Case:
         if size % self.tp:
             raise UserError(
                 f"tp={self.tp} does not divide the {size} {what} of {self.name}: take a tp that does, "
-                f"or keep it whole with tensor_plan: {{{self.name}: replicate}} (and what belongs to it)"
+                f"or keep it whole with --tensor-plan {self.name}=replicate (and what belongs to it)"
             )
         return size // self.tp
 
     def misfit(self, fits: str) -> UserError:
         kind = type(self.module).__name__
-        return UserError(f"tensor_plan: {self.style} is a style of {fits}; {self.name} is a {kind}")
+        return UserError(f"--tensor-plan: {self.style} is a style of {fits}; {self.name} is a {kind}")
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -103,7 +103,7 @@ def _column(case: _Case) -> Split:
     transposed = _is_conv1d(module)
     outputs = module.nf if transposed else module.out_features
     if outputs % parts:
-        raise UserError(f"tensor_plan: {case.name} has {outputs} outputs, which are not {parts} equal parts")
+        raise UserError(f"--tensor-plan: {case.name} has {outputs} outputs, which are not {parts} equal parts")
     if transposed or parts > 1 or outputs < case.tp:
         case.local(outputs // parts, "outputs" if parts == 1 else f"outputs in each of the {parts} parts")
     placements = {"weight": _shard(1 if transposed else 0, parts), "bias": _shard(0, parts)}
@@ -130,7 +130,7 @@ def _vocabulary(case: _Case) -> Split:
         raise case.misfit("Embedding and Linear layers")
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise UserError(
-            f"tensor_plan: {case.name} has max_norm, scale_grad_by_freq or sparse gradients, which vocabulary "
+            f"--tensor-plan: {case.name} has max_norm, scale_grad_by_freq or sparse gradients, which vocabulary "
             f"does not split: give it the style replicate"
         )
     if module.num_embeddings < case.tp:
@@ -143,7 +143,7 @@ def _heads(case: _Case) -> Split:
     counts = {each: size for each in HEAD_COUNTS if isinstance(size := getattr(module, each, None), int)}
     if not counts or list(module.parameters(recurse=False)):
         raise UserError(
-            f"tensor_plan: heads is a style of attention modules with {', '.join(HEAD_COUNTS[:2])} or so, "
+            f"--tensor-plan: heads is a style of attention modules with {', '.join(HEAD_COUNTS[:2])} or so, "
             f"their weights in Linear layers of their own; {case.name} ({type(module).__name__}) is none"
         )
     if type(module).__module__.startswith("timm.") and not hasattr(module, "attn_dim"):

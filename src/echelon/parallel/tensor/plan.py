@@ -15,10 +15,7 @@ from echelon.parallel.tensor.found import find_plan
 from echelon.parallel.tensor.layers import Split, split_of
 
 WHOLE = ("replicate", "sequence", "shared")
-HOW = (
-    "write tensor_plan: with patterns of module names and their styles, "
-    "such as blocks.*.fc1: column and blocks.*.fc2: row"
-)
+HOW = "write --tensor-plan with patterns of module names and their styles, such as blocks.*.fc1=column,blocks.*.fc2=row"
 
 
 @dataclass(frozen=True)
@@ -112,8 +109,8 @@ def _declared(
     normed = next((name for name, module in model.named_modules() if isinstance(module, _BatchNorm)), None)
     if normed is not None:
         raise UserError(
-            f"tp={tp}: {kind} has BatchNorm ({normed}) and no tensor plan: {HOW.replace('blocks.*.fc', 'layer.conv')}; "
-            "a BatchNorm between split convolutions has the style channels"
+            f"tp={tp}: {kind} has BatchNorm ({normed}) and no tensor plan: write --tensor-plan with patterns of module "
+            "names and their styles, such as layer.conv1=channels_out,layer.bn1=channels,layer.conv2=channels_in"
         )
     return find_plan(model, tp), True
 
@@ -123,7 +120,7 @@ def _check_patterns(own: Mapping[str, Style], names: list[str]) -> None:
         if not any(matches(pattern, name) for name in names):
             shown = ", ".join(names[:6])
             raise UserError(
-                f"tensor_plan: no module's name fits {pattern}: {nearest(pattern, names)}the model has {shown}, ..."
+                f"--tensor-plan: no module's name fits {pattern}: {nearest(pattern, names)}the model has {shown}, ..."
             )
 
 
@@ -143,7 +140,7 @@ def _check_heads(model: nn.Module, plan: TensorPlan) -> None:
         if plan.inside_heads(name) and name not in plan.styles and list(module.parameters(recurse=False)):
             raise UserError(
                 f"tp={plan.tp}: {name} ({type(module).__name__}) is inside attention whose heads are split, and has no "
-                f"style: write tensor_plan: {{{name}: shared}} where it works on each head by itself"
+                f"style: write --tensor-plan {name}=shared where it works on each head by itself"
             )
 
 
@@ -155,5 +152,5 @@ def _check_tokens(model: nn.Module, plan: TensorPlan) -> None:
         if list(module.parameters(recurse=False)):
             raise UserError(
                 f"sequence: {name} ({type(module).__name__}) would see a part of the tokens: "
-                f"if it works on each by itself, write tensor_plan: {{{name}: sequence}}; else leave sequence away"
+                f"if it works on each by itself, write --tensor-plan {name}=sequence; else leave sequence away"
             )
