@@ -59,6 +59,7 @@ class LeasedWorker:
     path: Path
     sampler: Sampler
     sent_bytes: int = 0
+    received_bytes: int = 0
 
 
 def assemble_worker(path: Path, seat: Seat, record: Recorder, given: Given) -> LeasedWorker:

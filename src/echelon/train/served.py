@@ -169,15 +169,16 @@ class Chronicle:
             self._record.event("resumed", f"resumed at step {done}", step=done, lost_steps=0)
 
     def _window(self, sums: WindowSums) -> None:
+        wire_bytes = sums.pushed_bytes + sums.pulled_bytes  # servers send what workers pull
         totals = WindowTotals(
-            sums.losses, sums.correct, sums.samples, sums.seconds, sums.phases, sums.memory_bytes, sums.wire_bytes,
+            sums.losses, sums.correct, sums.samples, sums.seconds, sums.phases, sums.memory_bytes, wire_bytes,
             other_wire_bytes=0, stop=False, checkpoint_due=False,
         )  # fmt: skip
         self._last = totals
         self._record.write(
             "steps", epoch=sums.epoch, step=sums.step, losses=sums.losses, correct=sums.correct, samples=sums.samples,
             lr=sums.lr, seconds=sums.seconds, phase_names=[p.value for p in PHASES], phases=sums.phases,
-            wire_bytes=sums.wire_bytes, wire_bytes_by_group={"parameters": sums.wire_bytes},
+            wire_bytes=wire_bytes, wire_bytes_by_group={"pushed": sums.pushed_bytes, "pulled": sums.pulled_bytes},
             memory_bytes=sums.memory_bytes, density=sums.density,
         )  # fmt: skip
         if any(sums.resources):

@@ -163,8 +163,9 @@ def link_words(record: RunRecord) -> list[str]:
     """What the kernel counted on shaped links against the run's own count, in words; empty without such links."""
     counted, dropped, rates = 0.0, 0.0, []
     for mark in record.of_kind("link"):
-        hosts = mark.details.get("hosts")
-        for host in hosts if isinstance(hosts, list) else []:
+        hosts, servers = mark.details.get("hosts"), mark.details.get("servers")
+        both = [*(hosts if isinstance(hosts, list) else []), *(servers.values() if isinstance(servers, dict) else [])]
+        for host in both:
             if isinstance(host, dict):
                 counters = Mark(mark.t, mark.kind, host)
                 packets = counters.number("sent_packets") or 0.0

@@ -185,6 +185,10 @@ class Client:
         """Return the bytes that this worker has sent."""
         return self.talk.voice.traffic.sent_bytes
 
+    def received_bytes(self) -> int:
+        """Return the bytes that this worker has received."""
+        return self.talk.voice.traffic.received_bytes
+
     def sent_states(self) -> list[tuple[State, int]]:
         """Return the codec's states of what is pushed, each with its number of elements."""
         talk = self.talk

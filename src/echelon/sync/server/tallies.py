@@ -30,7 +30,8 @@ class WindowSums:
     lr: float
     phases: list[list[float]]
     memory_bytes: list[int]
-    wire_bytes: int
+    pushed_bytes: int
+    pulled_bytes: int
     density: float | None
     resources: list[list[float]]
 
@@ -46,6 +47,7 @@ class Tally:
     phases: dict[str, list[float]] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
     sent_bytes: int = 0
+    received_bytes: int = 0
     density: dict[str, float] = field(default_factory=dict)
     resources: dict[str, list[float]] = field(default_factory=dict)
     began_s: float = field(default_factory=time.monotonic)
@@ -62,6 +64,7 @@ class Tally:
             row[i] += float(seconds)
         self.memory[worker] = int(info["memory_bytes"])
         self.sent_bytes += int(info["sent_bytes"])
+        self.received_bytes += int(info["received_bytes"])
         if (share := info.get("density")) is not None:
             self.density[worker] = float(share)
         if own := info.get("resources"):
@@ -77,7 +80,7 @@ class Tally:
         sums = WindowSums(
             epoch, step, [self.losses[s] for s in sorted(self.losses)], self.correct, self.samples,
             time.monotonic() - self.began_s, self.lr, [self.phases.get(w, zeros) for w in workers],
-            [self.memory.get(w, 0) for w in workers], self.sent_bytes,
+            [self.memory.get(w, 0) for w in workers], self.sent_bytes, self.received_bytes,
             fmean(self.density.values()) if self.density else None, [self.resources.get(w, []) for w in workers],
         )  # fmt: skip
         self.__init__()  # type: ignore[misc]
