@@ -22,7 +22,8 @@ from tests.ranks.spawn import Rank, run_ranks
 STEPS, BATCH, LR = 12, 12, 0.002
 OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": lambda tensors: torch.optim.SGD(tensors, lr=LR),
-    "momentum": lambda tensors: torch.optim.SGD(tensors, lr=LR, momentum=0.9, nesterov=True),
+    "momentum": lambda tensors: torch.optim.SGD(tensors, lr=LR, momentum=0.9),
+    "nesterov": lambda tensors: torch.optim.SGD(tensors, lr=LR, momentum=0.9, nesterov=True),
     "adam": lambda tensors: torch.optim.Adam(tensors, lr=LR, fused=True),
 }
 
