@@ -90,7 +90,7 @@ def test_roles_on_links_of_their_own(tmp_path: Path) -> None:
         (link,) = run.records("link")
         assert len(link["hosts"]) == 2 and set(link["servers"]) == {"server0", "server1"}
         sent = sum(host["sent_bytes"] - 66 * host["sent_packets"] for host in link["hosts"])
-        answered = sum(host["sent_bytes"] - 66 * host["sent_packets"] for host in link["servers"].values())
+        answered = sum(host["received_bytes"] - 66 * host["received_packets"] for host in link["hosts"])
         said = [r["wire_bytes_by_group"] for r in run.records("steps")]
         assert sum(groups["pushed"] for groups in said) == pytest.approx(sent, rel=0.05)
         assert sum(groups["pulled"] for groups in said) == pytest.approx(answered, rel=0.05)

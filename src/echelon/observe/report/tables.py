@@ -163,13 +163,13 @@ def link_words(record: RunRecord) -> list[str]:
     """What the kernel counted on shaped links against the run's own count, in words; empty without such links."""
     counted, dropped, rates = 0.0, 0.0, []
     for mark in record.of_kind("link"):
-        hosts, servers = mark.details.get("hosts"), mark.details.get("servers")
-        both = [*(hosts if isinstance(hosts, list) else []), *(servers.values() if isinstance(servers, dict) else [])]
-        for host in both:
+        hosts = mark.details.get("hosts")
+        # What a worker of a parameter server receives is sent by servers, which also send to their standbys.
+        ways = ("sent", "received") if mark.details.get("servers") else ("sent",)
+        for host in hosts if isinstance(hosts, list) else []:
             if isinstance(host, dict):
                 counters = Mark(mark.t, mark.kind, host)
-                packets = counters.number("sent_packets") or 0.0
-                counted += (counters.number("sent_bytes") or 0.0) - TCP_HEADER_BYTES * packets
+                counted += sum(_payload_bytes(counters, way) for way in ways)
                 dropped += counters.number("dropped") or 0.0
         rates.append(str(mark.details.get("link") or ""))
     if not counted:
@@ -182,3 +182,8 @@ def link_words(record: RunRecord) -> list[str]:
         f"{dropped:.0f} packets dropped; the run itself counted {format_bytes(own)} between replicas, and "
         f"{format_bytes(others)} for checkpoints and statistics ({(own + others) / counted - 1:+.1%})."
     ]
+
+
+def _payload_bytes(counters: Mark, way: str) -> float:
+    packets = counters.number(f"{way}_packets") or 0.0
+    return (counters.number(f"{way}_bytes") or 0.0) - TCP_HEADER_BYTES * packets
