@@ -93,5 +93,6 @@ def test_roles_on_links_of_their_own(tmp_path: Path) -> None:
         answered = sum(host["received_bytes"] - 66 * host["received_packets"] for host in link["hosts"])
         said = [r["wire_bytes_by_group"] for r in run.records("steps")]
         assert sum(groups["pushed"] for groups in said) == pytest.approx(sent, rel=0.05)
-        assert sum(groups["pulled"] for groups in said) == pytest.approx(answered, rel=0.05)
+        # What is read for the last evaluation and checkpoint, after the last lease, is in no window.
+        assert 0.9 * answered < sum(groups["pulled"] for groups in said) <= answered
         assert run.summary()["metrics"]["top1"] > 0.8
