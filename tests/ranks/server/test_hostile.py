@@ -166,7 +166,8 @@ def test_strange_reports_of_a_member_while_a_run_goes(tmp_path: Path) -> None:
     _until(lambda: run.scheduler.assignment.setup is not None)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     lines = [Line(context, Voice(KEYS, name), run.scheduler.listener.address, Limits(1 << 20)) for name in STRANGERS]
-    sound = {"loss": 1.0, "correct": 1, "samples": 1, "lr": 0.1, "phases": [], "memory_bytes": 0, "sent_bytes": 0}
+    counts = dict.fromkeys(("correct", "samples", "memory_bytes", "sent_bytes", "received_bytes"), 1)
+    sound = {"loss": 1.0, "lr": 0.1, "phases": [], **counts}
     before = run.scheduler.listener.messages
     for line, name in zip(lines, STRANGERS, strict=True):
         info = {"fingerprint": run.scheduler.assignment.setup["fingerprint"], "held": [], "index": 7}
