@@ -1,14 +1,15 @@
 """What other ways to communicate would cost a run's model: bytes on the wire and time to encode, recorded at its end.
 
 The report predicts from it what each would gain (`echelon.observe.report.predictions`); it knows no strategy itself.
-Nothing is sent but a few empty messages, for their latency: codecs run on made-up gradients of the model's shapes, and
-what they send comes straight back.
+Nothing is sent but single numbers, with which ranks wait for each other: codecs run on made-up gradients of the model's
+shapes, and what they send comes straight back.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, cast
@@ -67,16 +68,17 @@ def record_alternatives(run: TrainingRun, config: RunConfig) -> int:
     world, codec = run.world, config.strategy.compression
     if world.group is None or run.parts.split is not None or config.strategy.sync != "allreduce":
         return 0
-    latency_s = measure_latency(world)
+    meeting = _Meeting(world)
+    latency_s = meeting.latency_s()
     parameters = {n: p for n, p in run.parts.held.named_parameters() if p.requires_grad}
-    costs = measure_codecs(parameters, world, _settled(config, (codec, *CODECS)))
+    costs = _measure_codecs(parameters, meeting, _settled(config, (codec, *CODECS)), latency_s)
     if world.leads:
         rows = [_row(compression=spec, cost=cost) for spec, cost in costs.items()]
         for spec, period in PERIODS.items():
             for encoded in [e for e in ("none", "int8") if e in costs]:
                 rows.append(_row(sync=spec, compression=encoded, cost=replace(costs[encoded], tail=1.0), period=period))
         run.record.write(KIND, now={"strategy.compression": codec}, latency_s=latency_s, rows=rows)
-    return _PINGS * ring_bytes(4, world.size, world.device.type == "cuda")
+    return meeting.sent_bytes
 
 
 def _settled(config: RunConfig, specs: Sequence[str]) -> dict[str, str]:
@@ -101,25 +103,52 @@ def _row(cost: Cost, compression: str, sync: str = "", period: int = 1) -> dict[
     }  # fmt: skip
 
 
-def measure_latency(world: World) -> float:
-    """Return the seconds that a sum of one number takes at best, of a few; all ranks call it together."""
-    number, taken = torch.zeros(1, device=world.device), []
-    for _ in range(_PINGS):
-        began = time.perf_counter()
-        dist.all_reduce(number, group=world.group)
+@dataclass
+class _Meeting:
+    """All ranks wait for each other by a sum of one number.
+
+    Attributes:
+        sent_bytes: that this rank has sent for it.
+    """
+
+    world: World
+    sent_bytes: int = 0
+
+    def meet(self) -> None:
+        """Wait for the others; all ranks call it together."""
+        number = torch.zeros(1, device=self.world.device)
+        dist.all_reduce(number, group=self.world.group)
         float(number)  # waits for a GPU
-        taken.append(time.perf_counter() - began)
-    return min(taken)
+        self.sent_bytes += ring_bytes(4, self.world.size, number.is_cuda)
+
+    def latency_s(self) -> float:
+        """Return the seconds that it takes at best, of a few times."""
+        taken = []
+        for _ in range(_PINGS):
+            began = time.perf_counter()
+            self.meet()
+            taken.append(time.perf_counter() - began)
+        return min(taken)
+
+    def most(self, value: float) -> float:
+        """Return the largest of the ranks' values; all ranks call it together."""
+        tensor = torch.tensor([value], device=self.world.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.world.group)
+        self.sent_bytes += ring_bytes(4, self.world.size, tensor.is_cuda)
+        return float(tensor)
 
 
 @torch.no_grad()
-def measure_codecs(parameters: Mapping[str, Tensor], world: World, specs: Mapping[str, str]) -> dict[str, Cost]:
-    """Measure what each codec costs for gradients like these parameters, within about a second.
+def _measure_codecs(
+    parameters: Mapping[str, Tensor], meeting: _Meeting, specs: Mapping[str, str], latency_s: float
+) -> dict[str, Cost]:
+    """Measure what each codec costs for gradients like these parameters, within about a second; all ranks call it.
 
     Args:
         specs: what to build, by name.
+        latency_s: of a round, which `Cost.coding_s` does not hold.
     """
-    place = (world.rank, world.size)
+    world = meeting.world
     cells = lay_out(reversed(list(parameters.items()))).cells
     weights = [cell for cell in cells if cell.group != "small"]
     small = sum(cell.numel * cell.dtype.itemsize for cell in cells if cell.group == "small")
@@ -133,8 +162,9 @@ def measure_codecs(parameters: Mapping[str, Tensor], world: World, specs: Mappin
             whole = sum(c.numel * c.dtype.itemsize for c in weights) + small
             costs[name] = Cost(ring_bytes(whole, world.size, on_gpu), len(cells), 0.0, tail)
             continue
-        trials = [_Trial(compression.build(spec), cell, place) for cell in chosen]
-        coding_s = _time(trials, world.device, _BUDGET_S / len(specs)) * scale
+        trials = [_Trial(compression.build(spec), cell, meeting) for cell in chosen]
+        turn_s = _time(trials, meeting, _BUDGET_S / len(specs))
+        coding_s = max(0.0, turn_s - latency_s * sum(t.rounds for t in trials)) * scale
         n_bytes = sum(t.n_bytes for t in trials) * scale
         rounds = round(sum(t.rounds for t in trials) * scale)
         if small:
@@ -153,43 +183,54 @@ def _within(cells: list[Cell], most: int) -> Iterator[Cell]:
         yield cell
 
 
-def _time(trials: list[_Trial], device: torch.device, budget_s: float) -> float:
+def _time(trials: list[_Trial], meeting: _Meeting, budget_s: float) -> float:
     """Return the median seconds of a turn of all trials, after a first turn that is not counted.
 
-    Between turns other memory is gone through, as forward and backward do between two of a training's: a codec that
-    finds its tensors in the caches takes half as long as it would there.
+    As in training: a thread of its own is woken for each turn, other memory has been gone through since the last one
+    (a codec that finds its tensors in the caches takes half as long), and the ranks wait for each other in each round.
+    All ranks take as many turns.
     """
+    device = meeting.world.device
     other = torch.zeros(_OTHER_BYTES // 4, device=device)
     wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    taken: list[float] = []
-    ends = time.perf_counter() + budget_s
-    least, most = _TURNS
-    while len(taken) <= least or (len(taken) <= most and time.perf_counter() < ends):
+
+    @torch.no_grad()
+    def turn() -> None:
+        for trial in trials:
+            trial.turn()
+
+    def timed(thread: Executor) -> float:
         other.add_(1.0)
         wait()
         began = time.perf_counter()
-        for trial in trials:
-            trial.turn()
+        thread.submit(turn).result()
         wait()
-        taken.append(time.perf_counter() - began)
-    return median(taken[1:])
+        return time.perf_counter() - began
+
+    with ThreadPoolExecutor(1) as thread:
+        least, most = _TURNS
+        turns = min(most, max(least, round(budget_s / meeting.most(timed(thread)))))
+        return median(timed(thread) for _ in range(turns))
 
 
 @dataclass(frozen=True)
 class _Loop(Post):
-    """A post whose messages come straight back, as if the others had sent the like.
+    """A post whose messages come straight back, as if the others had sent the like, once all have got there.
 
     Attributes:
         sent: bytes of each exchange so far.
     """
 
     sent: list[int] = field(default_factory=list)
+    meet: Callable[[], None] = lambda: None
 
     def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int]) -> tuple[dict[int, Tensor], int]:
+        self.meet()
         self.sent.append(sum(m.nbytes + framing_bytes(1, m.is_cuda) for m in outgoing.values()))
         return {place: outgoing[place] for place in incoming}, self.sent[-1]
 
     def announce(self, outgoing: Mapping[int, Tensor], senders: Any) -> tuple[dict[int, int], int]:
+        self.meet()
         self.sent.append(sum(8 + framing_bytes(1, m.is_cuda) for m in outgoing.values()))
         return {place: outgoing[place].numel() for place in senders}, self.sent[-1]
 
@@ -201,10 +242,12 @@ class _Trial:
         n_bytes, rounds: of the last turn.
     """
 
-    def __init__(self, codec: Codec, cell: Cell, place: tuple[int, int]) -> None:
+    def __init__(self, codec: Codec, cell: Cell, meeting: _Meeting) -> None:
         self.n_bytes = self.rounds = 0
+        world = meeting.world
+        self._meet = meeting.meet if world.device.type != "cuda" else lambda: None  # there a round is only queued
         generator = torch.Generator().manual_seed(cell.number)
-        rank, size = place
+        rank, size = world.rank, world.size
         usable = cell.numel if codec.linear else max(size, cell.numel - cell.numel % size)  # chunks of one length
         self._gradient = torch.randn(usable, generator=generator).to(cell.device, cell.dtype) * 1e-3
         self._flat = torch.empty_like(self._gradient)
@@ -212,10 +255,10 @@ class _Trial:
         if codec.linear:
             pieces = [Piece(m.name, m.span, m.shape) for m in cell.members]
             whole = [Piece("cell", (0, usable), (usable,))]
-            self._linear = LinearSum(codec, pieces if codec.shaped else whole, self._flat, place, 0)
+            self._linear = LinearSum(codec, pieces if codec.shaped else whole, self._flat, (rank, size), 0)
             held = self._linear.held
         else:
-            post = _Loop(cast(dist.ProcessGroup, None), Ring(range(size), rank))
+            post = _Loop(cast(dist.ProcessGroup, None), Ring(range(size), rank), meet=self._meet)
             self._coded, self._post = CodedSum(codec, post, self._flat, "trial", 0), post
             held = self._coded.held
         self._size, self._snapshot = size, memory.Snapshot([h.state for h in held])
@@ -235,6 +278,7 @@ class _Trial:
         self._flat.clone()
 
     def _sum(self, message: Tensor) -> int:
+        self._meet()
         self.rounds += 1
         message.mul_(self._size)
         return ring_bytes(message.nbytes, self._size, message.is_cuda)
