@@ -135,7 +135,7 @@ def _close_window(run: TrainingRun, window: Window, cursor: Cursor, stop: StopFl
     due = every_s is not None and time.monotonic() - saved_s >= every_s
     sent = run.traffic.since_last(run.parts.sync.bytes_sent())
     others = run.traffic.others_since_last(run.saver.bytes_sent)
-    totals = window.close(Sent(sum(sent.values()), others), run.parts.sync.reduce_times(), bool(stop), due)
+    totals = window.close(Sent(sent, others), run.parts.sync.reduce_times(), bool(stop), due)
     run.record.write(
         "steps",
         epoch=cursor.epoch,
@@ -148,7 +148,7 @@ def _close_window(run: TrainingRun, window: Window, cursor: Cursor, stop: StopFl
         phase_names=[p.value for p in PHASES],
         phases=totals.phases,
         wire_bytes=totals.wire_bytes,
-        wire_bytes_by_group=sent,
+        wire_bytes_by_group=totals.wire_bytes_by_group,
         other_wire_bytes=totals.other_wire_bytes,
         density=run.parts.sync.density(),
         memory_bytes=totals.memory_bytes,
