@@ -132,13 +132,18 @@ class Window:
             pause.seconds = time.perf_counter() - began
             self._resume(name, pause.seconds)
 
+    def meet(self) -> None:
+        """Wait for the slowest rank before a pause ends: in the next step, the wait would count as communication."""
+        self._sum([0.0])
+
     def _resume(self, name: str, paused_s: float) -> None:
         self._began += paused_s
         self.watch.paused(name, paused_s)
         self._clock.enter(Phase.OTHER)
 
     def go_on(self) -> None:
-        """Call it when what `close` told has been recorded: from now on time counts again."""
+        """Call it on all ranks when what `close` told has been recorded: from now on time counts again."""
+        self.meet()
         self._resume(RECORDING, time.perf_counter() - self._began)
 
     def close(self, sent: Sent, times: ReduceTimes | None, stop: bool, checkpoint_due: bool) -> WindowTotals:
