@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-GROUPS = ("weights", "small", "evaluation")
-"""What bytes are counted by; `evaluation`: so that replicas that differ show their mean. See `SMALL_NUMEL`."""
+GROUPS = ("weights", "small", "buffers", "moments", "evaluation")
+"""What bytes are counted by: parameters (see `SMALL_NUMEL`), statistics of BatchNorm, the optimizer's moments, and what
+replicas that differ send to show their mean."""
 
 SMALL_NUMEL = 1024
 """Parameters of one dimension or fewer elements than this are sent whole: `small`; the others are `weights`."""
