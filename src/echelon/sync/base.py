@@ -85,7 +85,7 @@ class Sync(Protocol):
         """
 
     def bytes_sent(self) -> Mapping[str, int]:
-        """Return the bytes that this rank has sent since the start, by group of parameters."""
+        """Return the bytes that this rank has sent since the start, by group (of `GROUPS` in `collectives.wire`)."""
 
     def reduce_times(self) -> ReduceTimes | None:
         """Return how long communication during backward took so far; None: there is none, or it cannot be told."""

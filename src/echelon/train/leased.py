@@ -116,15 +116,12 @@ def train_task(worker: LeasedWorker, task: dict[str, Any]) -> None:
     buffers = strategy.flat_buffers()
     if len(buffers):
         worker.client.send_buffers(task["task"], buffers)
-    sent, received = worker.client.sent_bytes(), worker.client.received_bytes()
     info = {
         "loss": float(result.loss), "correct": int(result.correct), "samples": result.samples, "lr": lr,
         "phases": clock.drain(), "memory_bytes": resident_bytes(worker.world.device),
-        "sent_bytes": sent - worker.sent_bytes, "received_bytes": received - worker.received_bytes,
         "density": strategy.density(), "entropy_coded": dict(strategy.entropy_coded()),
         "resources": worker.sampler.row if worker.sampler.sample() else [],
     }  # fmt: skip
-    worker.sent_bytes, worker.received_bytes = sent, received
     worker.client.finish_task(task["task"], info)
 
 

@@ -58,8 +58,6 @@ class LeasedWorker:
     saver: LeasedSaver
     path: Path
     sampler: Sampler
-    sent_bytes: int = 0
-    received_bytes: int = 0
 
 
 def assemble_worker(path: Path, seat: Seat, record: Recorder, given: Given) -> LeasedWorker:

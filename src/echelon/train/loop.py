@@ -24,7 +24,7 @@ from echelon.train.saving import Saver
 from echelon.train.slow_steps import SlowSteps
 from echelon.train.state import Cursor, RunParts
 from echelon.train.step import Step
-from echelon.train.step_watch import PAUSES
+from echelon.train.step_watch import PAUSES, RECORDING
 from echelon.train.stop import StopFlag
 from echelon.train.window import Sent, Traffic, Window, WindowTotals
 from echelon.train.world import World
@@ -115,9 +115,10 @@ def _save(run: TrainingRun, window: Window, cursor: Cursor, reason: str) -> None
 
 @contextmanager
 def _pause(run: TrainingRun, window: Window, cursor: Cursor, name: str) -> Iterator[None]:
-    """Record how long something between steps took."""
+    """Record how long something between steps took, for the slowest rank."""
     with window.pause(name) as pause:
         yield
+        window.meet()
     run.record.write("pause", name=name, step=cursor.step, seconds=pause.seconds)
 
 
@@ -135,7 +136,7 @@ def _close_window(run: TrainingRun, window: Window, cursor: Cursor, stop: StopFl
     due = every_s is not None and time.monotonic() - saved_s >= every_s
     sent = run.traffic.since_last(run.parts.sync.bytes_sent())
     others = run.traffic.others_since_last(run.saver.bytes_sent)
-    totals = window.close(Sent(sum(sent.values()), others), run.parts.sync.reduce_times(), bool(stop), due)
+    totals = window.close(Sent(sent, others), run.parts.sync.reduce_times(), bool(stop), due)
     run.record.write(
         "steps",
         epoch=cursor.epoch,
@@ -148,7 +149,7 @@ def _close_window(run: TrainingRun, window: Window, cursor: Cursor, stop: StopFl
         phase_names=[p.value for p in PHASES],
         phases=totals.phases,
         wire_bytes=totals.wire_bytes,
-        wire_bytes_by_group=sent,
+        wire_bytes_by_group=totals.wire_bytes_by_group,
         other_wire_bytes=totals.other_wire_bytes,
         density=run.parts.sync.density(),
         memory_bytes=totals.memory_bytes,
@@ -204,7 +205,9 @@ def _end_epoch(run: TrainingRun, window: Window, cursor: Cursor, totals: WindowT
         with _pause(run, window, cursor, "checkpoint"):
             run.saver.consider_best(cursor, report)
     if totals is not None:
-        run.display.epoch(epoch, totals, report)
+        with window.pause(RECORDING):
+            run.display.epoch(epoch, totals, report)
+            window.meet()
 
 
 def run_evaluation(run: TrainingRun, cursor: Cursor) -> EvaluationReport:

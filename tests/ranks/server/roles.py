@@ -115,7 +115,6 @@ class Cluster:
             loss = gradient(strategy.module, task)
         strategy.step()
         stats = {"loss": loss, "correct": 0, "samples": 1, "lr": lr, "phases": [], "memory_bytes": 0,
-                 "sent_bytes": 0, "received_bytes": 0,
                  "density": strategy.density(), "entropy_coded": dict(strategy.entropy_coded())}  # fmt: skip
         client.finish_task(task["task"], stats)
 

@@ -90,7 +90,7 @@ class Client:
 
     def result(self, task: int, info: dict[str, Any]) -> None:
         """Report the result of a task that pushes nothing."""
-        self.talk.do(lambda: self.talk.report(task, Kind.RESULT, {"task": task, "info": info}))
+        self.talk.do(lambda: self.talk.report(task, Kind.RESULT, info))
 
     def send_buffers(self, task: int, values: Tensor) -> None:
         """Send statistics that are no parameters, 1-D float32, to the first server."""
@@ -169,7 +169,7 @@ class Client:
     def _fetch(self, send: Callable[[], None], wanted: set[int], what: str, deadline_s: float) -> dict[int, Message]:
         changes = self.talk.changes
         self.talk.fetched = {}
-        self.talk.do(send)
+        self.talk.do(lambda: self.talk.send_apart(send))
         self.talk.wait_until(
             lambda: wanted <= self.talk.fetched.keys() or self.talk.changes != changes, what, deadline_s
         )
@@ -185,10 +185,6 @@ class Client:
         """Return the bytes that this worker has sent."""
         return self.talk.voice.traffic.sent_bytes
 
-    def received_bytes(self) -> int:
-        """Return the bytes that this worker has received."""
-        return self.talk.voice.traffic.received_bytes
-
     def sent_states(self) -> list[tuple[State, int]]:
         """Return the codec's states of what is pushed, each with its number of elements."""
         talk = self.talk
@@ -201,7 +197,7 @@ class Client:
     def close(self) -> None:
         """Leave, and end the thread."""
         if self.talk.thread.is_alive():
-            self.talk.later(lambda: self.talk.scheduler.send(Kind.LEAVE, {}))
+            self.talk.later(lambda: self.talk.scheduler.send(Kind.LEAVE, {"bytes": self.talk.bytes_since()}))
             self.talk.later(self.talk.stop)
             self.talk.thread.join(5)
         self.talk.watch.close()
