@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from echelon.collectives.wire import GROUPS
 from tests.ranks.runs import SMALL, Runs
 
 WAYS = {
     "powersgd": (["--model", "mlp", "--compression", "powersgd(rank=2)"], ["weights", "small"]),
     "local": (
-        ["--sync", "local(period=5, optimizer_state=average)", "--compression", "topk(density=0.01)"],
-        list(GROUPS),
+        ["--model", "mlp", "--sync", "local(period=5, optimizer_state=average)", "--compression", "topk(density=0.01)"],
+        ["weights", "small", "moments", "evaluation"],
     ),
     "ps": (["--model", "mlp", "--sync", "ps(mode=sync)"], ["pulled", "pushed"]),
 }
