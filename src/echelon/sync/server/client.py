@@ -39,7 +39,7 @@ class Client:
 
     def while_waiting(self, call: Callable[[], None], every_s: float) -> None:
         """Let the training thread call something now and then while it waits for scheduler or servers."""
-        self.talk.while_waiting, self.talk.while_waiting_s = call, every_s
+        self.talk.while_waiting, self.talk.while_waiting_s, self.talk.next_call_s = call, every_s, 0.0
 
     def join(self, info: dict[str, Any]) -> dict[str, Any]:
         """Join the run with what the scheduler should know of this worker; returns its welcome."""

@@ -7,6 +7,7 @@ go takes all that waits there: a socket's descriptor tells of what is new only.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -63,9 +64,8 @@ class Conversation:
         self.closing = False
         self.over = False
         self._awaited: Callable[[], bool] | None = None
-        self.heard_s = time.monotonic()
         self.while_waiting: Callable[[], None] | None = None
-        self.while_waiting_s = 0.0
+        self.while_waiting_s = self.next_call_s = math.inf
         self.thread = threading.Thread(target=self.run, name="echelon-client", daemon=True)
 
     def set_table(self, table: Table) -> None:
@@ -108,24 +108,20 @@ class Conversation:
             raise ClientFailed(f"{self.config.name}: {self.failure}") from self.failure
 
     def wait_until(self, done: Callable[[], bool], what: str, deadline_s: float = 0.0, idle: bool = False) -> None:
-        """Wait for something; `idle`: for as long as the scheduler is heard, since it may have nothing to do for us."""
         if done():
             return
         deadline_s = deadline_s or self.config.timeout_s
-        began_s = told_s = time.monotonic()
+        ends = time.monotonic() + deadline_s
         self._awaited = lambda: done() or self.failure is not None
         with self.watch.by_training_thread():
             while not self._came():
-                since_s = max(began_s, self.heard_s) if idle else began_s
-                left_s = since_s + deadline_s - time.monotonic()
-                if left_s <= 0:
+                now_s = time.monotonic()
+                if now_s >= ends:
                     raise ClientFailed(f"{self.config.name} waited {deadline_s:g} s for {what}; use a longer --timeout")
-                if self.while_waiting is not None:
-                    left_s = min(left_s, told_s + self.while_waiting_s - time.monotonic())
-                self.watch.wait(max(0.0, left_s))
-                if self.while_waiting is not None and time.monotonic() - told_s >= self.while_waiting_s:
-                    told_s = time.monotonic()
+                if self.while_waiting is not None and now_s >= self.next_call_s:
                     self.while_waiting()
+                    self.next_call_s = now_s + self.while_waiting_s
+                self.watch.wait(min(ends, self.next_call_s) - now_s)
         self._awaited = None
         self._raise_failure()
 
@@ -230,7 +226,6 @@ class Conversation:
 
     def _from_scheduler(self, message: Message) -> None:
         body = message.body
-        self.heard_s = time.monotonic()
         match message.kind:
             case Kind.WELCOME:
                 if body["info"].get("again"):
