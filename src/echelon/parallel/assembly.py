@@ -118,6 +118,8 @@ class Assembly:
             flat = flats[0]
         elif len(flat):
             dist.recv(flat, group=self._group, group_src=0)
+        if self._own:
+            flat = flat.to(own[self._own[0].name].device)  # at once
         for piece, part in zip(self._own, _parts(self._own, flat), strict=True):
             own[piece.name].copy_(part)
 

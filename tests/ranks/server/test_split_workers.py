@@ -16,10 +16,11 @@ from echelon.sync.server.scheduler import Plan
 from echelon.sync.server.settings import Settings
 from tests.ranks.layouts import Trial, loss_sum
 from tests.ranks.server.roles import Cluster, Optimizer
-from tests.ranks.server.split_worker import Work4, whole_model, work_split
+from tests.ranks.server.split_worker import TIMEOUT_S, Work4, whole_model, work_split
 from tests.ranks.server.test_deaths import done_tasks
 from tests.ranks.spawn import run_ranks
 
+pytestmark = pytest.mark.timeout(600)
 STEPS, LR = 8, 0.05
 
 
@@ -35,7 +36,7 @@ def trust_ratio(tensors: Any) -> torch.optim.Optimizer:
 
 def cluster(folder: Path, settings: Settings, optimizer: Optimizer, compression: str = "none") -> Cluster:
     folder.mkdir()
-    run = Cluster(folder, settings, optimizer, Plan(1, STEPS, 0, None, None), compression)
+    run = Cluster(folder, settings, optimizer, Plan(1, STEPS, 0, None, None), compression, timeout_s=TIMEOUT_S)
     run.start()
     return run
 
@@ -65,7 +66,7 @@ def with_split_workers(
     """Train with four ranks, which are two workers; returns the parameters."""
     run = cluster(folder, settings, optimizer, compression)
     work = Work4(trial, settings, run.scheduler.listener.address, LR, compression)
-    seen = [values for rank in run_ranks(work_split, 4, work, timeout_s=60) for values in rank]
+    seen = [values for rank in run_ranks(work_split, 4, work, timeout_s=2 * TIMEOUT_S) for values in rank]
     run.stop()
     values: Tensor = seen[-1]
     return values
