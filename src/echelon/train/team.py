@@ -48,12 +48,10 @@ def join_team(config: RunConfig, seat: Seat, roles: Path) -> Iterator[World]:
     store.set_timeout(timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=timeout)
-    try:
-        whole = check_world(config, seat.workers * seat.size)
-        placed = place(replace(whole, sizes={**whole.sizes, Axis.DP: 1}), seat.rank, device.type, timeout)
-        yield World(seat.rank, seat.size, seat.local, device, dist.group.WORLD, placed)
-    finally:
-        dist.destroy_process_group()
+    whole = check_world(config, seat.workers * seat.size)
+    placed = place(replace(whole, sizes={**whole.sizes, Axis.DP: 1}), seat.rank, device.type, timeout)
+    yield World(seat.rank, seat.size, seat.local, device, dist.group.WORLD, placed)
+    dist.destroy_process_group()  # not after an error: that is recorded first, and then the process ends at once
 
 
 class Words:

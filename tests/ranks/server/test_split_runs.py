@@ -103,8 +103,9 @@ def test_whole_and_split_workers_resume_each_other(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp=2", "fsdp=2", "tp=2,pp=2"])
 def test_stopped_and_resumed(tmp_path: Path, layout: str) -> None:
+    where = ("--parallel", layout, *(("--cuts", "5") if "pp" in layout else ()))  # not between layers that tp pairs
     with Runs(tmp_path) as runs:
-        run = runs.train("digits", *COMMON, *SERVED, "--parallel", layout, "--epochs", "200", folder="run")
+        run = runs.train("digits", *COMMON, *SERVED, *where, "--epochs", "200", folder="run")
         run.wait_for_step(20)
         run.process.send_signal(signal.SIGTERM)
         assert run.end() == 0 and not run.left_behind()
