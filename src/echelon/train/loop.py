@@ -17,6 +17,7 @@ from echelon.observe.live.resources import record_of
 from echelon.observe.phases import PHASES, Phase, PhaseClock
 from echelon.observe.record import Recorder
 from echelon.observe.scalars import Scalars
+from echelon.parallel.split import SplitModel
 from echelon.train.display import Display
 from echelon.train.evaluate import EvaluationReport, evaluate
 from echelon.train.optim import Schedule
@@ -162,7 +163,7 @@ def _close_window(run: TrainingRun, window: Window, cursor: Cursor, stop: StopFl
     )
     if totals.resources:
         run.record.write(RESOURCES, step=cursor.step, **record_of(totals.resources))
-    _record_pipeline(run, cursor)
+    record_pipeline(run.record, run.parts.split, cursor.step)
     rate = totals.samples / max(totals.seconds, 1e-9)
     curves = {"train/loss": totals.losses[-1], "train/lr": run.schedule.lr, "train/samples_per_s": rate}
     run.scalars.write(cursor.step, curves)
@@ -170,15 +171,15 @@ def _close_window(run: TrainingRun, window: Window, cursor: Cursor, stop: StopFl
     return totals
 
 
-def _record_pipeline(run: TrainingRun, cursor: Cursor) -> None:
+def record_pipeline(record: Recorder, split: SplitModel | None, step: int) -> None:
     """Record what each rank of a pipeline computed when, in the few steps that it took the times of."""
-    pipeline = run.parts.split.pipeline if run.parts.split else None
+    pipeline = split.pipeline if split else None
     if pipeline is None:
         return
     for actions in pipeline.timelines:
-        run.record.write(
+        record.write(
             "pipeline",
-            step=cursor.step,
+            step=step,
             schedule=pipeline.schedule,
             microbatches=pipeline.microbatches,
             actions=[[a.rank, a.stage, a.microbatch, a.kind, a.begin_s, a.end_s] for a in actions],

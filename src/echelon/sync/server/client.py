@@ -37,6 +37,10 @@ class Client:
         """Seconds waited by cause, and pushes by what became of them."""
         return self.talk.stats
 
+    def while_waiting(self, call: Callable[[], None], every_s: float) -> None:
+        """Let the training thread call something now and then while it waits for scheduler or servers."""
+        self.talk.while_waiting, self.talk.while_waiting_s, self.talk.next_call_s = call, every_s, 0.0
+
     def join(self, info: dict[str, Any]) -> dict[str, Any]:
         """Join the run with what the scheduler should know of this worker; returns its welcome."""
         self.talk.join_info = info

@@ -7,6 +7,7 @@ go takes all that waits there: a socket's descriptor tells of what is new only.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -65,6 +66,8 @@ class Conversation:
         self.closing = False
         self.over = False
         self._awaited: Callable[[], bool] | None = None
+        self.while_waiting: Callable[[], None] | None = None
+        self.while_waiting_s = self.next_call_s = math.inf
         self.thread = threading.Thread(target=self.run, name="echelon-client", daemon=True)
 
     def set_table(self, table: Table) -> None:
@@ -114,10 +117,13 @@ class Conversation:
         self._awaited = lambda: done() or self.failure is not None
         with self.watch.by_training_thread():
             while not self._came():
-                left_s = ends - time.monotonic()
-                if left_s <= 0:
+                now_s = time.monotonic()
+                if now_s >= ends:
                     raise ClientFailed(f"{self.config.name} waited {deadline_s:g} s for {what}; use a longer --timeout")
-                self.watch.wait(left_s)
+                if self.while_waiting is not None and now_s >= self.next_call_s:
+                    self.while_waiting()
+                    self.next_call_s = now_s + self.while_waiting_s
+                self.watch.wait(min(ends, self.next_call_s) - now_s)
         self._awaited = None
         self._raise_failure()
 
