@@ -12,7 +12,7 @@ WAYS = {
     "powersgd": (["--model", "mlp", "--compression", "powersgd(rank=2)"], ["weights", "small"]),
     "local": (
         ["--model", "mlp", "--sync", "local(period=5, optimizer_state=average)", "--compression", "topk(density=0.01)"],
-        ["weights", "small", "moments", "evaluation"],
+        ["weights", "small", "moments"],
     ),
     "ps": (["--model", "mlp", "--sync", "ps(mode=sync)"], ["pulled", "pushed"]),
 }

@@ -135,8 +135,7 @@ def _steps_due(run: TrainingRun, cursor: Cursor) -> bool:
 def _close_window(run: TrainingRun, window: Window, cursor: Cursor, stop: StopFlag, saved_s: float) -> WindowTotals:
     every_s = run.settings.checkpoint.seconds
     due = every_s is not None and time.monotonic() - saved_s >= every_s
-    sent = run.traffic.since_last(run.parts.sync.bytes_sent())
-    others = run.traffic.others_since_last(run.saver.bytes_sent)
+    sent, others = run.traffic.since_last(run.parts.sync.bytes_sent(), run.saver.bytes_sent)
     totals = window.close(Sent(sent, others), run.parts.sync.reduce_times(), bool(stop), due)
     run.record.write(
         "steps",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.collectives.times import ReduceTimes
-from echelon.collectives.wire import GROUPS
+from echelon.collectives.wire import GROUPS, SHOWN
 from echelon.observe.garbage import GarbageClock
 from echelon.observe.live.resources import NAMES, Sampler
 from echelon.observe.phases import PHASES, Phase, PhaseClock
@@ -237,16 +237,17 @@ class Traffic:
         self._before: dict[str, int] = {}
         self._others_before = -at_start
 
-    def since_last(self, totals: Mapping[str, int]) -> dict[str, int]:
-        """Return the bytes by group since the last call."""
-        sent = {group: n_bytes - self._before.get(group, 0) for group, n_bytes in totals.items()}
-        self._before = dict(totals)
-        return sent
+    def since_last(self, totals: Mapping[str, int], other_total: int) -> tuple[dict[str, int], int]:
+        """Return the bytes since the last call: of training by group, and for anything else.
 
-    def others_since_last(self, total: int) -> int:
-        """Return the bytes sent for anything else since the last call."""
-        sent, self._others_before = total - self._others_before, total
-        return sent
+        Args:
+            totals: by group since the start, as strategies count them.
+            other_total: since the start, for checkpoints and statistics.
+        """
+        sent = {group: total - self._before.get(group, 0) for group, total in totals.items()}
+        others = sent.pop(SHOWN, 0) + other_total - self._others_before
+        self._before, self._others_before = dict(totals), other_total
+        return sent, others
 
 
 def _read(tensors: list[Tensor]) -> list[float]:
