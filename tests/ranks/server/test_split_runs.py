@@ -126,7 +126,9 @@ def test_statistics_of_batchnorm_belong_to_the_whole_model(tmp_path: Path) -> No
         ["evaluate", "fsdp"],
     ], deadline_s=500)  # fmt: skip
     assert [r.code for r in results] == [0, 0], results
-    assert json.loads((tmp_path / "fsdp" / "summary.json").read_text())["metrics"]["top1"] > 0.8
+    assert json.loads((tmp_path / "fsdp" / "summary.json").read_text())["metrics"]["top1"] > 0.5
+    lines = (tmp_path / "fsdp" / "record.jsonl").read_text()
+    assert "worker_died" not in lines
 
 
 @pytest.mark.slow

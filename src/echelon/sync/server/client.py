@@ -161,12 +161,9 @@ class Client:
         messages = self._fetch(send, set(indices), f"the copy {tag}", self.config.timeout_s)
         if full:
             return {i: unpack_state(m.body["meta"], m.frames) for i, m in messages.items()}
-        return {
-            i: {
-                "value": torch.frombuffer(
-                    m.frames[0], dtype=table.torch_dtype if i < len(table.keys) else torch.float32
-                )
-            }
+        types = {i: table.torch_dtype if i < len(table.keys) else torch.float32 for i in messages}
+        return {  # of statistics there are none before the first worker has sent its own
+            i: {"value": torch.frombuffer(m.frames[0], dtype=types[i]) if len(m.frames[0]) else torch.empty(0)}
             for i, m in messages.items()
         }
 
