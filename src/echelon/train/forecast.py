@@ -26,9 +26,10 @@ from echelon.models import build_model, hints_for
 from echelon.parallel.deferred import without_memory
 from echelon.parallel.pipeline.plan import StagePlan, plan_stages
 from echelon.parallel.pipeline.settings import PipelineSettings, microbatch_count
+from echelon.parallel.tensor import plan_tensor
 from echelon.parallel.zero import divide
 from echelon.train.inputs import any_inputs, model_input
-from echelon.train.layouts import read_cuts
+from echelon.train.layouts import read_cuts, read_tensor_plan
 from echelon.train.leased_check import batch_parts, is_leased
 from echelon.train.rehearsal import Peaks, Role, rehearse
 
@@ -161,7 +162,10 @@ def _stages(
 ) -> tuple[StagePlan, ...]:
     if layout.pp == 1:
         return ()
-    settings = PipelineSettings(layout.schedule, layout.microbatches, read_cuts(config.strategy.cuts), samples)
-    stages = plan_stages(model, hints_for(model), settings, layout.pp, example)
+    hints, own = hints_for(model), read_tensor_plan(config.strategy.tensor_plan)
+    styles = plan_tensor(model, layout.tp, hints, own, layout.sequence).styles if layout.tp > 1 else {}
+    cuts = read_cuts(config.strategy.cuts)
+    settings = PipelineSettings(layout.schedule, layout.microbatches, cuts, samples, styles=styles)
+    stages = plan_stages(model, hints, settings, layout.pp, example)
     microbatch_count(settings, layout.pp, len(stages))
     return stages
