@@ -176,4 +176,4 @@ def _train(client: Client, strategy: ParameterServer, work: Work, task: dict[str
         samples = work.compute(strategy.module, task)
     strategy.step()
     client.finish_task(task["task"], {"loss": 0.0, "correct": 0, "samples": samples, "lr": lr, "phases": [],
-                                      "memory_bytes": 0, "sent_bytes": 0, "received_bytes": 0})  # fmt: skip
+                                      "memory_bytes": 0})  # fmt: skip

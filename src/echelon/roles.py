@@ -6,12 +6,12 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from echelon.config import RunConfig
-from echelon.config.validate import parse_rendezvous
+from echelon.config.validate import check_world, parse_rendezvous
 from echelon.core.errors import UserError
 from echelon.core.units import parse_seconds
 from echelon.launch.link import Host, ShapedNetwork, parse_link
@@ -22,7 +22,15 @@ from echelon.observe.report import write_report
 from echelon.sync.server.settings import Settings
 from echelon.train.folder import last_word
 from echelon.train.leased_check import settings_of
-from echelon.train.served_start import ADDRESS_FILE, ROLES_FOLDER, SchedulerLine, Seat, note_address, prepare_roles
+from echelon.train.served_start import (
+    ADDRESS_FILE,
+    ROLES_FOLDER,
+    SchedulerLine,
+    Seat,
+    note_address,
+    prepare_roles,
+    worker_name,
+)
 
 _ENTRIES = {
     "scheduler": "echelon.train.served:run_scheduler",
@@ -47,6 +55,14 @@ class Site:
     hosts: dict[str, Host] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Teams:
+    """Workers of the parameter server: `size` processes each, and how many there are on all machines."""
+
+    size: int
+    workers: int
+
+
 def run_leased_roles(config: RunConfig, plan: LaunchPlan, path: Path, record: Recorder) -> str:
     """Start this machine's part of a parameter server's scheduler, servers and workers; each is restarted alone.
 
@@ -57,14 +73,16 @@ def run_leased_roles(config: RunConfig, plan: LaunchPlan, path: Path, record: Re
         UserError: a role refused its input, or the machines do not meet.
     """
     settings = settings_of(config)
+    layout = check_world(config, plan.workers * plan.nodes.most)
+    teams = Teams(layout.model_size, layout.dp)
     if plan.nodes.most > 1:
         around = _among_machines(config, plan, path, settings)
     elif plan.link:
-        around = _on_links(plan, path, settings, record)
+        around = _on_links(plan, path, settings, record, teams)
     else:
         around = _alone(path, settings)
     with around as site:
-        return _run(plan, path, record, site)
+        return _run(plan, path, record, site, teams)
 
 
 @contextmanager
@@ -75,10 +93,10 @@ def _alone(path: Path, settings: Settings) -> Iterator[Site]:
 
 
 @contextmanager
-def _on_links(plan: LaunchPlan, path: Path, settings: Settings, record: Recorder) -> Iterator[Site]:
+def _on_links(plan: LaunchPlan, path: Path, settings: Settings, record: Recorder, teams: Teams) -> Iterator[Site]:
     """Give each worker, server and standby a network namespace; the scheduler stays outside, on the control links."""
     with _alone(path, settings) as whole:
-        workers = [f"worker{i}" for i in range(plan.workers)]
+        workers = [worker_name(i) for i in range(teams.workers)]
         servers = [*(f"server{i}" for i in whole.servers), *(f"standby{i}" for i in whole.standbys)]
         names = [*workers, *servers]
         with ShapedNetwork(len(names), parse_link(plan.link)) as network:
@@ -152,21 +170,24 @@ def _say(words: str) -> None:
     print(f"echelon: {words}", file=sys.stderr, flush=True)
 
 
-def _run(plan: LaunchPlan, path: Path, record: Recorder, site: Site) -> str:
+def _run(plan: LaunchPlan, path: Path, record: Recorder, site: Site, teams: Teams) -> str:
     line = SchedulerLine(path / ROLES_FOLDER)
 
     def on_death(death: RoleDeath, restarts_left: int) -> None:
-        then = "it alone is started again" if restarts_left >= 0 else "no restarts are left"
+        alone = "it alone is started again" if not death.others else "its worker's processes are started again"
+        then = alone if restarts_left >= 0 else "no restarts are left"
         record.event("worker_died", f"{death}; {then}", role=death.name, host=death.host, pid=death.pid,
                      exit_code=death.exit_code)  # fmt: skip
         line.died(death.name, "died", death.pid)
+        for name, pid in death.others:
+            line.died(name, f"ended with {death.name}", pid)
 
     def on_start(name: str, pid: int) -> None:
         record.write("process", role=name, pid=pid)
 
     watch = RoleWatch(on_death, line.stop, on_start)
     try:
-        stopped = run_roles(_roles(plan, path, site), plan.max_restarts, plan.log_dir, watch)
+        stopped = run_roles(_roles(plan, path, site, teams), plan.max_restarts, plan.log_dir, watch)
         return "stopped" if stopped and line.status() != "completed" else line.status()
     except RoleRefused:
         reason = last_word(path, "refused")
@@ -188,7 +209,7 @@ def _end(path: Path, record: Recorder, site: Site, status: str, reason: str) -> 
         record.event("machine_left", f"machine {site.machine} left the run: {reason}", machine=site.machine)
 
 
-def _roles(plan: LaunchPlan, path: Path, site: Site) -> list[Role]:
+def _roles(plan: LaunchPlan, path: Path, site: Site, teams: Teams) -> list[Role]:
     """Return this machine's processes. Where the scheduler is elsewhere, the workers' end is the run's."""
     environment = {"OMP_NUM_THREADS": str(plan.threads), "LOCAL_WORLD_SIZE": str(plan.workers)}
 
@@ -202,6 +223,14 @@ def _roles(plan: LaunchPlan, path: Path, site: Site) -> list[Role]:
         names = [(f"{kind}{i}", i) for i in numbers]
         roles += [role(name, (name, i, site.addresses.get(name, "")), False) for name, i in names]
     for local in range(plan.workers):
-        seat = Seat(site.first_worker + local, local, site.machine)
-        roles.append(role(f"worker{seat.number}", (seat, *plan.args[1:]), not first))
+        number, rank = divmod(site.first_worker + local, teams.size)
+        seat = Seat(number, local, site.machine, rank, teams.size, teams.workers)
+        one = role(worker_name(number), (seat, *plan.args[1:]), not first)
+        roles.append(replace(one, name=seat.name, **_team(one)) if teams.size > 1 else one)
     return roles
+
+
+def _team(leader: Role) -> dict[str, Any]:
+    """Return what a process of a split worker has beyond one that is alone: it talks to the others on this machine."""
+    local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    return {"team": leader.name, "environment": {**leader.environment, **local}}

@@ -1,14 +1,17 @@
-"""A model whose step takes as long as its name says: a truth to plant."""
+"""Models whose steps, or whose checkpoints, take as long as they say: truths to plant."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from torch import Tensor, nn
 
+from echelon.checkpoint import CheckpointStore
 from echelon.models.base import ModelInput
 
 PAUSE_S = 0.06
+SAVE_S = 0.3
 
 
 class Slept(nn.Module):
@@ -37,3 +40,15 @@ def once(data: ModelInput) -> nn.Module:
 def twice(data: ModelInput) -> nn.Module:
     """A step of two pauses."""
     return Slept(data, 2 * PAUSE_S)
+
+
+def slow_to_save(data: ModelInput) -> nn.Module:
+    """A model of quick steps, in a process whose checkpoints each take `SAVE_S` longer to copy."""
+    save = CheckpointStore.save
+
+    def slow(store: CheckpointStore, *state: Any, **options: Any) -> None:
+        time.sleep(SAVE_S)
+        save(store, *state, **options)
+
+    CheckpointStore.save = slow  # type: ignore[method-assign]
+    return Slept(data, 0.0)

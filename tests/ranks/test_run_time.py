@@ -10,6 +10,7 @@ import pytest
 from echelon.observe.report import load_run, summarise
 from echelon.observe.report.waterfall import TOLERANCE
 from tests.ranks.runs import SMALL, Runs
+from tests.ranks.slow_parts import SAVE_S
 
 WAYS = {"bf16", "int8", "sign", "topk(density=0.01)", "powersgd(rank=2)", "local(period=8)", "diloco(period=20)"}
 
@@ -36,3 +37,20 @@ def test_phases_and_pauses_of_each_rank_are_the_wall_time(tmp_path: Path) -> Non
     stored = json.loads((run.folder / "summary.json").read_text())
     assert stored["predictions"][0]["gain"] > 0
     assert "completed; report:" in said
+
+
+def test_waiting_for_the_rank_that_saves_is_its_checkpoints_pause(tmp_path: Path) -> None:
+    options = ["--epochs", "3", "--eval-every", "0", "--workers", "2", "--checkpoint-every", "4", *SMALL]
+    options += ["--model", "tests.ranks.slow_parts:slow_to_save"]
+    with Runs(tmp_path) as runs:
+        run = runs.start("train", "digits", *options, folder="slow")
+        assert run.end() == 0, run.text()
+        record = load_run(run.folder)
+    told = [dict(zip(w.pause_names, zip(*w.pauses, strict=True), strict=True))["checkpoint"] for w in record.windows]
+    waited = [[w.phases[r][w.phase_names.index("communicate")] for r in range(2)] for w in record.windows]
+    saved = sum(all(s >= SAVE_S for s in pauses) for pauses in told)
+    assert saved >= 7, told  # of 9: the last one is after the last window
+    assert all(abs(first - second) < SAVE_S / 2 for first, second in told), told
+    assert sum(rank[1] - rank[0] for rank in waited) < SAVE_S * saved / 4, waited
+    waterfall = summarise(record).waterfall
+    assert waterfall is not None and waterfall.missing <= TOLERANCE, waterfall

@@ -76,6 +76,12 @@ def _show_layout(console: Console, config: RunConfig, found: Forecast, ranks: in
             f"predicted memory per rank{of}: {format_bytes(memory.peak)} at its peak ({', '.join(kinds[:-1])})",
             highlight=False,
         )
+    if found.leader:
+        console.print(
+            "each replica is one worker of the parameter server; its first rank has the whole model with gradients "
+            f"beside its piece, in the processor's memory: {format_bytes(found.leader)} more",
+            highlight=False,
+        )
     if found.memory:
         copy = format_bytes(max(memory.checkpoint for memory in found.memory))
         console.print(f"while a checkpoint is written, its copy of up to {copy} comes on top of it", highlight=False)

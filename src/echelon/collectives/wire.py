@@ -7,6 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+GROUPS = ("weights", "small", "buffers", "moments")
+"""What bytes of training are counted by: parameters (see `SMALL_NUMEL`), statistics of BatchNorm, the optimizer's
+moments."""
+
+SHOWN = "shown"
+"""What replicas that differ send to show their mean, to be evaluated or saved: no bytes of training."""
+
 SMALL_NUMEL = 1024
 """Parameters of one dimension or fewer elements than this are sent whole: `small`; the others are `weights`."""
 
@@ -16,11 +23,11 @@ class WireCount:
     """Bytes handed to the network by this rank, the backend's framing included; headers of TCP and IP are not.
 
     Attributes:
-        by_group: bytes since the start by group of parameters, `weights` and `small`.
+        by_group: bytes since the start by group, each of `GROUPS`, and `SHOWN`.
         steps: backward passes whose gradients were reduced.
     """
 
-    by_group: dict[str, int] = field(default_factory=lambda: {"weights": 0, "small": 0})
+    by_group: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*GROUPS, SHOWN), 0))
     steps: int = 0
 
     @property
@@ -29,8 +36,8 @@ class WireCount:
         return sum(self.by_group.values())
 
     def add(self, group: str, n_bytes: int) -> None:
-        """Count bytes for a group."""
-        self.by_group[group] = self.by_group.get(group, 0) + n_bytes
+        """Count bytes for one of the groups."""
+        self.by_group[group] += n_bytes
 
 
 def is_small(parameter: torch.Tensor) -> bool:

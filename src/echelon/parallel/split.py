@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
-from echelon.core.hints import Hints
+from echelon.core.hints import Hints, Style
 from echelon.parallel.base import Placement
 from echelon.parallel.blocks import find_blocks
 from echelon.parallel.deferred import Unmade
@@ -85,7 +85,7 @@ def split_model(model: nn.Module, placement: Placement, hints: Hints | None, opt
     plan = _plan_layers(model, placement, hints, options)
     tried = plan is not None and (plan.found or bool(options.tensor_plan))
     before = answer(model, options.example) if tried else None
-    pipeline = _cut(model, placement, hints, options)
+    pipeline = _cut(model, placement, hints, options, plan.styles if plan is not None else {})
     modules = pipeline.stage_modules if pipeline is not None else [model]
     if options.statistics is not None:  # not before, for one rank alone measures the pipeline's blocks
         modules = [convert_sync_batchnorm(module, options.statistics) for module in modules]
@@ -132,7 +132,9 @@ def _plan_layers(
     return plan_tensor(model, layout.tp, hints, options.tensor_plan, layout.sequence)
 
 
-def _cut(model: nn.Module, placement: Placement, hints: Hints | None, options: SplitOptions) -> Pipeline | None:
+def _cut(
+    model: nn.Module, placement: Placement, hints: Hints | None, options: SplitOptions, styles: Mapping[str, Style]
+) -> Pipeline | None:
     mesh, layout = placement.axis(Axis.PP), placement.layout
     if mesh is None:
         return None
@@ -145,6 +147,7 @@ def _cut(model: nn.Module, placement: Placement, hints: Hints | None, options: S
         parameters=options.parameters,
         sharded=layout.fsdp > 1,
         data_group=placement.group(Axis.FSDP),
+        styles=styles,
     )
     return Pipeline(model, hints, mesh, settings, options.loss, options.example)
 

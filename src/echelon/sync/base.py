@@ -38,16 +38,12 @@ class SyncContext:
     clock: PhaseClock
 
 
-class Sync(Protocol):
-    """One strategy: the loop calls `begin_step`, forward and backward through `module`, then `step`."""
+class StepSync(Protocol):
+    """What forward and backward of a step ask of a strategy."""
 
     @property
     def module(self) -> nn.Module:
         """What the forward pass goes through."""
-
-    @property
-    def replicas_differ(self) -> bool:
-        """Whether parameters and optimizer state are each replica's own, so that a checkpoint keeps all of them."""
 
     @property
     def wants_blank_step(self) -> bool:
@@ -71,6 +67,14 @@ class Sync(Protocol):
     def communication_began(self) -> Any:
         """Return the moment (as the phase clock marks it) from which backward only waited for others; None: never."""
 
+
+class Sync(StepSync, Protocol):
+    """One strategy: the loop calls `begin_step`, forward and backward through `module`, then `step`."""
+
+    @property
+    def replicas_differ(self) -> bool:
+        """Whether parameters and optimizer state are each replica's own, so that a checkpoint keeps all of them."""
+
     def step(self) -> None:
         """Agree on what is to be agreed on, then update the parameters."""
 
@@ -85,7 +89,7 @@ class Sync(Protocol):
         """
 
     def bytes_sent(self) -> Mapping[str, int]:
-        """Return the bytes that this rank has sent since the start, by group of parameters."""
+        """Return the bytes that this rank has sent since the start, by group (of `GROUPS` in `collectives.wire`)."""
 
     def reduce_times(self) -> ReduceTimes | None:
         """Return how long communication during backward took so far; None: there is none, or it cannot be told."""

@@ -7,7 +7,7 @@ complete; the forward pass of a layer waits only for its own parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -148,9 +148,8 @@ class ParameterServer:
     @torch.no_grad()
     def set_parameters(self, values: Mapping[int, Tensor]) -> None:
         """Set the parameters from values by key; the next task loads its own again."""
-        for span in self._spans:
-            flat = self._parameters[span.parameter].detach().view(-1)
-            flat[span.in_parameter] = values[span.key.index][span.in_key].to(flat.device)
+        for parameter, spans in zip(self._parameters, self._by_parameter, strict=True):
+            _set(parameter, ((span, values[span.key.index]) for span in spans))
         self._version = [-1] * len(self._parameters)
 
     def key_values(self) -> dict[int, Tensor]:
@@ -266,10 +265,9 @@ class ParameterServer:
         """Wait for a parameter's keys and copy them, unless it holds that version."""
         if self._settings.aggregates and self._version[index] == version:
             return
-        flat = self._parameters[index].detach().view(-1)
         self._clock.enter(Phase.COMMUNICATE)
-        for span in self._by_parameter[index]:
-            flat[span.in_parameter] = self._client.value(span.key, version)[span.in_key].to(flat.device)
+        spans = self._by_parameter[index]
+        _set(self._parameters[index], ((span, self._client.value(span.key, version)) for span in spans))
         self._version[index] = version
         self._clock.enter(Phase.FORWARD)
 
@@ -299,3 +297,13 @@ class ParameterServer:
             else:
                 pieces.append(parameter.grad.detach().reshape(-1)[span.in_parameter].cpu())
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _set(parameter: nn.Parameter, values: Iterable[tuple[Span, Tensor]]) -> None:
+    """Write keys' values into a parameter; as a whole where its memory has another order, such as channels_last."""
+    own = parameter.detach()
+    flat = own.view(-1) if own.is_contiguous() else torch.empty(own.numel(), dtype=own.dtype, device=own.device)
+    for span, value in values:
+        flat[span.in_parameter] = value[span.in_key].to(flat.device)
+    if not own.is_contiguous():
+        own.copy_(flat.view(own.shape))

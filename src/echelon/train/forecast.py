@@ -26,9 +26,11 @@ from echelon.models import build_model, hints_for
 from echelon.parallel.deferred import without_memory
 from echelon.parallel.pipeline.plan import StagePlan, plan_stages
 from echelon.parallel.pipeline.settings import PipelineSettings, microbatch_count
+from echelon.parallel.tensor import plan_tensor
 from echelon.parallel.zero import divide
 from echelon.train.inputs import any_inputs, model_input
-from echelon.train.layouts import read_cuts
+from echelon.train.layouts import read_cuts, read_tensor_plan
+from echelon.train.leased_check import batch_parts, is_leased
 from echelon.train.rehearsal import Peaks, Role, rehearse
 
 _SAMPLES = 2  # of the forward pass by which a pipeline is cut
@@ -67,11 +69,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The stages of the pipeline (none without), the memory of a rank of each, or why it cannot be told."""
+    """The stages of the pipeline (none without), the memory of a rank of each, or why it cannot be told.
+
+    `leader`: bytes of the whole model that the first rank of a split worker of a parameter server has beside that.
+    """
 
     stages: tuple[StagePlan, ...]
     memory: tuple[Memory, ...]
     unknown: str = ""
+    leader: int = 0
 
 
 def forecast(config: RunConfig, info: DataInfo, ranks: int, own: nn.Module | None = None) -> Forecast:
@@ -86,16 +92,19 @@ def forecast(config: RunConfig, info: DataInfo, ranks: int, own: nn.Module | Non
     layout = check_world(config, ranks)
     model = own or _build(config, info, layout)
     example = any_inputs(info, _SAMPLES, next(model.parameters()).dtype)
-    samples = max(1, config.data.batch_size // (layout.dp * layout.fsdp))
+    leased = is_leased(config)
+    parts = batch_parts(config, layout.dp, layout.fsdp) if leased else layout.dp * layout.fsdp
+    samples = max(1, config.data.batch_size // parts)
+    leader = _whole_bytes(model) if leased and layout.splits else 0
     stages = _stages(config, layout, model, example, samples // config.training.accumulate)
     cuts = tuple(stage.steps[0].name for stage in stages[1:])
     alone = replace(layout, sizes={**layout.sizes, Axis.DP: 1}, zero1=False)
     try:
         peaks = [rehearse(config, info, model, Role(alone, rank, cuts), samples) for rank in range(layout.pp)]
     except _VALUES_MATTER as error:
-        return Forecast(stages, (), f"{type(error).__name__}: {' '.join(str(error).split())[:100]}")
+        return Forecast(stages, (), f"{type(error).__name__}: {' '.join(str(error).split())[:100]}", leader)
     in_backward = parse_spec(config.strategy.sync).name == "allreduce"
-    return Forecast(stages, tuple(_memory(layout, each, in_backward) for each in peaks))
+    return Forecast(stages, tuple(_memory(layout, each, in_backward) for each in peaks), leader=leader)
 
 
 def _build(config: RunConfig, info: DataInfo, layout: Layout) -> nn.Module:
@@ -106,6 +115,12 @@ def _build(config: RunConfig, info: DataInfo, layout: Layout) -> nn.Module:
         return build_model(described, given)
     with without_memory():
         return build_model(described, given)
+
+
+def _whole_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model and its gradients."""
+    tensors = (*model.parameters(), *model.buffers())
+    return sum(t.nbytes for t in tensors) + sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
 def _memory(layout: Layout, found: Peaks, in_backward: bool) -> Memory:
@@ -147,7 +162,10 @@ def _stages(
 ) -> tuple[StagePlan, ...]:
     if layout.pp == 1:
         return ()
-    settings = PipelineSettings(layout.schedule, layout.microbatches, read_cuts(config.strategy.cuts), samples)
-    stages = plan_stages(model, hints_for(model), settings, layout.pp, example)
+    hints, own = hints_for(model), read_tensor_plan(config.strategy.tensor_plan)
+    styles = plan_tensor(model, layout.tp, hints, own, layout.sequence).styles if layout.tp > 1 else {}
+    cuts = read_cuts(config.strategy.cuts)
+    settings = PipelineSettings(layout.schedule, layout.microbatches, cuts, samples, styles=styles)
+    stages = plan_stages(model, hints, settings, layout.pp, example)
     microbatch_count(settings, layout.pp, len(stages))
     return stages

@@ -46,7 +46,8 @@ def check_layout(config: RunConfig, ranks: int) -> None:
 
 def _check_split(config: RunConfig, layout: Layout, given: str) -> None:
     optimizer = config.optimizer.name.lower()
-    if (layout.fsdp > 1 or layout.tp > 1) and optimizer not in ELEMENTWISE:
+    on_servers = parse_spec(config.strategy.sync).name == "ps"  # they hold whole tensors
+    if (layout.fsdp > 1 or layout.tp > 1) and optimizer not in ELEMENTWISE and not on_servers:
         raise UserError(
             f"{given} with --optimizer {optimizer}: it needs whole tensors (norms or products of them), and each rank "
             "has rows of them; use adamw, sgd, momentum, lion or another that works element by element, or dp=N"
@@ -54,11 +55,6 @@ def _check_split(config: RunConfig, layout: Layout, given: str) -> None:
     if optimizer.startswith("lamb"):
         raise UserError(
             f"{given} with --optimizer {optimizer}: it needs the norm over all of the model; use adamw, or dp=N"
-        )
-    if parse_spec(config.strategy.sync).name == "ps":
-        raise UserError(
-            f"{given} with --sync {config.strategy.sync}: a parameter server's workers hold whole models; "
-            "use --sync allreduce, local(8), diloco(50) or easgd(10) between split replicas, or --parallel dp=N"
         )
     if config.training.precision == "fp8" and (layout.tp > 1 or layout.pp > 1):
         raise UserError(

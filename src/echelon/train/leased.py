@@ -8,14 +8,16 @@ import os
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
+from echelon.config import load_run_config
+from echelon.core.axes import Axis
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.units import parse_seconds
-from echelon.data import Shard
 from echelon.models import parameter_count
 from echelon.observe.environment import allowed_cores, environment
 from echelon.observe.phases import Phase
@@ -23,12 +25,18 @@ from echelon.observe.record import Recorder
 from echelon.sync.server.client import PushInfo, RunOver, TagLost
 from echelon.sync.server.giving import BUFFERS_KEY
 from echelon.train.assemble import Given
-from echelon.train.evaluate import EvaluationReport, evaluate
+from echelon.train.combine import settle_momentum
+from echelon.train.evaluate import EvaluationReport
 from echelon.train.folder import read_launch
 from echelon.train.leased_assemble import LeasedWorker, assemble_worker
+from echelon.train.leased_bench import Bench, build_bench
 from echelon.train.leased_saving import average_state, flat_averages, flat_values, run_state
-from echelon.train.losses import build_loss
+from echelon.train.leased_split import begin_lease, follow, lead_evaluation, lead_lease
+from echelon.train.replica import Sums
 from echelon.train.served_start import ROLES_FOLDER, Seat, note_status
+from echelon.train.state import layout_sizes
+from echelon.train.step import StepResult
+from echelon.train.team import join_team
 from echelon.train.window import resident_bytes
 from echelon.train.worker import _leave, _log_to, _one_line
 
@@ -38,7 +46,7 @@ def run_leased(folder: str, seat: Seat, given: Given | None = None) -> None:
 
     A user's mistake is written to the record and ends the process with exit code 2; any other error with 1.
     """
-    path, name = Path(folder), f"worker{seat.number}"
+    path, name = Path(folder), seat.name
     record = Recorder(path)
     try:
         _log_to(path / "logs" / f"{name}.log")
@@ -48,10 +56,11 @@ def run_leased(folder: str, seat: Seat, given: Given | None = None) -> None:
         _leave(USER_ERROR_EXIT_CODE)
     except Exception as error:
         logging.exception("this worker failed")
-        record.event("rank_failed", _one_line(error), rank=seat.number, pid=os.getpid())
+        rank = seat.number * seat.size + seat.rank
+        record.event("rank_failed", _one_line(error), rank=rank, role=name, pid=os.getpid())
         _leave(1)
     record.close()
-    if seat.machine:
+    if seat.machine and seat.leads:
         note_status(path / ROLES_FOLDER, status)
     if status == "refused":
         _leave_refused()
@@ -62,16 +71,29 @@ def _leave_refused() -> NoReturn:
 
 
 def _train(path: Path, seat: Seat, record: Recorder, given: Given) -> str:
-    worker = assemble_worker(path, seat, record, given)
+    config = settle_momentum(load_run_config(path / "config.yaml"))
+    with join_team(config, seat, path / ROLES_FOLDER) as world:
+        bench = build_bench(config, seat, world, given)
+        if seat.leads:
+            status = _lead(path, seat, record, bench)
+        else:
+            assert bench.replica is not None
+            follow(bench, bench.replica)
+            status = ""
+        for file, reason in bench.close():
+            record.event("bad_image", f"{file}: {reason}", path=file)
+    return status
+
+
+def _lead(path: Path, seat: Seat, record: Recorder, bench: Bench) -> str:
+    worker = assemble_worker(path, seat, record, bench)
     welcome = worker.client.join({**_join_info(worker), "machine": seat.machine})
     if welcome["set_up"]:
         _take_buffers(worker)
     status = work(worker)
+    if bench.replica is not None:
+        bench.replica.words.tell("over")
     worker.saver.finish()
-    worker.train_loader.close()
-    worker.eval_loader.close()
-    for file, reason in worker.train_loader.bad_images + worker.eval_loader.bad_images:
-        record.event("bad_image", f"{file}: {reason}", path=file)
     worker.strategy.close()
     return status
 
@@ -83,7 +105,7 @@ def _join_info(worker: LeasedWorker) -> dict[str, Any]:
 
 def work(worker: LeasedWorker) -> str:
     """Do tasks until the scheduler says that the run is over; returns how it ended."""
-    clock, trained = worker.clock, False
+    clock, trained = worker.bench.clock, False
     while (task := worker.client.next_task()) is not None:
         clock.enter(Phase.OTHER)  # unless it trains
         match task["kind"]:
@@ -103,28 +125,30 @@ def work(worker: LeasedWorker) -> str:
 
 def train_task(worker: LeasedWorker, task: dict[str, Any]) -> None:
     """Forward and backward of a lease; its report leaves once all of its gradients are acknowledged."""
-    clock, strategy = worker.clock, worker.strategy
-    clock.enter(Phase.DATA)
-    batch = worker.train_loader.part(task["epoch"], task["batch"], Shard(task["share"], task["shares"]))
+    bench, clock, strategy = worker.bench, worker.bench.clock, worker.strategy
+    if bench.replica is not None:
+        begin_lease(bench.replica, task)
+    batch = bench.part(task)
     worker.schedule.set_step(task["step"])
     lr = worker.schedule.lr
     strategy.begin(PushInfo(task["task"], task["step"], task["share"], task["shares"], 0, 0, lr))
-    result = worker.step.forward_backward(batch, strategy)
+    result: StepResult | Sums
+    if bench.replica is not None:
+        result = lead_lease(worker, bench.replica, task, batch)
+    else:
+        result = bench.step.forward_backward(batch, strategy)
     clock.enter(Phase.UPDATE)
     strategy.step()
     clock.enter(Phase.COMMUNICATE)
     buffers = strategy.flat_buffers()
     if len(buffers):
         worker.client.send_buffers(task["task"], buffers)
-    sent, received = worker.client.sent_bytes(), worker.client.received_bytes()
     info = {
         "loss": float(result.loss), "correct": int(result.correct), "samples": result.samples, "lr": lr,
-        "phases": clock.drain(), "memory_bytes": resident_bytes(worker.world.device),
-        "sent_bytes": sent - worker.sent_bytes, "received_bytes": received - worker.received_bytes,
+        "phases": clock.drain(), "memory_bytes": resident_bytes(bench.world.device),
         "density": strategy.density(), "entropy_coded": dict(strategy.entropy_coded()),
         "resources": worker.sampler.row if worker.sampler.sample() else [],
     }  # fmt: skip
-    worker.sent_bytes, worker.received_bytes = sent, received
     worker.client.finish_task(task["task"], info)
 
 
@@ -164,15 +188,26 @@ def _put(worker: LeasedWorker, states: dict[int, dict[str, Any]]) -> None:
 
 
 def _start_info(worker: LeasedWorker) -> dict[str, Any]:
-    info, config = worker.source.info, worker.config
+    bench = worker.bench
+    info, config = bench.source.info, worker.config
     launch = read_launch(worker.path)
     return {
-        "device": str(worker.world.device), "threads": torch.get_num_threads(),
+        **_layout_info(worker), "device": str(bench.world.device), "threads": torch.get_num_threads(),
         "parameters": parameter_count(worker.strategy.held), "model": config.model.name, "data": info.name,
         "classes": list(info.classes), "train_size": info.train_size, "eval_size": info.eval_size,
-        "steps_per_epoch": worker.train_loader.batches_per_epoch,
+        "steps_per_epoch": bench.train_loader.batches_per_epoch,
         "environment": {**environment(), "command": launch["command"]}, "launched_t": launch["launched_t"],
     }  # fmt: skip
+
+
+def _layout_info(worker: LeasedWorker) -> dict[str, Any]:
+    """Say how the workers' models are split, and what a user has to know of it."""
+    replica, placed = worker.bench.replica, worker.bench.world.placed
+    if replica is None or placed is None:
+        return {}
+    for note in replica.split.notes:
+        worker.record.event("layout", note)
+    return {"layout": layout_sizes(replace(placed.layout, sizes={**placed.layout.sizes, Axis.DP: worker.seat.workers}))}
 
 
 def _take_buffers(worker: LeasedWorker) -> None:
@@ -212,7 +247,7 @@ def review(worker: LeasedWorker, task: dict[str, Any]) -> dict[str, Any]:
         ema = average_state(strategy.held, keys) if averages else None
         strategy.set_parameters(flat_values(keys))
         state = run_state(strategy.held, worker.table, keys, buffers, ema)
-        per_epoch = worker.train_loader.batches_per_epoch
+        per_epoch = worker.bench.train_loader.batches_per_epoch
         below = task["step"] if worker.settings.aggregates else state["ps"]["below"]
         state["ps"]["below"] = below
         cursor = {"epoch": below // per_epoch, "batch": below % per_epoch, "step": task["step"]}
@@ -224,6 +259,7 @@ def review(worker: LeasedWorker, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _evaluate(worker: LeasedWorker) -> EvaluationReport:
-    loss = build_loss(worker.config.optimizer, worker.source.info.class_counts)
-    model = worker.strategy.module
-    return evaluate(model, worker.eval_loader, loss, worker.world, worker.source.info.classes)
+    bench = worker.bench
+    if bench.replica is not None:
+        return lead_evaluation(bench, bench.replica)
+    return bench.evaluate(worker.strategy.module)

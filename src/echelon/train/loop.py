@@ -17,6 +17,7 @@ from echelon.observe.live.resources import record_of
 from echelon.observe.phases import PHASES, Phase, PhaseClock
 from echelon.observe.record import Recorder
 from echelon.observe.scalars import Scalars
+from echelon.parallel.split import SplitModel
 from echelon.train.display import Display
 from echelon.train.evaluate import EvaluationReport, evaluate
 from echelon.train.optim import Schedule
@@ -24,7 +25,7 @@ from echelon.train.saving import Saver
 from echelon.train.slow_steps import SlowSteps
 from echelon.train.state import Cursor, RunParts
 from echelon.train.step import Step
-from echelon.train.step_watch import PAUSES
+from echelon.train.step_watch import PAUSES, RECORDING
 from echelon.train.stop import StopFlag
 from echelon.train.window import Sent, Traffic, Window, WindowTotals
 from echelon.train.world import World
@@ -115,9 +116,10 @@ def _save(run: TrainingRun, window: Window, cursor: Cursor, reason: str) -> None
 
 @contextmanager
 def _pause(run: TrainingRun, window: Window, cursor: Cursor, name: str) -> Iterator[None]:
-    """Record how long something between steps took."""
+    """Record how long something between steps took, for the slowest rank."""
     with window.pause(name) as pause:
         yield
+        window.meet()
     run.record.write("pause", name=name, step=cursor.step, seconds=pause.seconds)
 
 
@@ -133,9 +135,8 @@ def _steps_due(run: TrainingRun, cursor: Cursor) -> bool:
 def _close_window(run: TrainingRun, window: Window, cursor: Cursor, stop: StopFlag, saved_s: float) -> WindowTotals:
     every_s = run.settings.checkpoint.seconds
     due = every_s is not None and time.monotonic() - saved_s >= every_s
-    sent = run.traffic.since_last(run.parts.sync.bytes_sent())
-    others = run.traffic.others_since_last(run.saver.bytes_sent)
-    totals = window.close(Sent(sum(sent.values()), others), run.parts.sync.reduce_times(), bool(stop), due)
+    sent, others = run.traffic.since_last(run.parts.sync.bytes_sent(), run.saver.bytes_sent)
+    totals = window.close(Sent(sent, others), run.parts.sync.reduce_times(), bool(stop), due)
     run.record.write(
         "steps",
         epoch=cursor.epoch,
@@ -148,7 +149,7 @@ def _close_window(run: TrainingRun, window: Window, cursor: Cursor, stop: StopFl
         phase_names=[p.value for p in PHASES],
         phases=totals.phases,
         wire_bytes=totals.wire_bytes,
-        wire_bytes_by_group=sent,
+        wire_bytes_by_group=totals.wire_bytes_by_group,
         other_wire_bytes=totals.other_wire_bytes,
         density=run.parts.sync.density(),
         memory_bytes=totals.memory_bytes,
@@ -161,7 +162,7 @@ def _close_window(run: TrainingRun, window: Window, cursor: Cursor, stop: StopFl
     )
     if totals.resources:
         run.record.write(RESOURCES, step=cursor.step, **record_of(totals.resources))
-    _record_pipeline(run, cursor)
+    record_pipeline(run.record, run.parts.split, cursor.step)
     rate = totals.samples / max(totals.seconds, 1e-9)
     curves = {"train/loss": totals.losses[-1], "train/lr": run.schedule.lr, "train/samples_per_s": rate}
     run.scalars.write(cursor.step, curves)
@@ -169,15 +170,15 @@ def _close_window(run: TrainingRun, window: Window, cursor: Cursor, stop: StopFl
     return totals
 
 
-def _record_pipeline(run: TrainingRun, cursor: Cursor) -> None:
+def record_pipeline(record: Recorder, split: SplitModel | None, step: int) -> None:
     """Record what each rank of a pipeline computed when, in the few steps that it took the times of."""
-    pipeline = run.parts.split.pipeline if run.parts.split else None
+    pipeline = split.pipeline if split else None
     if pipeline is None:
         return
     for actions in pipeline.timelines:
-        run.record.write(
+        record.write(
             "pipeline",
-            step=cursor.step,
+            step=step,
             schedule=pipeline.schedule,
             microbatches=pipeline.microbatches,
             actions=[[a.rank, a.stage, a.microbatch, a.kind, a.begin_s, a.end_s] for a in actions],
@@ -204,7 +205,9 @@ def _end_epoch(run: TrainingRun, window: Window, cursor: Cursor, totals: WindowT
         with _pause(run, window, cursor, "checkpoint"):
             run.saver.consider_best(cursor, report)
     if totals is not None:
-        run.display.epoch(epoch, totals, report)
+        with window.pause(RECORDING):
+            run.display.epoch(epoch, totals, report)
+            window.meet()
 
 
 def run_evaluation(run: TrainingRun, cursor: Cursor) -> EvaluationReport:

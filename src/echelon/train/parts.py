@@ -74,13 +74,12 @@ def build_parts(config: RunConfig, work: Work, world: World, clock: PhaseClock) 
         UserError: the model cannot be built, or not be split like this.
     """
     split = None
-    unmade = _build_unmade(config, work, world)
-    model = unmade[0] if unmade else build_whole(config, work.info, world, work.own)
-    if _is_divided(world):
-        split = _divided(model, world)
-    elif _is_split(world):
-        split = _split(config, model, world, work, unmade[1] if unmade else None)
+    if _is_split(world):
+        split = build_split(config, work, world, world.data_size)
         model = split.module
+    else:
+        model = build_whole(config, work.info, world, work.own)
+        split = _divided(model, world) if _is_divided(world) else None
     narrow = PRECISIONS[config.training.precision].parameters
     if not _is_split(world):
         recompute_model(model, hints_for(model), config.training.recompute, narrow)
@@ -122,6 +121,20 @@ def build_whole(config: RunConfig, info: DataInfo, world: World, own: nn.Module 
     if channels_last(config, world.device) and not sharded:
         model = model.to(memory_format=torch.channels_last)
     return model
+
+
+def build_split(config: RunConfig, work: Work, world: World, parts: int) -> SplitModel:
+    """Build this rank's pieces of the model; all ranks call it together.
+
+    Args:
+        parts: that a batch is cut into.
+
+    Raises:
+        UserError: the model cannot be built, or not be split like this.
+    """
+    unmade = _build_unmade(config, work, world)
+    model = unmade[0] if unmade else build_whole(config, work.info, world, work.own)
+    return _split(config, model, world, work, unmade[1] if unmade else None, parts)
 
 
 def _build_unmade(config: RunConfig, work: Work, world: World) -> tuple[nn.Module, Unmade] | None:
@@ -169,7 +182,9 @@ def _divided(model: nn.Module, world: World) -> SplitModel:
     return SplitModel(model, pieces)
 
 
-def _split(config: RunConfig, model: nn.Module, world: World, work: Work, unmade: Unmade | None) -> SplitModel:
+def _split(
+    config: RunConfig, model: nn.Module, world: World, work: Work, unmade: Unmade | None, parts: int
+) -> SplitModel:
     assert world.placed is not None
     options = SplitOptions(
         tensor_plan=read_tensor_plan(config.strategy.tensor_plan),
@@ -178,7 +193,7 @@ def _split(config: RunConfig, model: nn.Module, world: World, work: Work, unmade
         example=work.inputs(torch.empty(0, dtype=next(model.parameters()).dtype, device=world.device)),
         unmade=unmade,
         statistics=world.data_group if config.model.sync_batchnorm else None,
-        samples=config.data.batch_size // world.data_size // config.training.accumulate,
+        samples=config.data.batch_size // parts // config.training.accumulate,
         autocast=PRECISIONS[config.training.precision].autocast,
         parameters=PRECISIONS[config.training.precision].parameters,
         loss=work.loss,

@@ -79,7 +79,8 @@ def run_scheduler(folder: str, host: str = "") -> None:
         status = scheduler.run()
         chronicle.close()
         scalars.close()
-        record.write("end", status=status, seconds=time.time() - read_launch(path)["launched_t"])
+        seconds, others = time.time() - read_launch(path)["launched_t"], scheduler.bookkeeping.bytes_left
+        record.write("end", status=status, seconds=seconds, other_wire_bytes=others)
         record.close()
         write_report(path)
         write_atomic(roles / STATUS_FILE, json.dumps({"status": status}))
@@ -172,13 +173,14 @@ class Chronicle:
         wire_bytes = sums.pushed_bytes + sums.pulled_bytes  # servers send what workers pull
         totals = WindowTotals(
             sums.losses, sums.correct, sums.samples, sums.seconds, sums.phases, sums.memory_bytes, wire_bytes,
-            other_wire_bytes=0, stop=False, checkpoint_due=False,
+            other_wire_bytes=sums.other_bytes, stop=False, checkpoint_due=False,
         )  # fmt: skip
         self._last = totals
         self._record.write(
             "steps", epoch=sums.epoch, step=sums.step, losses=sums.losses, correct=sums.correct, samples=sums.samples,
             lr=sums.lr, seconds=sums.seconds, phase_names=[p.value for p in PHASES], phases=sums.phases,
             wire_bytes=wire_bytes, wire_bytes_by_group={"pushed": sums.pushed_bytes, "pulled": sums.pulled_bytes},
+            other_wire_bytes=sums.other_bytes,
             memory_bytes=sums.memory_bytes, density=sums.density,
         )  # fmt: skip
         if any(sums.resources):

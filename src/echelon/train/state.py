@@ -18,6 +18,7 @@ from echelon.checkpoint import whole
 from echelon.config import RunConfig
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
+from echelon.core.layout import Layout
 from echelon.data.base import DataInfo
 from echelon.parallel.base import ORDER
 from echelon.parallel.split import SplitModel
@@ -160,7 +161,12 @@ def layout_of(world: World) -> dict[str, int]:
     """Return the ranks along each axis: what a rank's own state fits to."""
     if world.placed is None:
         return {Axis.DP.value: world.size} if world.size > 1 else {}
-    return {axis.value: world.placed.layout.size(axis) for axis in ORDER if world.placed.layout.size(axis) > 1}
+    return layout_sizes(world.placed.layout)
+
+
+def layout_sizes(layout: Layout) -> dict[str, int]:
+    """Return the ranks along each axis that has several, the outermost first."""
+    return {axis.value: layout.size(axis) for axis in ORDER if layout.size(axis) > 1}
 
 
 def saved_layout(state: Mapping[str, Any]) -> dict[str, int]:

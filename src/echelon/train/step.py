@@ -15,7 +15,7 @@ from echelon.parallel.pieces import Pieces, clip_by_norm
 from echelon.parallel.pipeline import Pipeline
 from echelon.parallel.split import SplitModel
 from echelon.parallel.sync_batchnorm import has_sync_batchnorm
-from echelon.sync.base import Sync
+from echelon.sync.base import StepSync
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Step:
         self._split = split
         self._begun = False
 
-    def forward_backward(self, batch: Batch, sync: Sync) -> StepResult:
+    def forward_backward(self, batch: Batch, sync: StepSync) -> StepResult:
         """Accumulate the gradients of a batch; replicas may communicate during the last micro-batch's backward.
 
         Args:
@@ -98,7 +98,7 @@ class Step:
         phase = Phase.COMMUNICATE if kind is None else Phase.FORWARD if kind == "forward" else Phase.BACKWARD
         self._clock.enter(phase)
 
-    def _micro_batch(self, sync: Sync, inputs: Tensor, targets: Tensor, divisor: int, result: StepResult) -> Tensor:
+    def _micro_batch(self, sync: StepSync, inputs: Tensor, targets: Tensor, divisor: int, result: StepResult) -> Tensor:
         self._clock.enter(Phase.FORWARD)
         with self._autocast():
             logits = self._forward(sync.module, inputs)

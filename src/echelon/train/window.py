@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.collectives.times import ReduceTimes
+from echelon.collectives.wire import GROUPS, SHOWN
 from echelon.observe.garbage import GarbageClock
 from echelon.observe.live.resources import NAMES, Sampler
 from echelon.observe.phases import PHASES, Phase, PhaseClock
@@ -25,7 +26,7 @@ from echelon.train.world import World
 
 TARGET_S = 2.0  # closing a window takes some milliseconds: well below 1% of it
 MOST_STEPS = 100
-_HEAD = 7  # numbers that are not of one step, nor of one rank
+_HEAD = 6  # numbers that are not of one step, nor of one rank, nor of one group of bytes
 _USED = len(PHASES) + 1 + len(NAMES)  # of a rank: seconds by phase, memory, what it uses of its machine
 _COLUMNS = _USED + RankFacts.COLUMNS
 _MOST_WAITS = 1024  # numbers: they are a few KB, which no link feels every two seconds
@@ -37,6 +38,7 @@ class WindowTotals:
 
     `resources` has one row per rank, too (`Resources`); it is empty where nothing new was sampled. `waits` has, for
     each rank, the seconds that each step waited for others; it is empty where there are too many to gather.
+    `wire_bytes_by_group` holds the parts of `wire_bytes`, of all ranks.
     """
 
     losses: list[float]
@@ -53,6 +55,7 @@ class WindowTotals:
     ranks: list[RankFacts] = field(default_factory=list)
     waits: list[list[float]] = field(default_factory=list)
     pauses: list[list[str]] = field(default_factory=list)
+    wire_bytes_by_group: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -65,10 +68,16 @@ class Pause:
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes that this rank sent in a window: so that replicas agree, and for checkpoints."""
+    """Bytes that this rank sent in a window: so that replicas agree, by group (of `GROUPS`), and for checkpoints."""
 
-    wire_bytes: int
+    by_group: Mapping[str, int]
     other_bytes: int
+
+    def in_order(self) -> list[int]:
+        """Return the bytes of each of `GROUPS`."""
+        if unknown := self.by_group.keys() - set(GROUPS):
+            raise ValueError(f"bytes of unknown groups: {', '.join(sorted(unknown))}")
+        return [self.by_group.get(group, 0) for group in GROUPS]
 
 
 class Window:
@@ -123,13 +132,18 @@ class Window:
             pause.seconds = time.perf_counter() - began
             self._resume(name, pause.seconds)
 
+    def meet(self) -> None:
+        """Wait for the slowest rank before a pause ends: in the next step, the wait would count as communication."""
+        self._sum([0.0])
+
     def _resume(self, name: str, paused_s: float) -> None:
         self._began += paused_s
         self.watch.paused(name, paused_s)
         self._clock.enter(Phase.OTHER)
 
     def go_on(self) -> None:
-        """Call it when what `close` told has been recorded: from now on time counts again."""
+        """Call it on all ranks when what `close` told has been recorded: from now on time counts again."""
+        self.meet()
         self._resume(RECORDING, time.perf_counter() - self._began)
 
     def close(self, sent: Sent, times: ReduceTimes | None, stop: bool, checkpoint_due: bool) -> WindowTotals:
@@ -149,36 +163,37 @@ class Window:
         leads, pauses, waits = float(world.leads), watch.pauses, self._waits()
         sampled, facts = self._sampler.sample(), watch.close(phases, times)
         rows = self._in_row([*phases, resident_bytes(world.device), *self._sampler.row, *facts.row()])
-        sizes = [_HEAD, len(numbers), len(rows), len(waits)]
+        groups = sent.in_order()
+        sizes = [_HEAD, len(groups), len(numbers), len(rows), len(waits)]
         head = [
             self._samples * world.counts,
-            sent.wire_bytes,
             sent.other_bytes + self._own_bytes(sum(sizes)),
             stop,
             leads * checkpoint_due,
             leads * seconds,
             leads * self._next_length(seconds),
         ]
-        summed = iter(self._sum([*head, *numbers, *rows, *waits]))
-        head, numbers, rows, waits = (list(islice(summed, size)) for size in sizes)
+        summed = iter(self._sum([*head, *groups, *numbers, *rows, *waits]))
+        head, by_group, numbers, rows, waits = (list(islice(summed, size)) for size in sizes)
         ranks = _rows(rows, world.size)
-        self._length = max(1, int(head[6]))
+        self._length = max(1, int(head[5]))
         self._begin(now)
         return WindowTotals(
             losses=numbers[:steps],
             correct=round(sum(numbers[steps:])),
             samples=round(head[0]),
-            seconds=head[5],
+            seconds=head[4],
             phases=[row[: len(PHASES)] for row in ranks],
             memory_bytes=[round(row[len(PHASES)]) for row in ranks],
-            wire_bytes=round(head[1]),
-            other_wire_bytes=round(head[2]),
-            stop=head[3] > 0,
-            checkpoint_due=head[4] > 0,
+            wire_bytes=round(sum(by_group)),
+            other_wire_bytes=round(head[1]),
+            stop=head[2] > 0,
+            checkpoint_due=head[3] > 0,
             resources=[row[len(PHASES) + 1 : _USED] for row in ranks] if sampled else [],
             ranks=[RankFacts.of(row[_USED:]) for row in ranks],
             waits=_rows(waits, world.size) if waits else [],
             pauses=pauses,
+            wire_bytes_by_group={g: round(n) for g, n in zip(GROUPS, by_group, strict=True) if n},
         )
 
     def _sum(self, numbers: list[float]) -> list[float]:
@@ -222,16 +237,17 @@ class Traffic:
         self._before: dict[str, int] = {}
         self._others_before = -at_start
 
-    def since_last(self, totals: Mapping[str, int]) -> dict[str, int]:
-        """Return the bytes by group since the last call."""
-        sent = {group: n_bytes - self._before.get(group, 0) for group, n_bytes in totals.items()}
-        self._before = dict(totals)
-        return sent
+    def since_last(self, totals: Mapping[str, int], other_total: int) -> tuple[dict[str, int], int]:
+        """Return the bytes since the last call: of training by group, and for anything else.
 
-    def others_since_last(self, total: int) -> int:
-        """Return the bytes sent for anything else since the last call."""
-        sent, self._others_before = total - self._others_before, total
-        return sent
+        Args:
+            totals: by group since the start, as strategies count them.
+            other_total: since the start, for checkpoints and statistics.
+        """
+        sent = {group: total - self._before.get(group, 0) for group, total in totals.items()}
+        others = sent.pop(SHOWN, 0) + other_total - self._others_before
+        self._before, self._others_before = dict(totals), other_total
+        return sent, others
 
 
 def _read(tensors: list[Tensor]) -> list[float]:

@@ -108,7 +108,8 @@ def _end(run: TrainingRun, path: Path, status: str) -> None:
     for file, reason in run.train_loader.bad_images + run.eval_loader.bad_images:
         own.event("bad_image", f"{file}: {reason}", path=file)
     own.close()
-    others = torch.tensor([run.traffic.others_since_last(run.saver.bytes_sent)], device=run.world.device)
+    sent, others_sent = run.traffic.since_last(run.parts.sync.bytes_sent(), run.saver.bytes_sent)
+    others = torch.tensor([sum(sent.values()) + others_sent], device=run.world.device)
     if run.world.group is not None:
         dist.all_reduce(others, group=run.world.group)  # and so no rank is still writing
     if run.world.leads:

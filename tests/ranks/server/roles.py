@@ -43,6 +43,7 @@ class Cluster:
     plan: Plan
     compression: str = "none"
     keys: RunKeys = KEYS
+    timeout_s: float = 30.0
     threads: list[threading.Thread] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
     serving: dict[str, threading.Thread] = field(default_factory=dict)
@@ -50,7 +51,7 @@ class Cluster:
 
     def start(self) -> None:
         """Start scheduler and servers."""
-        config = SchedulerConfig(self.settings, self.keys, "tcp://127.0.0.1:0", self.folder, self.plan, 30.0)
+        config = SchedulerConfig(self.settings, self.keys, "tcp://127.0.0.1:0", self.folder, self.plan, self.timeout_s)
         ignore = lambda *_: None  # noqa: E731
         self.record = Recorder(self.folder)
         self.scheduler = Scheduler(config, self.record, Callbacks(ignore, self.windows.append, ignore))
@@ -115,7 +116,6 @@ class Cluster:
             loss = gradient(strategy.module, task)
         strategy.step()
         stats = {"loss": loss, "correct": 0, "samples": 1, "lr": lr, "phases": [], "memory_bytes": 0,
-                 "sent_bytes": 0, "received_bytes": 0,
                  "density": strategy.density(), "entropy_coded": dict(strategy.entropy_coded())}  # fmt: skip
         client.finish_task(task["task"], stats)
 

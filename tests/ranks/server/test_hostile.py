@@ -166,8 +166,9 @@ def test_strange_reports_of_a_member_while_a_run_goes(tmp_path: Path) -> None:
     _until(lambda: run.scheduler.assignment.setup is not None)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     lines = [Line(context, Voice(KEYS, name), run.scheduler.listener.address, Limits(1 << 20)) for name in STRANGERS]
-    counts = dict.fromkeys(("correct", "samples", "memory_bytes", "sent_bytes", "received_bytes"), 1)
-    sound = {"loss": 1.0, "lr": 0.1, "phases": [], **counts}
+    counts = dict.fromkeys(("correct", "samples", "memory_bytes"), 1)
+    moved = dict.fromkeys(("sent", "received", "other"), 1)
+    sound = {"loss": 1.0, "lr": 0.1, "phases": [], "bytes": moved, **counts}
     before = run.scheduler.listener.messages
     for line, name in zip(lines, STRANGERS, strict=True):
         info = {"fingerprint": run.scheduler.assignment.setup["fingerprint"], "held": [], "index": 7}
@@ -176,9 +177,12 @@ def test_strange_reports_of_a_member_while_a_run_goes(tmp_path: Path) -> None:
             for field in (*sound, "density", "entropy_coded", "resources", "late", "held", "waited_s", "name", "kind"):
                 line.send(Kind.DONE, {"task": 2**40, "info": {**sound, field: strange}})
                 line.send(Kind.BEAT, {"info": {field: strange}})
+            for field in moved:
+                line.send(Kind.DONE, {"task": 2**40, "info": {**sound, "bytes": {**moved, field: strange}}})
     _until(lambda: run.scheduler.listener.messages > before + 200)
     for line in lines:
-        line.send(Kind.LEAVE, {})
+        for strange in (float("inf"), "x", {}, moved["sent"]):
+            line.send(Kind.LEAVE, {"bytes": {**moved, "other": strange}})
     run.stop()
     assert done_tasks(tmp_path) == Counter(range(STEPS))
     for line in lines:

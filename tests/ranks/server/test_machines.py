@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from echelon.launch.link import ShapedNetwork, parse_link
+from echelon.observe.report import load_run
+from echelon.observe.report.tables import link_words
 from tests.ranks.links import LINK, NEEDS_LINKS, start_machine
 from tests.ranks.runs import Run, Runs, marked_processes
 
@@ -89,10 +91,19 @@ def test_roles_on_links_of_their_own(tmp_path: Path) -> None:
         assert run.end() == 0, run.text()
         (link,) = run.records("link")
         assert len(link["hosts"]) == 2 and set(link["servers"]) == {"server0", "server1"}
-        sent = sum(host["sent_bytes"] - 66 * host["sent_packets"] for host in link["hosts"])
-        answered = sum(host["received_bytes"] - 66 * host["received_packets"] for host in link["hosts"])
-        said = [r["wire_bytes_by_group"] for r in run.records("steps")]
-        assert sum(groups["pushed"] for groups in said) == pytest.approx(sent, rel=0.05)
-        # What is read for the last evaluation and checkpoint, after the last lease, is in no window.
-        assert 0.9 * answered < sum(groups["pulled"] for groups in said) <= answered
+        carried = sum(
+            host[f"{way}_bytes"] - 66 * host[f"{way}_packets"] for host in link["hosts"] for way in ("sent", "received")
+        )
+        windows, (end,) = run.records("steps"), run.records("end")
+        own = sum(w["wire_bytes"] for w in windows)
+        copies = sum(w["other_wire_bytes"] for w in windows)
+        assert own + copies + end["other_wire_bytes"] == pytest.approx(carried, rel=0.02)
+        parameters = 4 * run.records("start")[0]["parameters"]
+        pushed = sum(w["wire_bytes_by_group"]["pushed"] for w in windows)
+        assert pushed == pytest.approx(len(_done(run.folder)) * parameters, rel=0.02)
+        # Given once, then read with the optimizer's state after each epoch; the last time after the last lease.
+        assert copies == pytest.approx((1 + 2 * 2) * parameters, rel=0.02)
+        assert end["other_wire_bytes"] >= 2 * parameters
+        (words,) = link_words(load_run(run.folder))
+        assert abs(float(words.rpartition("(")[2].partition("%")[0])) <= 2
         assert run.summary()["metrics"]["top1"] > 0.8

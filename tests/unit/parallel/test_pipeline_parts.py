@@ -25,6 +25,7 @@ from echelon.parallel.pipeline.settings import SCHEDULES, microbatch_count, stag
 from echelon.parallel.pipeline.shapes import Skeleton
 from echelon.parallel.pipeline.stage import make_stage
 from echelon.parallel.pipeline.timeline import Action, Recorder, idle_share
+from echelon.parallel.tensor import plan_tensor
 
 IMAGES = ModelInput(10, 3, 32)
 CPU = torch.device("cpu")
@@ -118,6 +119,15 @@ def test_blocks_of_one_structure_have_one_time() -> None:
     assert times[0] == times[1] == times[2] < times[4]
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_no_stage_begins_between_layers_that_tensor_parallelism_splits_as_a_pair() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    styles = plan_tensor(model, 2, None, {"0": "column", "2": "row"}, False).styles
+    assert [unit.name for unit in units_of(find_chain(model, None), styles)] == ["0", "3", "4"]
+    by_hand = PipelineSettings("gpipe", cuts=("2",), styles=styles)
+    with pytest.raises(UserError, match=r"cannot begin with '2': .*one can with 3, 4"):
+        plan_stages(model, None, by_hand, 2, torch.zeros(4, 8))
 
 
 def test_cuts_balance_the_longest_stage() -> None:
@@ -230,7 +240,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a cut at no block": (
         lambda: plan_stages(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), None, cut_at("7"), 2, torch.zeros(1)),
-        "no block '7'",
+        "cannot begin with '7'",
     ),
     "a cut before everything": (
         lambda: plan_stages(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), None, cut_at("0"), 2, torch.zeros(1)),

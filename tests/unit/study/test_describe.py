@@ -150,7 +150,7 @@ def test_a_run_is_a_command_that_one_could_type() -> None:
     assert arguments_of(settings) == ["digits", "--sync", "local(8)", "--no-compile", "--seed", "0"]
 
 
-@pytest.mark.parametrize(("name", "runs"), [("digits", 21), ("cifar10", 60)])
+@pytest.mark.parametrize(("name", "runs"), [("digits", 21), ("cifar10", 66)])
 def test_the_examples_are_studies(name: str, runs: int) -> None:
     study = load_study(Path(__file__).parents[3] / "examples" / "studies" / name / "study.yaml")
     assert len(planned_runs(study)) == runs

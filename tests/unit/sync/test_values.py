@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from echelon.collectives.wire import GROUPS, WireCount
 from echelon.sync.averaging.plan import Plan
-from echelon.sync.averaging.values import cut, model_values, moments
+from echelon.sync.averaging.values import Value, cut, model_values, moments
+from echelon.train.window import Sent
 
 
 class Tied(nn.Module):
@@ -73,3 +75,14 @@ def test_each_fragment_is_due_once_in_any_period(period: int, fragments: int) ->
         window = range(first, first + period)
         assert all(sum(plan.is_due(p, t) for t in window) == 1 for p in range(fragments))
         assert fragments == 1 or max(sum(plan.is_due(p, t) for p in range(fragments)) for t in window) == 1
+
+
+def test_bytes_of_every_kind_of_value_are_in_the_sum_over_ranks() -> None:
+    kinds = ("parameter", "buffer", "moment")
+    groups = [Value("", torch.zeros(n, 64), kind).group for kind in kinds for n in (1, 64)]
+    wire = WireCount()
+    for group in groups:
+        wire.add(group, 10)
+    assert sum(Sent({g: wire.by_group[g] for g in GROUPS}, 0).in_order()) == wire.total == 10 * len(groups)
+    with pytest.raises(ValueError, match="unknown groups: pulled"):
+        Sent({"pulled": 1}, 0).in_order()

@@ -22,7 +22,10 @@ from echelon.train.layouts import read_cuts, read_tensor_plan
         ("fsdp=2", 2, {"optimizer.name": "lars"}, "needs whole tensors"),
         ("tp=2", 2, {"optimizer.name": "muon"}, "needs whole tensors"),
         ("pp=2", 2, {"optimizer.name": "lamb"}, "norm over all of the model"),
-        ("tp=2", 4, {"strategy.sync": "ps(mode=async)"}, "workers hold whole models"),
+        ("tp=2", 4, {"strategy.sync": "ps(mode=sync, backup=2)"}, "with 2 workers at most 1 are backups"),
+        ("pp=2", 6, {"strategy.sync": "ps", "launch.nodes": "2", "launch.rendezvous": "a:1"}, "2 ranks of one machine"),
+        ("pp=2", 4, {"strategy.sync": "ps", "optimizer.name": "lamb"}, "norm over all of the model"),
+        ("tp=2", 4, {"strategy.sync": "ps", "model.compile": True}, "a split model is not compiled"),
         ("fsdp=2", 2, {"model.compile": True}, "--compile"),
         ("dp=2,zero1", 2, {"strategy.sync": "local(8)"}, "--sync allreduce"),
         ("dp=2,zero1", 2, {"optimizer.name": "lamb"}, "norm over all of the model"),
@@ -47,6 +50,9 @@ def test_what_cannot_be_combined_is_refused(parallel: str, ranks: int, settings:
         ("pp=4", {"optimizer.name": "lars"}),
         ("fsdp=-1", {"optimizer.name": "adamw", "training.recompute": "blocks"}),
         ("dp=4,zero1", {"optimizer.name": "lars"}),
+        ("tp=2", {"strategy.sync": "ps(mode=sync, backup=1)", "strategy.compression": "int8"}),
+        ("fsdp=2", {"strategy.sync": "ps(mode=async)", "optimizer.name": "lars"}),
+        ("tp=2,pp=2", {"strategy.sync": "ps(mode=ssp)"}),
     ],
 )
 def test_what_can_be_combined_is_not(parallel: str, settings: dict[str, Any]) -> None:

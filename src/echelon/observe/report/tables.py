@@ -180,7 +180,7 @@ def link_words(record: RunRecord) -> list[str]:
     return [
         f"The kernel counted {format_bytes(counted)} of payload sent on the links ({rates[-1]}) and "
         f"{dropped:.0f} packets dropped; the run itself counted {format_bytes(own)} between replicas, and "
-        f"{format_bytes(others)} for checkpoints and statistics ({(own + others) / counted - 1:+.1%})."
+        f"{format_bytes(others)} for evaluations, checkpoints and statistics ({(own + others) / counted - 1:+.1%})."
     ]
 
 

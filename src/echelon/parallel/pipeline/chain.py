@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from echelon.core.errors import UserError
-from echelon.core.hints import Hints, matching
+from echelon.core.hints import Hints, Style, matching
 
 FUNCTIONS = ("=flatten", "=relu")
+_SPLITTING = ("column", "channels_out")
+_JOINING = ("row", "channels_in", "vocabulary")
 
 
 @dataclass(frozen=True)
@@ -106,27 +108,43 @@ def _check_owners(model: nn.Module, steps: tuple[ChainStep, ...]) -> None:
 class Unit:
     """Steps that are never cut apart: one with parameters and those without any that follow it.
 
-    The first unit also has the steps without parameters before it.
+    The first unit also has the steps without parameters before it. Where tensor parallelism splits what goes from one
+    step to the next, they are of one unit.
     """
 
     name: str
     steps: tuple[ChainStep, ...]
 
 
-def units_of(steps: tuple[ChainStep, ...]) -> tuple[Unit, ...]:
-    """Return what a stage is made of; each has parameters, so that each stage has some."""
-    return tuple(Unit(next(s.name for s in group if s.numel), tuple(group)) for group in _groups(steps))
+def units_of(steps: tuple[ChainStep, ...], styles: Mapping[str, Style] | None = None) -> tuple[Unit, ...]:
+    """Return what a stage is made of; each has parameters, so that each stage has some.
+
+    Args:
+        styles: of tensor parallelism, by module, in forward order.
+    """
+    groups = _groups(steps, styles or {})
+    return tuple(Unit(next(s.name for s in group if s.numel), tuple(group)) for group in groups)
 
 
-def _groups(steps: tuple[ChainStep, ...]) -> Iterator[list[ChainStep]]:
+def _groups(steps: tuple[ChainStep, ...], styles: Mapping[str, Style]) -> Iterator[list[ChainStep]]:
     group: list[ChainStep] = []
+    split = False  # whether each rank of tp has a part of what the group gives
     for step in steps:
-        if step.numel and any(each.numel for each in group):
+        if step.numel and any(each.numel for each in group) and not split:
             yield group
             group = []
         group.append(step)
+        split = _gives_parts(step, styles, split)
     if any(each.numel for each in group):
         yield group
+
+
+def _gives_parts(step: ChainStep, styles: Mapping[str, Style], takes_parts: bool) -> bool:
+    """Whether what a step gives is split over the ranks of tensor parallelism, by the last layer in it that says so."""
+    for name, style in reversed(list(styles.items())):
+        if style.name in (*_SPLITTING, *_JOINING) and any(is_under(name, owned) for owned in step.owns):
+            return style.name in _SPLITTING
+    return takes_parts
 
 
 def check_tied(model: nn.Module, stages: tuple[tuple[ChainStep, ...], ...]) -> None:

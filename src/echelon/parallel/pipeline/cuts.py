@@ -29,7 +29,7 @@ def cuts_by_hand(names: Sequence[str], units: Sequence[Unit]) -> tuple[int, ...]
     for name in names:
         if name not in known:
             raise UserError(
-                f"--cuts: the model has no block {name!r}: {nearest(name, known)}known: {', '.join(known[1:])}"
+                f"--cuts: a stage cannot begin with {name!r}: {nearest(name, known)}one can with {', '.join(known[1:])}"
             )
     found = [known.index(name) for name in names]
     if found != sorted(set(found)) or (found and found[0] == 0):

@@ -56,7 +56,7 @@ def plan_stages(
     Raises:
         UserError: the model is no chain, has too few blocks for the schedule, or a cut does not fit it.
     """
-    units = units_of(find_chain(model, hints))
+    units = units_of(find_chain(model, hints), settings.styles)
     count = stage_count(settings, ranks, len(units))
     where = stage_ranks(SCHEDULES[settings.schedule], count, ranks)
     times: Sequence[float] | None = None

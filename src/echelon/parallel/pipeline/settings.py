@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.distributed.pipelining import schedules
 
 from echelon.core.errors import UserError, unknown
+from echelon.core.hints import Style as TensorStyle
 
 Style = Literal["loop", "v"]
 Types = tuple[torch.dtype | None, torch.dtype | None]
@@ -74,6 +76,7 @@ class PipelineSettings:
         recorded: how many steps, from the third on, are recorded as a timeline.
         data_group: ranks that go through the same stages together with other samples (fsdp), None where there are
             none: with BatchNorm they have to agree on the number of micro-batches of an uneven batch.
+        styles: of tensor parallelism, by module: there is no cut where activations are split.
     """
 
     schedule: str = "1f1b"
@@ -85,6 +88,7 @@ class PipelineSettings:
     sharded: bool = False
     recorded: int = 2
     data_group: dist.ProcessGroup | None = None
+    styles: Mapping[str, TensorStyle] = field(default_factory=dict)
 
     def types(self, training: bool) -> Types:
         """Return the types of what goes from stage to stage: of autocast and of narrow parameters."""

@@ -13,7 +13,7 @@ from echelon.collectives import memory
 from echelon.collectives.own_group import own_group
 from echelon.collectives.route import Route, open_route
 from echelon.collectives.times import ReduceTimes
-from echelon.collectives.wire import WireCount
+from echelon.collectives.wire import SHOWN, WireCount
 from echelon.compression import registry as compression
 from echelon.observe.phases import Phase
 from echelon.sync.allreduce import AllReduce
@@ -169,7 +169,7 @@ class Averaging:
         tensors: dict[str, Tensor] = {value.name: value.read() for value in averaged}
         weight = fragment.samples if fragment.expected else 1
         total, sums, sent = weighted_sum(self._route, averaged, tensors, weight)
-        self._wire.add("evaluation", sent)
+        self._wire.add(SHOWN, sent)
         for value in averaged if total else ():
             value.write(sums[value.name] / total)
 

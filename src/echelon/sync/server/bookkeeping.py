@@ -43,6 +43,15 @@ class Bookkeeping:
         if coded := info.get("entropy_coded"):
             self._coded[worker] = {str(name): float(value) for name, value in dict(coded).items()}
 
+    def add_bytes(self, moved: dict[str, Any]) -> None:
+        """Add what a worker moved that reports no lease."""
+        self._tally.add_bytes(moved)
+
+    @property
+    def bytes_left(self) -> int:
+        """What workers moved that is in no window: after the last one, for the last evaluation and checkpoint."""
+        return self._tally.bytes
+
     def close_window(self) -> None:
         """Write what is summed, however short: what comes now is no step."""
         if self._tally.losses:

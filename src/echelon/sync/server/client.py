@@ -37,6 +37,10 @@ class Client:
         """Seconds waited by cause, and pushes by what became of them."""
         return self.talk.stats
 
+    def while_waiting(self, call: Callable[[], None], every_s: float) -> None:
+        """Let the training thread call something now and then while it waits for scheduler or servers."""
+        self.talk.while_waiting, self.talk.while_waiting_s, self.talk.next_call_s = call, every_s, 0.0
+
     def join(self, info: dict[str, Any]) -> dict[str, Any]:
         """Join the run with what the scheduler should know of this worker; returns its welcome."""
         self.talk.join_info = info
@@ -90,7 +94,7 @@ class Client:
 
     def result(self, task: int, info: dict[str, Any]) -> None:
         """Report the result of a task that pushes nothing."""
-        self.talk.do(lambda: self.talk.report(task, Kind.RESULT, {"task": task, "info": info}))
+        self.talk.do(lambda: self.talk.report(task, Kind.RESULT, info))
 
     def send_buffers(self, task: int, values: Tensor) -> None:
         """Send statistics that are no parameters, 1-D float32, to the first server."""
@@ -157,19 +161,16 @@ class Client:
         messages = self._fetch(send, set(indices), f"the copy {tag}", self.config.timeout_s)
         if full:
             return {i: unpack_state(m.body["meta"], m.frames) for i, m in messages.items()}
-        return {
-            i: {
-                "value": torch.frombuffer(
-                    m.frames[0], dtype=table.torch_dtype if i < len(table.keys) else torch.float32
-                )
-            }
+        types = {i: table.torch_dtype if i < len(table.keys) else torch.float32 for i in messages}
+        return {  # of statistics there are none before the first worker has sent its own
+            i: {"value": torch.frombuffer(m.frames[0], dtype=types[i]) if len(m.frames[0]) else torch.empty(0)}
             for i, m in messages.items()
         }
 
     def _fetch(self, send: Callable[[], None], wanted: set[int], what: str, deadline_s: float) -> dict[int, Message]:
         changes = self.talk.changes
         self.talk.fetched = {}
-        self.talk.do(send)
+        self.talk.do(lambda: self.talk.send_apart(send))
         self.talk.wait_until(
             lambda: wanted <= self.talk.fetched.keys() or self.talk.changes != changes, what, deadline_s
         )
@@ -185,10 +186,6 @@ class Client:
         """Return the bytes that this worker has sent."""
         return self.talk.voice.traffic.sent_bytes
 
-    def received_bytes(self) -> int:
-        """Return the bytes that this worker has received."""
-        return self.talk.voice.traffic.received_bytes
-
     def sent_states(self) -> list[tuple[State, int]]:
         """Return the codec's states of what is pushed, each with its number of elements."""
         talk = self.talk
@@ -201,7 +198,7 @@ class Client:
     def close(self) -> None:
         """Leave, and end the thread."""
         if self.talk.thread.is_alive():
-            self.talk.later(lambda: self.talk.scheduler.send(Kind.LEAVE, {}))
+            self.talk.later(lambda: self.talk.scheduler.send(Kind.LEAVE, {"bytes": self.talk.bytes_since()}))
             self.talk.later(self.talk.stop)
             self.talk.thread.join(5)
         self.talk.watch.close()

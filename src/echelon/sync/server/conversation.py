@@ -7,6 +7,7 @@ go takes all that waits there: a socket's descriptor tells of what is new only.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -19,9 +20,9 @@ import zmq
 from torch import Tensor
 
 from echelon.sync.server.coding import downward, upward
-from echelon.sync.server.endpoint import Line, Voice
+from echelon.sync.server.endpoint import Line, Traffic, Voice
 from echelon.sync.server.keystore import Fate
-from echelon.sync.server.parts import ClientConfig, ClientFailed, ClientStats, OpenTask, PushInfo, Slot
+from echelon.sync.server.parts import Bytes, ClientConfig, ClientFailed, ClientStats, OpenTask, PushInfo, Slot
 from echelon.sync.server.protocol import Kind, Malformed, Message, pull_behind
 from echelon.sync.server.pushes import Outgoing, ServerLink
 from echelon.sync.server.sockets import Limits
@@ -51,6 +52,8 @@ class Conversation:
         self.held: set[int] = set()
         self.asking = False
         self.fetched: dict[int, Message] = {}
+        self.apart = Traffic()
+        self._told = Bytes()
         self.changes = 0
         self.welcome: dict[str, Any] | None = None
         self.join_info: dict[str, Any] = {}
@@ -63,6 +66,8 @@ class Conversation:
         self.closing = False
         self.over = False
         self._awaited: Callable[[], bool] | None = None
+        self.while_waiting: Callable[[], None] | None = None
+        self.while_waiting_s = self.next_call_s = math.inf
         self.thread = threading.Thread(target=self.run, name="echelon-client", daemon=True)
 
     def set_table(self, table: Table) -> None:
@@ -112,10 +117,13 @@ class Conversation:
         self._awaited = lambda: done() or self.failure is not None
         with self.watch.by_training_thread():
             while not self._came():
-                left_s = ends - time.monotonic()
-                if left_s <= 0:
+                now_s = time.monotonic()
+                if now_s >= ends:
                     raise ClientFailed(f"{self.config.name} waited {deadline_s:g} s for {what}; use a longer --timeout")
-                self.watch.wait(left_s)
+                if self.while_waiting is not None and now_s >= self.next_call_s:
+                    self.while_waiting()
+                    self.next_call_s = now_s + self.while_waiting_s
+                self.watch.wait(min(ends, self.next_call_s) - now_s)
         self._awaited = None
         self._raise_failure()
 
@@ -183,7 +191,25 @@ class Conversation:
             self.asking = True
             self.scheduler.send(Kind.ASK, {"held": sorted(self.held)[:1024]})
 
-    def report(self, task: int, kind: Kind, body: dict[str, Any]) -> None:
+    def send_apart(self, send: Callable[[], None]) -> None:
+        """Send what is no training's: requests for a copy of the keys, or a copy."""
+        before = self.voice.traffic.sent_bytes
+        send()
+        self.apart.sent_bytes += self.voice.traffic.sent_bytes - before
+
+    def bytes_since(self) -> dict[str, int]:
+        """Return what went over the sockets since the last call."""
+        all_of_it, apart = self.voice.traffic, self.apart
+        now = Bytes(
+            all_of_it.sent_bytes - apart.sent_bytes, all_of_it.received_bytes - apart.received_bytes,
+            apart.sent_bytes + apart.received_bytes,
+        )  # fmt: skip
+        before, self._told = self._told, now
+        return now.since(before)
+
+    def report(self, task: int, kind: Kind, info: dict[str, Any]) -> None:
+        """Report a task, with the bytes since the report before: by now all of its own are among them."""
+        body = {"task": task, "info": {**info, "bytes": self.bytes_since()}}
         self.unconfirmed[task] = (kind, body)
         self.scheduler.send(kind, body)
 
@@ -192,7 +218,7 @@ class Conversation:
         entry.info = info if info is not None else entry.info
         if entry.unacked == 0 and entry.info is not None:
             del self.open[task]
-            self.report(task, Kind.DONE, {"task": task, "info": {**entry.info, "late": entry.late}})
+            self.report(task, Kind.DONE, {**entry.info, "late": entry.late})
 
     def queue_push(self, key: Key, gradient: Tensor, info: PushInfo) -> None:
         link, slot = self.links[key.server], self.slots[key.index]
@@ -288,13 +314,17 @@ class Conversation:
             case Kind.DURABLE:
                 link.durable(body["number"])
             case Kind.VALUE if body["tag"] or body["key"] not in self.slots:
-                self.fetched[body["key"]] = message
+                self._take_apart(link, message)
             case Kind.VALUE:
                 self._take_value(message)
             case Kind.PUT_DONE | Kind.STATE_OF:
-                self.fetched[body["key"]] = message
+                self._take_apart(link, message)
             case _:
                 raise Malformed("unexpected")
+
+    def _take_apart(self, link: ServerLink, message: Message) -> None:
+        self.apart.received_bytes += link.line.message_bytes
+        self.fetched[message.body["key"]] = message
 
     def _acknowledged_with(self, link: ServerLink, acks: list[Any]) -> None:
         if len(acks) % 2 or any(type(number) is not int for number in acks):

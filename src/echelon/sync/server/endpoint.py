@@ -124,12 +124,13 @@ class Listener:
 
 
 class Line:
-    """A DEALER to one address with its checks."""
+    """A DEALER to one address with its checks; `message_bytes` is the size of the message that was taken last."""
 
     def __init__(self, context: Context, voice: Voice, address: str, limits: Limits) -> None:
         self.voice, self.address = voice, address
         self.socket = connect(context, voice.keys, address, limits, voice.new_identity())
         self._guard = ReplayGuard()
+        self.message_bytes = 0
 
     def send(self, kind: Kind, body: dict[str, Any], frames: Sequence[Any] = ()) -> None:
         """Send without waiting."""
@@ -142,7 +143,8 @@ class Line:
         while taken < most and has_message(self.socket):
             frames = take(self.socket)
             taken += 1
-            traffic.received_bytes += sum(map(len, frames))
+            self.message_bytes = sum(map(len, frames))
+            traffic.received_bytes += self.message_bytes
             try:
                 message = decode(self.voice.keys.run_id, frames)
                 self._guard.admit(message)

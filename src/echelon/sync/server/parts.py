@@ -75,6 +75,20 @@ class OpenTask:
 
 
 @dataclass
+class Bytes:
+    """Bytes that a worker moved: for training by direction, and `other`: copies that it gave or read."""
+
+    sent: int = 0
+    received: int = 0
+    other: int = 0
+
+    def since(self, before: Bytes) -> dict[str, int]:
+        """Return what came after another count, as reports have it."""
+        sent, received = self.sent - before.sent, self.received - before.received
+        return {"sent": sent, "received": received, "other": self.other - before.other}
+
+
+@dataclass
 class ClientStats:
     """Seconds that the training thread waited, by cause, and pushes by what became of them."""
 

@@ -57,7 +57,7 @@ class Kind(IntEnum):
     DIED = 33  # launcher to scheduler: a process of mine ended
     STOP = 34  # launcher to scheduler: end the run early
     END = 35  # scheduler: the run is over
-    LEAVE = 36  # worker: I go
+    LEAVE = 36  # worker: I go; the bytes that it has not told yet
     LOST = 37  # server: tasks that its restart lost
 
 
@@ -105,7 +105,7 @@ SCHEMAS: dict[Kind, Schema] = {
     Kind.DIED: Schema({"name": str, "info": dict}),
     Kind.STOP: Schema({"reason": str}),
     Kind.END: Schema({"status": str}),
-    Kind.LEAVE: Schema(),
+    Kind.LEAVE: Schema({"bytes": dict}),
     Kind.LOST: Schema({"info": dict}),
 }  # fmt: skip
 

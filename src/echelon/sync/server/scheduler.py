@@ -84,7 +84,11 @@ class Scheduler:
 
     def _take_farewell(self, peer: bytes, message: Message) -> None:
         if message.kind is Kind.LEAVE:
-            self.roster.members.remove(message.sender)
+            if self.roster.members.remove(message.sender) is not None:
+                try:
+                    self.bookkeeping.add_bytes(message.body["bytes"])
+                except UNSOUND as error:
+                    raise Malformed("content") from error
         elif message.kind in (Kind.ASK, Kind.JOIN, Kind.BEAT, Kind.DONE):
             self.reply(peer, Kind.END, {"status": self.status})
 
@@ -125,19 +129,26 @@ class Scheduler:
             case Kind.DONE:
                 self._done(member, body["task"], body["info"], now_s)
             case Kind.RESULT:
-                self.reply(member.peer, Kind.DONE, {"task": body["task"], "info": {}})
-                if body["task"] == SETUP_TASK:
-                    self.assignment.set_up(body["info"])
-                else:
-                    self.reviewing.result(member, body["task"], body["info"])
+                self._result(member, body)
             case Kind.TAGGED:
                 self.reviewing.tagged(body["tag"], int(body["info"]["index"]))
             case Kind.LOST:
                 self.roster.lost(body["info"])
             case Kind.LEAVE:
+                self.bookkeeping.add_bytes(body["bytes"])
                 self.roster.gone(member.name, "left", now_s)
             case _:
                 raise Malformed("unexpected")
+
+    def _result(self, member: Member, body: dict[str, Any]) -> None:
+        task, info = body["task"], body["info"]
+        moved = info.pop("bytes")
+        self.reply(member.peer, Kind.DONE, {"task": task, "info": {}})
+        if task == SETUP_TASK:
+            self.assignment.set_up(info)
+        else:
+            self.reviewing.result(member, task, info)
+        self.bookkeeping.add_bytes(moved)  # what is counted begins with the setup
 
     def reply(self, peer: bytes, kind: Kind, body: dict[str, Any]) -> None:
         """Send to one member."""

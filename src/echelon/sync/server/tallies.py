@@ -18,7 +18,8 @@ class WindowSums:
     """What all workers did since the last window; `phases` has one row per worker, in seconds.
 
     So has `resources`; a row is empty where a worker sampled nothing new. `density`: share of elements that the
-    workers' last pushes carried, their mean; None without a sparse codec.
+    workers' last pushes carried, their mean; None without a sparse codec. `other_bytes`: of copies of the servers' keys
+    that workers gave or read, for the setup, evaluations and checkpoints.
     """
 
     epoch: int
@@ -32,6 +33,7 @@ class WindowSums:
     memory_bytes: list[int]
     pushed_bytes: int
     pulled_bytes: int
+    other_bytes: int
     density: float | None
     resources: list[list[float]]
 
@@ -48,6 +50,7 @@ class Tally:
     memory: dict[str, int] = field(default_factory=dict)
     sent_bytes: int = 0
     received_bytes: int = 0
+    other_bytes: int = 0
     density: dict[str, float] = field(default_factory=dict)
     resources: dict[str, list[float]] = field(default_factory=dict)
     began_s: float = field(default_factory=time.monotonic)
@@ -63,12 +66,23 @@ class Tally:
         for i, seconds in enumerate(info["phases"][: len(PHASES)]):
             row[i] += float(seconds)
         self.memory[worker] = int(info["memory_bytes"])
-        self.sent_bytes += int(info["sent_bytes"])
-        self.received_bytes += int(info["received_bytes"])
+        self.add_bytes(info["bytes"])
         if (share := info.get("density")) is not None:
             self.density[worker] = float(share)
         if own := info.get("resources"):
             self.resources[worker] = [float(v) for v in own[: len(NAMES)]]
+
+    def add_bytes(self, moved: dict[str, Any]) -> None:
+        """Add what a worker moved since its last report."""
+        sent, received, other = int(moved["sent"]), int(moved["received"]), int(moved["other"])
+        self.sent_bytes += sent
+        self.received_bytes += received
+        self.other_bytes += other
+
+    @property
+    def bytes(self) -> int:
+        """All bytes of no window so far."""
+        return self.sent_bytes + self.received_bytes + self.other_bytes
 
     def due(self, now_s: float) -> bool:
         """Whether it is time to close the window."""
@@ -80,7 +94,7 @@ class Tally:
         sums = WindowSums(
             epoch, step, [self.losses[s] for s in sorted(self.losses)], self.correct, self.samples,
             time.monotonic() - self.began_s, self.lr, [self.phases.get(w, zeros) for w in workers],
-            [self.memory.get(w, 0) for w in workers], self.sent_bytes, self.received_bytes,
+            [self.memory.get(w, 0) for w in workers], self.sent_bytes, self.received_bytes, self.other_bytes,
             fmean(self.density.values()) if self.density else None, [self.resources.get(w, []) for w in workers],
         )  # fmt: skip
         self.__init__()  # type: ignore[misc]
