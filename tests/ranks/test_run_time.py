@@ -9,6 +9,7 @@ import pytest
 
 from echelon.observe.report import load_run, summarise
 from echelon.observe.report.waterfall import TOLERANCE
+from tests.ranks.run_many import python_path
 from tests.ranks.runs import SMALL, Runs
 from tests.ranks.slow_parts import SAVE_S
 
@@ -43,7 +44,7 @@ def test_waiting_for_the_rank_that_saves_is_its_checkpoints_pause(tmp_path: Path
     options = ["--epochs", "3", "--eval-every", "0", "--workers", "2", "--checkpoint-every", "4", *SMALL]
     options += ["--model", "tests.ranks.slow_parts:slow_to_save"]
     with Runs(tmp_path) as runs:
-        run = runs.start("train", "digits", *options, folder="slow")
+        run = runs.start("train", "digits", *options, folder="slow", environment={"PYTHONPATH": python_path()})
         assert run.end() == 0, run.text()
         record = load_run(run.folder)
     told = [dict(zip(w.pause_names, zip(*w.pauses, strict=True), strict=True))["checkpoint"] for w in record.windows]
