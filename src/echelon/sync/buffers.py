@@ -31,6 +31,8 @@ def average_buffers(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Replace every buffer by its mean over the replicas, and counters by their maximum.
 
     Floating-point buffers are averaged in one all-reduce; the others (BatchNorm's number of batches) take the maximum.
+    What is equal on all replicas stays as it is to the last bit: a sum of equal values, divided by their number, would
+    round for all but powers of two on the way, and a checkpoint would differ from what it was loaded from.
     """
     if group is None or dist.get_world_size(group) == 1:
         return
@@ -38,8 +40,11 @@ def average_buffers(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     if floats:
         wide = torch.float64 if any(b.dtype == torch.float64 for b in floats) else torch.float32
         flat = torch.cat([b.reshape(-1).to(wide) for b in floats])
-        dist.all_reduce(flat, group=group)
-        flat /= dist.get_world_size(group)
+        first = flat.clone()
+        dist.broadcast(first, group=group, group_src=0)
+        apart = torch.where(flat == first, 0.0, flat - first)  # a mask's -inf is no distance of NaN
+        dist.all_reduce(apart, group=group)
+        flat = first + apart / dist.get_world_size(group)
         for buffer, mean in zip(floats, flat.split([b.numel() for b in floats]), strict=True):
             buffer.copy_(mean.view_as(buffer))
     for buffer in model.buffers():
