@@ -14,17 +14,21 @@ from pathlib import Path
 from typing import Any
 
 CLASSES, CHANNELS, SIDE = 10, 3, 32
-STEPS = 3  # DDP makes its buckets anew in the second, and they are resident from the third on
+STEPS = 6  # DDP makes its buckets anew in the second, and replicas that agree every two steps do it twice
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: a model of `MODELS`, where, with which optimizer, and what backward computes again."""
+    """What is trained: a model of `MODELS`, where, with which optimizer, what backward computes again, and how replicas
+    agree.
+    """
 
     model: str
     parallel: str
     optimizer: str
     recompute: str = "none"
+    sync: str = "allreduce"
+    compression: str = "none"
     batch: int = 16
 
     @property
@@ -38,6 +42,7 @@ def config_of(case: Case) -> Any:
     from echelon.config import build
 
     settings = {"strategy.parallel": case.parallel, "optimizer.name": case.optimizer, "data.batch_size": case.batch}
+    settings |= {"strategy.sync": case.sync, "strategy.compression": case.compression}
     settings |= {"training.recompute": case.recompute, "optimizer.lr": 1e-4, "model.name": case.model}
     return build(None, settings).config
 
@@ -110,12 +115,13 @@ def _train(case: Case, world: Any, small: bool) -> tuple[str, ...]:
 
     from echelon.data.base import Batch
     from echelon.observe.phases import HostClock
+    from echelon.train.combine import settle_momentum
     from echelon.train.losses import build_loss
     from echelon.train.parts import Work, build_parts
     from echelon.train.state import seed_everything
     from echelon.train.step import Step, StepSettings
 
-    config, data = config_of(case), info()
+    config, data = settle_momentum(config_of(case)), info()
     seed_everything(0)
     if small:
         from echelon.models import ModelInput

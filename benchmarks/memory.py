@@ -54,9 +54,8 @@ SHARE = 0.9  # of the training state of one process that the limit leaves
 
 
 def read_case(text: str) -> Case:
-    """Read MODEL:LAYOUT:OPTIMIZER[:RECOMPUTE]."""
-    model, parallel, optimizer, recompute = (*text.split(":"), "none")[:4]
-    return Case(model, parallel, optimizer, recompute)
+    """Read MODEL:LAYOUT:OPTIMIZER[:RECOMPUTE[:SYNC[:COMPRESSION]]]."""
+    return Case(*text.split(":"))
 
 
 def peaks_of(case: Case) -> tuple[list[int], tuple[str, ...]]:

@@ -13,6 +13,7 @@ from rich.table import Table
 from echelon.config import Resolved, RunConfig
 from echelon.config.validate import check_world
 from echelon.core.axes import Axis
+from echelon.core.spec import parse_spec
 from echelon.core.units import format_bytes
 from echelon.starting import check, plan_of
 from echelon.train.folder import check_new, default_folder
@@ -71,9 +72,9 @@ def _show_layout(console: Console, config: RunConfig, found: Forecast, ranks: in
         console.print(f"memory per rank cannot be predicted: values matter to this model ({found.unknown})")
     for rank, memory in enumerate(found.memory):
         of = f" of pipeline rank {rank}" if found.stages else ""
-        kinds = [f"{item.name} {format_bytes(getattr(memory, item.name))}" for item in fields(memory)]
+        kinds = [f"{item.name} {format_bytes(getattr(memory, item.name))}" for item in fields(memory)[:-2]]
         console.print(
-            f"predicted memory per rank{of}: {format_bytes(memory.peak)} at its peak ({', '.join(kinds[:-1])})",
+            f"predicted memory per rank{of}: {format_bytes(memory.peak)} at its peak ({', '.join(kinds)})",
             highlight=False,
         )
     if found.leader:
@@ -85,6 +86,7 @@ def _show_layout(console: Console, config: RunConfig, found: Forecast, ranks: in
     if found.memory:
         copy = format_bytes(max(memory.checkpoint for memory in found.memory))
         console.print(f"while a checkpoint is written, its copy of up to {copy} comes on top of it", highlight=False)
-    strategy = config.strategy
-    if (strategy.sync, strategy.compression) != ("allreduce", "none"):
-        console.print("what --sync and --compression keep between steps comes on top of it", highlight=False)
+    if found.memory and parse_spec(config.strategy.sync).name == "ps":
+        console.print(
+            "the servers hold the parameters and the optimizer's state, which the workers do not", highlight=False
+        )

@@ -1,6 +1,6 @@
 """How and when replicas agree: one file per strategy, found by its file's name."""
 
 from echelon.sync.base import Sync, SyncContext
-from echelon.sync.registry import build_sync, check_sync, encodes_gradients
+from echelon.sync.registry import build_sync, check_sync, encodes_gradients, kept_memory
 
-__all__ = ["Sync", "SyncContext", "build_sync", "check_sync", "encodes_gradients"]
+__all__ = ["Sync", "SyncContext", "build_sync", "check_sync", "encodes_gradients", "kept_memory"]

@@ -20,6 +20,7 @@ from echelon.collectives.memory import merge
 from echelon.collectives.times import ReduceTimes
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.buffers import averaged_buffers
+from echelon.sync.kept import Kept, Piece, by_hook
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,11 @@ def _no_buffers_in_steps() -> dict[str, Any]:
     """Buffers are averaged for evaluation instead; torch 2.15 renamed the argument."""
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+
+
+def kept(settings: Settings, compression: str, piece: Piece) -> Kept:
+    """Reckon the memory that it keeps (see `sync.kept`)."""
+    return by_hook(compression, piece)
 
 
 def build(settings: Settings, context: SyncContext) -> Sync:

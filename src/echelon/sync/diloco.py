@@ -29,6 +29,7 @@ from echelon.core.errors import UserError
 from echelon.sync.averaging.engine import Averaging
 from echelon.sync.averaging.plan import Plan, check_deltas
 from echelon.sync.base import Sync, SyncContext
+from echelon.sync.kept import Kept, Piece, by_averaging
 
 ENCODES = "deltas"
 OVERLAPPED_ALPHA = 0.5
@@ -113,6 +114,11 @@ def check(settings: Settings, compression: str) -> None:
             f"--compression {compression}: momentum after decoding, together with error feedback, spoils training; "
             "write diloco(outer_momentum=0), or use int8"
         )
+
+
+def kept(settings: Settings, compression: str, piece: Piece) -> Kept:
+    """Reckon the memory that it keeps (see `sync.kept`)."""
+    return by_averaging(settings.plan(), compression, piece, momenta=settings.outer_momentum > 0)
 
 
 def build(settings: Settings, context: SyncContext) -> Sync:

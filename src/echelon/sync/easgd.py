@@ -24,6 +24,7 @@ from echelon.core.errors import UserError
 from echelon.sync.averaging.engine import Averaging
 from echelon.sync.averaging.plan import Plan, check_deltas
 from echelon.sync.base import Sync, SyncContext
+from echelon.sync.kept import Kept, Piece, by_averaging
 
 ENCODES = "deltas"
 PAPERS_BETA = 0.9
@@ -88,6 +89,11 @@ class Elastic:
 def check(settings: Settings, compression: str) -> None:
     """Refuse a codec that deltas cannot go through (UserError)."""
     check_deltas(compression)
+
+
+def kept(settings: Settings, compression: str, piece: Piece) -> Kept:
+    """Reckon the memory that it keeps (see `sync.kept`)."""
+    return by_averaging(settings.plan(), compression, piece)
 
 
 def build(settings: Settings, context: SyncContext) -> Sync:

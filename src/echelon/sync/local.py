@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from echelon.sync.averaging.engine import Averaging
 from echelon.sync.averaging.plan import MeanRule, Plan, check_deltas
 from echelon.sync.base import Sync, SyncContext
+from echelon.sync.kept import Kept, Piece, by_averaging
 
 ENCODES = "deltas"
 
@@ -46,6 +47,11 @@ SETTINGS = Settings
 def check(settings: Settings, compression: str) -> None:
     """Refuse a codec that deltas cannot go through (UserError)."""
     check_deltas(compression)
+
+
+def kept(settings: Settings, compression: str, piece: Piece) -> Kept:
+    """Reckon the memory that it keeps (see `sync.kept`)."""
+    return by_averaging(settings.plan(), compression, piece)
 
 
 def build(settings: Settings, context: SyncContext) -> Sync:

@@ -20,6 +20,7 @@ from echelon.compression.sparse import share_carried
 from echelon.core.errors import UserError
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.sync.base import Sync, SyncContext
+from echelon.sync.kept import Kept, Piece, pushed, whole
 from echelon.sync.server.client import Client, PushInfo
 from echelon.sync.server.coding import upward
 from echelon.sync.server.settings import Settings
@@ -48,6 +49,15 @@ def check(settings: Settings, compression: str) -> None:
         UserError: says what works instead.
     """
     upward(compression, torch.float32)
+
+
+def kept(settings: Settings, compression: str, piece: Piece) -> Kept:
+    """Reckon what a worker keeps: parameters as they came from the servers, and the states of what it pushes.
+
+    At the end of backward all gradients are there, and uncompressed copies of them on their way.
+    """
+    size, own = whole(piece.parameters), pushed(compression, piece.parameters)
+    return Kept(size + own, (2 if compression == "none" else 1) * size, own)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Strategies by name: the files of this folder that define `build` and `SETTINGS`."""
+"""Strategies by name: the files of this folder that define `build`, `kept` and `SETTINGS`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from types import ModuleType
 from echelon.core.errors import UserError, nearest
 from echelon.core.spec import Spec, bind, parse_spec
 from echelon.sync.base import Sync, SyncContext
+from echelon.sync.kept import Kept, Piece
 
-_NOT_STRATEGIES = {"base", "registry", "buffers"}
+_NOT_STRATEGIES = {"base", "registry", "buffers", "kept"}
 _PLANNED: tuple[str, ...] = ()
 
 
@@ -47,6 +48,14 @@ def check_sync(text: str, compression: str = "none") -> None:
 def encodes_gradients(text: str) -> bool:
     """Whether a strategy sends gradients through the codec; else it sends deltas, which have had their momentum."""
     return getattr(_module(parse_spec(text)), "ENCODES", "gradients") == "gradients"
+
+
+def kept_memory(text: str, compression: str, piece: Piece) -> Kept:
+    """Return the memory that a strategy and its codec keep on a rank."""
+    spec = parse_spec(text)
+    module = _module(spec)
+    found: Kept = module.kept(bind(spec, module.SETTINGS), compression, piece)
+    return found
 
 
 def build_sync(text: str, context: SyncContext) -> Sync:

@@ -6,8 +6,10 @@ reckoned from its sizes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -28,6 +30,9 @@ from echelon.parallel.pipeline.plan import StagePlan, plan_stages
 from echelon.parallel.pipeline.settings import PipelineSettings, microbatch_count
 from echelon.parallel.tensor import plan_tensor
 from echelon.parallel.zero import divide
+from echelon.sync import kept_memory
+from echelon.sync.kept import Kept, Piece
+from echelon.train.combine import settle_momentum
 from echelon.train.inputs import any_inputs, model_input
 from echelon.train.layouts import read_cuts, read_tensor_plan
 from echelon.train.leased_check import batch_parts, is_leased
@@ -50,6 +55,8 @@ class Memory:
         averages: the moving average of the weights.
         activations: most at any time of what forward keeps for backward, of blocks that are whole while they compute,
             and of temporaries.
+        sync: what the strategy and its codec keep between steps.
+        checkpoint: most of the copy that a rank writes as its part of a checkpoint, while steps go on.
         peak: most at any time of all of them: the last activations have gone when the last gradient comes.
     """
 
@@ -59,12 +66,9 @@ class Memory:
     buffers: int
     averages: int
     activations: int
+    sync: int
+    checkpoint: int
     peak: int
-
-    @property
-    def checkpoint(self) -> int:
-        """Most bytes of the copy that a rank writes as its part of a checkpoint, while steps go on."""
-        return self.parameters + self.buffers + self.averages + self.optimizer
 
 
 @dataclass(frozen=True)
@@ -90,12 +94,13 @@ def forecast(config: RunConfig, info: DataInfo, ranks: int, own: nn.Module | Non
         UserError: the model cannot be built, or not be split as described.
     """
     layout = check_world(config, ranks)
+    config = settle_momentum(config)
     model = own or _build(config, info, layout)
     example = any_inputs(info, _SAMPLES, next(model.parameters()).dtype)
     leased = is_leased(config)
     parts = batch_parts(config, layout.dp, layout.fsdp) if leased else layout.dp * layout.fsdp
     samples = max(1, config.data.batch_size // parts)
-    leader = _whole_bytes(model) if leased and layout.splits else 0
+    leader = _leader_bytes(config, model) if leased and layout.splits else 0
     stages = _stages(config, layout, model, example, samples // config.training.accumulate)
     cuts = tuple(stage.steps[0].name for stage in stages[1:])
     alone = replace(layout, sizes={**layout.sizes, Axis.DP: 1}, zero1=False)
@@ -103,8 +108,7 @@ def forecast(config: RunConfig, info: DataInfo, ranks: int, own: nn.Module | Non
         peaks = [rehearse(config, info, model, Role(alone, rank, cuts), samples) for rank in range(layout.pp)]
     except _VALUES_MATTER as error:
         return Forecast(stages, (), f"{type(error).__name__}: {' '.join(str(error).split())[:100]}", leader)
-    in_backward = parse_spec(config.strategy.sync).name == "allreduce"
-    return Forecast(stages, tuple(_memory(layout, each, in_backward) for each in peaks), leader=leader)
+    return Forecast(stages, tuple(_memory(config, layout, each) for each in peaks), leader=leader)
 
 
 def _build(config: RunConfig, info: DataInfo, layout: Layout) -> nn.Module:
@@ -117,18 +121,24 @@ def _build(config: RunConfig, info: DataInfo, layout: Layout) -> nn.Module:
         return build_model(described, given)
 
 
-def _whole_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model and its gradients."""
+def _leader_bytes(config: RunConfig, model: nn.Module) -> int:
+    """Return the bytes of a whole model, its gradients, and what a worker of a parameter server keeps of it."""
     tensors = (*model.parameters(), *model.buffers())
-    return sum(t.nbytes for t in tensors) + sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    kept = _kept(config, [(tuple(p.shape), p.dtype) for p in trainable], 0, 1)
+    return sum(t.nbytes for t in tensors) + kept.between + kept.agreeing
 
 
-def _memory(layout: Layout, found: Peaks, in_backward: bool) -> Memory:
-    """Add what replicas have beyond a single one: all of the time a place for the gradients that they reduce (DDP).
+def _kept(config: RunConfig, shapes: Iterable[tuple[tuple[int, ...], torch.dtype]], optimizer: int, ranks: int) -> Kept:
+    parameters = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
+    return kept_memory(config.strategy.sync, config.strategy.compression, Piece(parameters, optimizer, ranks))
 
-    Args:
-        in_backward: whether replicas reduce gradients at all, in every step.
+
+def _memory(config: RunConfig, layout: Layout, found: Peaks) -> Memory:
+    """Add what replicas have beyond a single one: what their strategy keeps, and where they reduce gradients (DDP) a
+    place for these all of the time.
     """
+    in_backward = parse_spec(config.strategy.sync).name == "allreduce"
     gradients, optimizer = sum(found.gradients), found.optimizer
     working = found.without_gradients - found.held - found.optimizer
     peak = found.peak
@@ -138,6 +148,8 @@ def _memory(layout: Layout, found: Peaks, in_backward: bool) -> Memory:
         peak = max(before, found.held + gradients + optimizer + sent)
     elif layout.dp > 1 and in_backward:
         peak = (found.peak if layout.splits else found.without_gradients) + gradients
+    ours = not (is_leased(config) and layout.splits)  # there, the leader has it
+    kept = _kept(config, found.shapes, optimizer, layout.dp) if ours else Kept()
     return Memory(
         parameters=found.parameters,
         gradients=gradients,
@@ -145,7 +157,9 @@ def _memory(layout: Layout, found: Peaks, in_backward: bool) -> Memory:
         buffers=found.buffers,
         averages=found.held - found.parameters - found.buffers,
         activations=max(0, working),
-        peak=peak,
+        sync=kept.between,
+        checkpoint=found.held + optimizer + kept.saved,
+        peak=max(peak, found.held + optimizer + kept.agreeing) + kept.between,
     )
 
 

@@ -29,6 +29,7 @@ from echelon.data.base import Batch, DataInfo
 from echelon.observe.phases import HostClock
 from echelon.parallel.base import alone, place
 from echelon.train.inputs import any_inputs
+from echelon.train.leased_check import is_leased
 from echelon.train.losses import build_loss
 from echelon.train.parts import Work, build_parts
 from echelon.train.precision import PRECISIONS
@@ -52,6 +53,7 @@ class Peaks:
         held: parameters, buffers and averages, which are there all the time.
         parameters, buffers: those of `held`.
         gradients: of each trainable parameter.
+        shapes: of each of them on this rank, with its type.
         optimizer: its state.
         peak: most at any time, all of it.
         without_gradients: most at any time of all but gradients that are ready for the update.
@@ -61,6 +63,7 @@ class Peaks:
     parameters: int
     buffers: int
     gradients: tuple[int, ...]
+    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     optimizer: int
     peak: int
     without_gradients: int
@@ -179,12 +182,14 @@ def rehearse(config: RunConfig, info: DataInfo, model: nn.Module, role: Role, sa
         with counter, counter.resizing():
             for _ in range(steps):
                 _take(step, batch, parts)
+        trainable = [p for p in parts.held.parameters() if p.requires_grad]
         optimizer = sum(_bytes(state) for state in parts.optimizer.state.values())
         return Peaks(
             held,
             parameters=sum(p.nbytes for p in parts.held.parameters()),
             buffers=sum(b.nbytes for b in parts.held.buffers()),
-            gradients=tuple(p.nbytes for p in parts.held.parameters() if p.requires_grad),
+            gradients=tuple(p.nbytes for p in trainable),
+            shapes=tuple((tuple(p.shape), p.dtype) for p in trainable),
             optimizer=optimizer,
             peak=counter.peak,
             without_gradients=counter.without_gradients,
@@ -194,8 +199,12 @@ def rehearse(config: RunConfig, info: DataInfo, model: nn.Module, role: Role, sa
 def _alone(config: RunConfig, role: Role) -> RunConfig:
     """Leave out what acts between replicas, what a CPU does not have, and scaling, which looks at values.
 
-    8-bit layers and float16 train as bfloat16.
+    8-bit layers and float16 train as bfloat16. Workers of a parameter server have no optimizer and no average:
+    these are the servers'; plain SGD is the least.
     """
+    optimizer, ema = config.optimizer, config.training.ema
+    if is_leased(config):
+        optimizer, ema = replace(optimizer, name="sgd", momentum=0.0, weight_decay=0.0), 0.0
     strategy = replace(
         config.strategy, cuts=",".join(role.cuts), sync="allreduce", compression="none", collective="auto"
     )
@@ -203,8 +212,9 @@ def _alone(config: RunConfig, role: Role) -> RunConfig:
     return replace(
         config,
         strategy=strategy,
+        optimizer=optimizer,
         model=replace(config.model, compile=False),
-        training=replace(config.training, precision=precision),
+        training=replace(config.training, precision=precision, ema=ema),
     )
 
 

@@ -45,6 +45,29 @@ def test_one_process_has_what_its_tensors_take() -> None:
     assert kept < found.activations < 1.3 * kept
 
 
+def test_strategies_and_codecs_add_what_they_keep() -> None:
+    (alone,) = predict("dp=1", 1)
+    whole = alone.parameters
+    (local,) = predict("dp=2", 2, strategy__sync="local(8)")
+    (diloco,) = predict("dp=2", 2, strategy__sync="diloco(8)", strategy__compression="int8")
+    (behind,) = predict("dp=2", 2, strategy__sync="diloco(8, overlap=2)")
+    (coded,) = predict("dp=2", 2, strategy__compression="sign")
+    (split,) = predict("tp=2,dp=2", 4, strategy__sync="local(8)")
+    assert (local.sync, diloco.sync, behind.sync) == (whole, 2 * whole, 4 * whole)
+    assert local.checkpoint == diloco.checkpoint - whole == alone.checkpoint + whole
+    assert local.peak >= alone.parameters + alone.optimizer + 3 * whole, "deltas, and the vectors they are reduced in"
+    assert coded.sync == pytest.approx(4 * whole, rel=0.02), "a vector, error feedback of both directions, its copies"
+    assert split.sync == split.parameters < 0.6 * whole
+
+
+def test_workers_of_a_server_have_no_optimizer() -> None:
+    (alone,) = predict("dp=1", 1)
+    (worker,) = predict("dp=2", 2, strategy__sync="ps(mode=async)", training__ema=0.9)
+    assert worker.optimizer == worker.averages == 0
+    assert worker.sync == alone.parameters
+    assert worker.peak >= 4 * alone.parameters
+
+
 def test_layouts_divide_what_they_divide() -> None:
     (alone,) = predict("dp=1", 1)
     (sharded,) = predict("fsdp=2", 2)
