@@ -49,10 +49,15 @@ def seconds_per_step(results: list[Result], candidate: str, link: str) -> float 
     return median(w["seconds"] / w["steps"] for w in found[-1]["windows"]) if found else None
 
 
+def steps_needed(results: list[Result], candidate: str, seed: int, accuracy: float) -> int | None:
+    """Return the steps to the accuracy that the candidate's curve needed; None without one, or where it never came."""
+    curve = _curves(results, "constant").get((candidate, seed))
+    return steps_to(curve, accuracy) if curve else None
+
+
 def derived_seconds(results: list[Result], candidate: str, link: str, seed: int, accuracy: float) -> float | None:
     """Return steps to the accuracy (over loopback) times measured seconds per step; None where one is missing."""
-    curve = _curves(results, "constant").get((candidate, seed))
-    steps = steps_to(curve, accuracy) if curve else None
+    steps = steps_needed(results, candidate, seed, accuracy)
     pace = seconds_per_step(results, candidate, link)
     return None if steps is None or pace is None else steps * pace
 

@@ -167,7 +167,10 @@ def curve(options: argparse.Namespace) -> None:
 
 
 def accuracy(options: argparse.Namespace) -> None:
-    """Measure seconds to the accuracy over loopback and each link in turn, where it is under 10 minutes."""
+    """Measure seconds to the accuracy over loopback and each link in turn, where it is under 10 minutes.
+
+    Trained is the curve's trajectory again: the first evaluation is where the curve reached the accuracy.
+    """
     results = read_results(NAME)
     target = tables.target(results)
     if target is None:
@@ -184,7 +187,8 @@ def accuracy(options: argparse.Namespace) -> None:
                 continue
             terms = Terms(tables.BATCH, options.lr, options.momentum, seed)
             result = {"kind": "accuracy", "link": place}
-            _train(candidate, terms, networks.get(place), (result, (0, most, target)), options)
+            first = tables.steps_needed(results, candidate, seed, target) or 0
+            _train(candidate, terms, networks.get(place), (result, (first, most, target)), options)
 
 
 def _train(
@@ -200,7 +204,8 @@ def _train(
     failed = None
     with Pair(candidate, terms, network) as pair:
         try:
-            for step, steps in _stops(least, most, options.every):
+            first = least if result["kind"] == "accuracy" else 0
+            for step, steps in _stops(least, most, options.every, first):
                 seconds = (points[-1][1] if points else 0.0) + pair.run(steps).seconds
                 points.append((step, seconds, pair.evaluate()))
                 print(f"{candidate} on {result['link']}, seed {terms.seed}: {points[-1]}", flush=True)
@@ -213,12 +218,13 @@ def _train(
     append_result(NAME, {**result, **found, "lr": terms.lr, "command": command_line(_MODULE)})
 
 
-def _stops(least: int, most: int, every: int) -> Iterator[tuple[int, int]]:
-    """Yield (step, steps since the last stop): every so many steps, at `least` and at `most`."""
+def _stops(least: int, most: int, every: int, first: int) -> Iterator[tuple[int, int]]:
+    """Yield (step, steps since the last stop): every so many steps from `first` on, at `least` and at `most`."""
     done = 0
     for step in sorted({*range(every, most, every), *([least] if least else []), most}):
-        yield step, step - done
-        done = step
+        if step >= first:
+            yield step, step - done
+            done = step
 
 
 def aborts(options: argparse.Namespace) -> None:
