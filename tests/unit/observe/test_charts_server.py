@@ -69,3 +69,9 @@ def test_strange_records_are_survived(tmp_path: Path) -> None:
     lines = [LINES[0], {"t": 1.0, "kind": "server", "name": 3, "staleness": "x", "dropped": {"a": None}},
              {"t": 2.0, "kind": "staleness", "clocks": [1], "waited_s": {"worker0": 4}}, LINES[-1]]  # fmt: skip
     assert server_charts(load_run(run_of(tmp_path, lines))) == []
+
+
+def test_what_split_workers_wait_for_is_more_than_servers(tmp_path: Path) -> None:
+    for layout, served in (({"dp": 2}, True), ({"dp": 2, "pp": 2}, False), (None, True)):
+        start = {**LINES[0], "backend": "zmq", "layout": layout}
+        assert load_run(run_of(tmp_path, [start, *LINES[1:]])).served == served

@@ -124,13 +124,18 @@ class RunRecord:
 
     @property
     def served(self) -> bool:
-        """Whether servers held the parameters: what workers wait for is then they."""
-        return any(str(m.details.get("backend")) == "zmq" for m in self.of_kind("start"))
+        """Whether all that workers wait for is servers: they hold the parameters, and each worker has a whole model."""
+        return any(str(m.details.get("backend")) == "zmq" and not _is_split(m) for m in self.of_kind("start"))
 
     def setting(self, section: str, key: str) -> Any:
         """One value of the config, or None."""
         part = self.config.get(section)
         return part.get(key) if isinstance(part, dict) else None
+
+
+def _is_split(start: Mark) -> bool:
+    layout = start.details.get("layout")
+    return isinstance(layout, dict) and any(size != 1 for axis, size in layout.items() if axis != "dp")
 
 
 def load_run(run: Path) -> RunRecord:
