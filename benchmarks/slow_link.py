@@ -74,7 +74,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--epochs", type=float, default=3.0, help="curve: at least so many, on until the accuracy")
     parser.add_argument("--max-epochs", type=float, default=8.0, help="curve, accuracy: and at most so many")
     parser.add_argument(
-        "--every", type=int, default=40, help="curve, accuracy: steps between evaluations, a multiple of 8"
+        "--every", type=int, default=40, help="curve, accuracy: steps between evaluations, rounded up to whole periods"
     )
     parser.add_argument("--schedule", choices=["constant", "cosine"], default="constant", help="curve: learning rate")
     parser.add_argument("--target", type=float, help="curve: accuracy to aim at; without it, what plain DDP's set")
@@ -200,12 +200,13 @@ def _train(
 ) -> None:
     """Train and evaluate in turn; the seconds are those of training alone. Appends the result, also of a failure."""
     result, (least, most, target) = task
+    every = whole_periods(candidate, options.every)  # replicas agree there: what is evaluated needs no other exchange
     points: list[tuple[int, float, float]] = []
     failed = None
     with Pair(candidate, terms, network) as pair:
         try:
             first = least if result["kind"] == "accuracy" else 0
-            for step, steps in _stops(least, most, options.every, first):
+            for step, steps in _stops(least, most, every, first):
                 seconds = (points[-1][1] if points else 0.0) + pair.run(steps).seconds
                 points.append((step, seconds, pair.evaluate()))
                 print(f"{candidate} on {result['link']}, seed {terms.seed}: {points[-1]}", flush=True)
