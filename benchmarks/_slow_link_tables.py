@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from benchmarks._common import environment_line, markdown_table, median, paired_ratio, spread, update_section
@@ -34,9 +35,21 @@ def target(results: list[Result]) -> float | None:
     return sum(values) / len(values) - MARGIN if values else None
 
 
+_PERIOD = re.compile(r"(?:sync:|torch-post)\w+\((?:period=)?(\d+)")
+
+
+def period(candidate: str) -> int:
+    """Return the steps from one agreement of the replicas to the next."""
+    return int(found[1]) if (found := _PERIOD.match(candidate)) else 1
+
+
 def steps_to(curve: Result, accuracy: float) -> int | None:
-    """Return the first evaluated step with at least this accuracy."""
-    return next((step for step, _, reached in curve["points"] if reached >= accuracy), None)
+    """Return the first evaluated step with at least this accuracy where replicas had agreed.
+
+    Between agreements an evaluation averages replicas first, which takes a link time that steps do not.
+    """
+    agreed = (point for point in curve["points"] if point[0] % period(curve["candidate"]) == 0)
+    return next((step for step, _, reached in agreed if reached >= accuracy), None)
 
 
 def seconds_per_step(results: list[Result], candidate: str, link: str) -> float | None:

@@ -17,7 +17,6 @@ import contextlib
 import itertools
 import multiprocessing as mp
 import os
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -141,12 +140,9 @@ def _take_turns(pairs: dict[tuple[str, str], Pair], link: str, options: argparse
         append_result(NAME, result)
 
 
-_PERIOD = re.compile(r"(?:sync:|torch-post)\w+\((?:period=)?(\d+)")
-
-
 def whole_periods(candidate: str, steps: int) -> int:
     """Return the steps, rounded up to a multiple of a strategy's period: a window holds its share of the traffic."""
-    period = int(found[1]) if (found := _PERIOD.match(candidate)) else 1
+    period = tables.period(candidate)
     return -(-steps // period) * period
 
 
