@@ -32,7 +32,7 @@ def main() -> None:
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     hook = echelon.ddp_hook(args.compression)
-    hook.attach(model)  # <- here
+    hook.attach(model, optimizer)  # <- here
 
     for _ in range(args.epochs):
         for x, y in loader:

@@ -28,7 +28,7 @@ class CompressGradients(lightning.Callback):
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         assert isinstance(trainer.strategy, DDPStrategy) and isinstance(trainer.strategy.model, DistributedDataParallel)
-        self.hook.attach(trainer.strategy.model)
+        self.hook.attach(trainer.strategy.model, trainer.optimizers[0])
 
 
 class Digits(lightning.LightningModule):

@@ -34,9 +34,9 @@ def main() -> None:
 
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
     ddp = DistributedDataParallel(model)
-    hook = echelon.ddp_hook(args.compression)  # <- here
-    hook.attach(ddp)  # <- and here
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    hook = echelon.ddp_hook(args.compression)  # <- here
+    hook.attach(ddp, optimizer)  # <- and here: a codec that wants momentum before its encoding takes it over
 
     for epoch in range(args.epochs):
         order = torch.randperm(1500, generator=torch.Generator().manual_seed(epoch))[rank::world_size]

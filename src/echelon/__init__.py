@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from echelon.api import Outcome, evaluate, report, resume, train
-    from echelon.collectives.hook import ddp_hook
+    from echelon.collectives.ddp import ddp_hook
 
 __all__ = ["Outcome", "ddp_hook", "evaluate", "report", "resume", "train"]
 
 _HOMES = dict.fromkeys(("Outcome", "evaluate", "report", "resume", "train"), "echelon.api") | {
-    "ddp_hook": "echelon.collectives.hook"
+    "ddp_hook": "echelon.collectives.ddp"
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import echelon
 from echelon.collectives import GradientHook
-from echelon.collectives.hook import DdpHook
+from echelon.collectives.ddp import DdpHook
 from echelon.core.errors import UserError
 from tests.ranks.spawn import Rank, Struck, fail_at, run_ranks
 
@@ -202,6 +203,32 @@ def plain_user(rank: Rank, attached: bool) -> tuple[bool, list[str]]:
     _train(other, rank, range(1))
     assert hook.wire.steps == 3
     return _same_everywhere(_flat(ddp)), sorted({k.split("/")[1] for k in hook.state_dict() if k.startswith("sent")})
+
+
+def placed(rank: Rank) -> list[tuple[str, float, int]]:
+    """Attach with an optimizer and without; returns the spec, the momentum that is left, and the warnings."""
+    found = []
+    for compression in ("sign", "topk(0.05)+huffman", "sign(momentum=0.9)", "powersgd(rank=1)", "none"):
+        for handed in (True, False):
+            ddp = DistributedDataParallel(_model())
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+            hook = echelon.ddp_hook(compression)
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always", UserWarning)
+                hook.attach(ddp, optimizer if handed else None)
+            found.append((hook.compression, optimizer.param_groups[0]["momentum"], len(warned)))
+            hook.close()
+    return found
+
+
+def test_momentum_goes_where_the_codec_wants_it_or_a_warning_says_so() -> None:
+    assert run_ranks(placed, 2)[0] == [
+        *[("sign(momentum=0.9)", 0.0, 0), ("sign", 0.9, 1)],
+        *[("topk(0.05, momentum=0.9)+huffman", 0.0, 0), ("topk(0.05)+huffman", 0.9, 1)],
+        *[("sign(momentum=0.9)", 0.0, 0), ("sign(momentum=0.9)", 0.9, 0)],
+        *[("powersgd(rank=1)", 0.9, 0)] * 2,
+        *[("none", 0.9, 0)] * 2,
+    ]
 
 
 def test_a_plain_ddp_user_needs_one_line() -> None:

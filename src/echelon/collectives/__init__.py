@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from echelon.collectives.registry import build, names
 
 if TYPE_CHECKING:
-    from echelon.collectives.hook import GradientHook, ddp_hook
+    from echelon.collectives.ddp import ddp_hook
+    from echelon.collectives.hook import GradientHook
     from echelon.collectives.route import Route, all_reduce, open_route
     from echelon.collectives.wire import WireCount
 
@@ -20,7 +21,7 @@ _WITH_TORCH = {
     "Route": "route",
     "WireCount": "wire",
     "all_reduce": "route",
-    "ddp_hook": "hook",
+    "ddp_hook": "ddp",
     "open_route": "route",
 }
 

@@ -13,7 +13,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon import compression as codecs
-from echelon.collectives import memory, registry
+from echelon.collectives import memory
 from echelon.collectives.cells import lay_out
 from echelon.collectives.lane import Bucket, BucketWork, Lane
 from echelon.collectives.own_group import own_group
@@ -173,78 +173,6 @@ class GradientHook:
             self._work.load_state_dict(state)
         elif state:
             raise ValueError(f"this hook keeps no state, but the saved one has {min(state)!r}")
-
-
-class DdpHook:
-    """A GradientHook for a model that someone else wraps: it averages, and may be made before the process group is.
-
-        hook = echelon.ddp_hook("powersgd(rank=2)")
-        hook.attach(ddp)                                                            # plain DDP
-        hook.attach(trainer.strategy.model)                                         # Lightning, in on_train_start
-        DDPStrategy(ddp_comm_state=hook, ddp_comm_hook=hook.function)               # the same, on GPUs only
-        hook.attach(accelerator.prepare(model))                                     # Accelerate
-
-    Registered without `attach` it sees no names: parameters are then numbered in the order of the first backward.
-    """
-
-    def __init__(self, compression: str, collective: str, seed: int) -> None:
-        self._settings = (compression, collective, seed)
-        self._inner: GradientHook | None = None
-        self._saved: Mapping[str, Any] = {}
-        codecs.build(compression)
-        registry.build(collective)
-
-    def attach(self, ddp: DistributedDataParallel) -> None:
-        """Register on a model, for the ranks that it is wrapped for."""
-        self._open(ddp.process_group).attach(ddp)
-
-    @staticmethod
-    def function(state: "DdpHook", bucket: dist.GradBucket) -> Future[Tensor]:
-        """The hook as `register_comm_hook` wants it, with the DdpHook as its state."""
-        inner = state._inner if state._inner is not None else state._open(None)
-        return inner(inner, bucket)
-
-    @property
-    def wire(self) -> WireCount:
-        """Bytes sent by this rank so far."""
-        return self._inner.wire if self._inner is not None else WireCount()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return error memories and counters, as tensors and numbers under flat keys; every rank has its own."""
-        return self._inner.state_dict() if self._inner is not None else dict(self._saved)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned on the same rank of as many; may come before the first step."""
-        self._saved = state
-        if self._inner is not None:
-            self._inner.load_state_dict(state)
-
-    def close(self) -> None:
-        """End the communication thread."""
-        if self._inner is not None:
-            self._inner.close()
-
-    def _open(self, group: dist.ProcessGroup | None) -> GradientHook:
-        compression, collective, seed = self._settings
-        self._inner = GradientHook(group, compression, collective, average=True, seed=seed)
-        if self._saved:
-            self._inner.load_state_dict(self._saved)
-        return self._inner
-
-
-def ddp_hook(compression: str, collective: str = "auto", seed: int = 0) -> DdpHook:
-    """Make a communication hook for a plain DistributedDataParallel model, in Lightning and Accelerate too.
-
-    Args:
-        compression: spec of the codec, such as `powersgd(rank=2)` or `topk(density=0.01)`. One with its own momentum
-            (`topk(0.01, momentum=0.9)`) wants an optimizer without.
-        collective: spec of the path.
-        seed: of the codec's draws, the same on every rank.
-
-    Raises:
-        UserError: a spec cannot be read.
-    """
-    return DdpHook(compression, collective, seed)
 
 
 def _noted(times: ReduceTimes, handed_s: float, future: Future[Any]) -> Tensor:

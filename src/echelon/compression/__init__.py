@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from echelon.compression.registry import build, names
+from echelon.compression.registry import build, leaves_momentum, names, place_momentum
 
-__all__ = ["build", "names"]
+__all__ = ["build", "leaves_momentum", "names", "place_momentum"]

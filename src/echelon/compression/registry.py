@@ -57,6 +57,17 @@ def build(text: str) -> Codec:
     return codec
 
 
+def leaves_momentum(text: str) -> bool:
+    """Whether the codec wants momentum before its encoding, and its spec does not say how much.
+
+    Raises:
+        UserError: as `build`.
+    """
+    build(text)
+    first, *_ = parse_chain(text)
+    return getattr(bind(first, codec_class(first.name)), "momentum", 0.0) is None
+
+
 def place_momentum(text: str, momentum: float) -> tuple[str, float]:
     """Decide where momentum is applied: inside the codec, before encoding, where that is how the codec works.
 

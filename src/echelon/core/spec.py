@@ -5,6 +5,7 @@ A spec is `name`, `name(value)`, `name(key=value, ...)` or several joined by `+`
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
@@ -46,9 +47,12 @@ def parse_value(text: str, whole: str) -> Value:
         return word.lower() == "true"
     for convert in (int, float):
         try:
-            return convert(word)
+            number = convert(word)
         except ValueError:
             continue
+        if not math.isfinite(number):
+            raise UserError(f"{word} in spec {whole!r}: expected a finite number")
+        return number
     if _WORD.match(word):
         return word
     raise UserError(f"cannot read {text.strip()!r} in spec {whole!r}: expected a number, true, false or a word")
