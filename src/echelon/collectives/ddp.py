@@ -1,0 +1,128 @@
+"""The communication hook for a DistributedDataParallel model that someone else wraps: plain, Lightning, Accelerate."""
+
+# DDP compares the annotations of a hook with the types themselves: no `from __future__ import annotations` here.
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from echelon import compression as codecs
+from echelon.collectives import registry
+from echelon.collectives.hook import GradientHook
+from echelon.collectives.wire import WireCount
+from echelon.core.errors import UserError
+
+
+class DdpHook:
+    """A GradientHook for a model that someone else wraps: it averages, and may be made before the process group is.
+
+        hook = echelon.ddp_hook("topk(density=0.01)")
+        hook.attach(ddp, optimizer)                                                 # plain DDP
+        hook.attach(trainer.strategy.model, trainer.optimizers[0])                  # Lightning, in on_train_start
+        DDPStrategy(ddp_comm_state=hook, ddp_comm_hook=hook.function)               # the same, on GPUs only
+        hook.attach(accelerator.prepare(model), optimizer)                          # Accelerate
+
+    Registered without `attach` it sees no names: parameters are then numbered in the order of the first backward.
+
+    Attributes:
+        compression: the codec's spec, with the momentum that it took over.
+    """
+
+    def __init__(self, compression: str, collective: str, seed: int) -> None:
+        self.compression, self._collective, self._seed = compression, collective, seed
+        self._inner: GradientHook | None = None
+        self._saved: Mapping[str, Any] = {}
+        self._placed = compression == "none" or not codecs.leaves_momentum(compression)
+        registry.build(collective)
+
+    def attach(self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Register on a model, for the ranks that it is wrapped for.
+
+        Args:
+            optimizer: of the SGD family: a codec that wants momentum before its encoding (sign, topk, threshold,
+                randomk) takes it over, and the optimizer's becomes 0: after decoding, it spoils training. Without it,
+                a warning says what to write. Attach before states are loaded.
+
+        Raises:
+            UserError: the codec's momentum contradicts the optimizer's, or parameters differ in theirs.
+        """
+        if optimizer is not None and self.compression != "none":
+            self.compression = _take_momentum(self.compression, optimizer)
+            self._placed = True
+        self._open(ddp.process_group).attach(ddp)
+
+    @staticmethod
+    def function(state: "DdpHook", bucket: dist.GradBucket) -> Future[Tensor]:
+        """The hook as `register_comm_hook` wants it, with the DdpHook as its state."""
+        inner = state._inner if state._inner is not None else state._open(None)
+        return inner(inner, bucket)
+
+    @property
+    def wire(self) -> WireCount:
+        """Bytes sent by this rank so far."""
+        return self._inner.wire if self._inner is not None else WireCount()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return error memories and counters, as tensors and numbers under flat keys; every rank has its own."""
+        return self._inner.state_dict() if self._inner is not None else dict(self._saved)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned on the same rank of as many; may come before the first step."""
+        self._saved = state
+        if self._inner is not None:
+            self._inner.load_state_dict(state)
+
+    def close(self) -> None:
+        """End the communication thread."""
+        if self._inner is not None:
+            self._inner.close()
+
+    def _open(self, group: dist.ProcessGroup | None) -> GradientHook:
+        if not self._placed:
+            warnings.warn(_WHERE_IS_MOMENTUM.format(self.compression), UserWarning, stacklevel=3)
+        self._inner = GradientHook(group, self.compression, self._collective, average=True, seed=self._seed)
+        if self._saved:
+            self._inner.load_state_dict(self._saved)
+        return self._inner
+
+
+_WHERE_IS_MOMENTUM = (
+    "ddp_hook({0!r}): momentum in the optimizer, after decoding, spoils training with this codec: "
+    "write hook.attach(ddp, optimizer), which moves it in front of the encoding, or give it in the spec, as "
+    "momentum=0.9 (and none to the optimizer); momentum=0 in the spec says that there is none"
+)
+
+
+def _take_momentum(compression: str, optimizer: torch.optim.Optimizer) -> str:
+    """Move an optimizer's momentum into the codec where that is its place; returns the spec with it."""
+    found = {float(group.get("momentum", 0.0)) for group in optimizer.param_groups}
+    if len(found) > 1:
+        raise UserError(
+            f"compression {compression}: the optimizer has momentum {sorted(found)}: use one for all groups"
+        )
+    spec, left = codecs.place_momentum(compression, found.pop())
+    for group in optimizer.param_groups:
+        if "momentum" in group:
+            group["momentum"] = left
+    return spec
+
+
+def ddp_hook(compression: str, collective: str = "auto", seed: int = 0) -> DdpHook:
+    """Make a communication hook for a plain DistributedDataParallel model, in Lightning and Accelerate too.
+
+    Args:
+        compression: spec of the codec, such as `powersgd(rank=2)` or `topk(density=0.01)`. One with its own momentum
+            (`topk(0.01, momentum=0.9)`) wants an optimizer without; `attach(ddp, optimizer)` sees to it.
+        collective: spec of the path.
+        seed: of the codec's draws, the same on every rank.
+
+    Raises:
+        UserError: a spec cannot be read.
+    """
+    return DdpHook(compression, collective, seed)
