@@ -126,6 +126,37 @@ def test_unbiased(spec: str) -> None:
     assert float((mean - tensor).abs().max()) < tolerance
 
 
+def test_clipping_is_all_that_ternary_is_biased_by(spec: str) -> None:
+    """The mean of decodings is the clipped x; tolerance and error rate as above."""
+    if spec != "ternary":
+        pytest.skip("one codec clips")
+    codec, tensor, draws = build(spec), gradient((1000,)), 800
+    state = codec.init_state("w", tensor)
+    mean = sum(codec.extract(codec.compress(tensor, state)).double() for _ in range(draws)) / draws
+    blocks = [
+        b.clamp(-2.5 * float(b.square().mean().sqrt()), 2.5 * float(b.square().mean().sqrt()))
+        for b in tensor.split(512)
+    ]
+    clipped = torch.cat(blocks).double()
+    assert 0 < float((clipped - tensor).norm() / tensor.norm()) < 0.2
+    tolerance = float(clipped.abs().max()) * math.sqrt(math.log(2 * 1000 / 1e-6) / (2 * draws))
+    assert float((mean - clipped).abs().max()) < tolerance
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (128, 64), (7,)])
+def test_bytes_of_small_tensors_are_as_predicted(spec: str, shape: tuple[int, ...]) -> None:
+    """What a sparse message has beside its values counts there: lengths and padding."""
+    if not spec.startswith(("topk", "threshold")) or "huffman" in spec:
+        pytest.skip("not sparse, or as long as its values let it be")
+    codec = build(spec)
+    state = codec.init_state("w", torch.empty(shape))
+    for step in range(3):
+        payload = codec.compress(gradient(shape, seed=step), state)
+        numel = math.prod(shape)
+        if "warmup" not in spec:
+            assert 8 * payload.n_bytes / numel == pytest.approx(codec.bits_per_element(numel, state), rel=0.05)
+
+
 def test_bytes_are_as_predicted(spec: str) -> None:
     """Bytes are within 5% of `bits_per_element` for 120,000 elements: a message by its state, the mean beforehand."""
     codec = build(spec)

@@ -167,7 +167,7 @@ def test_a_resumed_run_has_the_same_bits_whatever_the_buckets(compression: str) 
     assert run_ranks(resume, 2, compression) == [(True, True)] * 2
 
 
-def overflow(rank: Rank, compression: str) -> tuple[bool, bool, bool]:
+def overflow(rank: Rank, compression: str) -> tuple[bool, bool, bool, str]:
     """One rank's gradient overflows in one step: everyone must see it, and no memory may change."""
     ddp = DistributedDataParallel(_model())
     hook = GradientHook(None, compression, average=True)
@@ -176,16 +176,21 @@ def overflow(rank: Rank, compression: str) -> tuple[bool, bool, bool]:
     before = {k: v.clone() if isinstance(v, Tensor) else v for k, v in hook.state_dict().items()}
     ddp.zero_grad()
     scale = torch.inf if rank.index == 1 else 1.0
-    (ddp(torch.ones(2, 1, 8, 8))[:, 3].sum() * scale).backward()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", UserWarning)
+        (ddp(torch.ones(2, 1, 8, 8))[:, 3].sum() * scale).backward()
     void = not all(bool(torch.isfinite(p.grad).all()) for p in ddp.parameters() if p.grad is not None)
     kept = all(torch.equal(torch.as_tensor(v), torch.as_tensor(before[k])) for k, v in hook.state_dict().items())
     _train(ddp, rank, range(2, 3))
-    return void, kept, bool(torch.isfinite(_flat(ddp)).all())
+    (said,) = [str(w.message).split(":")[0] for w in warned if issubclass(w.category, UserWarning)]
+    return void, kept, bool(torch.isfinite(_flat(ddp)).all()), said
 
 
 @pytest.mark.parametrize("compression", ["topk(density=0.05)", "powersgd(rank=2)"])
 def test_an_overflow_is_seen_everywhere_and_forgotten(compression: str) -> None:
-    assert run_ranks(overflow, 2, compression) == [(True, True, True)] * 2
+    other, own = run_ranks(overflow, 2, compression)
+    assert other == (True, True, True, "a gradient of another rank is not finite")
+    assert own[:3] == (True, True, True) and "'6.weight'" in own[3], own[3]
 
 
 def plain_user(rank: Rank, attached: bool) -> tuple[bool, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,7 +83,7 @@ class CellWork:
         self._cells: list[_Filling] = []
         self._layout: Layout | None = None
         self._saved: Mapping[str, Any] | None = None
-        self._void, self._reduced = False, 0
+        self._void, self._reduced, self._told = False, 0, False
         self._broken: BaseException | None = None
 
     def work(self, bucket: Bucket) -> None:
@@ -167,7 +168,9 @@ class CellWork:
     def _reduce(self, filling: _Filling) -> None:
         filling.snapshot.take()
         self._wire.add(filling.cell.group, filling.reducer.reduce_(filling.flat))
-        self._void = self._void or not is_finite(filling.flat)
+        if not is_finite(filling.flat):
+            self._void = True
+            self._tell(filling)
         self._reduced += 1
         if self._void and self._reduced == len(self._cells):
             for one in self._cells:
@@ -178,6 +181,20 @@ class CellWork:
             if arrival.left == 0:
                 self._arrivals.remove(arrival)
                 arrival.bucket.future.set_result(arrival.bucket.buffer)
+
+    def _tell(self, filling: _Filling) -> None:
+        """Warn once, with names: gradients still are this rank's own."""
+        if self._told:
+            return
+        self._told = True
+        names = [member.name for _, gradient, member in filling.came if not is_finite(gradient)]
+        whose = f"the gradient of {', '.join(map(repr, names[:3]))} is" if names else "a gradient of another rank is"
+        warnings.warn(
+            f"{whose} not finite: what it is sent with is NaN on all ranks, and the codec forgets the step (usual now "
+            "and then where losses are scaled; it is said once)",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _raise_in(bucket: Bucket, error: BaseException) -> None:

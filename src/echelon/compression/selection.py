@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -11,7 +13,7 @@ from echelon.compression.base import State, refuse_nonfinite, refuse_nonfinite_e
 from echelon.compression.chunks import CHUNK
 
 _SAMPLE = 1 << 18
-_SMALL = 1 << 14
+_SMALL = 1 << 16
 _TRIES = 4
 
 _Floats = npt.NDArray[np.floating]
@@ -48,9 +50,20 @@ def _above(x: _Floats, threshold: float, state: State) -> _Ints:
 
 
 def sampled(x: Tensor, count: int) -> Tensor:
-    """Return |x| of evenly spaced elements of a 1-D tensor: enough to hold 1,500 of its `count` largest, or 262,144."""
+    """Return |x| of evenly spaced elements of a 1-D tensor: enough to hold 1,500 of its `count` largest, or 262,144.
+
+    The distance is prime: one that shares a factor with a matrix's width would look at some of its columns alone.
+    """
     size = min(max(1500 * x.numel() // max(count, 1), _SMALL), _SAMPLE)
-    return x[:: max(x.numel() // size, 1)].abs()
+    return x[:: _prime(x.numel() // size)].abs()
+
+
+def _prime(least: int) -> int:
+    """Return the smallest prime that is no less; 1 for up to 1."""
+    found = max(least, 1)
+    while any(found % divisor == 0 for divisor in range(2, math.isqrt(found) + 1)):
+        found += 1
+    return found
 
 
 def quantile(sample: Tensor, count: float) -> float:

@@ -14,7 +14,7 @@ from echelon.compression import bits
 from echelon.compression.base import Codec, Meta, Payload, State, empty, flat
 from echelon.compression.indices import index_bytes, pack_indices, unpack_indices
 from echelon.compression.selection import gather, scatter
-from echelon.compression.wire import Layout
+from echelon.compression.wire import Layout, packed_bytes
 
 _FLOATS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 VALUE_FORMS = (*_FLOATS, "sign")
@@ -135,9 +135,11 @@ class Sparse(Codec):
         scatter(target.view(-1), indices, torch.zeros_like(values))
 
     def bits_for(self, numel: int, count: int) -> float:
-        """Bits per element of a message that carries `count` of `numel` elements."""
-        value_bytes = 4 + bits.packed_size(count) if self.values == "sign" else count * _FLOATS[self.values].itemsize
-        return 8 * (index_bytes(numel, count) + value_bytes) / max(numel, 1)
+        """Bits per element of a message that carries `count` of `numel` elements, with lengths and padding."""
+        layout: Layout = ((torch.uint8, index_bytes(numel, count)), *self._value_layout(count))
+        if self.count(numel) is None:  # as many lengths in front as there are tensors, the count among these
+            layout = ((torch.int64, len(layout) + 2), *layout)
+        return 8 * (packed_bytes(layout) or 0) / max(numel, 1)
 
     def planes(self, payload: Payload) -> tuple[Tensor, ...]:
         """Two-byte values are cut into low and high bytes: signs and exponents repeat, fractions do not."""

@@ -251,3 +251,30 @@ def test_adaptive_threshold_follows_drifting_gradients() -> None:
         codec.compress(gradient, state)
         if step >= 50:
             assert 0.008 < state.numbers["sent"] < 0.012, step
+
+
+@pytest.mark.parametrize(
+    ("shape", "density"),
+    [((1024, 1024), 0.01), ((4096, 1024), 0.001), ((524_288,), 0.005), ((1500,), 0.02), ((50, 100), 0.01)],
+)
+def test_adaptive_threshold_holds_on_columns_of_different_size_and_on_small_tensors(
+    shape: tuple[int, ...], density: float
+) -> None:
+    codec = build(f"threshold(density={density})")
+    state = codec.init_state("w", torch.empty(shape))
+    columns = torch.randn(1024, generator=torch.Generator().manual_seed(5)).exp()
+    for step in range(60):
+        gradient = torch.randn(shape, generator=torch.Generator().manual_seed(step))
+        if gradient.numel() % 1024 == 0:
+            gradient = (gradient.view(-1, 1024) * columns).view(shape)
+        codec.compress(gradient, state)
+        if step >= 50:
+            assert state.numbers["sent"] == pytest.approx(density, rel=0.2), step
+
+
+def test_equal_elements_are_sent_in_turn() -> None:
+    codec = build("threshold(density=0.25)")
+    state = codec.init_state("w", torch.empty(8))
+    total = sum(codec.extract(codec.compress(torch.ones(8), state)) for _ in range(40))
+    assert float(total.min()) > 30, "nothing waits for ever"
+    codec.compress(torch.zeros(8), codec.init_state("v", torch.empty(8)))

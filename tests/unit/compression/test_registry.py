@@ -67,6 +67,8 @@ def test_wrappers_stand_in_order() -> None:
         ("sign(vote=3)", "true or false"),
         ("powersgd(rank=0)", "nearest is 1"),
         ("bf16(3)", "no settings"),
+        ("threshold(tau=nan)", "finite number"),
+        ("ternary(clip=inf)", "finite number"),
     ],
 )
 def test_refused_in_words(text: str, words: str) -> None:

@@ -21,7 +21,8 @@ class Ternary(Quantiser):
     """g~_i = s * sign(g_i) * b_i with P(b_i = 1) = |g_i| / s and s = max|g| of the block.
 
     Elements beyond `clip` root mean squares are cut off first, which keeps s, and so the noise, small. Unbiased but for
-    what clipping cuts off (`clip=0`: unbiased). Five elements a byte: 1.6 + 32 / block bits per element.
+    what clipping cuts off (`clip=0`: unbiased), as in the paper, without error feedback: the noise of a message is as
+    large as the gradient, and a memory of it would grow. Five elements a byte: 1.6 + 32 / block bits per element.
 
     Attributes:
         block: elements that share a scale.

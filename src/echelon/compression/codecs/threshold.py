@@ -9,12 +9,13 @@ from typing import ClassVar
 from torch import Tensor
 
 from echelon.compression.base import Codec, State, check_momentum
-from echelon.compression.selection import above, quantile, sampled
+from echelon.compression.selection import above, largest, quantile, sampled
 from echelon.compression.sparse import Sparse, check_density, check_values, count_for
 
 # Beyond this factor off target the threshold is the sample's quantile again: at the first step, or after a jump.
 _LOST = 2.0
 _CORRECTIONS = 3
+_BAND = 1.15
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class Threshold(Sparse):
 
     `threshold(tau=0.01)`: t = tau. `threshold(density=0.01)`: t follows the gradient, so that the density stays at its
     target without sorting. Before each step the last t is tried on at most 262,144 evenly spaced elements, and
-    corrected: t <- t (above / wanted)^(1 / slope), three times at most. The slope, -d log(count) / d log(t), is
-    estimated on the way.
+    corrected: t <- t (above / wanted)^(1 / slope), three times at most, and once more if the count is off nevertheless.
+    The slope, -d log(count) / d log(t), is estimated on the way. Small tensors are looked at whole.
 
     Bits per element as topk's, with the density that t lets through. Biased. The number sent varies.
 
@@ -77,11 +78,23 @@ class Threshold(Sparse):
         return self._follow(x, state)
 
     def _follow(self, x: Tensor, state: State) -> Tensor:
-        """Choose by the last threshold, corrected until it fits the sample."""
+        """Choose by the last threshold, corrected until it fits; where many elements are equal, none may be above."""
         assert self.density is not None
         count = count_for(self.density, x.numel())
         sample = sampled(x, count)
-        wanted = count * sample.numel() / x.numel()
+        small = sample.numel() == x.numel()  # its count would jump from step to step: it is not followed
+        threshold = quantile(sample, count) if small else self._corrected(sample, count / x.numel(), state)
+        indices = above(x, threshold, state)
+        ratio = max(indices.numel(), 1) / count
+        if not small and not 1 / _BAND < ratio < _BAND:  # the sample misled
+            threshold *= math.exp(math.log(ratio) / state.numbers["slope"])
+            indices = above(x, threshold, state)
+        state.numbers["threshold"] = threshold
+        return indices if indices.numel() or threshold <= 0 else largest(x, count, state)
+
+    def _corrected(self, sample: Tensor, density: float, state: State) -> float:
+        """Return the last threshold, corrected on a sample; notes the slope."""
+        wanted = density * sample.numel()
         threshold, slope = state.numbers["threshold"], state.numbers["slope"]
         before, moved = 1.0, 0.0
         for _ in range(_CORRECTIONS):
@@ -93,9 +106,8 @@ class Threshold(Sparse):
                 slope = min(max(math.log(before / ratio) / moved, 0.5), 100.0)
             before, moved = ratio, math.log(ratio) / slope
             threshold *= math.exp(moved)
-        indices = above(x, threshold, state)
-        state.numbers |= {"threshold": threshold, "slope": slope}
-        return indices
+        state.numbers["slope"] = slope
+        return threshold
 
     def bits_per_element(self, numel: int, state: State | None = None) -> float:
         density = state.numbers["sent"] if state and state.numbers["sent"] >= 0 else self.density
