@@ -68,13 +68,16 @@ def _show_layout(console: Console, config: RunConfig, found: Forecast, ranks: in
     console.print(f"layout: {parts}; a replica of the model is {_many(layout.model_size, 'rank')}", highlight=False)
     for number, stage in enumerate(found.stages):
         console.print(f"stage {number}: {stage}", highlight=False)
+    for note in found.notes:
+        console.print(note, highlight=False, markup=False)
     if found.unknown:
         console.print(f"memory per rank cannot be predicted: values matter to this model ({found.unknown})")
     for rank, memory in enumerate(found.memory):
         of = f" of pipeline rank {rank}" if found.stages else ""
         kinds = [f"{item.name} {format_bytes(getattr(memory, item.name))}" for item in fields(memory)[:-2]]
         console.print(
-            f"predicted memory per rank{of}: {format_bytes(memory.peak)} at its peak ({', '.join(kinds)})",
+            f"predicted memory per rank{of}: {format_bytes(memory.peak)} at its peak ({', '.join(kinds)}), "
+            "beyond what the process and its libraries take",
             highlight=False,
         )
     if found.leader:

@@ -87,9 +87,11 @@ class Layout:
         """
         if self.ranks is not None:
             if self.ranks != world_size:
+                others = self.ranks // self.size(Axis.DP)
+                fill = "" if world_size % others else "dp=-1 or "
                 raise UserError(
                     f"--parallel {self}: {self.ranks} ranks, but there are {world_size} workers; "
-                    f"write dp=-1 or --workers {self.ranks}"
+                    f"write {fill}--workers {self.ranks}"
                 )
             return self
         rest, odd = divmod(world_size, self.fixed)
@@ -141,7 +143,7 @@ def parse_layout(text: str) -> Layout:
         zero1=_switch(text, "zero1", options.get("zero1", "false")),
         sequence=_switch(text, "sequence", options.get("sequence", "false")),
         schedule=options.get("schedule", DEFAULT_SCHEDULE),
-        microbatches=_microbatches(text, options.get("microbatches", "0")),
+        microbatches=_microbatches(text, options["microbatches"]) if "microbatches" in options else 0,
     )
     _check_options(text, layout, options)
     return layout
@@ -160,7 +162,7 @@ def _switch(text: str, name: str, value: str) -> bool:
 
 
 def _microbatches(text: str, value: str) -> int:
-    if not value.isdigit():
+    if not value.isdigit() or not int(value):
         raise UserError(f"--parallel {text!r}: write microbatches=N with N at least 1")
     return int(value)
 

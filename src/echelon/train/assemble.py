@@ -103,6 +103,7 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
     _record_start(config, run, source, cursor, path)
     for note in parts.split.notes if parts.split else ():
         record.event("layout", note)
+        run.display.say(note)
     if note := size_note(source.info, config.data.batch_size):
         record.event("batch_size", note)
         run.display.say(note)

@@ -8,6 +8,7 @@ from echelon.collectives import registry as collectives
 from echelon.collectives.reducer import check_combination
 from echelon.compression import registry as compression
 from echelon.config import OptimizerConfig, RunConfig
+from echelon.config.validate import check_world
 from echelon.core.errors import UserError, naming
 from echelon.sync import check_sync, encodes_gradients
 from echelon.train.layouts import check_layout
@@ -41,6 +42,7 @@ def check_strategies(config: RunConfig, ranks: int) -> None:
             f"--sync {strategy.sync}: there is no momentum on the servers to correct: use --optimizer sgd with "
             "--momentum and a --compression that leaves it to the optimizer, or leave momentum_correction out"
         )
+    _check_replicas(config, ranks)
     if strategy.compression != "none" and ranks > 1:
         check_combination(codec, path, ranks)
     if codec.direction and config.optimizer.clip_norm:
@@ -49,6 +51,23 @@ def check_strategies(config: RunConfig, ranks: int) -> None:
         )
     if not path.by_backend and ranks == 1:
         raise UserError(f"--collective {strategy.collective} needs several workers: leave it out, or use --workers 2")
+
+
+def _check_replicas(config: RunConfig, ranks: int) -> None:
+    """Refuse what acts between replicas where several ranks make one."""
+    layout, strategy = check_world(config, ranks), config.strategy
+    if layout.dp > 1 or ranks == 1 or is_leased(config):
+        return
+    for flag, value, plain in (
+        ("--sync", strategy.sync, "allreduce"),
+        ("--compression", strategy.compression, "none"),
+        ("--collective", strategy.collective, "auto"),
+    ):
+        if value != plain:
+            raise UserError(
+                f"{flag} {value} acts between replicas, and --parallel {strategy.parallel} makes one of {ranks} "
+                f"workers: use --workers {2 * ranks} for two, or leave {flag} out"
+            )
 
 
 def _has_momentum(optimizer: OptimizerConfig) -> bool:

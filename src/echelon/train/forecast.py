@@ -26,6 +26,8 @@ from echelon.core.spec import parse_spec
 from echelon.data.base import DataInfo
 from echelon.models import build_model, hints_for
 from echelon.parallel.deferred import without_memory
+from echelon.parallel.pipeline.batches import has_batchnorm
+from echelon.parallel.pipeline.pipeline import batchnorm_notes
 from echelon.parallel.pipeline.plan import StagePlan, plan_stages
 from echelon.parallel.pipeline.settings import PipelineSettings, microbatch_count
 from echelon.parallel.tensor import plan_tensor
@@ -75,13 +77,15 @@ class Memory:
 class Forecast:
     """The stages of the pipeline (none without), the memory of a rank of each, or why it cannot be told.
 
-    `leader`: bytes of the whole model that the first rank of a split worker of a parameter server has beside that.
+    `leader`: bytes of the whole model that the first rank of a split worker of a parameter server has beside that;
+    `notes`: what a user has to know of the layout, in sentences.
     """
 
     stages: tuple[StagePlan, ...]
     memory: tuple[Memory, ...]
     unknown: str = ""
     leader: int = 0
+    notes: tuple[str, ...] = ()
 
 
 def forecast(config: RunConfig, info: DataInfo, ranks: int, own: nn.Module | None = None) -> Forecast:
@@ -101,14 +105,14 @@ def forecast(config: RunConfig, info: DataInfo, ranks: int, own: nn.Module | Non
     parts = batch_parts(config, layout.dp, layout.fsdp) if leased else layout.dp * layout.fsdp
     samples = max(1, config.data.batch_size // parts)
     leader = _leader_bytes(config, model) if leased and layout.splits else 0
-    stages = _stages(config, layout, model, example, samples // config.training.accumulate)
+    stages, notes = _stages(config, layout, model, example, samples // config.training.accumulate)
     cuts = tuple(stage.steps[0].name for stage in stages[1:])
     alone = replace(layout, sizes={**layout.sizes, Axis.DP: 1}, zero1=False)
     try:
         peaks = [rehearse(config, info, model, Role(alone, rank, cuts), samples) for rank in range(layout.pp)]
     except _VALUES_MATTER as error:
-        return Forecast(stages, (), f"{type(error).__name__}: {' '.join(str(error).split())[:100]}", leader)
-    return Forecast(stages, tuple(_memory(config, layout, each) for each in peaks), leader=leader)
+        return Forecast(stages, (), f"{type(error).__name__}: {' '.join(str(error).split())[:100]}", leader, notes)
+    return Forecast(stages, tuple(_memory(config, layout, each) for each in peaks), leader=leader, notes=notes)
 
 
 def _build(config: RunConfig, info: DataInfo, layout: Layout) -> nn.Module:
@@ -173,13 +177,13 @@ def _divided(found: Peaks, replicas: int) -> tuple[int, int]:
 
 def _stages(
     config: RunConfig, layout: Layout, model: nn.Module, example: Tensor, samples: int
-) -> tuple[StagePlan, ...]:
+) -> tuple[tuple[StagePlan, ...], tuple[str, ...]]:
     if layout.pp == 1:
-        return ()
+        return (), ()
     hints, own = hints_for(model), read_tensor_plan(config.strategy.tensor_plan)
     styles = plan_tensor(model, layout.tp, hints, own, layout.sequence).styles if layout.tp > 1 else {}
     cuts = read_cuts(config.strategy.cuts)
     settings = PipelineSettings(layout.schedule, layout.microbatches, cuts, samples, styles=styles)
     stages = plan_stages(model, hints, settings, layout.pp, example)
-    microbatch_count(settings, layout.pp, len(stages))
-    return stages
+    count = microbatch_count(settings, layout.pp, len(stages))
+    return stages, batchnorm_notes(has_batchnorm([model]), count)

@@ -60,6 +60,11 @@ def _check_split(config: RunConfig, layout: Layout, given: str) -> None:
         raise UserError(
             f"{given} with --precision fp8: 8-bit layers are whole: use dp=N or fsdp=N, or --precision bf16"
         )
+    if config.model.sync_batchnorm and layout.pp > 1 and layout.microbatches != 1:
+        raise UserError(
+            f"{given} with --sync-batchnorm: each micro-batch has statistics of its own: add microbatches=1 to "
+            "--parallel, or leave --sync-batchnorm out"
+        )
     if config.model.compile:
         raise UserError(f"{given} with --compile: a split model is not compiled; leave --compile out, or use dp=N")
 

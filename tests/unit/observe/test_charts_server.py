@@ -75,3 +75,9 @@ def test_what_split_workers_wait_for_is_more_than_servers(tmp_path: Path) -> Non
     for layout, served in (({"dp": 2}, True), ({"dp": 2, "pp": 2}, False), (None, True)):
         start = {**LINES[0], "backend": "zmq", "layout": layout}
         assert load_run(run_of(tmp_path, [start, *LINES[1:]])).served == served
+
+
+def test_one_replica_has_nothing_to_compress(tmp_path: Path) -> None:
+    for layout, alone in (({"tp": 2}, True), ({"dp": 2, "tp": 2}, False), ({"dp": 2}, False), ({}, False)):
+        start = {**LINES[0], "backend": "gloo", "layout": layout}
+        assert load_run(run_of(tmp_path, [start])).one_replica == alone

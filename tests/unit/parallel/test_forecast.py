@@ -45,6 +45,11 @@ def test_one_process_has_what_its_tensors_take() -> None:
     assert kept < found.activations < 1.3 * kept
 
 
+def test_micro_batches_of_micro_batches_are_forecast() -> None:
+    first, last = predict("pp=2,microbatches=2", 2, strategy__cuts="blocks.1", training__accumulate=2)
+    assert min(first.peak, last.peak) > 0
+
+
 def test_strategies_and_codecs_add_what_they_keep() -> None:
     (alone,) = predict("dp=1", 1)
     whole = alone.parameters

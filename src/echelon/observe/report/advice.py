@@ -126,6 +126,12 @@ def _predicted(record: RunRecord, timing: Timing, share: float) -> Advice | None
 
 
 def _communication(record: RunRecord, share: float) -> Advice:
+    if record.one_replica:
+        text = (
+            f"Communication inside the replica is exposed for {share:.0%} of a step, which no --compression acts on; "
+            "other sizes in --parallel, more micro-batches of a pipeline, or a larger --batch-size"
+        )
+        return Advice(text, _gain(share))
     compression = record.setting("strategy", "compression")
     if compression in (None, "none"):
         text = (

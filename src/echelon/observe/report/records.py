@@ -127,6 +127,12 @@ class RunRecord:
         """Whether all that workers wait for is servers: they hold the parameters, and each worker has a whole model."""
         return any(str(m.details.get("backend")) == "zmq" and not _is_split(m) for m in self.of_kind("start"))
 
+    @property
+    def one_replica(self) -> bool:
+        """Whether the ranks together held the model once: nothing that acts between replicas did anything."""
+        layouts = [m.details.get("layout") for m in self.of_kind("start")]
+        return bool(layouts) and all(isinstance(sizes, dict) and sizes and "dp" not in sizes for sizes in layouts)
+
     def setting(self, section: str, key: str) -> Any:
         """One value of the config, or None."""
         part = self.config.get(section)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,6 +29,16 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Scale = Callable[[Tensor], Tensor]
 FIRST_RECORDED = 2  # the steps before it also start things up
 MOST_SHAPES = 16  # of micro-batches whose schedules are kept
+
+
+def batchnorm_notes(has_batchnorm: bool, microbatches: int) -> tuple[str, ...]:
+    """Say, of a model with BatchNorm, that micro-batches have statistics of their own."""
+    if not has_batchnorm or microbatches == 1:
+        return ()
+    return (
+        f"BatchNorm takes its statistics over each of the {microbatches} micro-batches by itself, as in "
+        "GPipe: losses differ a little from those of one process; pp with microbatches=1 has the same",
+    )
 
 
 class Pipeline(nn.Module):
@@ -87,12 +98,7 @@ class Pipeline(nn.Module):
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user has to know of this pipeline, in sentences."""
-        if not self._mixes_samples or self.microbatches == 1:
-            return ()
-        return (
-            f"BatchNorm takes its statistics over each of the {self.microbatches} micro-batches by itself, as in "
-            "GPipe: losses differ a little from those of one process; pp with microbatches=1 has the same",
-        )
+        return batchnorm_notes(self._mixes_samples, self.microbatches)
 
     def forward_backward(
         self, inputs: Tensor, targets: Tensor, divisor: float, scale: Scale | None = None
@@ -109,6 +115,7 @@ class Pipeline(nn.Module):
         parts = cut_batch(inputs, targets, count)
         self._job = _Job(self._loss, divisor, scale or _identity, self._device)
         recorded = FIRST_RECORDED <= self._done < FIRST_RECORDED + self._settings.recorded
+        recorded = recorded and detect_fake_mode(inputs) is None  # a rehearsal takes no time
         schedule = self._schedule(parts, training=True)
         if recorded:
             self._recorder.start()

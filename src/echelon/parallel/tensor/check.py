@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
@@ -10,6 +14,17 @@ from echelon.core.errors import UserError
 
 # Sums over ranks are made in another order: some ulps of a network's depth; a wrong split is off by the whole.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @torch.no_grad()
@@ -34,9 +49,13 @@ def same_function(model: nn.Module, example: Tensor, before: Tensor) -> None:
     Raises:
         UserError: it fails, or answers otherwise.
     """
-    advice = "write --tensor-plan by hand (a fused qkv ordered by head is column, by q, k, v column(parts=3))"
+    advice = (
+        "write --tensor-plan by hand, or change yours: layers that follow each other are column and then row, or both "
+        "replicate (a fused qkv ordered by head is column, by q, k, v column(parts=3))"
+    )
     try:
-        after = answer(model, example)
+        with _quiet("torch._subclasses.fake_tensor"):  # it logs a traceback of what is refused in words here
+            after = answer(model, example)
     except (RuntimeError, ValueError, IndexError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"tp: the split model cannot compute one batch ({reason}): {advice}") from error

@@ -5,6 +5,7 @@ No process group is needed: a plan is checked, divisibility and all, before anyt
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -64,9 +65,10 @@ class _Case:
 
     def local(self, size: int, what: str) -> int:
         if size % self.tp:
+            everywhere = re.sub(r"\.\d+(?=\.|$)", ".*", self.name)
             raise UserError(
-                f"tp={self.tp} does not divide the {size} {what} of {self.name}: take a tp that does, "
-                f"or keep it whole with --tensor-plan {self.name}=replicate (and what belongs to it)"
+                f"tp={self.tp} does not divide the {size} {what} of {self.name}: take a tp that does, or keep it whole "
+                f"with --tensor-plan {everywhere}=replicate,{everywhere}.*=replicate"
             )
         return size // self.tp
 
