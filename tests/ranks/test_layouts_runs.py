@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,25 +17,29 @@ COMMON = ("--threads", "1", "--device", "cpu", "--epochs", "1", "--batch-size", 
 
 
 def test_a_run_in_layouts_is_the_same_run_and_resumes_in_another(tmp_path: Path) -> None:
-    steps = ("--max-steps", "4", "--eval-every", "0", "--checkpoint-every", "4")
+    steps = ("--max-steps", "4", "--eval-every", "0", "--checkpoint-every", "4", "--class-weights", "balanced",
+             "--clip-norm", "1.0", "--accumulate", "2", "--ema", "0.9", "--label-smoothing", "0.1")  # fmt: skip
     commands = [
         ["train", "digits", *COMMON, *steps, "--workers", "1", "--run", "one"],
         ["train", "digits", *COMMON, *steps, "--parallel", "dp=1,tp=2,pp=2", "--run", "four"],
         ["resume", "four", "--parallel", "fsdp=2", "--max-steps", "8"],
         ["resume", "one", "--max-steps", "8"],
         ["evaluate", "four"],
+        ["evaluate", "one"],
         ["export", "four", "weights.safetensors"],
         ["train", "digits", *COMMON, "--parallel", "tp=3", "--run", "refused"],
         ["train", "digits", *COMMON, "--parallel", "pp=8", "--batch-size", "8", "--run", "refused8"],
         ["train", "digits", *COMMON, "--parallel", "fsdp=2,tp=2,pp=2", "--dry-run"],
     ]
     results = run_many(tmp_path, commands)
-    assert [r.code for r in results] == [0] * 6 + [2] * 2 + [0], results
+    assert [r.code for r in results] == [0] * 7 + [2] * 2 + [0], results
     assert losses_of(tmp_path / "four") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-4)
+    whole, split = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("one", "four"))
+    assert split["confusion"] == whole["confusion"], "of class weights, clipping, an average of weights: the same model"
     assert "blocks.0.attn.qkv.weight" in load_file(tmp_path / "weights.safetensors")
-    assert "3" in results[6].err and "heads" in results[6].err, results[6].err
-    assert "blocks" in results[7].err, results[7].err
-    assert "stage 1: " in results[8].out and "predicted memory per rank of pipeline rank 1" in results[8].out
+    assert "3" in results[7].err and "heads" in results[7].err, results[7].err
+    assert "blocks" in results[8].err, results[8].err
+    assert "stage 1: " in results[9].out and "predicted memory per rank of pipeline rank 1" in results[9].out
 
 
 @pytest.mark.slow
