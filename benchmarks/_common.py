@@ -86,15 +86,23 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> s
     return "\n".join([*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)])
 
 
+NOTES = "<!-- notes -->\n"
+
+
 def update_section(title: str, body: str, path: Path = RESULTS) -> None:
-    """Replace the section `## title` of a Markdown file, or append it; atomic, and safe beside other benchmarks."""
+    """Replace the section `## title` of a Markdown file, or append it; atomic, and safe beside other benchmarks.
+
+    What was written by hand stays: in the section, all after a line `<!-- notes -->`.
+    """
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         text = path.read_text() if path.exists() else "# Results\n"
         before, _, rest = f"{text.rstrip()}\n\n".partition(f"\n## {title}\n")
-        _, following, after = rest.partition("\n## ")
-        section = f"\n## {title}\n\n{body.strip()}\n"
+        old, following, after = rest.partition("\n## ")
+        _, mark, notes = old.partition(NOTES)
+        kept = f"\n{mark}{notes.rstrip()}\n" if mark else ""
+        section = f"\n## {title}\n\n{body.strip()}\n{kept}"
         write_atomically(path, before.rstrip() + "\n" + section + (following + after if following else ""))
     finally:
         os.close(folder)

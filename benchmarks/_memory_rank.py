@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import os
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +36,7 @@ class Case:
     @property
     def ranks(self) -> int:
         """Processes that it takes."""
-        return 1 if self.parallel == "dp=1" else 2
+        return math.prod(int(n) for n in re.findall(r"(?:dp|fsdp|tp|pp)=(\d+)", self.parallel))
 
 
 def config_of(case: Case) -> Any:

@@ -1,6 +1,6 @@
 """Memory of each layout: measured peaks beside the dry run's forecast, and a model that fits no single process.
 
-    python -m benchmarks.memory peaks [--cases vit:fsdp=2:adamw ...]   # about six minutes on two cores
+    python -m benchmarks.memory peaks [--cases vit:fsdp=2:adamw ...]   # about ten minutes on two cores
     python -m benchmarks.memory limit [--layouts dp=1 fsdp=2 ...]       # about five minutes
     python -m benchmarks.memory render
 
@@ -48,6 +48,10 @@ CASES = (
     "resnet:dp=2:momentum",
     "resnet:fsdp=2:momentum",
     "mlp:fsdp=2:adamw",
+    *(f"vit:{layout}:adamw" for layout in ("tp=2,sequence", "fsdp=2,tp=2", "dp=2,fsdp=2", "dp=2,tp=2")),
+    "vit:dp=2:adamw:selective",
+    *(f"vit:dp=2:adamw:none:{way}" for way in ("local(2)", "diloco(2)", "diloco(2):int8", "allreduce:int8")),
+    "vit:dp=2:momentum:none:allreduce:topk(0.01)",
 )
 WAIT_S = 300
 SHARE = 0.9  # of the training state of one process that the limit leaves
@@ -209,24 +213,9 @@ def _last_words(said: str) -> str:
 def render() -> str:
     """Write the newest results."""
     newest = {(r["case"], r["heap"]): r for r in read_results(NAME)}
-    rows = []
-    for (text, heap), result in newest.items():
-        case = read_case(text)
-        pairs = list(zip(result["predicted"], result["measured"], strict=True))
-        worst = max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))
-        rows.append(
-            (
-                case.model,
-                case.parallel,
-                case.optimizer,
-                case.recompute,
-                "as it is" if heap else "1 MB",
-                " / ".join(f"{predicted / 1e6:.0f}" for predicted, _ in pairs),
-                " / ".join(f"{measured / 1e6:.0f}" for _, measured in pairs),
-                f"{worst[0] / worst[1] - 1:+.1%}",
-            )
-        )
-    header = ("model", "layout", "optimizer", "recompute", "mmap from", "predicted MB", "measured MB", "off by")
+    rows = [_row(read_case(text), heap, result) for (text, heap), result in newest.items()]
+    header = ("model", "layout", "optimizer", "recompute", "sync", "compression", "mmap from", "predicted MB",
+              "measured MB", "off by")  # fmt: skip
     last = next(reversed(newest.values()))
     parts = [
         environment_line(last["command"], last["environment"]),
@@ -239,20 +228,32 @@ def render() -> str:
     return "\n\n".join(parts)
 
 
+def _row(case: Case, heap: bool, result: dict[str, Any]) -> tuple[str, ...]:
+    pairs = list(zip(result["predicted"], result["measured"], strict=True))
+    worst = max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))
+    return (
+        case.model, case.parallel, case.optimizer, case.recompute, case.sync, case.compression,
+        "as it is" if heap else "1 MB",
+        " / ".join(f"{predicted / 1e6:.0f}" for predicted in sorted({p for p, _ in pairs}, reverse=True)),
+        " / ".join(f"{measured / 1e6:.0f}" for _, measured in pairs),
+        f"{worst[0] / worst[1] - 1:+.1%}",
+    )  # fmt: skip
+
+
 def _render_limit() -> list[str]:
     newest = {r["layout"]: r for r in read_results("memory_limit") if "layout" in r}
     if not newest:
         return []
     last = next(reversed(newest.values()))
     rows = [
-        (each["layout"], each["limit"], "trains" if not each["code"] else "fails", each["words"])
+        (each["layout"], each["limit"], each["most"], "trains" if not each["code"] else "fails", each["words"])
         for each in newest.values()
     ]
     return [
         f"`echelon train` of a ViT of 59 M parameters, AdamW (training state {last['state']} MB and activations), "
         f"with a limit on each process's data segment: that of a small training ({last['base']} MB) and {SHARE:.0%} "
         f"of the training state.\n\n{environment_line('python -m benchmarks.memory limit', last['environment'])}",
-        markdown_table(("layout", "limit MB", "outcome", "what it says"), rows),
+        markdown_table(("layout", "limit MB", "most MB", "outcome", "what it says"), rows),
     ]
 
 
@@ -260,7 +261,9 @@ def main() -> None:
     """Measure or render."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("peaks", "limit", "render"))
-    parser.add_argument("--cases", nargs="+", default=list(CASES), help="MODEL:LAYOUT:OPTIMIZER[:RECOMPUTE]")
+    parser.add_argument(
+        "--cases", nargs="+", default=list(CASES), help="MODEL:LAYOUT:OPTIMIZER[:RECOMPUTE[:SYNC[:CODEC]]]"
+    )
     parser.add_argument("--layouts", nargs="+", default=["dp=1", "fsdp=2", "tp=2", "pp=2"], help="of `limit`")
     parser.add_argument("--heap", action="store_true", help="leave glibc's heap as it is")
     options = parser.parse_args()

@@ -83,7 +83,8 @@ class _Recorder(TorchDispatchMode):
         reads = frozenset(recording.view(t).storage for t in _meta_tensors((args, kwargs)))
         made = frozenset(recording.view(t).storage for t in _meta_tensors(result))
         mutates = function._schema.is_mutable and isinstance(args[0] if args else None, Tensor)
-        writes = made | (frozenset((recording.view(args[0]).storage,)) if mutates else frozenset())
+        # A view of what is read is no write: it is described by its place, and trying the model out makes many.
+        writes = (made - reads) | (frozenset((recording.view(args[0]).storage,)) if mutates else frozenset())
         whole = mutates and args[0].numel() * args[0].element_size() == args[0].untyped_storage().nbytes()
         covers = function._schema.name in OVERWRITES and whole
         recording.operations.append(
