@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import warnings
 from typing import Any
 
@@ -208,6 +209,48 @@ def plain_user(rank: Rank, attached: bool) -> tuple[bool, list[str]]:
     _train(other, rank, range(1))
     assert hook.wire.steps == 3
     return _same_everywhere(_flat(ddp)), sorted({k.split("/")[1] for k in hook.state_dict() if k.startswith("sent")})
+
+
+class _HoldBackward(torch.autograd.Function):
+    """Lets backward pass only when something more has been sent than before it, or after ten seconds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, hook: GradientHook, seen: list[bool]) -> Tensor:
+        ctx.hook, ctx.seen, ctx.before = hook, seen, hook.wire.total
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ends = time.monotonic() + 10
+        while ctx.before and ctx.hook.wire.total == ctx.before and time.monotonic() < ends:
+            threading.Event().wait(0.001)
+        ctx.seen.append(ctx.hook.wire.total > ctx.before)
+        return gradient, None, None
+
+
+def hold(rank: Rank, compression: str) -> list[bool]:
+    hook, seen = GradientHook(None, compression, average=True), []
+    early, late = nn.Linear(512, 512), nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.early, self.late = early, late
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.late(_HoldBackward.apply(self.early(x), hook, seen))
+
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=1)
+    hook.attach(ddp)
+    for _ in range(2):  # DDP has a single bucket in its first backward
+        ddp(torch.ones(2, 512)).sum().backward()
+    hook.close()
+    return seen
+
+
+@pytest.mark.parametrize("compression", ["int8", "topk(0.01)", "powersgd(rank=1)"])
+def test_buckets_go_out_while_backward_still_runs(compression: str) -> None:
+    assert run_ranks(hold, 2, compression) == [[False, True]] * 2
 
 
 def placed(rank: Rank) -> list[tuple[str, float, int]]:
