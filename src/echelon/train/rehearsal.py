@@ -43,6 +43,10 @@ _COPIED = {  # what gloo copies as a whole before it sends: argument of the oper
     _C10D._allgather_base_.default: 0,
     _C10D._reduce_scatter_base_.default: 1,
 }
+_CONVOLUTIONS = {  # oneDNN copies weights into its own layout, backward their gradients too: where the weight is, copies
+    torch.ops.aten.convolution.default: (1, 1),
+    torch.ops.aten.convolution_backward.default: (2, 2),
+}
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,8 @@ class Counter(TorchDispatchMode):
         for value in tree_leaves(result):
             if isinstance(value, Tensor):
                 self.see(value)
-        self._note()
+        place, copies = _CONVOLUTIONS.get(function, (0, 0))
+        self._note(copies * args[place].nbytes if copies else 0)
         return result
 
     def _note(self, more: int = 0) -> None:
