@@ -43,12 +43,12 @@ def period(candidate: str) -> int:
     return int(found[1]) if (found := _PERIOD.match(candidate)) else 1
 
 
-def steps_to(curve: Result, accuracy: float) -> int | None:
+def steps_to(candidate: str, points: list[tuple[int, float, float]], accuracy: float) -> int | None:
     """Return the first evaluated step with at least this accuracy where replicas had agreed.
 
     Between agreements an evaluation averages replicas first, which takes a link time that steps do not.
     """
-    agreed = (point for point in curve["points"] if point[0] % period(curve["candidate"]) == 0)
+    agreed = (point for point in points if point[0] % period(candidate) == 0)
     return next((step for step, _, reached in agreed if reached >= accuracy), None)
 
 
@@ -65,7 +65,7 @@ def seconds_per_step(results: list[Result], candidate: str, link: str) -> float 
 def steps_needed(results: list[Result], candidate: str, seed: int, accuracy: float) -> int | None:
     """Return the steps to the accuracy that the candidate's curve needed; None without one, or where it never came."""
     curve = _curves(results, "constant").get((candidate, seed))
-    return steps_to(curve, accuracy) if curve else None
+    return steps_to(candidate, curve["points"], accuracy) if curve else None
 
 
 def derived_seconds(results: list[Result], candidate: str, link: str, seed: int, accuracy: float) -> float | None:
@@ -121,7 +121,7 @@ def accuracy_table(results: list[Result], links: list[str]) -> str:
     rows = []
     for candidate in dict.fromkeys(candidate for candidate, _ in curves):
         mine = {seed: c for (name, seed), c in curves.items() if name == candidate}
-        steps = [steps_to(c, goal) for c in mine.values()]
+        steps = [steps_to(candidate, c["points"], goal) for c in mine.values()]
         cells = [_seconds_cell(results, candidate, link, list(mine), goal) for link in [LOOPBACK, *links]]
         last = [_mean_final(some, candidate) for some in (curves, finals)]
         rows.append([f"`{candidate}`", ", ".join("never" if s is None else str(s) for s in steps), *cells, *last])

@@ -206,7 +206,7 @@ def _train(
                 seconds = (points[-1][1] if points else 0.0) + pair.run(steps).seconds
                 points.append((step, seconds, pair.evaluate()))
                 print(f"{candidate} on {result['link']}, seed {terms.seed}: {points[-1]}", flush=True)
-                if step >= least and target is not None and max(p[2] for p in points) >= target:
+                if step >= least and target is not None and tables.steps_to(candidate, points, target):
                     break
         except CandidateFailed as failure:
             failed = str(failure)
