@@ -102,7 +102,8 @@ def test_between_groups_the_slow_link_is_taken_and_inside_the_fast_one(to: int, 
 
 
 OWNER = """
-import json, subprocess, sys
+import json, signal, subprocess, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
 from echelon.launch.link import ShapedNetwork, parse_link
 with ShapedNetwork(2, parse_link("100mbit")) as network:
     command = [*network.command_prefix(0), sys.executable, "-c", IGNORE + "print('up'); time.sleep(600)"]
