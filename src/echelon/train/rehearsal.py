@@ -43,7 +43,7 @@ _COPIED = {  # what gloo copies as a whole before it sends: argument of the oper
     _C10D._allgather_base_.default: 0,
     _C10D._reduce_scatter_base_.default: 1,
 }
-_CONVOLUTIONS = {  # oneDNN copies weights into its own layout, backward their gradients too: where the weight is, copies
+_CONVOLUTIONS = {  # oneDNN copies weights into its own layout, backward their gradients too: argument, copies
     torch.ops.aten.convolution.default: (1, 1),
     torch.ops.aten.convolution_backward.default: (2, 2),
 }
