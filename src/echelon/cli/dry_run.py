@@ -21,6 +21,8 @@ from echelon.train.folder import check_new, default_folder
 if TYPE_CHECKING:
     from echelon.train.forecast import Forecast
 
+_TOLD_APART = ("checkpoint", "peak")
+
 
 def show(resolved: Resolved) -> None:
     """Print the description and the plan; refuses what a start, or one of its workers, would refuse.
@@ -74,7 +76,11 @@ def _show_layout(console: Console, config: RunConfig, found: Forecast, ranks: in
         console.print(f"memory per rank cannot be predicted: values matter to this model ({found.unknown})")
     for rank, memory in enumerate(found.memory):
         of = f" of pipeline rank {rank}" if found.stages else ""
-        kinds = [f"{item.name} {format_bytes(getattr(memory, item.name))}" for item in fields(memory)[:-2]]
+        kinds = [
+            f"{item.name} {format_bytes(getattr(memory, item.name))}"
+            for item in fields(memory)
+            if item.name not in _TOLD_APART
+        ]
         console.print(
             f"predicted memory per rank{of}: {format_bytes(memory.peak)} at its peak ({', '.join(kinds)}), "
             "beyond what the process and its libraries take",

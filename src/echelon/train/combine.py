@@ -9,6 +9,7 @@ from echelon.collectives.reducer import check_combination
 from echelon.compression import registry as compression
 from echelon.config import OptimizerConfig, RunConfig
 from echelon.config.validate import check_world
+from echelon.core.axes import Axis
 from echelon.core.errors import UserError, naming
 from echelon.sync import check_sync, encodes_gradients
 from echelon.train.layouts import check_layout
@@ -58,6 +59,7 @@ def _check_replicas(config: RunConfig, ranks: int) -> None:
     layout, strategy = check_world(config, ranks), config.strategy
     if layout.dp > 1 or ranks == 1 or is_leased(config):
         return
+    two = replace(layout, sizes={Axis.DP: 2, **{a: size for a, size in layout.sizes.items() if a is not Axis.DP}})
     for flag, value, plain in (
         ("--sync", strategy.sync, "allreduce"),
         ("--compression", strategy.compression, "none"),
@@ -66,7 +68,7 @@ def _check_replicas(config: RunConfig, ranks: int) -> None:
         if value != plain:
             raise UserError(
                 f"{flag} {value} acts between replicas, and --parallel {strategy.parallel} makes one of {ranks} "
-                f"workers: use --workers {2 * ranks} for two, or leave {flag} out"
+                f"workers: use --parallel {two} with {2 * ranks}, or leave {flag} out"
             )
 
 
