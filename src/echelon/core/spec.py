@@ -50,7 +50,7 @@ def parse_value(text: str, whole: str) -> Value:
             number = convert(word)
         except ValueError:
             continue
-        if not math.isfinite(number):
+        if isinstance(number, float) and not math.isfinite(number):
             raise UserError(f"{word} in spec {whole!r}: expected a finite number")
         return number
     if _WORD.match(word):
