@@ -93,15 +93,16 @@ class Pair:
             counted_bytes=answers[0]["counted_bytes"],
         )
 
-    def evaluate(self) -> float:
-        """Return the share of test images that are classified correctly.
+    def evaluate(self) -> tuple[float, float]:
+        """Return the share of test images that are classified correctly, and the seconds until replicas agreed.
 
         Raises:
             CandidateFailed: as `run`.
         """
         self.wait_until_ready()
         answers = self._ask(("evaluate",), START_DEADLINE_S)
-        return sum(answer["correct"] for answer in answers) / sum(answer["of"] for answer in answers)
+        share = sum(answer["correct"] for answer in answers) / sum(answer["of"] for answer in answers)
+        return share, max(answer.get("agreeing_s", 0.0) for answer in answers)
 
     def close(self) -> None:
         """End the ranks."""

@@ -43,6 +43,14 @@ def period(candidate: str) -> int:
     return int(found[1]) if (found := _PERIOD.match(candidate)) else 1
 
 
+_OVERLAP = re.compile(r"overlap=(\d+)")
+
+
+def overlap(candidate: str) -> int:
+    """Return the steps that a mean of the replicas travels behind the computation."""
+    return int(found[1]) if (found := _OVERLAP.search(candidate)) else 0
+
+
 def steps_to(candidate: str, points: list[tuple[int, float, float]], accuracy: float) -> int | None:
     """Return the first evaluated step with at least this accuracy where replicas had agreed.
 

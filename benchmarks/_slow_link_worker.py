@@ -245,19 +245,24 @@ def _step_of_strategy(sync: Sync, inputs: Tensor, targets: Tensor, global_batch:
     sync.step()
 
 
-def _evaluate(loop: Loop, plan: RankPlan) -> dict[str, int]:
-    """Count correct predictions of what the replicas agree on, on this rank's share of the test images."""
+def _evaluate(loop: Loop, plan: RankPlan) -> dict[str, float]:
+    """Count correct predictions of what the replicas agree on, on this rank's share of the test images.
+
+    `agreeing_s`: seconds until they did, which are the strategy's and not the evaluation's.
+    """
     loop.net.eval()
     if loop.sync is None:
         module = loop.net.module
         assert isinstance(module, nn.Module)
         return _count(module, plan)
+    start = time.perf_counter()
     with loop.sync.agreed():
-        return _count(loop.sync.module, plan)
+        agreeing_s = time.perf_counter() - start
+        return _count(loop.sync.module, plan) | {"agreeing_s": agreeing_s}
 
 
 @torch.no_grad()
-def _count(module: nn.Module, plan: RankPlan) -> dict[str, int]:
+def _count(module: nn.Module, plan: RankPlan) -> dict[str, float]:
     images, labels = (array[plan.rank :: plan.world] for array in arrays("test"))
     correct = 0
     for start in range(0, len(labels), 500):

@@ -112,7 +112,7 @@ def _take_turns(pairs: dict[tuple[str, str], Pair], link: str, options: argparse
         if contender in failed:
             continue
         try:
-            window = pairs[contender].run(lengths[contender] if turn else whole_periods(contender[0], options.warm_up))
+            window = pairs[contender].run(lengths[contender] if turn else _warm_up(contender[0], options.warm_up))
         except CandidateFailed as failure:
             failed[contender] = str(failure)
             pairs[contender].close()
@@ -144,6 +144,11 @@ def whole_periods(candidate: str, steps: int) -> int:
     """Return the steps, rounded up to a multiple of a strategy's period: a window holds its share of the traffic."""
     period = tables.period(candidate)
     return -(-steps // period) * period
+
+
+def _warm_up(candidate: str, steps: int) -> int:
+    """Return the steps before the first window, after which no mean is on its way: others run between windows."""
+    return whole_periods(candidate, steps) + tables.overlap(candidate)
 
 
 def curve(options: argparse.Namespace) -> None:
@@ -194,7 +199,10 @@ def _train(
     task: tuple[dict[str, Any], tuple[int, int, float | None]],
     options: argparse.Namespace,
 ) -> None:
-    """Train and evaluate in turn; the seconds are those of training alone. Appends the result, also of a failure."""
+    """Train and evaluate in turn; seconds are those of training, and of agreeing on what is evaluated.
+
+    Appends the result, also of a failure.
+    """
     result, (least, most, target) = task
     every = whole_periods(candidate, options.every)  # replicas agree there: what is evaluated needs no other exchange
     points: list[tuple[int, float, float]] = []
@@ -204,7 +212,8 @@ def _train(
             first = least if result["kind"] == "accuracy" else 0
             for step, steps in _stops(least, most, every, first):
                 seconds = (points[-1][1] if points else 0.0) + pair.run(steps).seconds
-                points.append((step, seconds, pair.evaluate()))
+                reached, agreeing_s = pair.evaluate()
+                points.append((step, seconds + agreeing_s, reached))
                 print(f"{candidate} on {result['link']}, seed {terms.seed}: {points[-1]}", flush=True)
                 if step >= least and target is not None and tables.steps_to(candidate, points, target):
                     break

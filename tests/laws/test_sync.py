@@ -20,7 +20,14 @@ from tests.ranks.spawn import Rank, fail_at, run_ranks
 
 SPECS = {
     "allreduce": ["allreduce"],
-    "local": ["local(1)", "local(4)", "local(3, start=4)", "local(4, optimizer_state=average)"],
+    "local": [
+        "local(1)",
+        "local(4)",
+        "local(3, start=4)",
+        "local(4, optimizer_state=average)",
+        "local(4, overlap=3)",
+        "local(4, start=2, overlap=1, optimizer_state=average)",
+    ],
     "diloco": [
         "diloco(4, optimizer_state=reset)",
         "diloco(4, fragments=3)",
@@ -297,6 +304,7 @@ def test_a_dead_peer_never_hangs_an_average(spec: str) -> None:
     ("spec", "compression", "words"),
     [
         ("local(0)", "none", "period 0"),
+        ("local(3, overlap=3)", "none", "use 0 to 2"),
         ("local", "none", "a setting is missing"),
         ("local(4, optimiser_state=keep)", "none", "did you mean optimizer_state"),
         ("local(4, optimizer_state=drop)", "none", "use keep, average, reset"),

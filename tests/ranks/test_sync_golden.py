@@ -63,6 +63,23 @@ def test_local_averages_by_samples() -> None:
     _compare("local(3)", expected, collective="ring")
 
 
+def test_local_keeps_the_steps_taken_while_the_mean_travels() -> None:
+    period, overlap = 4, 2
+    x, seen, taken, mean, expected = _replicas(), np.zeros(N), _replicas(), _replicas()[0], []
+    for step in range(1, STEPS + 1):
+        seen += _local_steps(x, step - 1)
+        if step % period == 0:
+            taken = _copied(x)
+            mean = {k: sum(n * one[k] for n, one in zip(seen, x, strict=True)) / seen.sum() for k in START}
+            seen = np.zeros(N)
+        if step >= period and step % period == overlap:
+            for one, before in zip(x, taken, strict=True):
+                for k in START:
+                    one[k] = mean[k] + (one[k] - before[k])
+        expected.append(_copied(x))
+    _compare(f"local({period}, overlap={overlap})", expected)
+
+
 def test_easgd() -> None:
     x, seen, centre, beta, expected = _replicas(), np.zeros(N), _replicas()[0], 0.8, []
     for step in range(STEPS):

@@ -36,7 +36,7 @@ class Kept:
     Attributes:
         between: there all the time.
         agreeing: more than that for a moment, in which there are no activations, and no gradients but those in it.
-        saved: of `between`, what a checkpoint holds.
+        saved: of `between`, what every checkpoint holds; means on their way come on top.
     """
 
     between: int = 0

@@ -3,6 +3,11 @@
 x_i <- sum_j n_j x_j / sum_j n_j after every `period` steps, n_j the samples that replica j has seen since the last
 average. With `start`, the first steps are synchronous (post-local SGD, Lin et al. 2020, arXiv:1808.07217).
 
+With `overlap` = tau the mean travels behind tau steps of computation, and what the replica has learnt meanwhile is kept
+(CoCoD-SGD, Shen et al. 2019, arXiv:1906.12043; delayed averaging, Zhou et al. 2020, arXiv:2006.00441):
+
+    x_i <- x_i + (sum_j n_j y_j / sum_j n_j - y_i)      y_j: x_j as it was tau steps ago
+
 Each replica's gradient is the mean over its own part of the batch, so that the learning rate is the one of `allreduce`:
 with `period=1` and SGD both take the same steps.
 """
@@ -26,11 +31,13 @@ class Settings:
     Attributes:
         period: local steps between averages.
         start: synchronous steps before the first local one.
+        overlap: steps that an average travels behind the computation, less than the period.
         optimizer_state: what becomes of moments at an average: keep, average or reset.
     """
 
     period: int
     start: int = 0
+    overlap: int = 0
     optimizer_state: str = "keep"
 
     def __post_init__(self) -> None:
@@ -38,7 +45,13 @@ class Settings:
 
     def plan(self) -> Plan:
         """Return when what is averaged."""
-        return Plan(self.period, start=self.start, optimizer_state=self.optimizer_state)
+        return Plan(
+            self.period,
+            start=self.start,
+            overlap=self.overlap,
+            optimizer_state=self.optimizer_state,
+            keep_progress=self.overlap > 0,
+        )
 
 
 SETTINGS = Settings

@@ -157,11 +157,17 @@ class Averaging:
                 value.write(tensor)
 
     def _show(self, fragment: Fragment, centre: bool) -> None:
-        """Write the centre, or the mean over the replicas, into the live tensors of a fragment."""
+        """Write the centre, or the mean over the replicas, into the live tensors of a fragment.
+
+        A mean whose deltas were taken after the last step travels already.
+        """
+        due = self._step + self._plan.overlap
         averaged: list[Value] = []
         for value in fragment.values:
-            if centre and value.kind == "parameter":
-                value.write(fragment.anchor(value))
+            at_centre = centre and value.kind == "parameter"
+            known = fragment.anchor(value) if at_centre else fragment.on_its_way(value, due)
+            if known is not None:
+                value.write(known)
             else:
                 averaged.append(value)
         if self._route is None or not averaged:

@@ -21,10 +21,16 @@ Means = dict[str, Tensor] | None
 
 @dataclass
 class Flight:
-    """A mean on its way; it is applied after local step `due`."""
+    """A mean on its way; it is applied after local step `due`.
+
+    Attributes:
+        means: of the replicas' deltas.
+        deltas: this replica's own.
+    """
 
     due: int
     means: Future[Means]
+    deltas: dict[str, Tensor]
 
 
 class Fragment:
@@ -81,7 +87,7 @@ class Fragment:
             means.set_result(self._mean(values, deltas, samples))
         else:
             means = executor.submit(self._mean, values, deltas, samples)
-        self.flight = Flight(step + plan.overlap, means)
+        self.flight = Flight(step + plan.overlap, means, deltas if plan.keep_progress else {})
 
     def _mean(self, values: Sequence[Value], deltas: dict[str, Tensor], samples: int) -> Means:
         if self._exchange is None:
@@ -90,9 +96,9 @@ class Fragment:
             return self._exchange.mean(values, deltas, samples)
 
     def land(self, rule: Rule, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-        """Wait for the mean and apply it: w <- alpha w + (1 - alpha) agreed."""
+        """Wait for the mean and apply it: w <- alpha w + (1 - alpha) agreed, or agreed + steps since then."""
         assert self.flight is not None
-        means = self.flight.means.result()
+        means, deltas = self.flight.means.result(), self.flight.deltas
         self.flight = None
         if means is None:
             return
@@ -102,8 +108,13 @@ class Fragment:
             if value.name not in means:  # a moment that came after the deltas were taken
                 continue
             own = value.read()
+            anchor, mean = self._anchor[value.name], means[value.name]
             chosen: Rule = rule if value.kind == "parameter" else plain
-            agreed = chosen.agree(value.name, own, self._anchor[value.name], means[value.name])
+            # Only parameters: a variance that other replicas' steps are taken from could turn negative.
+            progress = own - anchor - deltas[value.name] if deltas and value.kind == "parameter" else None
+            agreed = chosen.agree(value.name, own, anchor, mean)
+            if progress is not None:
+                agreed = agreed + progress
             value.write(torch.lerp(agreed, own, plan.alpha) if plan.alpha else agreed)
         if plan.optimizer_state == "reset":
             for value in self.values:
@@ -113,6 +124,11 @@ class Fragment:
     def _averaged(self, optimizer: torch.optim.Optimizer, plan: Plan) -> list[Value]:
         extra = moments(optimizer, self.values) if plan.optimizer_state == "average" else []
         return [*self.values, *extra]
+
+    def on_its_way(self, value: Value, due: int) -> Tensor | None:
+        """Return what replicas agree on with the mean that is due after that step; None if there is none."""
+        means = self.flight.means.result() if self.flight and self.flight.due == due else None
+        return None if means is None or value.name not in means else self._anchor[value.name] + means[value.name]
 
     def held(self) -> list[Held]:
         """Return the codec's states."""
@@ -127,7 +143,7 @@ class Fragment:
         """Return everything that a resume needs; waits for what is on its way."""
         flight: dict[str, Any] = {}
         if self.flight is not None:
-            flight = {"due": self.flight.due, "means": self.flight.means.result()}
+            flight = {"due": self.flight.due, "means": self.flight.means.result(), "deltas": self.flight.deltas}
         return {
             "anchor": {name: tensor.clone() for name, tensor in self._anchor.items()},
             "samples": self.samples,
@@ -146,8 +162,13 @@ class Fragment:
             self._exchange.load_state_dict(state["codec"])
 
     def load_former_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what is the same on all former ranks; what codecs left out is divided, its sum kept."""
+        """Take over what is the same on all former ranks; what codecs left out is divided, its sum kept.
+
+        Each rank goes on from the mean over the former ones, which a mean on its way does not move.
+        """
         self._load_shared(states[0])
+        if self.flight and self.flight.deltas:
+            self.flight.deltas = dict(self.flight.means.result() or {})
         codecs = [state["codec"] for state in states]
         if self._exchange and any(codecs):
             numels = {v.name: v.tensor.numel() for v in self.values}
@@ -161,4 +182,5 @@ class Fragment:
             means: Future[Means] = Future()
             saved = state["flight"]["means"]
             means.set_result(None if saved is None else {n: t.to(device) for n, t in saved.items()})
-            self.flight = Flight(int(state["flight"]["due"]), means)
+            deltas = {n: t.to(device) for n, t in state["flight"].get("deltas", {}).items()}
+            self.flight = Flight(int(state["flight"]["due"]), means, deltas)

@@ -24,6 +24,7 @@ class Plan:
         fragments: parts of the model that agree at different steps of a period.
         overlap: steps that a fragment travels behind the computation; its mean is applied that much later.
         alpha: share of the replica's own value that is kept when a mean is applied.
+        keep_progress: with overlap, parameters keep the steps that the replica has taken while their mean travelled.
         optimizer_state: `keep` moments as they are, `average` them too, or `reset` them at each agreement.
 
     Raises:
@@ -36,6 +37,7 @@ class Plan:
     overlap: int = 0
     alpha: float = 0.0
     optimizer_state: str = "keep"
+    keep_progress: bool = False
 
     def __post_init__(self) -> None:
         if self.period < 1:
