@@ -14,7 +14,13 @@ from tests.ranks.spawn import run_ranks
 
 STEPS = 8
 # Without fragments: they are cut by the elements that a rank has, and a piece's differ from the whole's.
-STRATEGIES = ["local(3)", "local(3, overlap=1)", "diloco(4, overlap=1)", "easgd(2)", "local(2, optimizer_state=average)"]
+STRATEGIES = [
+    "local(3)",
+    "local(3, overlap=1)",
+    "diloco(4, overlap=1)",
+    "easgd(2)",
+    "local(2, optimizer_state=average)",
+]
 SPLIT = ["dp=2,tp=2", "dp=2,fsdp=2", "dp=2,pp=2"]
 
 

@@ -10,7 +10,13 @@ import pytest
 from tests.ranks.run_many import run_many
 
 LOCAL = "local(8)"
-OTHERS = ["local(8, overlap=4)", "local(8, start=20, optimizer_state=average)", "diloco(10)", "diloco(10, fragments=2, overlap=2)", "easgd(4)"]
+OTHERS = [
+    "local(8, overlap=4)",
+    "local(8, start=20, optimizer_state=average)",
+    "diloco(10)",
+    "diloco(10, fragments=2, overlap=2)",
+    "easgd(4)",
+]
 
 
 def _train(folder: Path, variants: list[list[str]]) -> list[dict[str, float]]:
