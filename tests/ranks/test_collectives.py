@@ -128,10 +128,15 @@ def _bytes_wanted(spec: str, size: int) -> float:
     return 2 * (size - 1) / size * 8_000 * codec.bits_per_element(8_000) / 8
 
 
+FEW = ["int8", "sign", "topk(density=0.05)", "randomk(density=0.1)"]
+
+
 @pytest.mark.parametrize(
     ("world_size", "path", "codecs"),
     [
         (3, "auto", CODECS),
+        (5, "auto", FEW),
+        (8, "auto", FEW),
         (4, "hierarchical(group=2)", ["bf16", "int8", "sign", "topk(density=0.05)", "powersgd(rank=2)"]),
     ],
 )

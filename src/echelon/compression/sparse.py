@@ -83,10 +83,12 @@ class Sparse(Codec):
     def _pack_values(self, chosen: Tensor) -> tuple[list[Tensor], Tensor]:
         """Return the values as they travel, and as they will be decoded (float32)."""
         if self.values == "sign":
-            mean = chosen.abs().float().sum().view(1) / max(chosen.numel(), 1)
+            mean = (chosen.abs().sum(dtype=torch.float64) / max(chosen.numel(), 1)).float().view(1)
             positive = chosen >= 0
             return [mean, bits.pack_bits(positive)], (positive.float() * 2 - 1) * mean
-        short = chosen.to(_FLOATS[self.values])
+        form = _FLOATS[self.values]
+        largest = torch.finfo(form).max  # the largest floats would be rounded to infinity, which feedback never forgets
+        short = chosen.clamp(-largest, largest).to(form)
         return [short], short.float()
 
     def chosen(self, payload: Payload) -> tuple[Tensor, Tensor]:

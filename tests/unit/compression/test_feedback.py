@@ -63,6 +63,18 @@ def test_the_way_back_has_no_momentum_and_its_own_error() -> None:
     assert set(codec.init_state("w", torch.empty(100)).memory) == {"error", "velocity"}
 
 
+@pytest.mark.parametrize("spec", ["topk(0.5)", "threshold(density=0.5)", "threshold(tau=1.0)", "topk(0.5, values=sign)"])
+def test_the_largest_floats_do_not_become_infinite(spec: str) -> None:
+    """Rounded to bfloat16 they would; error feedback would never be rid of it."""
+    codec = build(spec)
+    huge = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    huge[::100] = torch.finfo(torch.float32).max * torch.tensor([1, -1] * 5)
+    state = codec.init_state("w", huge)
+    decoded = codec.extract(codec.compress(huge, state))
+    assert bool(decoded.isfinite().all()) and bool(state.memory["error"].isfinite().all())
+    assert torch.allclose(decoded + state.memory["error"], huge, rtol=1e-6, atol=1e31)
+
+
 def test_memory_is_kept_in_place() -> None:
     """A hook may let a state's memory be a view of a larger tensor."""
     codec = build("sign")
