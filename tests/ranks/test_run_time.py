@@ -13,7 +13,8 @@ from tests.ranks.run_many import python_path
 from tests.ranks.runs import SMALL, Runs
 from tests.ranks.slow_parts import SAVE_S
 
-WAYS = {"bf16", "int8", "sign", "topk(density=0.01)", "powersgd(rank=2)", "local(period=8)", "diloco(period=20)"}
+WAYS = {"bf16", "int8", "sign", "topk(density=0.01)", "powersgd(rank=2)"}
+WAYS |= {"local(period=8)", "local(period=24, overlap=12)", "diloco(period=20)"}
 
 
 def test_phases_and_pauses_of_each_rank_are_the_wall_time(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ from echelon.train.loop import TrainingRun
 from echelon.train.world import World
 
 CODECS = ("none", "bf16", "int8", "sign", "topk(density=0.01)", "powersgd(rank=2)")
-PERIODS = {"local(period=8)": 8, "diloco(period=20)": 20}
-"""Strategies that send the model once in so many steps, outside of backward."""
+PERIODS = {"local(period=8)": (8, 0), "local(period=24, overlap=12)": (24, 12), "diloco(period=20)": (20, 0)}
+"""Strategies that send the model once in so many steps, outside of backward; and behind how many steps."""
 KIND = "alternatives"
 
 _BUDGET_S = 1.0
@@ -74,9 +74,9 @@ def record_alternatives(run: TrainingRun, config: RunConfig) -> int:
     costs = _measure_codecs(parameters, meeting, _settled(config, (codec, *CODECS)), latency_s)
     if world.leads:
         rows = [_row(compression=spec, cost=cost) for spec, cost in costs.items()]
-        for spec, period in PERIODS.items():
+        for spec, times in PERIODS.items():
             for encoded in [e for e in ("none", "int8") if e in costs]:
-                rows.append(_row(sync=spec, compression=encoded, cost=replace(costs[encoded], tail=1.0), period=period))
+                rows.append(_row(sync=spec, compression=encoded, cost=replace(costs[encoded], tail=1.0), times=times))
         run.record.write(KIND, now={"strategy.compression": codec}, latency_s=latency_s, rows=rows)
     return meeting.sent_bytes
 
@@ -93,13 +93,13 @@ def _settled(config: RunConfig, specs: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _row(cost: Cost, compression: str, sync: str = "", period: int = 1) -> dict[str, Any]:
+def _row(cost: Cost, compression: str, sync: str = "", times: tuple[int, int] = (1, 0)) -> dict[str, Any]:
     settings = {"strategy.sync": sync} if sync else {}
     if compression != "none" or not sync:
         settings["strategy.compression"] = compression
     return {
-        "settings": settings, "period": period, "wire_bytes": cost.n_bytes, "rounds": cost.rounds,
-        "coding_s": cost.coding_s, "tail": cost.tail,
+        "settings": settings, "period": times[0], "overlap": times[1], "wire_bytes": cost.n_bytes,
+        "rounds": cost.rounds, "coding_s": cost.coding_s, "tail": cost.tail,
     }  # fmt: skip
 
 

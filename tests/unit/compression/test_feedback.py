@@ -63,7 +63,9 @@ def test_the_way_back_has_no_momentum_and_its_own_error() -> None:
     assert set(codec.init_state("w", torch.empty(100)).memory) == {"error", "velocity"}
 
 
-@pytest.mark.parametrize("spec", ["topk(0.5)", "threshold(density=0.5)", "threshold(tau=1.0)", "topk(0.5, values=sign)"])
+@pytest.mark.parametrize(
+    "spec", ["topk(0.5)", "threshold(density=0.5)", "threshold(tau=1.0)", "topk(0.5, values=sign)"]
+)
 def test_the_largest_floats_do_not_become_infinite(spec: str) -> None:
     """Rounded to bfloat16 they would; error feedback would never be rid of it."""
     codec = build(spec)

@@ -98,6 +98,7 @@ def test_predictions_follow_the_formula(tmp_path: Path) -> None:
         way(NONE, 1e6, tail=0.25), way({"strategy.compression": "bf16"}, 5e5, 0.001, tail=0.25),
         way({"strategy.compression": "int8"}, 1e5, 0.003, tail=0.25),
         way({"strategy.sync": "local(period=8)"}, 1e6, period=8), {"settings": "torn"},
+        way({"strategy.sync": "local(period=8, overlap=2)"}, 5e6, period=8) | {"overlap": 2},
     ]  # fmt: skip
     told = {"t": lines[-1]["t"], "kind": "alternatives", "now": NONE, "latency_s": 0.0, "rows": rows}
     summary, words = report(tmp_path, [*lines, told])
@@ -106,9 +107,10 @@ def test_predictions_follow_the_formula(tmp_path: Path) -> None:
     assert then["bf16"] == pytest.approx(0.07 + 0.001 + (0.030 - 0.020))
     assert then["int8"] == pytest.approx(0.07 + 0.003 + 0.25 * 0.006)
     assert then["local(period=8)"] == pytest.approx(0.07 + 0.060 / 8)
-    assert "bf16 would save 26% of the step, local(period=8) 30%, int8 32%" in words
+    assert then["local(period=8, overlap=2)"] == pytest.approx(0.07 + (0.300 - 2 * 0.07) / 8)
+    assert "overlap=2) would save 18% of the step, bf16 26%, local(period=8) 30%, int8 32%" in words
     stored = json.loads((tmp_path / "summary.json").read_text())["predictions"]
-    assert [p["label"] for p in stored] == ["int8", "local(period=8)", "bf16"]
+    assert [p["label"] for p in stored] == ["int8", "local(period=8)", "bf16", "local(period=8, overlap=2)"]
     assert stored[0]["gain"] == pytest.approx(0.11 / then["int8"])
 
 

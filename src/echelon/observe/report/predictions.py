@@ -5,8 +5,9 @@ time to encode k, and on the network latency times rounds plus bytes over rate, 
 rounds r' and coding k' (recorded at the run's end: `alternatives`)
 
     t' = latency r' + (t - k - latency r) b' / b                       on the network
-    e' = max(t' - spread, tail t')                                     in each step, behind a backward that takes spread
-    s' = c + k' + e'                                                   or, once in p steps, c + (k' + t') / p
+    e' = max(t' - spread, tail t')                                     behind a backward that takes spread
+    s' = c + k' + e'                                                   in each step
+    s' = c + (k' + max(0, t' - o c)) / p                               once in p steps, behind o of them
 
 where the tail is the share that comes last, which nothing hides. Coding is taken as not hidden: it needs the processor
 that backward computes on. What the rest c takes is taken to stay as it is.
@@ -61,6 +62,7 @@ class _Way:
 
     settings: dict[str, str]
     period: int
+    overlap: int
     n_bytes: float
     rounds: float
     coding_s: float
@@ -98,7 +100,7 @@ def _then_s(timing: Timing, communication: Communication, latency_s: float, ways
     network_s = latency_s * then.rounds + moving_s * then.n_bytes / now.n_bytes
     rest_s = timing.step_s - communication.exposed_s
     if then.period > 1:
-        return rest_s + (then.coding_s + network_s) / then.period
+        return rest_s + (then.coding_s + max(0.0, network_s - then.overlap * rest_s)) / then.period
     exposed_s = max(network_s - communication.spread_s, then.tail * network_s)
     return rest_s + then.coding_s + exposed_s
 
@@ -117,8 +119,8 @@ def _ways(mark: Mark) -> list[_Way]:
 
 def _way(row: dict[str, Any]) -> _Way:
     settings = {str(k): str(v) for k, v in row["settings"].items()}
-    period, rounds = int(row["period"]), float(row["rounds"])
-    way = _Way(settings, period, float(row["wire_bytes"]), rounds, float(row["coding_s"]), float(row["tail"]))
-    if period < 1 or not settings or min(way.n_bytes, way.coding_s, rounds) < 0:
+    period, overlap, rounds = int(row["period"]), int(row.get("overlap", 0)), float(row["rounds"])
+    way = _Way(settings, period, overlap, float(row["wire_bytes"]), rounds, float(row["coding_s"]), float(row["tail"]))
+    if not 0 <= overlap < period or not settings or min(way.n_bytes, way.coding_s, rounds) < 0:
         raise ValueError("not a way to communicate")
     return way
