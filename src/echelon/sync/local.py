@@ -8,6 +8,9 @@ With `overlap` = tau the mean travels behind tau steps of computation, and what 
 
     x_i <- x_i + (sum_j n_j y_j / sum_j n_j - y_i)      y_j: x_j as it was tau steps ago
 
+Where tau steps at a large learning rate make a replica forget where it was, the correction adds noise: keep tau to what
+the link needs.
+
 Each replica's gradient is the mean over its own part of the batch, so that the learning rate is the one of `allreduce`:
 with `period=1` and SGD both take the same steps.
 """

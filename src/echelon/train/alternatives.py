@@ -30,12 +30,13 @@ from echelon.collectives.wire import framing_bytes, ring_bytes
 from echelon.compression.base import Codec
 from echelon.config import RunConfig
 from echelon.core.errors import UserError
+from echelon.sync import check_sync
 from echelon.train.combine import settle_momentum
 from echelon.train.loop import TrainingRun
 from echelon.train.world import World
 
 CODECS = ("none", "bf16", "int8", "sign", "topk(density=0.01)", "powersgd(rank=2)")
-PERIODS = {"local(period=8)": (8, 0), "local(period=24, overlap=12)": (24, 12), "diloco(period=20)": (20, 0)}
+PERIODS = {"local(period=8)": (8, 0), "local(period=8, overlap=2)": (8, 2), "diloco(period=20)": (20, 0)}
 """Strategies that send the model once in so many steps, outside of backward; and behind how many steps."""
 KIND = "alternatives"
 
@@ -75,7 +76,7 @@ def record_alternatives(run: TrainingRun, config: RunConfig) -> int:
     if world.leads:
         rows = [_row(compression=spec, cost=cost) for spec, cost in costs.items()]
         for spec, times in PERIODS.items():
-            for encoded in [e for e in ("none", "int8") if e in costs]:
+            for encoded in [e for e in ("none", "int8", "sign") if e in costs and _go_together(spec, e)]:
                 rows.append(_row(sync=spec, compression=encoded, cost=replace(costs[encoded], tail=1.0), times=times))
         run.record.write(KIND, now={"strategy.compression": codec}, latency_s=latency_s, rows=rows)
     return meeting.sent_bytes
@@ -91,6 +92,14 @@ def _settled(config: RunConfig, specs: Sequence[str]) -> dict[str, str]:
             continue
         found[spec] = settled.strategy.compression
     return found
+
+
+def _go_together(sync: str, codec: str) -> bool:
+    try:
+        check_sync(sync, codec)
+    except UserError:  # a combination that a run would be refused for is no alternative to this one
+        return False
+    return True
 
 
 def _row(cost: Cost, compression: str, sync: str = "", times: tuple[int, int] = (1, 0)) -> dict[str, Any]:
