@@ -14,8 +14,8 @@ from echelon.core.errors import UserError
 from echelon.sync import check_sync, kept_memory
 from echelon.sync.kept import Piece
 from echelon.sync.registry import names
-from echelon.train.state import RunParts, load_rank_state, load_shared_state
-from tests.ranks.replicas import Quadratic, Trial, copy, load, make_parts, save, train, world_of
+from echelon.train.state import RunParts, load_rank_state, load_shared_state, rank_state
+from tests.ranks.replicas import FEATURES, Quadratic, Trial, copy, load, make_parts, save, train, world_of
 from tests.ranks.spawn import Rank, fail_at, run_ranks
 
 SPECS = {
@@ -43,7 +43,8 @@ CODECS = {"none": 0.9, "topk(0.1)": 0.0, "int8": 0.9, "powersgd(rank=1)": 0.0}
 
 def _trials() -> list[Trial]:
     coded = [Trial(spec, codec, momentum=m) for codec, m in CODECS.items() for spec in ALL]
-    return [*coded, Trial("local(4)", optimizer=torch.optim.AdamW, ema=True), Trial("allreduce", ema=True, lr=0.02)]
+    averaged = [Trial(spec, optimizer=torch.optim.AdamW, ema=True) for spec in ("local(4)", "local(4, overlap=3)")]
+    return [*coded, *averaged, Trial("allreduce", ema=True, lr=0.02)]
 
 
 def _equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -156,6 +157,125 @@ def test_another_world_goes_on_from_the_mean(before: int, after: int) -> None:
             assert _equal(begun, shared[i]["model"]), trial
             assert _equal(ended, seen[0][i][1]), f"{trial}: all agree"
             assert all(bool(tensor.isfinite().all()) for tensor in ended.values()), trial
+
+
+def _alone(
+    rank: Rank, trial: Trial, shared: object, own: dict[int, object], last: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
+    """Go on alone up to a step: parameters then, the optimizer's velocities before, its momentum."""
+    parts = make_parts(trial)
+    load_shared_state(parts, shared)
+    load_rank_state(parts, world_of(rank), {"dp": len(own)}, own)
+    named = dict(parts.model.named_parameters())
+    kept = {n: parts.optimizer.state[p] for n, p in named.items() if p in parts.optimizer.state}
+    velocity = {n: state["momentum_buffer"].clone() for n, state in kept.items() if "momentum_buffer" in state}
+    train(parts, rank, 6, last)
+    with parts.sync.agreed():
+        after = copy(parts.model.state_dict())
+    parts.sync.close()
+    return {n: after[n] for n in named}, velocity, float(parts.optimizer.param_groups[0]["momentum"])
+
+
+def _sums(own: dict[int, dict[str, dict[str, object]]], *kinds: str) -> dict[str, Tensor]:
+    """Return the sum over ranks of memories of `first.weight`, as they were saved."""
+    found = torch.zeros(32 * FEATURES, dtype=torch.float64)
+    for rank in own.values():
+        sync = rank["sync"]
+        for key, tensor in (sync | dict(*(f["codec"] for f in sync.get("fragments", ())))).items():
+            kind, _, rest = key.partition("/")
+            name, _, start = rest.rpartition("/")
+            if kind in kinds and name == "first.weight":
+                found[int(start) : int(start) + tensor.numel()] += tensor
+    return found.view(32, FEATURES)
+
+
+@pytest.mark.parametrize("sync", ["allreduce", "local(6)"])
+def test_alone_nothing_that_a_codec_left_out_is_lost(sync: str) -> None:
+    trial, last = Trial(sync, "topk(0.1)"), 12 if sync == "local(6)" else 7
+    ranks = run_ranks(_save_in_middle, 2, [trial])
+    own = {r: ranks[r][0][1] for r in range(2)}
+    forgetful = {r: _without_errors(one) for r, one in own.items()}
+    ends = [run_ranks(_alone, 1, trial, ranks[0][0][0], one, last)[0][0]["first.weight"] for one in (own, forgetful)]
+    waiting = _sums(own, "sent.error", "relay.error")
+    assert bool(waiting.any())
+    moved = waiting if sync == "local(6)" else -trial.lr * waiting
+    assert torch.allclose(ends[0], ends[1] + moved, rtol=0, atol=1e-12)
+
+
+def _without_errors(own: dict[str, object]) -> dict[str, object]:
+    sync = own["sync"]
+    assert isinstance(sync, dict)
+    if "fragments" not in sync:
+        return own | {"sync": {}}
+    return own | {"sync": sync | {"fragments": [fragment | {"codec": {}} for fragment in sync["fragments"]]}}
+
+
+def _velocities(rank: Rank, shared: object, own: dict[int, object]) -> tuple[Tensor, float]:
+    """Return this rank's velocity of `first.weight` when two ranks go on from one, and the optimizer's momentum."""
+    parts = make_parts(Trial("allreduce", "topk(0.1, momentum=0.9)"))
+    parts.optimizer.param_groups[0]["momentum"] = 0.0
+    load_shared_state(parts, shared)
+    load_rank_state(parts, world_of(rank), {}, own)
+    saved = rank_state(parts, world_of(rank))
+    own_part = _sums({0: saved}, "sent.velocity").clone()
+    parts.sync.close()
+    return own_part, float(parts.optimizer.param_groups[0]["momentum"])
+
+
+def test_momentum_moves_between_the_optimizer_and_a_codec() -> None:
+    """Alone there is no codec to apply it; with others the optimizer must not apply it again."""
+    inside, alone = Trial("allreduce", "topk(0.1, momentum=0.9)"), Trial("allreduce", momentum=0.9)
+    ranks = run_ranks(_save_in_middle, 2, [inside])
+    own = {r: ranks[r][0][1] for r in range(2)}
+    ((_, velocity, momentum),) = run_ranks(_alone, 1, alone, ranks[0][0][0], own, 7)
+    assert momentum == 0.9
+    assert torch.allclose(velocity["first.weight"], _sums(own, "sent.velocity"), rtol=0, atol=1e-12)
+    assert bool(velocity["first.weight"].any())
+
+    ((state, saved),) = run_ranks(_save_in_middle, 1, [alone])[0]
+    seen = run_ranks(_velocities, 2, state, {0: saved})
+    kept = state["optimizer"]["state"]["first.weight"]["momentum_buffer"]
+    assert [momentum for _, momentum in seen] == [0.0, 0.0]
+    assert torch.allclose(seen[0][0] + seen[1][0], kept, rtol=0, atol=1e-12)
+
+
+def test_one_replica_behind_the_computation_loses_nothing() -> None:
+    """Statistics and counters too."""
+    trials = [Trial("allreduce", momentum=0.9), Trial("local(4, overlap=3, optimizer_state=average)", momentum=0.9)]
+    plain, behind = run_ranks(_states, 1, trials)[0]
+    assert _close(plain, behind)
+
+
+def _states(rank: Rank, trials: list[Trial]) -> list[list[dict[str, Tensor]]]:
+    found = []
+    for trial in trials:
+        parts = make_parts(trial)
+        states = train(parts, rank, 0, STEPS)
+        found.append([{n: t.double() for n, t in state.items()} for state in states])
+        parts.sync.close()
+    return found
+
+
+def _averages_shown(rank: Rank) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Return each rank's own average of the weights where a mean has just left, and the one that is saved."""
+    found = []
+    for spec in ("local(4)", "local(4, overlap=2)", "diloco(4, overlap=2)"):
+        parts = make_parts(Trial(spec, ema=True, lr=0.02))
+        train(parts, rank, 0, 8)
+        assert parts.ema
+        own = copy(parts.ema.state_dict()["average"])
+        found.append((own, copy(save(parts, rank, 8)[0]["ema"]["average"])))
+        parts.sync.close()
+    return found
+
+
+def test_averages_that_are_saved_are_those_of_the_averages() -> None:
+    for first, second in zip(*run_ranks(_averages_shown, 2), strict=True):
+        (own, saved), (other, again) = first, second
+        assert _equal(saved, again)
+        for name in ("first.weight", "first.bias", "last.weight"):
+            low, high = torch.minimum(own[name], other[name]), torch.maximum(own[name], other[name])
+            assert bool(((saved[name] >= low - 1e-9) & (saved[name] <= high + 1e-9)).all()), name
 
 
 def _parameters(rank: Rank, trials: list[Trial]) -> list[list[dict[str, Tensor]]]:
@@ -294,7 +414,7 @@ def _die(rank: Rank, spec: str) -> str:
     return "never noticed"
 
 
-@pytest.mark.parametrize("spec", ["local(2)", "diloco(4, fragments=2, overlap=1)"])
+@pytest.mark.parametrize("spec", ["local(2)", "local(2, overlap=1)", "diloco(4, fragments=2, overlap=1)"])
 def test_a_dead_peer_never_hangs_an_average(spec: str) -> None:
     survivor, _ = run_ranks(_die, 2, spec, faults=[fail_at(rank=1, step=5)])
     assert survivor != "never noticed"

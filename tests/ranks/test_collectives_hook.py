@@ -194,6 +194,24 @@ def test_an_overflow_is_seen_everywhere_and_forgotten(compression: str) -> None:
     assert own[:3] == (True, True, True) and "'6.weight'" in own[3], own[3]
 
 
+def beyond_half(rank: Rank) -> str:
+    """A gradient of rank 1 is finite, but more than half precision can hold."""
+    ddp = DistributedDataParallel(_model())
+    GradientHook(None, "fp16", average=True).attach(ddp)
+    scale = 1e8 if rank.index == 1 else 1.0
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", UserWarning)
+        (ddp(torch.ones(2, 1, 8, 8))[:, 3].sum() * scale).backward()
+    (said,) = [str(w.message).split(":")[0] for w in warned if issubclass(w.category, UserWarning)]
+    return said
+
+
+def test_a_gradient_that_half_precision_cannot_hold_is_named() -> None:
+    other, own = run_ranks(beyond_half, 2)
+    assert other.startswith("a gradient of another rank is not finite or beyond 65504")
+    assert "'6.weight'" in own and "65504" in own
+
+
 def plain_user(rank: Rank, attached: bool) -> tuple[bool, list[str]]:
     hook = echelon.ddp_hook("topk(density=0.05)")
     ddp = DistributedDataParallel(_model())

@@ -163,6 +163,11 @@ class GradientHook:
         """
         return self._work.state_dict() if self._work is not None else {}
 
+    def take_velocity(self, velocity: Mapping[str, Tensor]) -> None:
+        """Go on with a velocity, by parameter, that the optimizer has kept until now; call it after `attach`."""
+        if isinstance(self._work, CellWork):
+            self._work.take_velocity(velocity)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned on the same number of ranks, or what `memory.merge` made of several.
 

@@ -123,6 +123,34 @@ def _find(saved: Mapping[str, Any], key: str, like: Tensor) -> Tensor:
     return found
 
 
+def take_velocity(cell: Cell, held: Sequence[Held], velocity: Mapping[str, Tensor]) -> None:
+    """Share out a velocity, kept until now for the sum of all ranks' gradients, among those who apply it from now on.
+
+    Args:
+        velocity: by parameter, of its shape.
+    """
+    for h in held:
+        for part in _parts(cell, h):
+            if h.role == "sent" and "velocity" in h.state.memory and part.parameter in velocity:
+                own = velocity[part.parameter].reshape(-1)[slice(*part.of_parameter)]
+                h.state.memory["velocity"][slice(*part.of_state)] = own / h.holders
+
+
+def left_out(merged: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return, by parameter, the sum of what `merge` found to wait in error feedback, both ways: float64 [elements]."""
+    found: dict[str, Tensor] = {}
+    for key, total in merged.items():
+        kind, _, name = key.partition("/")
+        if kind in ("total.sent.error", "total.relay.error"):
+            found[name] = found[name] + total if name in found else total
+    return found
+
+
+def velocity_of(merged: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return, by parameter, the velocity of all ranks' sum that `merge` found: float64 [elements]."""
+    return {key.partition("/")[2]: total for key, total in merged.items() if key.startswith("total.sent.velocity/")}
+
+
 def merge(saved: Sequence[Mapping[str, Any]], numels: Mapping[str, int]) -> StateDict:
     """Turn the states of all ranks into one that any number of ranks can load; the sum of each memory is kept.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -124,6 +125,11 @@ class CellWork:
         for filling in self._cells:
             memory.load_state_dict(filling.cell, filling.reducer.held, saved)
 
+    def take_velocity(self, velocity: Mapping[str, Tensor]) -> None:
+        """Apply from now on, before encoding, a momentum that the optimizer has applied until now."""
+        for filling in self._cells:
+            memory.take_velocity(filling.cell, filling.reducer.held, velocity)
+
     def held(self) -> list[Held]:
         """Return the codec's states."""
         return [held for filling in self._cells for held in filling.reducer.held]
@@ -187,14 +193,20 @@ class CellWork:
         if self._told:
             return
         self._told = True
-        names = [member.name for _, gradient, member in filling.came if not is_finite(gradient)]
+        largest = self._coding.codec.largest
+        names = [member.name for _, gradient, member in filling.came if not _fits(gradient, largest)]
         whose = f"the gradient of {', '.join(map(repr, names[:3]))} is" if names else "a gradient of another rank is"
+        beyond = "" if largest == math.inf else f" or beyond {largest:g}, the most that this codec can send"
         warnings.warn(
-            f"{whose} not finite: what it is sent with is NaN on all ranks, and the codec forgets the step (usual now "
-            "and then where losses are scaled; it is said once)",
+            f"{whose} not finite{beyond}: what it is sent with is NaN on all ranks, and the codec forgets the step "
+            "(usual now and then where losses are scaled; it is said once)",
             UserWarning,
             stacklevel=2,
         )
+
+
+def _fits(gradient: Tensor, largest: float) -> bool:
+    return is_finite(gradient) and (largest == math.inf or float(gradient.abs().max()) <= largest)
 
 
 def _raise_in(bucket: Bucket, error: BaseException) -> None:

@@ -99,6 +99,11 @@ class Codec(ABC):
         return 0.0
 
     @property
+    def largest(self) -> float:
+        """The magnitude beyond which values are refused, as NaN is."""
+        return math.inf
+
+    @property
     def fixed_size(self) -> bool:
         """The payload's size depends on the number of elements alone."""
         return all(count is not None for _, count in self.layout(1))

@@ -18,6 +18,10 @@ class Cast(Codec):
     linear: ClassVar[bool] = True
     wire_dtype: ClassVar[torch.dtype]
 
+    @property
+    def largest(self) -> float:
+        return float(torch.finfo(self.wire_dtype).max)
+
     def layout(self, numel: int) -> Layout:
         return ((self.wire_dtype, numel),)
 
@@ -45,8 +49,7 @@ class Cast(Codec):
     def _cast(self, tensor: Tensor, state: State) -> Tensor:
         source = tensor.detach().reshape(-1)
         short = empty(source.numel(), self.wire_dtype, source.device)
-        limit = torch.finfo(self.wire_dtype).max
         for start, end in spans(source.numel(), 1, source.device):
-            refuse_nonfinite_elements(source[start:end], state, limit)
+            refuse_nonfinite_elements(source[start:end], state, self.largest)
             short[start:end] = source[start:end]
         return short

@@ -12,11 +12,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.collectives.hook import GradientHook
-from echelon.collectives.memory import merge
+from echelon.collectives.memory import left_out, merge, velocity_of
 from echelon.collectives.times import ReduceTimes
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.buffers import averaged_buffers
@@ -39,6 +39,7 @@ class AllReduce:
         self._hook: GradientHook | None = None
         self.module: nn.Module = context.model
         self.replicas_differ = False
+        self._left_out: dict[str, Tensor] = {}  # by former replicas' codecs, for the first gradient without any
         self.wants_blank_step = False
         if context.group is None:
             return
@@ -77,7 +78,15 @@ class AllReduce:
 
     def step(self) -> None:
         """Gradients are summed already: update."""
+        if self._left_out:
+            self._catch_up()
         self._context.update()
+
+    def _catch_up(self) -> None:
+        for name, parameter in self._context.model.named_parameters():
+            if name in self._left_out and parameter.grad is not None:
+                parameter.grad += self._left_out[name].view_as(parameter).to(parameter)
+        self._left_out = {}
 
     def agreed(self, averages: bool = False) -> AbstractContextManager[object]:
         """Average BatchNorm statistics over the replicas; each keeps its own."""
@@ -101,18 +110,48 @@ class AllReduce:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the hook's state: error-feedback memories and step counters."""
-        return self._hook.state_dict() if self._hook else {}
+        if self._hook:
+            return self._hook.state_dict()
+        return {f"sent.error/{name}/0": total for name, total in self._left_out.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back the hook's state."""
         if self._hook and state:
             self._hook.load_state_dict(state)
+        elif state:
+            self._left_out = left_out(self._merged([state]))
 
     def load_former_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Divide the error-feedback memories of other ranks; the sum over all ranks is kept."""
-        if self._hook and any(states):
-            numels = {name: parameter.numel() for name, parameter in self._ddp.module.named_parameters()}
-            self._hook.load_state_dict(merge(states, numels))
+        """Divide the memories of other ranks; the sum over all ranks is kept.
+
+        Alone there is no codec: what was left out joins the first gradient, and momentum goes back to the optimizer; a
+        momentum that the optimizer had goes to codecs that apply it.
+        """
+        merged = self._merged(states)
+        if self._hook is None:
+            self._left_out = left_out(merged)
+            self._give_momentum_back(velocity_of(merged))
+        else:
+            if merged:
+                self._hook.load_state_dict(merged)
+            self._take_momentum(self._hook)
+
+    def _merged(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return merge(states, {name: parameter.numel() for name, parameter in self._context.model.named_parameters()})
+
+    def _give_momentum_back(self, velocity: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._context.model.named_parameters():
+            if name in velocity:
+                kept = velocity[name].view_as(parameter).to(parameter)
+                self._context.optimizer.state[parameter]["momentum_buffer"] = kept
+
+    def _take_momentum(self, hook: GradientHook) -> None:
+        if hook.codec is None or hook.codec.absorbs_momentum is None:
+            return
+        states = self._context.optimizer.state
+        named = dict(self._context.model.named_parameters())
+        kept = {n: states[p].pop("momentum_buffer", None) for n, p in named.items() if p in states}
+        hook.take_velocity({name: tensor for name, tensor in kept.items() if tensor is not None})
 
     def close(self) -> None:
         """End the hook's communication thread."""

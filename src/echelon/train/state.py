@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -149,7 +150,11 @@ def load_shared_state(parts: RunParts, state: Mapping[str, Any]) -> Cursor:
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip() if len(str(error).splitlines()) > 1 else str(error)
         raise UserError(f"the checkpoint is of another model: {reason}") from None
+    momenta = [group.get("momentum") for group in parts.optimizer.param_groups]
     set_optimizer_state_dict(parts.held, parts.optimizer, state["optimizer"])
+    for group, momentum in zip(parts.optimizer.param_groups, momenta, strict=True):
+        if momentum is not None:  # alone the optimizer applies it; with others, before encoding, a codec may
+            group["momentum"] = momentum
     if state["scaler"]:
         parts.scaler.load_state_dict(dict(state["scaler"]))
     if parts.ema and state["ema"]:
@@ -219,13 +224,23 @@ def _load_former_ranks(parts: RunParts, world: World, saved: Mapping[str, int], 
         moments = [ranks[rank]["optimizer"] for rank in same_piece if "model" in ranks[rank]]
         if moments:
             parts.optimizer.load_state_dict(mean_of(moments))
-    elif isinstance(parts.sync, Restarts):
+        return
+    if any(_left_out_something(rank["sync"]) for rank in ranks.values()):
+        warnings.warn(
+            "what the codec had left out was kept for the pieces of another layout, and is forgotten", stacklevel=2
+        )
+    if isinstance(parts.sync, Restarts):
         parts.sync.restart()
     elif parts.sync.replicas_differ:
         raise UserError(
             f"the checkpoint was written by split replicas ({saved}) whose strategy kept what it agreed on in pieces: "
             "resume with the same sizes of pp, fsdp and tp, or start a new run with --weights"
         )
+
+
+def _left_out_something(sync: Mapping[str, Any]) -> bool:
+    states = [sync, *(fragment["codec"] for fragment in sync.get("fragments", ()))]
+    return any(str(key).startswith("sent.") for state in states for key in state)
 
 
 @runtime_checkable

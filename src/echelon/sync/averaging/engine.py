@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -17,6 +16,7 @@ from echelon.collectives.wire import SHOWN, WireCount
 from echelon.compression import registry as compression
 from echelon.observe.phases import Phase
 from echelon.sync.allreduce import AllReduce
+from echelon.sync.averaging.background import Background
 from echelon.sync.averaging.exchange import Exchange, Link, weighted_sum
 from echelon.sync.averaging.fragment import Fragment
 from echelon.sync.averaging.plan import Plan, Rule
@@ -41,7 +41,7 @@ class Averaging:
         if plan.start:
             self._step, self._first = -plan.start, AllReduce(context)
         self._route = open_route(context.collective, context.group) if context.group is not None else None
-        self._executor: ThreadPoolExecutor | None = None
+        self._background: Background | None = None
         runs = cut(model_values(context.model), plan.fragments)
         link = self._link()
         self._fragments = [
@@ -54,7 +54,7 @@ class Averaging:
             return None
         route = self._route
         if self._plan.overlap:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="echelon-averaging")
+            self._background = Background(self._context.device)
             route = Route(route.path, own_group(route.group))
         spec = self._context.compression
         codec = None if spec == "none" else compression.build(spec)
@@ -113,7 +113,7 @@ class Averaging:
             return
         self._context.clock.enter(Phase.COMMUNICATE)
         for fragment in taking:
-            fragment.take_off(optimizer, plan, step, self._executor)
+            fragment.take_off(optimizer, plan, step, self._background)
         for fragment in landing if plan.overlap else taking:
             fragment.land(self._rule, optimizer, plan)
         self._context.clock.enter(Phase.UPDATE)
@@ -148,7 +148,7 @@ class Averaging:
         else:
             for fragment in self._fragments:
                 fragment.settle()
-                self._show(fragment, centre)
+                self._show(fragment, centre, averages)
             self._agreed[averages] = [value.tensor.detach().clone() for value, _ in own]
         try:
             yield
@@ -156,16 +156,18 @@ class Averaging:
             for value, tensor in own:
                 value.write(tensor)
 
-    def _show(self, fragment: Fragment, centre: bool) -> None:
+    def _show(self, fragment: Fragment, centre: bool, averages: bool) -> None:
         """Write the centre, or the mean over the replicas, into the live tensors of a fragment.
 
-        A mean whose deltas were taken after the last step travels already.
+        A mean of parameters that were taken after the last step travels already; one of their averages does not.
         """
-        due = self._step + self._plan.overlap
+        travels = self._plan.keep_progress and not averages
         averaged: list[Value] = []
         for value in fragment.values:
             at_centre = centre and value.kind == "parameter"
-            known = fragment.anchor(value) if at_centre else fragment.on_its_way(value, due)
+            known = fragment.anchor(value) if at_centre else None
+            if travels:
+                known = fragment.on_its_way(value, self._step + self._plan.overlap)
             if known is not None:
                 value.write(known)
             else:
@@ -240,7 +242,9 @@ class Averaging:
         """Let what is on its way arrive, and end the threads."""
         if self._first:
             self._first.close()
-        for fragment in self._fragments:
-            fragment.settle()
-        if self._executor:
-            self._executor.shutdown()
+        try:
+            for fragment in self._fragments:
+                fragment.settle()
+        finally:
+            if self._background:
+                self._background.close()

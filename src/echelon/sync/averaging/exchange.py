@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from echelon.collectives import memory
 from echelon.collectives.cells import Cell, lay_out
 from echelon.collectives.coded import Held
-from echelon.collectives.reducer import Coding, PlainReducer, Reducer, make_reducer
+from echelon.collectives.reducer import Coding, PlainReducer, Reducer, is_finite, make_reducer
 from echelon.collectives.rounds import Piece
 from echelon.collectives.route import Route
 from echelon.collectives.wire import WireCount
@@ -46,7 +47,7 @@ class Exchange:
 
     def __init__(self, link: Link, values: Sequence[Value], label: str) -> None:
         """Prepare; `label` tells the exchanges of a model apart."""
-        self._link = link
+        self._link, self._told = link, False
         named = [(v.name, v.tensor) for v in values if v.encoded]
         self._cells = [(cell, self._reducer(cell, label)) for cell in lay_out(named).cells]
 
@@ -73,8 +74,24 @@ class Exchange:
                 flat[slice(*member.span)] = deltas[member.name].reshape(-1)
             flat *= samples / total
             self._link.wire.add("weights", reducer.reduce_(flat))
+            if not is_finite(flat):
+                self._tell([m.name for m in cell.members if not is_finite(deltas[m.name])])
             means |= {m.name: flat[slice(*m.span)].view(m.shape) for m in cell.members}
         return means
+
+    def _tell(self, own: Sequence[str]) -> None:
+        """Warn once, with the names of this rank's own parameters that are at fault."""
+        if self._told:
+            return
+        self._told = True
+        whose = f"what {', '.join(map(repr, own[:3]))} changed by is" if own else "what a replica changed by is"
+        where = "here" if own else "on another rank"
+        warnings.warn(
+            f"{whose} not finite {where}: the mean over the replicas is not either, and training is lost on all of "
+            "them from here; use a smaller learning rate or --clip",
+            UserWarning,
+            stacklevel=2,
+        )
 
     def _whole(
         self, values: Sequence[Value], deltas: Mapping[str, Tensor], samples: int
@@ -123,7 +140,8 @@ def weighted_sum(
     dtype = torch.float64 if exact else torch.float32
     parts = [torch.ones(1, dtype=dtype, device=device)]
     parts += [tensors[v.name].reshape(-1).to(dtype) for v in values]
-    flat = torch.cat(parts).mul_(weight)
+    flat = torch.cat(parts)
+    flat = flat.mul_(weight) if weight else flat.zero_()  # a mask's -inf times nothing is nothing
     sent = route.sum_(flat)
     pieces = flat.split([p.numel() for p in parts])
     sums = {v.name: p.view(v.tensor.shape) for v, p in zip(values, pieces[1:], strict=True)}

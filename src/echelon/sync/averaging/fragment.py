@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +11,10 @@ from torch import Tensor
 
 from echelon.collectives import memory
 from echelon.collectives.coded import Held
+from echelon.sync.averaging.background import Arrival, Background, Means
 from echelon.sync.averaging.exchange import Exchange
 from echelon.sync.averaging.plan import MeanRule, Plan, Rule
 from echelon.sync.averaging.values import Value, moments
-
-Means = dict[str, Tensor] | None
 
 
 @dataclass
@@ -29,7 +27,7 @@ class Flight:
     """
 
     due: int
-    means: Future[Means]
+    means: Arrival
     deltas: dict[str, Tensor]
 
 
@@ -51,6 +49,7 @@ class Fragment:
         self.equal = True
         self.flight: Flight | None = None
         self._exchange = exchange
+        self._left_out: dict[str, Tensor] = {}
         self._anchor = {v.name: v.read() for v in values}
 
     def count(self, samples: int, expected: int) -> None:
@@ -73,27 +72,31 @@ class Fragment:
             if value.kind != "buffer":
                 self._anchor[value.name] = value.read()
 
-    def take_off(self, optimizer: torch.optim.Optimizer, plan: Plan, step: int, executor: Executor | None) -> None:
-        """Take the deltas and let them travel: at once, or on the executor's thread."""
+    def take_off(self, optimizer: torch.optim.Optimizer, plan: Plan, step: int, background: Background | None) -> None:
+        """Take the deltas and let them travel: at once, or in the background."""
         values, samples = self._averaged(optimizer, plan), self.samples
         deltas = {}
         for value in values:
             own = value.read()
             anchor = self._anchor.setdefault(value.name, torch.zeros_like(own))
-            deltas[value.name] = own.sub_(anchor)
+            deltas[value.name] = _apart(value, own, anchor)
         self.samples = self.expected = 0
-        if executor is None:
-            means: Future[Means] = Future()
-            means.set_result(self._mean(values, deltas, samples))
+        if background is None:
+            means = Arrival.at_once(self._mean(values, deltas, samples))
         else:
-            means = executor.submit(self._mean, values, deltas, samples)
+            means = background.submit(lambda: self._mean(values, deltas, samples))
         self.flight = Flight(step + plan.overlap, means, deltas if plan.keep_progress else {})
 
     def _mean(self, values: Sequence[Value], deltas: dict[str, Tensor], samples: int) -> Means:
         if self._exchange is None:
-            return deltas if samples else None
+            return self._alone(deltas) if samples else None
         with torch.no_grad():
             return self._exchange.mean(values, deltas, samples)
+
+    def _alone(self, deltas: dict[str, Tensor]) -> Means:
+        """Return deltas with what former replicas' codecs had left out of theirs."""
+        left_out, self._left_out = self._left_out, {}
+        return {n: d + left_out[n].view_as(d).to(d) if n in left_out else d for n, d in deltas.items()}
 
     def land(self, rule: Rule, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         """Wait for the mean and apply it: w <- alpha w + (1 - alpha) agreed, or agreed + steps since then."""
@@ -110,11 +113,10 @@ class Fragment:
             own = value.read()
             anchor, mean = self._anchor[value.name], means[value.name]
             chosen: Rule = rule if value.kind == "parameter" else plain
-            # Only parameters: a variance that other replicas' steps are taken from could turn negative.
-            progress = own - anchor - deltas[value.name] if deltas and value.kind == "parameter" else None
+            taken = anchor + deltas[value.name] if deltas else None
             agreed = chosen.agree(value.name, own, anchor, mean)
-            if progress is not None:
-                agreed = agreed + progress
+            if taken is not None:
+                agreed = _moved_on(value, agreed, own, taken)
             value.write(torch.lerp(agreed, own, plan.alpha) if plan.alpha else agreed)
         if plan.optimizer_state == "reset":
             for value in self.values:
@@ -142,6 +144,7 @@ class Fragment:
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resume needs; waits for what is on its way."""
         flight: dict[str, Any] = {}
+        waiting = {f"sent.error/{name}/0": total for name, total in self._left_out.items()}
         if self.flight is not None:
             flight = {"due": self.flight.due, "means": self.flight.means.result(), "deltas": self.flight.deltas}
         return {
@@ -150,7 +153,7 @@ class Fragment:
             "expected": self.expected,
             "equal": self.equal,
             "flight": flight,
-            "codec": self._exchange.state_dict() if self._exchange else {},
+            "codec": self._exchange.state_dict() if self._exchange else waiting,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -160,6 +163,9 @@ class Fragment:
         self.equal = bool(state["equal"])
         if self._exchange:
             self._exchange.load_state_dict(state["codec"])
+        else:
+            numels = {v.name: v.tensor.numel() for v in self.values}
+            self._left_out = memory.left_out(memory.merge([state["codec"]], numels))
 
     def load_former_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take over what is the same on all former ranks; what codecs left out is divided, its sum kept.
@@ -170,17 +176,34 @@ class Fragment:
         if self.flight and self.flight.deltas:
             self.flight.deltas = dict(self.flight.means.result() or {})
         codecs = [state["codec"] for state in states]
+        numels = {v.name: v.tensor.numel() for v in self.values}
         if self._exchange and any(codecs):
-            numels = {v.name: v.tensor.numel() for v in self.values}
             self._exchange.load_state_dict(memory.merge(codecs, numels))
+        else:
+            self._left_out = memory.left_out(memory.merge(codecs, numels))
 
     def _load_shared(self, state: Mapping[str, Any]) -> None:
         device = self.values[0].tensor.device
         self._anchor = {name: tensor.to(device).clone() for name, tensor in state["anchor"].items()}
         self.flight = None
         if state["flight"]:
-            means: Future[Means] = Future()
             saved = state["flight"]["means"]
-            means.set_result(None if saved is None else {n: t.to(device) for n, t in saved.items()})
+            means = Arrival.at_once(None if saved is None else {n: t.to(device) for n, t in saved.items()})
             deltas = {n: t.to(device) for n, t in state["flight"].get("deltas", {}).items()}
             self.flight = Flight(int(state["flight"]["due"]), means, deltas)
+
+
+def _apart(value: Value, own: Tensor, other: Tensor) -> Tensor:
+    """Return own - other, in `own`'s memory; a mask's -inf in a buffer is no distance of NaN."""
+    return torch.where(own == other, 0.0, own - other) if value.kind == "buffer" else own.sub_(other)
+
+
+def _moved_on(value: Value, agreed: Tensor, own: Tensor, taken: Tensor) -> Tensor:
+    """Return what was agreed on and the way from `taken` to `own`.
+
+    A variance that another replica's way is added to could turn negative: there the agreed value stays.
+    """
+    moved = agreed + _apart(value, own.clone(), taken)
+    if value.kind == "parameter" or not bool((own >= 0).all()):
+        return moved
+    return torch.where((moved < 0) & (agreed >= 0), agreed, moved)
