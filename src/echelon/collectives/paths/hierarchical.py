@@ -14,8 +14,10 @@ class Hierarchical(Path):
     """Ranks 0..g-1 are one group, g..2g-1 the next, and so on; the last one may be smaller.
 
     A rank sends 2 (g - 1) / g of the vector inside its group and 2 (m - 1) / m of one g-th of it between the m groups.
-    A codec works between the groups alone; `powersgd` everywhere, for it needs whole matrices, which no rank has the
-    sum of, and its factors are small on fast links too. With groups of unequal size the vector is cut for the smallest group, so that each piece has an owner in all.
+    With groups of unequal size the vector is cut for the smallest group, so that each piece has an owner in all.
+
+    A codec works between the groups alone. `powersgd` works everywhere: it needs whole matrices, whose sums no rank of
+    a group has, and its factors are small on fast links too.
 
     Attributes:
         group: ranks in a group, such as those of one machine.
