@@ -203,8 +203,9 @@ def render(results: list[Result], to_terminal: bool) -> None:
             f"To {goal:.2%} test accuracy on CIFAR-10 (plain DDP's after its epochs, minus 0.5 points); medians over "
         )
         words += "seeds, evaluation not counted, agreeing on what is evaluated is. `*`: derived, steps to the accuracy "
-        words += "x measured seconds per step. In brackets: times the same over loopback, of windows that took turns; behind an accuracy: of how many "
-        words += "seeds it is the mean. Constant learning rate; cosine: falling to zero over the 3 epochs.\n\n"
+        words += "x measured seconds per step. In brackets: times the same over loopback, of windows that took turns; "
+        words += "behind an accuracy: of how many seeds it is the mean. Constant learning rate; cosine: falling to zero "
+        words += "over the 3 epochs.\n\n"
         sections[title] = (words + accuracy_table(results, links), [r for r in results if r["kind"] == "curve"])
     failures = [r for r in results if r["kind"] == "aborts"]
     if failures:
