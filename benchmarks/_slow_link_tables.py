@@ -204,7 +204,7 @@ def render(results: list[Result], to_terminal: bool) -> None:
         )
         words += "seeds, evaluation not counted, agreeing on what is evaluated is. `*`: derived, steps to the accuracy "
         words += "x measured seconds per step. In brackets: times the same over loopback, of windows that took turns; "
-        words += "behind an accuracy: of how many seeds it is the mean. Constant learning rate; cosine: falling to zero "
+        words += "behind an accuracy: of how many seeds it is the mean. Constant learning rate; cosine: falling to 0 "
         words += "over the 3 epochs.\n\n"
         sections[title] = (words + accuracy_table(results, links), [r for r in results if r["kind"] == "curve"])
     failures = [r for r in results if r["kind"] == "aborts"]
