@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -151,7 +153,17 @@ class AllReduce:
         states = self._context.optimizer.state
         named = dict(self._context.model.named_parameters())
         kept = {n: states[p].pop("momentum_buffer", None) for n, p in named.items() if p in states}
-        hook.take_velocity({name: tensor for name, tensor in kept.items() if tensor is not None})
+        # Where the update is divided over replicas (zero1), each momentum is with one of them.
+        holders = torch.tensor([float(kept.get(name) is not None) for name in named], device=self._context.device)
+        dist.all_reduce(holders, group=self._context.group)
+        velocity: dict[str, Tensor] = {}
+        for (name, parameter), count in zip(named.items(), holders.tolist(), strict=True):
+            if count:
+                own = kept.get(name)
+                velocity[name] = torch.zeros_like(parameter) if own is None else own.to(parameter, copy=True)
+                dist.all_reduce(velocity[name], group=self._context.group)
+                velocity[name] /= count
+        hook.take_velocity(velocity)
 
     def close(self) -> None:
         """End the hook's communication thread."""
