@@ -72,7 +72,7 @@ def test_a_strided_tensor_is_summed_too() -> None:
 
 
 def lose_a_peer(rank: Rank) -> tuple[str, float]:
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = dist.new_group(timeout=timedelta(seconds=4))  # its connections too must be made in that time
     x = torch.ones(100_000)
     all_reduce(x, group, "ring")
     rank.reach(1)
@@ -91,7 +91,7 @@ def test_a_lost_peer_ends_the_wait_in_words(how: str, world_size: int) -> None:
     gone, survivor = ended[:2]
     assert gone == Struck(how)
     assert "lost rank 0" in survivor[0]
-    assert survivor[1] < 5
+    assert survivor[1] < 10
 
 
 def code_everything(rank: Rank, path: str, codecs: list[str]) -> dict[str, tuple[float, float, int]]:
