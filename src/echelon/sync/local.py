@@ -34,14 +34,14 @@ class Settings:
     Attributes:
         period: local steps between averages.
         start: synchronous steps before the first local one.
-        overlap: steps that an average travels behind the computation, less than the period.
         optimizer_state: what becomes of moments at an average: keep, average or reset.
+        overlap: steps that an average travels behind the computation, less than the period.
     """
 
     period: int
     start: int = 0
-    overlap: int = 0
     optimizer_state: str = "keep"
+    overlap: int = 0
 
     def __post_init__(self) -> None:
         self.plan()

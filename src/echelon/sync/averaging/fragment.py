@@ -164,8 +164,7 @@ class Fragment:
         if self._exchange:
             self._exchange.load_state_dict(state["codec"])
         else:
-            numels = {v.name: v.tensor.numel() for v in self.values}
-            self._left_out = memory.left_out(memory.merge([state["codec"]], numels))
+            self._left_out = memory.left_out(self._merged([state]))
 
     def load_former_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take over what is the same on all former ranks; what codecs left out is divided, its sum kept.
@@ -175,12 +174,15 @@ class Fragment:
         self._load_shared(states[0])
         if self.flight and self.flight.deltas:
             self.flight.deltas = dict(self.flight.means.result() or {})
-        codecs = [state["codec"] for state in states]
+        merged = self._merged(states)
+        if self._exchange and merged:
+            self._exchange.load_state_dict(merged)
+        elif not self._exchange:
+            self._left_out = memory.left_out(merged)
+
+    def _merged(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         numels = {v.name: v.tensor.numel() for v in self.values}
-        if self._exchange and any(codecs):
-            self._exchange.load_state_dict(memory.merge(codecs, numels))
-        else:
-            self._left_out = memory.left_out(memory.merge(codecs, numels))
+        return memory.merge([state["codec"] for state in states], numels)
 
     def _load_shared(self, state: Mapping[str, Any]) -> None:
         device = self.values[0].tensor.device

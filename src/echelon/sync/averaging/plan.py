@@ -24,8 +24,8 @@ class Plan:
         fragments: parts of the model that agree at different steps of a period.
         overlap: steps that a fragment travels behind the computation; its mean is applied that much later.
         alpha: share of the replica's own value that is kept when a mean is applied.
-        keep_progress: with overlap, parameters keep the steps that the replica has taken while their mean travelled.
         optimizer_state: `keep` moments as they are, `average` them too, or `reset` them at each agreement.
+        keep_progress: with overlap, what the replica has learnt while a mean travelled is added to it.
 
     Raises:
         ValueError: a setting is out of its range.
