@@ -131,8 +131,11 @@ class AllReduce:
         """
         merged = self._merged(states)
         if self._hook is None:
-            self._left_out = left_out(merged)
-            self._give_momentum_back(velocity_of(merged))
+            velocity = velocity_of(merged)
+            # What waits of a velocity has had its momentum: the optimizer's multiplies it by 1 / (1 - m) again.
+            share = 1 - float(self._context.optimizer.param_groups[0].get("momentum", 0.0))
+            self._left_out = {n: e * share if n in velocity else e for n, e in left_out(merged).items()}
+            self._give_momentum_back(velocity)
         else:
             if merged:
                 self._hook.load_state_dict(merged)
