@@ -49,6 +49,12 @@ def test_summary_file_holds_what_was_promised(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_one_worker_cannot_do_is_said(tmp_path: Path, workers: int) -> None:
+    words = report(tmp_path, compression="int8", phases_s=(BALANCED,) * workers)[1]
+    assert ("One worker has nobody to send to: --compression int8 did nothing." in words) == (workers == 1)
+
+
 @pytest.mark.parametrize(
     ("sent", "coded", "said"),
     [(750, 4, "25.0% smaller (it coded 4 of 5 streams"), (1000, 0, "Huffman coding did not pay")],

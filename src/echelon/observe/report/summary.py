@@ -129,7 +129,7 @@ def summarise(record: RunRecord) -> Summary:
         slowest_rank=_slowest(record, timing),
         advice=tuple(advise(record, timing, seconds, startup_s)),
         incidents=tuple(find_incidents(record, stretches)),
-        notes=(*record.notes, *timing_notes(timing), *waterfall_notes(waterfall), *_entropy_notes(record)),
+        notes=(*record.notes, *timing_notes(timing), *waterfall_notes(waterfall), *_notes(record)),
         predictions=tuple(predict(record, timing)),
         slow_steps=tuple(find_slow_steps(record, timing)),
         communication=timing.communication if timing else None,
@@ -147,6 +147,20 @@ def rank_host(record: RunRecord, rank: int) -> str:
     if len(hosts) == 1:
         return str(hosts[0])
     return str(hosts[rank]) if len(hosts) == starts[-1].number("world_size") else ""
+
+
+def _notes(record: RunRecord) -> list[str]:
+    return [*_entropy_notes(record), *_lone_notes(record)]
+
+
+def _lone_notes(record: RunRecord) -> list[str]:
+    """Say which settings did nothing in a run that had one worker from its start to its end, and no server."""
+    starts = record.of_kind("start")
+    if not starts or any(m.number("world_size") != 1 or str(m.details.get("backend")) == "zmq" for m in starts):
+        return []
+    sync, codec = (str(record.setting("strategy", key) or "") for key in ("sync", "compression"))
+    idle = [f"--sync {sync}"] * sync.startswith("local") + [f"--compression {codec}"] * (codec not in ("", "none"))
+    return [f"One worker has nobody to send to: {' and '.join(idle)} did nothing."] if idle else []
 
 
 def _entropy_notes(record: RunRecord) -> list[str]:
