@@ -43,7 +43,7 @@ class RankPlan:
 
 
 def main(plan: RankPlan, pipe: Connection) -> None:
-    """Send {(path, bytes): [seconds per sum of each turn]}, or the traceback as a text."""
+    """Send {(path, bytes): [seconds per sum of each turn, the slowest rank's]}, or the traceback as a text."""
     try:
         if plan.host is not None:
             enter(plan.host)
@@ -66,7 +66,14 @@ def _measure(plan: RankPlan) -> dict[tuple[str, int], list[float]]:
         repeats = {path: _repeats(route, vector, plan.window_s) for path, route in routes.items()}
         for _, path in interleave(plan.paths, plan.rounds):
             seconds[path, size].append(_turn(routes[path], vector, repeats[path]))
-    return seconds
+    return _of_slowest(seconds)
+
+
+def _of_slowest(seconds: dict[tuple[str, int], list[float]]) -> dict[tuple[str, int], list[float]]:
+    """Return the slowest rank's seconds of each turn: where links differ, ranks end a sum at different times."""
+    turns = torch.tensor(list(seconds.values()), dtype=torch.float64)
+    dist.all_reduce(turns, dist.ReduceOp.MAX)
+    return dict(zip(seconds, turns.tolist(), strict=True))
 
 
 def _repeats(route: Route, vector: torch.Tensor, window_s: float) -> int:

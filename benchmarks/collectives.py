@@ -5,7 +5,7 @@
     python -m benchmarks.collectives --render                          # the table again, from the raw results
 
 Paths take turns in one set of processes; a ratio is gloo's seconds over the path's own in turns side by side (above 1:
-faster than gloo), the median over the turns. One thread for each rank.
+faster than gloo), the median over the turns; seconds are the slowest rank's. One thread for each rank.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MAX_SUM_S = 3.0  # sizes whose sum would take longer on a link are left out
 
 
 def measure(link: str, ranks: int, args: argparse.Namespace) -> dict[tuple[str, int], list[float]]:
-    """Run all paths and sizes on one kind of link; returns the seconds of each turn, as rank 0 saw them."""
+    """Run all paths and sizes on one kind of link; returns the seconds of each turn, as the slowest rank saw them."""
     sizes = tuple(s for s in args.sizes if 2 * s / RATES.get(link, 1e6) <= MAX_SUM_S)
     context = multiprocessing.get_context("forkserver")
     with _network(link, ranks) or nullcontext() as network:
