@@ -16,10 +16,12 @@ from echelon.collectives.wire import framing_bytes
 SEGMENT_BYTES = (32 * 1024, 512 * 1024)
 """Least and most bytes of a message: Python's part of it stays small, its memory in the cache, and an exchange of
 messages short enough that neither direction of a link fills its queue while the other one waits."""
-RECEIVE_WINDOW_BYTES = (60 * 1024, 68 * 1024)
-"""Around the receive window that TCP begins with (64 KiB). The last bytes of a message that is a little longer wait for
-the receiver to announce more, which it delays by up to 40 ms (RFC 1122, 4.2.3.2); much longer ones make it widen the
-window, and short ones fit: a span is cut into one message more where it would be cut into messages of that length."""
+RECEIVE_WINDOWS_BYTES = (64 * 1024, 128 * 1024)
+"""The receive windows that TCP on Linux begins with. The last bytes of a message that is a little longer wait for the
+receiver to announce more, which it delays by up to 40 ms (RFC 1122, 4.2.3.2); much longer ones make it widen the
+window, and shorter ones fit. A message's header is enough to make it a little longer."""
+WINDOW_MARGIN_BYTES = 4 * 1024
+"""A span is cut into more messages where they would come so near to such a window."""
 SEGMENTS = 3
 """Messages that a span is cut into where they are long enough, so that a round begins before the last one ended."""
 WINDOW = 8
@@ -150,9 +152,9 @@ def _segments(span: Span, element_size: int) -> list[Span]:
     """Cut a span into messages; sender and receiver know the span, so both cut it alike."""
     least, most = SEGMENT_BYTES
     bytes_ = _length(span) * element_size
-    shortest, longest = RECEIVE_WINDOW_BYTES
     parts = max(-(-bytes_ // most), min(SEGMENTS, bytes_ // least), 1)
-    parts += shortest * parts < bytes_ < longest * parts
+    while any(abs(bytes_ - window * parts) < WINDOW_MARGIN_BYTES * parts for window in RECEIVE_WINDOWS_BYTES):
+        parts += 1
     return [part for part in cut(span, parts) if part[0] < part[1]]
 
 
