@@ -80,6 +80,16 @@ def test_two_ranks_that_send_to_each_other_take_turns() -> None:
     assert first_round == list(range(-1, len(first_round) - 1))
 
 
+@pytest.mark.parametrize("path", ["ring", "halving_doubling", "hierarchical(group=2)"])
+@pytest.mark.parametrize("size", [3, 4, 8])
+def test_no_message_is_about_as_long_as_a_receive_window(path: str, size: int) -> None:
+    for kilobytes in (*range(0, 3000, 16), 4096, 65536):
+        sends = make_plan(build(path).schedule(0, size, kilobytes * 256), 4).sends
+        lengths = {4 * (s.span[1] - s.span[0]) for s in sends}
+        assert not [n for n in lengths for window in (1 << 16, 1 << 17) if abs(n - window) < 4000], (kilobytes, lengths)
+        assert max(lengths, default=0) <= 512 * 1024
+
+
 def test_names_are_the_files() -> None:
     assert names() == ["auto", "halving_doubling", "hierarchical", "ring"]
 
