@@ -16,6 +16,7 @@ COMMON = ("--threads", "1", "--device", "cpu", "--epochs", "1", "--batch-size", 
           "--lr", "0.02")  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_run_in_layouts_is_the_same_run_and_resumes_in_another(tmp_path: Path) -> None:
     steps = ("--max-steps", "4", "--eval-every", "0", "--checkpoint-every", "4", "--class-weights", "balanced",
              "--clip-norm", "1.0", "--accumulate", "2", "--ema", "0.9", "--label-smoothing", "0.1")  # fmt: skip

@@ -57,6 +57,7 @@ def test_killed_ranks_are_replaced_until_restarts_are_used_up_and_then_the_run_c
         assert losses_of(run.folder) == whole.losses()
 
 
+@pytest.mark.long
 def test_a_stopped_rank_is_named_and_replaced_when_the_timeout_is_over(tmp_path: Path) -> None:
     timeout_s = 6
     with Runs(tmp_path) as runs:

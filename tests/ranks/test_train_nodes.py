@@ -15,6 +15,7 @@ from tests.ranks.runs import Run, Runs, losses_of, marked_processes
 pytestmark = [*NEEDS_LINKS, pytest.mark.timeout(400)]
 
 
+@pytest.mark.long
 def test_two_machines_agree_on_one_run_and_its_folder(tmp_path: Path) -> None:
     settings = ("--nodes", "2", "--epochs", "3", "--lr", "0.02")
     with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:

@@ -59,6 +59,7 @@ def _records(folder: Path) -> list[dict[str, object]]:
     return read_records(folder)
 
 
+@pytest.mark.long
 def test_under_torchrun_and_from_python_with_own_parts(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "echelon"]
     with Runs(tmp_path) as runs:

@@ -84,6 +84,7 @@ def test_another_learning_rate_is_refused(tmp_path: Path) -> None:
         first.end()
 
 
+@pytest.mark.long
 def test_roles_on_links_of_their_own(tmp_path: Path) -> None:
     with Runs(tmp_path) as runs:
         run = runs.train("digits", "--workers", "2", "--sync", "ps(mode=sync, servers=2)", "--link", "100mbit",

@@ -64,6 +64,7 @@ def test_it_learns_and_refuses_in_words(tmp_path: Path) -> None:
     assert "with 2 workers at most 1 are backups" in results[4].err
 
 
+@pytest.mark.long
 def test_a_follower_and_then_a_leader_are_killed(tmp_path: Path) -> None:
     with Runs(tmp_path) as runs:
         run = runs.train("digits", *COMMON, *SERVED, "--parallel", "pp=2", "--epochs", "40", folder="run")
