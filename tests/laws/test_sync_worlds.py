@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from echelon.train.state import load_rank_state, load_shared_state, rank_state
 from tests.laws.test_sync import save_in_middle
-from tests.ranks.replicas import FEATURES, Trial, copy, make_parts, train, world_of
+from tests.ranks.replicas import FEATURES, Quadratic, Trial, copy, make_parts, train, world_of
 from tests.ranks.spawn import Rank, run_ranks
+
+ALL = "topk(1.0, momentum=0.9, values=fp32)"
 
 
 def _alone(
     rank: Rank, trial: Trial, shared: object, own: dict[int, object], last: int
-) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
-    """Go on alone up to a step: parameters then, the optimizer's velocities before, its momentum."""
+) -> tuple[dict[str, Tensor], dict[str, Tensor], tuple[float, float]]:
+    """Go on alone up to a step: parameters then, the optimizer's velocities before, its momentum and decay."""
     parts = make_parts(trial)
     load_shared_state(parts, shared)
     load_rank_state(parts, world_of(rank), {"dp": len(own)}, own)
@@ -26,7 +31,8 @@ def _alone(
     with parts.sync.agreed():
         after = copy(parts.model.state_dict())
     parts.sync.close()
-    return {n: after[n] for n in named}, velocity, float(parts.optimizer.param_groups[0]["momentum"])
+    (group,) = parts.optimizer.param_groups
+    return {n: after[n] for n in named}, velocity, (group["momentum"], group["weight_decay"])
 
 
 def _sums(own: dict[int, dict[str, dict[str, object]]], *kinds: str) -> dict[str, Tensor]:
@@ -77,11 +83,13 @@ def _velocities(rank: Rank, shared: object, own: dict[int, object]) -> tuple[Ten
 
 def test_momentum_moves_between_the_optimizer_and_a_codec() -> None:
     """Alone there is no codec to apply it; with others the optimizer must not apply it again."""
-    inside, alone = Trial("allreduce", "topk(0.1, momentum=0.9)"), Trial("allreduce", momentum=0.9)
+    strong, weak = (functools.partial(torch.optim.SGD, weight_decay=decay) for decay in (0.1, 0.01))
+    inside = Trial("allreduce", "topk(0.1, momentum=0.9)", optimizer=strong)
+    alone = Trial("allreduce", momentum=0.9, optimizer=weak)
     ranks = run_ranks(save_in_middle, 2, [inside])
     own = {r: ranks[r][0][1] for r in range(2)}
-    ((_, velocity, momentum),) = run_ranks(_alone, 1, alone, ranks[0][0][0], own, 7)
-    assert momentum == 0.9
+    ((_, velocity, left),) = run_ranks(_alone, 1, alone, ranks[0][0][0], own, 7)
+    assert left == (0.9, 0.01)
     assert torch.allclose(velocity["first.weight"], _sums(own, "sent.velocity"), rtol=0, atol=1e-12)
     assert bool(velocity["first.weight"].any())
 
@@ -90,3 +98,24 @@ def test_momentum_moves_between_the_optimizer_and_a_codec() -> None:
     kept = state["optimizer"]["state"]["first.weight"]["momentum_buffer"]
     assert [momentum for _, momentum in seen] == [0.0, 0.0]
     assert torch.allclose(seen[0][0] + seen[1][0], kept, rtol=0, atol=1e-12)
+
+
+def _whole(rank: Rank, trial: Trial, last: int) -> dict[str, Tensor]:
+    """Train up to a step without a pause: the parameters then."""
+    parts = make_parts(trial)
+    train(parts, rank, 0, last)
+    after = copy(parts.model.state_dict())
+    parts.sync.close()
+    return after
+
+
+def test_momentum_in_a_codec_survives_going_on_alone() -> None:
+    """Where all is sent in each step the codec's momentum is SGD's: two workers, then one, train as one throughout."""
+    plain = Trial("allreduce", momentum=0.9, model=Quadratic)
+    whole = run_ranks(_whole, 1, plain, 12)[0]
+    ranks = run_ranks(save_in_middle, 2, [replace(plain, momentum=0.0, compression=ALL)])
+    own = {r: ranks[r][0][1] for r in range(2)}
+    ends = run_ranks(_alone, 1, plain, ranks[0][0][0], own, 12)[0][0]
+    assert {name: float((ends[name] - whole[name]).abs().max()) for name in ends} == dict.fromkeys(
+        whole, pytest.approx(0, abs=1e-5)
+    )

@@ -271,29 +271,30 @@ def test_buckets_go_out_while_backward_still_runs(compression: str) -> None:
     assert run_ranks(hold, 2, compression) == [[False, True]] * 2
 
 
-def placed(rank: Rank) -> list[tuple[str, float, int]]:
-    """Attach with an optimizer and without; returns the spec, the momentum that is left, and the warnings."""
+def placed(rank: Rank) -> list[tuple[str, float, float, int]]:
+    """Attach with an optimizer and without; returns the spec, momentum and decay that are left, and the warnings."""
     found = []
     for compression in ("sign", "topk(0.05)+huffman", "sign(momentum=0.9)", "powersgd(rank=1)", "none"):
         for handed in (True, False):
             ddp = DistributedDataParallel(_model())
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)
             hook = echelon.ddp_hook(compression)
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always", UserWarning)
                 hook.attach(ddp, optimizer if handed else None)
-            found.append((hook.compression, optimizer.param_groups[0]["momentum"], len(warned)))
+            (group,) = optimizer.param_groups
+            found.append((hook.compression, group["momentum"], round(group["weight_decay"], 6), len(warned)))
             hook.close()
     return found
 
 
 def test_momentum_goes_where_the_codec_wants_it_or_a_warning_says_so() -> None:
     assert run_ranks(placed, 2)[0] == [
-        *[("sign(momentum=0.9)", 0.0, 0), ("sign", 0.9, 1)],
-        *[("topk(0.05, momentum=0.9)+huffman", 0.0, 0), ("topk(0.05)+huffman", 0.9, 1)],
-        *[("sign(momentum=0.9)", 0.0, 0), ("sign(momentum=0.9)", 0.9, 0)],
-        *[("powersgd(rank=1)", 0.9, 0)] * 2,
-        *[("none", 0.9, 0)] * 2,
+        *[("sign(momentum=0.9)", 0.0, 1.0, 0), ("sign", 0.9, 0.1, 1)],
+        *[("topk(0.05, momentum=0.9)+huffman", 0.0, 1.0, 0), ("topk(0.05)+huffman", 0.9, 0.1, 1)],
+        *[("sign(momentum=0.9)", 0.0, 1.0, 0), ("sign(momentum=0.9)", 0.9, 0.1, 0)],
+        *[("powersgd(rank=1)", 0.9, 0.1, 0)] * 2,
+        *[("none", 0.9, 0.1, 0)] * 2,
     ]
 
 

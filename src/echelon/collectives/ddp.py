@@ -46,8 +46,9 @@ class DdpHook:
 
         Args:
             optimizer: of the SGD family: a codec that wants momentum before its encoding (sign, topk, threshold,
-                randomk) takes it over, and the optimizer's becomes 0: after decoding, it spoils training. Without it,
-                a warning says what to write. Attach before states are loaded.
+                randomk) takes it over, and the optimizer's becomes 0: after decoding, it spoils training. SGD's weight
+                decay, which momentum m has multiplied until then, becomes 1 / (1 - m) times as large. Without it, a
+                warning says what to write. Attach before states are loaded.
 
         Raises:
             UserError: the codec's momentum contradicts the optimizer's, or parameters differ in theirs.
@@ -106,8 +107,11 @@ def _take_momentum(compression: str, optimizer: torch.optim.Optimizer) -> str:
         raise UserError(
             f"compression {compression}: the optimizer has momentum {sorted(found)}: use one for all groups"
         )
-    spec, left = codecs.place_momentum(compression, found.pop())
+    asked = found.pop()
+    spec, left = codecs.place_momentum(compression, asked)
     for group in optimizer.param_groups:
+        if left != asked and isinstance(optimizer, torch.optim.SGD):
+            group["weight_decay"] *= codecs.decay_factor(spec, asked)
         if "momentum" in group:
             group["momentum"] = left
     return spec

@@ -14,7 +14,7 @@ from echelon.collectives.rounds import LinearSum, Piece
 from echelon.collectives.route import Route
 from echelon.collectives.schedule import Ring, all_gather, reduce_scatter, ring_sum
 from echelon.collectives.transfer import run_schedule
-from echelon.compression.base import Codec
+from echelon.compression.base import Codec, State, working_dtype
 from echelon.core.errors import UserError
 
 
@@ -66,6 +66,23 @@ class PlainReducer(Reducer):
         if self._divisor != 1:
             flat.div_(self._divisor)
         return self._route.sum_(flat)
+
+
+class MomentumReducer(Reducer):
+    """For what travels whole beside a codec that applies the momentum: here, too, it is applied before the sum.
+
+    u = m u + g on each rank, and u is summed: the sum is linear, so that this is the optimizer's own momentum.
+    """
+
+    def __init__(self, plain: PlainReducer, momentum: float, like: Tensor, state: State, holders: int) -> None:
+        self._plain, self._momentum = plain, momentum
+        self._velocity = torch.zeros(like.numel(), dtype=working_dtype(like.dtype), device=like.device)
+        state.memory["velocity"] = self._velocity
+        self.held = [Held(state, (0, like.numel()), holders)]
+
+    def reduce_(self, flat: Tensor) -> int:
+        flat.copy_(self._velocity.mul_(self._momentum).add_(flat))
+        return self._plain.reduce_(flat)
 
 
 class LinearReducer(Reducer):
@@ -145,6 +162,12 @@ def check_combination(codec: Codec, path: Path, size: int) -> None:
             f"collective {path.name} sums at every hop, and what compression {codec.name} sends cannot be summed: "
             "use collective auto or hierarchical(group=N), or a compression that can (bf16, fp16, powersgd, randomk)"
         )
+
+
+def make_small_reducer(coding: Coding, name: str, like: Tensor) -> Reducer:
+    """Build what reduces vectors of parameters that travel whole beside those that the codec encodes."""
+    plain, momentum = PlainReducer(coding.route, coding.average), coding.codec.absorbs_momentum
+    return MomentumReducer(plain, momentum, like, State(name), coding.route.size) if momentum else plain
 
 
 def make_reducer(coding: Coding, pieces: list[Piece], name: str, like: Tensor) -> Reducer:

@@ -15,7 +15,7 @@ from echelon.collectives import memory
 from echelon.collectives.cells import Cell, Layout, Member, lay_out
 from echelon.collectives.coded import Held
 from echelon.collectives.lane import Bucket
-from echelon.collectives.reducer import Coding, PlainReducer, Reducer, is_finite, make_reducer
+from echelon.collectives.reducer import Coding, PlainReducer, Reducer, is_finite, make_reducer, make_small_reducer
 from echelon.collectives.rounds import Piece
 from echelon.collectives.route import Route
 from echelon.collectives.wire import WireCount, is_small
@@ -78,7 +78,6 @@ class CellWork:
 
     def __init__(self, coding: Coding, wire: WireCount) -> None:
         self._coding, self._wire = coding, wire
-        self._small = PlainReducer(coding.route, coding.average)
         self._early: list[Bucket] = []
         self._arrivals: list[_Arrival] = []
         self._cells: list[_Filling] = []
@@ -148,16 +147,19 @@ class CellWork:
     def build(self, layout: Layout) -> None:
         for cell in layout.cells:
             flat = torch.empty(cell.numel, dtype=cell.dtype, device=cell.device)
-            reducer: Reducer = self._small
-            if cell.group != "small":
-                pieces = [Piece(m.name, m.span, m.shape) for m in cell.members]
-                reducer = make_reducer(self._coding, pieces, f"cell{cell.number}", flat)
+            reducer = self._reducer(cell, flat)
             snapshot = memory.Snapshot([h.state for h in reducer.held])
             self._cells.append(_Filling(cell, flat, reducer, snapshot))
         self._layout = layout
         if self._saved is not None:
             saved, self._saved = self._saved, None
             self.load_state_dict(saved)
+
+    def _reducer(self, cell: Cell, flat: Tensor) -> Reducer:
+        name = f"cell{cell.number}"
+        if cell.group == "small":
+            return make_small_reducer(self._coding, name, flat)
+        return make_reducer(self._coding, [Piece(m.name, m.span, m.shape) for m in cell.members], name, flat)
 
     def _take(self, bucket: Bucket) -> None:
         assert self._layout is not None

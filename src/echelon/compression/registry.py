@@ -102,6 +102,15 @@ def place_momentum(text: str, momentum: float) -> tuple[str, float]:
     return text, 0.0 if applied else momentum
 
 
+def decay_factor(text: str, momentum: float) -> float:
+    """Return what weight decay is multiplied by where this momentum has left SGD for a codec.
+
+    SGD's momentum m multiplies its decay, too, which adds up to 1 / (1 - m) times itself as weights change slowly.
+    Signs (Bernstein et al. 2018) are decayed as they are.
+    """
+    return 1.0 if build(text).direction else 1.0 / (1.0 - momentum)
+
+
 def _check_chain(text: str, codec: Codec, rest: list[Spec]) -> None:
     """Refuse what cannot follow a codec."""
     for spec in rest:

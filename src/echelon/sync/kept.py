@@ -52,13 +52,16 @@ def whole(parameters: Sequence[Tensor]) -> int:
 def states(compression: str, piece: Piece) -> int:
     """Return the bytes of a codec's states in an all-reduce: error feedback, momentum, factors.
 
-    Small parameters are not encoded. Each rank encodes the sum of its chunk again, unless sums travel as they are.
+    Small parameters are not encoded, but have the codec's momentum. Each rank encodes the sum of its chunk again,
+    unless sums travel as they are.
     """
     if compression == "none" or piece.ranks == 1:
         return 0
     codec = codecs.build(compression)
     large = [p for p in piece.parameters if not is_small(p)]
     own = sum(_state(codec, p) for p in large)
+    if codec.absorbs_momentum:
+        own += whole([p for p in piece.parameters if is_small(p)])
     return own if codec.linear else own + sum(_state(codec.relay(), p) for p in large) // piece.ranks
 
 

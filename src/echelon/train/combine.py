@@ -79,6 +79,8 @@ def _has_momentum(optimizer: OptimizerConfig) -> bool:
 def settle_momentum(config: RunConfig) -> RunConfig:
     """Return the description with momentum where the codec wants it: in the worker before encoding, or the optimizer.
 
+    Where it leaves the optimizer, the weight decay that it has multiplied until then becomes larger by as much.
+
     Raises:
         UserError: compression and optimizer contradict each other.
     """
@@ -90,4 +92,6 @@ def settle_momentum(config: RunConfig) -> RunConfig:
     spec, left = compression.place_momentum(strategy.compression, asked)
     if not family or left == asked:
         return replace(config, strategy=replace(strategy, compression=spec))
-    return replace(config, strategy=replace(strategy, compression=spec), optimizer=replace(optimizer, momentum=left))
+    decay = optimizer.weight_decay * compression.decay_factor(spec, asked)
+    settled = replace(optimizer, momentum=left, weight_decay=decay)
+    return replace(config, strategy=replace(strategy, compression=spec), optimizer=settled)

@@ -138,6 +138,9 @@ def rank_state(parts: RunParts, world: World) -> dict[str, Any]:
     return state
 
 
+_GO_TOGETHER = ("momentum", "weight_decay")
+
+
 def load_shared_state(parts: RunParts, state: Mapping[str, Any]) -> Cursor:
     """Restore what every replica has; returns the cursor.
 
@@ -150,11 +153,11 @@ def load_shared_state(parts: RunParts, state: Mapping[str, Any]) -> Cursor:
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip() if len(str(error).splitlines()) > 1 else str(error)
         raise UserError(f"the checkpoint is of another model: {reason}") from None
-    momenta = [group.get("momentum") for group in parts.optimizer.param_groups]
+    # Alone the optimizer applies momentum; with others, before encoding, a codec may, and the decay goes with it.
+    described = [{k: g[k] for k in _GO_TOGETHER if k in g} for g in parts.optimizer.param_groups]
     set_optimizer_state_dict(parts.held, parts.optimizer, state["optimizer"])
-    for group, momentum in zip(parts.optimizer.param_groups, momenta, strict=True):
-        if momentum is not None:  # alone the optimizer applies it; with others, before encoding, a codec may
-            group["momentum"] = momentum
+    for group, values in zip(parts.optimizer.param_groups, described, strict=True):
+        group.update(values)
     if state["scaler"]:
         parts.scaler.load_state_dict(dict(state["scaler"]))
     if parts.ema and state["ema"]:

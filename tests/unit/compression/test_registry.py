@@ -10,7 +10,7 @@ import pytest
 
 from echelon.compression.feedback import ErrorFeedback
 from echelon.compression.huffman import Huffman
-from echelon.compression.registry import build, codec_class, names, place_momentum
+from echelon.compression.registry import build, codec_class, decay_factor, names, place_momentum
 from echelon.core.errors import UserError
 
 
@@ -74,6 +74,11 @@ def test_wrappers_stand_in_order() -> None:
 def test_refused_in_words(text: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         build(text)
+
+
+def test_weight_decay_stays_as_strong_when_momentum_leaves_the_optimizer() -> None:
+    assert decay_factor("topk(0.01, momentum=0.9)", 0.9) == pytest.approx(10)
+    assert decay_factor("sign(vote=true, momentum=0.9)", 0.9) == 1
 
 
 def test_momentum_goes_inside_where_the_codec_applies_it() -> None:
