@@ -11,7 +11,7 @@ from torch import Tensor
 
 from echelon.train.state import load_rank_state, load_shared_state, rank_state
 from tests.laws.test_sync import save_in_middle
-from tests.ranks.replicas import FEATURES, Quadratic, Trial, copy, make_parts, train, world_of
+from tests.ranks.replicas import FEATURES, Quadratic, Trial, copy, make_parts, save, targets, train, world_of
 from tests.ranks.spawn import Rank, run_ranks
 
 ALL = "topk(1.0, momentum=0.9, values=fp32)"
@@ -109,9 +109,10 @@ def _whole(rank: Rank, trial: Trial, last: int) -> dict[str, Tensor]:
     return after
 
 
-def test_momentum_in_a_codec_survives_going_on_alone() -> None:
+@pytest.mark.parametrize("growth", [0, 4], ids=["", "losses scaled"])
+def test_momentum_in_a_codec_survives_going_on_alone(growth: int) -> None:
     """Where all is sent in each step the codec's momentum is SGD's: two workers, then one, train as one throughout."""
-    plain = Trial("allreduce", momentum=0.9, model=Quadratic)
+    plain = Trial("allreduce", momentum=0.9, model=Quadratic, growth=growth)
     whole = run_ranks(_whole, 1, plain, 12)[0]
     ranks = run_ranks(save_in_middle, 2, [replace(plain, momentum=0.0, compression=ALL)])
     own = {r: ranks[r][0][1] for r in range(2)}
@@ -119,3 +120,69 @@ def test_momentum_in_a_codec_survives_going_on_alone() -> None:
     assert {name: float((ends[name] - whole[name]).abs().max()) for name in ends} == dict.fromkeys(
         whole, pytest.approx(0, abs=1e-5)
     )
+
+
+def _back_again(rank: Rank, trial: Trial, steps: tuple[int, int], shared: object, own: dict[int, object]) -> object:
+    """Go on from another number of ranks, and save; returns what is saved, by rank."""
+    parts = make_parts(trial)
+    load_shared_state(parts, shared)
+    load_rank_state(parts, world_of(rank), {"dp": len(own)} if len(own) > 1 else {}, own)
+    train(parts, rank, *steps)
+    saved = save(parts, rank, steps[1])
+    parts.sync.close()
+    return saved
+
+
+@pytest.mark.parametrize("compression", ["sign", "topk(0.1)", "powersgd(rank=1)", "int8"])
+@pytest.mark.parametrize("sync", ["local(6)", "local(6, overlap=2)", "allreduce"])
+def test_two_workers_one_and_two_again(sync: str, compression: str) -> None:
+    """The one saves before it has agreed with anyone: what waits for the next average waits on."""
+    trial = Trial(sync, compression)
+    ranks = run_ranks(save_in_middle, 2, [trial])
+    alone = run_ranks(_back_again, 1, trial, (6, 6), ranks[0][0][0], {r: ranks[r][0][1] for r in range(2)})[0]
+    again = run_ranks(_back_again, 2, trial, (6, 6), alone[0], {0: alone[1]})
+    before = _sums({r: ranks[r][0][1] for r in range(2)}, "sent.error", "relay.error")
+    after = _sums({r: again[r][1] for r in range(2)}, "sent.error", "relay.error")
+    assert torch.allclose(before, after, rtol=0, atol=1e-6)
+    assert bool(before.any()) == (compression != "int8")
+
+
+def _states(rank: Rank, trial: Trial, last: int) -> list[dict[str, Tensor]]:
+    parts = make_parts(trial)
+    begun = copy(parts.model.state_dict())
+    seen = [begun, *train(parts, rank, 0, last)]
+    parts.sync.close()
+    return seen
+
+
+def test_what_was_left_out_of_synchronous_steps_joins_their_last_one() -> None:
+    """With SGD all that parameters have moved by is the learning rate times all gradients: w - mean(targets)."""
+    trial, start = Trial("local(3, start=4)", "topk(0.1)", model=Quadratic), 4
+    seen = run_ranks(_states, 2, trial, start)[0]
+    wanted = [torch.from_numpy(targets(step)[:, :1].mean(axis=0)) for step in range(start)]
+    gradients = sum(seen[step]["a"] - wanted[step] for step in range(start))
+    assert torch.allclose(seen[0]["a"] - trial.lr * gradients, seen[start]["a"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "compression", ["sign", "topk(0.1, momentum=0.9)", "threshold(density=0.1)", "powersgd(rank=1)"]
+)
+def test_a_growing_loss_scale_changes_nothing(compression: str) -> None:
+    trial = Trial("allreduce", compression, model=Quadratic)
+    plain = run_ranks(_states, 2, trial, 8)[0]
+    scaled = run_ranks(_states, 2, replace(trial, growth=2), 8)[0]
+    assert all(torch.allclose(s[n], p[n], rtol=0, atol=1e-5) for s, p in zip(scaled, plain, strict=True) for n in p)
+
+
+def _agreed(rank: Rank, trial: Trial, last: int) -> dict[str, Tensor]:
+    parts = make_parts(trial)
+    train(parts, rank, 0, last)
+    with parts.sync.agreed():
+        seen = copy(parts.model.state_dict())
+    parts.sync.close()
+    return seen
+
+
+def test_replicas_that_keep_a_share_of_their_own_are_averaged_to_be_shown() -> None:
+    one, other = run_ranks(_agreed, 2, Trial("diloco(2, alpha=0.5)", model=Quadratic), 4)
+    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -83,6 +83,7 @@ class Trial:
     lr: float = 0.05
     momentum: float = 0.0
     ema: bool = False
+    growth: int = 0  # steps after which a loss scale doubles; 0: losses are not scaled
 
 
 def make_parts(trial: Trial) -> RunParts:
@@ -91,7 +92,7 @@ def make_parts(trial: Trial) -> RunParts:
     model = trial.model()
     extra = {"momentum": trial.momentum} if trial.momentum else {}
     optimizer = trial.optimizer(model.parameters(), lr=trial.lr, **extra)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler = torch.amp.GradScaler("cpu", 8.0, growth_interval=max(1, trial.growth), enabled=trial.growth > 0)
     alone = dist.get_world_size() == 1
     context = SyncContext(
         model=model,
@@ -103,6 +104,7 @@ def make_parts(trial: Trial) -> RunParts:
         collective=trial.collective,
         seed=3,
         clock=HostClock(),
+        loss_scale=scaler.get_scale,
     )
     sync = build_sync(trial.sync, context)
     if sync.wants_blank_step:
@@ -119,7 +121,7 @@ def train(parts: RunParts, rank: Rank, first: int, last: int) -> list[dict[str, 
         with parts.sync.micro_batch(last=True):
             blank = sum(p.sum() for p in parts.model.parameters()) * 0.0
             loss = parts.sync.module(x) / divisor if len(x) else parts.sync.module(torch.zeros(1, FEATURES).double())
-            (loss * (1.0 if len(x) else 0.0) + blank).backward()
+            parts.scaler.scale(loss * (1.0 if len(x) else 0.0) + blank).backward()
         parts.sync.step()
         if parts.ema:
             parts.ema.update(parts.model)

@@ -50,6 +50,8 @@ class DdpHook:
                 decay, which momentum m has multiplied until then, becomes 1 / (1 - m) times as large. Without it, a
                 warning says what to write. Attach before states are loaded.
 
+        With a GradScaler call `rescale` where its scale has changed: what the codec remembers is of scaled gradients.
+
         Raises:
             UserError: the codec's momentum contradicts the optimizer's, or parameters differ in theirs.
         """
@@ -78,6 +80,11 @@ class DdpHook:
         self._saved = state
         if self._inner is not None:
             self._inner.load_state_dict(state)
+
+    def rescale(self, factor: float) -> None:
+        """Hear that a GradScaler changed its scale by this factor (new / old), after `scaler.update()`."""
+        if self._inner is not None:
+            self._inner.rescale(factor)
 
     def close(self) -> None:
         """End the communication thread."""

@@ -163,6 +163,11 @@ class GradientHook:
         """
         return self._work.state_dict() if self._work is not None else {}
 
+    def rescale(self, factor: float) -> None:
+        """Hear that gradients are multiplied by so much more from now on: what codecs remember of them is, too."""
+        if isinstance(self._work, CellWork):
+            memory.rescale(self._work.held(), factor)
+
     def take_velocity(self, velocity: Mapping[str, Tensor]) -> None:
         """Go on with a velocity, by parameter, that the optimizer has kept until now; call it after `attach`."""
         if isinstance(self._work, CellWork):

@@ -87,17 +87,22 @@ def state_dict(cell: Cell, held: Sequence[Held]) -> StateDict:
 def load_state_dict(cell: Cell, held: Sequence[Held], saved: Mapping[str, Any]) -> None:
     """Take over, in place, what `state_dict` returned for the same cell, or what `merge` made of several ranks'.
 
+    A single worker encodes nothing: of what it saved all but the memories that waited begins anew.
+
     Raises:
         ValueError: it was saved by another codec, model or number of ranks; nothing was changed.
     """
     copies: list[tuple[Tensor, Tensor]] = []
+    from_one = not any(key.startswith("numbers.") for key in saved)
     for h in held:
         for name, factor in h.state.factors.items():
-            copies.append((factor, _find(saved, f"factors.{name}/{h.state.name}", factor)))
+            copies.append((factor, factor if from_one else _find(saved, f"factors.{name}/{h.state.name}", factor)))
         for kind, memory in h.state.memory.items():
             for part in _parts(cell, h):
                 own = memory[slice(*part.of_state)]
-                copies.append((own, _saved_memory(saved, f"{h.role}.{kind}", part, own, h.holders)))
+                key = f"{h.role}.{kind}"
+                begins_anew = from_one and f"total.{key}/{part.parameter}" not in saved
+                copies.append((own, torch.zeros_like(own) if begins_anew else _saved_memory(saved, key, part, own, h)))
     for own, found in copies:
         own.copy_(found)
     for h in held:
@@ -106,11 +111,11 @@ def load_state_dict(cell: Cell, held: Sequence[Held], saved: Mapping[str, Any]) 
             h.state.numbers[name] = h.state.numbers[name] if value is None else value
 
 
-def _saved_memory(saved: Mapping[str, Any], kind: str, part: _Part, own: Tensor, holders: int) -> Tensor:
+def _saved_memory(saved: Mapping[str, Any], kind: str, part: _Part, own: Tensor, held: Held) -> Tensor:
     total = saved.get(f"total.{kind}/{part.parameter}")
     if total is None:
         return _find(saved, f"{kind}/{part.key}", own)
-    return total[slice(*part.of_parameter)] / holders
+    return total[slice(*part.of_parameter)] / held.holders
 
 
 def _find(saved: Mapping[str, Any], key: str, like: Tensor) -> Tensor:
@@ -134,6 +139,15 @@ def take_velocity(cell: Cell, held: Sequence[Held], velocity: Mapping[str, Tenso
             if h.role == "sent" and "velocity" in h.state.memory and part.parameter in velocity:
                 own = velocity[part.parameter].reshape(-1)[slice(*part.of_parameter)]
                 h.state.memory["velocity"][slice(*part.of_state)] = own / h.holders
+
+
+def rescale(held: Iterable[Held], factor: float) -> None:
+    """Multiply what is remembered of gradients, whose scale has changed by that factor."""
+    for h in held:
+        for tensor in h.state.memory.values():
+            tensor.mul_(factor)
+        if "threshold" in h.state.numbers:
+            h.state.numbers["threshold"] *= factor
 
 
 def left_out(merged: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -120,7 +120,7 @@ class TieredReducer(Reducer):
         self._group, self._divisor = route.group, route.size if coding.average else 1
         self.held, self._coded, self._linear = [], None, None
         ring = self._tiers.between
-        if ring is None:
+        if ring is None or len(ring.members) == 1:  # with one group nothing goes where the codec works
             return
         start, stop = self._tiers.pieces[self._tiers.inside.index]
         piece, name = like.view(-1)[start:stop], f"{name}.{self._tiers.inside.index}"
@@ -136,15 +136,20 @@ class TieredReducer(Reducer):
         inside, pieces = self._tiers.inside, self._tiers.pieces
         sent = run_schedule(flat, reduce_scatter(inside, pieces, 0), self._group)
         if self._tiers.between is not None:
-            sent += self._reduce_between(flat[slice(*pieces[inside.index])], self._tiers.between)
+            piece, ring = flat[slice(*pieces[inside.index])], self._tiers.between
+            sent += self._reduce_between(piece, ring) if len(ring.members) > 1 else self._divide(piece)
         return sent + run_schedule(flat, all_gather(inside, pieces, self._tiers.spread_round), self._group)
+
+    def _divide(self, piece: Tensor) -> int:
+        if self._divisor != 1:
+            piece.div_(self._divisor)
+        return 0
 
     def _reduce_between(self, piece: Tensor, ring: Ring) -> int:
         if self._coded is not None:
             return self._coded.sum_(piece, self._divisor)
         assert self._linear is not None
-        if self._divisor != 1:
-            piece.div_(self._divisor)
+        self._divide(piece)
         return self._linear.sum_(piece, lambda message: self._sum_between(message, ring), average=False)
 
     def _sum_between(self, message: Tensor, ring: Ring) -> int:

@@ -208,7 +208,8 @@ class CellWork:
 
 
 def _fits(gradient: Tensor, largest: float) -> bool:
-    return is_finite(gradient) and (largest == math.inf or float(gradient.abs().max()) <= largest)
+    bounded = largest == math.inf or not gradient.numel() or float(gradient.abs().max()) <= largest
+    return bounded and is_finite(gradient)
 
 
 def _raise_in(bucket: Bucket, error: BaseException) -> None:

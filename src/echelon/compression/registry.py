@@ -96,8 +96,8 @@ def place_momentum(text: str, momentum: float) -> tuple[str, float]:
         )
     if codec.momentum_inside and momentum and not applied:
         raise UserError(
-            f"compression {first}: optimizer.momentum {momentum} after decoding, together with error feedback, spoils "
-            f"training; write {first.name}(momentum={momentum}), or set optimizer.momentum to 0"
+            f"compression {first}: optimizer.momentum {momentum} after decoding spoils training; leave momentum out of "
+            f"the compression, which then takes the optimizer's, or set optimizer.momentum to 0"
         )
     return text, 0.0 if applied else momentum
 

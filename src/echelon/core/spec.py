@@ -113,7 +113,7 @@ def parse_chain(text: str) -> tuple[Spec, ...]:
 
 
 def bind(spec: Spec, settings: type[T]) -> T:
-    """Build a settings dataclass from a spec's values; unnamed values fill the fields in order.
+    """Build a settings dataclass from a spec's values; unnamed ones fill its positional fields in order.
 
     Example: `bind(parse_spec("topk(0.01)"), TopK)` is `TopK(density=0.01)`.
 
@@ -122,9 +122,12 @@ def bind(spec: Spec, settings: type[T]) -> T:
     """
     assert is_dataclass(settings)
     known = {f.name: f for f in fields(settings) if f.init}
-    if len(spec.args) > len(known):
+    in_order = [name for name, field in known.items() if not field.kw_only]
+    if spec.args and not in_order and known:
+        raise UserError(f"{spec}: name the setting: {spec.name} takes {_settings(known)}")
+    if len(spec.args) > len(in_order):
         raise UserError(f"{spec} has {len(spec.args)} unnamed values, {spec.name} takes {_settings(known)}")
-    values: dict[str, Any] = dict(zip(known, spec.args, strict=False))
+    values: dict[str, Any] = dict(zip(in_order, spec.args, strict=False))
     for key, value in spec.kwargs:
         if key not in known:
             raise UserError(f"{spec.name} has no setting {key!r}: {nearest(key, known)}it takes {_settings(known)}")

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from echelon.collectives.hook import GradientHook
 from echelon.collectives.memory import left_out, merge, velocity_of
 from echelon.collectives.times import ReduceTimes
+from echelon.collectives.wire import is_small, ring_bytes
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.buffers import averaged_buffers
 from echelon.sync.kept import Kept, Piece, by_hook
@@ -82,13 +83,30 @@ class AllReduce:
         """Gradients are summed already: update."""
         if self._left_out:
             self._catch_up()
+        scale = self._context.loss_scale()
         self._context.update()
+        change = self._context.loss_scale() / scale
+        if self._hook and change != 1.0:
+            self._hook.rescale(change)
 
     def _catch_up(self) -> None:
         for name, parameter in self._context.model.named_parameters():
             if name in self._left_out and parameter.grad is not None:
-                parameter.grad += self._left_out[name].view_as(parameter).to(parameter)
-        self._left_out = {}
+                parameter.grad += self._left_out.pop(name).view_as(parameter).to(parameter)
+
+    def recall(self) -> None:
+        """Call back what codecs have left out, for this step's gradient: after it none is encoded any more."""
+        group, hook = self._context.group, self._hook
+        if group is None or hook is None or hook.codec is None or not hook.codec.biased:
+            return
+        own = left_out(self._merged([hook.state_dict()]))
+        for name, parameter in self._context.model.named_parameters():
+            if parameter.grad is None or is_small(parameter):
+                continue
+            total = own[name].to(parameter) if name in own else parameter.new_zeros(parameter.numel())
+            dist.all_reduce(total, group=group)
+            hook.wire.add("weights", ring_bytes(total.nbytes, group.size(), total.is_cuda))
+            self._left_out[name] = total
 
     def agreed(self, averages: bool = False) -> AbstractContextManager[object]:
         """Average BatchNorm statistics over the replicas; each keeps its own."""
@@ -145,9 +163,12 @@ class AllReduce:
         return merge(states, {name: parameter.numel() for name, parameter in self._context.model.named_parameters()})
 
     def _give_momentum_back(self, velocity: Mapping[str, Tensor]) -> None:
+        if not self._context.optimizer.param_groups[0].get("momentum"):
+            return  # one that has none of its own, such as AdamW
+        scale = self._context.loss_scale()
         for name, parameter in self._context.model.named_parameters():
             if name in velocity:
-                kept = velocity[name].view_as(parameter).to(parameter)
+                kept = (velocity[name] / scale).view_as(parameter).to(parameter)
                 self._context.optimizer.state[parameter]["momentum_buffer"] = kept
 
     def _take_momentum(self, hook: GradientHook) -> None:
@@ -165,7 +186,7 @@ class AllReduce:
                 own = kept.get(name)
                 velocity[name] = torch.zeros_like(parameter) if own is None else own.to(parameter, copy=True)
                 dist.all_reduce(velocity[name], group=self._context.group)
-                velocity[name] /= count
+                velocity[name] *= self._context.loss_scale() / count
         hook.take_velocity(velocity)
 
     def close(self) -> None:

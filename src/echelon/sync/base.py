@@ -25,6 +25,7 @@ class SyncContext:
         optimizer: whose moments may be averaged; `update` steps it.
         group: the ranks that hold the same piece of the model in other replicas; None for a single process.
         clock: told when a strategy communicates outside of backward.
+        loss_scale: by what gradients are multiplied until the update (half precision).
     """
 
     model: nn.Module
@@ -36,6 +37,7 @@ class SyncContext:
     collective: str
     seed: int
     clock: PhaseClock
+    loss_scale: Callable[[], float] = lambda: 1.0
 
 
 class StepSync(Protocol):

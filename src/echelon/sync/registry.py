@@ -50,6 +50,12 @@ def encodes_gradients(text: str) -> bool:
     return getattr(_module(parse_spec(text)), "ENCODES", "gradients") == "gradients"
 
 
+def synchronous_steps(text: str) -> int:
+    """Return for how many steps a strategy that averages parameters reduces gradients at first."""
+    spec = parse_spec(text)
+    return int(getattr(bind(spec, _module(spec).SETTINGS), "start", 0))
+
+
 def kept_memory(text: str, compression: str, piece: Piece) -> Kept:
     """Return the memory that a strategy and its codec keep on a rank."""
     spec = parse_spec(text)

@@ -24,7 +24,7 @@ from echelon.observe.environment import environment
 from echelon.observe.phases import make_clock
 from echelon.observe.record import Recorder, read_records
 from echelon.observe.scalars import Scalars
-from echelon.train.combine import settle_momentum
+from echelon.train.combine import settle_alone, settle_momentum
 from echelon.train.cuts import keep_cuts, with_kept_cuts
 from echelon.train.display import Display, RunLength
 from echelon.train.folder import read_launch
@@ -63,8 +63,7 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
         UserError: something in the description cannot be built.
     """
     training = config.training
-    if world.group is not None:  # alone, nothing is encoded, and momentum stays with the optimizer
-        config = settle_momentum(config)
+    config = settle_alone(config) if world.group is None else settle_momentum(config)
     seed_everything(training.seed)
     source = given.source or open_data(config.data, training.seed)
     check_enough(source.info, world.data_size)

@@ -11,7 +11,7 @@ from echelon.config import OptimizerConfig, RunConfig
 from echelon.config.validate import check_world
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError, naming
-from echelon.sync import check_sync, encodes_gradients
+from echelon.sync import check_sync, encodes_gradients, synchronous_steps
 from echelon.train.layouts import check_layout
 from echelon.train.leased_check import check_leased, is_leased, settings_of
 
@@ -44,8 +44,20 @@ def check_strategies(config: RunConfig, ranks: int) -> None:
             "--momentum and a --compression that leaves it to the optimizer, or leave momentum_correction out"
         )
     _check_replicas(config, ranks)
+    if synchronous_steps(strategy.sync) and codec.momentum_inside and _has_momentum(config.optimizer):
+        raise UserError(
+            f"--sync {strategy.sync} sends gradients through --compression {strategy.compression} at first, and the "
+            "optimizer's momentum after decoding, together with error feedback, spoils training: leave out start, or "
+            "use int8, topk or powersgd"
+        )
     if strategy.compression != "none" and ranks > 1:
         check_combination(codec, path, ranks)
+        tiers = None if codec.shaped and codec.linear else path.tiers(0, ranks, 0)
+        if tiers is not None and tiers.between is not None and len(tiers.between.members) == 1:
+            raise UserError(
+                f"--collective {strategy.collective} makes one group of {ranks} workers, and --compression "
+                f"{strategy.compression} works between groups: use a smaller group, or --collective auto"
+            )
     if codec.direction and config.optimizer.clip_norm:
         raise UserError(
             f"--compression {strategy.compression} gives directions, whose norm says nothing: leave out --clip-norm"
@@ -74,6 +86,16 @@ def _check_replicas(config: RunConfig, ranks: int) -> None:
 
 def _has_momentum(optimizer: OptimizerConfig) -> bool:
     return optimizer.name.lower() in SGD_FAMILY and optimizer.momentum > 0
+
+
+def settle_alone(config: RunConfig) -> RunConfig:
+    """Return the description for a single worker, which encodes nothing: a momentum in the codec is the optimizer's."""
+    optimizer, spec = config.optimizer, config.strategy.compression
+    momentum = compression.build(spec).absorbs_momentum if encodes_gradients(config.strategy.sync) else None
+    if not momentum or optimizer.momentum or optimizer.name.lower() not in SGD_FAMILY:
+        return config
+    decay = optimizer.weight_decay / compression.decay_factor(spec, momentum)
+    return replace(config, optimizer=replace(optimizer, momentum=momentum, weight_decay=decay))
 
 
 def settle_momentum(config: RunConfig) -> RunConfig:

@@ -213,5 +213,6 @@ def _sync(built: _Built, model: nn.Module) -> Sync:
         collective=config.strategy.collective,
         seed=config.training.seed,
         clock=built.clock,
+        loss_scale=built.scaler.get_scale,
     )
     return build_sync(config.strategy.sync, context)

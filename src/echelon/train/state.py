@@ -138,7 +138,7 @@ def rank_state(parts: RunParts, world: World) -> dict[str, Any]:
     return state
 
 
-_GO_TOGETHER = ("momentum", "weight_decay")
+_GO_TOGETHER = ("momentum", "nesterov", "weight_decay")
 
 
 def load_shared_state(parts: RunParts, state: Mapping[str, Any]) -> Cursor:
@@ -242,7 +242,7 @@ def _load_former_ranks(parts: RunParts, world: World, saved: Mapping[str, int], 
 
 
 def _left_out_something(sync: Mapping[str, Any]) -> bool:
-    states = [sync, *(fragment["codec"] for fragment in sync.get("fragments", ()))]
+    states = [sync, sync.get("first") or {}, *(fragment["codec"] for fragment in sync.get("fragments", ()))]
     return any(str(key).startswith("sent.") for state in states for key in state)
 
 

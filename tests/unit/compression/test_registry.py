@@ -17,7 +17,9 @@ from echelon.core.errors import UserError
 def test_every_file_is_a_codec() -> None:
     assert set(names()) >= {"none", "fp16", "bf16", "int8", "qsgd", "ternary", "sign", "threshold", "topk", "powersgd"}
     for name in names():
-        codec = build({"topk": "topk(0.1)", "randomk": "randomk(0.1)", "threshold": "threshold(0.1)"}.get(name, name))
+        codec = build(
+            {"topk": "topk(0.1)", "randomk": "randomk(0.1)", "threshold": "threshold(density=0.1)"}.get(name, name)
+        )
         assert codec.name == name
 
 
@@ -67,6 +69,9 @@ def test_wrappers_stand_in_order() -> None:
         ("sign(vote=3)", "true or false"),
         ("powersgd(rank=0)", "nearest is 1"),
         ("bf16(3)", "no settings"),
+        ("threshold(0.01)", "name the setting"),
+        ("sign(magnitude=0.5)", "without vote=true"),
+        ("sign(vote=true, block=512)", "leave block out"),
         ("threshold(tau=nan)", "finite number"),
         ("ternary(clip=inf)", "finite number"),
     ],

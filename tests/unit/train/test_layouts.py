@@ -8,7 +8,7 @@ import pytest
 
 from echelon.config import build
 from echelon.core.errors import UserError
-from echelon.train.combine import check_strategies
+from echelon.train.combine import check_strategies, settle_alone
 from echelon.train.layouts import read_cuts, read_tensor_plan
 
 
@@ -70,6 +70,24 @@ def test_plans_and_cuts_are_read() -> None:
     assert read_tensor_plan("blocks.*.fc1=column, fc2 = row") == {"blocks.*.fc1": "column", "fc2": "row"}
     assert read_cuts("blocks.4, blocks.8") == ("blocks.4", "blocks.8")
     assert read_cuts("") == () and read_tensor_plan(" ") == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"strategy.sync": "local(8, start=100)", "strategy.compression": "sign"}, "leave out start"),
+        ({"strategy.collective": "hierarchical(group=8)", "strategy.compression": "int8"}, "one group of 2 workers"),
+    ],
+)
+def test_a_codec_that_would_do_harm_or_nothing_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check_strategies(build(None, settings).config, 2)
+
+
+def test_a_codecs_own_momentum_is_the_optimizers_in_a_single_worker() -> None:
+    config = build(None, {"strategy.compression": "topk(0.01, momentum=0.9)", "optimizer.momentum": 0.0}).config
+    alone = settle_alone(config).optimizer
+    assert (alone.momentum, alone.weight_decay) == (0.9, pytest.approx(config.optimizer.weight_decay / 10))
 
 
 @pytest.mark.parametrize(

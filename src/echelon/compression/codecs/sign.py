@@ -53,6 +53,10 @@ class Sign(Codec):
         check_momentum(self.momentum)
         if self.magnitude <= 0:
             raise ValueError("magnitude must be positive, such as 0.02")
+        if not self.vote and self.magnitude != Sign.magnitude:
+            raise ValueError("magnitude is that of a vote's result: without vote=true each block has its own scale")
+        if self.vote and self.block != Sign.block:
+            raise ValueError("a vote has no blocks: leave block out")
 
     @property
     def biased(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -16,16 +16,18 @@ from echelon.compression.sparse import Sparse, check_density, check_values, coun
 _LOST = 2.0
 _CORRECTIONS = 3
 _BAND = 1.15
+_OFF = 1.2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Threshold(Sparse):
     """All elements of magnitude above a threshold t; the rest waits in the error memory.
 
     `threshold(tau=0.01)`: t = tau. `threshold(density=0.01)`: t follows the gradient, so that the density stays at its
     target without sorting. Before each step the last t is tried on at most 262,144 evenly spaced elements, and
     corrected: t <- t (above / wanted)^(1 / slope), three times at most, and once more if the count is off nevertheless.
-    The slope, -d log(count) / d log(t), is estimated on the way. Small tensors are looked at whole.
+    The slope, -d log(count) / d log(t), is estimated on the way. Small tensors are looked at whole. Where so many
+    elements are equal that no t lets the right number through, the largest are sorted out, equal ones in turn.
 
     Bits per element as topk's, with the density that t lets through. Biased. The number sent varies.
 
@@ -64,7 +66,7 @@ class Threshold(Sparse):
         return state
 
     def relay(self) -> Codec:
-        return Threshold(self.tau, self.density, 0.0, self.values)
+        return replace(self, momentum=0.0)
 
     def count(self, numel: int) -> int | None:
         return None
@@ -78,7 +80,7 @@ class Threshold(Sparse):
         return self._follow(x, state)
 
     def _follow(self, x: Tensor, state: State) -> Tensor:
-        """Choose by the last threshold, corrected until it fits; where many elements are equal, none may be above."""
+        """Choose by the last threshold, corrected until it fits; where many elements are equal, none does: sort."""
         assert self.density is not None
         count = count_for(self.density, x.numel())
         sample = sampled(x, count)
@@ -86,11 +88,13 @@ class Threshold(Sparse):
         threshold = quantile(sample, count) if small else self._corrected(sample, count / x.numel(), state)
         indices = above(x, threshold, state)
         ratio = max(indices.numel(), 1) / count
-        if not small and not 1 / _BAND < ratio < _BAND:  # the sample misled
+        if not small and indices.numel() and not 1 / _BAND < ratio < _BAND:  # the sample misled
             threshold *= math.exp(math.log(ratio) / state.numbers["slope"])
             indices = above(x, threshold, state)
         state.numbers["threshold"] = threshold
-        return indices if indices.numel() or threshold <= 0 else largest(x, count, state)
+        n = indices.numel()
+        fits = count / _OFF <= n <= count * _OFF or (threshold <= 0 and n < count)
+        return indices if fits else largest(x, count, state)
 
     def _corrected(self, sample: Tensor, density: float, state: State) -> float:
         """Return the last threshold, corrected on a sample; notes the slope."""

@@ -159,7 +159,8 @@ def _lone_notes(record: RunRecord) -> list[str]:
     if not starts or any(m.number("world_size") != 1 or str(m.details.get("backend")) == "zmq" for m in starts):
         return []
     sync, codec = (str(record.setting("strategy", key) or "") for key in ("sync", "compression"))
-    idle = [f"--sync {sync}"] * sync.startswith("local") + [f"--compression {codec}"] * (codec not in ("", "none"))
+    averages = sync.startswith("local") and "reset" not in sync  # moments are reset by one worker, too
+    idle = [f"--sync {sync}"] * averages + [f"--compression {codec}"] * (codec not in ("", "none"))
     return [f"One worker has nobody to send to: {' and '.join(idle)} did nothing."] if idle else []
 
 

@@ -92,6 +92,8 @@ class Averaging:
         """Update by the own gradient, then agree on what is due."""
         self._agreed.clear()
         if self._first:
+            if self._step == -1:
+                self._first.recall()
             self._first.step()
         elif self._now[0] == 0 and self._step > 0:
             self._context.optimizer.zero_grad(set_to_none=True)  # no samples, no step

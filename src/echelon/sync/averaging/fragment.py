@@ -105,7 +105,7 @@ class Fragment:
         self.flight = None
         if means is None:
             return
-        self.equal = not (rule.centred or plan.overlap)
+        self.equal = not (rule.centred or plan.overlap or plan.alpha)
         plain = MeanRule()
         for value in self._averaged(optimizer, plan):
             if value.name not in means:  # a moment that came after the deltas were taken
