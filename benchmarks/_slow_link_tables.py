@@ -90,7 +90,7 @@ def rate_table(results: list[Result], link: str) -> str:
     for candidate, result in ((c, r) for (c, shaped, place), r in placed.items() if shaped == place == link):
         mine = _paces(result["windows"])
         if not mine:
-            rows.append([f"`{candidate}`", "failed", "", "", "", "", ""])
+            rows.append([f"`{candidate}`", "failed", "", "", "", "", "", _where(result)])
             continue
         windows = result["windows"]
         wire = median(w["wire_bytes"] / w["steps"] for w in windows)
@@ -105,11 +105,20 @@ def rate_table(results: list[Result], link: str) -> str:
                 f"{wire / 1e6:.3f}",
                 f"{median(counted):.3f}" if counted else "",
                 f"{median(w['cpu_s'] / w['steps'] for w in windows) * 1e3:.0f}",
+                _where(result),
             ]
         )
     header = ["candidate", "samples/s", "x plain DDP", "x itself on loopback", "MB/step a rank sends (kernel)",
-              "counted / kernel", "CPU ms/step"]  # fmt: skip
+              "counted / kernel", "CPU ms/step", "measured on"]  # fmt: skip
     return markdown_table(header, rows)
+
+
+def _where(result: Result | None) -> str:
+    """Write machine and day: rows of a table are measured on several, between which only ratios compare."""
+    if result is None:
+        return ""
+    where = result["environment"]
+    return f"{re.split(r'[( ]', where['processor'])[0]}, {where['date']}"
 
 
 def _paces(windows: list[dict[str, Any]]) -> list[float]:
@@ -131,10 +140,14 @@ def accuracy_table(results: list[Result], links: list[str]) -> str:
         mine = {seed: c for (name, seed), c in curves.items() if name == candidate}
         steps = [steps_to(candidate, c["points"], goal) for c in mine.values()]
         cells = [_seconds_cell(results, candidate, link, list(mine), goal) for link in [LOOPBACK, *links]]
-        last = [_mean_final(some, candidate) for some in (curves, finals)]
-        rows.append([f"`{candidate}`", ", ".join("never" if s is None else str(s) for s in steps), *cells, *last])
+        last = [_mean_final(curves, candidate), *([_mean_final(finals, candidate)] if finals else [])]
+        rate = newest(results, "rate", "candidate", "place").get((candidate, LOOPBACK))
+        rows.append(
+            [f"`{candidate}`", ", ".join("never" if s is None else str(s) for s in steps), *cells, *last, _where(rate)]
+        )
     places = [f"s on {place}" for place in [LOOPBACK, *links]]
-    header = ["candidate", "steps, by seed", *places, "accuracy after 3 epochs, %", "the same, cosine, %"]
+    cosine = ["the same, cosine, %"] if finals else []
+    header = ["candidate", "steps, by seed", *places, "accuracy after 3 epochs, %", *cosine, "rate of loopback from"]
     return markdown_table(header, rows)
 
 
@@ -203,9 +216,9 @@ def render(results: list[Result], to_terminal: bool) -> None:
             f"To {goal:.2%} test accuracy on CIFAR-10 (plain DDP's after its epochs, minus 0.5 points); medians over "
         )
         words += "seeds, evaluation not counted, agreeing on what is evaluated is. `*`: derived, steps to the accuracy "
-        words += "x measured seconds per step. In brackets: times the same over loopback, of windows that took turns; "
-        words += "behind an accuracy: of how many seeds it is the mean. Constant learning rate; cosine: falling to 0 "
-        words += "over the 3 epochs.\n\n"
+        words += "x measured seconds per step. In brackets: times the same over loopback, of windows that took turns, "
+        words += "or where nothing is derived of the medians; behind an accuracy: of how many seeds it is the mean. "
+        words += "Constant learning rate.\n\n"
         sections[title] = (words + accuracy_table(results, links), [r for r in results if r["kind"] == "curve"])
     failures = [r for r in results if r["kind"] == "aborts"]
     if failures:
