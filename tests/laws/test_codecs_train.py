@@ -53,7 +53,11 @@ def _top1(world: World, spec: str, seed: int) -> float:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("specs", [ONE_OF_EACH_KIND, pytest.param(SPECS, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize(
+    "specs",
+    [pytest.param(ONE_OF_EACH_KIND, marks=pytest.mark.long), pytest.param(SPECS, marks=pytest.mark.slow)],
+    ids=len,
+)
 def test_every_codec_reaches_the_uncompressed_accuracy(specs: list[str]) -> None:
     accuracy = run_ranks(train_on_digits, 2, specs, timeout_s=580)[0]
     short = {spec: top1 for spec, top1 in accuracy.items() if top1 < accuracy["none"] - WITHIN}

@@ -24,6 +24,7 @@ def _kill(run: Run, rank: int) -> tuple[int, float]:
     return pid, time.time()
 
 
+@pytest.mark.long
 def test_killed_ranks_are_replaced_until_restarts_are_used_up_and_then_the_run_can_be_resumed(tmp_path: Path) -> None:
     with Runs(tmp_path) as runs:
         run = runs.train("digits", *SETTINGS, "--checkpoint-every", "10", "--max-restarts", "1", folder="run")

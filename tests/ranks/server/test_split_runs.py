@@ -43,6 +43,7 @@ def parameters(folder: Path) -> dict[str, Tensor]:
     return dict(found[1]["model"])
 
 
+@pytest.mark.long
 def test_it_learns_and_refuses_in_words(tmp_path: Path) -> None:
     train = ["train", "digits", *COMMON, *SERVED]
     results = run_many(tmp_path, [
