@@ -29,8 +29,8 @@ class TopK(Sparse):
         density: share of elements sent, above 0 and at most 1.
         momentum: applied in the worker, before choosing; the optimizer's must be 0. 0: the optimizer keeps its own.
             Left out: `registry.place_momentum` fills in the optimizer's.
-        clip: Euclidean norm that each worker's tensor is scaled down to (the paper: the global limit / sqrt(workers));
-            0: none.
+        clip: Euclidean norm that each vector which a worker encodes is scaled down to: in an all-reduce the chunk of a
+            cell that goes to one owner, so that a global limit L is about L / (workers sqrt(cells)); 0: none.
         warmup_steps: steps until the density is reached; 0: at once.
         values: how values travel: bf16, fp32 or sign.
 
