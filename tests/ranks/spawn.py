@@ -42,6 +42,7 @@ PRELOAD = [
     "tests.ranks.spawn",
 ]
 GRACE_S = 5.0
+ENDED_S = 20.0  # a machine that stands still for a while is no leak
 PR_SET_PDEATHSIG = 1
 
 
@@ -112,14 +113,15 @@ def run_ranks(
     world_size: int,
     *args: Any,
     timeout_s: float = 60,
+    group_timeout_s: float | None = None,
     faults: Sequence[Fault] = (),
     backend: str | None = "gloo",
 ) -> list[Any]:
     """Run `fn(rank, *args)` on every rank; returns what each returned, or `Struck` where a planned fault hit.
 
     Args:
-        timeout_s: seconds from here to the end of the last rank; then every rank is killed. The process group waits
-            at most half of it.
+        timeout_s: seconds from here to the end of the last rank; then every rank is killed.
+        group_timeout_s: seconds that an operation of the process group waits at most; half of `timeout_s` unless given.
         backend: backend of the default process group; None makes none.
 
     Raises:
@@ -127,7 +129,7 @@ def run_ranks(
     """
     server = _server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        timeout = timedelta(seconds=timeout_s / 2)
+        timeout = timedelta(seconds=group_timeout_s or timeout_s / 2)
         ranks = [Rank(i, world_size, timeout, Path(folder), backend, tuple(faults)) for i in range(world_size)]
         running = [_start(server, rank, fn, args) for rank in ranks]
         try:
@@ -204,7 +206,7 @@ def _ask_for_stacks(running: list[_Running], ranks: list[Rank]) -> None:
     late = [(run, file) for run, file in late if file.exists()]
     for run, _ in late:
         os.kill(run.process.pid, signal.SIGUSR1)
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + GRACE_S
     while time.monotonic() < deadline and any(file.stat().st_size == 0 for _, file in late):
         time.sleep(0.01)
 
@@ -213,7 +215,7 @@ def _end(rank: _Running) -> bool:
     """End a rank's process and all it started; True when something outlived the rank."""
     if rank.outcome is None:
         rank.process.kill()
-    rank.process.join(GRACE_S)
+    rank.process.join(ENDED_S)
     stuck = rank.process.is_alive()
     if stuck:
         rank.process.kill()
@@ -227,7 +229,7 @@ def _end(rank: _Running) -> bool:
 
 def _group_alive(pid: int) -> bool:
     """Whether a process of the rank's group still lives after a moment to end by itself."""
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + GRACE_S
     while time.monotonic() < deadline:
         try:
             os.killpg(pid, 0)

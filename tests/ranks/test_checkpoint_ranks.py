@@ -80,5 +80,5 @@ def fail_on_one(rank: Rank) -> str:
 def test_a_dead_rank_does_not_hang_the_gathering() -> None:
     from tests.ranks.spawn import Struck, fail_at
 
-    results = run_ranks(fail_on_one, 2, faults=[fail_at(rank=1, step=0)], timeout_s=20)
+    results = run_ranks(fail_on_one, 2, faults=[fail_at(rank=1, step=0)])
     assert results == ["ended", Struck("kill")]

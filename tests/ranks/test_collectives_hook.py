@@ -320,7 +320,7 @@ def die(rank: Rank, compression: str) -> str:
 
 @pytest.mark.parametrize("compression", ["none", "int8", "powersgd(rank=1)"])
 def test_a_dead_peer_ends_backward_with_an_error(compression: str) -> None:
-    gone, words = run_ranks(die, 2, compression, faults=[fail_at(0, 1)], timeout_s=20)
+    gone, words = run_ranks(die, 2, compression, faults=[fail_at(0, 1)])
     assert gone == Struck("kill")
     assert "lost" in words
 
@@ -334,7 +334,7 @@ def ends(rank: Rank) -> list[str]:
     lane = hook._lane._thread
     del ddp, hook
     gc.collect()
-    lane.join(5)
+    lane.join(20)
     return [t.name for t in threading.enumerate() if t.name == "echelon-lane"]
 
 

@@ -55,7 +55,7 @@ def test_a_traceback_is_shown() -> None:
 
 def test_the_time_ends_a_hanging_rank_and_shows_where_it_stood() -> None:
     with pytest.raises(RanksFailed, match=r"(?s)rank 1 was still at.*in hang"):
-        run_ranks(hang, 2, timeout_s=3)
+        run_ranks(hang, 2, timeout_s=10)
 
 
 def test_a_process_left_behind_is_found() -> None:
@@ -70,10 +70,10 @@ def test_a_planned_kill_is_seen_by_the_others() -> None:
 
 
 def test_a_stopped_rank_leaves_the_others_to_their_deadline() -> None:
-    results = run_ranks(steps, 2, faults=[fail_at(rank=1, step=1, how="stop")], timeout_s=4)
+    results = run_ranks(steps, 2, faults=[fail_at(rank=1, step=1, how="stop")], group_timeout_s=4)
     assert results == ["stopped at 1: RuntimeError", Struck("stop")]
 
 
 def test_a_planned_exception() -> None:
-    results = run_ranks(steps, 2, faults=[fail_at(0, 1, "raise")], timeout_s=4)
+    results = run_ranks(steps, 2, faults=[fail_at(0, 1, "raise")])
     assert results[0] == "stopped at 1: PlannedFailure"
