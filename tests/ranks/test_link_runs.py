@@ -1,0 +1,51 @@
+"""Runs over a shaped link: their bytes are the kernel's, and however a run ends its network goes with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from echelon.observe.report import load_run
+from echelon.observe.report.tables import link_words
+from tests.ranks.links import NEEDS_LINKS
+from tests.ranks.runs import Runs
+
+pytestmark = [*NEEDS_LINKS, pytest.mark.long, pytest.mark.timeout(400)]
+HEADERS_BYTES = 66  # Ethernet, IPv4 and TCP with timestamps
+
+
+@pytest.mark.parametrize("compression", ["int8", "topk(0.01)", "powersgd(2)"])
+def test_the_bytes_of_a_run_are_those_that_the_kernel_counts(tmp_path: Path, compression: str) -> None:
+    with Runs(tmp_path) as runs:
+        run = runs.train("digits", "--model", "mlp", "--workers", "2", "--link", "100mbit",
+                         "--compression", compression, "--max-steps", "60", "--epochs", "9", "--eval-every", "0", folder="run")  # fmt: skip
+        assert run.end() == 0, run.text()
+        (link,), (end,), windows = run.records("link"), run.records("end"), run.records("steps")
+        (words,) = link_words(load_run(run.folder))
+    said = sum(w["wire_bytes"] + w["other_wire_bytes"] for w in windows) + end["other_wire_bytes"]
+    carried = sum(host["sent_bytes"] - HEADERS_BYTES * host["sent_packets"] for host in link["hosts"])
+    assert carried == pytest.approx(said, rel=0.05)
+    assert abs(float(words.rpartition("(")[2].partition("%")[0])) <= 5, words
+
+
+def _interfaces() -> set[str]:
+    return {path.name for path in Path("/sys/class/net").iterdir()}
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_the_network_goes_with_a_run_that_is_ended(tmp_path: Path, how: signal.Signals) -> None:
+    before = _interfaces()
+    with Runs(tmp_path) as runs:
+        run = runs.train("digits", "--workers", "2", "--link", "100mbit", "--epochs", "1000", folder="run")
+        run.wait_for_step(5)
+        made = _interfaces() - before
+        assert made
+        os.kill(run.process.pid, how)
+        run.end()
+        assert not run.left_behind()
+    routes = subprocess.run(["ip", "route"], capture_output=True, text=True, check=True).stdout
+    assert not made & _interfaces() and not any(name in routes for name in made)
