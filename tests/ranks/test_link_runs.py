@@ -22,7 +22,8 @@ HEADERS_BYTES = 66  # Ethernet, IPv4 and TCP with timestamps
 def test_the_bytes_of_a_run_are_those_that_the_kernel_counts(tmp_path: Path, compression: str) -> None:
     with Runs(tmp_path) as runs:
         run = runs.train("digits", "--model", "mlp", "--workers", "2", "--link", "100mbit",
-                         "--compression", compression, "--max-steps", "60", "--epochs", "9", "--eval-every", "0", folder="run")  # fmt: skip
+                         "--compression", compression, "--max-steps", "60", "--epochs", "9",
+                         "--eval-every", "0", folder="run")  # fmt: skip
         assert run.end() == 0, run.text()
         (link,), (end,), windows = run.records("link"), run.records("end"), run.records("steps")
         (words,) = link_words(load_run(run.folder))
