@@ -31,6 +31,7 @@ def show(resolved: Resolved) -> None:
         UserError: it would not start; nothing has been printed.
     """
     from echelon.data.loader import size_note
+    from echelon.train.combine import interplay_notes
     from echelon.train.tryout import try_out
 
     config = resolved.config
@@ -55,6 +56,8 @@ def show(resolved: Resolved) -> None:
         highlight=False,
     )
     if note := size_note(found.info, config.data.batch_size):
+        console.print(note, highlight=False, markup=False)
+    for note in interplay_notes(config, ranks):
         console.print(note, highlight=False, markup=False)
     _show_layout(console, config, found.forecast, ranks)
 

@@ -24,7 +24,7 @@ from echelon.observe.environment import environment
 from echelon.observe.phases import make_clock
 from echelon.observe.record import Recorder, read_records
 from echelon.observe.scalars import Scalars
-from echelon.train.combine import settle_alone, settle_momentum
+from echelon.train.combine import interplay_notes, settle_alone, settle_momentum
 from echelon.train.cuts import keep_cuts, with_kept_cuts
 from echelon.train.display import Display, RunLength
 from echelon.train.folder import read_launch
@@ -63,6 +63,7 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
         UserError: something in the description cannot be built.
     """
     training = config.training
+    notes = interplay_notes(config, world.size)
     config = settle_alone(config) if world.group is None else settle_momentum(config)
     seed_everything(training.seed)
     source = given.source or open_data(config.data, training.seed)
@@ -102,6 +103,9 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
     _record_start(config, run, source, cursor, path)
     for note in parts.split.notes if parts.split else ():
         record.event("layout", note)
+        run.display.say(note)
+    for note in notes:
+        record.event("settings", note)
         run.display.say(note)
     if note := size_note(source.info, config.data.batch_size):
         record.event("batch_size", note)

@@ -88,6 +88,27 @@ def _has_momentum(optimizer: OptimizerConfig) -> bool:
     return optimizer.name.lower() in SGD_FAMILY and optimizer.momentum > 0
 
 
+def interplay_notes(config: RunConfig, ranks: int) -> list[str]:
+    """Say, in sentences, which settings work otherwise than they would without the run's other choices."""
+    return [] if ranks == 1 else [*_momentum_notes(config), *_path_notes(config, ranks)]
+
+
+def _momentum_notes(config: RunConfig) -> list[str]:
+    optimizer, compression_ = config.optimizer, config.strategy.compression
+    if settle_momentum(config).optimizer.momentum == optimizer.momentum:
+        return []
+    plain = "" if optimizer.name.lower() == "momentum" else ", without Nesterov's look-ahead"
+    note = f"momentum {optimizer.momentum:g} acts in each worker, before --compression {compression_} encodes{plain}"
+    return [note]
+
+
+def _path_notes(config: RunConfig, ranks: int) -> list[str]:
+    strategy = config.strategy
+    if is_leased(config) or collectives.build(strategy.collective).by_backend or check_world(config, ranks).dp != 2:
+        return []
+    return [f"between 2 replicas all paths are one: --collective {strategy.collective} changes nothing"]
+
+
 def settle_alone(config: RunConfig) -> RunConfig:
     """Return the description for a single worker, which encodes nothing: a momentum in the codec is the optimizer's."""
     optimizer, spec = config.optimizer, config.strategy.compression

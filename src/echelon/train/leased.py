@@ -25,7 +25,7 @@ from echelon.observe.record import Recorder
 from echelon.sync.server.client import PushInfo, RunOver, TagLost
 from echelon.sync.server.giving import BUFFERS_KEY
 from echelon.train.assemble import Given
-from echelon.train.combine import settle_momentum
+from echelon.train.combine import interplay_notes, settle_momentum
 from echelon.train.evaluate import EvaluationReport
 from echelon.train.folder import read_launch
 from echelon.train.leased_assemble import LeasedWorker, assemble_worker
@@ -191,6 +191,8 @@ def _start_info(worker: LeasedWorker) -> dict[str, Any]:
     bench = worker.bench
     info, config = bench.source.info, worker.config
     launch = read_launch(worker.path)
+    for note in interplay_notes(load_run_config(worker.path / "config.yaml"), worker.seat.workers):
+        worker.record.event("settings", note)
     return {
         **_layout_info(worker), "device": str(bench.world.device), "threads": torch.get_num_threads(),
         "parameters": parameter_count(worker.strategy.held), "model": config.model.name, "data": info.name,

@@ -247,7 +247,7 @@ def _pace(sent: int, listener: Listener) -> None:
         _until(lambda: listener.messages >= sent - WAITING)
 
 
-def _until(done: Callable[[], bool], deadline_s: float = 20) -> None:
+def _until(done: Callable[[], bool], deadline_s: float = 60) -> None:
     ends = time.monotonic() + deadline_s
     while not done():
         assert time.monotonic() < ends, "not in time"

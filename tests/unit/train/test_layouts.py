@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from echelon.config import build
 from echelon.core.errors import UserError
-from echelon.train.combine import check_strategies, settle_alone
+from echelon.train.combine import check_strategies, interplay_notes, settle_alone
 from echelon.train.layouts import read_cuts, read_tensor_plan
 
 
@@ -88,6 +89,27 @@ def test_a_codecs_own_momentum_is_the_optimizers_in_a_single_worker() -> None:
     config = build(None, {"strategy.compression": "topk(0.01, momentum=0.9)", "optimizer.momentum": 0.0}).config
     alone = settle_alone(config).optimizer
     assert (alone.momentum, alone.weight_decay) == (0.9, pytest.approx(config.optimizer.weight_decay / 10))
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "words"),
+    [
+        ({}, 2, []),
+        ({"strategy.compression": "int8"}, 2, []),
+        ({"strategy.compression": "topk(0.01)"}, 2, ["momentum 0.9 acts in each worker.*without Nesterov"]),
+        ({"strategy.compression": "topk(0.01)", "optimizer.name": "momentum"}, 3, ["topk.0.01. encodes$"]),
+        ({"strategy.compression": "topk(0.01)", "strategy.sync": "ps"}, 2, ["momentum 0.9 acts in each worker"]),
+        ({"strategy.compression": "topk(0.01)", "strategy.sync": "local(8)"}, 2, []),
+        ({"strategy.compression": "topk(0.01)"}, 1, []),
+        ({"strategy.collective": "ring"}, 2, ["--collective ring changes nothing"]),
+        ({"strategy.collective": "ring"}, 3, []),
+        ({"strategy.collective": "ring", "strategy.parallel": "fsdp=2"}, 4, ["--collective ring changes nothing"]),
+    ],
+)
+def test_what_one_setting_does_to_another_is_said(settings: dict[str, Any], ranks: int, words: list[str]) -> None:
+    notes = interplay_notes(build(None, settings).config, ranks)
+    assert len(notes) == len(words)
+    assert all(re.search(word, note) for word, note in zip(words, notes, strict=True)), notes
 
 
 @pytest.mark.parametrize(
