@@ -126,9 +126,9 @@ def _loop(plan: RankPlan, model: nn.Module) -> Loop:
         net.register_comm_hook(None, fp16_compress_hook)
     elif kind == "torch-postlocal":
         wrap = _attach_post_local(net, number)
-    elif kind != "ddp":
+    elif kind not in ("ddp", "ddp-nesterov"):
         raise ValueError(f"unknown candidate {plan.candidate!r}: see RankPlan")
-    optimizer = wrap(torch.optim.SGD(net.parameters(), lr=plan.lr, momentum=momentum))
+    optimizer = wrap(torch.optim.SGD(net.parameters(), lr=plan.lr, momentum=momentum, nesterov=kind == "ddp-nesterov"))
     return Loop(net, optimizer, _batches(plan), counted)
 
 

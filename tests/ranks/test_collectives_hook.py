@@ -298,6 +298,31 @@ def test_momentum_goes_where_the_codec_wants_it_or_a_warning_says_so() -> None:
     ]
 
 
+def sgd_by_codec(rank: Rank, nesterov: bool) -> float:
+    """Distance from DDP with SGD's momentum, when all is sent in each step and the codec has the momentum."""
+    ends = []
+    for compression in ("none", "topk(1.0, values=fp32)"):
+        ddp = DistributedDataParallel(_model().double())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9, nesterov=nesterov)
+        hook = echelon.ddp_hook(compression)
+        hook.attach(ddp, optimizer)
+        for step in range(6):
+            x = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(10 * step + rank.index)).double()
+            optimizer.zero_grad()
+            ddp(x).square().mean().backward()
+            optimizer.step()
+        ends.append(_flat(ddp.module))
+        hook.close()
+    assert not torch.equal(ends[0], _flat(_model().double()))
+    return float((ends[0] - ends[1]).abs().max())
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_where_all_is_sent_a_codecs_momentum_is_that_of_sgd(nesterov: bool) -> None:
+    """For what is encoded and for what travels whole beside it."""
+    assert max(run_ranks(sgd_by_codec, 2, nesterov)) < 1e-6
+
+
 def test_a_plain_ddp_user_needs_one_line() -> None:
     assert run_ranks(plain_user, 2, True) == [(True, ["4.weight", "6.weight"])] * 2
     same, keys = run_ranks(plain_user, 2, False)[0]

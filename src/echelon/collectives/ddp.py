@@ -109,14 +109,16 @@ _WHERE_IS_MOMENTUM = (
 
 def _take_momentum(compression: str, optimizer: torch.optim.Optimizer) -> str:
     """Move an optimizer's momentum into the codec where that is its place; returns the spec with it."""
-    found = {float(group.get("momentum", 0.0)) for group in optimizer.param_groups}
+    groups = optimizer.param_groups
+    found = {(float(group.get("momentum", 0.0)), bool(group.get("nesterov", False))) for group in groups}
     if len(found) > 1:
         raise UserError(
-            f"compression {compression}: the optimizer has momentum {sorted(found)}: use one for all groups"
+            f"compression {compression}: the optimizer has several momenta (momentum, nesterov: "
+            f"{', '.join(str(each) for each in sorted(found))}): use one for all groups"
         )
-    asked = found.pop()
-    spec, left = codecs.place_momentum(compression, asked)
-    for group in optimizer.param_groups:
+    asked, nesterov = found.pop()
+    spec, left = codecs.place_momentum(compression, asked, nesterov)
+    for group in groups:
         if left != asked and isinstance(optimizer, torch.optim.SGD):
             group["weight_decay"] *= codecs.decay_factor(spec, asked)
         if "momentum" in group:

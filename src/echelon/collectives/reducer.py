@@ -71,17 +71,22 @@ class PlainReducer(Reducer):
 class MomentumReducer(Reducer):
     """For what travels whole beside a codec that applies the momentum: here, too, it is applied before the sum.
 
-    u = m u + g on each rank, and u is summed: the sum is linear, so that this is the optimizer's own momentum.
+    u = m u + g on each rank, and u (or g + m u, looking ahead) is summed: the sum is linear, so that this is the
+    optimizer's own momentum.
     """
 
-    def __init__(self, plain: PlainReducer, momentum: float, like: Tensor, state: State, holders: int) -> None:
-        self._plain, self._momentum = plain, momentum
+    def __init__(self, plain: PlainReducer, codec: Codec, like: Tensor, state: State, holders: int) -> None:
+        self._plain, self._momentum, self._looks_ahead = plain, codec.absorbs_momentum or 0.0, codec.looks_ahead
         self._velocity = torch.zeros(like.numel(), dtype=working_dtype(like.dtype), device=like.device)
         state.memory["velocity"] = self._velocity
         self.held = [Held(state, (0, like.numel()), holders)]
 
     def reduce_(self, flat: Tensor) -> int:
-        flat.copy_(self._velocity.mul_(self._momentum).add_(flat))
+        self._velocity.mul_(self._momentum).add_(flat)
+        if self._looks_ahead:
+            flat.add_(self._velocity, alpha=self._momentum)
+        else:
+            flat.copy_(self._velocity)
         return self._plain.reduce_(flat)
 
 
@@ -171,8 +176,8 @@ def check_combination(codec: Codec, path: Path, size: int) -> None:
 
 def make_small_reducer(coding: Coding, name: str, like: Tensor) -> Reducer:
     """Build what reduces vectors of parameters that travel whole beside those that the codec encodes."""
-    plain, momentum = PlainReducer(coding.route, coding.average), coding.codec.absorbs_momentum
-    return MomentumReducer(plain, momentum, like, State(name), coding.route.size) if momentum else plain
+    plain, codec = PlainReducer(coding.route, coding.average), coding.codec
+    return MomentumReducer(plain, codec, like, State(name), coding.route.size) if codec.absorbs_momentum else plain
 
 
 def make_reducer(coding: Coding, pieces: list[Piece], name: str, like: Tensor) -> Reducer:

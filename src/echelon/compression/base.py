@@ -70,6 +70,7 @@ class Codec(ABC):
             nor a mean: do not divide it by the number of workers.
         absorbs_momentum: the momentum that the codec applies in the worker before encoding: the optimizer's must be
             0 (`registry.place_momentum` sees to it). None: it leaves momentum to the optimizer.
+        looks_ahead: that momentum is Nesterov's: g + m u is encoded, not u.
         momentum_inside: momentum after decoding spoils training, also where the codec itself applies none.
         mask_below: the density below which momentum is zeroed where values were sent (DGC's momentum factor masking);
             where much is sent it would remove most of the momentum and hurt accuracy.
@@ -93,6 +94,10 @@ class Codec(ABC):
     @property
     def absorbs_momentum(self) -> float | None:
         return None
+
+    @property
+    def looks_ahead(self) -> bool:
+        return False
 
     @property
     def local_clip(self) -> float:

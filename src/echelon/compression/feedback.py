@@ -28,10 +28,10 @@ StateDict = dict[str, Tensor | float]
 class ErrorFeedback(Codec):
     """Around a codec C: p = g + e, send C(p), keep e = p - decode(C(p)).
 
-    With momentum m in the worker (DGC's momentum correction): u = m u + g, p = u + e; where a sparse message carries a
-    value, u is zeroed too (momentum factor masking), once the density is below the codec's `mask_below`. With clipping,
-    g is first scaled down to the Euclidean norm `local_clip`. Memories: "error" (e) and "velocity" (u), one value per
-    element.
+    With momentum m in the worker (DGC's momentum correction): u = m u + g, p = u + e, or p = g + m u + e where the
+    codec looks ahead (Nesterov's form). Where a sparse message carries a value, u is zeroed too (momentum factor
+    masking), once the density is below the codec's `mask_below`. With clipping, g is first scaled down to the
+    Euclidean norm `local_clip`. Memories: "error" (e) and "velocity" (u), one value per element.
 
     Attributes:
         inner: the codec.
@@ -59,6 +59,10 @@ class ErrorFeedback(Codec):
     @property
     def absorbs_momentum(self) -> float | None:
         return self.inner.absorbs_momentum if self.worker else None
+
+    @property
+    def looks_ahead(self) -> bool:
+        return self.worker and self.inner.looks_ahead
 
     @property
     def local_clip(self) -> float:
@@ -107,8 +111,9 @@ class ErrorFeedback(Codec):
         if self.local_clip:
             norm = torch.linalg.vector_norm(gradient)
             gradient = gradient * torch.clamp(self.local_clip / norm.clamp_min(1e-30), max=1.0)
-        if self.absorbs_momentum:
-            gradient = state.memory["velocity"].mul_(self.absorbs_momentum).add_(gradient)
+        if momentum := self.absorbs_momentum:
+            velocity = state.memory["velocity"].mul_(momentum).add_(gradient)
+            gradient = torch.add(gradient, velocity, alpha=momentum) if self.looks_ahead else velocity
         return state.memory["error"].add_(gradient) if self.biased else gradient
 
     def layout(self, numel: int) -> Layout:

@@ -80,6 +80,10 @@ class Huffman(Codec):
         return self.inner.absorbs_momentum
 
     @property
+    def looks_ahead(self) -> bool:
+        return self.inner.looks_ahead
+
+    @property
     def local_clip(self) -> float:
         return self.inner.local_clip
 

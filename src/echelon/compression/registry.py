@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from echelon.compression import codecs
 from echelon.core.errors import UserError, unknown
-from echelon.core.spec import Spec, bind, parse_chain
+from echelon.core.spec import Spec, Value, bind, parse_chain
 
 if TYPE_CHECKING:
     from echelon.compression.base import Codec
@@ -68,12 +70,13 @@ def leaves_momentum(text: str) -> bool:
     return getattr(bind(first, codec_class(first.name)), "momentum", 0.0) is None
 
 
-def place_momentum(text: str, momentum: float) -> tuple[str, float]:
+def place_momentum(text: str, momentum: float, nesterov: bool = False) -> tuple[str, float]:
     """Decide where momentum is applied: inside the codec, before encoding, where that is how the codec works.
 
     Args:
         text: the compression's spec.
         momentum: what the user asked of the optimizer (the SGD family's momentum; 0 for others).
+        nesterov: the optimizer's momentum is Nesterov's; so is the codec's then, unless its spec says otherwise.
 
     Returns:
         the spec to build, and the momentum that is left for the optimizer.
@@ -85,10 +88,12 @@ def place_momentum(text: str, momentum: float) -> tuple[str, float]:
     """
     first, *rest = parse_chain(text)
     codec = bind(first, codec_class(first.name))
+    form = (("nesterov", True),) if nesterov and getattr(codec, "nesterov", False) is None else ()
     if getattr(codec, "momentum", 0.0) is None and momentum:
-        inside = Spec(first.name, first.args, (*first.kwargs, ("momentum", momentum)))
-        return "+".join(str(spec) for spec in (inside, *rest)), 0.0
+        return _with(first, rest, ("momentum", momentum), *form), 0.0
     applied = codec.absorbs_momentum
+    if codec.looks_ahead and not applied:
+        raise UserError(f"compression {first}: nesterov is a form of momentum, and there is none: leave nesterov out")
     if applied and momentum not in (0.0, applied):
         raise UserError(
             f"compression {first} applies its momentum before encoding, but optimizer.momentum is {momentum}: "
@@ -99,7 +104,11 @@ def place_momentum(text: str, momentum: float) -> tuple[str, float]:
             f"compression {first}: optimizer.momentum {momentum} after decoding spoils training; leave momentum out of "
             f"the compression, which then takes the optimizer's, or set optimizer.momentum to 0"
         )
-    return text, 0.0 if applied else momentum
+    return (_with(first, rest, *form), 0.0) if applied else (text, momentum)
+
+
+def _with(first: Spec, rest: Sequence[Spec], *more: tuple[str, Value]) -> str:
+    return "+".join(str(spec) for spec in (replace(first, kwargs=(*first.kwargs, *more)), *rest))
 
 
 def decay_factor(text: str, momentum: float) -> float:

@@ -15,7 +15,8 @@ from echelon.sync import check_sync, encodes_gradients, synchronous_steps
 from echelon.train.layouts import check_layout
 from echelon.train.leased_check import check_leased, is_leased, settings_of
 
-SGD_FAMILY = ("sgd", "nesterov", "momentum")
+NESTEROV = ("sgd", "nesterov")
+SGD_FAMILY = (*NESTEROV, "momentum")
 
 
 def check_strategies(config: RunConfig, ranks: int) -> None:
@@ -97,9 +98,7 @@ def _momentum_notes(config: RunConfig) -> list[str]:
     optimizer, compression_ = config.optimizer, config.strategy.compression
     if settle_momentum(config).optimizer.momentum == optimizer.momentum:
         return []
-    plain = "" if optimizer.name.lower() == "momentum" else ", without Nesterov's look-ahead"
-    note = f"momentum {optimizer.momentum:g} acts in each worker, before --compression {compression_} encodes{plain}"
-    return [note]
+    return [f"momentum {optimizer.momentum:g} acts in each worker, before --compression {compression_} encodes"]
 
 
 def _path_notes(config: RunConfig, ranks: int) -> list[str]:
@@ -112,11 +111,17 @@ def _path_notes(config: RunConfig, ranks: int) -> list[str]:
 def settle_alone(config: RunConfig) -> RunConfig:
     """Return the description for a single worker, which encodes nothing: a momentum in the codec is the optimizer's."""
     optimizer, spec = config.optimizer, config.strategy.compression
-    momentum = compression.build(spec).absorbs_momentum if encodes_gradients(config.strategy.sync) else None
+    codec = compression.build(compression.place_momentum(spec, 0.0, _is_nesterov(optimizer))[0])
+    momentum = codec.absorbs_momentum if encodes_gradients(config.strategy.sync) else None
     if not momentum or optimizer.momentum or optimizer.name.lower() not in SGD_FAMILY:
         return config
     decay = optimizer.weight_decay / compression.decay_factor(spec, momentum)
-    return replace(config, optimizer=replace(optimizer, momentum=momentum, weight_decay=decay))
+    name = NESTEROV[0] if codec.looks_ahead else "momentum"
+    return replace(config, optimizer=replace(optimizer, name=name, momentum=momentum, weight_decay=decay))
+
+
+def _is_nesterov(optimizer: OptimizerConfig) -> bool:
+    return optimizer.name.lower() in NESTEROV
 
 
 def settle_momentum(config: RunConfig) -> RunConfig:
@@ -132,7 +137,7 @@ def settle_momentum(config: RunConfig) -> RunConfig:
         return config
     family = optimizer.name.lower() in SGD_FAMILY
     asked = optimizer.momentum if family else 0.0
-    spec, left = compression.place_momentum(strategy.compression, asked)
+    spec, left = compression.place_momentum(strategy.compression, asked, _is_nesterov(optimizer))
     if not family or left == asked:
         return replace(config, strategy=replace(strategy, compression=spec))
     decay = optimizer.weight_decay * compression.decay_factor(spec, asked)

@@ -15,15 +15,17 @@ def unwrapped(codec: Codec) -> Codec:
     return codec.inner
 
 
-def test_momentum_correction_is_momentum_while_everything_is_sent() -> None:
-    """At density 1 nothing waits and nothing is masked: the messages are SGD's momentum buffer."""
-    codec = build("topk(1.0, momentum=0.9, values=fp32)")
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_correction_is_momentum_while_everything_is_sent(nesterov: bool) -> None:
+    """At density 1 nothing waits and nothing is masked: the messages are SGD's momentum buffer, or Nesterov's step."""
+    codec = build(f"topk(1.0, momentum=0.9, values=fp32, nesterov={nesterov})")
     state, buffer = codec.init_state("w", torch.empty(500)), torch.zeros(500)
     for step in range(4):
         gradient = torch.randn(500, generator=torch.Generator().manual_seed(step))
         buffer = 0.9 * buffer + gradient
         sent = codec.extract(codec.compress(gradient, state))
-        assert torch.allclose(sent, buffer, rtol=1e-6, atol=1e-6)
+        wanted = gradient + 0.9 * buffer if nesterov else buffer
+        assert torch.allclose(sent, wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_masking_zeroes_momentum_where_sent_and_only_when_sparse() -> None:

@@ -93,6 +93,16 @@ def test_momentum_goes_inside_where_the_codec_applies_it() -> None:
     assert place_momentum("topk(0.01, momentum=0.9)", 0.9) == ("topk(0.01, momentum=0.9)", 0.0)
     assert place_momentum("powersgd(rank=2)", 0.9) == ("powersgd(rank=2)", 0.9)
     assert place_momentum("topk(0.01)", 0.0) == ("topk(0.01)", 0.0)
+    looking = "topk(0.01, momentum=0.9, nesterov=true)"
+    assert place_momentum("topk(0.01)", 0.9, nesterov=True) == (looking, 0.0)
+    assert place_momentum("topk(0.01, momentum=0.9)", 0.0, nesterov=True) == (looking, 0.0)
+    assert place_momentum("topk(0.01, nesterov=true)", 0.9) == ("topk(0.01, nesterov=true, momentum=0.9)", 0.0)
+    without = "topk(0.01, nesterov=false, momentum=0.9)"
+    assert place_momentum("topk(0.01, nesterov=false)", 0.9, nesterov=True) == (without, 0.0)
+    assert place_momentum("powersgd(2)", 0.9, nesterov=True) == ("powersgd(2)", 0.9)
+    assert place_momentum("topk(0.01, momentum=0)", 0.9, nesterov=True) == ("topk(0.01, momentum=0)", 0.9)
+    with pytest.raises(UserError, match="there is none: leave nesterov out"):
+        place_momentum("topk(0.01, nesterov=true)", 0.0)
     with pytest.raises(UserError, match="make them equal"):
         place_momentum("topk(0.01, momentum=0.8)", 0.9)
     with pytest.raises(UserError, match="spoils training"):

@@ -39,6 +39,7 @@ class RandomK(Codec):
     Attributes:
         density: share of elements sent, above 0 and at most 1.
         momentum: applied in the worker, as in topk; left out: `registry.place_momentum` fills it in.
+        nesterov: as in topk.
 
     Papers: Stich et al. 2018, "Sparsified SGD with Memory", arXiv:1809.07599 (random-k with memory).
     """
@@ -49,6 +50,7 @@ class RandomK(Codec):
     mask_below: ClassVar[float] = math.inf
     density: float
     momentum: float | None = None
+    nesterov: bool | None = None
 
     def __post_init__(self) -> None:
         check_density(self.density)
@@ -57,6 +59,10 @@ class RandomK(Codec):
     @property
     def absorbs_momentum(self) -> float | None:
         return self.momentum or None
+
+    @property
+    def looks_ahead(self) -> bool:
+        return bool(self.nesterov)
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
         """The state's "sent" is the share of elements that the last message carried; -1 before the first one."""

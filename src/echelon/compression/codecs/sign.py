@@ -33,6 +33,8 @@ class Sign(Codec):
         block: elements that share a scale.
         vote: majority vote.
         momentum: applied in the worker; the optimizer's must be 0. Left out: `registry.place_momentum` fills it in.
+        nesterov: as in topk; what waits in the error memory comes late, and looking ahead makes up for it (Zheng et al.
+            2019, arXiv:1905.10936). Left out: as the optimizer's momentum does.
         magnitude: size of every element of a vote's result (gradient units: times the learning rate gives the step).
 
     Papers: Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019, arXiv:1901.09847 (EF-signSGD); Bernstein et al.
@@ -45,6 +47,7 @@ class Sign(Codec):
     vote: bool = False
     momentum: float | None = None
     magnitude: float = 0.02
+    nesterov: bool | None = None
 
     def __post_init__(self) -> None:
         check_block(self.block)
@@ -69,6 +72,10 @@ class Sign(Codec):
     @property
     def absorbs_momentum(self) -> float | None:
         return self.momentum or None
+
+    @property
+    def looks_ahead(self) -> bool:
+        return bool(self.nesterov)
 
     def relay(self) -> Codec:
         return Majority(**vars(self)) if self.vote else self

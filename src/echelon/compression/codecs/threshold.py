@@ -35,6 +35,7 @@ class Threshold(Sparse):
         tau: the fixed threshold, in gradient units.
         density: target share of elements; give exactly one of the two.
         momentum: applied in the worker, as in topk; left out: `registry.place_momentum` fills it in.
+        nesterov: as in topk.
         values: how values travel: bf16, fp32 or sign.
 
     Papers: Strom 2015 (fixed threshold); Aji and Heafield 2017, arXiv:1704.05021.
@@ -45,6 +46,7 @@ class Threshold(Sparse):
     density: float | None = None
     momentum: float | None = None
     values: str = "bf16"
+    nesterov: bool | None = None
 
     def __post_init__(self) -> None:
         if (self.tau is None) == (self.density is None):
@@ -59,6 +61,10 @@ class Threshold(Sparse):
     @property
     def absorbs_momentum(self) -> float | None:
         return self.momentum or None
+
+    @property
+    def looks_ahead(self) -> bool:
+        return bool(self.nesterov)
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
         state = super().init_state(name, like, seed, stream)

@@ -29,6 +29,7 @@ class TopK(Sparse):
         density: share of elements sent, above 0 and at most 1.
         momentum: applied in the worker, before choosing; the optimizer's must be 0. 0: the optimizer keeps its own.
             Left out: `registry.place_momentum` fills in the optimizer's.
+        nesterov: u looks ahead, v = v + g + m u (the paper's appendix B); left out: as the optimizer's momentum does.
         clip: Euclidean norm that each vector which a worker encodes is scaled down to: in an all-reduce the chunk of a
             cell that goes to one owner, so that a global limit L is about L / (workers sqrt(cells)); 0: none.
         warmup_steps: steps until the density is reached; 0: at once.
@@ -43,6 +44,7 @@ class TopK(Sparse):
     clip: float = 0.0
     warmup_steps: int = 0
     values: str = "bf16"
+    nesterov: bool | None = None
 
     def __post_init__(self) -> None:
         check_density(self.density)
@@ -56,6 +58,10 @@ class TopK(Sparse):
     @property
     def absorbs_momentum(self) -> float | None:
         return self.momentum or None
+
+    @property
+    def looks_ahead(self) -> bool:
+        return bool(self.nesterov)
 
     @property
     def local_clip(self) -> float:
