@@ -35,8 +35,8 @@ class RankPlan:
     """What a rank is started with.
 
     Attributes:
-        candidate: `ddp`, `torch-fp16`, `torch-powersgd(RANK)`, `torch-powersgd-buckets(RANK)` (default buckets),
-            `torch-postlocal(PERIOD)`, `echelon:CODEC`, or `sync:STRATEGY` or `sync:STRATEGY;CODEC`.
+        candidate: `ddp`, `ddp-nesterov`, `torch-fp16`, `torch-powersgd(RANK)`, `torch-powersgd-buckets(RANK)` (default
+            buckets), `torch-postlocal(PERIOD)`, `echelon:CODEC`, or `sync:STRATEGY` or `sync:STRATEGY;CODEC`.
         host: where the rank lives; None: this machine, over loopback.
         store: address and port of the rendezvous store.
         horizon: steps over which the learning rate falls to 0 (half a cosine); 0: it stays.

@@ -20,7 +20,10 @@ from echelon.train.world import World
 from tests.ranks.spawn import Rank, run_ranks
 
 DEFAULTS = {"threshold": "threshold(density=0.02)", "topk": "topk(0.02)", "randomk": "randomk(0.3)"}
-FORMS = ["sign(vote=true)", "threshold(tau=0.01)", "topk(0.02)+huffman", "qsgd(levels=7)+huffman"]
+FORMS = [
+    *("sign(vote=true)", "threshold(tau=0.01)", "topk(0.02)+huffman", "qsgd(levels=7)+huffman"),
+    *("topk(0.01)", "threshold(density=0.01)"),
+]
 SPECS = [DEFAULTS.get(name, name) for name in names()] + FORMS
 ONE_OF_EACH_KIND = ["none", "int8", "topk(0.02)", "powersgd"]
 SEEDS = (0,)

@@ -112,7 +112,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 120,
+    timeout_s: float = 180,
     group_timeout_s: float | None = None,
     faults: Sequence[Fault] = (),
     backend: str | None = "gloo",
