@@ -96,9 +96,13 @@ def interplay_notes(config: RunConfig, ranks: int) -> list[str]:
 
 def _momentum_notes(config: RunConfig) -> list[str]:
     optimizer, compression_ = config.optimizer, config.strategy.compression
-    if settle_momentum(config).optimizer.momentum == optimizer.momentum:
+    settled = settle_momentum(config)
+    if settled.optimizer.momentum == optimizer.momentum:
         return []
-    return [f"momentum {optimizer.momentum:g} acts in each worker, before --compression {compression_} encodes"]
+    codec = compression.build(settled.strategy.compression)
+    late = "; Nesterov's form (--optimizer sgd) makes up for what error feedback sends late"
+    hint = late if codec.biased and not codec.looks_ahead else ""
+    return [f"momentum {optimizer.momentum:g} acts in each worker, before --compression {compression_} encodes{hint}"]
 
 
 def _path_notes(config: RunConfig, ranks: int) -> list[str]:
