@@ -156,5 +156,5 @@ def _typed(spec: Spec, key: str, value: Value, annotation: str) -> Value:
     if "float" in wanted and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word"}
-    expected = " or ".join(words.get(w, w) for w in wanted)
+    expected = " or ".join(words.get(w, w) for w in wanted if w != "None")
     raise UserError(f"{spec}: {key} must be {expected}, not {_show(value)!r}")

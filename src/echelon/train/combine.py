@@ -115,11 +115,14 @@ def _path_notes(config: RunConfig, ranks: int) -> list[str]:
 def settle_alone(config: RunConfig) -> RunConfig:
     """Return the description for a single worker, which encodes nothing: a momentum in the codec is the optimizer's."""
     optimizer, spec = config.optimizer, config.strategy.compression
-    codec = compression.build(compression.place_momentum(spec, 0.0, _is_nesterov(optimizer))[0])
-    momentum = codec.absorbs_momentum if encodes_gradients(config.strategy.sync) else None
-    if not momentum or optimizer.momentum or optimizer.name.lower() not in SGD_FAMILY:
+    if not encodes_gradients(config.strategy.sync) or optimizer.name.lower() not in SGD_FAMILY:
         return config
-    decay = optimizer.weight_decay / compression.decay_factor(spec, momentum)
+    spec, _ = compression.place_momentum(spec, optimizer.momentum, _is_nesterov(optimizer))
+    codec = compression.build(spec)
+    momentum = codec.absorbs_momentum
+    if not momentum:
+        return config
+    decay = optimizer.weight_decay / (1.0 if optimizer.momentum else compression.decay_factor(spec, momentum))
     name = NESTEROV[0] if codec.looks_ahead else "momentum"
     return replace(config, optimizer=replace(optimizer, name=name, momentum=momentum, weight_decay=decay))
 

@@ -89,6 +89,9 @@ def test_a_codecs_own_momentum_is_the_optimizers_in_a_single_worker() -> None:
     config = build(None, {"strategy.compression": "topk(0.01, momentum=0.9)", "optimizer.momentum": 0.0}).config
     alone = settle_alone(config).optimizer
     assert alone.name == "sgd"
+    asked = build(None, {"strategy.compression": "topk(0.01, nesterov=true)", "optimizer.name": "momentum"}).config
+    both = settle_alone(asked).optimizer
+    assert (both.name, both.momentum, both.weight_decay) == ("sgd", 0.9, asked.optimizer.weight_decay)
     plain = build(None, {"strategy.compression": "topk(0.01, momentum=0.9, nesterov=false)", "optimizer.momentum": 0.0})
     assert settle_alone(plain.config).optimizer.name == "momentum"
     assert (alone.momentum, alone.weight_decay) == (0.9, pytest.approx(config.optimizer.weight_decay / 10))
