@@ -196,7 +196,9 @@ def aborts_table(results: list[Result]) -> str:
     """Write how many runs failed."""
     found = newest(results, "aborts", "candidate").values()
     rows = [[f"`{r['candidate']}`", len(r["failures"]), r["runs"], r["steps"]] for r in found]
-    return markdown_table(["candidate", "failed", "runs", "steps each"], rows)
+    table = markdown_table(["candidate", "failed", "runs", "steps each"], rows)
+    words = "Short runs of two ranks over loopback, DDP's default buckets: how many ended in an abort or a hang."
+    return f"{words}\n\n{table}"
 
 
 def render(results: list[Result], to_terminal: bool) -> None:
