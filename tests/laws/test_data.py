@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import signal
@@ -21,6 +20,7 @@ from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.data import EvalLoader, LoaderConfig, Shard, Source, TrainLoader, from_datasets, open_data
 from echelon.data.pool import LoaderFailed
+from tests.ranks.spawn import fork_server
 from tests.unit.data.images import make_folder
 
 CPU = torch.device("cpu")
@@ -188,7 +188,7 @@ def trainer(pipe: Connection, folder: Path) -> None:
 
 @pytest.fixture
 def running(folder: Path) -> Iterator[tuple[Any, list[int]]]:
-    context = multiprocessing.get_context("forkserver")  # this process has threads by now: a fork of it may hang
+    context = fork_server()  # this process has threads by now: a fork of it may hang
     ours, theirs = context.Pipe()
     process = context.Process(target=trainer, args=(theirs, folder), daemon=True)
     process.start()

@@ -39,6 +39,8 @@ PRELOAD = [
     "numpy",
     "pytest",
     "echelon.collectives.hook",
+    "echelon.train.assemble",
+    "tests.ranks.replicas",
     "tests.ranks.spawn",
 ]
 GRACE_S = 5.0
@@ -127,7 +129,7 @@ def run_ranks(
     Raises:
         RanksFailed: shows the traceback of each rank that failed, or where each stood when the time was over.
     """
-    server = _server()
+    server = fork_server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         timeout = timedelta(seconds=group_timeout_s or timeout_s / 2)
         ranks = [Rank(i, world_size, timeout, Path(folder), backend, tuple(faults)) for i in range(world_size)]
@@ -141,7 +143,11 @@ def run_ranks(
         return _results(running, ranks, leaked if not late else [])
 
 
-def _server() -> Any:
+def fork_server() -> Any:
+    """Return the context whose processes are forked from a server that has imported what ranks need.
+
+    Whoever starts the first process in it decides what is imported: every test that needs a process takes it from here.
+    """
     server = multiprocessing.get_context("forkserver")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     server.set_forkserver_preload(PRELOAD)
