@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from echelon.launch.netns import wait_until_gone
 from echelon.observe.report import load_run
 from echelon.observe.report.tables import link_words
 from tests.ranks.links import NEEDS_LINKS
 from tests.ranks.runs import Runs
 
 pytestmark = [*NEEDS_LINKS, pytest.mark.long, pytest.mark.timeout(400)]
+DEADLINE_S = 30.0
 HEADERS_BYTES = 66  # Ethernet, IPv4 and TCP with timestamps
 
 
@@ -48,5 +50,7 @@ def test_the_network_goes_with_a_run_that_is_ended(tmp_path: Path, how: signal.S
         os.kill(run.process.pid, how)
         run.end()
         assert not run.left_behind()
+    for name in made:
+        wait_until_gone(name, DEADLINE_S)  # the kernel takes a namespace down after its last process has ended
     routes = subprocess.run(["ip", "route"], capture_output=True, text=True, check=True).stdout
-    assert not made & _interfaces() and not any(name in routes for name in made)
+    assert not any(name in routes for name in made)
