@@ -111,13 +111,13 @@ class ErrorFeedback(Codec):
         if self.local_clip:
             norm = torch.linalg.vector_norm(gradient)
             gradient = gradient * torch.clamp(self.local_clip / norm.clamp_min(1e-30), max=1.0)
-        if not (momentum := self.absorbs_momentum):
-            return state.memory["error"].add_(gradient) if self.biased else gradient
-        velocity = state.memory["velocity"].mul_(momentum).add_(gradient)
-        if not self.looks_ahead:
+        momentum = self.absorbs_momentum
+        velocity = state.memory["velocity"].mul_(momentum).add_(gradient) if momentum else gradient
+        if not (momentum and self.looks_ahead):
             return state.memory["error"].add_(velocity) if self.biased else velocity
-        pending = state.memory["error"].add_(gradient) if self.biased else gradient.clone()
-        return pending.add_(velocity, alpha=momentum)
+        if not self.biased:
+            return torch.add(gradient, velocity, alpha=momentum)
+        return state.memory["error"].add_(gradient).add_(velocity, alpha=momentum)
 
     def layout(self, numel: int) -> Layout:
         return self.inner.layout(numel)

@@ -111,8 +111,8 @@ def check_deltas(spec: str) -> None:
             f"--compression {spec} gives directions of a fixed size, but deltas of parameters have sizes: "
             "use sign (with scales), or --sync allreduce"
         )
-    if codec.absorbs_momentum:
+    if codec.absorbs_momentum or codec.looks_ahead:
         raise UserError(
             f"--compression {spec} applies momentum to what it encodes, but the optimizer of each replica applies it "
-            "before: leave momentum out of the compression, or use --sync allreduce"
+            "before: leave momentum and nesterov out of the compression, or use --sync allreduce"
         )
