@@ -114,5 +114,5 @@ def check_deltas(spec: str) -> None:
     if codec.absorbs_momentum or codec.looks_ahead:
         raise UserError(
             f"--compression {spec} applies momentum to what it encodes, but the optimizer of each replica applies it "
-            "before: leave momentum and nesterov out of the compression, or use --sync allreduce"
+            "before: leave momentum out of the compression, and nesterov with it, or use --sync allreduce"
         )
