@@ -89,10 +89,10 @@ def gated_run(
 
     from echelon.config import build
     from echelon.data import from_datasets
-    from echelon.observe.record import Recorder
-    from echelon.train import folder as folders
-    from echelon.train.assemble import Given, assemble
-    from echelon.train.world import join_world
+    from echelon.records.file import Recorder
+    from echelon.trainer import folder as folders
+    from echelon.trainer.assemble import Given, assemble
+    from echelon.trainer.world import join_world
 
     config, path = build(None, {**_SETTINGS, **settings}).config, Path(os.environ[_FOLDER])
     folders.prepare(path, config)
@@ -133,10 +133,10 @@ def fit(run: Any, cursor: Any) -> None:
     run would add up over the ranks, write and show several times as often as it does.
     """
     from echelon.observe.garbage import GarbageClock
-    from echelon.train.loop import fit_in
-    from echelon.train.step_watch import RECORDING
-    from echelon.train.stop import StopFlag
-    from echelon.train.window import Window
+    from echelon.trainer.loop import fit_in
+    from echelon.trainer.step_watch import RECORDING
+    from echelon.trainer.stop import StopFlag
+    from echelon.trainer.window import Window
 
     with GarbageClock() as garbage:
         window = Window(run.world, run.clock, garbage)

@@ -87,18 +87,18 @@ def measure_rank(case: Case, rank: int, address: tuple[str, int], pipe: Connecti
 
     from echelon.config.validate import check_world
     from echelon.parallel.base import alone, place
-    from echelon.train.world import World
+    from echelon.trainer.world import World
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     wait = timedelta(seconds=120)
-    group, placed = None, alone()
+    group, placement = None, alone()
     if case.ranks > 1:
         store = dist.TCPStore(*address, case.ranks, False, wait)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=case.ranks, timeout=wait)
-        placed = place(check_world(config_of(case), case.ranks), rank, "cpu", wait)
+        placement = place(check_world(config_of(case), case.ranks), rank, "cpu", wait)
         group = dist.group.WORLD
-    world = World(rank, case.ranks, rank, torch.device("cpu"), group, placed)
+    world = World(rank, case.ranks, rank, torch.device("cpu"), group, placement)
     _train(case, world, small=True)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -117,13 +117,13 @@ def _train(case: Case, world: Any, small: bool) -> tuple[str, ...]:
 
     from echelon.data.base import Batch
     from echelon.observe.phases import HostClock
-    from echelon.train.combine import settle_momentum
-    from echelon.train.losses import build_loss
-    from echelon.train.parts import Work, build_parts
-    from echelon.train.state import seed_everything
-    from echelon.train.step import Step, StepSettings
+    from echelon.trainer.compatibility import assign_momentum
+    from echelon.trainer.losses import build_loss
+    from echelon.trainer.parts import Work, build_parts
+    from echelon.trainer.state import seed_everything
+    from echelon.trainer.step import Step, StepSettings
 
-    config, data = settle_momentum(config_of(case)), info()
+    config, data = assign_momentum(config_of(case)), info()
     seed_everything(0)
     if small:
         from echelon.models import ModelInput

@@ -85,9 +85,9 @@ def derived_seconds(results: list[Result], candidate: str, link: str, seed: int,
 
 def rate_table(results: list[Result], link: str) -> str:
     """Write samples/s on a link beside plain DDP and beside the same candidate over loopback, and the bytes."""
-    placed = newest(results, "rate", "candidate", "link", "place")
+    placement = newest(results, "rate", "candidate", "link", "place")
     rows = []
-    for candidate, result in ((c, r) for (c, shaped, place), r in placed.items() if shaped == place == link):
+    for candidate, result in ((c, r) for (c, shaped, place), r in placement.items() if shaped == place == link):
         mine = _paces(result["windows"])
         if not mine:
             rows.append([f"`{candidate}`", "failed", "", "", "", "", "", _where(result)])

@@ -22,7 +22,7 @@ from torch import nn
 from echelon.core.spec import bind, parse_spec
 from echelon.launch.preload import start_import_server
 from echelon.observe.phases import HostClock
-from echelon.observe.record import Recorder
+from echelon.records.file import Recorder
 from echelon.sync.ps import ParameterServer, WorkerOptions
 from echelon.sync.server.client import Client, ClientConfig, PushInfo
 from echelon.sync.server.identity import derive_keys

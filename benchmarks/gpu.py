@@ -33,7 +33,7 @@ from benchmarks._common import (
     paired_ratio,
     update_section,
 )
-from echelon.observe.record import read_records
+from echelon.records.file import read_records
 
 NAME = "gpu"
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")

@@ -97,7 +97,7 @@ def predicted(case: Case, cuts: tuple[str, ...]) -> list[int]:
 
     import torch
 
-    from echelon.train.forecast import forecast
+    from echelon.forecast.memory import forecast
 
     config = config_of(case)
     config = replace(config, strategy=replace(config.strategy, cuts=",".join(cuts)))

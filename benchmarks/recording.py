@@ -29,7 +29,7 @@ from benchmarks._common import (
 )
 from benchmarks._gated import Contender, Windows, fit, take_turns
 from benchmarks.overhead import BATCH, run_of_echelon
-from echelon.observe.live import resources
+from echelon.observe import resources
 
 RESAMPLES = 2000
 ABOUT = (

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._common import command_line, environment_line, median, update_section
-from echelon.observe.record import read_records
+from echelon.records.file import read_records
 
 DEADLINE_S = 300.0
 ECHELON = [sys.executable, "-m", "echelon"]

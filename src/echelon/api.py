@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from echelon.config import RunConfig, build, load_run_config
 from echelon.config.build import flag_of, leaves
 from echelon.core.errors import UserError, nearest
-from echelon.starting import Outcome, start, start_again
-from echelon.train import folder as folders
+from echelon.run.start import Outcome, start, start_again
+from echelon.trainer import folder as folders
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
-    from echelon.train.assemble import Given
+    from echelon.trainer.assemble import Given
 
 RESUMABLE = (
     *("launch.", "checkpoint.", "training.epochs", "training.max_steps", "training.eval_every", "data.loaders"),
@@ -72,7 +72,7 @@ def evaluate(run: str | Path) -> Mapping[str, float | None]:
     """Evaluate a run's best checkpoint on its evaluation data; returns the metrics."""
     path = Path(run)
     config = _config_of(path)
-    from echelon.train.rescore import rescore
+    from echelon.run.evaluate import rescore
 
     return rescore(path, config)
 
@@ -89,7 +89,7 @@ def export(run: str | Path, file: str | Path) -> Path:
     path = Path(run)
     _config_of(path)
     from echelon.checkpoint import export_weights
-    from echelon.train.saving import best_state
+    from echelon.trainer.saving import best_state
 
     state = best_state(path)
     export_weights(state["ema"]["average"] if state["ema"] else state["model"], Path(file))
@@ -104,7 +104,7 @@ def report(run: str | Path) -> Path:
     """
     path = Path(run)
     _config_of(path)
-    from echelon.observe.report import write_report
+    from echelon.reporting.report import write_report
 
     write_report(path)
     return path
@@ -119,7 +119,7 @@ def _dotted(setting: str) -> str:
 
 def _given(model: nn.Module | None, data: tuple[Dataset[Any], Dataset[Any]] | None) -> Given:
     from echelon.data import from_datasets
-    from echelon.train.assemble import Given
+    from echelon.trainer.assemble import Given
 
     return Given(model, from_datasets(*data) if data else None)
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from echelon.compression.registry import names
 from echelon.config import build
-from echelon.observe.record import Recorder
-from echelon.train import folder as folders
-from echelon.train.assemble import Given, assemble
-from echelon.train.loop import fit, run_evaluation
-from echelon.train.stop import StopFlag
-from echelon.train.world import World
+from echelon.records.file import Recorder
+from echelon.trainer import folder as folders
+from echelon.trainer.assemble import Given, assemble
+from echelon.trainer.loop import fit, run_evaluation
+from echelon.trainer.stop import StopFlag
+from echelon.trainer.world import World
 from tests.ranks.spawn import Rank, run_ranks
 
 DEFAULTS = {"threshold": "threshold(density=0.02)", "topk": "topk(0.02)", "randomk": "randomk(0.3)"}

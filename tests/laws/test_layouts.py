@@ -15,9 +15,9 @@ import pytest
 
 from echelon.config import build
 from echelon.observe.phases import HostClock
-from echelon.train.parts import Work, build_parts
-from echelon.train.state import seed_everything
-from tests.ranks.layouts import INFO, Held, Trial, assemble, held, loss_sum, make_trainer, make_world
+from echelon.trainer.parts import Work, build_parts
+from echelon.trainer.state import seed_everything
+from tests.ranks.layouts import INFO, CodecShard, Trial, assemble, held, loss_sum, make_trainer, make_world
 from tests.ranks.spawn import Rank, run_ranks
 
 STEPS = 20
@@ -58,7 +58,7 @@ MORE = {
 }
 
 
-def train(rank: Rank, trials: Sequence[Trial], steps: int) -> list[tuple[list[float], dict[str, Held]]]:
+def train(rank: Rank, trials: Sequence[Trial], steps: int) -> list[tuple[list[float], dict[str, CodecShard]]]:
     """Train each trial; returns its losses and what this rank holds at the end."""
     seen = []
     for trial in trials:
@@ -102,7 +102,7 @@ def test_more_layouts_are_the_same_function(world: int) -> None:
     check_same_function(MORE[world], world, timeout_s=300)
 
 
-def _start(rank: Rank | None, models: Sequence[tuple[str, str]]) -> list[dict[str, Held]]:
+def _start(rank: Rank | None, models: Sequence[tuple[str, str]]) -> list[dict[str, CodecShard]]:
     """Build models by name, as a run does: in split layouts without memory, each rank making its own pieces."""
     found = []
     for model, layout in models:

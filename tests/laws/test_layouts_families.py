@@ -15,11 +15,11 @@ from echelon.config import build
 from echelon.data.base import Batch, DataInfo, Shard
 from echelon.data.order import local_part
 from echelon.observe.phases import HostClock
-from echelon.train.parts import Work, build_parts
-from echelon.train.state import seed_everything
-from echelon.train.step import Step, StepSettings
+from echelon.trainer.parts import Work, build_parts
+from echelon.trainer.state import seed_everything
+from echelon.trainer.step import Step, StepSettings
 from tests.laws.test_tensor_parallel import CASES, CLASSES, bert, example, gpt2
-from tests.ranks.layouts import Held, assemble, held, loss_sum, make_world
+from tests.ranks.layouts import CodecShard, assemble, held, loss_sum, make_world
 from tests.ranks.spawn import Rank, run_ranks
 
 STEPS = 4
@@ -36,7 +36,7 @@ ON_FOUR = ("fsdp=2,tp=2", "pp=2,tp=2,microbatches=2", "dp=2,pp=2,microbatches=2"
 INFO = DataInfo("any", tuple("abcdefgh"), 1, 8, 64, 16, (8,) * CLASSES)
 SETTINGS: Mapping[str, Any] = {"optimizer.name": "momentum", "optimizer.lr": 0.02, "data.batch_size": 4}
 
-Found = tuple[list[float], dict[str, Held]]
+Found = tuple[list[float], dict[str, CodecShard]]
 
 
 def train(rank: Rank | None, name: str, layout: str, recompute: str = "none") -> Found:

@@ -12,9 +12,9 @@ from torch import Tensor
 from echelon.checkpoint.tree import flatten
 from echelon.core.errors import UserError
 from echelon.sync import check_sync, kept_memory
-from echelon.sync.kept import Piece
 from echelon.sync.registry import names
-from echelon.train.state import RunParts, load_rank_state, load_shared_state
+from echelon.sync.state_bytes import Piece
+from echelon.trainer.state import RunParts, load_rank_state, load_shared_state
 from tests.ranks.replicas import Quadratic, Trial, copy, load, make_parts, save, train, world_of
 from tests.ranks.spawn import Rank, fail_at, run_ranks
 

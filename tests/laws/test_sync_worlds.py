@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.train.state import load_rank_state, load_shared_state, rank_state
+from echelon.trainer.state import load_rank_state, load_shared_state, rank_state
 from tests.laws.test_sync import save_in_middle
 from tests.ranks.replicas import FEATURES, Quadratic, Trial, copy, make_parts, save, targets, train, world_of
 from tests.ranks.spawn import Rank, run_ranks

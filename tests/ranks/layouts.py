@@ -22,10 +22,10 @@ from echelon.models.builtin.small_gpt import SmallGPT, TextSize
 from echelon.models.builtin.small_vit import Size
 from echelon.observe.phases import HostClock
 from echelon.parallel.base import alone, place
-from echelon.train.parts import Work, build_parts
-from echelon.train.state import RunParts, seed_everything
-from echelon.train.step import Step, StepSettings
-from echelon.train.world import World
+from echelon.trainer.parts import Work, build_parts
+from echelon.trainer.state import RunParts, seed_everything
+from echelon.trainer.step import Step, StepSettings
+from echelon.trainer.world import World
 from tests.ranks.spawn import Rank
 
 INPUT = ModelInput(4, 1, 8)
@@ -119,8 +119,8 @@ def make_world(config: RunConfig, rank: Rank | None) -> World:
     """Return where a rank stands in the described layout; with None, one process alone."""
     if rank is None or rank.world_size == 1:
         return World(0, 1, 0, torch.device("cpu"), None, alone())
-    placed = place(check_world(config, rank.world_size), rank.index, "cpu", rank.timeout)
-    return World(rank.index, rank.world_size, rank.index, torch.device("cpu"), dist.group.WORLD, placed)
+    placement = place(check_world(config, rank.world_size), rank.index, "cpu", rank.timeout)
+    return World(rank.index, rank.world_size, rank.index, torch.device("cpu"), dist.group.WORLD, placement)
 
 
 def make_trainer(trial: Trial, rank: Rank | None) -> Trainer:
@@ -143,7 +143,7 @@ def make_trainer(trial: Trial, rank: Rank | None) -> Trainer:
 
 
 @dataclass(frozen=True)
-class Held:
+class CodecShard:
     """What a rank holds of a parameter or buffer: its values and where they lie (see `Box`)."""
 
     values: np.ndarray
@@ -151,18 +151,18 @@ class Held:
     runs: tuple[tuple[tuple[int, int], ...], ...]
 
 
-def held(parts: RunParts) -> dict[str, Held]:
+def held(parts: RunParts) -> dict[str, CodecShard]:
     """Return what this rank holds, for another process to put together."""
     boxes = parts.split.pieces.boxes if parts.split else {}
     found = {}
     for name, tensor in parts.held.state_dict().items():
         shape = boxes[name].shape if name in boxes else tuple(tensor.shape)
         runs = boxes[name].runs if name in boxes else tuple(((0, size),) for size in shape)
-        found[name] = Held(tensor.detach().clone().numpy(), shape, runs)
+        found[name] = CodecShard(tensor.detach().clone().numpy(), shape, runs)
     return found
 
 
-def assemble(ranks: Sequence[Mapping[str, Held]]) -> dict[str, np.ndarray]:
+def assemble(ranks: Sequence[Mapping[str, CodecShard]]) -> dict[str, np.ndarray]:
     """Put the whole tensors together from what all ranks hold; copies must be the same bits."""
     whole: dict[str, np.ndarray] = {}
     filled: dict[str, np.ndarray] = {}

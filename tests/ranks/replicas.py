@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from echelon.checkpoint.tree import State, flatten, unflatten
 from echelon.observe.phases import HostClock
+from echelon.optim.build import EMA
 from echelon.sync import SyncContext, build_sync
-from echelon.train.optim import EMA
-from echelon.train.state import (
+from echelon.trainer.state import (
     Cursor,
     RunParts,
     agreed_state,
@@ -23,8 +23,8 @@ from echelon.train.state import (
     load_shared_state,
     rank_state,
 )
-from echelon.train.step import blank_step, make_update
-from echelon.train.world import World
+from echelon.trainer.step import warmup_backward, make_update
+from echelon.trainer.world import World
 from tests.ranks.spawn import Rank
 
 SIZES = (7, 8, 6, 1)
@@ -107,8 +107,8 @@ def make_parts(trial: Trial) -> RunParts:
         loss_scale=scaler.get_scale,
     )
     sync = build_sync(trial.sync, context)
-    if sync.wants_blank_step:
-        blank_step(sync.module, torch.zeros(2, FEATURES, dtype=torch.float64))
+    if sync.needs_warmup_backward:
+        warmup_backward(sync.module, torch.zeros(2, FEATURES, dtype=torch.float64))
     return RunParts(model, optimizer, scaler, EMA(model, 0.9) if trial.ema else None, sync)
 
 

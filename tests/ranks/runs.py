@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from echelon.observe.record import read_records
+from echelon.records.file import read_records
 
 DEADLINE_S = 300.0  # for a busy machine: an idle one needs a tenth
 POLL_S = 0.02

@@ -39,7 +39,7 @@ PRELOAD = [
     "numpy",
     "pytest",
     "echelon.collectives.hook",
-    "echelon.train.assemble",
+    "echelon.trainer.assemble",
     "tests.ranks.replicas",
     "tests.ranks.spawn",
 ]

@@ -271,7 +271,7 @@ def test_buckets_go_out_while_backward_still_runs(compression: str) -> None:
     assert run_ranks(hold, 2, compression) == [[False, True]] * 2
 
 
-def placed(rank: Rank) -> list[tuple[str, float, float, int]]:
+def placement(rank: Rank) -> list[tuple[str, float, float, int]]:
     """Attach with an optimizer and without; returns the spec, momentum and decay that are left, and the warnings."""
     found = []
     for compression in ("sign", "topk(0.05)+huffman", "sign(momentum=0.9)", "powersgd(rank=1)", "none"):
@@ -289,7 +289,7 @@ def placed(rank: Rank) -> list[tuple[str, float, float, int]]:
 
 
 def test_momentum_goes_where_the_codec_wants_it_or_a_warning_says_so() -> None:
-    assert run_ranks(placed, 2)[0] == [
+    assert run_ranks(placement, 2)[0] == [
         *[("sign(momentum=0.9)", 0.0, 1.0, 0), ("sign", 0.9, 0.1, 1)],
         *[("topk(0.05, momentum=0.9)+huffman", 0.0, 1.0, 0), ("topk(0.05)+huffman", 0.9, 0.1, 1)],
         *[("sign(momentum=0.9)", 0.0, 1.0, 0), ("sign(momentum=0.9)", 0.9, 0.1, 0)],

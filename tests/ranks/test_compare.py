@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet
 
-from echelon.observe.record import read_records
+from echelon.records.file import read_records
 from tests.ranks.run_many import python_path
 from tests.ranks.runs import Run, Runs
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from echelon.launch.netns import wait_until_gone
-from echelon.observe.report import load_run
-from echelon.observe.report.tables import link_words
+from echelon.reporting.report import load_run
+from echelon.reporting.report.tables import link_words
 from tests.ranks.links import NEEDS_LINKS
 from tests.ranks.runs import Runs
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from echelon.config import build
 from echelon.data import Batch
-from echelon.train.evaluate import _batches as batches_of_all
-from echelon.train.metrics import Evaluation
+from echelon.trainer.evaluate import _batches as batches_of_all
+from echelon.trainer.metrics import Evaluation
 from tests.ranks.layouts import make_world
 from tests.ranks.spawn import Rank, run_ranks
 

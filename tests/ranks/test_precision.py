@@ -16,7 +16,7 @@ from echelon.models import hints_for
 from echelon.models.base import ModelInput
 from echelon.models.builtin.small_vit import Size, SmallViT
 from echelon.parallel.pipeline import Pipeline, PipelineSettings
-from echelon.train.precision import build_scaler
+from echelon.trainer.precision import build_scaler
 from tests.laws.test_layouts import check_same_function, train
 from tests.ranks.layouts import Trial, make_trainer
 from tests.ranks.spawn import Rank, run_ranks

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from echelon.observe.report import load_run, summarise
-from echelon.observe.report.waterfall import TOLERANCE
+from echelon.reporting.report import load_run, summarise
+from echelon.reporting.report.waterfall import TOLERANCE
 from tests.ranks.run_many import python_path
 from tests.ranks.runs import SMALL, Runs
 from tests.ranks.slow_parts import SAVE_S

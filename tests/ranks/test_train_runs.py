@@ -54,7 +54,7 @@ def test_every_option_trains_and_the_config_alone_repeats_a_run(tmp_path: Path) 
 
 
 def _records(folder: Path) -> list[dict[str, object]]:
-    from echelon.observe.record import read_records
+    from echelon.records.file import read_records
 
     return read_records(folder)
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from echelon.checkpoint import CheckpointStore
-from echelon.observe.record import read_records
+from echelon.records.file import read_records
 from tests.ranks import own_parts
 from tests.ranks.run_many import run_many
 from tests.ranks.runs import Run, Runs, losses_of

@@ -11,6 +11,6 @@ from echelon.core.errors import UserError
 
 
 def test_train_is_the_function_also_after_its_package_was_imported() -> None:
-    importlib.import_module("echelon.train.folder")  # sets the package as an attribute of `echelon`
+    importlib.import_module("echelon.trainer.folder")  # sets the package as an attribute of `echelon`
     with pytest.raises(UserError, match="sync"):
         echelon.train(data="digits", sync="nonsense")

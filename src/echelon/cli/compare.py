@@ -128,7 +128,7 @@ def _check(study: Study) -> None:
     Raises:
         UserError: no run can start.
     """
-    from echelon import starting
+    from echelon.run import start as starting
     from echelon.study.execute import check_settings
 
     for name, reason in check_settings(study, starting.check).items():

@@ -15,11 +15,11 @@ from echelon.config.validate import check_world
 from echelon.core.axes import Axis
 from echelon.core.spec import parse_spec
 from echelon.core.units import format_bytes
-from echelon.starting import check, plan_of
-from echelon.train.folder import check_new, default_folder
+from echelon.run.start import check, plan_of
+from echelon.trainer.folder import check_new, default_folder
 
 if TYPE_CHECKING:
-    from echelon.train.forecast import Forecast
+    from echelon.forecast.memory import Forecast
 
 _TOLD_APART = ("checkpoint", "peak")
 
@@ -31,8 +31,8 @@ def show(resolved: Resolved) -> None:
         UserError: it would not start; nothing has been printed.
     """
     from echelon.data.loader import size_note
-    from echelon.train.combine import interplay_notes
-    from echelon.train.tryout import try_out
+    from echelon.forecast.tryout import try_out
+    from echelon.trainer.compatibility import interplay_notes
 
     config = resolved.config
     folder = Path(config.run) if config.run else default_folder(config)

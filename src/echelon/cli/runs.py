@@ -49,14 +49,14 @@ def report_command() -> Any:
             conclude(Path(run))
             return
         from echelon import api
-        from echelon.observe.report import closing_words, load_run, summarise
+        from echelon.reporting.report import closing_words, load_run, summarise
 
         folder = api.report(run)
         for line in closing_words(summarise(load_run(folder))):
             print(line)
         print(f"report: {folder / 'report.html'}")
         if trace:
-            from echelon.observe.report.trace import write_trace
+            from echelon.reporting.report.trace import write_trace
 
             write_trace(folder, Path(trace))
             print(f"trace: {trace}")

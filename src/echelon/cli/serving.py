@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING
 from echelon.core.errors import UserError
 
 if TYPE_CHECKING:
-    from echelon.observe.live.server import Site
+    from echelon.reporting.live.server import Site
 
 _LINGER_S = 1.5  # so that a page that is open sees the end
 _END_S = 5.0
@@ -32,7 +32,7 @@ def site_of(path: Path) -> Site:
     Raises:
         UserError: a study's description cannot be read.
     """
-    from echelon.observe.live.server import Site
+    from echelon.reporting.live.server import Site
 
     if not (path / "study.yaml").exists():
         return Site(path.resolve().name, path)
@@ -48,7 +48,7 @@ def serve_here(path: Path, port: int) -> None:
     Raises:
         UserError: the port cannot be had.
     """
-    from echelon.observe.live.server import address, build_app, listen, new_token, serve
+    from echelon.reporting.live.server import address, build_app, listen, new_token, serve
 
     site, token = site_of(path), new_token()
     with listen(port) as listener:
@@ -81,7 +81,7 @@ def served(path: Path, wanted: bool) -> Iterator[None]:
 
 def _begin(path: Path) -> _Child | None:
     from echelon.launch.plan import is_worker
-    from echelon.observe.live.server import address, listen, new_token
+    from echelon.reporting.live.server import address, listen, new_token
 
     if is_worker():
         if os.environ["RANK"] == "0":
@@ -136,7 +136,7 @@ def _say(words: str) -> None:
 
 def _serve_as_child(path: Path, number: int) -> None:
     """Serve on an inherited socket until standard input ends."""
-    from echelon.observe.live.server import build_app, make_server
+    from echelon.reporting.live.server import build_app, make_server
 
     os.nice(_NICENESS)  # the run comes first
     token = sys.stdin.readline().strip()

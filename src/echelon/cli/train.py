@@ -49,13 +49,13 @@ def command() -> Any:
 
 def _start(config: RunConfig, serve: bool) -> Any:
     """Start a run; served, the folder must be known beforehand (under torchrun the ranks agree on it later)."""
-    from echelon.starting import start
+    from echelon.run.start import start
 
     if not serve:
         return start(config)
     from echelon.cli.serving import served
     from echelon.launch.plan import is_worker
-    from echelon.train.folder import default_folder
+    from echelon.trainer.folder import default_folder
 
     folder = Path(config.run) if config.run else default_folder(config)
     with served(folder, wanted=True):
@@ -77,7 +77,7 @@ def resume_command() -> Any:
 
 
 def _finish(outcome: Any) -> None:
-    from echelon.observe.report import closing_words, load_run, summarise
+    from echelon.reporting.report import closing_words, load_run, summarise
 
     for line in closing_words(summarise(load_run(outcome.folder))):
         print(line)

@@ -95,7 +95,7 @@ def _view(path: Path) -> View:
 
 
 def _view_of_run(path: Path) -> View:
-    from echelon.observe.live import snapshot, state, terminal
+    from echelon.reporting.live import snapshot, state, terminal
 
     run = state.LiveRun(path)
     now = snapshot.look(run)
@@ -112,7 +112,7 @@ def _view_of_study(path: Path) -> View:
     from rich.console import Group
     from rich.text import Text
 
-    from echelon.observe.live.terminal import STYLES
+    from echelon.reporting.live.terminal import STYLES
     from echelon.study.live import study_table
     from echelon.study.watch import OVER, StudyWatch
 

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from echelon import compression as codecs
 from echelon.collectives import memory
-from echelon.collectives.cells import lay_out
-from echelon.collectives.lane import Bucket, BucketWork, Lane
+from echelon.collectives.buckets import lay_out
+from echelon.collectives.comm_thread import BucketWork, CommThread, DdpBucket
 from echelon.collectives.own_group import own_group
 from echelon.collectives.reducer import Coding, check_combination
 from echelon.collectives.route import Route, open_route
@@ -70,7 +70,7 @@ class GradientHook:
         self._route = open_route(collective, group)
         self._counts: dict[tuple[int, int], dict[str, int]] = {}
         self._names: dict[int, str] = {}
-        self._lane: Lane | None = None
+        self._lane: CommThread | None = None
         self._work: BucketWork | None = None
         if self.codec is not None:
             check_combination(self.codec, self._route.path, self._route.size)
@@ -132,14 +132,14 @@ class GradientHook:
         buffer = bucket.buffer()
         on_gpu = buffer.is_cuda
         if self._lane is None:
-            self._lane = Lane(self, buffer.device)
+            self._lane = CommThread(self, buffer.device)
         future: Future[Tensor] = Future(devices=[buffer.device] if on_gpu else [])
         names = [self._names.setdefault(id(p), str(len(self._names))) for p in bucket.parameters()]
         ready = None
         if on_gpu:
             ready = torch.cuda.Event()
             ready.record()
-        handed = Bucket(names, bucket.gradients(), buffer, future, bucket.index() == 0, bucket.is_last(), ready)
+        handed = DdpBucket(names, bucket.gradients(), buffer, future, bucket.index() == 0, bucket.is_last(), ready)
         self._lane.submit(work, handed)
         return future
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.collectives.cells import Cell
-from echelon.collectives.coded import Held
+from echelon.collectives.buckets import Bucket
+from echelon.collectives.compressed_all_reduce import CodecShard
 from echelon.compression import huffman
 from echelon.compression.base import State
 from echelon.compression.sparse import share_carried
@@ -57,17 +57,17 @@ class _Part:
         return f"{self.parameter}/{self.of_parameter[0]}"
 
 
-def entropy_coded(helds: Iterable[Held]) -> dict[str, float]:
+def entropy_coded(helds: Iterable[CodecShard]) -> dict[str, float]:
     """Sum what entropy coding did (see `compression.huffman`) over states; empty where there is none."""
     return huffman.entropy_coded(held.state for held in helds)
 
 
-def density(helds: Iterable[Held]) -> float | None:
+def density(helds: Iterable[CodecShard]) -> float | None:
     """Return the share of elements that this rank's last messages carried; None where no sparse codec has sent any."""
     return share_carried((held.state, held.span[1] - held.span[0]) for held in helds if held.role == "sent")
 
 
-def state_dict(cell: Cell, held: Sequence[Held]) -> StateDict:
+def state_dict(cell: Bucket, held: Sequence[CodecShard]) -> StateDict:
     """Return a cell's states as tensors and numbers under flat keys.
 
     - `sent.error/NAME/START`: elements of a parameter from START on, of one memory of what this rank sends;
@@ -84,7 +84,7 @@ def state_dict(cell: Cell, held: Sequence[Held]) -> StateDict:
     return flat
 
 
-def load_state_dict(cell: Cell, held: Sequence[Held], saved: Mapping[str, Any]) -> None:
+def load_state_dict(cell: Bucket, held: Sequence[CodecShard], saved: Mapping[str, Any]) -> None:
     """Take over, in place, what `state_dict` returned for the same cell, or what `merge` made of several ranks'.
 
     A single worker encodes nothing: of what it saved all but the memories that waited begins anew.
@@ -111,7 +111,7 @@ def load_state_dict(cell: Cell, held: Sequence[Held], saved: Mapping[str, Any]) 
             h.state.numbers[name] = h.state.numbers[name] if value is None else value
 
 
-def _saved_memory(saved: Mapping[str, Any], kind: str, part: _Part, own: Tensor, held: Held) -> Tensor:
+def _saved_memory(saved: Mapping[str, Any], kind: str, part: _Part, own: Tensor, held: CodecShard) -> Tensor:
     total = saved.get(f"total.{kind}/{part.parameter}")
     if total is None:
         return _find(saved, f"{kind}/{part.key}", own)
@@ -128,7 +128,7 @@ def _find(saved: Mapping[str, Any], key: str, like: Tensor) -> Tensor:
     return found
 
 
-def take_velocity(cell: Cell, held: Sequence[Held], velocity: Mapping[str, Tensor]) -> None:
+def take_velocity(cell: Bucket, held: Sequence[CodecShard], velocity: Mapping[str, Tensor]) -> None:
     """Share out a velocity, kept until now for the sum of all ranks' gradients, among those who apply it from now on.
 
     Args:
@@ -141,7 +141,7 @@ def take_velocity(cell: Cell, held: Sequence[Held], velocity: Mapping[str, Tenso
                 h.state.memory["velocity"][slice(*part.of_state)] = own / h.holders
 
 
-def rescale(held: Iterable[Held], factor: float) -> None:
+def rescale(held: Iterable[CodecShard], factor: float) -> None:
     """Multiply what is remembered of gradients, whose scale has changed by that factor."""
     for h in held:
         for tensor in h.state.memory.values():
@@ -188,7 +188,7 @@ def merge(saved: Sequence[Mapping[str, Any]], numels: Mapping[str, int]) -> Stat
     return merged
 
 
-def _parts(cell: Cell, held: Held) -> list[_Part]:
+def _parts(cell: Bucket, held: CodecShard) -> list[_Part]:
     first, last = held.span
     parts = []
     for member in cell.members:

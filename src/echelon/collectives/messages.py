@@ -18,7 +18,7 @@ HEADER_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Post:
+class Mailbox:
     """Sends messages between some ranks of a group."""
 
     group: dist.ProcessGroup

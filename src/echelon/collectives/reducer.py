@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from echelon.collectives.base import Path, Tiers
-from echelon.collectives.coded import CodedSum, Held
-from echelon.collectives.messages import Post
-from echelon.collectives.rounds import LinearSum, Piece
+from echelon.collectives.compressed_all_reduce import CodecShard, CompressedAllReduce
+from echelon.collectives.messages import Mailbox
+from echelon.collectives.rounds import LinearAllReduce, Piece
 from echelon.collectives.route import Route
 from echelon.collectives.schedule import Ring, all_gather, reduce_scatter, ring_sum
 from echelon.collectives.transfer import run_schedule
@@ -42,7 +42,7 @@ class Reducer:
         held: the codec's states.
     """
 
-    held: list[Held]
+    held: list[CodecShard]
 
     def reduce_(self, flat: Tensor) -> int:
         """Reduce a contiguous 1-D tensor in place, the same bits on every rank; returns the bytes sent by this rank.
@@ -79,7 +79,7 @@ class MomentumReducer(Reducer):
         self._plain, self._momentum, self._looks_ahead = plain, codec.absorbs_momentum or 0.0, codec.looks_ahead
         self._velocity = torch.zeros(like.numel(), dtype=working_dtype(like.dtype), device=like.device)
         state.memory["velocity"] = self._velocity
-        self.held = [Held(state, (0, like.numel()), holders)]
+        self.held = [CodecShard(state, (0, like.numel()), holders)]
 
     def reduce_(self, flat: Tensor) -> int:
         self._velocity.mul_(self._momentum).add_(flat)
@@ -95,7 +95,7 @@ class LinearReducer(Reducer):
 
     def __init__(self, coding: Coding, pieces: list[Piece], like: Tensor) -> None:
         route = coding.route
-        self._sum = LinearSum(coding.codec, pieces, like, (route.rank, route.size), coding.seed)
+        self._sum = LinearAllReduce(coding.codec, pieces, like, (route.rank, route.size), coding.seed)
         self._route, self._average = route, coding.average
         self.held = self._sum.held
 
@@ -108,8 +108,8 @@ class CodedReducer(Reducer):
 
     def __init__(self, coding: Coding, like: Tensor, name: str) -> None:
         route = coding.route
-        post = Post(route.group, Ring(range(route.size), route.rank))
-        self._sum = CodedSum(coding.codec, post, like, name, coding.seed)
+        post = Mailbox(route.group, Ring(range(route.size), route.rank))
+        self._sum = CompressedAllReduce(coding.codec, post, like, name, coding.seed)
         self._divisor = route.size if coding.average else 1
         self.held = self._sum.held
 
@@ -131,9 +131,9 @@ class TieredReducer(Reducer):
         piece, name = like.view(-1)[start:stop], f"{name}.{self._tiers.inside.index}"
         if coding.codec.linear:
             whole = Piece(name, (0, piece.numel()), (piece.numel(),))
-            self._linear = LinearSum(coding.codec, [whole], piece, (ring.index, len(ring.members)), coding.seed)
+            self._linear = LinearAllReduce(coding.codec, [whole], piece, (ring.index, len(ring.members)), coding.seed)
         else:
-            self._coded = CodedSum(coding.codec, Post(route.group, ring), piece, name, coding.seed)
+            self._coded = CompressedAllReduce(coding.codec, Mailbox(route.group, ring), piece, name, coding.seed)
         held = (self._linear or self._coded).held  # type: ignore[union-attr]
         self.held = [replace(h, span=(h.span[0] + start, h.span[1] + start)) for h in held]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echelon.collectives.coded import Held
+from echelon.collectives.compressed_all_reduce import CodecShard
 from echelon.collectives.schedule import Span
 from echelon.compression.base import Codec, NonFiniteError, fuse_rounds
 
@@ -28,7 +28,7 @@ class Piece:
     shape: tuple[int, ...]
 
 
-class LinearSum:
+class LinearAllReduce:
     """Sums one vector over `size` ranks by a codec's own rounds of reduction; keeps that vector's states.
 
     Attributes:
@@ -43,7 +43,7 @@ class LinearSum:
         flat = like.view(-1)
         views = [flat[slice(*p.span)].view(p.shape) for p in self._pieces]
         self._states = [codec.init_state(p.name, v, seed, rank) for p, v in zip(self._pieces, views, strict=True)]
-        self.held = [Held(s, p.span, self._size) for s, p in zip(self._states, self._pieces, strict=True)]
+        self.held = [CodecShard(s, p.span, self._size) for s, p in zip(self._states, self._pieces, strict=True)]
 
     def sum_(self, flat: Tensor, sum_in_place: SumInPlace, average: bool) -> int:
         """Sum or average a contiguous 1-D tensor in place; returns the bytes sent.

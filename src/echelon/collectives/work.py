@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import memory
-from echelon.collectives.cells import Cell, Layout, Member, lay_out
-from echelon.collectives.coded import Held
-from echelon.collectives.lane import Bucket
+from echelon.collectives.buckets import Bucket, Layout, Member, lay_out
+from echelon.collectives.comm_thread import DdpBucket
+from echelon.collectives.compressed_all_reduce import CodecShard
 from echelon.collectives.reducer import Coding, PlainReducer, Reducer, is_finite, make_reducer, make_small_reducer
 from echelon.collectives.rounds import Piece
 from echelon.collectives.route import Route
@@ -28,7 +28,7 @@ class PathWork:
         self._reducer = PlainReducer(route, average)
         self._wire = wire
 
-    def work(self, bucket: Bucket) -> None:
+    def work(self, bucket: DdpBucket) -> None:
         sent = self._reducer.reduce_(bucket.buffer)
         small = sum(g.numel() for g in bucket.gradients if is_small(g))
         small_bytes = sent * small // max(bucket.buffer.numel(), 1)
@@ -36,7 +36,7 @@ class PathWork:
         self._wire.add("weights", sent - small_bytes)
         bucket.future.set_result(bucket.buffer)
 
-    def fail(self, bucket: Bucket, error: BaseException) -> None:
+    def fail(self, bucket: DdpBucket, error: BaseException) -> None:
         _raise_in(bucket, error)
 
     def state_dict(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class PathWork:
 class _Arrival:
     """A bucket, and how many of its gradients still wait for their cell."""
 
-    bucket: Bucket
+    bucket: DdpBucket
     left: int
 
 
@@ -59,7 +59,7 @@ class _Arrival:
 class _Filling:
     """A cell's vector and the gradients that have been copied into it."""
 
-    cell: Cell
+    cell: Bucket
     flat: Tensor
     reducer: Reducer
     snapshot: memory.Snapshot
@@ -78,7 +78,7 @@ class CellWork:
 
     def __init__(self, coding: Coding, wire: WireCount) -> None:
         self._coding, self._wire = coding, wire
-        self._early: list[Bucket] = []
+        self._early: list[DdpBucket] = []
         self._arrivals: list[_Arrival] = []
         self._cells: list[_Filling] = []
         self._layout: Layout | None = None
@@ -86,7 +86,7 @@ class CellWork:
         self._void, self._reduced, self._told = False, 0, False
         self._broken: BaseException | None = None
 
-    def work(self, bucket: Bucket) -> None:
+    def work(self, bucket: DdpBucket) -> None:
         if self._broken is not None:
             raise RuntimeError(f"gradients cannot be reduced after an earlier failure: {self._broken}")
         if bucket.first:
@@ -103,7 +103,7 @@ class CellWork:
             return
         self._take(bucket)
 
-    def fail(self, bucket: Bucket, error: BaseException) -> None:
+    def fail(self, bucket: DdpBucket, error: BaseException) -> None:
         # Ranks may now be at different collectives: nothing can be reduced in this group any more.
         self._broken = self._broken or error
         self._drop(error)
@@ -129,7 +129,7 @@ class CellWork:
         for filling in self._cells:
             memory.take_velocity(filling.cell, filling.reducer.held, velocity)
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[CodecShard]:
         """Return the codec's states."""
         return [held for filling in self._cells for held in filling.reducer.held]
 
@@ -155,13 +155,13 @@ class CellWork:
             saved, self._saved = self._saved, None
             self.load_state_dict(saved)
 
-    def _reducer(self, cell: Cell, flat: Tensor) -> Reducer:
+    def _reducer(self, cell: Bucket, flat: Tensor) -> Reducer:
         name = f"cell{cell.number}"
         if cell.group == "small":
             return make_small_reducer(self._coding, name, flat)
         return make_reducer(self._coding, [Piece(m.name, m.span, m.shape) for m in cell.members], name, flat)
 
-    def _take(self, bucket: Bucket) -> None:
+    def _take(self, bucket: DdpBucket) -> None:
         assert self._layout is not None
         arrival = _Arrival(bucket, len(bucket.names))
         self._arrivals.append(arrival)
@@ -212,6 +212,6 @@ def _fits(gradient: Tensor, largest: float) -> bool:
     return bounded and is_finite(gradient)
 
 
-def _raise_in(bucket: Bucket, error: BaseException) -> None:
+def _raise_in(bucket: DdpBucket, error: BaseException) -> None:
     if not bucket.future.done():
         bucket.future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))  # type: ignore[arg-type]

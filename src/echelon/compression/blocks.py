@@ -14,7 +14,7 @@ from torch import Tensor
 
 from echelon.compression import dither
 from echelon.compression.base import State, empty, refuse_nonfinite
-from echelon.compression.chunks import CHUNK, Pieces, spans, tiles
+from echelon.compression.chunks import CHUNK, LocalShards, spans, tiles
 
 # L x / s + L + u must stay below 2L + 1 after rounding to float32; shrinking the range by this much ensures it.
 _MARGIN = 1 - 2e-6
@@ -150,7 +150,7 @@ def _round_on_cpu(x: Tensor, inverse: Tensor, codes: Tensor, grid: Grid, key: in
             np.copyto(out[row : row + part.step], buffer, casting="unsafe")
 
 
-def dequantise(steps: Tensor, codes: Tensor, grid: Grid, into: Tensor | None) -> Pieces:
+def dequantise(steps: Tensor, codes: Tensor, grid: Grid, into: Tensor | None) -> LocalShards:
     """Yield decoded pieces (start, end, float32 values).
 
     Args:
@@ -169,7 +169,7 @@ def dequantise(steps: Tensor, codes: Tensor, grid: Grid, into: Tensor | None) ->
         yield start, end, values if into is None else into[start:end].copy_(values)
 
 
-def _dequantise_on_cpu(steps: Tensor, codes: Tensor, grid: Grid, into: Tensor | None) -> Pieces:
+def _dequantise_on_cpu(steps: Tensor, codes: Tensor, grid: Grid, into: Tensor | None) -> LocalShards:
     for part in tiles(codes.numel(), grid.block):
         coded, factors = part.cut(codes).view(np.int8), part.per_block(steps)[:, None]
         whole = None if into is None else part.cut(into)

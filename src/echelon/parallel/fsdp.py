@@ -18,7 +18,7 @@ from echelon.core.errors import UserError
 
 
 def shard(
-    model: nn.Module, blocks: Mapping[str, nn.Module], mesh: DeviceMesh, narrow: torch.dtype | None = None
+    model: nn.Module, blocks: Mapping[str, nn.Module], mesh: DeviceMesh, param_dtype: torch.dtype | None = None
 ) -> None:
     """Shard a model in place over a 1-D mesh: each block by itself, then what is left with the root.
 
@@ -30,12 +30,14 @@ def shard(
     Raises:
         UserError: a parameter has no rows to share, or narrow ones would be BatchNorm's.
     """
-    if narrow is not None and any(isinstance(m, _BatchNorm) for m in model.modules()):
+    if param_dtype is not None and any(isinstance(m, _BatchNorm) for m in model.modules()):
         raise UserError(
             f"--parallel fsdp={mesh.size()} with --precision bf16-params: BatchNorm's statistics would be lost in "
             "bfloat16; use --precision bf16, or dp=N"
         )
-    policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32) if narrow else MixedPrecisionPolicy()
+    policy = MixedPrecisionPolicy()
+    if param_dtype:
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if not parameter.ndim:
             raise UserError(f"--parallel fsdp={mesh.size()}: the parameter {name} is a single number and has no rows")

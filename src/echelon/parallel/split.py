@@ -14,9 +14,9 @@ from echelon.core.errors import UserError
 from echelon.core.hints import Hints, Style
 from echelon.parallel.base import Placement
 from echelon.parallel.blocks import find_blocks
-from echelon.parallel.deferred import Unmade
+from echelon.parallel.deferred_init import DeferredInit
 from echelon.parallel.fsdp import reshard, shard
-from echelon.parallel.pieces import Pieces
+from echelon.parallel.local_shards import LocalShards
 from echelon.parallel.pipeline import Pipeline, PipelineSettings
 from echelon.parallel.precision import cast_blocks, cast_parameters
 from echelon.parallel.recompute import Recompute, recompute_blocks
@@ -49,7 +49,7 @@ class SplitOptions:
     recompute: Recompute = "none"
     samples: int = 0
     autocast: torch.dtype | None = None
-    unmade: Unmade | None = None
+    unmade: DeferredInit | None = None
     statistics: dist.ProcessGroup | None = None
     parameters: torch.dtype | None = None
 
@@ -66,7 +66,7 @@ class SplitModel:
     """
 
     module: nn.Module
-    pieces: Pieces
+    pieces: LocalShards
     pipeline: Pipeline | None = None
     notes: tuple[str, ...] = ()
 
@@ -90,8 +90,8 @@ def split_model(model: nn.Module, placement: Placement, hints: Hints | None, opt
     if options.statistics is not None:  # not before, for one rank alone measures the pipeline's blocks
         modules = [convert_sync_batchnorm(module, options.statistics) for module in modules]
     along_tp, along_fsdp = placement.axis(Axis.TP), placement.axis(Axis.FSDP)
-    narrow = options.parameters if along_fsdp is None else None  # sharding makes its own copies
-    _recompute(modules, blocks, options.recompute, narrow)
+    param_dtype = options.parameters if along_fsdp is None else None  # sharding makes its own copies
+    _recompute(modules, blocks, options.recompute, param_dtype)
     for module in modules:
         if plan is not None and along_tp is not None:
             apply_plan(module, along_tp, plan)
@@ -101,17 +101,17 @@ def split_model(model: nn.Module, placement: Placement, hints: Hints | None, opt
     for module in modules:
         if along_fsdp is not None:
             shard(module, _present(module, blocks), along_fsdp, options.parameters)
-    if pipeline is None and narrow is not None:
-        cast_parameters(model, narrow)
+    if pipeline is None and param_dtype is not None:
+        cast_parameters(model, param_dtype)
     if options.unmade is not None:
         options.unmade.give_memory(modules)
-    pieces = Pieces(modules, placement)
+    pieces = LocalShards(modules, placement)
     if options.unmade is not None:
         options.unmade.fill(pieces.fill)
     return SplitModel(split, pieces, pipeline, pipeline.notes if pipeline is not None else ())
 
 
-def recompute_model(model: nn.Module, hints: Hints | None, how: Recompute, narrow: torch.dtype | None) -> None:
+def recompute_model(model: nn.Module, hints: Hints | None, how: Recompute, param_dtype: torch.dtype | None) -> None:
     """Make backward compute a whole model's blocks again, in place.
 
     Args:
@@ -120,7 +120,7 @@ def recompute_model(model: nn.Module, hints: Hints | None, how: Recompute, narro
     Raises:
         UserError: nothing in the model repeats.
     """
-    _recompute([model], list(find_blocks(model, hints)), how, narrow)
+    _recompute([model], list(find_blocks(model, hints)), how, param_dtype)
 
 
 def _plan_layers(
@@ -152,7 +152,7 @@ def _cut(
     return Pipeline(model, hints, mesh, settings, options.loss, options.example)
 
 
-def _recompute(modules: list[nn.Module], blocks: list[str], how: Recompute, narrow: torch.dtype | None) -> None:
+def _recompute(modules: list[nn.Module], blocks: list[str], how: Recompute, param_dtype: torch.dtype | None) -> None:
     if how != "none" and not blocks:
         kind = type(modules[0]).__name__
         raise UserError(
@@ -160,8 +160,8 @@ def _recompute(modules: list[nn.Module], blocks: list[str], how: Recompute, narr
             "into a ModuleList or Sequential of blocks"
         )
     for module in modules:
-        if how != "none" and narrow is not None:
-            cast_blocks(_present(module, blocks), narrow)
+        if how != "none" and param_dtype is not None:
+            cast_blocks(_present(module, blocks), param_dtype)
         recompute_blocks(_present(module, blocks), how)
 
 

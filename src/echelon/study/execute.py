@@ -16,7 +16,7 @@ from typing import Protocol
 
 from echelon.config import RunConfig, build
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
-from echelon.observe.record import RECORD_FILE, Recorder, read_records
+from echelon.records.file import RECORD_FILE, Recorder, read_records
 from echelon.study.base import PlannedRun, Study
 from echelon.study.folder import (
     ENDED,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.core.errors import UserError
-from echelon.observe.live.going import LOCK_FILE
-from echelon.observe.record import read_records
+from echelon.records.file import read_records
+from echelon.records.going import LOCK_FILE
 from echelon.study.base import PlannedRun
 from echelon.study.rows import COMPLETED
 

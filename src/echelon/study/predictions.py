@@ -1,7 +1,7 @@
 """What the baseline's record predicted for a candidate's steps, beside what the candidate then measured.
 
 A run records at its end what other ways to communicate would cost it, and its report predicts a step's seconds from
-that (`echelon.observe.report.predictions`). A study holds the baseline and the candidates, so it checks them: what a
+that (`echelon.reporting.report.predictions`). A study holds the baseline and the candidates, so it checks them: what a
 seed's baseline predicted stands in the table beside the same seed's measured step, and numbers come from there alone.
 """
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from echelon.core.errors import UserError
 from echelon.core.spec import parse_chain
-from echelon.observe.report import summarise
-from echelon.observe.report.predictions import Prediction
-from echelon.observe.report.records import load_run
+from echelon.reporting.report import summarise
+from echelon.reporting.report.predictions import Prediction
+from echelon.reporting.report.records import load_run
 from echelon.study.base import PlannedRun, Settings, Study
 from echelon.study.folder import run_folder
 from echelon.study.intervals import ratio_interval

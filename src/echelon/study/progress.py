@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from echelon.observe.live.follow import Follower, Json
+from echelon.reporting.live.follow import Follower, Json
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from echelon.observe.report.records import Evaluation, RunRecord, Window, load_run
-from echelon.observe.report.summary import Summary, kept_evaluations, summarise
-from echelon.observe.report.timing import Timing, measure
+from echelon.reporting.report.records import Evaluation, RunRecord, Window, load_run
+from echelon.reporting.report.summary import Summary, kept_evaluations, summarise
+from echelon.reporting.report.timing import Timing, measure
 from echelon.study.base import PlannedRun
 
 COMPLETED = "completed"

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echelon.observe.live.going import is_held
-from echelon.observe.live.snapshot import Snapshot, look
-from echelon.observe.live.state import LiveRun
+from echelon.records.going import is_held
+from echelon.reporting.live.snapshot import Snapshot, look
+from echelon.reporting.live.state import LiveRun
 from echelon.study.base import PlannedRun
 from echelon.study.file import STUDY_FILE, load_study
 from echelon.study.folder import RunEnd, read_ends, run_folder
@@ -20,7 +20,7 @@ OVER = ("completed", "refused", "failed", "stopped")
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankStatus:
     """How a study stands; `over`: nothing more will come unless it is continued."""
 
     status: str
@@ -48,18 +48,18 @@ class StudyWatch:
         self.states = [self._state(run, ends.get(run.name)) for run in self._runs]
         return self.states
 
-    def standing(self) -> Standing:
+    def standing(self) -> RankStatus:
         """Say how the study stands, by what was read last."""
         over = sum(s.status in OVER for s in self.states)
         bad = [s for s in self.states if s.status in ("refused", "failed")]
         if is_held(self.path) is True:
-            return Standing("running", "", False)
+            return RankStatus("running", "", False)
         if over == len(self.states) and all(s.status != "stopped" for s in self.states):
             said = f"{len(bad)} run{'s were' if len(bad) > 1 else ' was'} refused or failed"
-            return Standing("completed", said if bad else "", True)
+            return RankStatus("completed", said if bad else "", True)
         if any(s.status == "running" for s in self.states):
-            return Standing("running", "", False)
-        return Standing("stopped", f"continue with: echelon compare --run {self.path}", True)
+            return RankStatus("running", "", False)
+        return RankStatus("stopped", f"continue with: echelon compare --run {self.path}", True)
 
     def overview(self) -> dict[str, Any]:
         """Return what the study's page shows, as plain values."""

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from echelon.core.files import write_atomic
-from echelon.observe.report.records import load_run
-from echelon.observe.report.summary import finite
-from echelon.observe.report.tables import environment_table
+from echelon.reporting.report.records import load_run
+from echelon.reporting.report.summary import finite
+from echelon.reporting.report.tables import environment_table
 from echelon.study.base import PlannedRun, Study
 from echelon.study.compare import Comparison, Group, compare, set_targets
 from echelon.study.execute import command_of

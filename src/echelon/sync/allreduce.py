@@ -23,7 +23,7 @@ from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import is_small, ring_bytes
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.buffers import averaged_buffers
-from echelon.sync.kept import Kept, Piece, by_hook
+from echelon.sync.state_bytes import Piece, StateBytes, by_hook
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class AllReduce:
         self._context = context
         self._hook: GradientHook | None = None
         self.module: nn.Module = context.model
-        self.replicas_differ = False
+        self.has_replica_state = False
         self._left_out: dict[str, Tensor] = {}  # by former replicas' codecs, for the first gradient without any
-        self.wants_blank_step = False
+        self.needs_warmup_backward = False
         if context.group is None:
             return
         on_gpu = context.device.type == "cuda"
@@ -63,7 +63,7 @@ class AllReduce:
         # order: a resumed run would not repeat the bits. Codecs work on cells that do not depend on buckets; a
         # compiled model would be compiled twice.
         compiled = hasattr(context.model, "_orig_mod")
-        self.wants_blank_step = self._hook.codec is None and context.group.size() > 2 and not compiled
+        self.needs_warmup_backward = self._hook.codec is None and context.group.size() > 2 and not compiled
 
     def begin_step(self, samples: int, global_size: int) -> int:
         """Gradients are summed over all replicas: they are divided by the size of the global batch."""
@@ -201,7 +201,7 @@ def _no_buffers_in_steps() -> dict[str, Any]:
     return {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
 
 
-def kept(settings: Settings, compression: str, piece: Piece) -> Kept:
+def kept(settings: Settings, compression: str, piece: Piece) -> StateBytes:
     """Reckon the memory that it keeps (see `sync.kept`)."""
     return by_hook(compression, piece)
 

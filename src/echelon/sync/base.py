@@ -48,7 +48,7 @@ class StepSync(Protocol):
         """What the forward pass goes through."""
 
     @property
-    def wants_blank_step(self) -> bool:
+    def needs_warmup_backward(self) -> bool:
         """Whether a backward pass of zeros must come before the first step, for sums to be in the same order later."""
 
     def begin_step(self, samples: int, global_size: int) -> int:
@@ -74,7 +74,7 @@ class Sync(StepSync, Protocol):
     """One strategy: the loop calls `begin_step`, forward and backward through `module`, then `step`."""
 
     @property
-    def replicas_differ(self) -> bool:
+    def has_replica_state(self) -> bool:
         """Whether parameters and optimizer state are each replica's own, so that a checkpoint keeps all of them."""
 
     def step(self) -> None:

@@ -29,7 +29,7 @@ from echelon.core.errors import UserError
 from echelon.sync.averaging.engine import Averaging
 from echelon.sync.averaging.plan import Plan, check_deltas
 from echelon.sync.base import Sync, SyncContext
-from echelon.sync.kept import Kept, Piece, by_averaging
+from echelon.sync.state_bytes import Piece, StateBytes, by_averaging
 
 ENCODES = "deltas"
 OVERLAPPED_ALPHA = 0.5
@@ -116,7 +116,7 @@ def check(settings: Settings, compression: str) -> None:
         )
 
 
-def kept(settings: Settings, compression: str, piece: Piece) -> Kept:
+def kept(settings: Settings, compression: str, piece: Piece) -> StateBytes:
     """Reckon the memory that it keeps (see `sync.kept`)."""
     return by_averaging(settings.plan(), compression, piece, momenta=settings.outer_momentum > 0)
 

@@ -24,7 +24,7 @@ from echelon.core.errors import UserError
 from echelon.sync.averaging.engine import Averaging
 from echelon.sync.averaging.plan import Plan, check_deltas
 from echelon.sync.base import Sync, SyncContext
-from echelon.sync.kept import Kept, Piece, by_averaging
+from echelon.sync.state_bytes import Piece, StateBytes, by_averaging
 
 ENCODES = "deltas"
 PAPERS_BETA = 0.9
@@ -91,7 +91,7 @@ def check(settings: Settings, compression: str) -> None:
     check_deltas(compression)
 
 
-def kept(settings: Settings, compression: str, piece: Piece) -> Kept:
+def kept(settings: Settings, compression: str, piece: Piece) -> StateBytes:
     """Reckon the memory that it keeps (see `sync.kept`)."""
     return by_averaging(settings.plan(), compression, piece)
 

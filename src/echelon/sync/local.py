@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from echelon.sync.averaging.engine import Averaging
 from echelon.sync.averaging.plan import MeanRule, Plan, check_deltas
 from echelon.sync.base import Sync, SyncContext
-from echelon.sync.kept import Kept, Piece, by_averaging
+from echelon.sync.state_bytes import Piece, StateBytes, by_averaging
 
 ENCODES = "deltas"
 
@@ -65,7 +65,7 @@ def check(settings: Settings, compression: str) -> None:
     check_deltas(compression)
 
 
-def kept(settings: Settings, compression: str, piece: Piece) -> Kept:
+def kept(settings: Settings, compression: str, piece: Piece) -> StateBytes:
     """Reckon the memory that it keeps (see `sync.kept`)."""
     return by_averaging(settings.plan(), compression, piece)
 

@@ -20,12 +20,12 @@ from echelon.compression.sparse import share_carried
 from echelon.core.errors import UserError
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.sync.base import Sync, SyncContext
-from echelon.sync.kept import Kept, Piece, pushed, whole
 from echelon.sync.server.client import Client, PushInfo
 from echelon.sync.server.coding import upward
 from echelon.sync.server.settings import Settings
 from echelon.sync.server.spans import Span, spans_of
 from echelon.sync.server.table import Key, Table
+from echelon.sync.state_bytes import Piece, StateBytes, pushed, whole
 
 SETTINGS = Settings
 
@@ -51,13 +51,13 @@ def check(settings: Settings, compression: str) -> None:
     upward(compression, torch.float32)
 
 
-def kept(settings: Settings, compression: str, piece: Piece) -> Kept:
+def kept(settings: Settings, compression: str, piece: Piece) -> StateBytes:
     """Reckon what a worker keeps: parameters as they came from the servers, and the states of what it pushes.
 
     At the end of backward all gradients are there, and uncompressed copies of them on their way.
     """
     size, own = whole(piece.parameters), pushed(compression, piece.parameters)
-    return Kept(size + own, (2 if compression == "none" else 1) * size, own)
+    return StateBytes(size + own, (2 if compression == "none" else 1) * size, own)
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,12 @@ class ParameterServer:
         self._attach()
 
     @property
-    def replicas_differ(self) -> bool:
+    def has_replica_state(self) -> bool:
         """The servers hold the parameters, so no worker has any of its own."""
         return False
 
     @property
-    def wants_blank_step(self) -> bool:
+    def needs_warmup_backward(self) -> bool:
         """Servers add in the order in which gradients come: nothing has to be put in order before."""
         return False
 

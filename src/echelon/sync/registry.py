@@ -10,7 +10,7 @@ from types import ModuleType
 from echelon.core.errors import UserError, nearest
 from echelon.core.spec import Spec, bind, parse_spec
 from echelon.sync.base import Sync, SyncContext
-from echelon.sync.kept import Kept, Piece
+from echelon.sync.state_bytes import Piece, StateBytes
 
 _NOT_STRATEGIES = {"base", "registry", "buffers", "kept"}
 _PLANNED: tuple[str, ...] = ()
@@ -56,11 +56,11 @@ def synchronous_steps(text: str) -> int:
     return int(getattr(bind(spec, _module(spec).SETTINGS), "start", 0))
 
 
-def kept_memory(text: str, compression: str, piece: Piece) -> Kept:
+def kept_memory(text: str, compression: str, piece: Piece) -> StateBytes:
     """Return the memory that a strategy and its codec keep on a rank."""
     spec = parse_spec(text)
     module = _module(spec)
-    found: Kept = module.kept(bind(spec, module.SETTINGS), compression, piece)
+    found: StateBytes = module.kept(bind(spec, module.SETTINGS), compression, piece)
     return found
 
 

@@ -15,10 +15,10 @@ import zmq
 from torch import Tensor, nn
 
 from echelon.observe.phases import HostClock
-from echelon.observe.record import Recorder
+from echelon.records.file import Recorder
 from echelon.sync.ps import ParameterServer, WorkerOptions
 from echelon.sync.server.client import Client, ClientConfig, PushInfo, RunOver
-from echelon.sync.server.endpoint import Line, Voice
+from echelon.sync.server.endpoint import Channel, Sender
 from echelon.sync.server.identity import RunKeys, derive_keys
 from echelon.sync.server.protocol import Kind
 from echelon.sync.server.scheduler import Callbacks, Plan, Scheduler, SchedulerConfig
@@ -133,8 +133,8 @@ class Cluster:
         """End a server at once, without a word; the launcher tells the scheduler."""
         server.ended = True
         self.serving[server.config.name].join(10)  # threads of one process share the lock of the snapshots' folder
-        line = Line(
-            zmq.Context.instance(), Voice(self.keys, "launcher"), self.scheduler.listener.address, Limits(1 << 20)
+        line = Channel(
+            zmq.Context.instance(), Sender(self.keys, "launcher"), self.scheduler.listener.address, Limits(1 << 20)
         )
         line.send(Kind.DIED, {"name": server.config.name, "info": {}})
         line.socket.close(linger=1000)

@@ -14,24 +14,24 @@ from torch import Tensor, nn
 from echelon.core.axes import Axis
 from echelon.data.base import Batch, Shard
 from echelon.data.order import local_part
-from echelon.observe.live.resources import Sampler
 from echelon.observe.phases import HostClock
-from echelon.observe.record import Recorder
+from echelon.observe.resources import Sampler
+from echelon.records.file import Recorder
 from echelon.sync.ps import ParameterServer, WorkerOptions
 from echelon.sync.server.client import Client, ClientConfig
 from echelon.sync.server.settings import Settings
 from echelon.sync.server.spans import model_table
 from echelon.sync.server.table import Cut
-from echelon.train.leased import train_task
-from echelon.train.leased_assemble import LeasedWorker
-from echelon.train.leased_bench import Bench
-from echelon.train.leased_split import follow
-from echelon.train.parts import Work, build_split
-from echelon.train.replica import Replica
-from echelon.train.served_start import Seat
-from echelon.train.state import seed_everything
-from echelon.train.step import Step, StepSettings
-from echelon.train.world import World
+from echelon.trainer.leased import train_task
+from echelon.trainer.leased_assemble import LeasedWorker
+from echelon.trainer.leased_bench import WorkerModel
+from echelon.trainer.leased_split import follow
+from echelon.trainer.parts import Work, build_split
+from echelon.trainer.replica import Replica
+from echelon.trainer.served_start import WorkerRank
+from echelon.trainer.state import seed_everything
+from echelon.trainer.step import Step, StepSettings
+from echelon.trainer.world import World
 from tests.ranks.layouts import INFO, MODELS, Trial, loss_sum, make_world
 from tests.ranks.server.roles import KEYS
 from tests.ranks.spawn import Rank
@@ -71,8 +71,8 @@ def whole_model(trial: Trial) -> nn.Module:
 def work_split(rank: Rank, work: Work4) -> list[Tensor]:
     """Be a rank of a worker to the end of the run; leaders return the copies that they were given to look at."""
     world = _own_world(make_world(work.trial.config(), rank))
-    clock, placed = HostClock(), world.placed
-    assert placed is not None
+    clock, placement = HostClock(), world.placement
+    assert placement is not None
     config = work.trial.config()
     example = work.trial.global_batch(0)[0][:2]
     leads = world.rank == 0
@@ -87,7 +87,7 @@ def work_split(rank: Rank, work: Work4) -> list[Tensor]:
         split,
     )
     loader = cast(Any, _Loader(work.trial))
-    bench = Bench(config, world, cast(Any, None), model, replica, loss_sum, step, clock, loader, cast(Any, None))
+    bench = WorkerModel(config, world, cast(Any, None), model, replica, loss_sum, step, clock, loader, cast(Any, None))
     if not leads:
         follow(bench, replica)
         return []
@@ -96,17 +96,17 @@ def work_split(rank: Rank, work: Work4) -> list[Tensor]:
 
 def _own_world(world: World) -> World:
     """Return the world of one replica: ranks of other replicas are not in it, as in a run."""
-    placed = world.placed
-    assert placed is not None and placed.model_group is not None
-    alone = replace(placed.layout, sizes={**placed.layout.sizes, Axis.DP: 1})
+    placement = world.placement
+    assert placement is not None and placement.model_group is not None
+    alone = replace(placement.layout, sizes={**placement.layout.sizes, Axis.DP: 1})
     own = replace(
-        placed, layout=alone, coordinates={**placed.coordinates, Axis.DP: 0}, replica_group=None,
-        data_group=placed.group(Axis.FSDP),
+        placement, layout=alone, coordinates={**placement.coordinates, Axis.DP: 0}, replica_group=None,
+        data_group=placement.group(Axis.FSDP),
     )  # fmt: skip
-    return World(world.rank % alone.model_size, alone.model_size, 0, world.device, placed.model_group, own)
+    return World(world.rank % alone.model_size, alone.model_size, 0, world.device, placement.model_group, own)
 
 
-def _lead(work: Work4, bench: Bench, number: int, folder: Path) -> list[Tensor]:
+def _lead(work: Work4, bench: WorkerModel, number: int, folder: Path) -> list[Tensor]:
     model, replica = bench.model, bench.replica
     assert model is not None and replica is not None
     table = model_table(model, Cut(work.settings.servers, work.settings.chunk_bytes))
@@ -120,7 +120,7 @@ def _lead(work: Work4, bench: Bench, number: int, folder: Path) -> list[Tensor]:
     schedule = SimpleNamespace(set_step=lambda step: None, lr=work.lr)
     worker = LeasedWorker(
         bench, work.settings, strategy, table, client, cast(Any, schedule), cast(Any, None), folder, Sampler(""),
-        Recorder(None), Seat(number, 0),
+        Recorder(None), WorkerRank(number, 0),
     )  # fmt: skip
     client.join({"fingerprint": table.fingerprint})
     seen = _tasks(worker)

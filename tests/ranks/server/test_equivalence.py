@@ -15,7 +15,7 @@ from echelon.observe.phases import HostClock
 from echelon.sync import SyncContext, build_sync
 from echelon.sync.server.scheduler import Plan
 from echelon.sync.server.settings import Settings
-from echelon.train.step import make_update
+from echelon.trainer.step import make_update
 from tests.ranks.server.roles import Cluster, Optimizer
 from tests.ranks.spawn import Rank, run_ranks
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import zmq
 
-from echelon.sync.server.endpoint import Line, Listener, Voice, ask_once
+from echelon.sync.server.endpoint import Channel, Listener, Sender, ask_once
 from echelon.sync.server.identity import derive_keys
 from echelon.sync.server.keystore import KeyStore
 from echelon.sync.server.protocol import SCHEMAS, VERSION, Kind
@@ -116,7 +116,7 @@ def test_with_the_key(tmp_path: Path) -> None:
     cluster, server = served(tmp_path)
     draw = random.Random(1)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    line = Line(context, Voice(KEYS, "worker0"), server.listener.address, Limits(1 << 20))
+    line = Channel(context, Sender(KEYS, "worker0"), server.listener.address, Limits(1 << 20))
     before, used = server.stores[0].value.clone(), 0
     for i in range(MESSAGES):
         _pace(i, server.listener)
@@ -137,7 +137,7 @@ def test_the_scheduler_with_the_key(tmp_path: Path) -> None:
     draw = random.Random(4)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     scheduler, before = cluster.scheduler, server.stores[0].value.clone()
-    line = Line(context, Voice(KEYS, "worker0"), scheduler.listener.address, Limits(1 << 20))
+    line = Channel(context, Sender(KEYS, "worker0"), scheduler.listener.address, Limits(1 << 20))
     line.send(Kind.JOIN, {"role": "worker", "address": "", "info": {"fingerprint": "", "held": []}})
     used = 0
     for i in range(MESSAGES):
@@ -150,7 +150,7 @@ def test_the_scheduler_with_the_key(tmp_path: Path) -> None:
     assert psutil.Process(os.getpid()).memory_info().rss - used < 32 << 20
     assert torch.equal(server.stores[0].value, before)
     assert all(t.is_alive() for t in cluster.threads) and not cluster.failures
-    sound = Line(context, Voice(KEYS, "worker9"), scheduler.listener.address, Limits(1 << 20))
+    sound = Channel(context, Sender(KEYS, "worker9"), scheduler.listener.address, Limits(1 << 20))
     info = {"fingerprint": "", "held": []}
     ask_once(sound, Kind.JOIN, {"role": "worker", "address": "", "info": info}, Kind.WELCOME, 5)
     sound.close()
@@ -165,7 +165,9 @@ def test_strange_reports_of_a_member_while_a_run_goes(tmp_path: Path) -> None:
     run.work(0, model(), gradient, 0.01, [])
     _until(lambda: run.scheduler.assignment.setup is not None)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    lines = [Line(context, Voice(KEYS, name), run.scheduler.listener.address, Limits(1 << 20)) for name in STRANGERS]
+    lines = [
+        Channel(context, Sender(KEYS, name), run.scheduler.listener.address, Limits(1 << 20)) for name in STRANGERS
+    ]
     counts = dict.fromkeys(("correct", "samples", "memory_bytes"), 1)
     moved = dict.fromkeys(("sent", "received", "other"), 1)
     sound = {"loss": 1.0, "lr": 0.1, "phases": [], "bytes": moved, **counts}
@@ -204,7 +206,7 @@ def test_without_the_key(tmp_path: Path, secret: bytes | None, port: str) -> Non
         monitor = socket.get_monitor_socket()  # before it connects: a refusal may come once only
         socket.connect(listener.address)
     else:
-        socket = Line(context, Voice(derive_keys(secret), "worker0"), listener.address, Limits(1 << 20)).socket
+        socket = Channel(context, Sender(derive_keys(secret), "worker0"), listener.address, Limits(1 << 20)).socket
         monitor = socket.get_monitor_socket()
     draw = random.Random(2)
     socket.sndhwm = 100
@@ -234,7 +236,7 @@ def test_bytes_that_are_no_zeromq(tmp_path: Path) -> None:
             raw.sendall(draw.choice([b"", b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03"]) + draw.randbytes(300))
     assert server.listener.messages == 0
     assert psutil.Process(os.getpid()).memory_info().rss - used < 32 << 20
-    line = Line(server.context, Voice(KEYS, "worker0"), server.listener.address, Limits(1 << 20))
+    line = Channel(server.context, Sender(KEYS, "worker0"), server.listener.address, Limits(1 << 20))
     line.send(Kind.PULL, {"key": 0, "version": 0, "exact": False, "full": True, "tag": 0})
     assert line.socket.poll(20_000), "the server no longer answers"
     line.close()

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from echelon.launch.link import ShapedNetwork, parse_link
-from echelon.observe.report import load_run
-from echelon.observe.report.tables import link_words
+from echelon.reporting.report import load_run
+from echelon.reporting.report.tables import link_words
 from tests.ranks.links import LINK, NEEDS_LINKS, start_machine
 from tests.ranks.runs import Run, Runs, marked_processes
 

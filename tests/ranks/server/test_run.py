@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from benchmarks._chaos_trial import Setting, Trainer, run_trial, trainer
 
-from echelon.observe.report.records import load_run
-from echelon.observe.report.timing import measure
+from echelon.reporting.report.records import load_run
+from echelon.reporting.report.timing import measure
 
 STRIKES = [
     ("server0", Setting(mode="sync", epochs=12)),

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from echelon.checkpoint.parts import Part, Stored, collect, join_parts, merge, take_parts, whole, write_file
 from echelon.core.errors import UserError
-from echelon.parallel.pieces import Box, cut_out
+from echelon.parallel.local_shards import Box, cut_out
 
 Runs = tuple[tuple[int, int], ...]
 

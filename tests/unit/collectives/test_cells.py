@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from echelon.collectives import cells, memory
-from echelon.collectives.coded import Held
+from echelon.collectives import buckets as cells
+from echelon.collectives import memory
+from echelon.collectives.compressed_all_reduce import CodecShard
 from echelon.compression.base import State
 
 
@@ -34,11 +35,11 @@ def test_a_large_parameter_that_has_arrived_waits_for_no_later_one() -> None:
     assert [[m.name for m in c.members] for c in layout.cells] == [["head", "dense"], ["conv"]]
 
 
-def _cell() -> cells.Cell:
+def _cell() -> cells.Bucket:
     return cells.lay_out([("a", torch.zeros(40, 30)), ("b", torch.zeros(40, 40))]).cells[0]
 
 
-def _held(ranks: int, rank: int, fill: float) -> list[Held]:
+def _held(ranks: int, rank: int, fill: float) -> list[CodecShard]:
     """States as a rank has them: one for each chunk it sends, one for the chunk it owns."""
     held = []
     spans = [(2800 * j // ranks, 2800 * (j + 1) // ranks) for j in range(ranks)]
@@ -46,11 +47,11 @@ def _held(ranks: int, rank: int, fill: float) -> list[Held]:
         state = State(f"cell0.{j}")
         state.memory["error"] = torch.full((span[1] - span[0],), fill)
         state.numbers["step"] = 7
-        held.append(Held(state, span, ranks))
+        held.append(CodecShard(state, span, ranks))
     relay = State(f"cell0.{rank}.relay")
     relay.memory["error"] = torch.arange(*spans[rank], dtype=torch.float32)
     relay.factors["q"] = torch.full((3,), fill)
-    return [*held, Held(relay, spans[rank], 1, "relay")]
+    return [*held, CodecShard(relay, spans[rank], 1, "relay")]
 
 
 def test_a_state_comes_back() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from echelon.models import ModelInput
 from echelon.models.builtin import mlp, resnet20, small_cnn, small_vit
 from echelon.models.builtin.small_gpt import SmallGPT
-from echelon.parallel.deferred import named_tensors, replay, without_memory
+from echelon.parallel.deferred_init import named_tensors, replay, without_memory
 
 INPUT = ModelInput(10, 3, 32)
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from echelon.config import build
 from echelon.data.base import DataInfo
+from echelon.forecast.memory import Memory, forecast
 from echelon.models import Hints, ModelInput
 from echelon.models.builtin.small_vit import Size, SmallViT
-from echelon.train.forecast import Memory, forecast
 
 INFO = DataInfo("any", tuple("abcdefghij"), 3, 32, 64, 16, (8,) * 10)
 SIZE = Size(depth=3, width=128, heads=4, hidden=512)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echelon.observe.record import Recorder
+from echelon.records.file import Recorder
 from echelon.study import Study, open_study, planned_runs
 from echelon.study.base import PlannedRun
 from echelon.study.folder import ENDED, run_folder

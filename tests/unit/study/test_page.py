@@ -10,7 +10,7 @@ import pytest
 from echelon.study import Study, write_study
 from echelon.study.base import Candidate, Terms
 from echelon.study.page.fronts import front
-from tests.unit.observe.test_report_page import CHROMIUM, dump, figures, outline
+from tests.unit.reporting.report.test_report_page import CHROMIUM, dump, figures, outline
 from tests.unit.study.fixtures import Planted, make_study
 
 HOSTILE = "model=</script><img src=x onerror=alert(1)>"

@@ -9,7 +9,7 @@ from torch import nn
 from echelon.collectives.wire import GROUPS, WireCount
 from echelon.sync.averaging.plan import Plan
 from echelon.sync.averaging.values import Value, cut, model_values, moments
-from echelon.train.window import Sent
+from echelon.trainer.window import Sent
 
 
 class Tied(nn.Module):

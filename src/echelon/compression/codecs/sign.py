@@ -14,7 +14,7 @@ from torch import Tensor
 from echelon.compression.base import Codec, Meta, Payload, State, check_momentum, empty, flat32, refuse_nonfinite
 from echelon.compression.bits import pack_bits, packed_size, unpack_bits
 from echelon.compression.blocks import block_count, check_block, rows
-from echelon.compression.chunks import Pieces, accumulate, spans, tiles, write
+from echelon.compression.chunks import LocalShards, accumulate, spans, tiles, write
 from echelon.compression.wire import Layout
 
 
@@ -133,7 +133,7 @@ class Sign(Codec):
         """What a sign is worth before scaling."""
         return 1.0
 
-    def _pieces(self, payload: Payload, into: Tensor | None) -> Pieces:
+    def _pieces(self, payload: Payload, into: Tensor | None) -> LocalShards:
         packed, n = payload.tensors[-1], payload.meta.numel
         scales = None if self.vote else payload.tensors[0]
         if packed.device.type == "cpu":
@@ -148,7 +148,7 @@ class Sign(Codec):
                 rows(values, self.block).mul_(scales[first : first + block_count(end - start, self.block)].view(-1, 1))
             yield start, end, values if into is None else into[start:end].copy_(values)
 
-    def _pieces_on_cpu(self, packed: Tensor, scales: Tensor | None, n: int, into: Tensor | None) -> Pieces:
+    def _pieces_on_cpu(self, packed: Tensor, scales: Tensor | None, n: int, into: Tensor | None) -> LocalShards:
         signs = _table() * np.float32(self._unit())
         for part in tiles(n, self.block):
             whole = None if into is None else part.cut(into)

@@ -49,11 +49,11 @@ class _Stage(nn.Module):
         first = self._stage_ends[0]
         if not first and x.requires_grad:
             x.register_hook(_contiguous)  # what is sent back must be, and the gradient of a mean is not
-        dtype, narrow = self._stage_types
-        if narrow is not None and x.is_floating_point():
-            x = x.to(narrow)
+        dtype, param_dtype = self._stage_types
+        if param_dtype is not None and x.is_floating_point():
+            x = x.to(param_dtype)
         autocast = torch.autocast(x.device.type, dtype or torch.bfloat16, enabled=dtype is not None)
-        with autocast, computing_in(self, narrow):
+        with autocast, computing_in(self, param_dtype):
             for step in self._stage_steps:
                 x = _run(self, step, x)
         return _plain(x)

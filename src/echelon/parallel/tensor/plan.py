@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.core.errors import UserError, nearest
 from echelon.core.hints import Hints, Style, matches, matching, parse_tensor_plan, style_of
-from echelon.parallel.tensor.found import find_plan
+from echelon.parallel.tensor.inferred_plan import find_plan
 from echelon.parallel.tensor.layers import Split, split_of
 
 WHOLE = ("replicate", "sequence", "shared")

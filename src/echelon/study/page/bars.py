@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from echelon.core.units import format_bytes, format_seconds
 from echelon.observe.phases import PHASES
-from echelon.observe.report.figure import Chart, Json, axis, color, safe
+from echelon.reporting.report.figure import Chart, Json, axis, color, safe
 from echelon.study.page.curves import Scene
 from echelon.study.page.key import Key
 from echelon.study.page.means import Spread, spread

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echelon.core.units import format_bytes, format_seconds
-from echelon.observe.report.figure import Chart, Json, axis, color, line, safe
+from echelon.reporting.report.figure import Chart, Json, axis, color, line, safe
 from echelon.study.page.key import Key
 from echelon.study.page.means import CurvePoint, curve
 from echelon.study.rows import PointRow, RunRow

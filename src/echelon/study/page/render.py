@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from echelon.core.units import format_seconds
-from echelon.observe.report import Chart, render_page
-from echelon.observe.report.tables import Headline, Table
+from echelon.reporting.report import Chart, render_page
+from echelon.reporting.report.tables import Headline, Table
 from echelon.study.compare import Group, Verdict
 from echelon.study.page.bars import cost_charts, target_charts
 from echelon.study.page.curves import Scene, curve_charts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from echelon.core.units import format_bytes, format_seconds, rounded
-from echelon.observe.report.tables import Table
+from echelon.reporting.report.tables import Table
 from echelon.study.compare import Comparison, Group, Verdict
 from echelon.study.intervals import Interval
 from echelon.study.page.curves import Scene

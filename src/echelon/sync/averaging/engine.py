@@ -66,14 +66,14 @@ class Averaging:
         return self._first.module if self._first else self._context.model
 
     @property
-    def replicas_differ(self) -> bool:
+    def has_replica_state(self) -> bool:
         """True once steps are local, and there is more than one replica (or a centre beside it)."""
         return self._first is None and (self._route is not None or self._rule.centred)
 
     @property
-    def wants_blank_step(self) -> bool:
+    def needs_warmup_backward(self) -> bool:
         """Only synchronous steps go through DDP's buckets."""
-        return self._first is not None and self._first.wants_blank_step
+        return self._first is not None and self._first.needs_warmup_backward
 
     def begin_step(self, samples: int, global_size: int) -> int:
         """Return what losses are divided by: the replica's own samples, so that its gradient is their mean."""
@@ -115,9 +115,9 @@ class Averaging:
             return
         self._context.clock.enter(Phase.COMMUNICATE)
         for fragment in taking:
-            fragment.take_off(optimizer, plan, step, self._background)
+            fragment.start(optimizer, plan, step, self._background)
         for fragment in landing if plan.overlap else taking:
-            fragment.land(self._rule, optimizer, plan)
+            fragment.apply(self._rule, optimizer, plan)
         self._context.clock.enter(Phase.UPDATE)
 
     def _leave_synchronous(self, first: AllReduce) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import memory
-from echelon.collectives.cells import Cell, lay_out
-from echelon.collectives.coded import Held
+from echelon.collectives.buckets import Bucket, lay_out
+from echelon.collectives.compressed_all_reduce import CodecShard
 from echelon.collectives.reducer import Coding, PlainReducer, Reducer, is_finite, make_reducer
 from echelon.collectives.rounds import Piece
 from echelon.collectives.route import Route
@@ -51,7 +51,7 @@ class Exchange:
         named = [(v.name, v.tensor) for v in values if v.encoded]
         self._cells = [(cell, self._reducer(cell, label)) for cell in lay_out(named).cells]
 
-    def _reducer(self, cell: Cell, label: str) -> Reducer:
+    def _reducer(self, cell: Bucket, label: str) -> Reducer:
         if self._link.codec is None:
             return PlainReducer(self._link.route, average=False)
         coding = Coding(self._link.codec, self._link.route, average=False, seed=self._link.seed)
@@ -106,7 +106,7 @@ class Exchange:
             self._link.wire.add(value.group, sent * value.tensor.numel() // elements)
         return total, {name: value / total for name, value in means.items()} if total else {}
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[CodecShard]:
         """Return the codec's states."""
         return [held for _, reducer in self._cells for held in reducer.held]
 
@@ -148,6 +148,6 @@ def weighted_sum(
     return float(pieces[0]), sums, sent
 
 
-def _vector(cell: Cell) -> Tensor:
+def _vector(cell: Bucket) -> Tensor:
     dtype = torch.float64 if cell.dtype == torch.float64 else torch.float32
     return torch.empty(cell.numel, dtype=dtype, device=cell.device)

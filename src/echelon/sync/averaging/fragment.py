@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import memory
-from echelon.collectives.coded import Held
+from echelon.collectives.compressed_all_reduce import CodecShard
 from echelon.sync.averaging.background import Arrival, Background, Means
 from echelon.sync.averaging.exchange import Exchange
 from echelon.sync.averaging.plan import MeanRule, Plan, Rule
@@ -18,7 +18,7 @@ from echelon.sync.averaging.values import Value, moments
 
 
 @dataclass
-class Flight:
+class PendingAverage:
     """A mean on its way; it is applied after local step `due`.
 
     Attributes:
@@ -47,7 +47,7 @@ class Fragment:
         self.values = values
         self.samples = self.expected = 0
         self.equal = True
-        self.flight: Flight | None = None
+        self.flight: PendingAverage | None = None
         self._exchange = exchange
         self._left_out: dict[str, Tensor] = {}
         self._anchor = {v.name: v.read() for v in values}
@@ -72,7 +72,7 @@ class Fragment:
             if value.kind != "buffer":
                 self._anchor[value.name] = value.read()
 
-    def take_off(self, optimizer: torch.optim.Optimizer, plan: Plan, step: int, background: Background | None) -> None:
+    def start(self, optimizer: torch.optim.Optimizer, plan: Plan, step: int, background: Background | None) -> None:
         """Take the deltas and let them travel: at once, or in the background."""
         values, samples = self._averaged(optimizer, plan), self.samples
         deltas = {}
@@ -85,7 +85,7 @@ class Fragment:
             means = Arrival.at_once(self._mean(values, deltas, samples))
         else:
             means = background.submit(lambda: self._mean(values, deltas, samples))
-        self.flight = Flight(step + plan.overlap, means, deltas if plan.keep_progress else {})
+        self.flight = PendingAverage(step + plan.overlap, means, deltas if plan.keep_progress else {})
 
     def _mean(self, values: Sequence[Value], deltas: dict[str, Tensor], samples: int) -> Means:
         if self._exchange is None:
@@ -98,7 +98,7 @@ class Fragment:
         left_out, self._left_out = self._left_out, {}
         return {n: d + left_out[n].view_as(d).to(d) if n in left_out else d for n, d in deltas.items()}
 
-    def land(self, rule: Rule, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    def apply(self, rule: Rule, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         """Wait for the mean and apply it: w <- alpha w + (1 - alpha) agreed, or agreed + steps since then."""
         assert self.flight is not None
         means, deltas = self.flight.means.result(), self.flight.deltas
@@ -132,7 +132,7 @@ class Fragment:
         means = self.flight.means.result() if self.flight and self.flight.due == due else None
         return None if means is None or value.name not in means else self._anchor[value.name] + means[value.name]
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[CodecShard]:
         """Return the codec's states."""
         return self._exchange.held() if self._exchange else []
 
@@ -192,7 +192,7 @@ class Fragment:
             saved = state["flight"]["means"]
             means = Arrival.at_once(None if saved is None else {n: t.to(device) for n, t in saved.items()})
             deltas = {n: t.to(device) for n, t in state["flight"].get("deltas", {}).items()}
-            self.flight = Flight(int(state["flight"]["due"]), means, deltas)
+            self.flight = PendingAverage(int(state["flight"]["due"]), means, deltas)
 
 
 def _apart(value: Value, own: Tensor, other: Tensor) -> Tensor:

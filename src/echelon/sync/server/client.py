@@ -17,7 +17,7 @@ from torch import Tensor
 from echelon.compression.base import State
 from echelon.sync.server.blob import as_frame, pack_state, unpack_state
 from echelon.sync.server.coding import upward
-from echelon.sync.server.conversation import Conversation
+from echelon.sync.server.conversation import Connection
 from echelon.sync.server.parts import ClientConfig, ClientStats, OpenTask, PushInfo, RunOver, TagLost
 from echelon.sync.server.protocol import Kind, Message
 from echelon.sync.server.table import Key, Table
@@ -30,7 +30,7 @@ class Client:
 
     def __init__(self, config: ClientConfig) -> None:
         self.config = config
-        self.talk = Conversation(config)
+        self.talk = Connection(config)
 
     @property
     def stats(self) -> ClientStats:

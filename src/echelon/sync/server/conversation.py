@@ -20,8 +20,8 @@ import zmq
 from torch import Tensor
 
 from echelon.sync.server.coding import downward, upward
-from echelon.sync.server.endpoint import Line, Traffic, Voice
-from echelon.sync.server.keystore import Fate
+from echelon.sync.server.endpoint import Channel, Sender, Traffic
+from echelon.sync.server.keystore import PushOutcome
 from echelon.sync.server.parts import Bytes, ClientConfig, ClientFailed, ClientStats, OpenTask, PushInfo, Slot
 from echelon.sync.server.protocol import Kind, Malformed, Message, pull_behind
 from echelon.sync.server.pushes import Outgoing, ServerLink
@@ -32,16 +32,16 @@ from echelon.sync.server.watch import Watch
 BEAT_S = 0.1
 
 
-class Conversation:
+class Connection:
     """State that both threads see, and what the thread with the sockets does; `do` hands it a command."""
 
     def __init__(self, config: ClientConfig) -> None:
         self.config = config
         self.stats = ClientStats()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self.voice = Voice(config.keys, config.name)
+        self.voice = Sender(config.keys, config.name)
         self.limits = Limits(1 << 30, queued=20_000)
-        self.scheduler = Line(self.context, self.voice, config.scheduler, self.limits)
+        self.scheduler = Channel(self.context, self.voice, config.scheduler, self.limits)
         self.scheduler_session = 0
         self.links: dict[int, ServerLink] = {}
         self.slots: dict[int, Slot] = {}
@@ -292,8 +292,8 @@ class Conversation:
                 continue
             self.changes += 1
 
-    def _line(self, address: str) -> Line:
-        line = Line(self.context, self.voice, address, self.limits)
+    def _line(self, address: str) -> Channel:
+        line = Channel(self.context, self.voice, address, self.limits)
         self.watch.add(line.socket)
         return line
 
@@ -338,8 +338,8 @@ class Conversation:
             return
         entry = self.open[push.body["task"]]
         entry.unacked -= 1
-        self.stats.duplicates += fate == Fate.DUPLICATE
-        if fate == Fate.LATE:
+        self.stats.duplicates += fate == PushOutcome.DUPLICATE
+        if fate == PushOutcome.LATE:
             entry.late = True
             self.stats.late += 1
         self.finish(push.body["task"], None)

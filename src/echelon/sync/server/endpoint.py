@@ -26,7 +26,7 @@ class Traffic:
     dropped: Counter[str] = field(default_factory=Counter)
 
 
-class Voice:
+class Sender:
     """Writes messages in one process's name: session drawn at its start, sequence rising."""
 
     def __init__(self, keys: RunKeys, name: str) -> None:
@@ -81,7 +81,7 @@ Handler = Callable[[bytes, Message], None]
 class Listener:
     """A ROUTER with its checks: gives every sound message to a handler, counts the others."""
 
-    def __init__(self, context: Context, voice: Voice, address: str, limits: Limits) -> None:
+    def __init__(self, context: Context, voice: Sender, address: str, limits: Limits) -> None:
         self.voice = voice
         self.check = PeerCheck(context, voice.keys)
         self.socket, self.address = listen(context, voice.keys, address, limits)
@@ -123,10 +123,10 @@ class Listener:
         self.check.socket.close()
 
 
-class Line:
+class Channel:
     """A DEALER to one address with its checks; `message_bytes` is the size of the message that was taken last."""
 
-    def __init__(self, context: Context, voice: Voice, address: str, limits: Limits) -> None:
+    def __init__(self, context: Context, voice: Sender, address: str, limits: Limits) -> None:
         self.voice, self.address = voice, address
         self.socket = connect(context, voice.keys, address, limits, voice.new_identity())
         self._guard = ReplayGuard()
@@ -158,7 +158,7 @@ class Line:
         self.socket.close()
 
 
-def ask_once(line: Line, kind: Kind, body: dict[str, Any], answer: Kind, deadline_s: float) -> Message:
+def ask_once(line: Channel, kind: Kind, body: dict[str, Any], answer: Kind, deadline_s: float) -> Message:
     """Send a request and wait for its answer.
 
     Raises:

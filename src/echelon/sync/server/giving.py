@@ -17,7 +17,7 @@ BUFFERS_KEY = 2**31
 """The key number under which statistics that are no parameters (BatchNorm) are put, pulled and saved."""
 
 
-class Giving:
+class PullHandler:
     """The part of a server that answers pulls and keeps copies."""
 
     def __init__(self, server: Server) -> None:

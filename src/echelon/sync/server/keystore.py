@@ -20,7 +20,7 @@ MakeOptimizer = Callable[[Sequence[nn.Parameter], Sequence[bool]], torch.optim.O
 """Builds the optimizer for tensors, some of which have weight decay."""
 
 
-class Fate(IntEnum):
+class PushOutcome(IntEnum):
     """What became of a push."""
 
     APPLIED = 0
@@ -123,24 +123,24 @@ class KeyStore:
             scale *= staleness.by_age(time.monotonic() - pulled[1], self.settings.decay_s)
         return scale
 
-    def take(self, push: Push) -> Fate:
+    def take(self, push: Push) -> PushOutcome:
         """Count a gradient, and update when its version is complete."""
         if self.settings.aggregates:
             return self._gather(push)
         if push.task in self.applied:
-            return Fate.DUPLICATE
+            return PushOutcome.DUPLICATE
         self.applied.tasks.add(push.task)
         gradient = self._compensated(push)
         self._update(gradient, push.lr * push.scale, push.memory if gradient is push.gradient else None)
         self.version += 1
-        return Fate.APPLIED
+        return PushOutcome.APPLIED
 
-    def _gather(self, push: Push) -> Fate:
+    def _gather(self, push: Push) -> PushOutcome:
         if push.step < self.version:
-            return Fate.LATE if self.settings.backup else Fate.DUPLICATE
+            return PushOutcome.LATE if self.settings.backup else PushOutcome.DUPLICATE
         gathered = self._gathered.setdefault(push.step, _Gathered(push.shares, push.batch))
         if push.share in gathered.shares:
-            return Fate.DUPLICATE
+            return PushOutcome.DUPLICATE
         gathered.shares.add(push.share)
         gathered.samples += push.samples
         gathered.lr = push.lr
@@ -151,7 +151,7 @@ class KeyStore:
         version = self.version
         while self._complete_next():
             pass
-        return Fate.APPLIED if self.version > version else Fate.PENDING
+        return PushOutcome.APPLIED if self.version > version else PushOutcome.PENDING
 
     def _complete_next(self) -> bool:
         gathered = self._gathered.get(self.version)

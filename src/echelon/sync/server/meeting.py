@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 
 from echelon.core.errors import UserError
-from echelon.sync.server.endpoint import Line, Listener, Voice, ask_once
+from echelon.sync.server.endpoint import Channel, Listener, Sender, ask_once
 from echelon.sync.server.identity import SECRET_VARIABLE, derive_keys, read_secret
 from echelon.sync.server.protocol import Kind, Malformed, Message
 from echelon.sync.server.sockets import Limits
@@ -120,7 +120,7 @@ class Meeting:
         """
         self._register, self._scheduler_file = register, scheduler_file
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._voice = Voice(derive_keys(secret), "meeting")
+        self._voice = Sender(derive_keys(secret), "meeting")
         try:
             self.listener = Listener(self._context, self._voice, address, _LIMITS)
         except BaseException:
@@ -204,7 +204,7 @@ def _attempt(rendezvous: str, folder: Path, arrival: Arrival) -> tuple[dict[str,
     except UserError as error:
         return {}, str(error)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-    line = Line(context, Voice(keys, "machine"), f"tcp://{rendezvous}", _LIMITS)
+    line = Channel(context, Sender(keys, "machine"), f"tcp://{rendezvous}", _LIMITS)
     try:
         body = {"role": "machine", "address": "", "info": arrival.to_info()}
         answer = ask_once(line, Kind.JOIN, body, Kind.WELCOME, _ASK_S)

@@ -6,7 +6,7 @@ import heapq
 from dataclasses import dataclass, field
 from typing import Any
 
-from echelon.sync.server.endpoint import Line
+from echelon.sync.server.endpoint import Channel
 from echelon.sync.server.protocol import Kind
 
 WINDOW_BYTES = 8 << 20
@@ -30,7 +30,7 @@ class Outgoing:
 class ServerLink:
     """One server as a worker sees it. Pushes are numbered as they leave; numbers survive the server's restart."""
 
-    line: Line
+    line: Channel
     life: int = 0
     keeps: bool = True
     forgotten: int = 0
@@ -85,7 +85,7 @@ class ServerLink:
     def _drop(self, number: int) -> None:
         self._kept_bytes -= self._kept.pop(number).n_bytes
 
-    def restart(self, line: Line, life: int) -> None:
+    def restart(self, line: Channel, life: int) -> None:
         """Turn to the server's next life: push again what was not durable, in the former order."""
         if line is not self.line:
             self.line.close()

@@ -13,7 +13,7 @@ import msgpack
 import zmq
 
 from echelon.sync.server.blob import pack_state, unpack_state
-from echelon.sync.server.endpoint import Line
+from echelon.sync.server.endpoint import Channel
 from echelon.sync.server.protocol import UNSOUND, Kind, Malformed, Message
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Replication:
     def __init__(self, server: Server) -> None:
         self._server = server
         self.is_standby = server.config.name.startswith("standby")
-        self._primary: Line | None = None
+        self._primary: Channel | None = None
         self._standby: bytes | None = None
         self._standby_name = ""
         self._number = 0
@@ -108,7 +108,7 @@ class Replication:
             if self._primary is not None:
                 self._leave_primary()
                 server.stores.clear()  # of a primary that is gone, and that another standby has followed
-            self._primary = Line(server.context, server.voice, address, server.limits)
+            self._primary = Channel(server.context, server.voice, address, server.limits)
             server.poller.register(self._primary.socket, zmq.POLLIN)  # a push waits for this standby's word
             self._primary.send(Kind.ATTACH, {})
 

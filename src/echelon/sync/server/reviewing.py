@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.sync.server.members import Member
 from echelon.sync.server.protocol import Kind
-from echelon.sync.server.reviews import REVIEW_BASE, Review, Reviews
+from echelon.sync.server.reviews import REVIEW_BASE, EvaluationTask, Reviews
 from echelon.sync.server.shares import SharedLeases
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Reviewing:
             # The half-done step is not in the checkpoint; it is trained again after a resume.
             assignment.leases.restore(assignment.leases.done_steps, ())
         epoch = assignment.steps() // int(assignment.setup["steps_per_epoch"])
-        self.queue.ask(Review(epoch, assignment.steps(), False, "stop"))
+        self.queue.ask(EvaluationTask(epoch, assignment.steps(), False, "stop"))
 
     def look(self, now_s: float) -> None:
         """Ask for evaluations and checkpoints that are due."""
@@ -76,19 +76,19 @@ class Reviewing:
         )
         if assignment.leases.complete:
             self._final_asked = True
-            self._ask(Review(max(0, epochs - 1), steps, True, "end"))
+            self._ask(EvaluationTask(max(0, epochs - 1), steps, True, "end"))
             return
         if epochs > self._epochs_seen:
             self._epochs_seen = epochs
             self._scheduler.journal.write("epoch", epoch=epochs)
             self._scheduler.roster.tell_members()  # with the new watermark
             if plan.eval_every and epochs % plan.eval_every == 0:
-                self._ask(Review(epochs - 1, steps, True, "interval" if due else ""))
+                self._ask(EvaluationTask(epochs - 1, steps, True, "interval" if due else ""))
                 return
         if due and self.queue.idle:
-            self._ask(Review(epochs, steps, False, "interval"))
+            self._ask(EvaluationTask(epochs, steps, False, "interval"))
 
-    def _ask(self, review: Review) -> None:
+    def _ask(self, review: EvaluationTask) -> None:
         if review.reason:
             self._saved_step, self._saved_s = review.step, time.monotonic()
         self.queue.ask(review)
@@ -114,11 +114,11 @@ class Reviewing:
         for server in self._scheduler.roster.members.of_role("server"):
             self._scheduler.reply(server.peer, Kind.UNTAG, {"tag": tag})
 
-    def _begin(self, review: Review) -> None:
+    def _begin(self, review: EvaluationTask) -> None:
         for index in self._scheduler.roster.serving:
             self.tell_server(index, review)
 
-    def tell_server(self, index: int, review: Review | None = None) -> None:
+    def tell_server(self, index: int, review: EvaluationTask | None = None) -> None:
         """Let a server keep its copy for the present review, where it owes one and can."""
         scheduler, present = self._scheduler, review or self.queue.present
         serving = scheduler.roster.serving[index]

@@ -15,7 +15,7 @@ REVIEW_BASE = 2**40
 
 
 @dataclass
-class Review:
+class EvaluationTask:
     """What is to be done with a copy: evaluate it, save it (and why), at which epoch and step."""
 
     epoch: int
@@ -48,10 +48,10 @@ class Reviews:
 
     def __init__(self, first_tag: int) -> None:
         self._tag = first_tag
-        self.present: Review | None = None
-        self._waiting: deque[Review] = deque()
+        self.present: EvaluationTask | None = None
+        self._waiting: deque[EvaluationTask] = deque()
 
-    def ask(self, review: Review) -> None:
+    def ask(self, review: EvaluationTask) -> None:
         """Let a review wait for its turn."""
         self._waiting.append(review)
 
@@ -65,12 +65,12 @@ class Reviews:
         """Whether one wants to begin."""
         return self.present is None and bool(self._waiting)
 
-    def begin(self, servers: set[int]) -> Review:
+    def begin(self, servers: set[int]) -> EvaluationTask:
         """Begin the next review: returns it with its tag."""
         self.present = self._waiting.popleft()
         return self.again(servers)
 
-    def again(self, servers: set[int]) -> Review:
+    def again(self, servers: set[int]) -> EvaluationTask:
         """Begin the present review anew: a copy was lost with its server."""
         assert self.present is not None
         self._tag += 1

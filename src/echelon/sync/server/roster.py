@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from echelon.sync.server.scheduler import Scheduler
 
 
-class Roster:
+class Membership:
     """The members of a run, and who serves which keys."""
 
     def __init__(self, scheduler: Scheduler, servers: int) -> None:

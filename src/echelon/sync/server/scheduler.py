@@ -7,15 +7,15 @@ from typing import Any
 
 import zmq
 
-from echelon.observe.record import Recorder
+from echelon.records.file import Recorder
 from echelon.sync.server.assignment import Assignment
 from echelon.sync.server.bookkeeping import Bookkeeping
-from echelon.sync.server.endpoint import Listener, Voice
+from echelon.sync.server.endpoint import Listener, Sender
 from echelon.sync.server.journal import Journal
 from echelon.sync.server.members import Member
 from echelon.sync.server.protocol import UNSOUND, Kind, Malformed, Message
 from echelon.sync.server.reviewing import Reviewing
-from echelon.sync.server.roster import Roster
+from echelon.sync.server.roster import Membership
 from echelon.sync.server.scheduling import SETUP_TASK, Callbacks, Plan, SchedulerConfig
 from echelon.sync.server.sockets import Limits
 
@@ -32,13 +32,13 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, record: Recorder, callbacks: Callbacks) -> None:
         self.config, self.settings, self.record, self.callbacks = config, config.settings, record, callbacks
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self.voice = Voice(config.keys, "scheduler")
+        self.voice = Sender(config.keys, "scheduler")
         self.listener = Listener(self.context, self.voice, config.address, Limits(_FRAME_BYTES))
         self.status, self.stopping = "", ""
         self.last_member_s = time.monotonic()
         self._members_s = 0.0
         self.journal = Journal(config.folder / "scheduler.jsonl")
-        self.roster = Roster(self, config.settings.servers)
+        self.roster = Membership(self, config.settings.servers)
         self.bookkeeping = Bookkeeping(self)
         self.reviewing = Reviewing(self)
         self.assignment = Assignment(self)

@@ -12,9 +12,9 @@ import zmq
 
 from echelon.sync.server.blob import message_of, read_frame, unpack_state
 from echelon.sync.server.coding import References, downward, upward
-from echelon.sync.server.endpoint import Line, Listener, Voice
-from echelon.sync.server.giving import BUFFERS_KEY, Giving
-from echelon.sync.server.keystore import Fate, KeyStore, Push
+from echelon.sync.server.endpoint import Channel, Listener, Sender
+from echelon.sync.server.giving import BUFFERS_KEY, PullHandler
+from echelon.sync.server.keystore import KeyStore, Push, PushOutcome
 from echelon.sync.server.protocol import UNSOUND, Kind, Malformed, Message, pull_behind
 from echelon.sync.server.replication import Replication
 from echelon.sync.server.serving import Load, ServerConfig
@@ -34,10 +34,10 @@ class Server:
     def __init__(self, config: ServerConfig) -> None:
         self.config, self.settings = config, config.settings
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self.voice = Voice(config.keys, config.name)
+        self.voice = Sender(config.keys, config.name)
         limits = Limits(config.frame_bytes, queued=20_000)
         self.listener = Listener(self.context, self.voice, config.address, limits)
-        self.scheduler = Line(self.context, self.voice, config.scheduler, limits)
+        self.scheduler = Channel(self.context, self.voice, config.scheduler, limits)
         self.limits = limits
         self.table: Table | None = None
         self.stores: dict[int, KeyStore] = {}
@@ -48,7 +48,7 @@ class Server:
         self.workers: set[str] = set()
         self.ended = False
         self._acks: list[tuple[bytes, dict[str, Any]]] = []
-        self.giving = Giving(self)
+        self.giving = PullHandler(self)
         self.replication = Replication(self)
         self.snapshots = Snapshots(self)
         self._handlers: dict[Kind, Callable[[bytes, Message], None]] = {
@@ -235,16 +235,16 @@ class Server:
         stale = store.staleness_of(push)
         push = push if self.settings.aggregates else _scaled(push, store.scale_of(push))
         fate = self.apply(store, push)
-        if fate in (Fate.APPLIED, Fate.PENDING):
+        if fate in (PushOutcome.APPLIED, PushOutcome.PENDING):
             self.load.staleness[stale] += 1
         self.numbers[peer] = max(self.numbers.get(peer, 0), body["number"])
         ack = {"key": body["key"], "task": body["task"], "number": body["number"], "fate": int(fate),
                "version": store.version, "life": self.voice.session}  # fmt: skip
-        if fate in (Fate.APPLIED, Fate.PENDING) and self.replication.attached:
+        if fate in (PushOutcome.APPLIED, PushOutcome.PENDING) and self.replication.attached:
             self.replication.forward_push(message, push.scale, peer, ack)
         else:
             self._acks.append((peer, ack))
-        if fate is Fate.APPLIED:
+        if fate is PushOutcome.APPLIED:
             self.giving.unpark(store)
         if body["pull"]:
             self.giving.give(peer, message.sender, store, pull_behind(body, self.settings.aggregates))
@@ -269,12 +269,12 @@ class Server:
             self.voice.reply(self.listener.socket, peer, Kind.ACK, ack)
         self._acks.clear()
 
-    def apply(self, store: KeyStore, push: Push) -> Fate:
+    def apply(self, store: KeyStore, push: Push) -> PushOutcome:
         """Count a gradient into a key."""
         fate = store.take(push)
-        self.load.updates += fate is Fate.APPLIED
-        self.load.duplicates += fate is Fate.DUPLICATE
-        self.load.late += fate is Fate.LATE
+        self.load.updates += fate is PushOutcome.APPLIED
+        self.load.duplicates += fate is PushOutcome.DUPLICATE
+        self.load.late += fate is PushOutcome.LATE
         return fate
 
     def _decoded(self, message: Message, scale: float = 1.0) -> Push:

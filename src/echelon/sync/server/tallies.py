@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from echelon.observe.live.resources import NAMES
 from echelon.observe.phases import PHASES
+from echelon.observe.resources import NAMES
 
 WINDOW_S = 0.5
 

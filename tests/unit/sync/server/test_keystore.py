@@ -9,11 +9,11 @@ import torch
 import zmq
 from torch import nn
 
+from echelon.optim.build import EMA
 from echelon.sync.server.blob import message_of
 from echelon.sync.server.keystore import KeyStore, Push
 from echelon.sync.server.settings import Settings
 from echelon.sync.server.table import Cut, ParameterInfo, cut_table
-from echelon.train.optim import EMA
 
 TABLE = cut_table([ParameterInfo("w", (6,), True)], Cut(1, 4096))
 

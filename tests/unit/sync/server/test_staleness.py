@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from echelon.sync.server import staleness
-from echelon.sync.server.keystore import Fate, KeyStore, Push
+from echelon.sync.server.keystore import KeyStore, Push, PushOutcome
 from echelon.sync.server.settings import Settings
 from echelon.sync.server.table import Key, Part
 
@@ -59,7 +59,7 @@ def test_golden_trajectory(kind: str) -> None:
     for step in range(STEPS):
         m = step % WORKERS
         gradient = torch.from_numpy(gradient_at(pulled[m].numpy()))
-        assert one.take(push(f"w{m}", step, gradient)) is Fate.APPLIED
+        assert one.take(push(f"w{m}", step, gradient)) is PushOutcome.APPLIED
         one.note_pull(f"w{m}")
         pulled[m] = one.value.clone()
     np.testing.assert_allclose(one.value.numpy(), reference(kind, settings.compensation_strength), atol=1e-12)
@@ -120,11 +120,11 @@ def test_momentum_is_lowered_by_what_asynchrony_adds() -> None:
 def test_each_task_counts_once() -> None:
     one = store(Settings())
     gradient = torch.ones(4, dtype=torch.float64)
-    assert one.take(push("a", 7, gradient)) is Fate.APPLIED
+    assert one.take(push("a", 7, gradient)) is PushOutcome.APPLIED
     before = one.value.clone()
-    assert one.take(push("b", 7, gradient)) is Fate.DUPLICATE
+    assert one.take(push("b", 7, gradient)) is PushOutcome.DUPLICATE
     one.applied.raise_to(8)
-    assert one.take(push("b", 3, gradient)) is Fate.DUPLICATE
+    assert one.take(push("b", 3, gradient)) is PushOutcome.DUPLICATE
     assert torch.equal(one.value, before)
 
 
@@ -133,7 +133,7 @@ def test_backup_takes_the_first_and_scales_them() -> None:
     before = one.value.clone()
     ones = torch.ones(4, dtype=torch.float64) / 12  # sums over 4 of 12 samples would be a third of the batch's
     fates = [one.take(push("w", s, ones, step=0, share=s, shares=3, samples=4, batch=12)) for s in range(3)]
-    assert fates == [Fate.PENDING, Fate.APPLIED, Fate.LATE]
+    assert fates == [PushOutcome.PENDING, PushOutcome.APPLIED, PushOutcome.LATE]
     torch.testing.assert_close(one.value, before - LR * 2 * ones * 12 / 8)
 
 
@@ -141,8 +141,8 @@ def test_pushes_of_later_versions_wait_for_their_turn() -> None:
     one = store(Settings("sync"))
     start = one.value.clone()
     gradient = torch.ones(4, dtype=torch.float64)
-    assert one.take(push("a", 1, gradient, step=1)) is Fate.PENDING
-    assert one.take(push("a", 0, gradient, step=0)) is Fate.APPLIED
+    assert one.take(push("a", 1, gradient, step=1)) is PushOutcome.PENDING
+    assert one.take(push("a", 0, gradient, step=0)) is PushOutcome.APPLIED
     assert one.version == 2
     torch.testing.assert_close(one.value, start - 2 * LR)
 
@@ -155,5 +155,5 @@ def test_state_goes_round() -> None:
     other.load_state(one.state(full=True))
     for each in (one, other):
         each.take(push("a", 1, torch.full((4,), 2.0, dtype=torch.float64)))
-        assert each.take(push("a", 0, torch.ones(4, dtype=torch.float64))) is Fate.DUPLICATE
+        assert each.take(push("a", 0, torch.ones(4, dtype=torch.float64))) is PushOutcome.DUPLICATE
     assert torch.equal(one.value, other.value)

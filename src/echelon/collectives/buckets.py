@@ -1,0 +1,96 @@
+"""Cells: the units that a codec works on, fixed by the model alone.
+
+DDP puts parameters into buckets, and into other buckets after the first step or after a restart. A codec's error
+memory, thresholds and draws must not depend on that: so buckets are copied into cells, runs of parameters in the order
+in which backward is expected to reach them, and a cell is reduced when its last parameter has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from echelon.collectives.schedule import Span
+from echelon.collectives.wire import is_small
+
+FIRST_CELL_NUMEL = 1 << 18
+"""Elements at which the first cell is complete: few, so that the network has work early."""
+CELL_NUMEL = 1 << 20
+"""Elements at which any other cell is complete. What follows in backward is left to the next one: a large parameter
+that has arrived never waits for a later one."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter and its place in a cell."""
+
+    name: str
+    shape: tuple[int, ...]
+    span: Span
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that are encoded as one vector.
+
+    Attributes:
+        number: the cell's place in the layout.
+        group: `weights` are encoded; `small` ones are sent whole.
+    """
+
+    number: int
+    group: str
+    dtype: torch.dtype
+    device: torch.device
+    members: tuple[Member, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all members."""
+        return self.members[-1].span[1]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter's gradient goes."""
+
+    cell: int
+    member: Member
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All cells of a model, and each parameter's place by its name."""
+
+    cells: tuple[Bucket, ...]
+    places: dict[str, Place]
+
+
+def lay_out(parameters: Iterable[tuple[str, Tensor]]) -> Layout:
+    """Group parameters, given in the order in which backward reaches them, into cells.
+
+    A cell holds parameters of one group, dtype and device.
+    """
+    cells: list[Bucket] = []
+    open_runs: dict[tuple[str, torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
+    for name, parameter in parameters:
+        key = ("small" if is_small(parameter) else "weights", parameter.dtype, parameter.device)
+        run = open_runs.setdefault(key, [])
+        run.append((name, parameter))
+        if sum(p.numel() for _, p in run) >= (CELL_NUMEL if cells else FIRST_CELL_NUMEL):
+            cells.append(_close(len(cells), key[0], open_runs.pop(key)))
+    for key, run in open_runs.items():
+        cells.append(_close(len(cells), key[0], run))
+    places = {m.name: Place(c.number, m) for c in cells for m in c.members}
+    return Layout(tuple(cells), places)
+
+
+def _close(number: int, group: str, run: Sequence[tuple[str, Tensor]]) -> Bucket:
+    members, start = [], 0
+    for name, parameter in run:
+        members.append(Member(name, tuple(parameter.shape), (start, start + parameter.numel())))
+        start += parameter.numel()
+    return Bucket(number, group, run[0][1].dtype, run[0][1].device, tuple(members))

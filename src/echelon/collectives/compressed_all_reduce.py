@@ -1,0 +1,147 @@
+"""The compressed all-reduce for codecs whose payloads cannot be summed.
+
+With N ranks, rank j owns chunk j of a vector:
+
+1. every rank encodes each chunk (with error feedback where the codec has it) and sends it to its owner;
+2. the owner decodes, sums in the order of ranks, encodes the sum again (a second error feedback) and sends it to all;
+3. everyone decodes the same bytes, the owner too, so that all ranks hold the same bits.
+
+A rank sends 2 (N - 1) / N of the encoded vector, as little as a ring of plain all-reduce does. The two-sided scheme is
+that of 1-bit SGD (Seide et al. 2014) and of DoubleSqueeze (Tang et al. 2019, arXiv:1905.05957).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from echelon.collectives.messages import HEADER_BYTES, Mailbox, seal, unseal
+from echelon.collectives.schedule import Span, cut
+from echelon.compression.base import Codec, Meta, NonFiniteError, State
+
+
+@dataclass(frozen=True)
+class CodecShard:
+    """A codec's state and the elements of the vector that it stands for.
+
+    Attributes:
+        holders: ranks that hold a state of the same role for these elements; their memories count as a sum.
+        role: `sent` for what this rank sends to owners, `relay` for the sum that it sends back.
+    """
+
+    state: State
+    span: Span
+    holders: int
+    role: str = "sent"
+
+
+class CompressedAllReduce:
+    """Sums one vector over some ranks with a non-linear codec; keeps that vector's states.
+
+    Attributes:
+        held: the states, for snapshots and checkpoints.
+    """
+
+    def __init__(self, codec: Codec, post: Mailbox, like: Tensor, name: str, seed: int) -> None:
+        self._codec, self._relay, self._post = codec, codec.relay(), post
+        self._chunks = cut((0, like.numel()), post.size)
+        me = post.ring.index
+        flat = like.view(-1)
+        self._states = [
+            codec.init_state(f"{name}.{j}", flat[slice(*span)], seed, me) for j, span in enumerate(self._chunks)
+        ]
+        self._relay_state = self._relay.init_state(f"{name}.{me}.relay", flat[slice(*self._chunks[me])], seed, me)
+        self.held = [CodecShard(s, span, post.size) for s, span in zip(self._states, self._chunks, strict=True)]
+        self.held.append(CodecShard(self._relay_state, self._chunks[me], 1, "relay"))
+
+    def sum_(self, flat: Tensor, divisor: int = 1) -> int:
+        """Sum a contiguous 1-D tensor in place, divided by `divisor`; returns the bytes sent.
+
+        Where any rank's values are not finite the result is NaN in the chunks concerned, on every rank.
+
+        Raises:
+            PeerLostError: a rank did not answer before the group's timeout.
+        """
+        bodies, usable = self._encode(flat)
+        total, sent = self._collect(flat, bodies, usable)
+        return sent + self._spread(flat, total, divisor)
+
+    def _encode(self, flat: Tensor) -> tuple[list[Tensor], bool]:
+        """Encode each chunk; if one cannot be, none is usable: all ranks must learn that this sum is void."""
+        try:
+            return [self._body(flat[slice(*c)], s) for c, s in zip(self._chunks, self._states, strict=True)], True
+        except NonFiniteError:
+            return [_void(self._codec, flat[slice(*chunk)]) for chunk in self._chunks], False
+
+    def _body(self, chunk: Tensor, state: State) -> Tensor:
+        return self._codec.to_bytes(self._codec.compress(chunk, state)) if chunk.numel() else _void(self._codec, chunk)
+
+    def _collect(self, flat: Tensor, bodies: list[Tensor], usable: bool) -> tuple[Tensor | None, int]:
+        """Send each chunk to its owner; return the sum of the own chunk (None: void) and the bytes sent."""
+        me = self._post.ring.index
+        own = flat[slice(*self._chunks[me])]
+        outgoing = {j: seal(bodies[j], usable) for j in self._post.others() if self._numel(j)}
+        senders = self._post.others() if own.numel() else []
+        messages, sent = self._exchange(self._codec, outgoing, dict.fromkeys(senders, own.numel()))
+        parts = {j: unseal(m) for j, m in messages.items()} | {me: (bodies[me], usable)}
+        if not all(good for _, good in parts.values()):
+            return None, sent
+        total = torch.zeros_like(own)
+        for j in range(self._post.size if own.numel() else 0):
+            self._codec.add_to(total, self._codec.from_bytes(parts[j][0], Meta.of(own)))
+        return total, sent
+
+    def _spread(self, flat: Tensor, total: Tensor | None, divisor: int) -> int:
+        """Send the own chunk's sum to all and decode everyone's into `flat`; returns the bytes sent."""
+        me = self._post.ring.index
+        message = self._encode_total(flat[slice(*self._chunks[me])], total, divisor)
+        others = self._post.others()
+        outgoing = dict.fromkeys(others, message) if self._numel(me) else {}
+        messages, sent = self._exchange(self._relay, outgoing, {j: self._numel(j) for j in others if self._numel(j)})
+        messages[me] = message
+        for j, span in enumerate(self._chunks):
+            if not self._numel(j):
+                continue
+            body, usable = unseal(messages[j])
+            chunk = flat[slice(*span)]
+            if usable:
+                self._relay.extract(self._relay.from_bytes(body, Meta.of(chunk)), chunk)
+            else:
+                chunk.fill_(torch.nan)
+        return sent
+
+    def _encode_total(self, own: Tensor, total: Tensor | None, divisor: int) -> Tensor:
+        if total is None or not own.numel():
+            return seal(_void(self._relay, own), usable=False)
+        if divisor != 1 and not self._codec.direction:
+            total.div_(divisor)
+        try:
+            return seal(self._relay.to_bytes(self._relay.compress(total, self._relay_state)), usable=True)
+        except NonFiniteError:
+            return seal(_void(self._relay, own), usable=False)
+
+    def _exchange(
+        self, codec: Codec, outgoing: dict[int, Tensor], numels: dict[int, int]
+    ) -> tuple[dict[int, Tensor], int]:
+        """Exchange sealed messages; `numels`: elements that each sender's stands for. Also returns the bytes sent."""
+        sizes = {j: codec.n_bytes(numel) for j, numel in numels.items()}
+        known = {j: size + HEADER_BYTES for j, size in sizes.items() if size is not None}
+        # A codec's sizes are known for all tensors or for none: every rank decides alike.
+        lengths, announced = (known, 0) if codec.n_bytes(1) is not None else self._post.announce(outgoing, sizes)
+        began = time.perf_counter()
+        messages, sent = self._post.exchange(outgoing, lengths)
+        if not any(m.is_cuda for m in messages.values()):  # else it has only been queued
+            codec.transferred(max(sent, sum(lengths.values())), time.perf_counter() - began)
+        return messages, announced + sent
+
+    def _numel(self, place: int) -> int:
+        return self._chunks[place][1] - self._chunks[place][0]
+
+
+def _void(codec: Codec, chunk: Tensor) -> Tensor:
+    """A body that says nothing, as long as a real one where that length is known."""
+    size = codec.n_bytes(chunk.numel()) if chunk.numel() else 0
+    return torch.zeros(size or 0, dtype=torch.uint8, device=chunk.device)

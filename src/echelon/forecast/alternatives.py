@@ -1,0 +1,293 @@
+"""What other ways to communicate would cost a run's model: bytes on the wire and time to encode, recorded at its end.
+
+The report predicts from it what each would gain (`echelon.reporting.report.predictions`); it knows no strategy itself.
+Nothing is sent but single numbers, with which ranks wait for each other: codecs run on made-up gradients of the model's
+shapes, and what they send comes straight back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon import compression
+from echelon.collectives import memory
+from echelon.collectives.buckets import Bucket, lay_out
+from echelon.collectives.compressed_all_reduce import CompressedAllReduce
+from echelon.collectives.messages import Mailbox
+from echelon.collectives.reducer import is_finite
+from echelon.collectives.rounds import LinearAllReduce, Piece
+from echelon.collectives.schedule import Ring
+from echelon.collectives.wire import framing_bytes, ring_bytes
+from echelon.compression.base import Codec
+from echelon.config import RunConfig
+from echelon.core.errors import UserError
+from echelon.sync import check_sync
+from echelon.trainer.compatibility import assign_momentum
+from echelon.trainer.loop import TrainingRun
+from echelon.trainer.world import World
+
+CODECS = ("none", "bf16", "int8", "sign", "topk(density=0.01)", "powersgd(rank=2)")
+PERIODS = {"local(period=8)": (8, 0), "local(period=8, overlap=2)": (8, 2), "diloco(period=20)": (20, 0)}
+"""Strategies that send the model once in so many steps, outside of backward; and behind how many steps."""
+KIND = "alternatives"
+
+_BUDGET_S = 1.0
+_TURNS = (2, 6)
+_OTHER_BYTES = 1 << 26  # more than the caches of a core
+_MOST_NUMEL = 1 << 22  # of a larger model, some cells stand for the others
+_PINGS = 10
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One way to communicate: bytes that a rank sends at a time, in how many rounds, and seconds to encode and decode.
+
+    Attributes:
+        tail: share of it that comes last, when backward has nothing left to hide it behind.
+    """
+
+    n_bytes: float
+    rounds: int
+    coding_s: float
+    tail: float
+
+
+def record_alternatives(run: TrainingRun, config: RunConfig) -> int:
+    """Record what other codecs and periods would cost; all ranks call it together. Returns the bytes that it sent.
+
+    Only for replicas that are whole models and reduce gradients in each step; for others nothing is written.
+    """
+    world, codec = run.world, config.strategy.compression
+    if world.group is None or run.parts.split is not None or config.strategy.sync != "allreduce":
+        return 0
+    meeting = _Meeting(world)
+    latency_s = meeting.latency_s()
+    parameters = {n: p for n, p in run.parts.held.named_parameters() if p.requires_grad}
+    costs = _measure_codecs(parameters, meeting, _settled(config, (codec, *CODECS)), latency_s)
+    if world.leads:
+        rows = [_row(compression=spec, cost=cost) for spec, cost in costs.items()]
+        for spec, times in PERIODS.items():
+            for encoded in [e for e in ("none", "int8", "sign") if e in costs and _go_together(spec, e)]:
+                rows.append(_row(sync=spec, compression=encoded, cost=replace(costs[encoded], tail=1.0), times=times))
+        run.record.write(KIND, now={"strategy.compression": codec}, latency_s=latency_s, rows=rows)
+    return meeting.sent_bytes
+
+
+def _settled(config: RunConfig, specs: Sequence[str]) -> dict[str, str]:
+    """Return, for each codec that goes with the optimizer, the spec to build: with momentum where it wants it."""
+    found = {}
+    for spec in specs:
+        try:
+            settled = assign_momentum(replace(config, strategy=replace(config.strategy, compression=spec)))
+        except UserError:  # a combination that a run would be refused for is no alternative to this one
+            continue
+        found[spec] = settled.strategy.compression
+    return found
+
+
+def _go_together(sync: str, codec: str) -> bool:
+    try:
+        check_sync(sync, codec)
+    except UserError:  # a combination that a run would be refused for is no alternative to this one
+        return False
+    return True
+
+
+def _row(cost: Cost, compression: str, sync: str = "", times: tuple[int, int] = (1, 0)) -> dict[str, Any]:
+    settings = {"strategy.sync": sync} if sync else {}
+    if compression != "none" or not sync:
+        settings["strategy.compression"] = compression
+    return {
+        "settings": settings, "period": times[0], "overlap": times[1], "wire_bytes": cost.n_bytes,
+        "rounds": cost.rounds, "coding_s": cost.coding_s, "tail": cost.tail,
+    }  # fmt: skip
+
+
+@dataclass
+class _Meeting:
+    """All ranks wait for each other by a sum of one number.
+
+    Attributes:
+        sent_bytes: that this rank has sent for it.
+    """
+
+    world: World
+    sent_bytes: int = 0
+
+    def meet(self) -> None:
+        """Wait for the others; all ranks call it together."""
+        number = torch.zeros(1, device=self.world.device)
+        dist.all_reduce(number, group=self.world.group)
+        float(number)  # waits for a GPU
+        self.sent_bytes += ring_bytes(4, self.world.size, number.is_cuda)
+
+    def latency_s(self) -> float:
+        """Return the seconds that it takes at best, of a few times."""
+        taken = []
+        for _ in range(_PINGS):
+            began = time.perf_counter()
+            self.meet()
+            taken.append(time.perf_counter() - began)
+        return min(taken)
+
+    def most(self, value: float) -> float:
+        """Return the largest of the ranks' values; all ranks call it together."""
+        tensor = torch.tensor([value], device=self.world.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.world.group)
+        self.sent_bytes += ring_bytes(4, self.world.size, tensor.is_cuda)
+        return float(tensor)
+
+
+@torch.no_grad()
+def _measure_codecs(
+    parameters: Mapping[str, Tensor], meeting: _Meeting, specs: Mapping[str, str], latency_s: float
+) -> dict[str, Cost]:
+    """Measure what each codec costs for gradients like these parameters, within about a second; all ranks call it.
+
+    Args:
+        specs: what to build, by name.
+        latency_s: of a round, which `Cost.coding_s` does not hold.
+    """
+    world = meeting.world
+    cells = lay_out(reversed(list(parameters.items()))).cells
+    weights = [cell for cell in cells if cell.group != "small"]
+    small = sum(cell.numel * cell.dtype.itemsize for cell in cells if cell.group == "small")
+    chosen = list(_within(weights, _MOST_NUMEL))
+    scale = sum(c.numel for c in weights) / max(1, sum(c.numel for c in chosen))
+    tail = weights[-1].numel / sum(c.numel for c in weights) if weights else 1.0
+    on_gpu = world.device.type == "cuda"
+    costs: dict[str, Cost] = {}
+    for name, spec in specs.items():
+        if spec == "none":
+            whole = sum(c.numel * c.dtype.itemsize for c in weights) + small
+            costs[name] = Cost(ring_bytes(whole, world.size, on_gpu), len(cells), 0.0, tail)
+            continue
+        trials = [_Trial(compression.build(spec), cell, meeting) for cell in chosen]
+        turn_s = _time(trials, meeting, _BUDGET_S / len(specs))
+        coding_s = max(0.0, turn_s - latency_s * sum(t.rounds for t in trials)) * scale
+        n_bytes = sum(t.n_bytes for t in trials) * scale
+        rounds = round(sum(t.rounds for t in trials) * scale)
+        if small:
+            n_bytes, rounds = n_bytes + ring_bytes(small, world.size, on_gpu), rounds + 1
+        costs[name] = Cost(n_bytes, rounds, coding_s, tail)
+    return costs
+
+
+def _within(cells: list[Bucket], most: int) -> Iterator[Bucket]:
+    """Yield cells up to a number of elements, at least one."""
+    taken = 0
+    for cell in cells:
+        if taken and taken + cell.numel > most:
+            return
+        taken += cell.numel
+        yield cell
+
+
+def _time(trials: list[_Trial], meeting: _Meeting, budget_s: float) -> float:
+    """Return the median seconds of a turn of all trials, after a first turn that is not counted.
+
+    As in training: a thread of its own is woken for each turn, other memory has been gone through since the last one
+    (a codec that finds its tensors in the caches takes half as long), and the ranks wait for each other in each round.
+    All ranks take as many turns.
+    """
+    device = meeting.world.device
+    other = torch.zeros(_OTHER_BYTES // 4, device=device)
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    @torch.no_grad()
+    def turn() -> None:
+        for trial in trials:
+            trial.turn()
+
+    def timed(thread: Executor) -> float:
+        other.add_(1.0)
+        wait()
+        began = time.perf_counter()
+        thread.submit(turn).result()
+        wait()
+        return time.perf_counter() - began
+
+    with ThreadPoolExecutor(1) as thread:
+        least, most = _TURNS
+        turns = min(most, max(least, round(budget_s / meeting.most(timed(thread)))))
+        return median(timed(thread) for _ in range(turns))
+
+
+@dataclass(frozen=True)
+class _Loop(Mailbox):
+    """A post whose messages come straight back, as if the others had sent the like, once all have got there.
+
+    Attributes:
+        sent: bytes of each exchange so far.
+    """
+
+    sent: list[int] = field(default_factory=list)
+    meet: Callable[[], None] = lambda: None
+
+    def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int]) -> tuple[dict[int, Tensor], int]:
+        self.meet()
+        self.sent.append(sum(m.nbytes + framing_bytes(1, m.is_cuda) for m in outgoing.values()))
+        return {place: outgoing[place] for place in incoming}, self.sent[-1]
+
+    def announce(self, outgoing: Mapping[int, Tensor], senders: Any) -> tuple[dict[int, int], int]:
+        self.meet()
+        self.sent.append(sum(8 + framing_bytes(1, m.is_cuda) for m in outgoing.values()))
+        return {place: outgoing[place].numel() for place in senders}, self.sent[-1]
+
+
+class _Trial:
+    """A cell's reduction as the hook does it, between this rank and itself.
+
+    Attributes:
+        n_bytes, rounds: of the last turn.
+    """
+
+    def __init__(self, codec: Codec, cell: Bucket, meeting: _Meeting) -> None:
+        self.n_bytes = self.rounds = 0
+        world = meeting.world
+        self._meet = meeting.meet if world.device.type != "cuda" else lambda: None  # there a round is only queued
+        generator = torch.Generator().manual_seed(cell.number)
+        rank, size = world.rank, world.size
+        usable = cell.numel if codec.linear else max(size, cell.numel - cell.numel % size)  # chunks of one length
+        self._gradient = torch.randn(usable, generator=generator).to(cell.device, cell.dtype) * 1e-3
+        self._flat = torch.empty_like(self._gradient)
+        self._linear: LinearAllReduce | None = None
+        if codec.linear:
+            pieces = [Piece(m.name, m.span, m.shape) for m in cell.members]
+            whole = [Piece("cell", (0, usable), (usable,))]
+            self._linear = LinearAllReduce(codec, pieces if codec.shaped else whole, self._flat, (rank, size), 0)
+            held = self._linear.held
+        else:
+            post = _Loop(cast(dist.ProcessGroup, None), Ring(range(size), rank), meet=self._meet)
+            self._coded, self._post = CompressedAllReduce(codec, post, self._flat, "trial", 0), post
+            held = self._coded.held
+        self._size, self._snapshot = size, memory.Snapshot([h.state for h in held])
+
+    def turn(self) -> None:
+        """Copy the gradient in, reduce, look whether it is finite, copy it out: the hook's work on a cell."""
+        self._flat.copy_(self._gradient)
+        self._snapshot.take()
+        if self._linear is not None:
+            self.rounds = 0
+            self.n_bytes = self._linear.sum_(self._flat, self._sum, average=False)
+        else:
+            self._post.sent.clear()
+            self.n_bytes = self._coded.sum_(self._flat)
+            self.rounds = len(self._post.sent)
+        is_finite(self._flat)
+        self._flat.clone()
+
+    def _sum(self, message: Tensor) -> int:
+        self._meet()
+        self.rounds += 1
+        message.mul_(self._size)
+        return ring_bytes(message.nbytes, self._size, message.is_cuda)

@@ -1,0 +1,191 @@
+"""What a layout needs of memory on each rank, before anything starts: predicted from model, batch and optimizer.
+
+Every kind of rank is rehearsed (see `rehearsal`); what replicas add to it, and optimizer state that they divide, is
+reckoned from its sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+from echelon.config import RunConfig
+from echelon.config.validate import check_world
+from echelon.core.axes import Axis
+from echelon.core.layout import Layout
+from echelon.core.spec import parse_spec
+from echelon.data.base import DataInfo
+from echelon.forecast.rehearsal import Peaks, Role, rehearse
+from echelon.models import build_model, hints_for
+from echelon.parallel.deferred_init import without_memory
+from echelon.parallel.pipeline.batches import has_batchnorm
+from echelon.parallel.pipeline.pipeline import batchnorm_notes
+from echelon.parallel.pipeline.plan import StagePlan, plan_stages
+from echelon.parallel.pipeline.settings import PipelineSettings, microbatch_count
+from echelon.parallel.tensor import plan_tensor
+from echelon.parallel.zero import divide
+from echelon.sync import kept_memory
+from echelon.sync.state_bytes import Piece, StateBytes
+from echelon.trainer.compatibility import assign_momentum
+from echelon.trainer.inputs import any_inputs, model_input
+from echelon.trainer.layouts import read_cuts, read_tensor_plan
+from echelon.trainer.leased_check import batch_parts, is_leased
+
+_SAMPLES = 2  # of the forward pass by which a pipeline is cut
+_VALUES_MATTER = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Predicted bytes on one rank of each part of a pipeline (all other ranks of a stage have as much).
+
+    Attributes:
+        averages: the moving average of the weights.
+        activations: most at any time of what forward keeps for backward, of blocks that are whole while they compute,
+            and of temporaries.
+        sync: what the strategy and its codec keep between steps.
+        checkpoint: most of the copy that a rank writes as its part of a checkpoint, while steps go on.
+        peak: most at any time of all of them: the last activations have gone when the last gradient comes.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    averages: int
+    activations: int
+    sync: int
+    checkpoint: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The stages of the pipeline (none without), the memory of a rank of each, or why it cannot be told.
+
+    `leader`: bytes of the whole model that the first rank of a split worker of a parameter server has beside that;
+    `notes`: what a user has to know of the layout, in sentences.
+    """
+
+    stages: tuple[StagePlan, ...]
+    memory: tuple[Memory, ...]
+    unknown: str = ""
+    leader: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def forecast(config: RunConfig, info: DataInfo, ranks: int, own: nn.Module | None = None) -> Forecast:
+    """Predict the memory of each rank.
+
+    Args:
+        own: the caller's model, in place of the described one; it may be on the meta device.
+
+    Raises:
+        UserError: the model cannot be built, or not be split as described.
+    """
+    layout = check_world(config, ranks)
+    config = assign_momentum(config)
+    model = own or _build(config, info, layout)
+    example = any_inputs(info, _SAMPLES, next(model.parameters()).dtype)
+    leased = is_leased(config)
+    parts = batch_parts(config, layout.dp, layout.fsdp) if leased else layout.dp * layout.fsdp
+    samples = max(1, config.data.batch_size // parts)
+    leader = _leader_bytes(config, model) if leased and layout.splits else 0
+    stages, notes = _stages(config, layout, model, example, samples // config.training.accumulate)
+    cuts = tuple(stage.steps[0].name for stage in stages[1:])
+    alone = replace(layout, sizes={**layout.sizes, Axis.DP: 1}, zero1=False)
+    try:
+        peaks = [rehearse(config, info, model, Role(alone, rank, cuts), samples) for rank in range(layout.pp)]
+    except _VALUES_MATTER as error:
+        return Forecast(stages, (), f"{type(error).__name__}: {' '.join(str(error).split())[:100]}", leader, notes)
+    return Forecast(stages, tuple(_memory(config, layout, each) for each in peaks), leader=leader, notes=notes)
+
+
+def _build(config: RunConfig, info: DataInfo, layout: Layout) -> nn.Module:
+    """Build the model; where it is to be split, without memory, as ranks do: it may be larger than one process's."""
+    described = replace(config.model, weights="")
+    given = model_input(info)
+    if not layout.splits or ":" in described.name:
+        return build_model(described, given)
+    with without_memory():
+        return build_model(described, given)
+
+
+def _leader_bytes(config: RunConfig, model: nn.Module) -> int:
+    """Return the bytes of a whole model, its gradients, and what a worker of a parameter server keeps of it."""
+    tensors = (*model.parameters(), *model.buffers())
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    kept = _kept(config, [(tuple(p.shape), p.dtype) for p in trainable], 0, 1)
+    return sum(t.nbytes for t in tensors) + kept.between + kept.agreeing
+
+
+def _kept(
+    config: RunConfig, shapes: Iterable[tuple[tuple[int, ...], torch.dtype]], optimizer: int, ranks: int
+) -> StateBytes:
+    parameters = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
+    return kept_memory(config.strategy.sync, config.strategy.compression, Piece(parameters, optimizer, ranks))
+
+
+def _memory(config: RunConfig, layout: Layout, found: Peaks) -> Memory:
+    """Add what replicas have beyond a single one: what their strategy keeps, and where they reduce gradients (DDP) a
+    place for these all of the time.
+    """
+    in_backward = parse_spec(config.strategy.sync).name == "allreduce"
+    gradients, optimizer = sum(found.gradients), found.optimizer
+    working = found.without_gradients - found.held - found.optimizer
+    peak = found.peak
+    if layout.zero1:
+        optimizer, sent = _divided(found, layout.dp)
+        before = found.without_gradients - found.optimizer + optimizer + gradients
+        peak = max(before, found.held + gradients + optimizer + sent)
+    elif layout.dp > 1 and in_backward:
+        peak = (found.peak if layout.splits else found.without_gradients) + gradients
+    ours = not (is_leased(config) and layout.splits)  # there, the leader has it
+    kept = _kept(config, found.shapes, optimizer, layout.dp) if ours else StateBytes()
+    return Memory(
+        parameters=found.parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        buffers=found.buffers,
+        averages=found.held - found.parameters - found.buffers,
+        activations=max(0, working),
+        sync=kept.between,
+        checkpoint=found.held + optimizer + kept.saved,
+        peak=max(peak, found.held + optimizer + kept.agreeing) + kept.between,
+    )
+
+
+def _divided(found: Peaks, replicas: int) -> tuple[int, int]:
+    """Return the most that a replica has of the optimizer's state, and of parameters that it sends, when divided."""
+    owners = divide(found.gradients, replicas)
+    shares = [sum(s for s, o in zip(found.gradients, owners, strict=True) if o == each) for each in range(replicas)]
+    total = max(1, sum(found.gradients))
+    return round(found.optimizer * max(shares) / total), max(shares)
+
+
+def _stages(
+    config: RunConfig, layout: Layout, model: nn.Module, example: Tensor, samples: int
+) -> tuple[tuple[StagePlan, ...], tuple[str, ...]]:
+    if layout.pp == 1:
+        return (), ()
+    hints, own = hints_for(model), read_tensor_plan(config.strategy.tensor_plan)
+    styles = plan_tensor(model, layout.tp, hints, own, layout.sequence).styles if layout.tp > 1 else {}
+    cuts = read_cuts(config.strategy.cuts)
+    settings = PipelineSettings(layout.schedule, layout.microbatches, cuts, samples, styles=styles)
+    stages = plan_stages(model, hints, settings, layout.pp, example)
+    count = microbatch_count(settings, layout.pp, len(stages))
+    return stages, batchnorm_notes(has_batchnorm([model]), count)

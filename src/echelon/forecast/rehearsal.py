@@ -1,0 +1,301 @@
+"""The memory of training steps, found by taking them on tensors that have no data: of one rank, without the others.
+
+Every storage that comes and goes is counted, so that the peak is that of the model, the layout and the optimizer as
+they really run: what autograd keeps, blocks that are whole for a while, temporaries of an update.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from echelon.config import RunConfig
+from echelon.core.layout import Layout
+from echelon.data.base import Batch, DataInfo
+from echelon.observe.phases import HostClock
+from echelon.parallel.base import alone, place
+from echelon.trainer.inputs import any_inputs
+from echelon.trainer.leased_check import is_leased
+from echelon.trainer.losses import build_loss
+from echelon.trainer.parts import Work, build_parts
+from echelon.trainer.precision import PRECISIONS
+from echelon.trainer.state import RunParts
+from echelon.trainer.step import Step, StepSettings
+from echelon.trainer.world import World
+
+STEPS = 2  # the first one makes the optimizer's state
+_C10D = torch.ops.c10d
+_COPIED = {  # what gloo copies as a whole before it sends: argument of the operation
+    _C10D._allgather_base_.default: 0,
+    _C10D._reduce_scatter_base_.default: 1,
+}
+_CONVOLUTIONS = {  # oneDNN copies weights into its own layout, backward their gradients too: argument, copies
+    torch.ops.aten.convolution.default: (1, 1),
+    torch.ops.aten.convolution_backward.default: (2, 2),
+}
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes on one rank.
+
+    Attributes:
+        held: parameters, buffers and averages, which are there all the time.
+        parameters, buffers: those of `held`.
+        gradients: of each trainable parameter.
+        shapes: of each of them on this rank, with its type.
+        optimizer: its state.
+        peak: most at any time, all of it.
+        without_gradients: most at any time of all but gradients that are ready for the update.
+    """
+
+    held: int
+    parameters: int
+    buffers: int
+    gradients: tuple[int, ...]
+    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    optimizer: int
+    peak: int
+    without_gradients: int
+
+
+class Counter(TorchDispatchMode):
+    """Counts the bytes of storages that are alive, as operations make them and their last user lets go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._gradients: set[int] = set()
+        self.now = self.gradients = self.peak = self.without_gradients = 0
+
+    def see(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, once."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = 0
+            self._watched[key] = weakref.ref(storage, lambda _: self._forget(key))
+        self._resize(key, storage.nbytes())
+
+    def is_gradient(self, parameter: Tensor) -> None:
+        """Say that a parameter's gradient is ready."""
+        assert parameter.grad is not None
+        key = parameter.grad.untyped_storage()._cdata
+        if key in self._sizes and key not in self._gradients:
+            self._gradients.add(key)
+            self.gradients += self._sizes[key]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it goes on with its local parts, which come by here
+        if function in _COPIED:
+            self._note(args[_COPIED[function]].untyped_storage().nbytes())
+        result = function(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                self.see(value)
+        place, copies = _CONVOLUTIONS.get(function, (0, 0))
+        self._note(copies * args[place].nbytes if copies else 0)
+        return result
+
+    def _note(self, more: int = 0) -> None:
+        self.peak = max(self.peak, self.now + more)
+        self.without_gradients = max(self.without_gradients, self.now + more - self.gradients)
+
+    def _resize(self, key: int, size: int) -> None:
+        more = size - self._sizes[key]
+        self._sizes[key] = size
+        self.now += more
+        if key in self._gradients:
+            self.gradients += more
+
+    def _forget(self, key: int) -> None:
+        self._resize(key, 0)
+        self._gradients.discard(key)
+        del self._sizes[key], self._watched[key]
+
+    @contextmanager
+    def resizing(self) -> Iterator[None]:
+        """Also count storages that are resized where they are, which is no operation: `fully_shard` does so."""
+        resize = torch.UntypedStorage.resize_
+
+        def noted(storage: torch.UntypedStorage, size: int) -> None:
+            resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._resize(storage._cdata, size)
+
+        torch.UntypedStorage.resize_ = noted  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class Role:
+    """Which rank is rehearsed: of a pipeline, in a layout without replicas; the names that stages begin with."""
+
+    layout: Layout
+    pipeline_rank: int
+    cuts: tuple[str, ...]
+
+
+def rehearse(config: RunConfig, info: DataInfo, model: nn.Module, role: Role, samples: int) -> Peaks:
+    """Take steps without data; returns the bytes that they take on this rank.
+
+    Args:
+        model: the whole one, on any device; it stays as it is.
+        samples: of this rank, in one optimizer step.
+    """
+    config = _alone(config, role)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    counter = Counter()
+    with _world(role) as world, torch.random.fork_rng(), real_meshes(), mode:
+        work = Work(info, build_loss(config.optimizer, info.class_counts), without_data(model, world.device))
+        clock = HostClock()
+        parts = build_parts(config, work, world, clock)
+        settings = StepSettings(
+            device=world.device,
+            autocast=PRECISIONS[config.training.precision].autocast,
+            accumulate=config.training.accumulate,
+            clip_norm=config.optimizer.clip_norm,
+            channels_last=False,
+        )
+        step = Step(work.loss, settings, clock, parts.scaler, parts.split)
+        held = _see_held(counter, parts)
+        batch = _batch(info, samples, role.layout)
+        steps = STEPS
+        if parts.split is not None and parts.split.pipeline is not None:
+            _take(step, batch, parts)  # also runs the whole model for shapes between stages: without real memory
+            _see_optimizer(counter, parts)
+            steps -= 1
+        with counter, counter.resizing():
+            for _ in range(steps):
+                _take(step, batch, parts)
+        trainable = [p for p in parts.held.parameters() if p.requires_grad]
+        optimizer = sum(_bytes(state) for state in parts.optimizer.state.values())
+        return Peaks(
+            held,
+            parameters=sum(p.nbytes for p in parts.held.parameters()),
+            buffers=sum(b.nbytes for b in parts.held.buffers()),
+            gradients=tuple(p.nbytes for p in trainable),
+            shapes=tuple((tuple(p.shape), p.dtype) for p in trainable),
+            optimizer=optimizer,
+            peak=counter.peak,
+            without_gradients=counter.without_gradients,
+        )
+
+
+def _alone(config: RunConfig, role: Role) -> RunConfig:
+    """Leave out what acts between replicas, what a CPU does not have, and scaling, which looks at values.
+
+    8-bit layers and float16 train as bfloat16. Workers of a parameter server have no optimizer and no average:
+    these are the servers'; plain SGD is the least.
+    """
+    optimizer, ema = config.optimizer, config.training.ema
+    if is_leased(config):
+        optimizer, ema = replace(optimizer, name="sgd", momentum=0.0, weight_decay=0.0), 0.0
+    strategy = replace(
+        config.strategy, cuts=",".join(role.cuts), sync="allreduce", compression="none", collective="auto"
+    )
+    precision = "bf16" if config.training.precision in ("fp8", "fp16") else config.training.precision
+    return replace(
+        config,
+        strategy=strategy,
+        optimizer=optimizer,
+        model=replace(config.model, compile=False),
+        training=replace(config.training, precision=precision, ema=ema),
+    )
+
+
+def without_data(model: nn.Module, device: torch.device) -> nn.Module:
+    """Copy a model without the data of its tensors, inside a mode in which tensors have none."""
+    memo: dict[int, object] = {}
+    for parameter in model.parameters():
+        blank = torch.empty_like(parameter, device=device)
+        memo[id(parameter)] = nn.Parameter(blank, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo.setdefault(id(buffer), torch.empty_like(buffer, device=device))
+    return copy.deepcopy(model, memo)
+
+
+def _see_held(counter: Counter, parts: RunParts) -> int:
+    held = parts.held
+    averages = parts.ema.state_dict()["average"].values() if parts.ema else ()
+    for tensor in (*held.parameters(), *held.buffers(), *averages):
+        counter.see(tensor)
+    for parameter in parts.model.parameters():
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            parameter.register_post_accumulate_grad_hook(counter.is_gradient)
+    return counter.now
+
+
+def _see_optimizer(counter: Counter, parts: RunParts) -> None:
+    for state in parts.optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                counter.see(value)
+
+
+def _take(step: Step, batch: Batch, parts: RunParts) -> None:
+    step.forward_backward(batch, parts.sync)
+    parts.sync.step()
+    if parts.ema:
+        parts.ema.update(parts.held)
+
+
+def _batch(info: DataInfo, samples: int, layout: Layout) -> Batch:
+    return Batch(any_inputs(info, samples), torch.zeros(samples, dtype=torch.int64), samples * layout.fsdp, 0)
+
+
+def _bytes(values: dict[str, Any]) -> int:
+    return sum(value.nbytes for value in values.values() if isinstance(value, Tensor))
+
+
+@contextmanager
+def real_meshes() -> Iterator[None]:
+    """Let `fully_shard` join its mesh with that of tensor parallelism: it reads values of the mesh, which are known."""
+    join = DeviceMesh._concatenate
+
+    def joined(meshes: list[DeviceMesh]) -> DeviceMesh:
+        with unset_fake_temporarily():
+            return join(meshes)
+
+    DeviceMesh._concatenate = staticmethod(joined)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        DeviceMesh._concatenate = staticmethod(join)  # type: ignore[method-assign]
+
+
+@contextmanager
+def _world(role: Role) -> Iterator[World]:
+    """Stand in a world whose other ranks do not exist: what they would send is never looked at."""
+    device, size = torch.device("cpu"), role.layout.model_size
+    if size == 1:
+        yield World(0, 1, 0, device, None, alone())
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    rank = role.pipeline_rank * role.layout.fsdp * role.layout.tp
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        placement = place(role.layout, rank, "cpu", timedelta(seconds=60))
+        yield World(rank, size, rank, device, dist.group.WORLD, placement)
+    finally:
+        dist.destroy_process_group()

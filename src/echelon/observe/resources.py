@@ -1,0 +1,161 @@
+"""What one rank uses of its machine: processor, memory, network, GPU. One row of numbers, for the window's sum.
+
+A sample costs a few tenths of a millisecond and is taken at most every `EVERY_S`; listing the loaders' processes costs
+some milliseconds, and is done far less often.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import psutil
+
+from echelon.observe.gpu import Gpu
+
+KIND = "resources"
+EVERY_S = 1.5  # less than a window: each long one brings a sample
+LIST_CHILDREN_EVERY_S = 30.0
+UNKNOWN = math.nan
+
+
+@dataclass(frozen=True)
+class Resources:
+    """One rank at one moment; NaN where it cannot be known.
+
+    Attributes:
+        cpu_percent: of one core, of the process and its loaders since the sample before.
+        rss_bytes: resident set of the process.
+        loaders_rss_bytes: resident sets of its loader processes; what they share counts for each.
+        sent_per_s, received_per_s: bytes per second of the machine's (or the link's) interfaces, for all its processes.
+        loopback_per_s: bytes per second within the machine.
+        gpu_percent, gpu_memory_bytes, gpu_memory_total_bytes: of the rank's GPU, for all its processes.
+    """
+
+    cpu_percent: float = UNKNOWN
+    rss_bytes: float = UNKNOWN
+    loaders_rss_bytes: float = UNKNOWN
+    sent_per_s: float = UNKNOWN
+    received_per_s: float = UNKNOWN
+    loopback_per_s: float = UNKNOWN
+    gpu_percent: float = UNKNOWN
+    gpu_memory_bytes: float = UNKNOWN
+    gpu_memory_total_bytes: float = UNKNOWN
+
+
+NAMES = tuple(f.name for f in fields(Resources))
+
+
+class Sampler:
+    """Samples this process; `row` is what was sampled last.
+
+    Args:
+        gpu: the UUID of the rank's GPU; empty: it has none.
+    """
+
+    def __init__(self, gpu: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._process = psutil.Process()
+        self._children: list[psutil.Process] = []
+        self._listed_s = -math.inf
+        self._cpu_s: dict[int, float] = {}
+        self._network: tuple[int, int, int] | None = None
+        self._at_s = -math.inf
+        self._gpu = Gpu(gpu) if gpu else None
+        self._said: set[str] = set()
+        self.row = [UNKNOWN] * len(NAMES)
+
+    def sample(self) -> bool:
+        """Sample anew when it is time; returns whether it was, and `row` is new. What fails is logged, once."""
+        now = self._clock()
+        passed = now - self._at_s
+        if passed < EVERY_S:
+            return False
+        first = math.isinf(passed)
+        cpu_s, network = self._used_cpu_s(now), self._try(_network_bytes)
+        rates = [UNKNOWN] * 3
+        if self._network is not None and network is not None:
+            rates = [max(0, b - a) / passed for a, b in zip(self._network, network, strict=True)]
+        before = self._cpu_s
+        # A loader that was listed just now may have run since long before: what it used so far is not of this sample.
+        spent = sum(max(0.0, s - before[pid]) for pid, s in cpu_s.items() if pid in before)
+        self._cpu_s, self._network, self._at_s = cpu_s, network, now
+        if first:
+            return False  # rates need two looks
+        memory = self._process.memory_info().rss
+        loaders = sum(info.rss for child in self._children if (info := self._try(child.memory_info)) is not None)
+        gpu = (self._try(self._gpu.read) if self._gpu else None) or (UNKNOWN,) * 3
+        self.row = [100 * spent / passed, float(memory), float(loaders), *rates, *gpu]
+        return True
+
+    def _used_cpu_s(self, now: float) -> dict[int, float]:
+        if now - self._listed_s >= LIST_CHILDREN_EVERY_S:
+            self._children, self._listed_s = self._try(lambda: self._process.children(recursive=True)) or [], now
+        used = {}
+        for process in (self._process, *self._children):
+            times = self._try(process.cpu_times)
+            if times is not None:
+                used[process.pid] = times.user + times.system
+        return used
+
+    def _try(self, look: Callable[[], Any]) -> Any:
+        """Look, or return None: what a rank uses is worth no rank's life."""
+        try:
+            return look()
+        except psutil.NoSuchProcess:  # a loader that ended
+            return None
+        except (psutil.Error, OSError, RuntimeError) as error:
+            words = f"{type(error).__name__}: {error}"
+            if words not in self._said:
+                self._said.add(words)
+                logging.warning("what this rank uses is not known in full: %s", words)
+            return None
+
+
+def _network_bytes() -> tuple[int, int, int]:
+    """Bytes sent, received, and sent over the loopback interface, in this process's network namespace."""
+    interfaces = psutil.net_io_counters(pernic=True, nowrap=False)
+    loopback = [c for name, c in interfaces.items() if name.startswith("lo")]
+    others = [c for name, c in interfaces.items() if not name.startswith("lo")]
+    return (
+        sum(c.bytes_sent for c in others),
+        sum(c.bytes_recv for c in others),
+        sum(c.bytes_sent for c in loopback),
+    )
+
+
+def record_of(rows: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Return what a record of this kind holds: the columns' names and one row per rank, null where unknown.
+
+    An empty row is a rank that sampled nothing new.
+    """
+    return {"names": list(NAMES), "ranks": [[_plain(v) for v in row] or [None] * len(NAMES) for row in rows]}
+
+
+def _plain(value: float) -> float | None:
+    return None if not math.isfinite(value) else round(value, 1)
+
+
+def read_resources(records: Sequence[dict[str, Any]]) -> Iterator[tuple[float, list[Resources]]]:
+    """Yield the moment (unix seconds) and what each rank used, for every whole record of this kind among a run's."""
+    for record in records:
+        if record.get("kind") == KIND and (found := resources_of(record)) is not None:
+            yield found
+
+
+def resources_of(record: dict[str, Any]) -> tuple[float, list[Resources]] | None:
+    """Read one record of this kind; None when it is not what it should be. Columns that are new here are left out."""
+    try:
+        names, t = [str(n) for n in record["names"]], float(record["t"])
+        rows = [dict(zip(names, map(_number, row), strict=True)) for row in record["ranks"]]
+    except (KeyError, TypeError, ValueError):
+        return None
+    return t, [Resources(**{n: v for n, v in row.items() if n in NAMES}) for row in rows]
+
+
+def _number(value: Any) -> float:
+    return UNKNOWN if value is None else float(value)

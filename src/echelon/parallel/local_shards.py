@@ -1,0 +1,262 @@
+"""What this rank holds of a model that is split: plain local tensors under the whole model's names.
+
+Optimizer, averages, clipping, strategies and checkpoints see these and no DTensor: they cost what plain tensors cost,
+and work on a piece as on a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement as TensorPlacement
+from torch.distributed.tensor.placement_types import Shard
+
+from echelon.core.axes import Axis
+from echelon.parallel.base import Placement
+from echelon.parallel.zero import DividedUpdate
+
+Run = tuple[int, int]
+Index = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where a piece lies in its whole tensor.
+
+    Attributes:
+        shape: of the whole tensor.
+        runs: for each dim, the ranges [start, stop) of the whole tensor that the piece holds, in its own order.
+        copies: ranks of the replica that hold this same piece.
+        writes: whether this rank is the one of them that writes it into a checkpoint.
+    """
+
+    shape: tuple[int, ...]
+    runs: tuple[tuple[Run, ...], ...]
+    copies: int = 1
+    writes: bool = True
+
+
+def whole_box(tensor: Tensor, copies: int = 1, writes: bool = True) -> Box:
+    """Return the box of a tensor that is not split."""
+    return Box(tuple(tensor.shape), tuple(((0, size),) for size in tensor.shape), copies, writes)
+
+
+class LocalShards(nn.Module):
+    """The local tensors of modules, as parameters and buffers of the same names that share their memory.
+
+    An empty piece (a tensor with fewer rows than ranks) is left out. `hand_over` gives it the gradients.
+
+    Attributes:
+        boxes: where each parameter and persistent buffer lies, by name.
+        divided: where replicas divide the updates, which ones are this rank's.
+    """
+
+    divided: DividedUpdate | None = None
+
+    def __init__(self, modules: Sequence[nn.Module], placement: Placement) -> None:
+        super().__init__()
+        self.boxes: dict[str, Box] = {}
+        self.placement = placement
+        self._sources: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._no_decay = {n for m in modules for n in getattr(m, "no_weight_decay", tuple)()}
+        self._pending: list[Tensor] = []
+        made: dict[int, nn.Parameter] = {}
+        for module in modules:
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                self._add_parameter(name, parameter, made)
+            for prefix, owner in module.named_modules():
+                self._add_buffers(f"{prefix}." if prefix else "", owner)
+
+    def _add_parameter(self, name: str, parameter: nn.Parameter, made: dict[int, nn.Parameter]) -> None:
+        if id(parameter) not in made:
+            made[id(parameter)] = piece = _local_parameter(parameter)
+            if piece is not parameter:
+                self._sources.append((piece, parameter))
+        if made[id(parameter)].numel():
+            self.boxes[name] = _box(parameter, self.placement)
+            owner, leaf = self._owner(name)
+            owner.register_parameter(leaf, made[id(parameter)])
+
+    def _add_buffers(self, prefix: str, owner: nn.Module) -> None:
+        for name, buffer in owner.named_buffers(recurse=False):
+            persistent = name not in owner._non_persistent_buffers_set
+            node, leaf = self._owner(prefix + name)
+            node.register_buffer(leaf, local_of(buffer), persistent=persistent)
+            if persistent:
+                self.boxes[prefix + name] = _box(buffer, self.placement)
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        *path, leaf = name.split(".")
+        node: nn.Module = self
+        for part in path:
+            if part not in node._modules:
+                node.add_module(part, nn.Module())
+            node = node._modules[part]  # type: ignore[assignment]
+        return node, leaf
+
+    def no_weight_decay(self) -> set[str]:
+        """Return what the model lists as having no weight decay: timm asks for it."""
+        return self._no_decay
+
+    @torch.no_grad()
+    def fill(self, name: str, whole: Tensor) -> None:
+        """Take this rank's piece out of a whole tensor, where it has one of that name."""
+        held = self._tensors().get(name)
+        if held is not None:
+            held.copy_(cut_out(whole, self.boxes[name]) if name in self.boxes else whole)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers())}
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Move the gradients of the model's parameters to their pieces, shared memory and all."""
+        for piece, source in self._sources:
+            if source.grad is not None and piece.numel():
+                piece.grad = _local_gradient(source)
+            source.grad = None
+
+    def updated(self) -> set[str]:
+        """Return the names of the parameters that this rank's optimizer updates."""
+        return {n for n, p in self.named_parameters() if self.divided is None or self.divided.owns(p)}
+
+    def pending(self, gradients: Sequence[Tensor]) -> None:
+        """Take the gradients that the next `forward` is to have, in the order of `trainable`."""
+        self._pending = list(gradients)
+
+    def trainable(self) -> list[nn.Parameter]:
+        """Return the trainable pieces, each once."""
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    def forward(self) -> Tensor:
+        """Return a zero whose backward gives the trainable pieces their pending gradients.
+
+        So that DistributedDataParallel and its hooks, which reduce what backward gives, reduce the pieces too.
+        """
+        gradients, self._pending = self._pending, []
+        zero: Tensor = _HandOver.apply(gradients, *self.trainable())
+        return zero
+
+
+class _HandOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.gradients
+
+
+def gradient_norm(parameters: Mapping[str, nn.Parameter], pieces: LocalShards) -> Tensor:
+    """Return the norm of all gradients of the replica: pieces added over its ranks, each counted once.
+
+    norm^2 = sum over ranks and pieces of |g|^2 / copies
+    """
+    by_copies: dict[int, list[Tensor]] = {}
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            by_copies.setdefault(pieces.boxes[name].copies, []).append(parameter.grad)
+    example = next(iter(parameters.values()))
+    total = torch.zeros((), dtype=torch.float64, device=example.device)
+    for copies, gradients in by_copies.items():
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
+        total += norms.square().sum() / copies
+    if pieces.placement.model_group is not None:
+        torch.distributed.all_reduce(total, group=pieces.placement.model_group)
+    return total.sqrt()
+
+
+@torch.no_grad()
+def clip_by_norm(pieces: LocalShards, clip_norm: float) -> None:
+    """Scale the gradients so that their norm over the replica is at most `clip_norm`, as `clip_grad_norm_` does."""
+    parameters = {name: p for name, p in pieces.named_parameters() if p.requires_grad}
+    scale = (clip_norm / (gradient_norm(parameters, pieces) + 1e-6)).clamp(max=1.0)
+    gradients = [p.grad for p in parameters.values() if p.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+
+
+def cut_out(tensor: Tensor, box: Box) -> Tensor:
+    """Return a copy of what lies in a box of a whole tensor."""
+    for dim, runs in enumerate(box.runs):
+        tensor = torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in runs], dim)
+    return tensor.clone()
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the local part of a tensor, in the same memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local: Tensor = tensor._local_tensor.detach()
+    return local
+
+
+def _local_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return nn.Parameter(local_of(parameter), requires_grad=parameter.requires_grad)
+
+
+def _local_gradient(source: nn.Parameter) -> Tensor:
+    gradient = source.grad
+    assert isinstance(source, DTensor) and isinstance(gradient, DTensor)
+    if gradient.placements != source.placements:  # a sum over ranks that is still to be made
+        gradient = gradient.redistribute(placements=source.placements)
+    return gradient._local_tensor
+
+
+def _box(tensor: Tensor, placement: Placement) -> Box:
+    """Find where this rank's part lies: tensor parallelism splits first, sharding splits what that leaves."""
+    layout, at = placement.layout, placement.coordinates
+    copies = layout.fsdp * layout.tp
+    first = {axis: at[axis] == 0 for axis in (Axis.FSDP, Axis.TP)}
+    indices = [np.arange(size) for size in tensor.shape]
+    by_axis = dict(_placements(tensor))
+    for axis in (Axis.TP, Axis.FSDP):
+        how = by_axis.get(axis)
+        if isinstance(how, Shard) or hasattr(how, "split_factor"):
+            dim = how.dim  # type: ignore[union-attr]
+            parts = getattr(how, "split_factor", 1) if axis is Axis.TP else 1
+            indices[dim] = _chunk(indices[dim], parts, layout.size(axis), at[axis])
+            copies //= layout.size(axis)
+            first[axis] = True
+    return Box(
+        tuple(tensor.shape), tuple(_runs(each) for each in indices), copies, at[Axis.DP] == 0 and all(first.values())
+    )
+
+
+def _placements(tensor: Tensor) -> Iterator[tuple[Axis, TensorPlacement]]:
+    if isinstance(tensor, DTensor):
+        names = tensor.device_mesh.mesh_dim_names or ()
+        for name, how in zip(names, tensor.placements, strict=True):
+            yield Axis(name), how
+
+
+def _chunk(index: Index, parts: int, count: int, at: int) -> Index:
+    """Cut each of `parts` equal parts in `count` chunks, as `torch.chunk` does, and take chunk `at` of each."""
+    taken = []
+    for part in np.split(index, parts):
+        size = math.ceil(len(part) / count)
+        taken.append(part[at * size : (at + 1) * size])
+    return np.concatenate(taken)
+
+
+def _runs(index: Index) -> tuple[Run, ...]:
+    """Write ascending numbers as ranges without gaps."""
+    if not len(index):
+        return ((0, 0),)
+    breaks = np.flatnonzero(np.diff(index) != 1).tolist()
+    starts = [0, *(b + 1 for b in breaks)]
+    stops = [*(b + 1 for b in breaks), len(index)]
+    return tuple((int(index[a]), int(index[b - 1]) + 1) for a, b in zip(starts, stops, strict=True))

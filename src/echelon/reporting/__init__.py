@@ -1,0 +1,1 @@
+"""Pages, terminal and live views, made from records alone."""

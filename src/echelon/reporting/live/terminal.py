@@ -1,0 +1,147 @@
+"""A run on a terminal: one frame, drawn from a snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from echelon.core.units import format_bytes, format_seconds
+from echelon.observe.phases import PHASES
+from echelon.reporting.live.snapshot import RankView, Snapshot
+from echelon.reporting.live.state import Event
+
+STYLES = {
+    "completed": "bold green", "running": "bold", "starting": "yellow", "quiet": "yellow", "stopped": "yellow",
+    "failed": "bold red", "refused": "bold red", "gone": "bold red", "ended": "yellow",
+}  # fmt: skip
+_CONTROL = dict.fromkeys((*range(32), *range(127, 160)), " ")
+_LEAST_ROWS = 4
+
+
+def plain_text(text: object) -> str:
+    """Text from a record without control characters: a terminal would obey them."""
+    return str(text).translate(_CONTROL)
+
+
+def frame(s: Snapshot, height: int = 40) -> RenderableType:
+    """Draw a snapshot in about `height` rows; ranks that have no room are counted."""
+    n_events = min(len(s.events), max(2, height // 6))
+    room = max(_LEAST_ROWS, height - 12 - n_events)
+    parts: list[RenderableType] = [_head(s), _progress(s), _numbers(s)]
+    if s.ranks:
+        parts += [Text(), _rank_table(s.ranks[:room])]
+        if len(s.ranks) > room:
+            parts.append(Text(f"{len(s.ranks) - room} more ranks not shown", style="dim"))
+    if s.events:
+        parts += [Text(), *(_event(e) for e in s.events[-n_events:])]
+    if s.torn:
+        parts.append(Text(f"{s.torn} entries of the record are torn or strange and left out", style="dim"))
+    return Group(*parts)
+
+
+def line(s: Snapshot) -> str:
+    """Say in one line where a run is, for a log."""
+    numbers = "  ".join(f"{name} {value}" for name, value in _shown(s))
+    where = f"step {s.step}/{s.total_steps}" if s.total_steps else "no step yet"
+    return plain_text(f"{s.name}: {s.status}{f' ({s.message})' if s.message else ''}  {where}  {numbers}".rstrip())
+
+
+def _head(s: Snapshot) -> Text:
+    text = Text(no_wrap=True, overflow="ellipsis")
+    text.append(plain_text(s.name), style="bold").append("  ")
+    text.append(plain_text(s.status), style=STYLES.get(s.status, ""))
+    if s.message:
+        text.append(f": {plain_text(s.message)}")
+    return text.append(f"  {plain_text(s.what)}", style="dim")
+
+
+def _progress(s: Snapshot) -> RenderableType:
+    row = Table.grid(padding=(0, 2))
+    row.add_row(
+        ProgressBar(total=1.0, completed=s.done, width=30),
+        f"{s.done:.0%}",
+        f"epoch {s.epoch}/{s.epochs}" if s.epochs else "",
+        f"step {s.step}/{s.total_steps}" if s.total_steps else "",
+        format_seconds(s.elapsed_s) if s.elapsed_s is not None else "",
+        f"ETA {format_seconds(s.eta_s)}" if s.eta_s is not None else "",
+    )
+    return row
+
+
+def _numbers(s: Snapshot) -> Text:
+    text = Text()
+    for name, value in _shown(s):
+        text.append(f"{name} ", style="dim").append(value, style="bold").append("   ")
+    return text
+
+
+def _shown(s: Snapshot) -> list[tuple[str, str]]:
+    best = f" (best {s.best_top1:.4f})" if s.best_top1 is not None and s.best_top1 != s.top1 else ""
+    found = {
+        "loss": _format(s.loss, ".4f"),
+        "train top-1": _format(s.train_top1, ".3f"),
+        "test top-1": _format(s.top1, ".4f") + best,
+        "samples/s": _format(s.samples_per_s, ",.0f"),
+        "step": format_seconds(s.step_s) if s.step_s is not None else "",
+        "exposed communication": _format(s.exposed, ".0%"),
+        "sent per step": format_bytes(s.wire_bytes_per_step) if s.wire_bytes_per_step is not None else "",
+    }
+    return [(name, value) for name, value in found.items() if value]
+
+
+def _rank_table(ranks: Sequence[RankView]) -> Table:
+    hosts = len({r.host for r in ranks}) > 1
+    gpus = any(r.resources.get("gpu_memory_bytes") is not None for r in ranks)
+    phases = [str(p) for p in PHASES if any(r.phases.get(p, 0.0) >= 0.005 for r in ranks)]
+    own = [*(["host"] if hosts else []), *phases, "CPU", "memory", "network", *(["GPU", "GPU memory"] if gpus else [])]
+    table = Table("rank", *own, box=None, pad_edge=False, header_style="dim")
+    for column in table.columns:
+        column.justify, column.no_wrap = "right", True
+    for r in ranks:
+        cells = [plain_text(r.host)] if hosts else []
+        cells += [_format(r.phases.get(p), ".0%") for p in phases]
+        cells += [_percent(r.resources.get("cpu_percent")), _memory(r), _network(r.resources)]
+        cells += [_percent(r.resources.get("gpu_percent")), _gpu_memory(r.resources)] if gpus else []
+        table.add_row(str(r.rank), *map(Text, cells))
+    return table
+
+
+def _event(e: Event) -> Text:
+    text = Text(no_wrap=True, overflow="ellipsis")
+    text.append(f"{datetime.fromtimestamp(e.t):%H:%M:%S}  ", style="dim")
+    return text.append(f"{plain_text(e.name).replace('_', ' ')}: {plain_text(e.message)}", style="red" if e.bad else "")
+
+
+def _memory(r: RankView) -> str:
+    own, loaders = r.resources.get("rss_bytes"), r.resources.get("loaders_rss_bytes")
+    if own is None:
+        return format_bytes(r.memory_bytes) if r.memory_bytes is not None else "–"
+    return f"{format_bytes(own)} + {format_bytes(loaders)}" if loaders else format_bytes(own)
+
+
+def _network(used: dict[str, float | None]) -> str:
+    sent, received, within = (used.get(k) for k in ("sent_per_s", "received_per_s", "loopback_per_s"))
+    if sent is None or received is None or within is None:
+        return "–"
+    if within > sent + received:
+        return f"{format_bytes(within)}/s within"
+    return f"↑{format_bytes(sent)}/s ↓{format_bytes(received)}/s"
+
+
+def _gpu_memory(used: dict[str, float | None]) -> str:
+    of, whole = used.get("gpu_memory_bytes"), used.get("gpu_memory_total_bytes")
+    return "–" if of is None or whole is None else f"{format_bytes(of)} of {format_bytes(whole)}"
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0f}%"
+
+
+def _format(value: Any, how: str) -> str:
+    return "" if value is None else format(value, how)

@@ -1,0 +1,27 @@
+"""The report of a run: reads records only, knows no strategy, needs no torch.
+
+`write_report` writes a run's `report.html` and `summary.json`; `closing_words` are its conclusions in sentences.
+Other pages are built from the same pieces: `Chart`, `render_page` and the templates' `base.html.j2`.
+"""
+
+from __future__ import annotations
+
+from echelon.reporting.report.figure import Chart
+from echelon.reporting.report.page import render_page
+from echelon.reporting.report.records import RunRecord, load_run
+from echelon.reporting.report.summary import Summary, summarise
+from echelon.reporting.report.words import closing_words
+from echelon.reporting.report.write import REPORT_FILE, SUMMARY_FILE, write_report
+
+__all__ = [
+    "REPORT_FILE",
+    "SUMMARY_FILE",
+    "Chart",
+    "RunRecord",
+    "Summary",
+    "closing_words",
+    "load_run",
+    "render_page",
+    "summarise",
+    "write_report",
+]

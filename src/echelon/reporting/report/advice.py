@@ -1,0 +1,190 @@
+"""What bounds a run, and what to change: each gain is computed from the record (Amdahl's law), never promised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echelon.observe.phases import Phase
+from echelon.reporting.report.predictions import SAYS_SO, pick_ways, predict
+from echelon.reporting.report.records import RunRecord
+from echelon.reporting.report.timing import SlowRank, Timing
+
+_WORTH_SAYING = 0.10
+_SLOW_RATIO = 1.15
+_PERSISTENT = 0.7
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One change and its gain: a factor on the rate of steps, or on the whole run's time (`scope`).
+
+    `said`: the text says what is gained, as computed from the record; else the gain is an upper bound.
+    """
+
+    text: str
+    gain: float
+    scope: str = "steps"
+    said: bool = False
+
+    def sentence(self) -> str:
+        """Say it with its gain."""
+        if self.said:
+            return f"{self.text}."
+        what = "" if self.scope == "steps" else "the whole run "
+        return f"{self.text}: {what}at most {self.gain:.2f}x as fast."
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What bounds the run: input, compute, communication, slow rank, other or unknown; its share of a step."""
+
+    kind: str
+    share: float
+    slow: SlowRank | None = None
+
+
+def shares_of(timing: Timing) -> dict[str, float]:
+    """Share of a step by cause. Communication is what is left when no rank waits for a slower one."""
+    compute = (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
+    return {
+        "compute": sum(timing.share(p) for p in compute),
+        "input": timing.share(Phase.DATA),
+        "communication": timing.exposed_s / timing.step_s if timing.step_s else 0.0,
+        "slow rank": timing.slow.saving_s / timing.step_s if timing.slow and timing.step_s else 0.0,
+        "other": timing.share(Phase.OTHER),
+    }
+
+
+def find_bound(timing: Timing | None) -> Bound:
+    """Name the largest cause; a rank that the others persistently wait for comes first."""
+    if timing is None or not timing.phases:
+        return Bound("unknown", 0.0)
+    shares = shares_of(timing)
+    slow = held_up_by(timing)
+    if slow:
+        return Bound("slow rank", shares["slow rank"], slow)
+    del shares["slow rank"]
+    kind = max(shares, key=shares.__getitem__)
+    return Bound(kind, shares[kind])
+
+
+def held_up_by(timing: Timing) -> SlowRank | None:
+    """The rank that makes the others wait, if one does so in most windows and for long enough to matter."""
+    slow = timing.slow
+    if slow is None or not timing.step_s:
+        return None
+    matters = slow.saving_s / timing.step_s >= _WORTH_SAYING and slow.ratio >= _SLOW_RATIO
+    return slow if matters and slow.persistence >= _PERSISTENT else None
+
+
+def advise(record: RunRecord, timing: Timing | None, seconds: float, startup_s: float | None) -> list[Advice]:
+    """List changes worth trying, the greatest gain first; empty when nothing stands out."""
+    found = _about_the_run(record, timing, seconds, startup_s)
+    if timing is not None and timing.phases:
+        found += _about_steps(record, timing)
+    return sorted(found, key=lambda a: -a.gain)
+
+
+def _about_steps(record: RunRecord, timing: Timing) -> list[Advice]:
+    shares = shares_of(timing)
+    found = []
+    if shares["input"] >= _WORTH_SAYING:
+        found.append(_input(record, shares["input"]))
+    if shares["communication"] >= _WORTH_SAYING:
+        found.append(
+            _predicted(record, timing, shares["communication"]) or _communication(record, shares["communication"])
+        )
+    if (slow := held_up_by(timing)) is not None:
+        text = f"Make rank {slow.rank} as fast as the next slowest (it loses its time in {slow.phase})"
+        found.append(Advice(text, _gain(shares["slow rank"])))
+    if shares["compute"] >= 0.5:
+        found.append(_compute(record, shares["compute"]))
+    if shares["other"] >= _WORTH_SAYING:
+        text = f"{shares['other']:.0%} of a step is in no phase (logging, hooks, garbage collection); without that"
+        found.append(Advice(text, _gain(shares["other"])))
+    return found
+
+
+def _input(record: RunRecord, share: float) -> Advice:
+    loaders = record.setting("data", "loaders")
+    now = f" (now {loaders} per worker)" if isinstance(loaders, int) and loaders >= 0 else ""
+    return Advice(f"The input takes {share:.0%} of a step; more --loaders{now}, where cores are free", _gain(share))
+
+
+def _predicted(record: RunRecord, timing: Timing, share: float) -> Advice | None:
+    """Say what other ways to communicate would save, where the run recorded what they cost."""
+    better = [p for p in predict(record, timing) if p.gain >= SAYS_SO]
+    if not better:
+        return None
+    first, *others = pick_ways(better)
+    more = "".join(f", {p.label} {p.saves:.0%}" for p in others)
+    text = (
+        f"Communication is exposed for {share:.0%} of a step: {first.label} would save {first.saves:.0%} of the step"
+        f"{more}, computed from the record (what accuracy each costs, `echelon compare` measures)"
+    )
+    return Advice(text, better[0].gain, said=True)
+
+
+def _communication(record: RunRecord, share: float) -> Advice:
+    if record.one_replica:
+        text = (
+            f"Communication inside the replica is exposed for {share:.0%} of a step, which no --compression acts on; "
+            "other sizes in --parallel, more micro-batches of a pipeline, or a larger --batch-size"
+        )
+        return Advice(text, _gain(share))
+    compression = record.setting("strategy", "compression")
+    if compression in (None, "none"):
+        text = (
+            f"Communication is exposed for {share:.0%} of a step; --compression sends less "
+            f"(half the bytes, as bf16, about {_gain(share / 2):.2f}x)"
+        )
+    else:
+        text = (
+            f"Communication is exposed for {share:.0%} of a step in spite of {compression}; "
+            "a stronger --compression or a larger --batch-size"
+        )
+    return Advice(text, _gain(share))
+
+
+def _compute(record: RunRecord, share: float) -> Advice:
+    if record.setting("training", "device") == "cuda" or _on_gpu(record):
+        untried = [
+            flag
+            for flag, used in (
+                ("--precision bf16", record.setting("training", "precision") != "fp32"),
+                ("--compile", bool(record.setting("model", "compile"))),
+            )
+            if not used
+        ]
+        also = f" ({' and '.join(untried)} not tried)" if untried else ""
+    else:
+        also = ""
+    text = f"Computing takes {share:.0%} of a step{also}; twice the --workers, each on cores or a GPU of its own"
+    return Advice(text, _gain(share / 2))
+
+
+def _on_gpu(record: RunRecord) -> bool:
+    return any(str(m.details.get("device", "")).startswith("cuda") for m in record.of_kind("start"))
+
+
+def _about_the_run(record: RunRecord, timing: Timing | None, seconds: float, startup_s: float | None) -> list[Advice]:
+    if seconds <= 0:
+        return []
+    found = []
+    blocked = sum(m.number("blocked_s") or 0.0 for m in record.of_kind("checkpoint")) / seconds
+    evaluating = sum(e.seconds for e in record.evaluations) / seconds
+    starting = (startup_s or 0.0) / seconds
+    if 0.03 <= blocked < 1:
+        text = f"Checkpoints stop training for {blocked:.0%} of the run; a longer --checkpoint-every"
+        found.append(Advice(text, _gain(blocked), "run"))
+    if 0.15 <= evaluating < 1:
+        text = f"Evaluation takes {evaluating:.0%} of the run; a larger --eval-every"
+        found.append(Advice(text, _gain(evaluating), "run"))
+    if 0.25 <= starting < 1 and timing is not None:
+        text = f"{starting:.0%} of this short run is its start, which a longer run pays just once; without it"
+        found.append(Advice(text, _gain(starting), "run"))
+    return found
+
+
+def _gain(share: float) -> float:
+    return 1.0 / (1.0 - min(share, 0.99))

@@ -1,0 +1,162 @@
+"""Charts of cost: where a step's time goes, per rank and over the run, and what was sent."""
+
+from __future__ import annotations
+
+from echelon.core.units import format_bytes, format_seconds
+from echelon.observe.phases import PHASES, Phase
+from echelon.reporting.report.figure import Chart, Json, axis, color, line, pick, safe
+from echelon.reporting.report.records import RunRecord, Window
+from echelon.reporting.report.summary import kept_windows, rank_host
+from echelon.reporting.report.timing import Timing
+
+_MOST_POINTS = 1500
+
+
+def time_charts(record: RunRecord, timing: Timing | None) -> list[Chart]:
+    """Time per phase: by rank, and over the run."""
+    return [c for c in (_by_rank(record, timing), _over_steps(record.windows)) if c]
+
+
+def traffic_charts(record: RunRecord) -> list[Chart]:
+    """Bytes sent: over the run, and by group of parameters; what share of elements a sparse codec sent."""
+    windows = kept_windows(record)
+    return [c for c in (_bytes(windows), _groups(windows), _density(windows)) if c]
+
+
+def phase_order(names: list[str]) -> list[str]:
+    """Known phases in the order of a step, then any others as recorded."""
+    known = [str(p) for p in PHASES if str(p) in names]
+    return known + [n for n in names if n not in known]
+
+
+def _token(phase: str) -> str:
+    return phase if phase in list(Phase) else "other"
+
+
+def _by_rank(record: RunRecord, timing: Timing | None) -> Chart | None:
+    if timing is None or not timing.by_rank:
+        return None
+    ranks = range(len(timing.by_rank))
+    labels = [f"rank {r}" + (f" · {safe(rank_host(record, r), 14)}" if rank_host(record, r) else "") for r in ranks]
+    traces = []
+    for phase in phase_order(list(timing.phases)):
+        seconds = [rank.get(phase, 0.0) for rank in timing.by_rank]
+        shares = [s / timing.step_s if timing.step_s else 0.0 for s in seconds]
+        traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": safe(phase),
+                "y": list(ranks),
+                "x": [s * 1e3 for s in seconds],
+                "text": [f"{share:.0%}" if share >= 0.06 else "" for share in shares],
+                "textposition": "inside",
+                "textangle": 0,
+                "insidetextanchor": "middle",
+                "insidetextfont": {"color": color("paper")},
+                "marker": {"color": color(_token(phase)), "line": {"color": color("paper"), "width": 1}},
+                "hovertemplate": f"{safe(phase)}: %{{x:.3g}} ms<extra>%{{y}}</extra>",
+            }
+        )
+    parts = ", ".join(f"{p} {s / timing.step_s:.0%}" for p, s in timing.phases.items() if timing.step_s)
+    layout = {
+        "barmode": "stack",
+        "xaxis": axis("milliseconds per step"),
+        "yaxis": {"tickvals": list(ranks), "ticktext": labels, "autorange": "reversed", "showgrid": False},
+        "hovermode": "closest",
+        "legend": {"traceorder": "normal"},
+    }
+    caption = (
+        f"Mean over {timing.steps} steps ({timing.skipped_windows} warm-up windows left out). Communication is what "
+        "is not hidden behind backward; a rank that waits for a slower one waits there."
+    )
+    height = min(900, 130 + 38 * len(labels))
+    return Chart("phases", "Where a step goes", caption, f"Mean of the ranks: {parts}.", traces, layout, height, True)
+
+
+def _over_steps(all_windows: tuple[Window, ...]) -> Chart | None:
+    windows = pick([w for w in all_windows if w.phases], 400)
+    if len(windows) < 2:
+        return None
+    names = phase_order(list(dict.fromkeys(n for w in windows for n in w.phase_names)))
+    traces = []
+    for name in names:
+        ms = [_mean_phase(w, name) / w.steps * 1e3 for w in windows]
+        trace = line(name, range(len(windows)), ms, _token(name), width=0.5, stackgroup="one")
+        trace["fillcolor"] = color(_token(name))
+        trace["customdata"] = [w.step for w in windows]
+        trace["hovertemplate"] = "%{y:.3g} ms"
+        traces.append(trace)
+    ticks = pick(list(range(len(windows))), 6)
+    layout = {
+        "xaxis": axis("step", tickvals=ticks, ticktext=[str(windows[i].step) for i in ticks]),
+        "yaxis": axis("ms per step", rangemode="tozero"),
+        "legend": {"traceorder": "normal"},
+    }
+    slowest = max(windows, key=lambda w: w.seconds / w.steps)
+    said = (
+        f"The slowest window ends at step {slowest.step}: {format_seconds(slowest.seconds / slowest.steps)} per step. "
+        "In the order recorded, with steps that a restart repeated."
+    )
+    return Chart("steptime", "Step time over the run", said, said, traces, layout, 280, True)
+
+
+def _mean_phase(window: Window, name: str) -> float:
+    if name not in window.phase_names:
+        return 0.0
+    column = window.phase_names.index(name)
+    return sum(rank[column] for rank in window.phases) / len(window.phases)
+
+
+def _bytes(windows: list[Window]) -> Chart | None:
+    if not any(w.wire_bytes for w in windows):
+        return None
+    total, points = 0.0, []
+    for w in windows:
+        total += w.wire_bytes
+        points.append((float(w.step), total / 1e6))
+    kept = pick(points, _MOST_POINTS)
+    said = f"{format_bytes(total)} sent by all ranks together over {windows[-1].step} steps."
+    layout = {"xaxis": axis("step"), "yaxis": axis("MB sent since the start", rangemode="tozero")}
+    trace = line("bytes", [s for s, _ in kept], [b for _, b in kept], "communicate", fill="tozeroy")
+    trace["fillcolor"] = color("wash")
+    return Chart("bytes", "Bytes sent", said, said, [trace], layout, 260)
+
+
+def _density(windows: list[Window]) -> Chart | None:
+    points = [(float(w.step), w.density) for w in windows if w.density is not None]
+    if not points:
+        return None
+    kept = pick(points, _MOST_POINTS)
+    said = f"Rank 0's messages carried {points[-1][1]:.2%} of the encoded elements at the end."
+    layout = {"xaxis": axis("step"), "yaxis": axis("share of elements sent", tickformat=".2%", rangemode="tozero")}
+    trace = line("density", [s for s, _ in kept], [d for _, d in kept], "communicate")
+    return Chart("density", "Density of what is sent", said, said, [trace], layout, 260)
+
+
+def _groups(windows: list[Window]) -> Chart | None:
+    sums: dict[str, float] = {}
+    for w in windows:
+        for name, n_bytes in w.wire_bytes_by_group.items():
+            sums[name] = sums.get(name, 0.0) + n_bytes
+    if not sums:
+        return None
+    top = sorted(sums.items(), key=lambda item: -item[1])[:15]
+    steps = sum(w.steps for w in windows)
+    trace: Json = {
+        "type": "bar",
+        "orientation": "h",
+        "y": list(range(len(top))),
+        "x": [b / steps for _, b in top],
+        "text": [format_bytes(b / steps) for _, b in top],
+        "textposition": "auto",
+        "insidetextfont": {"color": color("paper")},
+        "cliponaxis": False,
+        "marker": {"color": color("communicate")},
+        "hoverinfo": "skip",
+    }
+    ticks = {"tickvals": list(range(len(top))), "ticktext": [safe(n) for n, _ in top]}
+    layout = {"xaxis": axis(visible=False), "yaxis": {**ticks, "autorange": "reversed", "showgrid": False}}
+    said = "Most bytes: " + ", ".join(f"{safe(n)} {format_bytes(b / steps)} per step" for n, b in top[:3]) + "."
+    caption = "Per step, all ranks together."
+    return Chart("groups", "Bytes by parameter group", caption, said, [trace], layout, max(200, 110 + 28 * len(top)))

@@ -1,0 +1,208 @@
+"""Charts of the last evaluation in detail: confusion matrix and ROC curves; and the per-class table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.reporting.report.figure import Chart, Json, axis, color, line, pick, safe
+from echelon.reporting.report.records import RunRecord
+
+_MOST_CLASSES = 30
+_NUMBERED_CELLS = 12
+_ROC_POINTS = 150
+HEAT = ((0.0, "paper"), (0.02, "heat0"), (0.35, "heat1"), (1.0, "heat2"))
+"""The colours of a confusion matrix by the share of its row; between two of them the page interpolates."""
+ON_HEAT = ((0.37, "on-low"), (0.62, "on-mid"), (1.0, "on-high"))
+"""The colour of a number up to each share; where one colour stops being readable, the other begins (by theme)."""
+
+
+@dataclass(frozen=True)
+class ClassRow:
+    """One class of the per-class table; None where it was not recorded."""
+
+    name: str
+    precision: float | None
+    recall: float | None
+    f1: float | None
+    roc_auc: float | None
+    support: int | None
+
+
+def class_names(record: RunRecord) -> list[str]:
+    """Names of the classes, from the evaluation or from the start of the run."""
+    names = record.detail.get("classes")
+    if not isinstance(names, list):
+        starts = record.of_kind("start")
+        names = starts[-1].details.get("classes") if starts else None
+    return [str(n) for n in names] if isinstance(names, list) else []
+
+
+def class_rows(record: RunRecord) -> list[ClassRow]:
+    """Rows of the per-class table, the lowest F1 first."""
+    table = record.detail.get("per_class")
+    if not isinstance(table, dict):
+        return []
+    rows = []
+    for i, name in enumerate(class_names(record)):
+        value = {key: _at(table.get(key), i) for key in ("precision", "recall", "f1", "roc_auc", "support")}
+        support = value.pop("support")
+        rows.append(ClassRow(name=name, support=None if support is None else int(support), **value))
+    return sorted(rows, key=lambda r: (r.f1 is None, r.f1 or 0.0))
+
+
+def _at(column: Any, i: int) -> float | None:
+    value = column[i] if isinstance(column, list) and i < len(column) else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def evaluation_charts(record: RunRecord) -> list[Chart]:
+    """Confusion matrix and ROC, as far as the evaluation holds them."""
+    return [c for c in (_confusion(record), _roc(record)) if c]
+
+
+def most_confused(matrix: list[list[float]], limit: int) -> list[int]:
+    """The classes of the most frequent errors, true and predicted, in class order; all if no more than `limit`."""
+    if len(matrix) <= limit:
+        return list(range(len(matrix)))
+    chosen: set[int] = set()
+    for _, i, j in _errors(matrix):
+        if len(chosen | {i, j}) > limit:
+            break
+        chosen |= {i, j}
+    return sorted(chosen)
+
+
+def _errors(matrix: list[list[float]]) -> list[tuple[float, int, int]]:
+    pairs = [(count, i, j) for i, row in enumerate(matrix) for j, count in enumerate(row) if i != j and count]
+    return sorted(pairs, key=lambda p: (-p[0], p[1], p[2]))
+
+
+def _square(matrix: Any) -> bool:
+    rows = matrix if isinstance(matrix, list) else []
+    return bool(rows) and all(isinstance(row, list) and len(row) == len(rows) for row in rows)
+
+
+def _confusion(record: RunRecord) -> Chart | None:
+    matrix = record.detail.get("confusion")
+    if not _square(matrix):
+        return None
+    assert isinstance(matrix, list)
+    names = class_names(record) or [str(i) for i in range(len(matrix))]
+    shown = most_confused(matrix, _MOST_CLASSES) or list(range(_MOST_CLASSES))
+    totals = [sum(matrix[i]) for i in shown]
+    counts = [[matrix[i][j] for j in shown] for i in shown]
+    shares = [[c / total if total else 0.0 for c in row] for row, total in zip(counts, totals, strict=True)]
+    labels = [safe(names[i], 16) if i < len(names) else str(i) for i in shown]
+    ticks = {"tickvals": list(range(len(shown))), "ticktext": labels, "showgrid": False, "automargin": True}
+    trace: Json = {
+        "type": "heatmap",
+        "z": shares,
+        "text": counts,
+        "zmin": 0,
+        "zmax": 1,
+        "colorscale": [[share, color(token)] for share, token in HEAT],
+        "showscale": False,
+        "xgap": 1,
+        "ygap": 1,
+        "hovertemplate": "%{text} samples, %{z:.1%} of the class<extra></extra>",
+    }
+    few = len(shown) <= _NUMBERED_CELLS
+    layout = {
+        "showlegend": False,
+        "xaxis": {
+            **axis("predicted"),
+            **ticks,
+            "tickangle": -45 if few else -90,
+            "tickfont": {"size": 12 if few else 9},
+        },
+        "yaxis": {**axis("true"), **ticks, "autorange": "reversed", "tickfont": {"size": 12 if few else 9}},
+        "hovermode": "closest",
+    }
+    part = f"The {len(shown)} most confused of {len(matrix)} classes. " if len(shown) < len(matrix) else ""
+    errors = f"Most frequent errors: {worst_pairs(matrix, names)}."
+    caption = f"{part}Rows are true classes, the colour is the share of the row. {errors}"
+    label = f"Confusion matrix. {errors}"
+    height = 290 + max(12 * len(shown), 150)
+    traces = [trace, _numbers(counts, shares)] if few else [trace]
+    return Chart("confusion", "Confusion matrix", caption, label, traces, layout, height)
+
+
+def _numbers(counts: list[list[float]], shares: list[list[float]]) -> Json:
+    """The counts, each in a colour that is read on its cell: a heatmap writes grey on its middle colours."""
+    cells = [(i, j) for i, row in enumerate(counts) for j in range(len(row))]
+    return {
+        "type": "scatter", "mode": "text", "hoverinfo": "skip", "cliponaxis": False,
+        "x": [j for _, j in cells], "y": [i for i, _ in cells], "text": [f"{counts[i][j]:g}" for i, j in cells],
+        "textfont": {"color": [color(on_heat(shares[i][j])) for i, j in cells], "size": 12},
+    }  # fmt: skip
+
+
+def on_heat(share: float) -> str:
+    """Return the colour token of a number on a cell.
+
+    >>> on_heat(0.0), on_heat(0.97)
+    ('on-low', 'on-high')
+    """
+    return next((token for limit, token in ON_HEAT if share <= limit), ON_HEAT[-1][1])
+
+
+def worst_pairs(matrix: list[list[float]], names: list[str], limit: int = 5) -> str:
+    """Name the most frequent errors as `true as predicted (count)`."""
+    label = [names[i] if i < len(names) else str(i) for i in range(len(matrix))]
+    return ", ".join(f"{label[i]} as {label[j]} ({c:g})" for c, i, j in _errors(matrix)[:limit]) or "none"
+
+
+def _roc(record: RunRecord) -> Chart | None:
+    roc = record.detail.get("roc")
+    curves = {k: v for k, v in roc.items() if _is_curve(v)} if isinstance(roc, dict) else {}
+    if not curves:
+        return None
+    names = class_names(record)
+    classes = sorted((k for k in curves if k.isdigit()), key=int)
+    table = record.detail.get("per_class")
+    aucs = table.get("roc_auc") if isinstance(table, dict) else None
+    if len(classes) > _MOST_CLASSES:
+        classes = sorted(sorted(classes, key=lambda k: _order(_at(aucs, int(k))))[:_MOST_CLASSES], key=int)
+    traces = [line("chance", [0, 1], [0, 1], "rule", dash="dot", width=1, hoverinfo="skip", showlegend=False)]
+    traces += [_curve("macro mean", curves["macro"], "train", 3.0)] if "macro" in curves else []
+    base, choices = list(range(len(traces))), []
+    for key in classes:
+        index = int(key)
+        name = names[index] if index < len(names) else key
+        auc = _at(aucs, index)
+        choices.append((f"{name}" + (f" (AUC {auc:.4f})" if auc is not None else ""), [*base, len(traces)]))
+        traces.append(_curve(name, curves[key], "eval", 2.0))
+        traces[-1]["visible"] = False
+    every = [("macro mean alone", base), ("all classes shown", list(range(len(traces))))] if choices else []
+    layout = {
+        "xaxis": axis("false positive rate", range=[0, 1]),
+        "yaxis": axis("true positive rate", range=[0, 1.005]),
+        "showlegend": False,
+        "hovermode": "closest",
+    }
+    total = sum(k.isdigit() for k in curves)
+    caption = "One class against the rest."
+    if total > len(classes):
+        caption += f" Of {total} classes, the {len(classes)} with the lowest area can be chosen."
+    area = (record.detail.get("metrics") or {}).get("roc_auc")
+    label = f"ROC curves; macro area {area:.4f}." if isinstance(area, int | float) else "ROC curves."
+    return Chart("roc", "ROC", caption, label, traces, layout, 410, choices=(*every, *choices))
+
+
+def _order(auc: float | None) -> float:
+    return 2.0 if auc is None else auc
+
+
+def _is_curve(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    fpr, tpr = value.get("fpr"), value.get("tpr")
+    return isinstance(fpr, list) and isinstance(tpr, list) and len(fpr) == len(tpr) > 0
+
+
+def _curve(name: str, curve: Json, token: str, width: float) -> Json:
+    points = pick(list(zip(curve["fpr"], curve["tpr"], strict=True)), _ROC_POINTS)
+    template = f"{safe(name)}: %{{y:.3f}} at %{{x:.3f}}<extra></extra>"
+    x, y = [p[0] for p in points], [p[1] for p in points]
+    return line(name, x, y, token, width=width, hovertemplate=template)

@@ -1,0 +1,226 @@
+"""Charts of a parameter server: staleness, workers' clocks and waiting, bytes by direction, servers' load."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from echelon.core.units import format_bytes, format_seconds
+from echelon.reporting.report.clock import elapsed_s, sittings
+from echelon.reporting.report.figure import Chart, Json, axis, color, line, pick, safe
+from echelon.reporting.report.records import RunRecord, TimelineEntry
+from echelon.reporting.report.tables import Table
+
+_SERIES = ("forward", "communicate", "update", "data", "backward", "eval", "other", "ink")
+_CAUSES = {"parameters": ("for parameters", "communicate"), "task": ("for a task", "data")}
+_MOST_LINES = 8
+_MOST_POINTS = 400
+_SUMS = ("updates", "duplicates", "late", "busy_s", "seconds", "sent_bytes", "received_bytes", "refused")
+
+
+@dataclass
+class ServerLoad:
+    """What one server did over all its lives."""
+
+    lives: int = 0
+    sums: Counter[str] = field(default_factory=Counter)
+    staleness: Counter[int] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def busy(self) -> float:
+        """Share of its time that it worked."""
+        return self.sums["busy_s"] / self.sums["seconds"] if self.sums["seconds"] else 0.0
+
+
+def server_charts(record: RunRecord) -> list[Chart]:
+    """The charts of a run with a parameter server; none for others."""
+    loads, workers = server_loads(record), record.of_kind("staleness")
+    found = [_staleness(loads), _clocks(record, workers), _waiting(workers), _bytes(loads, workers), _load(record)]
+    return [chart for chart in found if chart]
+
+
+def server_loads(record: RunRecord) -> dict[str, ServerLoad]:
+    """Sum each server's last numbers over its lives; a standby counts as itself."""
+    last: dict[tuple[str, str], Json] = {}
+    for mark in record.of_kind("server"):
+        last[mark.details.get("name", "?"), str(mark.details.get("life"))] = mark.details
+    loads: dict[str, ServerLoad] = {}
+    for (name, _), details in sorted(last.items()):
+        load = loads.setdefault(str(name), ServerLoad())
+        load.lives += 1
+        load.sums.update({key: _number(details.get(key)) for key in _SUMS})
+        load.staleness.update({int(k): int(_number(v)) for k, v in _dict(details.get("staleness")).items()
+                               if str(k).isdigit()})  # fmt: skip
+        load.dropped.update({str(k): int(_number(v)) for k, v in _dict(details.get("dropped")).items()})
+    return loads
+
+
+def server_table(record: RunRecord) -> Table | None:
+    """One row per server and standby."""
+    loads = server_loads(record)
+    if not loads:
+        return None
+    rows = []
+    for name, load in loads.items():
+        s = load.sums
+        dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(load.dropped.items())) or "none"
+        rows.append([name, str(load.lives), f"{s['updates']:.0f}", f"{s['duplicates']:.0f}", f"{s['late']:.0f}",
+                     f"{load.busy:.0%}", format_bytes(s["received_bytes"]), format_bytes(s["sent_bytes"]),
+                     f"{s['refused']:.0f}", dropped])  # fmt: skip
+    head = ["server", "lives", "updates of keys", "repeated pushes", "late pushes", "busy", "received", "sent",
+            "peers refused", "messages dropped"]  # fmt: skip
+    return Table("Servers, over all their lives", head, rows)
+
+
+def _staleness(loads: dict[str, ServerLoad]) -> Chart | None:
+    counts: Counter[int] = sum((load.staleness for load in loads.values()), Counter())
+    total = counts.total()
+    if not total or set(counts) == {0}:
+        return None
+    ages = sorted(counts)
+    mean = sum(age * n for age, n in counts.items()) / total
+    at_least = next(a for a in ages if sum(counts[b] for b in ages if b <= a) >= 0.99 * total)
+    trace: Json = {
+        "type": "bar",
+        "x": ages,
+        "y": [counts[age] / total * 100 for age in ages],
+        "marker": {"color": color("communicate")},
+        "hovertemplate": "%{x} updates old: %{y:.1f}%<extra></extra>",
+    }
+    layout = {
+        "xaxis": axis("updates between a gradient's parameters and its own update"),
+        "yaxis": axis("% of the gradients", rangemode="tozero"),
+        "bargap": 0.15,
+    }
+    said = f"Mean staleness {mean:.1f}; 99% of the gradients are at most {at_least} updates old, the oldest {ages[-1]}."
+    return Chart("staleness", "Staleness of gradients", said, said, [trace], layout, 260)
+
+
+def _clocks(record: RunRecord, marks: Sequence[TimelineEntry]) -> Chart | None:
+    stretches = sittings(record)
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for mark in marks:
+        for worker, clock in _dict(mark.details.get("clocks")).items():
+            lines.setdefault(str(worker), []).append((elapsed_s(stretches, mark.t), _number(clock)))
+    last = [_dict(m.details.get("clocks")) for m in marks]
+    if len(lines) < 2 or all(len(set(map(str, clocks.values()))) < 2 for clocks in last):
+        return None  # where every step needs all, all have the same clock
+    ahead = max(max(map(_number, c.values())) - min(map(_number, c.values())) for c in last if c)
+    said = f"Batches that each worker has finished; the largest distance between two was {ahead:.0f}."
+    layout = {"xaxis": axis("seconds since the command"), "yaxis": axis("batches", rangemode="tozero")}
+    return Chart("clocks", "Each worker's clock", said, said, _lines(lines), layout, 260)
+
+
+def _waiting(marks: Sequence[TimelineEntry]) -> Chart | None:
+    waited: dict[str, dict[str, float]] = {}
+    for worker, values in _history(marks, "waited_s").items():
+        waited[worker] = {cause: _grown(_number(_dict(v).get(cause)) for v in values) for cause in _CAUSES}
+    if not any(s for causes in waited.values() for s in causes.values()):
+        return None
+    names = sorted(waited, key=_by_number)
+    traces = []
+    for cause, (words, token) in _CAUSES.items():
+        bars = _bars(words, names, [waited[w][cause] for w in names], token)
+        traces.append({**bars, "hovertemplate": "%{x:.3g} s<extra>%{y}</extra>"})
+    totals = {words: sum(waited[w][cause] for w in names) for cause, (words, _) in _CAUSES.items()}
+    said = "All workers together waited " + ", ".join(f"{format_seconds(s)} {w}" for w, s in totals.items()) + "."
+    layout = {**_row_layout(names, "seconds"), "barmode": "stack"}
+    return Chart("waiting", "Waiting, by cause", said, said, traces, layout, max(220, 120 + 30 * len(names)))
+
+
+def _bytes(loads: dict[str, ServerLoad], marks: Sequence[TimelineEntry]) -> Chart | None:
+    sent = {w: _grown(map(_number, values)) for w, values in _history(marks, "sent_bytes").items()}
+    received = {w: _grown(map(_number, values)) for w, values in _history(marks, "received_bytes").items()}
+    sent |= {name: load.sums["sent_bytes"] for name, load in loads.items()}
+    received |= {name: load.sums["received_bytes"] for name, load in loads.items()}
+    names = sorted({*sent, *received}, key=_by_number)
+    if not any(sent.values()):
+        return None
+    traces = [
+        _bars("sent", names, [sent.get(n, 0.0) / 1e6 for n in names], "communicate"),
+        _bars("received", names, [received.get(n, 0.0) / 1e6 for n in names], "forward"),
+    ]
+    for trace in traces:
+        trace["hovertemplate"] = "%{x:.3g} MB<extra>%{y}</extra>"
+    up, down = (sum(d.get(n, 0.0) for n in names if n.startswith("worker")) for d in (sent, received))
+    said = f"Workers sent {format_bytes(up)} and received {format_bytes(down)}, over all their lives."
+    layout = {**_row_layout(names, "MB"), "barmode": "group"}
+    return Chart("directions", "Bytes by direction", said, said, traces, layout, max(240, 120 + 34 * len(names)))
+
+
+def _load(record: RunRecord) -> Chart | None:
+    stretches = sittings(record)
+    lines: dict[str, list[tuple[float, float]]] = {}
+    lives: dict[str, list[TimelineEntry]] = {}
+    for mark in record.of_kind("server"):
+        lives.setdefault(str(mark.details.get("name", "?")), []).append(mark)
+    for name, marks in lives.items():
+        for a, b in pairwise(marks):
+            seconds = (b.number("seconds") or 0.0) - (a.number("seconds") or 0.0)
+            if a.details.get("life") == b.details.get("life") and seconds > 0:
+                busy = ((b.number("busy_s") or 0.0) - (a.number("busy_s") or 0.0)) / seconds
+                lines.setdefault(name, []).append((elapsed_s(stretches, b.t), 100 * busy))
+    if not lines:
+        return None
+    means = ", ".join(f"{safe(n)} {sum(y for _, y in p) / len(p):.0f}%" for n, p in sorted(lines.items()))
+    said = f"Share of its time in which a server decodes, updates and answers. Means: {means}."
+    layout = {"xaxis": axis("seconds since the command"), "yaxis": axis("% busy", rangemode="tozero")}
+    return Chart("serverload", "Server load", said, said, _lines(lines), layout, 260)
+
+
+def _history(marks: Sequence[TimelineEntry], key: str) -> dict[str, list[Any]]:
+    """What each worker said over time."""
+    found: dict[str, list[Any]] = {}
+    for mark in marks:
+        for worker, value in _dict(mark.details.get(key)).items():
+            found.setdefault(str(worker), []).append(value)
+    return found
+
+
+def _grown(values: Iterable[float]) -> float:
+    """How much a counter grew that begins anew when its process does.
+
+    >>> _grown([1, 5, 2, 3])
+    8.0
+    """
+    total, before = 0.0, 0.0
+    for value in values:
+        total += value - before if value >= before else value
+        before = value
+    return float(total)
+
+
+def _lines(points: dict[str, list[tuple[float, float]]]) -> list[Json]:
+    traces = []
+    for i, name in enumerate(sorted(points, key=_by_number)[:_MOST_LINES]):
+        some = pick(points[name], _MOST_POINTS)
+        traces.append(line(name, [x for x, _ in some], [y for _, y in some], _SERIES[i % len(_SERIES)]))
+    return traces
+
+
+def _bars(words: str, names: Sequence[str], values: Sequence[float], token: str) -> Json:
+    return {"type": "bar", "orientation": "h", "name": words, "y": list(range(len(names))), "x": list(values),
+            "marker": {"color": color(token)}}  # fmt: skip
+
+
+def _row_layout(names: Sequence[str], unit: str) -> Json:
+    rows = {"tickvals": list(range(len(names))), "ticktext": [safe(n) for n in names]}
+    return {"xaxis": axis(unit, rangemode="tozero"), "yaxis": {**rows, "autorange": "reversed", "showgrid": False},
+            "hovermode": "closest", "legend": {"traceorder": "normal"}}  # fmt: skip
+
+
+def _by_number(name: str) -> tuple[str, int]:
+    digits = name[len(name.rstrip("0123456789")) :]
+    return name.removesuffix(digits), int(digits or 0)
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0

@@ -1,0 +1,59 @@
+"""One self-contained HTML page from a template: styles, script, plotly.js and the charts' data are inside it.
+
+A page extends `base.html.j2` and places charts with the macro `draw(chart)`; nothing is fetched from a network.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from echelon.reporting.report.figure import Chart
+from echelon.reporting.report.summary import finite
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+def render_page(template: str, charts: Iterable[Chart], **context: Any) -> str:
+    """Fill a template of this folder; `charts` are those that it draws. All text is escaped."""
+    from plotly.offline import get_plotlyjs  # half a second to import: only when a page is written
+
+    drawn = list(charts)
+    environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
+    environment.filters["fixed"] = _fixed
+    return environment.get_template(template).render(
+        style=Markup(_asset("page.css")),
+        script=Markup(_asset("page.js")),
+        plotly=Markup(get_plotlyjs().replace("</script", "<\\/script")) if drawn else Markup(""),
+        figures=script_json({c.id: _figure(c) for c in drawn}),
+        **context,
+    )
+
+
+def script_json(value: Any) -> Markup:
+    """JSON that is safe inside a script element: `<`, `>` and `&` are escaped, NaN is null."""
+    text = json.dumps(finite(value), allow_nan=False, separators=(",", ":"))
+    for char in "<>&\u2028\u2029":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return Markup(text)
+
+
+def _figure(chart: Chart) -> dict[str, Any]:
+    return {
+        "traces": chart.traces,
+        "layout": {**chart.layout, "height": chart.height},
+        "choices": [shown for _, shown in chart.choices],
+    }
+
+
+def _asset(name: str) -> str:
+    return (_TEMPLATES / name).read_text(encoding="utf-8")
+
+
+def _fixed(value: float | None, digits: int = 4) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,126 @@
+"""What another way to communicate would gain, computed from the record: never promised, and checked by studies.
+
+A step now takes s = c + e, where e is exposed communication and c the rest. Communication takes t = e + hidden in all:
+time to encode k, and on the network latency times rounds plus bytes over rate, which gives the rate. With bytes b',
+rounds r' and coding k' (recorded at the run's end: `alternatives`)
+
+    t' = latency r' + (t - k - latency r) b' / b                       on the network
+    e' = max(t' - spread, tail t')                                     behind a backward that takes spread
+    s' = c + k' + e'                                                   in each step
+    s' = c + (k' + max(0, t' - o c)) / p                               once in p steps, behind o of them
+
+where the tail is the share that comes last, which nothing hides. Coding is taken as not hidden: it needs the processor
+that backward computes on. What the rest c takes is taken to stay as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.reporting.report.communication import Communication
+from echelon.reporting.report.records import RunRecord, TimelineEntry
+from echelon.reporting.report.timing import Timing
+
+KIND = "alternatives"
+SAYS_SO = 1.05
+"""Gains below are not worth saying."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What changing some settings would do to a step.
+
+    Attributes:
+        label: the settings as one writes them: `bf16`, `local(period=8), int8`.
+        settings: by dotted name.
+        now_s, then_s: seconds per step.
+        wire_bytes: that each rank would send per step, the mean.
+    """
+
+    label: str
+    settings: Mapping[str, str]
+    now_s: float
+    then_s: float
+    wire_bytes: float
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast steps would be."""
+        return self.now_s / self.then_s
+
+    @property
+    def saves(self) -> float:
+        """The share of a step that would be saved; negative: lost."""
+        return 1 - self.then_s / self.now_s
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One row of the record."""
+
+    settings: dict[str, str]
+    period: int
+    overlap: int
+    n_bytes: float
+    rounds: float
+    coding_s: float
+    tail: float
+
+
+def predict(record: RunRecord, timing: Timing | None) -> list[Prediction]:
+    """Predict a step with each alternative that the run recorded, the fastest first; empty where nothing was."""
+    marks = record.of_kind(KIND)
+    if timing is None or timing.communication is None or not marks or not timing.step_s:
+        return []
+    ways, latency_s = _ways(marks[-1]), marks[-1].number("latency_s") or 0.0
+    now = next((w for w in ways if w.settings == marks[-1].details.get("now")), None)
+    if now is None or now.n_bytes <= 0:
+        return []
+    found = []
+    for way in ways:
+        then_s = _then_s(timing, timing.communication, latency_s, (now, way))
+        label = ", ".join(way.settings.values())
+        if way is not now and then_s > 0:
+            found.append(Prediction(label, way.settings, timing.step_s, then_s, way.n_bytes / way.period))
+    return sorted(found, key=lambda p: p.then_s)
+
+
+def pick_ways(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """Return what a sentence names: the mildest two and the strongest three, of one setting where there are such."""
+    single = [p for p in predictions if len(p.settings) == 1] or predictions
+    by_saving = sorted(single, key=lambda p: p.saves)
+    return by_saving if len(by_saving) <= 5 else by_saving[:2] + by_saving[-3:]
+
+
+def _then_s(timing: Timing, communication: Communication, latency_s: float, ways: tuple[_Way, _Way]) -> float:
+    now, then = ways
+    moving_s = max(0.0, communication.total_s - now.coding_s - latency_s * now.rounds)
+    network_s = latency_s * then.rounds + moving_s * then.n_bytes / now.n_bytes
+    rest_s = timing.step_s - communication.exposed_s
+    if then.period > 1:
+        return rest_s + (then.coding_s + max(0.0, network_s - then.overlap * rest_s)) / then.period
+    exposed_s = max(network_s - communication.spread_s, then.tail * network_s)
+    return rest_s + then.coding_s + exposed_s
+
+
+def _ways(mark: TimelineEntry) -> list[_Way]:
+    """Read the rows; those that are not what they should be are left out."""
+    rows = mark.details.get("rows")
+    found = []
+    for row in rows if isinstance(rows, list) else []:
+        try:
+            found.append(_way(row))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            continue
+    return found
+
+
+def _way(row: dict[str, Any]) -> _Way:
+    settings = {str(k): str(v) for k, v in row["settings"].items()}
+    period, overlap, rounds = int(row["period"]), int(row.get("overlap", 0)), float(row["rounds"])
+    way = _Way(settings, period, overlap, float(row["wire_bytes"]), rounds, float(row["coding_s"]), float(row["tail"]))
+    if not 0 <= overlap < period or not settings or min(way.n_bytes, way.coding_s, rounds) < 0:
+        raise ValueError("not a way to communicate")
+    return way

@@ -1,0 +1,132 @@
+"""Where a run's wall time went, rank by rank: its start, the phases of its steps, the pauses between them, its end.
+
+The parts are measured by different clocks (phases and pauses by each rank's own, the rest from the moments in the
+record), so that their sum is a check: it is the wall time within 2%, or the report says that it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from echelon.observe.phases import PHASES
+from echelon.reporting.report.clock import Sitting, sittings
+from echelon.reporting.report.records import RunRecord, Window
+
+START, RESTART, END, MISSING = "start", "restart", "end", "not accounted for"
+TOLERANCE = 0.02
+_SAVED = "checkpoint"
+_EVALUATED = "evaluation"
+
+
+@dataclass(frozen=True)
+class Waterfall:
+    """Seconds by part, one column for each rank of the last attempt; parts are in the order of a run.
+
+    Attributes:
+        parts: names and seconds by rank; the last one is what no part accounts for (negative: counted twice).
+        wall_s: of the whole run, pauses between a stop and a resume left out.
+    """
+
+    parts: dict[str, tuple[float, ...]]
+    wall_s: float
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.parts[START])
+
+    @property
+    def missing(self) -> float:
+        """The largest share of the wall time, over the ranks, that the parts miss or count twice."""
+        return max(abs(s) for s in self.parts[MISSING]) / self.wall_s if self.wall_s else 0.0
+
+
+def waterfall_of(record: RunRecord) -> Waterfall | None:
+    """Add up a run's time; None where it has no steps or no start."""
+    stretches = sittings(record)
+    wall_s = sum(s.seconds for s in stretches)
+    if not record.windows or not record.windows[-1].phases or not record.of_kind("start") or wall_s <= 0:
+        return None
+    n = len(record.windows[-1].phases)
+    windows = [w for w in record.windows if len(w.phases) == n]
+    moments = sorted(w.t for w in record.windows) + [e.t for e in record.evaluations]
+    moments += [m.t for m in record.of_kind("pause")]
+    parts = {START: (_starting(record, stretches),) * n, RESTART: (_restarting(record, stretches, moments),) * n}
+    parts |= _phases(windows, n)
+    parts |= _pauses(record, windows, n)
+    parts[END] = (sum(_ending(s, moments) for s in stretches),) * n
+    parts[MISSING] = tuple(wall_s - sum(column) for column in zip(*parts.values(), strict=True))
+    return Waterfall(
+        {name: seconds for name, seconds in parts.items() if any(seconds) or name in (START, MISSING)}, wall_s
+    )
+
+
+def waterfall_notes(waterfall: Waterfall | None) -> list[str]:
+    """Say so where the parts are not the whole."""
+    if waterfall is None or waterfall.missing <= TOLERANCE:
+        return []
+    shares = [s / waterfall.wall_s for s in waterfall.parts[MISSING]]
+    rank = max(range(len(shares)), key=lambda r: abs(shares[r]))
+    what = "no phase and no pause accounts for" if shares[rank] > 0 else "phases and pauses count twice"
+    return [f"On rank {rank}, {what} {abs(shares[rank]):.0%} of the run's wall time."]
+
+
+def _starting(record: RunRecord, stretches: Sequence[Sitting]) -> float:
+    """From each command to the first start after it."""
+    starts = [m.t for m in record.of_kind("start")]
+    found = 0.0
+    for stretch in stretches:
+        first = next((t for t in starts if stretch.begin <= t <= stretch.end), stretch.begin)
+        found += first - stretch.begin
+    return found
+
+
+def _restarting(record: RunRecord, stretches: Sequence[Sitting], moments: Sequence[float]) -> float:
+    """From the last sign of an attempt to the start of the next one, where a group was started again."""
+    found = 0.0
+    for stretch in stretches:
+        starts = [m.t for m in record.of_kind("start") if stretch.begin <= m.t <= stretch.end]
+        for before, after in pairwise(starts):
+            found += after - max([t for t in moments if before <= t <= after], default=before)
+    return found
+
+
+def _ending(stretch: Sitting, moments: Sequence[float]) -> float:
+    """From the last step, or the evaluation or checkpoint after it, to the end."""
+    last = max([t for t in moments if stretch.begin <= t <= stretch.end], default=stretch.begin)
+    return max(0.0, stretch.begin + stretch.seconds - last)
+
+
+def _phases(windows: Sequence[Window], n: int) -> dict[str, tuple[float, ...]]:
+    names = list(dict.fromkeys(name for w in windows for name in w.phase_names))
+    known = [str(p) for p in PHASES if str(p) in names]
+    return {
+        name: tuple(
+            sum(w.phases[r][w.phase_names.index(name)] for w in windows if name in w.phase_names) for r in range(n)
+        )
+        for name in known + [name for name in names if name not in known]
+    }
+
+
+def _pauses(record: RunRecord, windows: Sequence[Window], n: int) -> dict[str, tuple[float, ...]]:
+    """Pauses that ranks told with their windows; what came after an attempt's last one, rank 0 alone recorded."""
+    told = [w for w in windows if w.pauses]
+    if not told:
+        evaluated = sum(e.seconds for e in record.evaluations)
+        saved = sum(m.number("blocked_s") or 0.0 for m in record.of_kind("checkpoint"))
+        return {_EVALUATED: (evaluated,) * n, _SAVED: (saved,) * n}
+    sums = {name: [0.0] * n for w in told for name in w.pause_names}
+    for window in told:
+        for r, row in enumerate(window.pauses):
+            for name, seconds in zip(window.pause_names, row, strict=True):
+                sums[name][r] += seconds
+    starts = [m.t for m in record.of_kind("start")] + [float("inf")]
+    for begin, end in pairwise(starts):
+        last = max((w.t for w in told if begin <= w.t < end), default=end)
+        for mark in record.of_kind("pause"):
+            if last <= mark.t < end:
+                column = sums.setdefault(mark.name, [0.0] * n)
+                column[:] = [s + (mark.number("seconds") or 0.0) for s in column]
+    return {name: tuple(column) for name, column in sums.items()}

@@ -1,0 +1,108 @@
+"""The closing words: what the run reached, what bounds it, what to change, who died and what it cost."""
+
+from __future__ import annotations
+
+import math
+
+from echelon.core.units import format_seconds
+from echelon.reporting.report.summary import Summary
+
+_MOST_ADVICE = 3
+
+
+def closing_words(summary: Summary) -> list[str]:
+    """Return sentences for the terminal and the page, the most important first. Plain text, unescaped."""
+    words = [_outcome(summary)]
+    words += _accuracy(summary)
+    words += _bound(summary) + list(summary.notes)
+    words += [a.sentence() for a in summary.advice[:_MOST_ADVICE]]
+    words += [i.sentence(summary.step_s) for i in summary.incidents]
+    if summary.bad_images:
+        n = summary.bad_images
+        words.append(f"{n} image{'s' * (n > 1)} could not be decoded and {'were' if n > 1 else 'was'} left out.")
+    return words
+
+
+def wilson_interval(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
+    """95% interval of a share observed in n independent samples (Wilson 1927).
+
+    Centre (p + z^2/2n) / (1 + z^2/n), half width z sqrt(p(1-p)/n + z^2/4n^2) / (1 + z^2/n).
+    """
+    scale = 1 + z * z / n
+    centre = (share + z * z / (2 * n)) / scale
+    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / scale
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def _outcome(s: Summary) -> str:
+    after = f"after {s.steps} step{'s' * (s.steps != 1)}" + (
+        f" ({s.epochs:g} epoch{'s' * (s.epochs != 1)})" if s.epochs else ""
+    )
+    known = {
+        "completed": f"Completed {after} in {format_seconds(s.seconds)}",
+        "stopped": f"Stopped {after} and {format_seconds(s.seconds)}; `echelon resume` continues it",
+        "failed": f"Failed {after} and {format_seconds(s.seconds)}",
+        "refused": "Refused before the first step",
+        "unfinished": f"Not ended {after}" if s.steps else "No step was recorded",
+    }
+    said = known.get(s.status, f"Ended as {s.status!r} {after}")
+    return f"{said}: {s.message.rstrip('.')}." if s.message and s.status != "completed" else f"{said}."
+
+
+def _accuracy(s: Summary) -> list[str]:
+    words = []
+    if s.nonfinite_step is not None:
+        words.append(f"The loss is not finite from step {s.nonfinite_step} on: a lower --lr, warm-up or clipping.")
+    top1 = s.metrics.get("top1")
+    if top1 is None:
+        return [*words, "No evaluation was recorded: nothing is known of its accuracy."] if s.steps else words
+    said = f"Top-1 {top1:.4f}"
+    if s.eval_samples and 0 <= top1 <= 1:
+        low, high = wilson_interval(top1, s.eval_samples)
+        said += f" on {s.eval_samples} samples (95% interval {low:.4f} to {high:.4f})"
+    words.append(f"{said}.")
+    if s.best_top1 is not None and s.best_top1 - top1 >= 0.005:
+        words.append(f"The best was {s.best_top1:.4f} at step {s.best_step}: the last is not the best one.")
+    return words
+
+
+def _bound(s: Summary) -> list[str]:
+    if s.bound.kind == "unknown" or s.step_s is None:
+        return []
+    share, step = f"{s.bound.share:.0%}", format_seconds(s.step_s)
+    slow = s.bound.slow
+    if slow is not None:
+        words = [
+            f"A slow rank bounds this run: rank {slow.rank} works {slow.ratio:.2f}x as long as the median of the "
+            f"others, mostly in {slow.phase}; they wait for it, {share} of a step of {step} is lost."
+        ]
+    else:
+        names = {
+            "input": "The input",
+            "compute": "Computing",
+            "communication": "Waiting for servers" if s.served else "Communication",
+        }
+        words = [f"{names.get(s.bound.kind, 'What is in no phase')} bounds this run: {share} of a step of {step}."]
+        words += _rank_words(s)
+    return words + _slow_steps(s)
+
+
+def _slow_steps(s: Summary) -> list[str]:
+    if s.slow_steps:
+        worst, n = s.slow_steps[0], len(s.slow_steps)
+        others = f" {n - 1} more took over 3 times the median." if n > 1 else ""
+        return [
+            f"The slowest step ({worst.step}) took {format_seconds(worst.seconds)} instead of "
+            f"{format_seconds(worst.median_s)}: {worst.cause}.{others}"
+        ]
+    if s.outlier_windows:
+        n = s.outlier_windows
+        return [f"{n} window{'s' * (n > 1)} of steps took more than twice the median."]
+    return []
+
+
+def _rank_words(s: Summary) -> list[str]:
+    slowest = s.slowest_rank
+    if slowest is None or slowest["ratio"] < 1.05:
+        return []
+    return [f"The slowest rank ({slowest['rank']}) works {slowest['ratio']:.2f}x as long as the median of the others."]

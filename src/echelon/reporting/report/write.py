@@ -1,0 +1,100 @@
+"""Write a run's report: `report.html` and `summary.json`, from nothing but its record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from echelon.core.files import write_atomic
+from echelon.reporting.report.charts_cost import time_charts, traffic_charts
+from echelon.reporting.report.charts_eval import class_rows, evaluation_charts
+from echelon.reporting.report.charts_events import timeline_chart
+from echelon.reporting.report.charts_learning import learning_charts
+from echelon.reporting.report.charts_pipeline import pipeline_charts
+from echelon.reporting.report.charts_server import server_charts, server_table
+from echelon.reporting.report.charts_waterfall import waterfall_chart
+from echelon.reporting.report.page import render_page
+from echelon.reporting.report.records import RunRecord, load_run
+from echelon.reporting.report.summary import Summary, summarise
+from echelon.reporting.report.tables import (
+    command,
+    environment_table,
+    evaluation_table,
+    happenings,
+    headlines,
+    link_words,
+    rank_table,
+)
+from echelon.reporting.report.tables_time import (
+    communication_words,
+    critical_table,
+    prediction_table,
+    slow_step_table,
+    waterfall_table,
+)
+from echelon.reporting.report.timing import measure
+from echelon.reporting.report.words import closing_words
+
+REPORT_FILE = "report.html"
+SUMMARY_FILE = "summary.json"
+
+
+def write_report(run: Path) -> Summary:
+    """Write `report.html` and `summary.json` into a run's folder, each atomically, from its record.
+
+    A torn record, a run that failed before its first step and missing files are survived and said in the notes.
+
+    Raises:
+        UserError: the folder does not exist.
+    """
+    record = load_run(run)
+    summary = summarise(record)
+    write_atomic(run / REPORT_FILE, _encodable(render_run(record, summary)))
+    numbers = {**summary.to_json(), "words": closing_words(summary)}
+    write_atomic(run / SUMMARY_FILE, json.dumps(numbers, indent=2, allow_nan=False) + "\n")
+    return summary
+
+
+def _encodable(text: str) -> str:
+    """Replace lone surrogates, which JSON may carry and no file can."""
+    return text.encode(errors="replace").decode()
+
+
+def render_run(record: RunRecord, summary: Summary) -> str:
+    """The page of one run as HTML."""
+    timing = measure(record)
+    timeline = timeline_chart(record)
+    waterfall = waterfall_chart(summary.waterfall, record.served)
+    sections = {
+        "learning": learning_charts(record),
+        "evaluation": evaluation_charts(record),
+        "time": [*([waterfall] if waterfall else []), *time_charts(record, timing), *pipeline_charts(record)],
+        "traffic": traffic_charts(record),
+        "servers": server_charts(record),
+        "events": [timeline] if timeline else [],
+    }
+    detail_notes = record.detail.get("notes")
+    return render_page(
+        "run.html.j2",
+        [chart for charts in sections.values() for chart in charts],
+        title=record.name,
+        summary=summary,
+        words=closing_words(summary),
+        headlines=headlines(summary),
+        sections=sections,
+        class_rows=class_rows(record),
+        evaluation_notes=[str(n) for n in detail_notes] if isinstance(detail_notes, list) else [],
+        traffic_notes=link_words(record),
+        ranks=rank_table(record, timing),
+        waterfall=waterfall_table(record, summary),
+        critical=critical_table(record, timing),
+        predictions=prediction_table(summary),
+        slow_steps=slow_step_table(summary),
+        time_notes=communication_words(summary),
+        servers=server_table(record),
+        evaluations=evaluation_table(record),
+        happenings=happenings(record),
+        environment=environment_table(record),
+        command=command(record),
+        config=record.config_text,
+    )

@@ -1,0 +1,1 @@
+"""A run from its description to its end: resolving, starting, resuming, and one process of it."""

@@ -1,0 +1,210 @@
+"""Scheduler and server processes of a run: from its folder to its end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.config import RunConfig, load_run_config
+from echelon.config.validate import parse_interval, parse_nodes
+from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
+from echelon.core.files import write_atomic
+from echelon.core.units import parse_seconds
+from echelon.observe.phases import PHASES
+from echelon.observe.resources import KIND as RESOURCES
+from echelon.observe.resources import record_of
+from echelon.observe.scalars import Scalars
+from echelon.optim.build import build_optimizer
+from echelon.records.file import Recorder
+from echelon.reporting.report import write_report
+from echelon.sync.server.identity import derive_keys, read_secret
+from echelon.sync.server.keystore import MakeOptimizer
+from echelon.sync.server.scheduler import Callbacks, Plan, Scheduler, SchedulerConfig
+from echelon.sync.server.server import Server, ServerConfig
+from echelon.sync.server.tallies import WindowSums
+from echelon.trainer.compatibility import assign_momentum
+from echelon.trainer.display import Display, RunLength
+from echelon.trainer.evaluate import EvaluationReport
+from echelon.trainer.folder import read_launch
+from echelon.trainer.leased_check import settings_of
+from echelon.trainer.process import leave, log_to, one_line
+from echelon.trainer.served_start import ADDRESS_FILE, ROLES_FOLDER, STATUS_FILE, own_address, wait_for_address
+from echelon.trainer.window import WindowTotals
+
+_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+
+def run_server(folder: str, name: str, index: int, host: str = "") -> None:
+    """Be a server, or its standby, to the end of the run; `host` is where it listens for other machines."""
+
+    def serve(path: Path, config: RunConfig) -> None:
+        roles = path / ROLES_FOLDER
+        keys = derive_keys(read_secret(roles))
+        address = wait_for_address(roles, parse_seconds(config.launch.timeout))
+        Server(
+            ServerConfig(
+                name, index, settings_of(config), keys, address, own_address(roles, name, host),
+                config.strategy.compression, config.training.seed, roles, optimizer_maker(config),
+            )
+        ).run()  # fmt: skip
+
+    _as_role(folder, name, serve)
+
+
+def run_scheduler(folder: str, host: str = "") -> None:
+    """Be the scheduler to the end of the run: it records, and shows the progress."""
+
+    def schedule(path: Path, config: RunConfig) -> None:
+        roles = path / ROLES_FOLDER
+        former, address = roles / ADDRESS_FILE, own_address(roles, "scheduler", host)
+        if former.exists():  # it died here: the others know it at the old address
+            address = json.loads(former.read_text())["address"]
+        timeout_s = parse_seconds(config.launch.timeout)
+        keys = derive_keys(read_secret(roles))
+        record, scalars = Recorder(path), Scalars(path)
+        chronicle = Chronicle(config, path, record, scalars)
+        plan = _plan(config)
+        settings = SchedulerConfig(settings_of(config), keys, address, roles, plan, timeout_s)
+        scheduler = Scheduler(settings, record, chronicle.callbacks())
+        write_atomic(former, json.dumps({"address": scheduler.listener.address, "pid": os.getpid()}))
+        status = scheduler.run()
+        chronicle.close()
+        scalars.close()
+        seconds, others = time.time() - read_launch(path)["launched_t"], scheduler.bookkeeping.bytes_left
+        record.write("end", status=status, seconds=seconds, other_wire_bytes=others)
+        record.close()
+        write_report(path)
+        write_atomic(roles / STATUS_FILE, json.dumps({"status": status}))
+
+    _as_role(folder, "scheduler", schedule)
+
+
+def _as_role(folder: str, name: str, run: Callable[[Path, RunConfig], None]) -> None:
+    path = Path(folder)
+    record = Recorder(path)
+    try:
+        log_to(path / "logs" / f"{name}.log")
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        run(path, assign_momentum(load_run_config(path / "config.yaml")))
+    except UserError as error:
+        record.event("refused", str(error), role=name)
+        leave(USER_ERROR_EXIT_CODE)
+    except Exception as error:
+        logging.exception("this role failed")
+        record.event("role_failed", f"{name}: {one_line(error)}", role=name, pid=os.getpid())
+        leave(1)
+    record.close()
+    sys.stdout.flush()
+
+
+def _plan(config: RunConfig) -> Plan:
+    interval = parse_interval(config.checkpoint.every)
+    training = config.training
+    return Plan(training.epochs, training.max_steps, training.eval_every, interval.steps, interval.seconds)
+
+
+class _Pieces(nn.Module):
+    """What a server holds, as the model that the optimizer's factory expects."""
+
+    def __init__(self, tensors: Sequence[nn.Parameter], decay: Sequence[bool]) -> None:
+        super().__init__()
+        for i, tensor in enumerate(tensors):
+            self.register_parameter(f"piece{i}", tensor)
+        self._plain = [f"piece{i}" for i, wanted in enumerate(decay) if not wanted]
+
+    def no_weight_decay(self) -> list[str]:
+        """Name the pieces without weight decay."""
+        return self._plain
+
+
+def optimizer_maker(config: RunConfig) -> MakeOptimizer:
+    """Return what builds the run's optimizer for a server's pieces; with torch's fused kernels where it has them."""
+
+    def make(tensors: Sequence[nn.Parameter], decay: Sequence[bool]) -> torch.optim.Optimizer:
+        optimizer = build_optimizer(_Pieces(tensors, decay), config.optimizer, config.data.batch_size)
+        if type(optimizer) in _FUSED:
+            for group in optimizer.param_groups:
+                group["fused"] = True
+        return optimizer
+
+    return make
+
+
+class Chronicle:
+    """Turns what the scheduler knows into the run's record, its curves and its progress."""
+
+    def __init__(self, config: RunConfig, path: Path, record: Recorder, scalars: Scalars) -> None:
+        self._config, self._path, self._record, self._scalars = config, path, record, scalars
+        self._display: Display | None = None
+        self._last: WindowTotals | None = None
+
+    def callbacks(self) -> Callbacks:
+        """Return what the scheduler calls."""
+        return Callbacks(self._started, self._window, self._reviewed)
+
+    def _started(self, info: dict[str, Any]) -> None:
+        config, per_epoch = self._config, info["steps_per_epoch"]
+        runs = info["done_beyond"]
+        done = info["done_below"] + sum(b - a + 1 for a, b in zip(runs[::2], runs[1::2], strict=True))
+        steps = config.training.epochs * per_epoch
+        length = RunLength(min(steps, config.training.max_steps or steps), config.training.epochs)
+        self._display = Display(length, True, done)
+        self._display.__enter__()
+        workers = (config.launch.workers or 1) * parse_nodes(config.launch.nodes).least
+        left_out = ("fingerprint", "done_below", "done_beyond", "best", "resumed")
+        self._record.write(
+            "start", attempt=0, world_size=workers, backend="zmq", start_step=done,
+            batch_size=config.data.batch_size, epochs=config.training.epochs, start_epoch=done // per_epoch,
+            **{k: v for k, v in info.items() if k not in left_out},
+        )  # fmt: skip
+        if info["resumed"]:
+            self._record.event("resumed", f"resumed at step {done}", step=done, lost_steps=0)
+
+    def _window(self, sums: WindowSums) -> None:
+        wire_bytes = sums.pushed_bytes + sums.pulled_bytes  # servers send what workers pull
+        totals = WindowTotals(
+            sums.losses, sums.correct, sums.samples, sums.seconds, sums.phases, sums.memory_bytes, wire_bytes,
+            other_wire_bytes=sums.other_bytes, stop=False, checkpoint_due=False,
+        )  # fmt: skip
+        self._last = totals
+        self._record.write(
+            "steps", epoch=sums.epoch, step=sums.step, losses=sums.losses, correct=sums.correct, samples=sums.samples,
+            lr=sums.lr, seconds=sums.seconds, phase_names=[p.value for p in PHASES], phases=sums.phases,
+            wire_bytes=wire_bytes, wire_bytes_by_group={"pushed": sums.pushed_bytes, "pulled": sums.pulled_bytes},
+            other_wire_bytes=sums.other_bytes,
+            memory_bytes=sums.memory_bytes, density=sums.density,
+        )  # fmt: skip
+        if any(sums.resources):
+            self._record.write(RESOURCES, step=sums.step, **record_of(sums.resources))
+        rate = totals.samples / max(totals.seconds, 1e-9)
+        curves = {"train/loss": sums.losses[-1], "train/lr": sums.lr, "train/samples_per_s": rate}
+        self._scalars.write(sums.step, curves)
+        if self._display is not None:
+            self._display.window(sums.epoch, sums.step, totals)
+
+    def _reviewed(self, epoch: int, info: dict[str, Any]) -> None:
+        if "metrics" not in info:
+            return
+        self._record.write(
+            "evaluation", epoch=epoch, step=info["step"], loss=info["loss"], metrics=info["metrics"],
+            seconds=info["seconds"], samples=info["samples"],
+        )  # fmt: skip
+        numbers = {f"test/{name}": value for name, value in info["metrics"].items() if value is not None}
+        self._scalars.write(info["step"], numbers)
+        if self._display is not None and self._last is not None:
+            report = EvaluationReport(info["loss"], info["samples"], info["seconds"], info["metrics"], {})
+            self._display.epoch(epoch, self._last, report)
+
+    def close(self) -> None:
+        """End the display."""
+        if self._display is not None:
+            self._display.__exit__(None, None, None)

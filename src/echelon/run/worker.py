@@ -1,0 +1,106 @@
+"""Where the parts meet: one worker process, from a run's folder to its end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from echelon.config import load_run_config
+from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
+from echelon.core.files import full_disk_in_words, is_full
+from echelon.forecast.alternatives import record_alternatives
+from echelon.records.file import Recorder
+from echelon.reporting.report import write_report
+from echelon.trainer.assemble import Given, assemble
+from echelon.trainer.folder import read_launch
+from echelon.trainer.loop import TrainingRun, fit
+from echelon.trainer.precision import set_numerics
+from echelon.trainer.process import leave, log_to, one_line
+from echelon.trainer.stop import stop_on_signals
+from echelon.trainer.world import join_world
+
+
+def run_worker(folder: str, given: Given | None = None) -> str:
+    """Train one rank in a process of the launcher's; returns `completed` or `stopped`.
+
+    A user's mistake is written to the record, and the process ends with exit code 2. Any other error is logged with its
+    traceback and the process ends with exit code 1, so that the group can be restarted: at once, for a peer may be
+    gone, and nothing that exit handlers would wait for will come.
+    """
+    path, rank = Path(folder), int(os.environ.get("RANK", "0"))
+    record = Recorder(path)
+    try:
+        status = train_rank(path, given.unshared() if given else None)
+    except UserError as error:
+        _refuse(record, str(error), rank)
+    except Exception as error:
+        logging.exception("this rank failed")
+        record.event("rank_failed", one_line(error), rank=rank, pid=os.getpid())
+        leave(1)
+    if status == "stopped":
+        leave(0)  # the launcher that signalled us no longer listens for a result
+    record.close()
+    return status
+
+
+def train_rank(path: Path, given: Given | None = None) -> str:
+    """Train one rank of the run that a folder describes; returns `completed` or `stopped`.
+
+    Raises:
+        UserError: something in the description cannot be used.
+    """
+    log_to(path / "logs" / f"rank{os.environ.get('RANK', '0')}.log")
+    config = load_run_config(path / "config.yaml")
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    with full_disk_in_words(path), stop_on_signals() as stop, join_world(config) as world:
+        set_numerics(config.training)
+        record = Recorder(path if world.leads else None)
+        run, cursor = assemble(config, path, world, record, given or Given())
+        try:
+            with run.display:
+                status = fit(run, cursor, stop)
+        except Exception as error:
+            error.add_note(f"in step {cursor.step + 1}")
+            raise
+        run.saver.finish()
+        run.parts.sync.close()
+        run.train_loader.close()
+        run.eval_loader.close()
+        run.scalars.close()
+        if status == "completed":
+            run.saver.bytes_sent += record_alternatives(run, config)
+        _end(run, path, status)
+        record.close()
+    return status
+
+
+def _refuse(record: Recorder, reason: str, rank: int) -> NoReturn:
+    """Record why, and end; on a full disk there is no place for it, and the launcher finds that out as well."""
+    try:
+        record.event("refused", reason, rank=rank)
+    except OSError as error:
+        if not is_full(error):
+            raise
+    leave(USER_ERROR_EXIT_CODE)
+
+
+def _end(run: TrainingRun, path: Path, status: str) -> None:
+    """Record what each rank saw, then let rank 0 write the report."""
+    own = Recorder(path)
+    for file, reason in run.train_loader.bad_images + run.eval_loader.bad_images:
+        own.event("bad_image", f"{file}: {reason}", path=file)
+    own.close()
+    sent, others_sent = run.traffic.since_last(run.parts.sync.bytes_sent(), run.saver.bytes_sent)
+    others = torch.tensor([sum(sent.values()) + others_sent], device=run.world.device)
+    if run.world.group is not None:
+        dist.all_reduce(others, group=run.world.group)  # and so no rank is still writing
+    if run.world.leads:
+        seconds = time.time() - read_launch(path)["launched_t"]
+        run.record.write("end", status=status, seconds=seconds, other_wire_bytes=int(others))
+        write_report(path)

@@ -1,0 +1,1 @@
+"""Where the parts of a run meet: the loop, the step, evaluation, saving."""

@@ -1,0 +1,222 @@
+"""Building the parts of a run from its description."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.config import RunConfig
+from echelon.config.validate import parse_interval
+from echelon.core.axes import Axis
+from echelon.core.errors import UserError
+from echelon.data import LoaderConfig, Shard, Source, example_inputs, open_data
+from echelon.data.base import DataInfo
+from echelon.data.loader import EvalLoader, TrainLoader, size_note
+from echelon.models import auto_name, parameter_count
+from echelon.observe.environment import environment
+from echelon.observe.phases import make_clock
+from echelon.observe.scalars import Scalars
+from echelon.optim.build import build_schedule
+from echelon.records.file import Recorder, read_records
+from echelon.trainer.compatibility import assign_momentum, interplay_notes, settle_single_worker
+from echelon.trainer.cuts import keep_cuts, with_kept_cuts
+from echelon.trainer.display import Display, RunLength
+from echelon.trainer.folder import read_launch
+from echelon.trainer.inputs import model_input
+from echelon.trainer.loop import LoopSettings, TrainingRun
+from echelon.trainer.losses import build_loss
+from echelon.trainer.parts import Work, build_parts, channels_last
+from echelon.trainer.precision import PRECISIONS
+from echelon.trainer.saving import Saver, tensor_bytes
+from echelon.trainer.state import Cursor, RunParts, fingerprint, layout_of, seed_everything
+from echelon.trainer.step import Step, StepSettings
+from echelon.trainer.window import Traffic
+from echelon.trainer.world import World, roll_call
+
+
+@dataclass(frozen=True)
+class Given:
+    """A model and data of the caller's own, in place of names."""
+
+    model: nn.Module | None = None
+    source: Source | None = None
+
+    def unshared(self) -> Given:
+        """Return it with a model in this process's own memory.
+
+        What a launcher sends to several workers lies in memory that they share: each would update the others' model.
+        """
+        return replace(self, model=copy.deepcopy(self.model))
+
+
+def assemble(config: RunConfig, path: Path, world: World, record: Recorder, given: Given) -> tuple[TrainingRun, Cursor]:
+    """Build the parts of a run from its description, and restore the newest checkpoint.
+
+    Raises:
+        UserError: something in the description cannot be built.
+    """
+    training = config.training
+    notes = interplay_notes(config, world.size)
+    config = settle_single_worker(config) if world.group is None else assign_momentum(config)
+    seed_everything(training.seed)
+    source = given.source or open_data(config.data, training.seed)
+    check_enough(source.info, world.data_size)
+    train_loader, eval_loader = _loaders(config, source, world)
+    clock = make_clock(world.device.type)
+    loss = build_loss(config.optimizer, source.info.class_counts)
+    config = with_kept_cuts(config, world, path)
+    splits = world.placement is not None and world.placement.layout.splits
+    work = Work(source.info, loss, given.model, example_inputs(source) if splits else None)
+    parts = build_parts(config, work, world, clock)
+    keep_cuts(parts, world, path)
+    saver = Saver(path, config.checkpoint.keep, parts, world, record, fingerprint(config, source.info))
+    restored = saver.restore()
+    if restored is None:
+        seed_everything(_rank_seed(training.seed, world.data_rank))
+    cursor = restored or Cursor()
+    run = TrainingRun(
+        world=world,
+        parts=parts,
+        step=Step(loss, _step_settings(config, world.device), clock, parts.scaler, parts.split),
+        loss=loss,
+        schedule=build_schedule(parts.optimizer, config.optimizer, train_loader.batches_per_epoch, training.epochs),
+        train_loader=train_loader,
+        eval_loader=eval_loader,
+        classes=source.info.classes,
+        clock=clock,
+        saver=saver,
+        traffic=Traffic(at_start=_start_bytes(parts.held, world)),
+        record=record,
+        scalars=Scalars(path if world.leads else None),
+        display=_display(config, train_loader.batches_per_epoch, world, cursor),
+        settings=LoopSettings(
+            training.epochs, training.max_steps, training.eval_every, parse_interval(config.checkpoint.every)
+        ),
+    )
+    _record_start(config, run, source, cursor, path)
+    for note in parts.split.notes if parts.split else ():
+        record.event("layout", note)
+        run.display.say(note)
+    for note in notes:
+        record.event("settings", note)
+        run.display.say(note)
+    if note := size_note(source.info, config.data.batch_size):
+        record.event("batch_size", note)
+        run.display.say(note)
+    if restored is not None:
+        _record_resume(record, cursor, path)
+    return run, cursor
+
+
+def check_enough(info: DataInfo, workers: int) -> None:
+    """Refuse more workers than training samples.
+
+    Raises:
+        UserError: names both numbers.
+    """
+    if info.train_size < workers:
+        raise UserError(f"{info.name} has {info.train_size} samples for {workers} workers: use fewer workers")
+
+
+def _step_settings(config: RunConfig, device: torch.device) -> StepSettings:
+    return StepSettings(
+        device=device,
+        autocast=PRECISIONS[config.training.precision].autocast,
+        accumulate=config.training.accumulate,
+        clip_norm=config.optimizer.clip_norm,
+        channels_last=channels_last(config, device),
+    )
+
+
+def _display(config: RunConfig, steps_per_epoch: int, world: World, cursor: Cursor) -> Display:
+    steps = config.training.epochs * steps_per_epoch
+    total = min(steps, config.training.max_steps or steps)
+    return Display(RunLength(total, config.training.epochs), world.leads, cursor.step)
+
+
+def _start_bytes(held: nn.Module, world: World) -> int:
+    """The first replica sends parameters and buffers to all others when DDP wraps what a rank holds."""
+    if world.placement is None or world.placement.coordinates[Axis.DP]:
+        return 0
+    return (world.placement.layout.dp - 1) * tensor_bytes(held.state_dict())
+
+
+def _rank_seed(seed: int, rank: int) -> int:
+    """Dropout and the like differ between ranks, the parameters do not."""
+    return (seed * 1_000_003 + rank + 1) % 2**63
+
+
+def _record_start(config: RunConfig, run: TrainingRun, source: Source, cursor: Cursor, path: Path) -> None:
+    world, info = run.world, source.info
+    ranks = roll_call(world)
+    parameters = _parameter_count(run.parts, world)
+    if not world.leads:
+        return
+    launch = read_launch(path)
+    run.record.write(
+        "start",
+        attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        world_size=world.size,
+        hosts=ranks.hosts,
+        pids=ranks.pids,
+        affinity=ranks.affinity,
+        backend="none" if world.group is None else ("nccl" if world.device.type == "cuda" else "gloo"),
+        device=str(world.device),
+        threads=torch.get_num_threads(),
+        parameters=parameters,
+        layout=layout_of(world),
+        model=_model_name(config, source),
+        data=info.name,
+        classes=list(info.classes),
+        train_size=info.train_size,
+        eval_size=info.eval_size,
+        batch_size=config.data.batch_size,
+        steps_per_epoch=run.train_loader.batches_per_epoch,
+        epochs=config.training.epochs,
+        start_step=cursor.step,
+        start_epoch=cursor.epoch,
+        environment={**environment(), "command": launch["command"]},
+        launched_t=launch["launched_t"],
+    )
+
+
+def _parameter_count(parts: RunParts, world: World) -> int:
+    """Return the trainable numbers of the whole model; all ranks call it together."""
+    if parts.split is None:
+        return parameter_count(parts.model)
+    boxes = parts.split.pieces.boxes
+    own = {name: boxes[name].shape for name, p in parts.held.named_parameters() if p.requires_grad}
+    group = world.placement.group(Axis.PP) if world.placement else None
+    count = torch.tensor([sum(math.prod(shape) for shape in own.values())], device=world.device)
+    if group is not None:
+        dist.all_reduce(count, group=group)
+    return int(count)
+
+
+def _record_resume(record: Recorder, cursor: Cursor, path: Path) -> None:
+    """Say from where the run goes on, and what was trained before and is trained again."""
+    reached = max((r["step"] for r in read_records(path) if r["kind"] == "steps"), default=cursor.step)
+    lost = max(0, reached - cursor.step)
+    message = f"resumed at step {cursor.step}" + (
+        f"; {lost} steps since the checkpoint are trained again" if lost else ""
+    )
+    record.event("resumed", message, step=cursor.step, lost_steps=lost)
+
+
+def _loaders(config: RunConfig, source: Source, world: World) -> tuple[TrainLoader, EvalLoader]:
+    settings = LoaderConfig.of(config.data, config.training.seed, world.device)
+    shard = Shard(world.data_rank, world.data_size)
+    return TrainLoader(source, settings, shard), EvalLoader(source, settings, shard)
+
+
+def _model_name(config: RunConfig, source: Source) -> str:
+    info = source.info
+    chosen = auto_name(model_input(info))
+    return chosen if config.model.name == "auto" else config.model.name

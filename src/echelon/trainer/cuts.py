@@ -1,0 +1,44 @@
+"""Where a pipeline was cut, kept with the run: balanced by measured time, cuts could fall elsewhere at a restart.
+
+What each rank saved of its own (BatchNorm statistics, error feedback) belongs to its stages.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from echelon.config import RunConfig
+from echelon.core.files import write_atomic
+from echelon.trainer.state import RunParts
+from echelon.trainer.world import World
+
+FILE = "stages.json"
+
+
+def with_kept_cuts(config: RunConfig, world: World, folder: Path) -> RunConfig:
+    """Return the description with the cuts that the run had before in a pipeline of this size and schedule.
+
+    All ranks call it before the pipeline is built, which is before any rank keeps new ones.
+    """
+    file = folder / FILE
+    if config.strategy.cuts or world.placement is None or world.placement.layout.pp == 1 or not file.exists():
+        return config
+    kept = json.loads(file.read_text())
+    if kept["pipeline"] != _pipeline(world):
+        return config
+    return replace(config, strategy=replace(config.strategy, cuts=",".join(kept["cuts"])))
+
+
+def keep_cuts(parts: RunParts, world: World, folder: Path) -> None:
+    """Write down where the pipeline was cut; does nothing without one."""
+    pipeline = parts.split.pipeline if parts.split else None
+    if pipeline is not None and world.leads:
+        cuts = [stage.steps[0].name for stage in pipeline.plan[1:]]
+        write_atomic(folder / FILE, json.dumps({"pipeline": _pipeline(world), "cuts": cuts}))
+
+
+def _pipeline(world: World) -> str:
+    assert world.placement is not None
+    return f"pp={world.placement.layout.pp},schedule={world.placement.layout.schedule}"

@@ -1,0 +1,89 @@
+"""What the user sees while a run goes: one live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from echelon.core.units import format_seconds
+from echelon.observe.phases import PHASES
+from echelon.trainer.evaluate import EvaluationReport
+from echelon.trainer.window import WindowTotals
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How long the run is, in optimizer steps and epochs."""
+
+    total_steps: int
+    epochs: int
+
+
+class Display:
+    """Progress on rank 0; silent elsewhere."""
+
+    def __init__(self, length: RunLength, visible: bool, done_steps: int = 0) -> None:
+        self._length = length
+        self._console = Console(quiet=not visible, highlight=False, file=sys.stdout)
+        self._live = visible and self._console.is_terminal
+        columns = (
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:3.0f}%"),
+            TextColumn("{task.fields[numbers]}"),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(*columns, console=self._console, transient=True)
+        total = length.total_steps
+        self._task = self._progress.add_task("", total=total, completed=done_steps, epoch="-", numbers="")
+
+    def __enter__(self) -> Display:
+        if self._live:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._progress.stop()
+
+    def window(self, epoch: int, step: int, totals: WindowTotals) -> None:
+        """Show where the run is."""
+        if self._live:
+            where = f"{epoch + 1}/{self._length.epochs}"
+            self._progress.update(self._task, completed=step, epoch=where, numbers=_numbers(totals))
+
+    def epoch(self, epoch: int, totals: WindowTotals, report: EvaluationReport | None) -> None:
+        """Print a line for an epoch's end."""
+        result = ""
+        if report is not None:
+            shown = {"test top-1": report.metrics.get("top1"), "macro F1": report.metrics.get("macro_f1")}
+            result = "".join(f"  {name} {value:.4f}" for name, value in shown.items() if value is not None)
+        self.say(f"epoch {epoch + 1}/{self._length.epochs}{result}  {_numbers(totals)}")
+
+    def say(self, text: str) -> None:
+        """Print a line above the live one."""
+        self._progress.console.print(text, markup=False, soft_wrap=True)
+
+
+def _numbers(totals: WindowTotals) -> str:
+    busy = [sum(row[i] for row in totals.phases) for i in range(len(PHASES))]
+    whole = sum(busy) or 1.0
+    shares = " ".join(
+        f"{phase.value} {share / whole:.0%}" for phase, share in zip(PHASES, busy, strict=True) if share / whole >= 0.01
+    )
+    rate = totals.samples / max(totals.seconds, 1e-9)
+    accuracy = totals.correct / max(1, totals.samples)
+    loss = sum(totals.losses) / max(1, len(totals.losses))
+    return f"loss {loss:.4f}  train top-1 {accuracy:.3f}  {rate:,.0f} samples/s  [{shares}]"
+
+
+def closing_line(status: str, seconds: float, folder: str) -> str:
+    """Say in one line how a run ended."""
+    return f"{status} after {format_seconds(seconds)}; report: {folder}/report.html"

@@ -1,0 +1,149 @@
+"""A run's folder: made by whoever starts the run, locked while it goes, read by everyone."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from echelon.config import RunConfig, to_yaml
+from echelon.core.errors import UserError
+from echelon.core.files import write_atomic
+from echelon.observe.environment import command_line
+from echelon.records.file import RECORD_FILE, read_records
+from echelon.records.going import LAUNCH_FILE, LOCK_FILE
+
+CONFIG_FILE = "config.yaml"
+
+
+def default_folder(config: RunConfig, root: Path = Path("runs")) -> Path:
+    """Return the next free `runs/DATA-MODEL-NUMBER`; machines that share a rendezvous and a disk get the same one."""
+    name = f"{_word(config.data.source)}-{_word(config.model.name)}"
+    numbers = [int(m[1]) for p in root.glob(f"{name}-*") if (m := re.fullmatch(rf"{re.escape(name)}-(\d+)", p.name))]
+    newest = root / f"{name}-{max(numbers, default=0)}"
+    if numbers and joins(newest, config):
+        return newest
+    return root / f"{name}-{max(numbers, default=0) + 1}"
+
+
+def _word(text: str) -> str:
+    """Return the last part of a path or name, fit for a folder's name."""
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", text.rstrip("/").rpartition("/")[2]).strip("-") or "run"
+
+
+def joins(folder: Path, config: RunConfig) -> bool:
+    """Whether a folder holds a run that other machines started for the same rendezvous and that has not ended."""
+    launch = read_launch(folder)
+    return (
+        bool(config.launch.rendezvous)
+        and launch.get("rendezvous") == config.launch.rendezvous
+        and not launch.get("ended")
+    )
+
+
+def never_began(folder: Path) -> bool:
+    """Whether a folder's run ended before its first step, as one that was refused: nothing in it is worth keeping."""
+    if not read_launch(folder).get("ended") or any((folder / "checkpoints").glob("*")):
+        return False
+    return all(record["kind"] != "steps" for record in read_records(folder))
+
+
+def create(folder: Path, config: RunConfig) -> None:
+    """Make a new run's folder with its description.
+
+    Raises:
+        UserError: the folder holds a run already, or cannot be written.
+    """
+    if never_began(folder):
+        for name in (RECORD_FILE, "summary.json", "report.html"):
+            (folder / name).unlink(missing_ok=True)
+    else:
+        _check_free(folder, config)
+    prepare(folder, config)
+
+
+def check_new(folder: Path, config: RunConfig) -> None:
+    """Refuse what `create` would refuse; leaves nothing behind.
+
+    Raises:
+        UserError: the folder holds a run already, or cannot be written.
+    """
+    if not never_began(folder):
+        _check_free(folder, config)
+    try:
+        with tempfile.TemporaryFile(dir=next(p for p in (folder, *folder.absolute().parents) if os.path.lexists(p))):
+            pass
+    except OSError as error:
+        raise _not_writable(folder, error) from None
+
+
+def _check_free(folder: Path, config: RunConfig) -> None:
+    if (folder / CONFIG_FILE).exists() and not joins(folder, config):
+        raise UserError(
+            f"{folder} holds a run already: continue it with `echelon resume {folder}`, or choose another --run"
+        )
+
+
+def _not_writable(folder: Path, error: OSError) -> UserError:
+    return UserError(f"--run {folder} cannot be written ({error.strerror}): name a folder that can be, or a new one")
+
+
+def prepare(folder: Path, config: RunConfig) -> None:
+    """Write the description and how the run was started.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        launch = {"launched_t": time.time(), "command": command_line(), "rendezvous": config.launch.rendezvous}
+        write_atomic(folder / LAUNCH_FILE, json.dumps(launch))
+        write_atomic(folder / CONFIG_FILE, to_yaml(config))  # last: who sees it can tell whose it is
+    except OSError as error:
+        raise _not_writable(folder, error) from None
+
+
+def read_launch(folder: Path) -> dict[str, Any]:
+    """Read when and how a run was started; empty values when that is unknown."""
+    path = folder / LAUNCH_FILE
+    values: dict[str, Any] = {"launched_t": time.time(), "command": "", "rendezvous": ""}
+    if path.exists():
+        values |= json.loads(path.read_text(encoding="utf-8"))
+    return values
+
+
+def last_word(folder: Path, event: str) -> str:
+    """Return what the last event of a name says, or where to look when there is none."""
+    said = [r["message"] for r in read_records(folder) if r["kind"] == "event" and r.get("name") == event]
+    return str(said[-1]) if said else f"the processes ended; see {folder}/logs"
+
+
+def mark_ended(folder: Path) -> None:
+    """Note that the run has ended: a later start for the same rendezvous is a new run."""
+    write_atomic(folder / LAUNCH_FILE, json.dumps({**read_launch(folder), "ended": True}))
+
+
+@contextmanager
+def locked(folder: Path, shared: bool) -> Iterator[None]:
+    """Hold a run's folder while it goes; several machines of one run share it.
+
+    Raises:
+        UserError: another run goes on in this folder.
+    """
+    try:
+        fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise _not_writable(folder, error) from None
+    with os.fdopen(fd, "r+"):
+        try:
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"a run goes on in {folder}: wait for it, or choose another --run") from None
+        yield

@@ -1,0 +1,271 @@
+"""A worker that trains on leases: it asks the scheduler what to do, and does it, until the run is over."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from echelon.config import load_run_config
+from echelon.core.axes import Axis
+from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
+from echelon.core.units import parse_seconds
+from echelon.models import parameter_count
+from echelon.observe.environment import allowed_cores, environment
+from echelon.observe.phases import Phase
+from echelon.records.file import Recorder
+from echelon.sync.server.client import PushInfo, RunOver, TagLost
+from echelon.sync.server.giving import BUFFERS_KEY
+from echelon.trainer.assemble import Given
+from echelon.trainer.compatibility import assign_momentum, interplay_notes
+from echelon.trainer.evaluate import EvaluationReport
+from echelon.trainer.folder import read_launch
+from echelon.trainer.leased_assemble import LeasedWorker, assemble_worker
+from echelon.trainer.leased_bench import WorkerModel, build_bench
+from echelon.trainer.leased_saving import average_state, flat_averages, flat_values, run_state
+from echelon.trainer.leased_split import begin_lease, follow, lead_evaluation, lead_lease
+from echelon.trainer.process import leave, log_to, one_line
+from echelon.trainer.replica import Sums
+from echelon.trainer.served_start import ROLES_FOLDER, WorkerRank, note_status
+from echelon.trainer.state import layout_sizes
+from echelon.trainer.step import StepResult
+from echelon.trainer.team import join_team
+from echelon.trainer.window import resident_bytes
+
+
+def run_leased(folder: str, seat: WorkerRank, given: Given | None = None) -> None:
+    """Be a worker of the run that a folder describes, to its end.
+
+    A user's mistake is written to the record and ends the process with exit code 2; any other error with 1.
+    """
+    path, name = Path(folder), seat.name
+    record = Recorder(path)
+    try:
+        log_to(path / "logs" / f"{name}.log")
+        status = _train(path, seat, record, given.unshared() if given else Given())
+    except UserError as error:
+        record.event("refused", str(error), role=name)
+        leave(USER_ERROR_EXIT_CODE)
+    except Exception as error:
+        logging.exception("this worker failed")
+        rank = seat.number * seat.size + seat.rank
+        record.event("rank_failed", one_line(error), rank=rank, role=name, pid=os.getpid())
+        leave(1)
+    record.close()
+    if seat.machine and seat.leads:
+        note_status(path / ROLES_FOLDER, status)
+    if status == "refused":
+        _leave_refused()
+
+
+def _leave_refused() -> NoReturn:
+    sys.exit(USER_ERROR_EXIT_CODE)
+
+
+def _train(path: Path, seat: WorkerRank, record: Recorder, given: Given) -> str:
+    config = assign_momentum(load_run_config(path / "config.yaml"))
+    with join_team(config, seat, path / ROLES_FOLDER) as world:
+        bench = build_bench(config, seat, world, given)
+        if seat.leads:
+            status = _lead(path, seat, record, bench)
+        else:
+            assert bench.replica is not None
+            follow(bench, bench.replica)
+            status = ""
+        for file, reason in bench.close():
+            record.event("bad_image", f"{file}: {reason}", path=file)
+    return status
+
+
+def _lead(path: Path, seat: WorkerRank, record: Recorder, bench: WorkerModel) -> str:
+    worker = assemble_worker(path, seat, record, bench)
+    welcome = worker.client.join({**_join_info(worker), "machine": seat.machine})
+    if welcome["set_up"]:
+        _take_buffers(worker)
+    status = work(worker)
+    if bench.replica is not None:
+        bench.replica.words.tell("over")
+    worker.saver.finish()
+    worker.strategy.close()
+    return status
+
+
+def _join_info(worker: LeasedWorker) -> dict[str, Any]:
+    who = {"host": socket.gethostname(), "pid": os.getpid(), "affinity": allowed_cores()}
+    return {"fingerprint": worker.table.fingerprint, **who}
+
+
+def work(worker: LeasedWorker) -> str:
+    """Do tasks until the scheduler says that the run is over; returns how it ended."""
+    clock, trained = worker.bench.clock, False
+    while (task := worker.client.next_task()) is not None:
+        clock.enter(Phase.OTHER)  # unless it trains
+        match task["kind"]:
+            case "setup":
+                worker.client.result(task["task"], set_up(worker))
+            case "review":
+                worker.client.result(task["task"], review(worker, task))
+            case _:
+                if not trained:
+                    clock.drain()  # what came before the first lease is no step's time
+                trained = True
+                with contextlib.suppress(RunOver):  # the next task is none
+                    train_task(worker, task)
+        clock.enter(Phase.COMMUNICATE)  # until the next task is there
+    return worker.client.status
+
+
+def train_task(worker: LeasedWorker, task: dict[str, Any]) -> None:
+    """Forward and backward of a lease; its report leaves once all of its gradients are acknowledged."""
+    bench, clock, strategy = worker.bench, worker.bench.clock, worker.strategy
+    if bench.replica is not None:
+        begin_lease(bench.replica, task)
+    batch = bench.part(task)
+    worker.schedule.set_step(task["step"])
+    lr = worker.schedule.lr
+    strategy.begin(PushInfo(task["task"], task["step"], task["share"], task["shares"], 0, 0, lr))
+    result: StepResult | Sums
+    if bench.replica is not None:
+        result = lead_lease(worker, bench.replica, task, batch)
+    else:
+        result = bench.step.forward_backward(batch, strategy)
+    clock.enter(Phase.UPDATE)
+    strategy.step()
+    clock.enter(Phase.COMMUNICATE)
+    buffers = strategy.flat_buffers()
+    if len(buffers):
+        worker.client.send_buffers(task["task"], buffers)
+    info = {
+        "loss": float(result.loss), "correct": int(result.correct), "samples": result.samples, "lr": lr,
+        "phases": clock.drain(), "memory_bytes": resident_bytes(bench.world.device),
+        "density": strategy.density(), "entropy_coded": dict(strategy.entropy_coded()),
+        "resources": worker.sampler.row if worker.sampler.sample() else [],
+    }  # fmt: skip
+    worker.client.finish_task(task["task"], info)
+
+
+def set_up(worker: LeasedWorker) -> dict[str, Any]:
+    """Give the servers what they begin with: a checkpoint's state, or the parameters of this worker's new model."""
+    strategy, table = worker.strategy, worker.table
+    worker.client.wait_for_servers(worker.settings.servers)
+    saved = worker.saver.restore()
+    below, beyond, best = 0, [], None
+    states: dict[int, dict[str, Any]] = {k: {"value": v, "version": 0} for k, v in strategy.key_values().items()}
+    if saved is not None:
+        part = saved["ps"]
+        if part["table"] != table.fingerprint:
+            raise UserError("the checkpoint is of other --sync settings: resume with the same servers and chunk_kb")
+        below, beyond, best = part["below"], part["beyond"], saved["best"]
+        states = dict(part["keys"])
+        worker.strategy.held.load_state_dict(saved["model"])
+        if len(part["buffers"]):
+            states[BUFFERS_KEY] = {"value": part["buffers"], "version": 0}
+    _put(worker, states)
+    return {**_start_info(worker), "fingerprint": table.fingerprint, "done_below": below, "done_beyond": beyond,
+            "best": best, "resumed": saved is not None}  # fmt: skip
+
+
+def _put(worker: LeasedWorker, states: dict[int, dict[str, Any]]) -> None:
+    """Give the servers their keys; one that dies over it gets its own again."""
+    deadline_s = parse_seconds(worker.config.launch.timeout)
+    ends = time.monotonic() + deadline_s
+    while True:
+        try:
+            worker.client.wait_for_servers(worker.settings.servers)
+            worker.client.put(worker.table, states, deadline_s)
+            return
+        except TagLost:
+            if time.monotonic() > ends:
+                raise
+
+
+def _start_info(worker: LeasedWorker) -> dict[str, Any]:
+    bench = worker.bench
+    info, config = bench.source.info, worker.config
+    launch = read_launch(worker.path)
+    for note in interplay_notes(load_run_config(worker.path / "config.yaml"), worker.seat.workers):
+        worker.record.event("settings", note)
+    return {
+        **_layout_info(worker), "device": str(bench.world.device), "threads": torch.get_num_threads(),
+        "parameters": parameter_count(worker.strategy.held), "model": config.model.name, "data": info.name,
+        "classes": list(info.classes), "train_size": info.train_size, "eval_size": info.eval_size,
+        "steps_per_epoch": bench.train_loader.batches_per_epoch,
+        "environment": {**environment(), "command": launch["command"]}, "launched_t": launch["launched_t"],
+    }  # fmt: skip
+
+
+def _layout_info(worker: LeasedWorker) -> dict[str, Any]:
+    """Say how the workers' models are split, and what a user has to know of it."""
+    replica, placement = worker.bench.replica, worker.bench.world.placement
+    if replica is None or placement is None:
+        return {}
+    for note in replica.split.notes:
+        worker.record.event("layout", note)
+    return {
+        "layout": layout_sizes(
+            replace(placement.layout, sizes={**placement.layout.sizes, Axis.DP: worker.seat.workers})
+        )
+    }
+
+
+def _take_buffers(worker: LeasedWorker) -> None:
+    """Begin with the others' BatchNorm statistics: this worker joins a run that goes on."""
+    own = worker.strategy.flat_buffers()
+    if not len(own):
+        return
+    worker.client.wait_for_servers(worker.settings.servers)
+    got = worker.client.fetch(worker.table, [BUFFERS_KEY], 0, full=False)[BUFFERS_KEY]["value"]
+    if len(got) == len(own):
+        worker.strategy.load_buffers(got)
+
+
+def review(worker: LeasedWorker, task: dict[str, Any]) -> dict[str, Any]:
+    """Evaluate and save the servers' copy that a task names."""
+    strategy, indices = worker.strategy, [k.index for k in worker.table.keys]
+    own = strategy.flat_buffers()
+    try:
+        keys = worker.client.fetch(worker.table, indices, task["tag"], full=True)
+        buffers = worker.client.fetch(worker.table, [BUFFERS_KEY], task["tag"], full=True)[BUFFERS_KEY]["value"]
+    except TagLost:
+        return {"lost": True}
+    averages = bool(worker.settings.ema)
+    strategy.set_parameters(flat_averages(keys) if averages else flat_values(keys))
+    if len(buffers) == len(own) and len(own):
+        strategy.load_buffers(buffers)
+    info: dict[str, Any] = {"step": task["step"], "reason": task["reason"]}
+    metric = None
+    if task["evaluate"]:
+        report = _evaluate(worker)
+        info |= {"loss": report.loss, "metrics": report.metrics, "seconds": report.seconds, "samples": report.samples}
+        top1 = report.metrics["top1"]
+        if top1 is not None and (task["best"] is None or top1 > task["best"]):
+            metric = info["best"] = top1
+            worker.saver.write_detail(task, report)
+    if task["reason"] or metric is not None:
+        ema = average_state(strategy.held, keys) if averages else None
+        strategy.set_parameters(flat_values(keys))
+        state = run_state(strategy.held, worker.table, keys, buffers, ema)
+        per_epoch = worker.bench.train_loader.batches_per_epoch
+        below = task["step"] if worker.settings.aggregates else state["ps"]["below"]
+        state["ps"]["below"] = below
+        cursor = {"epoch": below // per_epoch, "batch": below % per_epoch, "step": task["step"]}
+        best = task["best"] if metric is None else metric
+        worker.saver.save(task, {**state, "cursor": cursor, "best": best}, metric)
+    if len(own):
+        strategy.load_buffers(own)
+    return info
+
+
+def _evaluate(worker: LeasedWorker) -> EvaluationReport:
+    bench = worker.bench
+    if bench.replica is not None:
+        return lead_evaluation(bench, bench.replica)
+    return bench.evaluate(worker.strategy.module)

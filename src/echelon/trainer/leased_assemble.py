@@ -1,0 +1,91 @@
+"""What a worker of a parameter server talks to scheduler and servers with, built from the run's description."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.config import RunConfig
+from echelon.core.units import parse_seconds
+from echelon.observe.resources import Sampler
+from echelon.optim.build import Schedule, build_optimizer, build_schedule
+from echelon.records.file import Recorder
+from echelon.sync.ps import ParameterServer, WorkerOptions
+from echelon.sync.server.client import Client, ClientConfig
+from echelon.sync.server.identity import derive_keys, read_secret
+from echelon.sync.server.settings import Settings
+from echelon.sync.server.spans import model_table
+from echelon.sync.server.table import Cut, Table
+from echelon.trainer.leased_bench import WorkerModel
+from echelon.trainer.leased_check import settings_of
+from echelon.trainer.leased_saving import LeasedSaver
+from echelon.trainer.served_start import ROLES_FOLDER, WorkerRank, wait_for_address, worker_name
+from echelon.trainer.state import fingerprint
+from echelon.trainer.window import gpu_uuid
+
+BY_ELEMENT = ("sgd", "nesterov", "momentum", "adam", "adamw", "nadam", "nadamw", "lion", "rmsprop", "adagrad")
+"""Optimizers that treat every element by itself, so that a large tensor may be split over servers."""
+
+
+@dataclass
+class LeasedWorker:
+    """What a worker's first process has; of one that is no team, its only one."""
+
+    bench: WorkerModel
+    settings: Settings
+    strategy: ParameterServer
+    table: Table
+    client: Client
+    schedule: Schedule
+    saver: LeasedSaver
+    path: Path
+    sampler: Sampler
+    record: Recorder
+    seat: WorkerRank
+    shared_buffers: bool = False
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's description."""
+        return self.bench.config
+
+
+def assemble_worker(path: Path, seat: WorkerRank, record: Recorder, bench: WorkerModel) -> LeasedWorker:
+    """Build what talks to scheduler and servers, around what computes.
+
+    Raises:
+        UserError: something in the description cannot be built.
+    """
+    config, model = bench.config, bench.model
+    assert model is not None
+    settings = settings_of(config)
+    client = Client(_client_config(config, settings, path, seat.number))
+    table = model_table(model, _cut(config, settings, client))
+    client.set_table(table)
+    if bench.replica is not None:
+        client.while_waiting(bench.replica.words.tell_idle, bench.replica.words.idle_s)
+    options = WorkerOptions(settings, config.optimizer.clip_norm, bench.clock, config.model.compile)
+    strategy = ParameterServer(model, table, client, options)
+    optimizer = build_optimizer(model, config.optimizer, config.data.batch_size)  # never steps: it carries the schedule
+    per_epoch = bench.train_loader.batches_per_epoch
+    return LeasedWorker(
+        bench, settings, strategy, table, client,
+        build_schedule(optimizer, config.optimizer, per_epoch, config.training.epochs),
+        LeasedSaver(path, config.checkpoint.keep, record, fingerprint(config, bench.source.info)), path,
+        Sampler(gpu_uuid(bench.world.device)), record, seat,
+    )  # fmt: skip
+
+
+def _client_config(config: RunConfig, settings: Settings, path: Path, number: int) -> ClientConfig:
+    roles = path / ROLES_FOLDER
+    timeout_s = parse_seconds(config.launch.timeout)
+    return ClientConfig(
+        worker_name(number), derive_keys(read_secret(roles)), wait_for_address(roles, timeout_s),
+        config.strategy.compression, config.training.seed, number, timeout_s, keeps=settings.replicas == 0,
+        aggregates=settings.aggregates,
+    )  # fmt: skip
+
+
+def _cut(config: RunConfig, settings: Settings, client: Client) -> Cut:
+    by_element = config.optimizer.name.lower() in BY_ELEMENT and not client.sends_shapes
+    return Cut(settings.servers, settings.chunk_bytes, whole_tensors=not by_element)

@@ -1,0 +1,116 @@
+"""What one process of a parameter server's worker computes with; the worker is that process, or a team of them."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.config import RunConfig
+from echelon.core.units import parse_seconds
+from echelon.data import LoaderConfig, Shard, Source, example_inputs, open_data
+from echelon.data.base import Batch, DataInfo
+from echelon.data.loader import EvalLoader, TrainLoader
+from echelon.observe.phases import Phase, PhaseClock, make_clock
+from echelon.trainer.assemble import Given, _rank_seed, _step_settings, check_enough
+from echelon.trainer.evaluate import EvaluationReport, evaluate
+from echelon.trainer.leased_check import batch_parts
+from echelon.trainer.losses import build_loss
+from echelon.trainer.parts import Work, build_split, build_whole
+from echelon.trainer.replica import Replica, Sums
+from echelon.trainer.served_start import WorkerRank
+from echelon.trainer.state import seed_everything
+from echelon.trainer.step import Step
+from echelon.trainer.world import World
+
+
+@dataclass(frozen=True)
+class WorkerModel:
+    """The parts of one process. `model` is whole, and there where the process leads; `replica` where it is split."""
+
+    config: RunConfig
+    world: World
+    source: Source
+    model: nn.Module | None
+    replica: Replica | None
+    loss: Callable[[Tensor, Tensor], Tensor]
+    step: Step
+    clock: PhaseClock
+    train_loader: TrainLoader
+    eval_loader: EvalLoader
+
+    @property
+    def _fsdp(self) -> int:
+        return self.world.placement.layout.fsdp if self.world.placement else 1
+
+    def part(self, task: dict[str, Any]) -> Batch:
+        """Return this process's part of a lease: with fsdp the ranks of a worker divide it."""
+        self.clock.enter(Phase.DATA)
+        own = self.world.data_rank if self._fsdp > 1 else 0
+        shard = Shard(task["share"] * self._fsdp + own, task["shares"] * self._fsdp)
+        return self.train_loader.part(task["epoch"], task["batch"], shard)
+
+    def compute(self, batch: Batch) -> Sums:
+        """Forward and backward of a worker that is split, as all of its ranks."""
+        assert self.replica is not None
+        return self.replica.compute(self.step, batch, self.clock)
+
+    def evaluate(self, module: nn.Module) -> EvaluationReport:
+        """Evaluate a module that holds what is to be evaluated; all ranks of a worker call it together."""
+        return evaluate(module, self.eval_loader, self.loss, self.world, self.source.info.classes)
+
+    def close(self) -> list[tuple[str, str]]:
+        """End the loaders; returns the images that could not be decoded, and why."""
+        self.train_loader.close()
+        self.eval_loader.close()
+        return self.train_loader.bad_images + self.eval_loader.bad_images
+
+
+def build_bench(config: RunConfig, seat: WorkerRank, world: World, given: Given) -> WorkerModel:
+    """Build what a process computes with; all ranks of a worker call it together.
+
+    Raises:
+        UserError: something in the description cannot be built.
+    """
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    seed = config.training.seed
+    seed_everything(seed)
+    source = given.source or open_data(config.data, seed)
+    fsdp = world.placement.layout.fsdp if world.placement else 1
+    check_enough(source.info, seat.workers * fsdp)
+    clock = make_clock(world.device.type)
+    loss = build_loss(config.optimizer, source.info.class_counts)
+    model = _build_model(config, source.info, seat, world, given.model) if seat.leads else None
+    replica = None
+    if seat.size > 1:
+        seed_everything(seed)
+        work = Work(source.info, loss, given.model, example_inputs(source))
+        split = build_split(config, work, world, batch_parts(config, seat.workers, fsdp))
+        replica = Replica(split, model, parse_seconds(config.launch.timeout))
+    settings = LoaderConfig.of(config.data, seed, world.device)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=False)
+    bench = WorkerModel(
+        config, world, source, model, replica, loss,
+        Step(loss, _step_settings(config, world.device), clock, scaler, replica.split if replica else None), clock,
+        TrainLoader(source, settings, Shard(0, 1)),
+        EvalLoader(source, settings, Shard(world.data_rank, world.data_size) if replica else Shard(0, 1)),
+    )  # fmt: skip
+    seed_everything(_rank_seed(seed, seat.number * fsdp + (world.data_rank if replica else 0)))
+    return bench
+
+
+def _build_model(config: RunConfig, info: DataInfo, seat: WorkerRank, world: World, own: nn.Module | None) -> nn.Module:
+    """Build the whole model; beside pieces, a plain one in the processor's memory, which nothing computes with."""
+    if seat.size == 1:
+        return build_whole(config, info, world, own)
+    plain = replace(
+        config,
+        model=replace(config.model, channels_last="off"),
+        training=replace(config.training, precision="fp32"),
+    )
+    return build_whole(plain, info, World(0, 1, 0, torch.device("cpu"), None), copy.deepcopy(own))

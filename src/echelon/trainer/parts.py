@@ -1,0 +1,218 @@
+"""Model, optimizer and strategy of a rank, whole or split as the layout says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from echelon.config import RunConfig
+from echelon.data.base import DataInfo
+from echelon.models import build_model, give_logits, hints_for
+from echelon.observe.phases import PhaseClock
+from echelon.optim.build import EMA, build_optimizer
+from echelon.parallel.deferred_init import DeferredInit, named_tensors, without_memory
+from echelon.parallel.local_shards import LocalShards
+from echelon.parallel.precision import cast_parameters
+from echelon.parallel.split import SplitModel, SplitOptions, recompute_model, split_model
+from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
+from echelon.parallel.zero import DividedUpdate
+from echelon.sync import Sync, SyncContext, build_sync
+from echelon.trainer.inputs import any_inputs, model_input
+from echelon.trainer.layouts import read_cuts, read_tensor_plan
+from echelon.trainer.precision import PRECISIONS, build_scaler, to_fp8
+from echelon.trainer.split_sync import SplitSync
+from echelon.trainer.state import RunParts
+from echelon.trainer.step import make_update
+from echelon.trainer.world import World
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained on what.
+
+    Attributes:
+        info: of the data.
+        loss: sums over samples.
+        own: the caller's own module, in place of the described one.
+        example: two samples' inputs of any values, the same on every rank; None: made as `info` says.
+    """
+
+    info: DataInfo
+    loss: Loss
+    own: nn.Module | None = None
+    example: Tensor | None = None
+
+    def inputs(self, like: Tensor) -> Tensor:
+        """Return the example, the same on every rank; drawn without touching the run's generators."""
+        example = any_inputs(self.info, 2, like.dtype) if self.example is None else self.example
+        return example.to(like.device, like.dtype) if example.is_floating_point() else example.to(like.device)
+
+
+@dataclass(frozen=True)
+class _Built:
+    """What the strategy acts on: `held` are the tensors of this rank, which `optimizer` updates."""
+
+    config: RunConfig
+    world: World
+    clock: PhaseClock
+    held: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+
+
+def build_parts(config: RunConfig, work: Work, world: World, clock: PhaseClock) -> RunParts:
+    """Build what a run's state is made of; all ranks call it together.
+
+    Raises:
+        UserError: the model cannot be built, or not be split like this.
+    """
+    split = None
+    if _is_split(world):
+        split = build_split(config, work, world, world.data_size)
+        model = split.module
+    else:
+        model = build_whole(config, work.info, world, work.own)
+        split = _divided(model, world) if _is_divided(world) else None
+    param_dtype = PRECISIONS[config.training.precision].parameters
+    if not _is_split(world):
+        recompute_model(model, hints_for(model), config.training.recompute, param_dtype)
+    if param_dtype is not None and not _is_split(world):
+        cast_parameters(model, param_dtype)
+    held = split.pieces if split else model
+    optimizer = build_optimizer(held, config.optimizer, config.data.batch_size)
+    if split and split.pieces.divided:
+        split.pieces.divided.keep_own(optimizer)
+    scaler = build_scaler(config.training.precision, world.device, _overflows_together(world))
+    built = _Built(config, world, clock, held, optimizer, scaler)
+    ema = EMA(held, config.training.ema) if config.training.ema else None
+    if split and not split.pieces.divided:
+        sync: Sync = SplitSync(model, split.pieces, lambda: _sync(built, held), clock)
+    else:
+        compiled = cast(nn.Module, torch.compile(model)) if config.model.compile else model
+        sync = _sync(built, compiled)
+    return RunParts(model, optimizer, scaler, ema, sync, split)
+
+
+def channels_last(config: RunConfig, device: torch.device) -> bool:
+    """Whether images lie in memory channel by channel."""
+    wanted = config.model.channels_last
+    return wanted == "on" or (wanted == "auto" and device.type == "cuda")
+
+
+def build_whole(config: RunConfig, info: DataInfo, world: World, own: nn.Module | None) -> nn.Module:
+    """Build the whole model on this rank's device, the same values on every rank."""
+    model = own or build_model(config.model, model_input(info))
+    if own is not None:
+        give_logits(own)
+    if config.model.sync_batchnorm and world.data_group is not None and not _is_split(world):
+        model = convert_sync_batchnorm(model, world.data_group)
+    if any(tensor.device != world.device for tensor in (*model.parameters(), *model.buffers())):
+        model = model.to(world.device)  # not else: tensors without data, as in a rehearsal, cannot be moved at all
+    if config.training.precision == "fp8":
+        model = to_fp8(model, world.device)
+    sharded = world.placement is not None and world.placement.layout.fsdp > 1  # rows of parameters must be contiguous
+    if channels_last(config, world.device) and not sharded:
+        model = model.to(memory_format=torch.channels_last)
+    return model
+
+
+def build_split(config: RunConfig, work: Work, world: World, parts: int) -> SplitModel:
+    """Build this rank's pieces of the model; all ranks call it together.
+
+    Args:
+        parts: that a batch is cut into.
+
+    Raises:
+        UserError: the model cannot be built, or not be split like this.
+    """
+    unmade = _build_unmade(config, work, world)
+    model = unmade[0] if unmade else build_whole(config, work.info, world, work.own)
+    return _split(config, model, world, work, unmade[1] if unmade else None, parts)
+
+
+def _build_unmade(config: RunConfig, work: Work, world: World) -> tuple[nn.Module, DeferredInit] | None:
+    """Build the model without memory where it is to be split as its family says: each rank then makes its pieces alone.
+
+    None where values are needed before: they are the caller's or a file's, tied (memory would be given twice), or a
+    plan that nobody declared is tried on them.
+    """
+    layout = world.placement.layout if world.placement is not None else None
+    if layout is None or not layout.splits or work.own is not None or config.model.weights or ":" in config.model.name:
+        return None
+    if config.strategy.tensor_plan or config.training.precision == "fp8":
+        return None
+    state = torch.get_rng_state()
+    info = work.info
+    with without_memory() as recording:
+        model = build_model(config.model, model_input(info))
+    hints = hints_for(model)
+    tied = len(list(model.parameters())) < len(dict(model.named_parameters(remove_duplicate=False)))
+    if tied or hints is None or (layout.tp > 1 and not hints.tensor_plan):
+        torch.set_rng_state(state)
+        return None
+    return model, DeferredInit(recording, named_tensors(model), world.device)
+
+
+def _is_split(world: World) -> bool:
+    return world.placement is not None and world.placement.layout.splits
+
+
+def _is_divided(world: World) -> bool:
+    return world.placement is not None and world.placement.layout.zero1 and world.placement.replica_group is not None
+
+
+def _overflows_together(world: World) -> dist.ProcessGroup | None:
+    """Return the ranks that step on parts of one update: a replica's, or all that divide the optimizer."""
+    if world.placement is None:
+        return None
+    return world.placement.replica_group if _is_divided(world) else world.placement.model_group
+
+
+def _divided(model: nn.Module, world: World) -> SplitModel:
+    assert world.placement is not None and world.placement.replica_group is not None
+    pieces = LocalShards([model], world.placement)
+    pieces.divided = DividedUpdate(pieces.trainable(), world.placement.replica_group)
+    return SplitModel(model, pieces)
+
+
+def _split(
+    config: RunConfig, model: nn.Module, world: World, work: Work, unmade: DeferredInit | None, parts: int
+) -> SplitModel:
+    assert world.placement is not None
+    options = SplitOptions(
+        tensor_plan=read_tensor_plan(config.strategy.tensor_plan),
+        cuts=read_cuts(config.strategy.cuts),
+        recompute=config.training.recompute,
+        example=work.inputs(torch.empty(0, dtype=next(model.parameters()).dtype, device=world.device)),
+        unmade=unmade,
+        statistics=world.data_group if config.model.sync_batchnorm else None,
+        samples=config.data.batch_size // parts // config.training.accumulate,
+        autocast=PRECISIONS[config.training.precision].autocast,
+        parameters=PRECISIONS[config.training.precision].parameters,
+        loss=work.loss,
+    )
+    return split_model(model, world.placement, hints_for(model), options)
+
+
+def _sync(built: _Built, model: nn.Module) -> Sync:
+    config, world = built.config, built.world
+    context = SyncContext(
+        model=model,
+        update=make_update(built.held, built.optimizer, built.scaler, config.optimizer.clip_norm),
+        optimizer=built.optimizer,
+        group=world.placement.replica_group if world.placement else world.group,
+        device=world.device,
+        compression=config.strategy.compression,
+        collective=config.strategy.collective,
+        seed=config.training.seed,
+        clock=built.clock,
+        loss_scale=built.scaler.get_scale,
+    )
+    return build_sync(config.strategy.sync, context)

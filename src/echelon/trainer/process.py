@@ -1,0 +1,40 @@
+"""How a process of a run logs, names an error in one line, and leaves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+_NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")
+_LESS_MEMORY = (
+    "divide the model with --parallel fsdp=N, tp=N or pp=N, or use --recompute blocks or a smaller --batch-size; "
+    "--dry-run predicts what each rank needs"
+)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once with an exit code, its output and log written."""
+    sys.stdout.flush()
+    logging.shutdown()
+    os._exit(code)
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error, its notes and what may help in one line."""
+    where = ", ".join(getattr(error, "__notes__", []))
+    said = " ".join(str(error).split()).partition(" This is typically caused by")[0]  # gloo's guesses help nobody
+    text = f"{type(error).__name__}: {said}"[:400]
+    if isinstance(error, MemoryError) or any(words in said.lower() for words in _NO_MEMORY):
+        short = text.partition(" Error code")[0][:200]
+        text = f"out of memory ({short}): {_LESS_MEMORY}"
+    return f"{text} ({where})" if where else text
+
+
+def log_to(file: Path) -> None:
+    """Send this process's log to a file of its rank; warnings too."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(filename=file, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True)
+    logging.captureWarnings(True)

@@ -1,0 +1,165 @@
+"""Starting a run with a parameter server: which processes, and what the scheduler is told of their deaths."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from echelon.core.files import write_atomic
+
+if TYPE_CHECKING:
+    from echelon.sync.server.endpoint import Channel
+
+ROLES_FOLDER = "ps"
+ADDRESS_FILE = "scheduler.json"
+STATUS_FILE = "status.json"
+_TELL_S = 2.0
+_LONGEST_SOCKET = 100
+
+
+def prepare_roles(path: Path) -> Path:
+    """Make a fresh folder for the roles of this launch, with a new secret that only this user can read."""
+    from echelon.sync.server.identity import make_secret
+
+    roles = path / ROLES_FOLDER
+    shutil.rmtree(roles, ignore_errors=True)
+    roles.mkdir(mode=0o700)
+    make_secret(roles)
+    return roles
+
+
+@dataclass(frozen=True)
+class WorkerRank:
+    """A process of a worker: which worker, and where it stands in it.
+
+    Attributes:
+        number: of the worker in the run.
+        local: number of this process among its machine's.
+        machine: its machine's number; 0: the first one.
+        rank: of this process in its worker, which is several where the model is split; the first one leads.
+        size: processes of a worker.
+        workers: of all machines.
+    """
+
+    number: int
+    local: int
+    machine: int = 0
+    rank: int = 0
+    size: int = 1
+    workers: int = 1
+
+    @property
+    def name(self) -> str:
+        """The name of the process: that of its worker, with the rank behind it where it does not lead."""
+        return worker_name(self.number, self.rank)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process talks to scheduler and servers."""
+        return self.rank == 0
+
+
+def worker_name(number: int, rank: int = 0) -> str:
+    """Return the name of a process of a worker.
+
+    >>> worker_name(3), worker_name(3, 1)
+    ('worker3', 'worker3.1')
+    """
+    return f"worker{number}.{rank}" if rank else f"worker{number}"
+
+
+def own_address(roles: Path, name: str, host: str = "") -> str:
+    """Return where a role listens: on `host`, an address of this machine, at any port, with the run's keys.
+
+    Without a host it is a Unix socket in the roles' folder, which only this user can enter. Who can open it can read
+    the run's secret beside it, so encryption would protect nothing there. Where the path is too long for a socket, TCP
+    on the loopback interface with the run's keys.
+    """
+    if host:
+        return f"tcp://{host}:0"
+    socket = roles.resolve() / f"{name}.socket"
+    return f"ipc://{socket}" if len(str(socket)) < _LONGEST_SOCKET else "tcp://127.0.0.1:0"
+
+
+def note_address(roles: Path, address: str) -> None:
+    """Write where the scheduler of another machine listens, unless it has done so itself on a common disk."""
+    roles.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = roles / ADDRESS_FILE
+    if not file.exists() or json.loads(file.read_text())["address"] != address:
+        (roles / STATUS_FILE).unlink(missing_ok=True)
+        write_atomic(file, json.dumps({"address": address}))
+
+
+def note_status(roles: Path, status: str) -> None:
+    """Write how the run ended, where its scheduler is on another machine and has no common disk with this one."""
+    if not (roles / STATUS_FILE).exists():
+        write_atomic(roles / STATUS_FILE, json.dumps({"status": status}))
+
+
+class SchedulerLine:
+    """The launcher's word to the scheduler: who died, and that the run shall stop."""
+
+    def __init__(self, roles: Path) -> None:
+        self._roles = roles
+        self._line: Channel | None = None
+
+    def died(self, name: str, how: str, pid: int) -> None:
+        """Tell that a process of this machine ended."""
+        from echelon.sync.server.protocol import Kind
+
+        self._send(Kind.DIED, {"name": name, "info": {"how": how, "pid": pid}})
+
+    def stop(self) -> None:
+        """Tell that the run shall stop after a checkpoint."""
+        from echelon.sync.server.protocol import Kind
+
+        self._send(Kind.STOP, {"reason": "stop"})
+
+    def _send(self, kind: Any, body: dict[str, Any]) -> None:
+        if self._line is None:
+            self._line = self._connect()
+        if self._line is not None:
+            self._line.send(kind, body)
+
+    def _connect(self) -> Channel | None:
+        import zmq
+
+        from echelon.sync.server.endpoint import Channel, Sender
+        from echelon.sync.server.identity import derive_keys, read_secret
+        from echelon.sync.server.sockets import Limits
+
+        file = self._roles / ADDRESS_FILE
+        if not file.exists():
+            return None  # it has not begun to listen: there is nobody to tell, and nothing that it could miss
+        keys = derive_keys(read_secret(self._roles))
+        address = json.loads(file.read_text())["address"]
+        return Channel(zmq.Context.instance(), Sender(keys, "launcher"), address, Limits(1 << 20))
+
+    def status(self) -> str:
+        """Return how the run ended, as the scheduler wrote it."""
+        file = self._roles / STATUS_FILE
+        return str(json.loads(file.read_text())["status"]) if file.exists() else "failed"
+
+    def close(self) -> None:
+        """Let what was sent leave."""
+        if self._line is not None:
+            self._line.socket.close(linger=int(1000 * _TELL_S))
+            self._line = None
+
+
+def wait_for_address(roles: Path, deadline_s: float) -> str:
+    """Return where the scheduler listens, once it has said so.
+
+    Raises:
+        TimeoutError: it did not in time.
+    """
+    ends = time.monotonic() + deadline_s
+    while not (roles / ADDRESS_FILE).exists():
+        if time.monotonic() > ends:
+            raise TimeoutError(f"no scheduler within {deadline_s:g} s: there is no {roles / ADDRESS_FILE}")
+        time.sleep(0.01)
+    return str(json.loads((roles / ADDRESS_FILE).read_text())["address"])

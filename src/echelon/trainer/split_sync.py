@@ -1,0 +1,132 @@
+"""A strategy between replicas that are split: each rank agrees with those that hold the same pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.collectives.times import ReduceTimes
+from echelon.observe.phases import Phase, PhaseClock
+from echelon.parallel.base import Placement
+from echelon.parallel.local_shards import LocalShards
+from echelon.sync.base import Sync
+from echelon.sync.buffers import averaged_buffers
+
+
+class SplitSync:
+    """A `Sync` whose forward goes through the split model, and whose inner strategy sees the pieces alone.
+
+    Gradients reach the inner strategy after backward, when the replica's own sums are made: through the backward of
+    `Pieces`, where it reduces them as those of any model.
+    """
+
+    def __init__(self, module: nn.Module, pieces: LocalShards, make: Callable[[], Sync], clock: PhaseClock) -> None:
+        """Wrap what `make` builds over `pieces`; it is made anew when a checkpoint of another split is loaded."""
+        self.module, self._pieces, self._make, self._clock = module, pieces, make, clock
+        self._inner = make()
+        self._begun = False
+
+    @property
+    def _placement(self) -> Placement:
+        return self._pieces.placement
+
+    @property
+    def has_replica_state(self) -> bool:
+        """As the inner strategy says."""
+        return self._inner.has_replica_state
+
+    @property
+    def needs_warmup_backward(self) -> bool:
+        """The pieces have their own, inside the first step."""
+        return False
+
+    def begin_step(self, samples: int, global_size: int) -> int:
+        """Return what the inner strategy divides by; it hears of the samples of the whole replica."""
+        return self._inner.begin_step(replica_samples(self._placement, global_size), global_size)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        """Nothing between replicas happens during backward."""
+        return nullcontext()
+
+    def communication_began(self) -> Any:
+        """Nothing between replicas happens during backward."""
+        return None
+
+    def step(self) -> None:
+        """Give the pieces their gradients, reduce them where the strategy does so in backward, and update."""
+        self._pieces.take_gradients()
+        if self._inner.module is not self._pieces:
+            self._clock.enter(Phase.COMMUNICATE)
+            self._reduce()
+            self._clock.enter(Phase.UPDATE)
+        self._inner.step()
+
+    def _reduce(self) -> None:
+        parameters = self._pieces.trainable()
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        blank = self._inner.needs_warmup_backward and not self._begun
+        self._begun = True
+        for pending in ([torch.zeros_like(g) for g in gradients], gradients) if blank else (gradients,):
+            for parameter in parameters:
+                parameter.grad = None
+            self._pieces.pending(pending)
+            with self._inner.micro_batch(last=True):
+                self._inner.module().backward()
+
+    @contextmanager
+    def agreed(self, averages: bool = False) -> Iterator[None]:
+        """Agree between replicas, and on buffers (BatchNorm statistics) also inside of each."""
+        group = self._placement.data_group if not self._inner.has_replica_state else None
+        if group is None and self._placement.mesh is not None and self._placement.layout.fsdp > 1:
+            group = self._placement.mesh["fsdp"].get_group()
+        with self._inner.agreed(averages), averaged_buffers(self._pieces, group):
+            yield
+
+    def bytes_sent(self) -> Mapping[str, int]:
+        """Return the bytes that went to other replicas."""
+        return self._inner.bytes_sent()
+
+    def reduce_times(self) -> ReduceTimes | None:
+        """Nothing between replicas happens during backward."""
+        return None
+
+    def entropy_coded(self) -> Mapping[str, float]:
+        """Return what entropy coding did between replicas."""
+        return self._inner.entropy_coded()
+
+    def density(self) -> float | None:
+        """Return the share of the encoded elements that went to other replicas last."""
+        return self._inner.density()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner strategy's state."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back the inner strategy's state."""
+        self._inner.load_state_dict(state)
+
+    def load_former_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take over the state of other replicas, of ranks that held the same pieces."""
+        self._inner.load_former_ranks(states)
+
+    def restart(self) -> None:
+        """Begin anew from the present parameters: what was kept between steps belongs to other pieces."""
+        self._inner.close()
+        self._inner = self._make()
+        self._begun = False
+
+    def close(self) -> None:
+        """End the inner strategy's threads."""
+        self._inner.close()
+
+
+def replica_samples(placement: Placement, global_size: int) -> int:
+    """Return how many samples of a global batch this rank's replica has: those of its fsdp ranks together."""
+    size, more = divmod(global_size, placement.data_size)
+    first = placement.data_rank - placement.data_rank % placement.layout.fsdp
+    return sum(size + (rank < more) for rank in range(first, first + placement.layout.fsdp))

@@ -1,0 +1,261 @@
+"""Everything that a run is, as one tree of tensors and plain values, and back."""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, cast, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from echelon.checkpoint import whole
+from echelon.config import RunConfig
+from echelon.core.axes import Axis
+from echelon.core.errors import UserError
+from echelon.core.layout import Layout
+from echelon.data.base import DataInfo
+from echelon.optim.build import EMA
+from echelon.parallel.base import ORDER
+from echelon.parallel.split import SplitModel
+from echelon.sync.base import Sync
+from echelon.trainer.resharded import mean_of
+from echelon.trainer.sharded_state import to_own
+from echelon.trainer.world import World
+
+
+@dataclass
+class Cursor:
+    """How far the run is: the next global batch is `batch` of `epoch`; `step` optimizer steps are done."""
+
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """The objects whose state makes up a run. Where a model is split, `held` is what this rank has of it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    ema: EMA | None
+    sync: Sync
+    split: SplitModel | None = None
+
+    @property
+    def held(self) -> nn.Module:
+        """The parameters and buffers as plain tensors of this rank: the model itself unless it is split."""
+        return self.split.pieces if self.split else self.model
+
+
+def fingerprint(config: RunConfig, info: DataInfo) -> dict[str, Any]:
+    """Return what must be the same for a checkpoint to continue this run: model, data, order of samples, optimizer."""
+    return {
+        "model": config.model.name,
+        "optimizer": config.optimizer.name,
+        "data": info.name,
+        "train_size": info.train_size,
+        "classes": len(info.classes),
+        "batch_size": config.data.batch_size,
+        "seed": config.training.seed,
+    }
+
+
+def check_fingerprint(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of another run.
+
+    Raises:
+        UserError: names the first thing that differs.
+    """
+    for key, value in present.items():
+        if saved.get(key) != value:
+            raise UserError(
+                f"the checkpoint is of another run: its {key} is {saved.get(key)!r}, here it is {value!r}; "
+                "resume with the same description, or start a new run with --weights"
+            )
+
+
+@contextmanager
+def agreed_state(parts: RunParts, cursor: Cursor) -> Iterator[dict[str, Any]]:
+    """Give the state that all replicas share: what they agree on now, where parameters are each one's own.
+
+    All ranks enter it together; the tensors hold these values inside the block only.
+    """
+    average: dict[str, Tensor] = {}
+    if parts.ema:
+        with parts.ema.swapped(parts.held), parts.sync.agreed(averages=True):
+            average = {name: tensor.clone() for name, tensor in parts.held.state_dict().items()}
+    with parts.sync.agreed():
+        state = shared_state(parts, cursor)
+        if parts.ema:
+            state["ema"] |= {"average": average}
+        yield state
+
+
+def shared_state(parts: RunParts, cursor: Cursor) -> dict[str, Any]:
+    """Return the state that is the same on every replica."""
+    return {
+        "model": parts.held.state_dict(),
+        "optimizer": get_optimizer_state_dict(parts.held, parts.optimizer),
+        "scaler": parts.scaler.state_dict(),
+        "ema": parts.ema.state_dict() if parts.ema else {},
+        "cursor": {"epoch": cursor.epoch, "batch": cursor.batch, "step": cursor.step},
+    }
+
+
+def rank_state(parts: RunParts, world: World) -> dict[str, Any]:
+    """Return the state of this rank alone: random generators, buffers (BatchNorm), what `sync` keeps.
+
+    Parameters, optimizer and scaler too, where they are each replica's own.
+    """
+    _, keys, position, *_ = cast(tuple[Any, ...], np.random.get_state(legacy=True))
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": list(random.getstate()[1]),
+        "numpy": torch.from_numpy(keys.astype(np.int64)),
+        "numpy_position": int(position),
+        "sync": parts.sync.state_dict(),
+        "buffers": dict(parts.held.named_buffers()),
+    }
+    if parts.sync.has_replica_state:  # copies, for the model is about to hold what the replicas agree on
+        state["model"] = {name: tensor.clone() for name, tensor in parts.held.state_dict().items()}
+        state["optimizer"] = parts.optimizer.state_dict()
+        state["scaler"] = parts.scaler.state_dict()
+    if parts.ema:
+        kept = None if parts.sync.has_replica_state else {name for name, _ in parts.held.named_buffers()}
+        average = parts.ema.state_dict()["average"]
+        state["ema"] = {name: tensor for name, tensor in average.items() if kept is None or name in kept}
+    if world.device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(world.device)
+    return state
+
+
+_GO_TOGETHER = ("momentum", "nesterov", "weight_decay")
+
+
+def load_shared_state(parts: RunParts, state: Mapping[str, Any]) -> Cursor:
+    """Restore what every replica has; returns the cursor.
+
+    Raises:
+        UserError: the checkpoint is of another model.
+    """
+    state = to_own(state, parts.split.pieces) if parts.split else whole(state)
+    try:
+        parts.held.load_state_dict(state["model"])
+    except RuntimeError as error:
+        reason = str(error).splitlines()[1].strip() if len(str(error).splitlines()) > 1 else str(error)
+        raise UserError(f"the checkpoint is of another model: {reason}") from None
+    # Alone the optimizer applies momentum; with others, before encoding, a codec may, and the decay goes with it.
+    described = [{k: g[k] for k in _GO_TOGETHER if k in g} for g in parts.optimizer.param_groups]
+    set_optimizer_state_dict(parts.held, parts.optimizer, state["optimizer"])
+    for group, values in zip(parts.optimizer.param_groups, described, strict=True):
+        group.update(values)
+    if state["scaler"]:
+        parts.scaler.load_state_dict(dict(state["scaler"]))
+    if parts.ema and state["ema"]:
+        parts.ema.load_state_dict(state["ema"])
+    return Cursor(**state["cursor"])
+
+
+def layout_of(world: World) -> dict[str, int]:
+    """Return the ranks along each axis: what a rank's own state fits to."""
+    if world.placement is None:
+        return {Axis.DP.value: world.size} if world.size > 1 else {}
+    return layout_sizes(world.placement.layout)
+
+
+def layout_sizes(layout: Layout) -> dict[str, int]:
+    """Return the ranks along each axis that has several, the outermost first."""
+    return {axis.value: layout.size(axis) for axis in ORDER if layout.size(axis) > 1}
+
+
+def saved_layout(state: Mapping[str, Any]) -> dict[str, int]:
+    """Return the layout that a checkpoint was written in; those before there were layouts had replicas alone."""
+    layout: Mapping[str, int] = state.get("layout", {Axis.DP.value: state["world_size"]})
+    return {axis: size for axis, size in layout.items() if size > 1}
+
+
+def load_rank_state(parts: RunParts, world: World, saved: Mapping[str, int], ranks: Mapping[int, Any]) -> None:
+    """Restore this rank's own state; in another layout, only what can be kept.
+
+    Random generators start anew from the shared state then, and the strategy merges what the ranks with the same piece
+    had; where pieces are others, it begins anew from the parameters.
+
+    Args:
+        saved: the layout that was saved.
+
+    Raises:
+        UserError: the strategy cannot begin anew.
+    """
+    if saved != layout_of(world):
+        _load_former_ranks(parts, world, saved, ranks)
+        return
+    own = ranks[world.rank]
+    torch.set_rng_state(own["torch"])
+    random.setstate((3, tuple(own["python"]), None))
+    np.random.set_state(("MT19937", own["numpy"].numpy().astype(np.uint32), own["numpy_position"], 0, 0.0))
+    if world.device.type == "cuda" and "cuda" in own:
+        torch.cuda.set_rng_state(own["cuda"], world.device)
+    with torch.no_grad():
+        for name, buffer in parts.held.named_buffers():
+            buffer.copy_(own["buffers"][name])
+    if "model" in own:
+        parts.held.load_state_dict(own["model"])
+        parts.optimizer.load_state_dict(own["optimizer"])
+        parts.scaler.load_state_dict(dict(own["scaler"]))
+    if parts.ema and "ema" in own:
+        ema = parts.ema.state_dict()
+        parts.ema.load_state_dict(ema | {"average": ema["average"] | own["ema"]})
+    parts.sync.load_state_dict(own["sync"])
+
+
+def _load_former_ranks(parts: RunParts, world: World, saved: Mapping[str, int], ranks: Mapping[int, Any]) -> None:
+    now = layout_of(world)
+    inner = [axis.value for axis in ORDER if axis is not Axis.DP]
+    if all(saved.get(axis, 1) == now.get(axis, 1) for axis in inner):
+        size = math.prod(saved.get(axis, 1) for axis in inner)  # ranks of a replica; dp is the outermost axis
+        same_piece = [rank for rank in sorted(ranks) if rank % size == world.rank % size]
+        parts.sync.load_former_ranks([ranks[rank]["sync"] for rank in same_piece])
+        moments = [ranks[rank]["optimizer"] for rank in same_piece if "model" in ranks[rank]]
+        if moments:
+            parts.optimizer.load_state_dict(mean_of(moments))
+        return
+    if any(_left_out_something(rank["sync"]) for rank in ranks.values()):
+        warnings.warn(
+            "what the codec had left out was kept for the pieces of another layout, and is forgotten", stacklevel=2
+        )
+    if isinstance(parts.sync, Restarts):
+        parts.sync.restart()
+    elif parts.sync.has_replica_state:
+        raise UserError(
+            f"the checkpoint was written by split replicas ({saved}) whose strategy kept what it agreed on in pieces: "
+            "resume with the same sizes of pp, fsdp and tp, or start a new run with --weights"
+        )
+
+
+def _left_out_something(sync: Mapping[str, Any]) -> bool:
+    states = [sync, sync.get("first") or {}, *(fragment["codec"] for fragment in sync.get("fragments", ()))]
+    return any(str(key).startswith("sent.") for state in states for key in state)
+
+
+@runtime_checkable
+class Restarts(Protocol):
+    """A strategy that can begin anew from the present parameters."""
+
+    def restart(self) -> None:
+        """Forget what was kept between steps."""
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch, numpy and Python alike on every rank: replicas start from the same parameters."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)

@@ -1,0 +1,281 @@
+"""Statistics of a few steps, added over the ranks in one small all-reduce so that no step waits for them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.collectives.times import ReduceTimes
+from echelon.collectives.wire import GROUPS, SHOWN
+from echelon.observe.garbage import GarbageClock
+from echelon.observe.phases import PHASES, Phase, PhaseClock
+from echelon.observe.resources import NAMES, Sampler
+from echelon.trainer.step import StepResult
+from echelon.trainer.step_watch import RECORDING, RankFacts, StepWatch
+from echelon.trainer.world import World
+
+TARGET_S = 2.0  # closing a window takes some milliseconds: well below 1% of it
+MOST_STEPS = 100
+_HEAD = 6  # numbers that are not of one step, nor of one rank, nor of one group of bytes
+_USED = len(PHASES) + 1 + len(NAMES)  # of a rank: seconds by phase, memory, what it uses of its machine
+_COLUMNS = _USED + RankFacts.COLUMNS
+_MOST_WAITS = 1024  # numbers: they are a few KB, which no link feels every two seconds
+
+
+@dataclass(frozen=True)
+class WindowTotals:
+    """What all ranks did in a window; `phases` has one row per rank, in seconds.
+
+    `resources` has one row per rank, too (`Resources`); it is empty where nothing new was sampled. `waits` has, for
+    each rank, the seconds that each step waited for others; it is empty where there are too many to gather.
+    `wire_bytes_by_group` holds the parts of `wire_bytes`, of all ranks.
+    """
+
+    losses: list[float]
+    correct: int
+    samples: int
+    seconds: float
+    phases: list[list[float]]
+    memory_bytes: list[int]
+    wire_bytes: int
+    other_wire_bytes: int
+    stop: bool
+    checkpoint_due: bool
+    resources: list[list[float]] = field(default_factory=list)
+    ranks: list[RankFacts] = field(default_factory=list)
+    waits: list[list[float]] = field(default_factory=list)
+    pauses: list[list[str]] = field(default_factory=list)
+    wire_bytes_by_group: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Pause:
+    """A pause between steps, and how long it was once it is over."""
+
+    name: str
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that this rank sent in a window: so that replicas agree, by group (of `GROUPS`), and for checkpoints."""
+
+    by_group: Mapping[str, int]
+    other_bytes: int
+
+    def in_order(self) -> list[int]:
+        """Return the bytes of each of `GROUPS`."""
+        if unknown := self.by_group.keys() - set(GROUPS):
+            raise ValueError(f"bytes of unknown groups: {', '.join(sorted(unknown))}")
+        return [self.by_group.get(group, 0) for group in GROUPS]
+
+
+class Window:
+    """Collects steps until it is full; all ranks close it after the same step.
+
+    Its length follows the measured step time of rank 0, which tells the others when they add up, so that statistics
+    (and the answer to a signal) come about every two seconds.
+    """
+
+    def __init__(self, world: World, clock: PhaseClock, garbage: GarbageClock) -> None:
+        self._world, self._clock = world, clock
+        self._length = 1
+        self._sampler = Sampler(gpu_uuid(world.device))
+        self.watch = StepWatch(clock, garbage)
+        clock.drain()  # what came before is no step's time
+        self._begin(time.perf_counter())
+
+    def _begin(self, now_s: float) -> None:
+        self._began = now_s
+        self._losses: list[Tensor] = []
+        self._correct: list[Tensor] = []
+        self._samples = 0
+
+    def add(self, result: StepResult) -> None:
+        """Add one step."""
+        self._losses.append(result.loss)
+        self._correct.append(result.correct)
+        self._samples += result.samples
+
+    def end_step(self) -> None:
+        """The step that was added is over, its update too."""
+        self.watch.end_step()
+
+    @property
+    def steps(self) -> int:
+        """Steps collected so far."""
+        return len(self._losses)
+
+    @property
+    def full(self) -> bool:
+        """Whether it is time to close."""
+        return self.steps >= self._length
+
+    @contextmanager
+    def pause(self, name: str) -> Iterator[Pause]:
+        """Surround what interrupts the steps: it counts for no window and no phase."""
+        pause, began = Pause(name), time.perf_counter()
+        self._clock.enter(None)
+        try:
+            yield pause
+        finally:
+            pause.seconds = time.perf_counter() - began
+            self._resume(name, pause.seconds)
+
+    def meet(self) -> None:
+        """Wait for the slowest rank before a pause ends: in the next step, the wait would count as communication."""
+        self._sum([0.0])
+
+    def _resume(self, name: str, paused_s: float) -> None:
+        self._began += paused_s
+        self.watch.paused(name, paused_s)
+        self._clock.enter(Phase.OTHER)
+
+    def go_on(self) -> None:
+        """Call it on all ranks when what `close` told has been recorded: from now on time counts again."""
+        self.meet()
+        self._resume(RECORDING, time.perf_counter() - self._began)
+
+    def close(self, sent: Sent, times: ReduceTimes | None, stop: bool, checkpoint_due: bool) -> WindowTotals:
+        """Add up over all ranks and begin anew, with a pause until `go_on`. All ranks call it after the same step.
+
+        Args:
+            sent: bytes that this rank sent in this window.
+            times: of the strategy's communication in backward.
+            stop: this rank was asked to stop.
+            checkpoint_due: a checkpoint is due by the clock; rank 0's word counts.
+        """
+        world, steps, watch = self._world, self.steps, self.watch
+        numbers = [x * world.counts for x in _read([*self._losses, *self._correct])]
+        now = time.perf_counter()
+        seconds, phases = now - self._began, self._clock.drain()
+        self._clock.enter(None)
+        leads, pauses, waits = float(world.leads), watch.pauses, self._waits()
+        sampled, facts = self._sampler.sample(), watch.close(phases, times)
+        rows = self._in_row([*phases, resident_bytes(world.device), *self._sampler.row, *facts.row()])
+        groups = sent.in_order()
+        sizes = [_HEAD, len(groups), len(numbers), len(rows), len(waits)]
+        head = [
+            self._samples * world.counts,
+            sent.other_bytes + self._own_bytes(sum(sizes)),
+            stop,
+            leads * checkpoint_due,
+            leads * seconds,
+            leads * self._next_length(seconds),
+        ]
+        summed = iter(self._sum([*head, *groups, *numbers, *rows, *waits]))
+        head, by_group, numbers, rows, waits = (list(islice(summed, size)) for size in sizes)
+        ranks = _rows(rows, world.size)
+        self._length = max(1, int(head[5]))
+        self._begin(now)
+        return WindowTotals(
+            losses=numbers[:steps],
+            correct=round(sum(numbers[steps:])),
+            samples=round(head[0]),
+            seconds=head[4],
+            phases=[row[: len(PHASES)] for row in ranks],
+            memory_bytes=[round(row[len(PHASES)]) for row in ranks],
+            wire_bytes=round(sum(by_group)),
+            other_wire_bytes=round(head[1]),
+            stop=head[2] > 0,
+            checkpoint_due=head[3] > 0,
+            resources=[row[len(PHASES) + 1 : _USED] for row in ranks] if sampled else [],
+            ranks=[RankFacts.of(row[_USED:]) for row in ranks],
+            waits=_rows(waits, world.size) if waits else [],
+            pauses=pauses,
+            wire_bytes_by_group={g: round(n) for g, n in zip(GROUPS, by_group, strict=True) if n},
+        )
+
+    def _sum(self, numbers: list[float]) -> list[float]:
+        """Add up over all ranks."""
+        if self._world.group is None:
+            return numbers
+        flat = torch.tensor(numbers, dtype=torch.float64, device=self._world.device)
+        dist.all_reduce(flat, group=self._world.group)
+        summed: list[float] = flat.tolist()
+        return summed
+
+    def _waits(self) -> list[float]:
+        """Return this rank's waits in its row of a table of all ranks (ranks, steps), or nothing."""
+        size, waits = self._world.size, self.watch.waits
+        if waits is None or size == 1 or size * len(waits) > _MOST_WAITS:
+            return []
+        return self._in_row(waits)
+
+    def _in_row(self, own: list[float]) -> list[float]:
+        """Return a table (ranks, columns), flat, in which the other ranks' rows are zero."""
+        before, after = self._world.rank, self._world.size - self._world.rank - 1
+        return [0.0] * (before * len(own)) + own + [0.0] * (after * len(own))
+
+    def _own_bytes(self, numbers: int) -> int:
+        """What adding up costs: so many float64 numbers through the backend's all-reduce."""
+        size = self._world.size
+        return 2 * (size - 1) * 8 * numbers // size
+
+    def _next_length(self, seconds: float) -> int:
+        return max(1, min(MOST_STEPS, round(TARGET_S * max(1, self.steps) / max(seconds, 1e-9))))
+
+
+class Traffic:
+    """Turns running totals of bytes by group of parameters into what was sent since the last look.
+
+    Args:
+        at_start: bytes that this rank sent to bring all replicas to the same parameters.
+    """
+
+    def __init__(self, at_start: int = 0) -> None:
+        self._before: dict[str, int] = {}
+        self._others_before = -at_start
+
+    def since_last(self, totals: Mapping[str, int], other_total: int) -> tuple[dict[str, int], int]:
+        """Return the bytes since the last call: of training by group, and for anything else.
+
+        Args:
+            totals: by group since the start, as strategies count them.
+            other_total: since the start, for checkpoints and statistics.
+        """
+        sent = {group: total - self._before.get(group, 0) for group, total in totals.items()}
+        others = sent.pop(SHOWN, 0) + other_total - self._others_before
+        self._before, self._others_before = dict(totals), other_total
+        return sent, others
+
+
+def _read(tensors: list[Tensor]) -> list[float]:
+    """Return the numbers of scalar tensors: one by one on a CPU, which costs less than stacking; else in one copy."""
+    if tensors[0].device.type == "cpu":
+        return [t.item() for t in tensors]
+    numbers: list[float] = torch.stack(tensors).double().tolist()
+    return numbers
+
+
+def _rows(table: list[float], size: int) -> list[list[float]]:
+    columns = len(table) // size
+    return [table[i : i + columns] for i in range(0, len(table), columns)]
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Return the UUID of a rank's GPU; empty on a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def resident_bytes(device: torch.device) -> int:
+    """Return the memory in use: the allocator's peak on a GPU, this process's resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return int(_process(os.getpid()).memory_info().rss)
+
+
+@cache
+def _process(pid: int) -> psutil.Process:
+    """Making one costs ten times what reading its memory does."""
+    return psutil.Process(pid)

@@ -1,0 +1,136 @@
+"""This process among the others: ranks, device and process group, from the environment that any launcher sets."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from echelon.config import RunConfig
+from echelon.config.validate import check_world
+from echelon.core.errors import UserError
+from echelon.core.units import parse_seconds
+from echelon.observe.environment import allowed_cores
+from echelon.parallel.base import Placement, alone, place
+
+_HOST_BYTES = 64  # the longest host name on Linux
+_CORES_BYTES = 192
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands. `group` is None when it is alone.
+
+    `placed` is where it stands in the layout; left out, every rank is a replica.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    group: dist.ProcessGroup | None
+    placement: Placement | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which shows and records."""
+        return self.rank == 0
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that together have every sample once."""
+        return self.placement.data_group if self.placement else self.group
+
+    @property
+    def data_rank(self) -> int:
+        """Which of `data_size` parts of the samples this rank has."""
+        return self.placement.data_rank if self.placement else self.rank
+
+    @property
+    def data_size(self) -> int:
+        """Parts that samples are divided into."""
+        return self.placement.data_size if self.placement else self.size
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's samples enter sums over the world; others may have the same ones."""
+        return self.placement.counts if self.placement else True
+
+
+@contextmanager
+def join_world(config: RunConfig) -> Iterator[World]:
+    """Join the process group of the run and leave it at the end.
+
+    Raises:
+        UserError: the number of ranks does not fit the description, or there is no GPU for this rank.
+    """
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    layout = check_world(config, size)
+    device = _device(config.training.device, local_rank)
+    if size == 1:
+        yield World(rank, size, local_rank, device, None, alone())
+        return
+    timeout = timedelta(seconds=parse_seconds(config.launch.timeout))
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    round_name = os.environ.get("ECHELON_ROUND") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"echelon/{round_name}", store)  # it may outlive a restart, with addresses of the dead
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    try:
+        placement = place(layout, rank, device.type, timeout)
+        yield World(rank, size, local_rank, device, dist.group.WORLD, placement)
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class RollCall:
+    """Who the ranks are, in order: host names, process ids, and the cores that each may run on (such as `0-3,8`)."""
+
+    hosts: list[str]
+    pids: list[int]
+    affinity: list[str]
+
+
+def roll_call(world: World) -> RollCall:
+    """Ask every rank who it is; all ranks call it."""
+    texts = [(socket.gethostname(), _HOST_BYTES), (allowed_cores(), _CORES_BYTES)]
+    parts = [text.encode()[:size].ljust(size, b"\0") for text, size in texts]
+    row = torch.tensor([*b"".join(parts), os.getpid()], dtype=torch.int64, device=world.device)
+    rows = [torch.empty_like(row) for _ in range(world.size)] if world.group else [row]
+    if world.group is not None:
+        dist.all_gather(rows, row, group=world.group)
+    table = [each.tolist() for each in rows]
+    hosts, cores = (
+        [bytes(each[a:b]).rstrip(b"\0").decode(errors="replace") for each in table]
+        for a, b in ((0, _HOST_BYTES), (_HOST_BYTES, _HOST_BYTES + _CORES_BYTES))
+    )
+    return RollCall(hosts, [each[-1] for each in table], cores)
+
+
+def _device(wanted: str, local_rank: int) -> torch.device:
+    device = choose_device(wanted, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
+    """Return the device of one of `local_size` workers on this machine; nothing is set up on it.
+
+    Raises:
+        UserError: a GPU is asked for, and there is none for this worker.
+    """
+    gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
+    if wanted == "cuda" and gpus <= local_rank:
+        raise UserError(
+            f"--device cuda: worker {local_rank} finds {gpus} GPUs on this machine; use --device cpu or fewer workers"
+        )
+    return torch.device("cpu") if gpus < local_size else torch.device("cuda", local_rank)

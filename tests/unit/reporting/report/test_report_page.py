@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from echelon.reporting.report import write_report
+from echelon.reporting.report.charts_eval import most_confused, worst_pairs
+from echelon.reporting.report.figure import safe
+from echelon.reporting.report.page import script_json
+from tests.unit.reporting.report.fixtures import LiveState, make_run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+HOSTILE = ["</script><script>document.title='owned'</script>", "<img src=x onerror=alert(1)>", "a & b", "q\"uote'"]
+FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--window-size=1280,2400",
+    "--virtual-time-budget=8000", "--enable-logging=stderr", "--dump-dom",
+]  # fmt: skip
+
+
+class Outline(HTMLParser):
+    """Elements with their attributes, as a browser would first see them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def page_of(folder: Path, story: LiveState | None = None) -> str:
+    write_report(make_run(folder, story))
+    return (folder / "report.html").read_text()
+
+
+def outline(page: str) -> list[tuple[str, dict[str, str | None]]]:
+    parser = Outline()
+    parser.feed(page)
+    return parser.found
+
+
+def figures(page: str) -> dict:
+    return json.loads(re.findall(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)[0])
+
+
+def test_page_fetches_nothing_and_forbids_it(tmp_path: Path) -> None:
+    found = outline(page_of(tmp_path))
+    assert not [tag for tag, attrs in found if tag in ("link", "img", "iframe") or attrs.get("src")]
+    assert all((attrs.get("href") or "#").startswith("#") for tag, attrs in found if tag == "a")
+    policy = next(a["content"] for t, a in found if t == "meta" and a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None and policy.startswith("default-src 'none'")
+
+
+def test_every_chart_has_a_place_a_heading_and_a_label(tmp_path: Path) -> None:
+    page = page_of(tmp_path)
+    found = outline(page)
+    plots = {a["id"]: a for _, a in found if a.get("class") == "plot"}
+    assert plots.keys() == figures(page).keys()
+    expected = {"loss", "accuracy", "lr", "confusion", "roc", "phases", "steptime", "bytes", "groups", "timeline"}
+    assert plots.keys() == expected | {"waterfall"}
+    assert all(a["role"] == "img" and a["aria-label"] for a in plots.values())
+    ids = [a["id"] for _, a in found if "id" in a]
+    assert len(ids) == len(set(ids))
+    levels = [int(tag[1]) for tag, _ in found if re.fullmatch(r"h[1-6]", tag)]
+    assert levels[0] == 1 and all(b - a <= 1 for a, b in pairwise(levels))
+
+
+def test_hostile_names_stay_text(tmp_path: Path) -> None:
+    page = page_of(tmp_path, LiveState(epochs=1, classes=HOSTILE))
+    found = outline(page)
+    assert len([tag for tag, _ in found if tag == "script"]) == 3
+    assert not [tag for tag, attrs in found if tag == "img" or "onerror" in attrs]
+    assert "&lt;img src=x onerror=alert(1)&gt;" in page
+
+
+def test_script_json_cannot_leave_its_element() -> None:
+    value = {"x": "</script><!--", "nan": float("nan")}
+    text = script_json(value)
+    assert "<" not in text and ">" not in text
+    assert json.loads(text) == {"x": "</script><!--", "nan": None}
+
+
+def test_lone_surrogates_do_not_stop_the_page(tmp_path: Path) -> None:
+    assert "torn" not in page_of(tmp_path, LiveState(epochs=1, classes=["a\ud800", "b"]))
+
+
+def test_chart_labels_are_escaped_and_short() -> None:
+    assert safe("<b>x</b>") == "&lt;b&gt;x&lt;/b&gt;"
+    assert len(safe("n" * 100)) == 28
+
+
+def test_a_thousand_classes_show_the_most_confused_and_fold_the_table(tmp_path: Path) -> None:
+    page = page_of(tmp_path, LiveState(epochs=1, classes=[f"class {i}" for i in range(1000)]))
+    drawn = figures(page)
+    assert 28 <= len(drawn["confusion"]["traces"][0]["z"]) <= 30
+    assert len(drawn["roc"]["traces"]) <= 32
+    assert re.search(r"The (29|30) most confused of 1000 classes.", page)
+    assert "<details><summary>Per class, the weakest first (1000 classes)" in page
+    assert len(page) < 6_500_000
+
+
+def test_most_confused_classes_and_pairs() -> None:
+    matrix = [[9, 1, 0], [0, 10, 0], [0, 4, 6]]
+    assert most_confused(matrix, 2) == [1, 2]
+    assert worst_pairs(matrix, ["a", "b", "c"]) == "c as b (4), a as b (1)"
+
+
+def dump(page: Path, profile: Path, *flags: str) -> tuple[str, list[str]]:
+    """Open a page in a headless browser: the DOM after its scripts ran, and what the console said."""
+    assert CHROMIUM is not None
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", *flags, page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here to open the page with")
+@pytest.mark.parametrize(
+    ("scheme", "stroke"), [(1, "rgb(31, 95, 168)"), (0, "rgb(125, 180, 242)")], ids=["light", "dark"]
+)
+def test_browser_draws_every_chart_in_its_theme(tmp_path: Path, scheme: int, stroke: str) -> None:
+    page = page_of(tmp_path / "run", LiveState(epochs=4, death_at=150, classes=HOSTILE))
+    flag = f"--blink-settings=preferredColorScheme={scheme}"
+    dom, console = dump(tmp_path / "run" / "report.html", tmp_path / "profile", flag)
+    assert console == []
+    assert f'data-charts="{len(figures(page))}"' in dom
+    assert dom.count("js-plotly-plot") >= len(figures(page))
+    assert stroke in dom
+    assert "<title>run · Echelon</title>" in dom
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here to open the page with")
+def test_browser_opens_the_page_of_a_run_without_steps(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    write_report(run)
+    dom, console = dump(run / "report.html", tmp_path / "profile")
+    assert console == []
+    assert "record.jsonl is missing" in dom

@@ -1,0 +1,134 @@
+"""What a layout cannot be combined with is refused before anything starts, in words."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from echelon.config import build
+from echelon.core.errors import UserError
+from echelon.trainer.compatibility import check_strategies, interplay_notes, settle_single_worker
+from echelon.trainer.layouts import read_cuts, read_tensor_plan
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "settings", "words"),
+    [
+        ("dp=2,tp=2", 2, {}, "4 ranks, but there are 2 workers"),
+        ("dp=-1,fsdp=2", 3, {}, "do not divide 3 workers"),
+        ("fsdp=2,tp=-1", 5, {}, "do not divide 5 workers"),
+        ("fsdp=4", 4, {"data.batch_size": 3}, "smaller than the 4 workers that share it"),
+        ("fsdp=2", 2, {"optimizer.name": "lars"}, "needs whole tensors"),
+        ("tp=2", 2, {"optimizer.name": "muon"}, "needs whole tensors"),
+        ("pp=2", 2, {"optimizer.name": "lamb"}, "norm over all of the model"),
+        ("tp=2", 4, {"strategy.sync": "ps(mode=sync, backup=2)"}, "with 2 workers at most 1 are backups"),
+        ("pp=2", 6, {"strategy.sync": "ps", "launch.nodes": "2", "launch.rendezvous": "a:1"}, "2 ranks of one machine"),
+        ("pp=2", 4, {"strategy.sync": "ps", "optimizer.name": "lamb"}, "norm over all of the model"),
+        ("tp=2", 4, {"strategy.sync": "ps", "model.compile": True}, "a split model is not compiled"),
+        ("fsdp=2", 2, {"model.compile": True}, "--compile"),
+        ("dp=2,zero1", 2, {"strategy.sync": "local(8)"}, "--sync allreduce"),
+        ("tp=2", 2, {"strategy.compression": "int8"}, "makes one of 2 workers: use --parallel dp=2,tp=2 with 4"),
+        ("fsdp=-1", 2, {"strategy.sync": "local(8)"}, "dp=2,fsdp=2 with 4"),
+        ("pp=2", 2, {"strategy.collective": "ring"}, "leave --collective out"),
+        ("pp=2", 2, {"model.sync_batchnorm": True}, "add microbatches=1"),
+        ("dp=2,tp=2,pp=2", 6, {}, "write --workers 8"),
+        ("dp=2,tp=2", 8, {}, "write dp=-1 or --workers 4"),
+        ("pp=2,microbatches=0", 2, {}, "N at least 1"),
+        ("dp=2,zero1", 2, {"optimizer.name": "lamb"}, "norm over all of the model"),
+        ("pp=2,schedule=1f2b", 2, {}, "did you mean 1f1b"),
+        ("dp=2", 2, {"strategy.cuts": "blocks.1"}, "--parallel pp=N"),
+        ("dp=2", 2, {"strategy.tensor_plan": "a=column"}, "--parallel tp=N"),
+        ("tp=2", 2, {"strategy.tensor_plan": "column"}, "PATTERN=STYLE"),
+        ("pp=2", 2, {"strategy.cuts": "a,,b"}, "names of blocks"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused(parallel: str, ranks: int, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check_strategies(build(None, {"strategy.parallel": parallel, **settings}).config, ranks)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "settings"),
+    [
+        ("tp=2", {"strategy.sync": "local(8)", "strategy.compression": "int8"}),
+        ("dp=2,tp=2", {"strategy.tensor_plan": "a=column,b=row"}),
+        ("pp=2,schedule=zero_bubble,microbatches=4", {"strategy.cuts": "a,b,c"}),
+        ("pp=4", {"optimizer.name": "lars"}),
+        ("fsdp=-1", {"optimizer.name": "adamw", "training.recompute": "blocks"}),
+        ("dp=4,zero1", {"optimizer.name": "lars"}),
+        ("tp=2", {"strategy.sync": "ps(mode=sync, backup=1)", "strategy.compression": "int8"}),
+        ("fsdp=2", {"strategy.sync": "ps(mode=async)", "optimizer.name": "lars"}),
+        ("tp=2,pp=2", {"strategy.sync": "ps(mode=ssp)"}),
+    ],
+)
+def test_what_can_be_combined_is_not(parallel: str, settings: dict[str, Any]) -> None:
+    check_strategies(build(None, {"strategy.parallel": parallel, **settings}).config, 4)
+
+
+def test_plans_and_cuts_are_read() -> None:
+    assert read_tensor_plan("blocks.*.fc1=column, fc2 = row") == {"blocks.*.fc1": "column", "fc2": "row"}
+    assert read_cuts("blocks.4, blocks.8") == ("blocks.4", "blocks.8")
+    assert read_cuts("") == () and read_tensor_plan(" ") == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"strategy.sync": "local(8, start=100)", "strategy.compression": "sign"}, "leave out start"),
+        ({"strategy.collective": "hierarchical(group=8)", "strategy.compression": "int8"}, "one group of 2 workers"),
+    ],
+)
+def test_a_codec_that_would_do_harm_or_nothing_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check_strategies(build(None, settings).config, 2)
+
+
+def test_a_codecs_own_momentum_is_the_optimizers_in_a_single_worker() -> None:
+    config = build(None, {"strategy.compression": "topk(0.01, momentum=0.9)", "optimizer.momentum": 0.0}).config
+    alone = settle_single_worker(config).optimizer
+    assert alone.name == "sgd"
+    asked = build(None, {"strategy.compression": "topk(0.01, nesterov=true)", "optimizer.name": "momentum"}).config
+    both = settle_single_worker(asked).optimizer
+    assert (both.name, both.momentum, both.weight_decay) == ("sgd", 0.9, asked.optimizer.weight_decay)
+    plain = build(None, {"strategy.compression": "topk(0.01, momentum=0.9, nesterov=false)", "optimizer.momentum": 0.0})
+    assert settle_single_worker(plain.config).optimizer.name == "momentum"
+    assert (alone.momentum, alone.weight_decay) == (0.9, pytest.approx(config.optimizer.weight_decay / 10))
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "words"),
+    [
+        ({}, 2, []),
+        ({"strategy.compression": "int8"}, 2, []),
+        ({"strategy.compression": "topk(0.01)"}, 2, ["topk.0.01. encodes$"]),
+        ({"strategy.compression": "topk(0.01)", "optimizer.name": "momentum"}, 3, ["encodes; Nesterov's form"]),
+        ({"strategy.compression": "topk(0.01)", "strategy.sync": "ps"}, 2, ["momentum 0.9 acts in each worker"]),
+        ({"strategy.compression": "topk(0.01)", "strategy.sync": "local(8)"}, 2, []),
+        ({"strategy.compression": "topk(0.01)"}, 1, []),
+        ({"strategy.collective": "ring"}, 2, ["--collective ring changes nothing"]),
+        ({"strategy.collective": "ring"}, 3, []),
+        ({"strategy.collective": "ring", "strategy.parallel": "fsdp=2"}, 4, ["--collective ring changes nothing"]),
+    ],
+)
+def test_what_one_setting_does_to_another_is_said(settings: dict[str, Any], ranks: int, words: list[str]) -> None:
+    notes = interplay_notes(build(None, settings).config, ranks)
+    assert len(notes) == len(words)
+    assert all(re.search(word, note) for word, note in zip(words, notes, strict=True)), notes
+
+
+@pytest.mark.parametrize(
+    ("sync", "words"),
+    [
+        ("ps(mode=async, servers=0)", "--sync.*servers=0: it must be between"),
+        ("ps(servers=two)", "--sync.*servers must be a whole number"),
+        ("ps(mod=async)", "--sync.*did you mean mode"),
+        ("ps(mode=asink)", "--sync.*did you mean async"),
+        ("ps(mode=sync, backup=2)", "--sync.*with 2 workers at most 1"),
+        ("ps(momentum_correction=true)", "no momentum on the servers"),
+    ],
+)
+def test_a_refused_setting_of_a_server_is_named(sync: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check_strategies(build(None, {"strategy.sync": sync, "optimizer.name": "adamw"}).config, 2)

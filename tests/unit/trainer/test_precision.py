@@ -1,0 +1,83 @@
+"""The precisions of a run: what each means, and where one is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from echelon.config.schema import TrainingConfig
+from echelon.core.errors import UserError
+from echelon.trainer.precision import build_scaler, check_fp8, fp8_layers, set_numerics, to_fp8
+
+CPU = torch.device("cpu")
+
+
+def test_half_precision_trains_on_a_cpu() -> None:
+    """Autocast and the gradient scaler: the loss falls, an overflow skips the step and halves the scale."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = build_scaler("fp16", CPU, None)
+    x, y = torch.randn(32, 1, 8, 8), torch.arange(32) % 10
+    losses = []
+    for _ in range(20):
+        with torch.autocast("cpu", torch.float16):
+            logits = model(x)
+        assert logits.dtype == torch.float16
+        loss = F.cross_entropy(logits.float(), y)
+        losses.append(float(loss.detach()))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0] / 2
+    before, scale = [p.clone() for p in model.parameters()], scaler.get_scale()
+    scaler.scale(model(x).sum() * float("inf")).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert scaler.get_scale() == scale / 2
+
+
+def test_other_precisions_scale_nothing() -> None:
+    """float32 and bfloat16 have the range."""
+    assert not any(build_scaler(name, CPU, None).is_enabled() for name in ("fp32", "bf16", "bf16-params", "fp8"))
+
+
+def test_fp8_is_refused_on_a_cpu() -> None:
+    """In words, before anything is built."""
+    with pytest.raises(UserError, match=r"fp8 needs a GPU with 8-bit matrix units .* use --precision bf16"):
+        to_fp8(nn.Linear(16, 16), CPU)
+
+
+def test_fp8_is_refused_on_an_older_gpu(monkeypatch: Any) -> None:
+    """Names the device and what it lacks."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
+    with pytest.raises(UserError, match=r"A100 has compute capability 8\.0"):
+        check_fp8(torch.device("cuda", 0))
+
+
+def test_fp8_layers_are_those_that_fit() -> None:
+    """Both sides multiples of 16, and not the logits."""
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 20), nn.Linear(20, 16), nn.Linear(16, 16))
+    assert fp8_layers(model) == {"0"}
+
+
+def test_tf32_is_switched_and_left_alone() -> None:
+    """`auto` leaves torch's own choice."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        set_numerics(TrainingConfig(tf32="on"))
+        assert torch.get_float32_matmul_precision() == "high" and torch.backends.cudnn.allow_tf32
+        set_numerics(TrainingConfig())
+        assert torch.get_float32_matmul_precision() == "high"
+        set_numerics(TrainingConfig(tf32="off"))
+        assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cudnn.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
