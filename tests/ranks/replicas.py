@@ -23,7 +23,7 @@ from echelon.trainer.state import (
     load_shared_state,
     rank_state,
 )
-from echelon.trainer.step import warmup_backward, make_update
+from echelon.trainer.step import make_update, warmup_backward
 from echelon.trainer.world import World
 from tests.ranks.spawn import Rank
 
