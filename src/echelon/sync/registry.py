@@ -12,7 +12,7 @@ from echelon.core.spec import Spec, bind, parse_spec
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.state_bytes import Piece, StateBytes
 
-_NOT_STRATEGIES = {"base", "registry", "buffers", "kept"}
+_NOT_STRATEGIES = {"base", "registry", "buffers", "state_bytes"}
 _PLANNED: tuple[str, ...] = ()
 
 
