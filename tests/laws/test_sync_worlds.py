@@ -11,7 +11,18 @@ from torch import Tensor
 
 from echelon.trainer.state import load_rank_state, load_shared_state, rank_state
 from tests.laws.test_sync import save_in_middle
-from tests.ranks.replicas import FEATURES, Quadratic, Trial, copy, make_parts, save, targets, train, world_of
+from tests.ranks.replicas import (
+    FEATURES,
+    ChannelsLast,
+    Quadratic,
+    Trial,
+    copy,
+    make_parts,
+    save,
+    targets,
+    train,
+    world_of,
+)
 from tests.ranks.spawn import Rank, run_ranks
 
 ALL = "topk(1.0, momentum=0.9, values=fp32)"
@@ -109,10 +120,11 @@ def _whole(rank: Rank, trial: Trial, last: int) -> dict[str, Tensor]:
     return after
 
 
+@pytest.mark.parametrize("model", [Quadratic, ChannelsLast])
 @pytest.mark.parametrize("growth", [0, 4], ids=["", "losses scaled"])
-def test_momentum_in_a_codec_survives_going_on_alone(growth: int) -> None:
+def test_momentum_in_a_codec_survives_going_on_alone(growth: int, model: type[Quadratic | ChannelsLast]) -> None:
     """Where all is sent in each step the codec's momentum is SGD's: two workers, then one, train as one throughout."""
-    plain = Trial("allreduce", momentum=0.9, model=Quadratic, growth=growth)
+    plain = Trial("allreduce", momentum=0.9, model=model, growth=growth)
     whole = run_ranks(_whole, 1, plain, 12)[0]
     ranks = run_ranks(save_in_middle, 2, [replace(plain, momentum=0.0, compression=ALL)])
     own = {r: ranks[r][0][1] for r in range(2)}
@@ -155,11 +167,12 @@ def _states(rank: Rank, trial: Trial, last: int) -> list[dict[str, Tensor]]:
     return seen
 
 
-def test_what_was_left_out_of_synchronous_steps_joins_their_last_one() -> None:
+@pytest.mark.parametrize("model", [Quadratic, ChannelsLast])
+def test_what_was_left_out_of_synchronous_steps_joins_their_last_one(model: type[Quadratic | ChannelsLast]) -> None:
     """With SGD all that parameters have moved by is the learning rate times all gradients: w - mean(targets)."""
-    trial, start = Trial("local(3, start=4)", "topk(0.1)", model=Quadratic), 4
+    trial, start = Trial("local(3, start=4)", "topk(0.1)", model=model), 4
     seen = run_ranks(_states, 2, trial, start)[0]
-    wanted = [torch.from_numpy(targets(step)[:, :1].mean(axis=0)) for step in range(start)]
+    wanted = [model.optimum(torch.from_numpy(targets(step))) for step in range(start)]
     gradients = sum(seen[step]["a"] - wanted[step] for step in range(start))
     assert torch.allclose(seen[0]["a"] - trial.lr * gradients, seen[start]["a"], rtol=0, atol=1e-6)
 

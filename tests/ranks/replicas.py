@@ -60,6 +60,33 @@ class Quadratic(nn.Module):
         a = (self.a - x[:, :1, None]).square().sum(dim=(1, 2)) / 2
         return (a + (self.b - x[:, 1:2]).square().sum(1) / 2).sum()
 
+    @staticmethod
+    def optimum(x: Tensor) -> Tensor:
+        """Return the `a` of least loss for a batch."""
+        return x[:, :1].mean(0)
+
+
+class ChannelsLast(nn.Module):
+    """The same loss with other targets for every element of a weight [32, 3, 11, 1] that is stored channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.full((32, 3, FEATURES // 3, 1), 2.0, dtype=torch.float64)
+        self.a = nn.Parameter(weight.contiguous(memory_format=torch.channels_last))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.a - self._targets(x)).square().sum() / 2
+
+    @staticmethod
+    def _targets(x: Tensor) -> Tensor:
+        scales = torch.arange(1, 33, dtype=x.dtype) / 32
+        return scales.view(1, -1, 1, 1, 1) * x.view(len(x), 1, 3, FEATURES // 3, 1)
+
+    @staticmethod
+    def optimum(x: Tensor) -> Tensor:
+        """Return the `a` of least loss for a batch."""
+        return ChannelsLast._targets(x).mean(0)
+
 
 def targets(step: int) -> np.ndarray:
     """Return the inputs `(samples, FEATURES)` of the global batch of a step, from 0."""

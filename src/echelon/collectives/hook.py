@@ -139,7 +139,8 @@ class GradientHook:
         if on_gpu:
             ready = torch.cuda.Event()
             ready.record()
-        handed = DdpBucket(names, bucket.gradients(), buffer, future, bucket.index() == 0, bucket.is_last(), ready)
+        views = _gradient_views(bucket)
+        handed = DdpBucket(names, views, buffer, future, bucket.index() == 0, bucket.is_last(), ready)
         self._lane.submit(work, handed)
         return future
 
@@ -183,6 +184,24 @@ class GradientHook:
             self._work.load_state_dict(state)
         elif state:
             raise ValueError(f"this hook keeps no state, but the saved one has {min(state)!r}")
+
+
+def _gradient_views(bucket: dist.GradBucket) -> list[Tensor]:
+    """View a bucket's 1-D buffer as one gradient a parameter, each of the parameter's shape.
+
+    DDP writes a gradient in the memory order of its parameter where that fills its memory without gaps (channels_last
+    too). `GradBucket.gradients` views it in row-major order all the same: elements would stand at other indices.
+    """
+    buffer = bucket.buffer()
+    views: list[Tensor] = []
+    start = 0
+    for parameter in bucket.parameters():
+        flat = buffer[start : start + parameter.numel()]
+        by_stride = sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
+        dense = parameter.permute(by_stride).is_contiguous()
+        views.append(flat.as_strided(parameter.shape, parameter.stride()) if dense else flat.view(parameter.shape))
+        start += parameter.numel()
+    return views
 
 
 def _noted(times: ReduceTimes, handed_s: float, future: Future[Any]) -> Tensor:

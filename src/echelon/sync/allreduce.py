@@ -183,8 +183,11 @@ class AllReduce:
         velocity: dict[str, Tensor] = {}
         for (name, parameter), count in zip(named.items(), holders.tolist(), strict=True):
             if count:
-                own = kept.get(name)
-                velocity[name] = torch.zeros_like(parameter) if own is None else own.to(parameter, copy=True)
+                momentum = kept.get(name)
+                # Row-major on every rank, for sums go by memory: a momentum's order may differ from its parameter's.
+                velocity[name] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+                if momentum is not None:
+                    velocity[name].copy_(momentum)
                 dist.all_reduce(velocity[name], group=self._context.group)
                 velocity[name] *= self._context.loss_scale() / count
         hook.take_velocity(velocity)
