@@ -17,7 +17,7 @@ SECRET = b"b" * 32
 NOBODY = "ipc:///nonexistent/echelon-scheduler"
 START_S = 120.0
 WINDOW_S = 120.0
-PRELOAD = ["torch", "torch._dynamo", "zmq", "echelon.sync.server.server", "echelon.sync.server.client"]
+PRELOAD = ["torch", "torch._dynamo", "zmq", "echelon.ps.server", "echelon.ps.client"]
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def _address(host: Host | None) -> str:
 def _echo_server(pipe: Connection, case: Case, index: int) -> None:
     import zmq
 
-    from echelon.sync.server.identity import PeerCheck, derive_keys
-    from echelon.sync.server.sockets import Limits, has_message, listen
+    from echelon.messages.identity import PeerCheck, derive_keys
+    from echelon.messages.sockets import Limits, has_message, listen
 
     _settle(case.servers[index])
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -121,9 +121,9 @@ def _echo_server(pipe: Connection, case: Case, index: int) -> None:
 def _ps_server(pipe: Connection, case: Case, index: int) -> None:
     import torch
 
-    from echelon.sync.server.identity import derive_keys
-    from echelon.sync.server.server import Server, ServerConfig
-    from echelon.sync.server.settings import Settings
+    from echelon.messages.identity import derive_keys
+    from echelon.ps.server import Server, ServerConfig
+    from echelon.sync.ps import ServerSettings
 
     _settle(case.servers[index])
 
@@ -132,7 +132,7 @@ def _ps_server(pipe: Connection, case: Case, index: int) -> None:
 
     folder = Path(tempfile.mkdtemp(prefix="bench-"))
     where = _address(case.servers[index]) if case.encrypted else f"ipc://{folder}/server{index}"
-    settings = Settings(servers=len(case.servers), snapshot_every=10**9)
+    settings = ServerSettings(servers=len(case.servers), snapshot_every=10**9)
     config = ServerConfig(f"server{index}", index, settings, derive_keys(SECRET), NOBODY, where, "none", 0, folder, sgd)
     server = Server(config)
     pipe.send(server.listener.address)
@@ -155,8 +155,8 @@ class _Echo:
     def __init__(self, case: Case, address: str) -> None:
         import zmq
 
-        from echelon.sync.server.identity import derive_keys
-        from echelon.sync.server.sockets import Limits, connect
+        from echelon.messages.identity import derive_keys
+        from echelon.messages.sockets import Limits, connect
 
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         if case.encrypted:
@@ -189,9 +189,9 @@ class _PushPull:
     def __init__(self, case: Case, index: int, addresses: list[str]) -> None:
         import torch
 
-        from echelon.sync.server.client import Client, ClientConfig
-        from echelon.sync.server.identity import derive_keys
-        from echelon.sync.server.table import Cut, ParameterInfo, cut_table
+        from echelon.messages.identity import derive_keys
+        from echelon.ps.client import Client, ClientConfig
+        from echelon.ps.table import Cut, ParameterInfo, cut_table
 
         self.table = cut_table([ParameterInfo("w", (case.n_bytes // 4,), True)], Cut(len(addresses), case.chunk))
         config = ClientConfig(f"worker{index}", derive_keys(SECRET), NOBODY, "none", 0, index, 60.0, keeps=False)
@@ -209,7 +209,7 @@ class _PushPull:
 
     def run(self, seconds: float) -> float:
         """Return bytes per second."""
-        from echelon.sync.server.client import PushInfo
+        from echelon.ps.client import PushInfo
 
         began, done, more = time.perf_counter(), 0, True
         first = True

@@ -19,18 +19,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig, TrainingPlan
 from echelon.core.spec import bind, parse_spec
 from echelon.launch.preload import start_import_server
+from echelon.messages.identity import derive_keys
 from echelon.observe.phases import HostClock
+from echelon.ps.client import Client, ClientConfig, PushInfo
+from echelon.ps.server import Server, ServerConfig
+from echelon.ps.serving import coordination_policy
+from echelon.ps.spans import model_table
+from echelon.ps.strategy import ParameterServer, WorkerOptions
+from echelon.ps.table import Cut
 from echelon.records.file import Recorder
-from echelon.sync.ps import ParameterServer, WorkerOptions
-from echelon.sync.server.client import Client, ClientConfig, PushInfo
-from echelon.sync.server.identity import derive_keys
-from echelon.sync.server.scheduler import Callbacks, Plan, Scheduler, SchedulerConfig
-from echelon.sync.server.server import Server, ServerConfig
-from echelon.sync.server.settings import Settings
-from echelon.sync.server.spans import model_table
-from echelon.sync.server.table import Cut
+from echelon.sync.ps import ServerSettings
 
 WORKERS = 4
 SECRET = b"s" * 32
@@ -48,9 +49,9 @@ class Job:
     steps_per_epoch: int
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> ServerSettings:
         """The settings of `ps(...)`."""
-        return bind(parse_spec(self.way), Settings)
+        return bind(parse_spec(self.way), ServerSettings)
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,10 @@ def _serve(job: Job, folder: str, address: Any) -> None:
     def nothing(*ignored: Any) -> None:
         pass
 
-    plan = Plan(job.epochs, 0, 0, None, None)
-    config = SchedulerConfig(job.settings, keys, f"ipc://{folder}/scheduler", path, plan, DEADLINE_S)
+    plan = TrainingPlan(job.epochs, 0, 0, None, None)
+    config = SchedulerConfig(
+        coordination_policy(job.settings), keys, f"ipc://{folder}/scheduler", path, plan, DEADLINE_S
+    )
     scheduler = Scheduler(config, Recorder(path), Callbacks(nothing, nothing, nothing))
     thread = threading.Thread(target=scheduler.run, daemon=True)
     thread.start()

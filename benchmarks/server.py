@@ -33,8 +33,8 @@ from benchmarks._common import (
 )
 from benchmarks._server_sides import PRELOAD, Case, Side
 from echelon.launch.link import ShapedNetwork, parse_link
-from echelon.sync.server.settings import Settings
-from echelon.sync.server.table import Cut, ParameterInfo, cut_table
+from echelon.ps.table import Cut, ParameterInfo, cut_table
+from echelon.sync.ps import ServerSettings
 
 LOOPBACK = ["MB", "in keys of KiB", "push+pull MB/s", "echo of the whole MB/s", "ratio", "echo in keys", "ratio",
             "the same, Unix socket", "ratio", "encrypted: push+pull", "echo in keys", "ratio"]  # fmt: skip
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=float, nargs="*", default=[1, 5, 50], help="MB")
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0)
-    parser.add_argument("--chunk-kb", type=int, nargs="+", default=[Settings().chunk_bytes // 1024],
+    parser.add_argument("--chunk-kb", type=int, nargs="+", default=[ServerSettings().chunk_bytes // 1024],
                         help="largest key, in KiB; links: the first one")  # fmt: skip
     parser.add_argument("--links", nargs="*", default=[], help="rates such as 100mbit; empty: loopback")
     given = parser.parse_args()

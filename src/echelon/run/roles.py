@@ -19,7 +19,7 @@ from echelon.launch.plan import LaunchPlan
 from echelon.launch.roles import Role, RoleDeath, RoleRefused, RolesFailed, RoleWatch, run_roles
 from echelon.records.file import Recorder
 from echelon.reporting.report import write_report
-from echelon.sync.server.settings import Settings
+from echelon.sync.ps import ServerSettings
 from echelon.trainer.folder import last_word
 from echelon.trainer.leased_check import settings_of
 from echelon.trainer.served_start import (
@@ -86,14 +86,14 @@ def run_leased_roles(config: RunConfig, plan: LaunchPlan, path: Path, record: Re
 
 
 @contextmanager
-def _alone(path: Path, settings: Settings) -> Iterator[Site]:
+def _alone(path: Path, settings: ServerSettings) -> Iterator[Site]:
     prepare_roles(path)
     numbers = tuple(range(settings.servers))
     yield Site(servers=numbers, standbys=numbers if settings.replicas else ())
 
 
 @contextmanager
-def _on_links(plan: LaunchPlan, path: Path, settings: Settings, record: Recorder, teams: Teams) -> Iterator[Site]:
+def _on_links(plan: LaunchPlan, path: Path, settings: ServerSettings, record: Recorder, teams: Teams) -> Iterator[Site]:
     """Give each worker, server and standby a network namespace; the scheduler stays outside, on the control links."""
     with _alone(path, settings) as whole:
         workers = [worker_name(i) for i in range(teams.workers)]
@@ -111,10 +111,10 @@ def _on_links(plan: LaunchPlan, path: Path, settings: Settings, record: Recorder
 
 
 @contextmanager
-def _among_machines(config: RunConfig, plan: LaunchPlan, path: Path, settings: Settings) -> Iterator[Site]:
+def _among_machines(config: RunConfig, plan: LaunchPlan, path: Path, settings: ServerSettings) -> Iterator[Site]:
     """Meet the other machines at the rendezvous: the first one has the scheduler, servers are spread over all."""
+    from echelon.launch.meeting import Arrival, Place, Shape, join_meeting
     from echelon.launch.rendezvous import is_own, own_address
-    from echelon.sync.server.meeting import Arrival, Place, Shape, join_meeting
 
     own = own_address(plan.rendezvous)
     shape = Shape(plan.nodes.least, plan.nodes.most, settings.servers, settings.replicas)
@@ -139,8 +139,8 @@ def _among_machines(config: RunConfig, plan: LaunchPlan, path: Path, settings: S
 def _meeting(plan: LaunchPlan, path: Path, shape: Any, first: Any) -> Iterator[None]:
     import zmq
 
-    from echelon.sync.server.identity import SECRET_FILE, SECRET_VARIABLE, read_secret
-    from echelon.sync.server.meeting import Meeting, Register
+    from echelon.launch.meeting import Meeting, Register
+    from echelon.messages.identity import SECRET_FILE, SECRET_VARIABLE, read_secret
 
     roles = prepare_roles(path)
     port = parse_rendezvous(plan.rendezvous)[1]

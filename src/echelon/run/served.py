@@ -16,21 +16,22 @@ from torch import nn
 
 from echelon.config import RunConfig, load_run_config
 from echelon.config.validate import parse_interval, parse_nodes
+from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig, TrainingPlan
+from echelon.coordinator.window import WindowSums
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import write_atomic
 from echelon.core.units import parse_seconds
+from echelon.messages.identity import derive_keys, read_secret
 from echelon.observe.phases import PHASES
 from echelon.observe.resources import KIND as RESOURCES
 from echelon.observe.resources import record_of
 from echelon.observe.scalars import Scalars
 from echelon.optim.build import build_optimizer
+from echelon.ps.keystore import MakeOptimizer
+from echelon.ps.server import Server, ServerConfig
+from echelon.ps.serving import coordination_policy
 from echelon.records.file import Recorder
 from echelon.reporting.report import write_report
-from echelon.sync.server.identity import derive_keys, read_secret
-from echelon.sync.server.keystore import MakeOptimizer
-from echelon.sync.server.scheduler import Callbacks, Plan, Scheduler, SchedulerConfig
-from echelon.sync.server.server import Server, ServerConfig
-from echelon.sync.server.tallies import WindowSums
 from echelon.trainer.compatibility import assign_momentum
 from echelon.trainer.display import Display, RunLength
 from echelon.trainer.evaluate import EvaluationReport
@@ -73,7 +74,7 @@ def run_scheduler(folder: str, host: str = "") -> None:
         record, scalars = Recorder(path), Scalars(path)
         chronicle = Chronicle(config, path, record, scalars)
         plan = _plan(config)
-        settings = SchedulerConfig(settings_of(config), keys, address, roles, plan, timeout_s)
+        settings = SchedulerConfig(coordination_policy(settings_of(config)), keys, address, roles, plan, timeout_s)
         scheduler = Scheduler(settings, record, chronicle.callbacks())
         write_atomic(former, json.dumps({"address": scheduler.listener.address, "pid": os.getpid()}))
         status = scheduler.run()
@@ -106,10 +107,10 @@ def _as_role(folder: str, name: str, run: Callable[[Path, RunConfig], None]) -> 
     sys.stdout.flush()
 
 
-def _plan(config: RunConfig) -> Plan:
+def _plan(config: RunConfig) -> TrainingPlan:
     interval = parse_interval(config.checkpoint.every)
     training = config.training
-    return Plan(training.epochs, training.max_steps, training.eval_every, interval.steps, interval.seconds)
+    return TrainingPlan(training.epochs, training.max_steps, training.eval_every, interval.steps, interval.seconds)
 
 
 class _Pieces(nn.Module):

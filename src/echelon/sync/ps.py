@@ -1,36 +1,105 @@
 """Parameter server: workers push gradients to servers that hold the parameters, and pull what changed.
 
 Forms: synchronous, with backup workers (Chen et al. 2016, arXiv:1604.00981), asynchronous (Downpour; Dean et al. 2012),
-stale synchronous (Ho et al. 2013). Each gradient is pushed while backward still runs, as soon as a key of the table is
-complete; the forward pass of a layer waits only for its own parameters.
+stale synchronous (Ho et al. 2013). This is its declaration; servers and the workers' side are in `ps/`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
-
-from echelon.compression.huffman import entropy_coded
-from echelon.compression.sparse import share_carried
-from echelon.core.errors import UserError
-from echelon.observe.phases import Phase, PhaseClock
+from echelon.compression.base import Codec
+from echelon.compression.registry import build as build_codec
+from echelon.core.errors import UserError, nearest
 from echelon.sync.base import Sync, SyncContext
-from echelon.sync.server.client import Client, PushInfo
-from echelon.sync.server.coding import upward
-from echelon.sync.server.settings import Settings
-from echelon.sync.server.spans import Span, spans_of
-from echelon.sync.server.table import Key, Table
 from echelon.sync.state_bytes import Piece, StateBytes, pushed, whole
 
-SETTINGS = Settings
+MODES = ("sync", "async", "ssp")
+COMPENSATIONS = ("none", "constant", "adaptive")
+# Zheng et al. 2017: lambda of the constant form, and lambda_0 of the adaptive one in the authors' code.
+STRENGTH = {"none": 0.0, "constant": 0.04, "adaptive": 2.0}
 
 
-def build(settings: Settings, context: SyncContext) -> Sync:
+@dataclass(frozen=True)
+class ServerSettings:
+    """`ps(mode=async, servers=2, ...)`.
+
+    Attributes:
+        mode: `sync` (every gradient of a version), `async` (Downpour: each gradient when it comes), `ssp` (async, but
+            no worker runs more than `staleness` batches ahead of the slowest; Ho et al. 2013). `ssp` with staleness 0
+            is `sync`: nobody may be ahead, so each version is complete before the next.
+        servers: how many processes hold the parameters.
+        staleness: the bound of `ssp`.
+        backup: `sync` only: a version is complete without this many of its gradients (Chen et al. 2016).
+        compensation: delay compensation g + lambda g*g*(w_now - w_then) (Zheng et al. 2017): none, constant, adaptive.
+        strength: lambda (adaptive: lambda_0); None: 0.04 (adaptive: 2).
+        by_staleness: divide the learning rate by a gradient's staleness (Zhang et al. 2016).
+        momentum_correction: lower the server's momentum by what asynchrony adds (Mitliagkas et al. 2016).
+        decay_s: weigh a gradient by exp(-age / decay_s), its age counted from the pull it was computed on; 0: off.
+        snapshot_every: updates of a server between its snapshots; with a standby there are none.
+        replicas: standbys per server (0 or 1); a standby holds every acknowledged update.
+        chunk_kb: largest piece of the parameters that travels in one message, in KiB.
+        ema: decay of a moving average of the parameters on the servers; set by --ema; 0: off.
+    """
+
+    mode: str = "async"
+    servers: int = 1
+    staleness: int = 3
+    backup: int = 0
+    compensation: str = "none"
+    strength: float | None = None
+    by_staleness: bool = False
+    momentum_correction: bool = False
+    decay_s: float = 0.0
+    snapshot_every: int = 200
+    replicas: int = 0
+    chunk_kb: int = 1024
+    ema: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, known in (("mode", MODES), ("compensation", COMPENSATIONS)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{name} {value!r} is unknown: {nearest(value, known)}use one of {', '.join(known)}")
+        for name, low, high in (
+            ("servers", 1, 64),
+            ("staleness", 0, 10_000),
+            ("backup", 0, 1_000),
+            ("replicas", 0, 1),
+            ("snapshot_every", 1, 10**9),
+            ("chunk_kb", 4, 65_536),
+        ):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name}={getattr(self, name)}: it must be between {low} and {high}")
+        if self.backup and self.mode != "sync":
+            raise ValueError(f"backup={self.backup} belongs to mode=sync; mode={self.mode} waits for no gradient")
+        stale = self.compensation != "none" or self.by_staleness or self.momentum_correction or self.decay_s > 0
+        if stale and self.aggregates:
+            raise ValueError("compensation, by_staleness, momentum_correction and decay_s act on stale gradients: "
+                             "with mode=sync there are none, use mode=async or mode=ssp")  # fmt: skip
+        if self.decay_s < 0 or (self.strength is not None and self.strength < 0):
+            raise ValueError("decay_s and strength must not be negative")
+
+    @property
+    def aggregates(self) -> bool:
+        """Whether the gradients of one version are summed into one update."""
+        return self.mode == "sync" or (self.mode == "ssp" and self.staleness == 0)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Largest message body for a piece of the parameters."""
+        return self.chunk_kb * 1024
+
+    @property
+    def compensation_strength(self) -> float:
+        """Lambda, or lambda_0 of the adaptive form."""
+        return STRENGTH[self.compensation] if self.strength is None else self.strength
+
+
+SETTINGS = ServerSettings
+
+
+def build(settings: ServerSettings, context: SyncContext) -> Sync:
     """Refuse: a parameter server is more than one process's strategy.
 
     Raises:
@@ -42,278 +111,36 @@ def build(settings: Settings, context: SyncContext) -> Sync:
     )
 
 
-def check(settings: Settings, compression: str) -> None:
+def check(settings: ServerSettings, compression: str) -> None:
     """Refuse codecs that cannot serve a server.
 
     Raises:
         UserError: says what works instead.
     """
-    upward(compression, torch.float32)
+    server_codec(compression)
 
 
-def kept(settings: Settings, compression: str, piece: Piece) -> StateBytes:
+def server_codec(compression: str) -> Codec | None:
+    """Build the codec of what is pushed; None: values travel as they are.
+
+    Raises:
+        UserError: the codec cannot serve a server.
+    """
+    if compression == "none":
+        return None
+    codec = build_codec(compression)
+    if codec.direction:
+        raise UserError(
+            f"--compression {compression} gives the direction of a vote over all workers, and a server has no vote: "
+            "use --sync allreduce with it, or sign without vote"
+        )
+    return codec
+
+
+def kept(settings: ServerSettings, compression: str, piece: Piece) -> StateBytes:
     """Reckon what a worker keeps: parameters as they came from the servers, and the states of what it pushes.
 
     At the end of backward all gradients are there, and uncompressed copies of them on their way.
     """
     size, own = whole(piece.parameters), pushed(compression, piece.parameters)
     return StateBytes(size + own, (2 if compression == "none" else 1) * size, own)
-
-
-@dataclass(frozen=True)
-class WorkerOptions:
-    """How a worker takes part: the settings of `ps(...)`, and whose time waiting counts as communication.
-
-    `clip_norm`: each worker's gradient is clipped to this norm before it is pushed; 0: not at all. `compile`: the model
-    is compiled; then all parameters are waited for before the forward pass, which nothing can interrupt.
-    """
-
-    settings: Settings
-    clip_norm: float
-    clock: PhaseClock
-    compile: bool = False
-
-
-@dataclass
-class _Round:
-    """One task's progress through the model."""
-
-    info: PushInfo
-    loaded: set[int] = field(default_factory=set)
-    missing: dict[int, int] = field(default_factory=dict)
-
-
-class ParameterServer:
-    """A worker's model between forward and backward: waits for values, pushes gradients."""
-
-    def __init__(self, model: nn.Module, table: Table, client: Client, options: WorkerOptions) -> None:
-        self.held = model
-        self.module = cast(nn.Module, torch.compile(model)) if options.compile else model
-        self._waits_inside = not options.compile
-        self._table, self._client, self._settings = table, client, options.settings
-        self._clip, self._clock = options.clip_norm, options.clock
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._spans = spans_of(self._parameters, table)
-        self._by_parameter: list[list[Span]] = [[] for _ in self._parameters]
-        self._by_key: dict[int, list[Span]] = {}
-        for span in self._spans:
-            self._by_parameter[span.parameter].append(span)
-            self._by_key.setdefault(span.key.index, []).append(span)
-        self._version = [-1] * len(self._parameters)
-        self._last = False
-        self._round: _Round | None = None
-        self._fired: set[int] | None = None
-        self._lazy: set[int] = set()
-        self._attach()
-
-    @property
-    def has_replica_state(self) -> bool:
-        """The servers hold the parameters, so no worker has any of its own."""
-        return False
-
-    @property
-    def needs_warmup_backward(self) -> bool:
-        """Servers add in the order in which gradients come: nothing has to be put in order before."""
-        return False
-
-    def begin(self, info: PushInfo) -> None:
-        """Begin a task; `begin_step` fills in its samples."""
-        missing = {k: len({s.parameter for s in spans}) for k, spans in self._by_key.items()}
-        self._round = _Round(info, missing=missing)
-        self._client.open_task(info.task, len(self._table.keys))
-
-    def begin_step(self, samples: int, global_size: int) -> int:
-        """Gradients are sums over samples divided by the batch, whichever worker has them."""
-        assert self._round is not None
-        self._round.info = replace(self._round.info, samples=samples, batch=global_size)
-        if not self._waits_inside:
-            self.load_all(self._round.info.step)
-        return global_size
-
-    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        """Push during the last micro-batch's backward only."""
-        return self._as_last(last)
-
-    def communication_began(self) -> Any:
-        """Nothing waits at the end of backward."""
-        return None
-
-    def step(self) -> None:
-        """Push what backward gave no gradient for, and let go of the gradients: the servers update."""
-        assert self._round is not None
-        if self._clip:
-            nn.utils.clip_grad_norm_([p for p in self._parameters if p.grad is not None], self._clip)
-        for key in self._table.keys:
-            if self._round.missing[key.index] > 0:
-                self._push(key)
-        for parameter in self._parameters:
-            parameter.grad = None
-        self._round = None
-
-    def load_all(self, version: int) -> None:
-        """Wait for all parameters of a version."""
-        for index in range(len(self._parameters)):
-            self._load(index, version)
-
-    @torch.no_grad()
-    def set_parameters(self, values: Mapping[int, Tensor]) -> None:
-        """Set the parameters from values by key; the next task loads its own again."""
-        for parameter, spans in zip(self._parameters, self._by_parameter, strict=True):
-            _set(parameter, ((span, values[span.key.index]) for span in spans))
-        self._version = [-1] * len(self._parameters)
-
-    def key_values(self) -> dict[int, Tensor]:
-        """Return the parameters as they are here, by key."""
-        values = {k.index: torch.empty(k.numel, dtype=self._table.torch_dtype) for k in self._table.keys}
-        for span in self._spans:
-            flat = self._parameters[span.parameter].detach().reshape(-1)
-            values[span.key.index][span.in_key] = flat[span.in_parameter].cpu()
-        return values
-
-    def agreed(self, averages: bool = False) -> AbstractContextManager[object]:
-        """What is evaluated or saved is set with `set_parameters` and `load_buffers`."""
-        return nullcontext()
-
-    def flat_buffers(self) -> Tensor:
-        """Return all floating-point buffers (BatchNorm statistics), 1-D float32 on the CPU."""
-        floats = [b.detach().reshape(-1).float().cpu() for b in self.held.buffers() if b.is_floating_point()]
-        return torch.cat(floats) if floats else torch.empty(0)
-
-    @torch.no_grad()
-    def load_buffers(self, flat: Tensor) -> None:
-        """Set all floating-point buffers."""
-        start = 0
-        for buffer in self.held.buffers():
-            if buffer.is_floating_point():
-                buffer.copy_(flat[start : start + buffer.numel()].view(buffer.shape))
-                start += buffer.numel()
-
-    def bytes_sent(self) -> Mapping[str, int]:
-        """Return the bytes that this worker has sent."""
-        return {"parameters": self._client.sent_bytes()}
-
-    def reduce_times(self) -> None:
-        """Return nothing: what it waits for is a phase, what it hides is not timed."""
-        return None
-
-    def entropy_coded(self) -> Mapping[str, float]:
-        """Return what entropy coding did to this worker's pushes since it started; empty without it."""
-        return entropy_coded(state for state, _ in self._client.sent_states())
-
-    def density(self) -> float | None:
-        """Return the share of elements that this worker's last pushes carried; None without a sparse codec."""
-        return share_carried(self._client.sent_states())
-
-    def state_dict(self) -> dict[str, Any]:
-        """The servers hold the state."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The servers hold the state."""
-
-    def load_former_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """The servers hold the state."""
-
-    def close(self) -> None:
-        """Leave the run."""
-        self._client.close()
-
-    @contextmanager
-    def _as_last(self, last: bool) -> Iterator[None]:
-        self._last = last
-        yield
-
-    def _attach(self) -> None:
-        """Hook every module that has parameters of its own, and every parameter's gradient.
-
-        Some modules use their children's parameters without calling them (attention's output projection). So the first
-        pass loads everything at the start, and only modules that it has seen called wait for themselves later.
-        """
-        index_of = {id(p): i for i, p in enumerate(self._parameters)}
-        for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(lambda p: self._gradient(index_of[id(p)]))
-        if not self._waits_inside:
-            return
-        owners: dict[int, list[int]] = {}
-        for number, module in enumerate(self.module.modules()):
-            own = [index_of[id(p)] for p in module.parameters(recurse=False) if id(p) in index_of]
-            if own and module is not self.module:
-                owners[number] = own
-                module.register_forward_pre_hook(lambda m, a, n=number: self._before(n, owners[n]))
-        self.module.register_forward_pre_hook(lambda m, a: self._before_all(owners))
-        self.module.register_forward_hook(lambda m, a, out: self._after_all())
-
-    def _before_all(self, owners: dict[int, list[int]]) -> None:
-        if self._round is None:
-            return
-        waits = {index for number in self._lazy for index in owners[number]}
-        for index in range(len(self._parameters)):
-            if index not in waits:
-                self._load_once(index)
-        if not self._lazy:
-            self._fired = set()
-
-    def _before(self, number: int, own: list[int]) -> None:
-        if self._fired is not None:
-            self._fired.add(number)
-        if self._round is not None:
-            for index in own:
-                self._load_once(index)
-
-    def _after_all(self) -> None:
-        if self._fired is not None:
-            self._lazy, self._fired = self._fired, None
-
-    def _load_once(self, index: int) -> None:
-        assert self._round is not None
-        if index not in self._round.loaded:
-            self._round.loaded.add(index)
-            self._load(index, self._round.info.step)
-
-    @torch.no_grad()
-    def _load(self, index: int, version: int) -> None:
-        """Wait for a parameter's keys and copy them, unless it holds that version."""
-        if self._settings.aggregates and self._version[index] == version:
-            return
-        self._clock.enter(Phase.COMMUNICATE)
-        spans = self._by_parameter[index]
-        _set(self._parameters[index], ((span, self._client.value(span.key, version)) for span in spans))
-        self._version[index] = version
-        self._clock.enter(Phase.FORWARD)
-
-    def _gradient(self, index: int) -> None:
-        if not self._last or self._round is None:
-            return
-        for key in {span.key.index: span.key for span in self._by_parameter[index]}.values():
-            self._round.missing[key.index] -= 1
-            if self._round.missing[key.index] == 0 and not self._clip:
-                self._push(key)
-                self._round.missing[key.index] = -1
-            elif self._clip:
-                self._round.missing[key.index] = max(1, self._round.missing[key.index])
-
-    def _push(self, key: Key) -> None:
-        assert self._round is not None
-        self._client.push(key, self._flat_gradient(key), self._round.info)
-
-    def _flat_gradient(self, key: Key) -> Tensor:
-        """Return a key's gradient: a view where it lies in one parameter, else a copy."""
-        pieces = []
-        for span in self._by_key[key.index]:
-            parameter = self._parameters[span.parameter]
-            if parameter.grad is None:
-                count = span.in_key.stop - span.in_key.start
-                pieces.append(torch.zeros(count, dtype=self._table.torch_dtype))
-            else:
-                pieces.append(parameter.grad.detach().reshape(-1)[span.in_parameter].cpu())
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def _set(parameter: nn.Parameter, values: Iterable[tuple[Span, Tensor]]) -> None:
-    """Write keys' values into a parameter; as a whole where its memory has another order, such as channels_last."""
-    own = parameter.detach()
-    flat = own.view(-1) if own.is_contiguous() else torch.empty(own.numel(), dtype=own.dtype, device=own.device)
-    for span, value in values:
-        flat[span.in_parameter] = value[span.in_key].to(flat.device)
-    if not own.is_contiguous():
-        own.copy_(flat.view(own.shape))

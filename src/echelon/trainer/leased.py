@@ -21,9 +21,9 @@ from echelon.core.units import parse_seconds
 from echelon.models import parameter_count
 from echelon.observe.environment import allowed_cores, environment
 from echelon.observe.phases import Phase
+from echelon.ps.client import PushInfo, RunOver, TagLost
+from echelon.ps.pulls import BUFFERS_KEY
 from echelon.records.file import Recorder
-from echelon.sync.server.client import PushInfo, RunOver, TagLost
-from echelon.sync.server.giving import BUFFERS_KEY
 from echelon.trainer.assemble import Given
 from echelon.trainer.compatibility import assign_momentum, interplay_notes
 from echelon.trainer.evaluate import EvaluationReport

@@ -7,15 +7,15 @@ from pathlib import Path
 
 from echelon.config import RunConfig
 from echelon.core.units import parse_seconds
+from echelon.messages.identity import derive_keys, read_secret
 from echelon.observe.resources import Sampler
 from echelon.optim.build import Schedule, build_optimizer, build_schedule
+from echelon.ps.client import Client, ClientConfig
+from echelon.ps.spans import model_table
+from echelon.ps.strategy import ParameterServer, WorkerOptions
+from echelon.ps.table import Cut, KeyTable
 from echelon.records.file import Recorder
-from echelon.sync.ps import ParameterServer, WorkerOptions
-from echelon.sync.server.client import Client, ClientConfig
-from echelon.sync.server.identity import derive_keys, read_secret
-from echelon.sync.server.settings import Settings
-from echelon.sync.server.spans import model_table
-from echelon.sync.server.table import Cut, Table
+from echelon.sync.ps import ServerSettings
 from echelon.trainer.leased_bench import WorkerModel
 from echelon.trainer.leased_check import settings_of
 from echelon.trainer.leased_saving import LeasedSaver
@@ -32,9 +32,9 @@ class LeasedWorker:
     """What a worker's first process has; of one that is no team, its only one."""
 
     bench: WorkerModel
-    settings: Settings
+    settings: ServerSettings
     strategy: ParameterServer
-    table: Table
+    table: KeyTable
     client: Client
     schedule: Schedule
     saver: LeasedSaver
@@ -76,7 +76,7 @@ def assemble_worker(path: Path, seat: WorkerRank, record: Recorder, bench: Worke
     )  # fmt: skip
 
 
-def _client_config(config: RunConfig, settings: Settings, path: Path, number: int) -> ClientConfig:
+def _client_config(config: RunConfig, settings: ServerSettings, path: Path, number: int) -> ClientConfig:
     roles = path / ROLES_FOLDER
     timeout_s = parse_seconds(config.launch.timeout)
     return ClientConfig(
@@ -86,6 +86,6 @@ def _client_config(config: RunConfig, settings: Settings, path: Path, number: in
     )  # fmt: skip
 
 
-def _cut(config: RunConfig, settings: Settings, client: Client) -> Cut:
+def _cut(config: RunConfig, settings: ServerSettings, client: Client) -> Cut:
     by_element = config.optimizer.name.lower() in BY_ELEMENT and not client.sends_shapes
     return Cut(settings.servers, settings.chunk_bytes, whole_tensors=not by_element)

@@ -8,7 +8,7 @@ from echelon.config import RunConfig
 from echelon.config.validate import check_world, parse_nodes
 from echelon.core.errors import UserError, naming
 from echelon.core.spec import bind, parse_spec
-from echelon.sync.server.settings import Settings
+from echelon.sync.ps import ServerSettings
 
 NAME = "ps"
 
@@ -18,14 +18,14 @@ def is_leased(config: RunConfig) -> bool:
     return parse_spec(config.strategy.sync).name == NAME
 
 
-def settings_of(config: RunConfig) -> Settings:
+def settings_of(config: RunConfig) -> ServerSettings:
     """Return the settings of `ps(...)`.
 
     Raises:
         UserError: an unknown or impossible setting.
     """
     with naming("--sync"):
-        settings = bind(parse_spec(config.strategy.sync), Settings)
+        settings = bind(parse_spec(config.strategy.sync), ServerSettings)
     if settings.ema:
         raise UserError(f"--sync {config.strategy.sync}: the average is asked for by --ema {settings.ema:g}")
     return replace(settings, ema=config.training.ema)

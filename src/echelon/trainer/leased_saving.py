@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from echelon.checkpoint import RANKS, CheckpointStore
 from echelon.core.files import write_atomic
+from echelon.ps.snapshots import ranges
+from echelon.ps.table import KeyTable
 from echelon.records.file import Recorder
-from echelon.sync.server.snapshots import ranges
-from echelon.sync.server.table import Table
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.saving import EVALUATION_FILE, record_saved
 from echelon.trainer.state import check_fingerprint
@@ -61,7 +61,7 @@ class LeasedSaver:
 
 def run_state(
     model: nn.Module,
-    table: Table,
+    table: KeyTable,
     keys: Mapping[int, dict[str, Any]],
     buffers: Tensor,
     ema: dict[str, Any] | None = None,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from echelon.core.files import write_atomic
 
 if TYPE_CHECKING:
-    from echelon.sync.server.endpoint import Channel
+    from echelon.messages.endpoint import Channel
 
 ROLES_FOLDER = "ps"
 ADDRESS_FILE = "scheduler.json"
@@ -23,7 +23,7 @@ _LONGEST_SOCKET = 100
 
 def prepare_roles(path: Path) -> Path:
     """Make a fresh folder for the roles of this launch, with a new secret that only this user can read."""
-    from echelon.sync.server.identity import make_secret
+    from echelon.messages.identity import make_secret
 
     roles = path / ROLES_FOLDER
     shutil.rmtree(roles, ignore_errors=True)
@@ -109,13 +109,13 @@ class SchedulerLine:
 
     def died(self, name: str, how: str, pid: int) -> None:
         """Tell that a process of this machine ended."""
-        from echelon.sync.server.protocol import Kind
+        from echelon.messages.protocol import Kind
 
         self._send(Kind.DIED, {"name": name, "info": {"how": how, "pid": pid}})
 
     def stop(self) -> None:
         """Tell that the run shall stop after a checkpoint."""
-        from echelon.sync.server.protocol import Kind
+        from echelon.messages.protocol import Kind
 
         self._send(Kind.STOP, {"reason": "stop"})
 
@@ -128,9 +128,9 @@ class SchedulerLine:
     def _connect(self) -> Channel | None:
         import zmq
 
-        from echelon.sync.server.endpoint import Channel, Sender
-        from echelon.sync.server.identity import derive_keys, read_secret
-        from echelon.sync.server.sockets import Limits
+        from echelon.messages.endpoint import Channel, Sender
+        from echelon.messages.identity import derive_keys, read_secret
+        from echelon.messages.sockets import Limits
 
         file = self._roles / ADDRESS_FILE
         if not file.exists():

@@ -14,20 +14,21 @@ import torch
 import zmq
 from torch import Tensor, nn
 
+from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig, TrainingPlan
+from echelon.coordinator.window import WindowSums
+from echelon.messages.endpoint import Channel, Sender
+from echelon.messages.identity import RunKeys, derive_keys
+from echelon.messages.protocol import Kind
+from echelon.messages.sockets import Limits
 from echelon.observe.phases import HostClock
+from echelon.ps.client import Client, ClientConfig, PushInfo, RunOver
+from echelon.ps.server import Server, ServerConfig
+from echelon.ps.serving import coordination_policy
+from echelon.ps.spans import model_table
+from echelon.ps.strategy import ParameterServer, WorkerOptions
+from echelon.ps.table import Cut, KeyTable
 from echelon.records.file import Recorder
-from echelon.sync.ps import ParameterServer, WorkerOptions
-from echelon.sync.server.client import Client, ClientConfig, PushInfo, RunOver
-from echelon.sync.server.endpoint import Channel, Sender
-from echelon.sync.server.identity import RunKeys, derive_keys
-from echelon.sync.server.protocol import Kind
-from echelon.sync.server.scheduler import Callbacks, Plan, Scheduler, SchedulerConfig
-from echelon.sync.server.server import Server, ServerConfig
-from echelon.sync.server.settings import Settings
-from echelon.sync.server.sockets import Limits
-from echelon.sync.server.spans import model_table
-from echelon.sync.server.table import Cut, Table
-from echelon.sync.server.tallies import WindowSums
+from echelon.sync.ps import ServerSettings
 
 Optimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 KEYS = derive_keys(b"t" * 32)
@@ -38,9 +39,9 @@ class Cluster:
     """One run's roles; `stop` joins them all."""
 
     folder: Path
-    settings: Settings
+    settings: ServerSettings
     optimizer: Optimizer
-    plan: Plan
+    plan: TrainingPlan
     compression: str = "none"
     keys: RunKeys = KEYS
     timeout_s: float = 30.0
@@ -51,7 +52,9 @@ class Cluster:
 
     def start(self) -> None:
         """Start scheduler and servers."""
-        config = SchedulerConfig(self.settings, self.keys, "tcp://127.0.0.1:0", self.folder, self.plan, self.timeout_s)
+        config = SchedulerConfig(
+            coordination_policy(self.settings), self.keys, "tcp://127.0.0.1:0", self.folder, self.plan, self.timeout_s
+        )
         ignore = lambda *_: None  # noqa: E731
         self.record = Recorder(self.folder)
         self.scheduler = Scheduler(config, self.record, Callbacks(ignore, self.windows.append, ignore))
@@ -89,7 +92,9 @@ class Cluster:
         finally:
             client.close()
 
-    def _tasks(self, client: Client, model: nn.Module, table: Table, gradient: Any, lr: float, seen: list[Any]) -> None:
+    def _tasks(
+        self, client: Client, model: nn.Module, table: KeyTable, gradient: Any, lr: float, seen: list[Any]
+    ) -> None:
         client.join({"fingerprint": table.fingerprint})
         client.set_table(table)
         strategy = ParameterServer(model, table, client, WorkerOptions(self.settings, 0.0, HostClock()))

@@ -16,12 +16,12 @@ from echelon.data.base import Batch, Shard
 from echelon.data.order import local_part
 from echelon.observe.phases import HostClock
 from echelon.observe.resources import Sampler
+from echelon.ps.client import Client, ClientConfig
+from echelon.ps.spans import model_table
+from echelon.ps.strategy import ParameterServer, WorkerOptions
+from echelon.ps.table import Cut
 from echelon.records.file import Recorder
-from echelon.sync.ps import ParameterServer, WorkerOptions
-from echelon.sync.server.client import Client, ClientConfig
-from echelon.sync.server.settings import Settings
-from echelon.sync.server.spans import model_table
-from echelon.sync.server.table import Cut
+from echelon.sync.ps import ServerSettings
 from echelon.trainer.leased import train_task
 from echelon.trainer.leased_assemble import LeasedWorker
 from echelon.trainer.leased_bench import WorkerModel
@@ -44,7 +44,7 @@ class Work4:
     """What four ranks do as two workers of a server: `trial.parallel` has dp=2."""
 
     trial: Trial
-    settings: Settings
+    settings: ServerSettings
     address: str
     lr: float
     compression: str = "none"

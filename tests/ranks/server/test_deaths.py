@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.sync.server.scheduler import Plan
-from echelon.sync.server.settings import Settings
+from echelon.coordinator.scheduler import TrainingPlan
+from echelon.sync.ps import ServerSettings
 from tests.ranks.server.roles import Cluster
 
 STEPS = 60
@@ -49,23 +49,23 @@ def events(folder: Path) -> dict[str, dict[str, Any]]:
     return {e["name"]: e for e in lines if e["kind"] == "event"}
 
 
-def cluster(folder: Path, settings: Settings) -> Cluster:
+def cluster(folder: Path, settings: ServerSettings) -> Cluster:
     def sgd(tensors: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(tensors, lr=0.01, momentum=0.9)
 
-    return Cluster(folder, settings, sgd, Plan(1, STEPS, 0, None, None))
+    return Cluster(folder, settings, sgd, TrainingPlan(1, STEPS, 0, None, None))
 
 
 SPECS = [
-    Settings("async", servers=2, chunk_kb=4),
-    Settings("ssp", staleness=2),
-    Settings("async", compensation="adaptive", by_staleness=True, decay_s=5.0, momentum_correction=True),
+    ServerSettings("async", servers=2, chunk_kb=4),
+    ServerSettings("ssp", staleness=2),
+    ServerSettings("async", compensation="adaptive", by_staleness=True, decay_s=5.0, momentum_correction=True),
 ]
 
 
 @pytest.mark.parametrize("settings", SPECS, ids=lambda s: f"{s.mode}-{s.compensation}")
 @pytest.mark.parametrize("compression", ["none", "topk(density=0.1)"])
-def test_every_batch_once(tmp_path: Path, settings: Settings, compression: str) -> None:
+def test_every_batch_once(tmp_path: Path, settings: ServerSettings, compression: str) -> None:
     run = cluster(tmp_path, settings)
     run.compression = compression
     run.start()
@@ -79,7 +79,7 @@ def test_every_batch_once(tmp_path: Path, settings: Settings, compression: str) 
 
 
 def test_what_pushes_carry_and_what_entropy_coding_did_is_recorded(tmp_path: Path) -> None:
-    run = cluster(tmp_path, Settings("async", servers=2))
+    run = cluster(tmp_path, ServerSettings("async", servers=2))
     run.compression = "topk(density=0.1)+huffman"
     run.start()
     for worker in range(2):
@@ -94,7 +94,7 @@ def test_what_pushes_carry_and_what_entropy_coding_did_is_recorded(tmp_path: Pat
 
 
 def test_a_slow_backup_worker_holds_nobody_back(tmp_path: Path) -> None:
-    run = cluster(tmp_path, Settings("sync", backup=1))
+    run = cluster(tmp_path, ServerSettings("sync", backup=1))
     run.start()
     seen: list[Any] = []
     reached, moved = [0], threading.Condition()
@@ -118,7 +118,7 @@ def test_a_slow_backup_worker_holds_nobody_back(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_vanishes_in_the_middle_of_its_pushes(tmp_path: Path) -> None:
-    run = cluster(tmp_path, Settings("async", servers=2, chunk_kb=4))
+    run = cluster(tmp_path, ServerSettings("async", servers=2, chunk_kb=4))
     run.start()
     seen: list[Any] = []
     vanished = threading.Event()
@@ -138,7 +138,7 @@ def test_a_worker_that_vanishes_in_the_middle_of_its_pushes(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("replicas", [0, 1])
 def test_a_server_that_dies_comes_back(tmp_path: Path, replicas: int) -> None:
-    run = cluster(tmp_path, Settings("async", replicas=replicas, snapshot_every=5))
+    run = cluster(tmp_path, ServerSettings("async", replicas=replicas, snapshot_every=5))
     run.start()
     if replicas:
         run.server(0, "standby0")
@@ -162,7 +162,7 @@ def test_a_server_that_dies_comes_back(tmp_path: Path, replicas: int) -> None:
         assert events(tmp_path)["server_settled"]["lost"] == 0
 
 
-def struck_sync(folder: Path, settings: Settings, struck: threading.Event) -> torch.Tensor:
+def struck_sync(folder: Path, settings: ServerSettings, struck: threading.Event) -> torch.Tensor:
     """Train synchronously; the first server is killed once, unless that is set already. Returns the parameters."""
     folder.mkdir()
     run = cluster(folder, settings)
@@ -197,10 +197,10 @@ def share_gradient(module: nn.Module, task: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("replicas", [0, 1])
 def test_a_server_that_dies_in_synchronous_mode_changes_nothing(tmp_path: Path, replicas: int) -> None:
-    settings = Settings("sync", servers=2, replicas=replicas, snapshot_every=5, chunk_kb=4)
+    settings = ServerSettings("sync", servers=2, replicas=replicas, snapshot_every=5, chunk_kb=4)
     undisturbed = threading.Event()
     undisturbed.set()
-    wanted = struck_sync(tmp_path / "whole", Settings("sync", servers=2, chunk_kb=4), undisturbed)
+    wanted = struck_sync(tmp_path / "whole", ServerSettings("sync", servers=2, chunk_kb=4), undisturbed)
     got = struck_sync(tmp_path / "struck", settings, struck := threading.Event())
     assert struck.is_set()
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)  # float32 sums in another order
@@ -209,7 +209,7 @@ def test_a_server_that_dies_in_synchronous_mode_changes_nothing(tmp_path: Path, 
 
 
 def test_a_worker_and_then_a_server_die_in_synchronous_mode(tmp_path: Path) -> None:
-    run = cluster(tmp_path, Settings("sync", snapshot_every=1000))
+    run = cluster(tmp_path, ServerSettings("sync", snapshot_every=1000))
     run.start()
     seen: list[Any] = []
     pushed, vanished, struck = threading.Event(), threading.Event(), threading.Event()
@@ -239,7 +239,7 @@ def test_a_worker_and_then_a_server_die_in_synchronous_mode(tmp_path: Path) -> N
 
 
 def test_standby_holds_what_its_primary_held(tmp_path: Path) -> None:
-    run = cluster(tmp_path, Settings("async", replicas=1, compensation="adaptive"))
+    run = cluster(tmp_path, ServerSettings("async", replicas=1, compensation="adaptive"))
     run.start()
     standby = run.server(0, "standby0")
     seen: list[Any] = []

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from echelon.coordinator.scheduler import TrainingPlan
 from echelon.observe.phases import HostClock
 from echelon.sync import SyncContext, build_sync
-from echelon.sync.server.scheduler import Plan
-from echelon.sync.server.settings import Settings
+from echelon.sync.ps import ServerSettings
 from echelon.trainer.step import make_update
 from tests.ranks.server.roles import Cluster, Optimizer
 from tests.ranks.spawn import Rank, run_ranks
@@ -80,9 +80,11 @@ def trajectory(name: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("settings", [Settings("sync", servers=2, chunk_kb=4), Settings("ssp", staleness=0)], ids=str)
-def test_sync_follows_allreduce(tmp_path: Path, name: str, settings: Settings) -> None:
-    cluster = Cluster(tmp_path, settings, OPTIMIZERS[name], Plan(1, STEPS, 0, None, None))
+@pytest.mark.parametrize(
+    "settings", [ServerSettings("sync", servers=2, chunk_kb=4), ServerSettings("ssp", staleness=0)], ids=str
+)
+def test_sync_follows_allreduce(tmp_path: Path, name: str, settings: ServerSettings) -> None:
+    cluster = Cluster(tmp_path, settings, OPTIMIZERS[name], TrainingPlan(1, STEPS, 0, None, None))
     begun: dict[tuple[int, int], Tensor] = {}
 
     def gradient(module: nn.Module, task: dict[str, Any]) -> float:

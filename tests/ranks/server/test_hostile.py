@@ -17,15 +17,15 @@ import pytest
 import torch
 import zmq
 
-from echelon.sync.server.endpoint import Channel, Listener, Sender, ask_once
-from echelon.sync.server.identity import derive_keys
-from echelon.sync.server.keystore import KeyStore
-from echelon.sync.server.protocol import SCHEMAS, VERSION, Kind
-from echelon.sync.server.scheduler import Plan
-from echelon.sync.server.server import Server
-from echelon.sync.server.settings import Settings
-from echelon.sync.server.sockets import Limits
-from echelon.sync.server.table import Cut, ParameterInfo, cut_table
+from echelon.coordinator.scheduler import TrainingPlan
+from echelon.messages.endpoint import Channel, Listener, Sender, ask_once
+from echelon.messages.identity import derive_keys
+from echelon.messages.protocol import SCHEMAS, VERSION, Kind
+from echelon.messages.sockets import Limits
+from echelon.ps.keystore import KeyStore
+from echelon.ps.server import Server
+from echelon.ps.table import Cut, ParameterInfo, cut_table
+from echelon.sync.ps import ServerSettings
 from tests.ranks.server.roles import KEYS, Cluster
 from tests.ranks.server.test_deaths import STEPS, done_tasks, gradient, model
 from tests.ranks.server.test_deaths import cluster as goes
@@ -37,7 +37,9 @@ STRANGERS = ("worker5", "server7")
 
 def served(tmp_path: Path) -> tuple[Cluster, Server]:
     """Start a server that holds one key."""
-    cluster = Cluster(tmp_path, Settings(), lambda tensors: torch.optim.SGD(tensors, lr=0.1), Plan(1, 9, 0, None, None))
+    cluster = Cluster(
+        tmp_path, ServerSettings(), lambda tensors: torch.optim.SGD(tensors, lr=0.1), TrainingPlan(1, 9, 0, None, None)
+    )
     cluster.start()
     server = cluster.servers[0]
     table = cut_table([ParameterInfo("w", (100,), False)], Cut(1, 4096))
@@ -160,7 +162,7 @@ def test_the_scheduler_with_the_key(tmp_path: Path) -> None:
 
 def test_strange_reports_of_a_member_while_a_run_goes(tmp_path: Path) -> None:
     """Counts that are infinite, maps whose keys are no words, numbers under the record's own names."""
-    run = goes(tmp_path, Settings("async"))
+    run = goes(tmp_path, ServerSettings("async"))
     run.start()
     run.work(0, model(), gradient, 0.01, [])
     _until(lambda: run.scheduler.assignment.setup is not None)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from echelon.coordinator.scheduler import TrainingPlan
 from echelon.data.base import Shard
 from echelon.data.order import local_part
-from echelon.sync.server.scheduler import Plan
-from echelon.sync.server.settings import Settings
+from echelon.sync.ps import ServerSettings
 from tests.ranks.layouts import Trial, loss_sum
 from tests.ranks.server.roles import Cluster, Optimizer
 from tests.ranks.server.split_worker import TIMEOUT_S, Work4, whole_model, work_split
@@ -35,14 +35,14 @@ def trust_ratio(tensors: Any) -> torch.optim.Optimizer:
     return create_optimizer_v2(list(tensors), opt="lars", lr=LR, momentum=0.9)
 
 
-def cluster(folder: Path, settings: Settings, optimizer: Optimizer, compression: str = "none") -> Cluster:
+def cluster(folder: Path, settings: ServerSettings, optimizer: Optimizer, compression: str = "none") -> Cluster:
     folder.mkdir()
-    run = Cluster(folder, settings, optimizer, Plan(1, STEPS, 0, None, None), compression, timeout_s=LONGEST_S)
+    run = Cluster(folder, settings, optimizer, TrainingPlan(1, STEPS, 0, None, None), compression, timeout_s=LONGEST_S)
     run.start()
     return run
 
 
-def with_whole_workers(folder: Path, settings: Settings, trial: Trial, optimizer: Optimizer) -> Tensor:
+def with_whole_workers(folder: Path, settings: ServerSettings, trial: Trial, optimizer: Optimizer) -> Tensor:
     """Train with two whole workers; returns the parameters."""
 
     def gradient(module: nn.Module, task: dict[str, Any]) -> float:
@@ -62,7 +62,7 @@ def with_whole_workers(folder: Path, settings: Settings, trial: Trial, optimizer
 
 
 def with_split_workers(
-    folder: Path, settings: Settings, trial: Trial, optimizer: Optimizer, compression: str = "none"
+    folder: Path, settings: ServerSettings, trial: Trial, optimizer: Optimizer, compression: str = "none"
 ) -> Tensor:
     """Train with four ranks, which are two workers; returns the parameters."""
     run = cluster(folder, settings, optimizer, compression)
@@ -75,7 +75,7 @@ def with_split_workers(
 
 def check_same_run(folder: Path, layouts: list[str], model: str = "vit", optimizer: Optimizer = momentum) -> None:
     folder.mkdir(exist_ok=True)
-    settings = Settings("sync", servers=2, chunk_kb=4)
+    settings = ServerSettings("sync", servers=2, chunk_kb=4)
     wanted = with_whole_workers(folder / "whole", settings, Trial(model), optimizer)
     for layout in layouts:
         got = with_split_workers(folder / layout, settings, Trial(model, layout), optimizer)
@@ -98,8 +98,10 @@ def test_tied_weights_and_an_optimizer_that_looks_at_whole_tensors(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compression", ["none", "int8", "topk(density=0.1)", "powersgd(rank=2)"])
-@pytest.mark.parametrize("settings", [Settings("async", servers=2), Settings("ssp", staleness=1)], ids=lambda s: s.mode)
-def test_every_batch_once_whatever_the_codec(tmp_path: Path, settings: Settings, compression: str) -> None:
+@pytest.mark.parametrize(
+    "settings", [ServerSettings("async", servers=2), ServerSettings("ssp", staleness=1)], ids=lambda s: s.mode
+)
+def test_every_batch_once_whatever_the_codec(tmp_path: Path, settings: ServerSettings, compression: str) -> None:
     values = with_split_workers(tmp_path / "run", settings, Trial("vit", "dp=2,pp=2"), momentum, compression)
     assert torch.isfinite(values).all()
     assert set(done_tasks(tmp_path / "run")) == set(range(STEPS))

@@ -1,0 +1,187 @@
+"""Who works on what: batches as leases, each counted once. Pure bookkeeping; time comes in as an argument.
+
+A step is one global batch of an epoch's order. Where gradients are aggregated (see `shares`) a step is cut into
+shares, and the next one begins when the last is complete. Otherwise (`FreeLeases`) each lease is a whole step, and
+steps are given out as fast as workers ask.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+_FIRST_GUESS_S = 10.0
+
+
+@dataclass(frozen=True)
+class StepCount:
+    """How much there is: steps of the whole run and per epoch."""
+
+    steps: int
+    steps_per_epoch: int
+
+
+@dataclass
+class Lease:
+    """A task that is out: who has it, since when, and whether it was given to another too because it took so long."""
+
+    worker: str
+    since_s: float
+    again: bool = False
+
+
+class Leases(Protocol):
+    """What the scheduler asks of either book."""
+
+    def take(self, worker: str, now_s: float) -> dict[str, Any] | None:
+        """Give a worker a task, or None when it must wait."""
+
+    def finish(self, task: int, worker: str, now_s: float, late: bool) -> bool:
+        """Count a task; whether it is the first time."""
+
+    def join(self, worker: str, held: Iterable[int], now_s: float) -> None:
+        """Let a worker take part; `held` is what it works on already (after a restart of the scheduler)."""
+
+    def leave(self, worker: str) -> list[int]:
+        """Take back what a worker has; returns those tasks."""
+
+    def pause(self, worker: str, paused: bool) -> None:
+        """Do not count on a worker for a while: it evaluates."""
+
+    @property
+    def done_steps(self) -> int:
+        """Steps before which all are done."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left."""
+
+
+@dataclass
+class Pace:
+    """How long a task takes, for the deadline of a lease."""
+
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=32))
+
+    def deadline_s(self) -> float:
+        """After ten times the median a task is given to another worker too; whoever is first counts."""
+        return max(5.0, 10 * statistics.median(self.seconds)) if self.seconds else _FIRST_GUESS_S * 6
+
+
+class FreeLeases:
+    """Asynchronous: each lease is a step; with a bound, no worker starts one further ahead of the slowest (Ho 2013)."""
+
+    def __init__(self, work: StepCount, bound: int | None = None) -> None:
+        self.work, self._bound = work, bound
+        self._next = 0
+        self._returned: deque[int] = deque()
+        self._out: dict[int, Lease] = {}
+        self._done: set[int] = set()
+        self._below = 0
+        self._clocks: dict[str, int] = {}
+        self._paused: set[str] = set()
+        self.pace = Pace()
+
+    def restore(self, below: int, done: Iterable[int]) -> None:
+        """Begin where a checkpoint or a journal ended."""
+        self._below, self._done = below, {t for t in done if t >= below}
+        self._next = below
+        self._advance()
+
+    @property
+    def clocks(self) -> dict[str, int]:
+        """Tasks that each worker has finished, counted from the slowest when it joined."""
+        return dict(self._clocks)
+
+    @property
+    def done_steps(self) -> int:
+        return self._below
+
+    @property
+    def done_beyond(self) -> set[int]:
+        """Steps done beyond `done_steps`."""
+        return set(self._done)
+
+    @property
+    def complete(self) -> bool:
+        return self._below >= self.work.steps
+
+    def join(self, worker: str, held: Iterable[int], now_s: float) -> None:
+        self._clocks[worker] = max(self._slowest(), self._clocks.get(worker, 0))
+        for task in held:
+            if not self._is_done(task) and task < self.work.steps:
+                self._out.setdefault(task, Lease(worker, now_s))
+
+    def leave(self, worker: str) -> list[int]:
+        back = sorted(task for task, lease in self._out.items() if lease.worker == worker)
+        for task in back:
+            del self._out[task]
+        self._returned.extend(back)
+        self._clocks.pop(worker, None)
+        self._paused.discard(worker)
+        return back
+
+    def pause(self, worker: str, paused: bool) -> None:
+        if paused:
+            self._paused.add(worker)
+        else:
+            others = self._slowest()  # before it counts again
+            self._paused.discard(worker)
+            if worker in self._clocks:
+                self._clocks[worker] = max(self._clocks[worker], others)
+
+    def take(self, worker: str, now_s: float) -> dict[str, Any] | None:
+        # What a worker has been given counts: it asks for the next task while it works on one.
+        ahead = self._clocks[worker] + sum(lease.worker == worker for lease in self._out.values())
+        if self._bound is not None and ahead - self._slowest() > self._bound:
+            return None
+        step = self._pick(worker, now_s)
+        if step is None:
+            return None
+        self._out[step] = Lease(worker, now_s)
+        epoch, batch = divmod(step, self.work.steps_per_epoch)
+        return {"task": step, "kind": "train", "step": step, "epoch": epoch, "batch": batch, "share": 0, "shares": 1}
+
+    def _pick(self, worker: str, now_s: float) -> int | None:
+        while self._returned:
+            step = self._returned.popleft()
+            if not self._is_done(step) and step not in self._out:
+                return step
+        while self._next < self.work.steps and (self._is_done(self._next) or self._next in self._out):
+            self._next += 1
+        if self._next < self.work.steps:
+            self._next += 1
+            return self._next - 1
+        deadline_s = self.pace.deadline_s()
+        for step, lease in self._out.items():  # nothing else is left: do over what takes too long
+            if now_s - lease.since_s > deadline_s and lease.worker != worker and not lease.again:
+                lease.again = True
+                return step
+        return None
+
+    def finish(self, task: int, worker: str, now_s: float, late: bool) -> bool:
+        lease = self._out.pop(task, None)
+        if worker in self._clocks:
+            self._clocks[worker] += 1
+        if lease is not None and lease.worker == worker:
+            self.pace.seconds.append(now_s - lease.since_s)
+        if self._is_done(task) or task >= self.work.steps:
+            return False
+        self._done.add(task)
+        self._advance()
+        return True
+
+    def _is_done(self, step: int) -> bool:
+        return step < self._below or step in self._done
+
+    def _advance(self) -> None:
+        while self._below in self._done:
+            self._done.discard(self._below)
+            self._below += 1
+
+    def _slowest(self) -> int:
+        counted = [clock for worker, clock in self._clocks.items() if worker not in self._paused]
+        return min(counted, default=min(self._clocks.values(), default=0))

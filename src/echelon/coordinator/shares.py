@@ -1,0 +1,156 @@
+"""Leases where gradients are aggregated: a step is cut into shares, and the next begins when it is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from echelon.coordinator.leases import Lease, Pace, StepCount
+
+MAX_SHARES = 4096
+
+
+class SharedLeases:
+    """Synchronous: a step is cut into one share per worker; `backup` of them need not come (Chen et al. 2016)."""
+
+    def __init__(self, work: StepCount, backup: int = 0) -> None:
+        self.work, self._backup = work, backup
+        self._step = 0
+        self._shares = 0
+        self._free: list[int] = []
+        self._out: dict[int, Lease] = {}
+        self._done: set[int] = set()
+        self._workers: set[str] = set()
+        self._paused: set[str] = set()
+        self._had: set[str] = set()
+        self.held_back = False
+        self.pace = Pace()
+
+    def restore(self, below: int, done: Iterable[int]) -> None:
+        """Begin where a checkpoint or a journal ended; a step that was half done begins anew."""
+        self._begin(below)
+
+    def _begin(self, step: int) -> None:
+        self._step, self._shares = step, 0
+        self._free, self._done, self._had, self._out = [], set(), set(), {}
+
+    @property
+    def clocks(self) -> dict[str, int]:
+        """The step that each worker is at."""
+        return dict.fromkeys(self._workers, self._step)
+
+    @property
+    def done_steps(self) -> int:
+        return self._step
+
+    @property
+    def done_beyond(self) -> set[int]:
+        """No step is done beyond `done_steps`."""
+        return set()
+
+    @property
+    def complete(self) -> bool:
+        return self._step >= self.work.steps
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether no step is half done."""
+        return self._shares == 0
+
+    def join(self, worker: str, held: Iterable[int], now_s: float) -> None:
+        self._workers.add(worker)
+        for task in held:
+            self._reopen(task, worker, now_s)
+
+    def _reopen(self, task: int, worker: str, now_s: float) -> None:
+        step, share = divmod(task, MAX_SHARES)
+        if step == self._step and share in self._free:
+            self._free.remove(share)
+            self._out[task] = Lease(worker, now_s)
+            self._had.add(worker)
+
+    def cut(self, step: int, shares: int, done: Iterable[int]) -> None:
+        """After a restart: the present step was cut into so many shares, of which some are done."""
+        if step == self._step:
+            self._shares = shares
+            self._done = set(done)
+            self._free = [s for s in range(shares) if step * MAX_SHARES + s not in self._done]
+            self._close_if_complete()
+
+    def leave(self, worker: str) -> list[int]:
+        back = sorted(task for task, lease in self._out.items() if lease.worker == worker)
+        for task in back:
+            del self._out[task]
+            self._free.append(task % MAX_SHARES)
+        self._workers.discard(worker)
+        self._paused.discard(worker)
+        self._had.discard(worker)
+        return back
+
+    def pause(self, worker: str, paused: bool) -> None:
+        if paused:
+            self._paused.add(worker)
+        else:
+            self._paused.discard(worker)
+
+    @property
+    def shares(self) -> int:
+        """Into how many shares the present step is cut; 0: not yet."""
+        return self._shares
+
+    def take(self, worker: str, now_s: float) -> dict[str, Any] | None:
+        if self.complete or self.held_back:
+            return None
+        if self._shares == 0:
+            self._shares = max(1, len(self._workers - self._paused))
+            self._free = list(range(self._shares))
+        if any(lease.worker == worker and not lease.again for lease in self._out.values()):
+            return None
+        self._overdue(now_s)
+        waiting = self._workers - self._paused - self._had - {worker}
+        if not self._free or (worker in self._had and len(self._free) <= len(waiting)):
+            return None
+        coming = len(self._done) + len(self._out) + len(waiting)
+        if worker in self._had and self._backup and coming >= max(1, self._shares - self._backup):
+            return None  # the step will be complete without the share that nobody has
+        share = self._free.pop(0)
+        task = self._step * MAX_SHARES + share
+        self._out[task] = Lease(worker, now_s)
+        self._had.add(worker)
+        epoch, batch = divmod(self._step, self.work.steps_per_epoch)
+        return {"task": task, "kind": "train", "step": self._step, "epoch": epoch, "batch": batch, "share": share,
+                "shares": self._shares}  # fmt: skip
+
+    def _overdue(self, now_s: float) -> None:
+        """Offer to others what takes too long."""
+        deadline_s = self.pace.deadline_s()
+        for task, lease in self._out.items():
+            if now_s - lease.since_s > deadline_s and not lease.again:
+                lease.again = True
+                self._free.append(task % MAX_SHARES)
+
+    def finish(self, task: int, worker: str, now_s: float, late: bool) -> bool:
+        lease = self._out.pop(task, None)
+        if lease is not None and lease.worker == worker:
+            self.pace.seconds.append(now_s - lease.since_s)
+        if task // MAX_SHARES != self._step or task in self._done:
+            return False
+        if task % MAX_SHARES in self._free:
+            self._free.remove(task % MAX_SHARES)
+        self._done.add(task)
+        self._close_if_complete()
+        return not late
+
+    def _close_if_complete(self) -> None:
+        if self._shares and len(self._done) >= max(1, self._shares - self._backup):
+            self._begin(self._step + 1)
+
+    def lost(self, held: set[int], least: int) -> list[int]:
+        """Give out again the shares of the present step that a server has not, though they were done; returns them.
+
+        The server has the tasks `held`, and is complete before the step `least`.
+        """
+        back = sorted(self._done - held) if self._step >= least else []
+        self._done.difference_update(back)
+        self._free.extend(task % MAX_SHARES for task in back)
+        return back

@@ -1,0 +1,220 @@
+"""Where the machines of a run meet: the first one gives the others their numbers and the scheduler's address.
+
+The first machine answers at the rendezvous for as long as its run goes. The socket is encrypted with the run's keys, so
+only who has the run's secret is answered at all. A machine that comes back gets the numbers that it had before, and so
+its servers find their snapshots and the scheduler knows their names.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from echelon.core.errors import UserError
+from echelon.messages.endpoint import Channel, Listener, Sender, ask_once
+from echelon.messages.identity import SECRET_VARIABLE, derive_keys, read_secret
+from echelon.messages.protocol import Kind, Malformed, Message
+from echelon.messages.sockets import Limits
+
+_LIMITS = Limits(1 << 20, queued=1000)
+_POLL_MS = 200
+_ASK_S = 2.0
+_AGAIN_S = 0.3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many machines take part, and which servers there are: known to all machines before they meet."""
+
+    least: int
+    most: int
+    servers: int
+    replicas: int
+
+    def servers_of(self, machine: int) -> list[int]:
+        """Return the servers of a machine: they are spread over the machines that every start waits for."""
+        return [i for i in range(self.servers) if i % self.least == machine]
+
+    def standbys_of(self, machine: int) -> list[int]:
+        """Return the standbys of a machine: each on another one than its server, where there are several.
+
+        >>> shape = Shape(least=2, most=2, servers=2, replicas=1)
+        >>> [(shape.servers_of(m), shape.standbys_of(m)) for m in range(2)]
+        [([0], [1]), ([1], [0])]
+        """
+        return [i for i in range(self.servers * self.replicas) if (i + 1) % self.least == machine]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One machine's part: its number, that of its first worker, and where the scheduler listens (empty: here)."""
+
+    machine: int = 0
+    first_worker: int = 0
+    scheduler: str = ""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a machine says of itself: a name that stays when it comes back, its workers, and its settings."""
+
+    machine: str
+    workers: int
+    settings: dict[str, str]
+
+    def to_info(self) -> dict[str, Any]:
+        """Return it as a message's field."""
+        return {"machine": self.machine, "workers": self.workers, "settings": self.settings}
+
+
+class Register:
+    """Which machine has which number. Pure bookkeeping: the first entry is the first machine itself."""
+
+    def __init__(self, shape: Shape, first: Arrival) -> None:
+        self._shape, self._settings = shape, first.settings
+        self._places: dict[str, Place] = {first.machine: Place()}
+        self._workers: dict[str, int] = {first.machine: first.workers}
+
+    def admit(self, arrival: Arrival) -> Place:
+        """Give a machine its place.
+
+        Raises:
+            UserError: the run has all its machines, or this one was started with other settings.
+        """
+        for name, value in self._settings.items():
+            if arrival.settings.get(name) != value:
+                raise UserError(
+                    f"{arrival.machine} was started with {name} {arrival.settings.get(name)}, the first machine with "
+                    f"{value}: start the same command on each machine"
+                )
+        known = self._places.get(arrival.machine)
+        if known is not None and arrival.workers == self._workers[arrival.machine]:
+            return known
+        if known is not None:
+            raise UserError(
+                f"{arrival.machine} comes back with {arrival.workers} workers, and had "
+                f"{self._workers[arrival.machine]}: use that --workers"
+            )
+        if len(self._places) >= self._shape.most:
+            raise UserError(f"the run has its {self._shape.most} machines already: use a larger --nodes on all of them")
+        place = Place(len(self._places), sum(self._workers.values()))
+        self._places[arrival.machine], self._workers[arrival.machine] = place, arrival.workers
+        return place
+
+
+class Meeting:
+    """The first machine's side, in a thread of its own: `with Meeting(...)`."""
+
+    def __init__(self, address: str, secret: bytes, register: Register, scheduler_file: Path) -> None:
+        """Bind to `tcp://HOST:PORT`.
+
+        Raises:
+            zmq.ZMQError: the port is taken.
+        """
+        self._register, self._scheduler_file = register, scheduler_file
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._voice = Sender(derive_keys(secret), "meeting")
+        try:
+            self.listener = Listener(self._context, self._voice, address, _LIMITS)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="echelon-meeting", daemon=True)
+
+    def __enter__(self) -> Meeting:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(10)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        self.listener.register(poller)
+        while not self._over.is_set():
+            poller.poll(_POLL_MS)
+            self.listener.pump(self._take)
+        self.listener.close()
+        self._context.term()
+
+    def _take(self, peer: bytes, message: Message) -> None:
+        if message.kind is not Kind.JOIN:
+            raise Malformed("unexpected")
+        info = message.body["info"]
+        try:
+            settings = {str(name): str(value) for name, value in info["settings"].items()}
+            arrival = Arrival(str(info["machine"]), int(info["workers"]), settings)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise Malformed("content") from error
+        self._voice.reply(self.listener.socket, peer, Kind.WELCOME, {"info": self._answer(arrival)})
+
+    def _answer(self, arrival: Arrival) -> dict[str, Any]:
+        if not self._scheduler_file.exists():
+            return {"wait": True}
+        try:
+            place = self._register.admit(arrival)
+        except UserError as refusal:
+            return {"refused": str(refusal)}
+        address = json.loads(self._scheduler_file.read_text())["address"]
+        return {"machine": place.machine, "first_worker": place.first_worker, "scheduler": address}
+
+
+def join_meeting(
+    rendezvous: str, folder: Path, arrival: Arrival, deadline_s: float, say: Callable[[str], None]
+) -> Place:
+    """Ask the first machine for this one's place; the secret may come later than this machine.
+
+    Args:
+        rendezvous: HOST:PORT of the first machine.
+        folder: where the run's secret lies, unless the environment has it.
+        say: is told, once, what is waited for.
+
+    Raises:
+        UserError: no secret, no answer in time, or the first machine refuses this one.
+    """
+    ends = time.monotonic() + deadline_s
+    said = False
+    while True:
+        answer, why = _attempt(rendezvous, folder, arrival)
+        if "refused" in answer:
+            raise UserError(str(answer["refused"]))
+        if "machine" in answer:
+            return Place(int(answer["machine"]), int(answer["first_worker"]), str(answer["scheduler"]))
+        if time.monotonic() > ends:
+            raise UserError(f"--rendezvous {rendezvous}: {why}")
+        if not said:
+            say(f"waiting for the first machine at {rendezvous}: {why}")
+            said = True
+        time.sleep(_AGAIN_S)
+
+
+def _attempt(rendezvous: str, folder: Path, arrival: Arrival) -> tuple[dict[str, Any], str]:
+    """Ask once; returns the answer, or nothing and why there is none."""
+    try:
+        keys = derive_keys(read_secret(folder))
+    except UserError as error:
+        return {}, str(error)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    line = Channel(context, Sender(keys, "machine"), f"tcp://{rendezvous}", _LIMITS)
+    try:
+        body = {"role": "machine", "address": "", "info": arrival.to_info()}
+        answer = ask_once(line, Kind.JOIN, body, Kind.WELCOME, _ASK_S)
+    except TimeoutError:
+        return {}, (
+            f"no answer: the run must go on there, and the secret ({SECRET_VARIABLE}, else the file in {folder}) "
+            "must be the one of the first machine"
+        )
+    finally:
+        line.close()
+        context.term()
+    info = answer.body["info"]
+    return info, "its scheduler is not there yet" if info.get("wait") else ""

@@ -1,0 +1,135 @@
+"""Keys as frames and back: plain, or through any codec, with error feedback on both sides.
+
+Upward the codec's own error feedback keeps in the worker what a message left out. Downward the server keeps, per
+worker, what that worker holds (`Reference`): what travels is the difference to it, so whatever a message left out is
+part of the next difference. That is error feedback too, and it also keeps unbiased codecs from drifting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.compression.base import Codec, Meta, State
+from echelon.compression.feedback import ErrorFeedback
+from echelon.ps.blob import as_frame, copied_frame, read_frame, sent_frame
+from echelon.ps.table import KeyRange
+from echelon.sync.ps import server_codec
+
+
+class Coding:
+    """Encodes and decodes keys of one element type with one codec; None: as they are."""
+
+    def __init__(self, codec: Codec | None, dtype: torch.dtype) -> None:
+        self.codec, self.dtype = codec, dtype
+
+    def pieces(self, key: KeyRange) -> list[tuple[int, int, tuple[int, ...]]]:
+        """Return what is encoded as one tensor: the whole key, or each parameter where the codec needs its shape."""
+        if self.codec is not None and self.codec.shaped:
+            return [(p.start, p.stop, p.shape) for p in key.parts]
+        return [(0, key.numel, (key.numel,))]
+
+    def states(self, key: KeyRange, seed: int, stream: int) -> list[State]:
+        """Return a sender's codec states for a key, before the first message."""
+        if self.codec is None:
+            return []
+        like = [torch.empty(shape, dtype=self.dtype) for _, _, shape in self.pieces(key)]
+        return [self.codec.init_state(f"key{key.index}.{i}", t, seed, stream) for i, t in enumerate(like)]
+
+    def encode(self, flat: Tensor, key: KeyRange, states: Sequence[State]) -> list[Any]:
+        """Encode a key's values, 1-D. Without a codec the frame is the tensor's own memory.
+
+        Raises:
+            NonFiniteError: the values hold NaN or infinity, and the codec cannot.
+        """
+        if self.codec is None:
+            return [sent_frame(flat)]
+        frames = []
+        for (start, stop, shape), state in zip(self.pieces(key), states, strict=True):
+            payload = self.codec.compress(flat[start:stop].view(shape), state)
+            frames.append(as_frame(self.codec.to_bytes(payload).contiguous()))
+        return frames
+
+    def decode(self, frames: Sequence[Any], key: KeyRange) -> Tensor:
+        """Decode a key's values, 1-D; may share the frame's memory.
+
+        Raises:
+            ValueError: the frames do not hold this key.
+        """
+        if self.codec is None:
+            return self._read(frames, key)
+        pieces = self.pieces(key)
+        if len(frames) != len(pieces):
+            raise ValueError(f"{len(frames)} frames for {len(pieces)} pieces of key {key.index}")
+        flat = torch.empty(key.numel, dtype=self.dtype)
+        for frame, (start, stop, shape) in zip(frames, pieces, strict=True):
+            try:
+                payload = self.codec.from_bytes(read_frame(frame, torch.uint8), Meta(shape, self.dtype))
+                self.codec.extract(payload, out=flat[start:stop])
+            except (ValueError, RuntimeError, IndexError, OverflowError) as error:
+                raise ValueError(f"not a message of {self.codec.name}: {error}") from None
+        return flat
+
+    def _read(self, frames: Sequence[Any], key: KeyRange) -> Tensor:
+        if len(frames) != 1:
+            raise ValueError(f"{len(frames)} frames for key {key.index}, which is one")
+        flat = read_frame(frames[0], self.dtype)
+        if flat.numel() != key.numel:
+            raise ValueError(f"{flat.numel()} elements for key {key.index} of {key.numel}")
+        return flat
+
+
+class References:
+    """What each worker holds of each key, on the server: differences to it travel."""
+
+    def __init__(self, coding: Coding, seed: int) -> None:
+        self._coding, self._seed = coding, seed
+        self._held: dict[tuple[str, int], tuple[Tensor, list[State]]] = {}
+
+    def encode(self, worker: str, key: KeyRange, value: Tensor, full: bool, memory: Any) -> tuple[bool, list[Any]]:
+        """Return whether frames hold a difference, and the frames; `full` sends the value itself and starts anew.
+
+        `memory` is the message that the value lies in, or None: then it is copied.
+        """
+        held = self._held.get((worker, key.index))
+        if self._coding.codec is None or held is None or full:
+            if self._coding.codec is not None:
+                self._held[worker, key.index] = (value.clone(), self._coding.states(key, self._seed, 0))
+            return False, [copied_frame(value) if memory is None else memory]
+        reference, states = held
+        frames = self._coding.encode(value - reference, key, states)
+        reference += self._coding.decode(frames, key)
+        return True, frames
+
+    def forget(self, worker: str) -> None:
+        """Drop what is kept for a worker that is gone."""
+        for held in [held for held in self._held if held[0] == worker]:
+            del self._held[held]
+
+
+def upward(compression: str, dtype: torch.dtype) -> Coding:
+    """Build the coding of gradients.
+
+    Raises:
+        UserError: the codec cannot serve a server.
+    """
+    return Coding(server_codec(compression), dtype)
+
+
+def downward(compression: str, dtype: torch.dtype) -> Coding:
+    """Build the coding of parameters on their way back: the same codec without feedback, which `References` is."""
+    codec = upward(compression, dtype).codec
+    return Coding(None if codec is None else _without_feedback(codec.relay()), dtype)
+
+
+def _without_feedback(codec: Codec) -> Codec:
+    if isinstance(codec, ErrorFeedback):
+        return codec.inner
+    inner = getattr(codec, "inner", None)
+    if isinstance(inner, ErrorFeedback) and dataclasses.is_dataclass(codec):
+        return dataclasses.replace(codec, inner=inner.inner)
+    return codec

@@ -1,0 +1,320 @@
+"""One key of the parameters on its server: value, optimizer, version, and what has been counted into it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from echelon.coordinator.shares import MAX_SHARES
+from echelon.ps import staleness
+from echelon.ps.table import KeyRange
+from echelon.sync.ps import ServerSettings
+
+MakeOptimizer = Callable[[Sequence[nn.Parameter], Sequence[bool]], torch.optim.Optimizer]
+"""Builds the optimizer for tensors, some of which have weight decay."""
+
+
+class PushOutcome(IntEnum):
+    """What became of a push."""
+
+    APPLIED = 0
+    PENDING = 1  # counted into a version that waits for others
+    DUPLICATE = 2  # this task's gradient of this key was counted before
+    LATE = 3  # the version is complete without it
+
+
+class Push(NamedTuple):
+    """A decoded gradient of one key: which task, on which version, from how many of the batch's samples.
+
+    A gradient is a sum over samples divided by `batch`; `scale` is a factor of the learning rate. `memory` is the
+    message that the gradient lies in, where nothing else needs it any more: the new value may take its place.
+    """
+
+    worker: str
+    task: int
+    step: int
+    share: int
+    shares: int
+    samples: int
+    base: int
+    lr: float
+    batch: int
+    gradient: Tensor
+    scale: float = 1.0
+    memory: Any = None
+
+
+@dataclass
+class _Gathered:
+    """The gradients of one version that have come so far, of how many, for a batch of which size."""
+
+    wanted: int
+    batch: int
+    total: Tensor | None = None
+    shares: set[int] = field(default_factory=set)
+    samples: int = 0
+    lr: float = 0.0
+
+
+@dataclass
+class Applied:
+    """Tasks whose gradient is counted: all below `watermark`, and those in `tasks`."""
+
+    watermark: int = 0
+    tasks: set[int] = field(default_factory=set)
+
+    def __contains__(self, task: int) -> bool:
+        return task < self.watermark or task in self.tasks
+
+    def raise_to(self, watermark: int) -> None:
+        """Forget tasks one by one that all are done."""
+        if watermark > self.watermark:
+            self.watermark = watermark
+            self.tasks = {task for task in self.tasks if task >= watermark}
+
+
+class KeyStore:
+    """Value and optimizer of one key. In aggregating modes `version` is the step that is next, else it counts updates.
+
+    In aggregating modes the value before the last update is kept, so that a task of that step can be computed again.
+    `average` is the exponential moving average of the value, where `settings.ema` asks for it. `memory` is the message
+    that the value lies in, if it does: it may be on its way to a worker, so the value must not be changed in place.
+    """
+
+    def __init__(self, key: KeyRange, value: Tensor, settings: ServerSettings, make_optimizer: MakeOptimizer) -> None:
+        self.key, self.settings = key, settings
+        self.value = value
+        self.memory: Any = None
+        self.version = 0
+        self.applied = Applied()
+        self.average = value.clone() if settings.ema else None
+        self.averaged = 0
+        self.before: Tensor | None = None
+        self._gathered: dict[int, _Gathered] = {}
+        views = [nn.Parameter(value[p.start : p.stop].view(p.shape)) for p in key.parts]
+        self._views = views
+        self.optimizer = make_optimizer(views, [p.decay for p in key.parts])
+        self._step = _bare_step(self.optimizer)
+        self._plain = _is_plain_sgd(self.optimizer)
+        if self._plain:
+            for view in views:
+                view.data = torch.empty(0, dtype=value.dtype)  # the optimizer is not used: no second copy
+        self._momenta = [group.get("momentum") for group in self.optimizer.param_groups]
+        self._pulled: dict[str, tuple[int, float, Tensor | None]] = {}
+        self._mean_square: dict[str, Tensor] = {}
+
+    def staleness_of(self, push: Push) -> int:
+        """Return how many updates came between the pull that a gradient was computed on and now."""
+        return max(0, self.version - push.base)
+
+    def scale_of(self, push: Push) -> float:
+        """Return the factor of the learning rate for a gradient, from its staleness and age."""
+        scale = 1.0
+        if self.settings.by_staleness:
+            scale *= staleness.by_staleness(self.staleness_of(push))
+        pulled = self._pulled.get(push.worker)
+        if self.settings.decay_s > 0 and pulled is not None:
+            scale *= staleness.by_age(time.monotonic() - pulled[1], self.settings.decay_s)
+        return scale
+
+    def take(self, push: Push) -> PushOutcome:
+        """Count a gradient, and update when its version is complete."""
+        if self.settings.aggregates:
+            return self._gather(push)
+        if push.task in self.applied:
+            return PushOutcome.DUPLICATE
+        self.applied.tasks.add(push.task)
+        gradient = self._compensated(push)
+        self._update(gradient, push.lr * push.scale, push.memory if gradient is push.gradient else None)
+        self.version += 1
+        return PushOutcome.APPLIED
+
+    def _gather(self, push: Push) -> PushOutcome:
+        if push.step < self.version:
+            return PushOutcome.LATE if self.settings.backup else PushOutcome.DUPLICATE
+        gathered = self._gathered.setdefault(push.step, _Gathered(push.shares, push.batch))
+        if push.share in gathered.shares:
+            return PushOutcome.DUPLICATE
+        gathered.shares.add(push.share)
+        gathered.samples += push.samples
+        gathered.lr = push.lr
+        if gathered.total is None:
+            gathered.total = push.gradient.clone()
+        else:
+            gathered.total += push.gradient
+        version = self.version
+        while self._complete_next():
+            pass
+        return PushOutcome.APPLIED if self.version > version else PushOutcome.PENDING
+
+    def _complete_next(self) -> bool:
+        gathered = self._gathered.get(self.version)
+        if gathered is None or len(gathered.shares) < max(1, gathered.wanted - self.settings.backup):
+            return False
+        self._complete(self._gathered.pop(self.version))
+        return True
+
+    def _complete(self, gathered: _Gathered) -> None:
+        assert gathered.total is not None
+        if len(gathered.shares) < gathered.wanted and gathered.samples:
+            # The mean over those that came stands for the batch (Chen et al. 2016).
+            gathered.total *= gathered.batch / gathered.samples
+        self.before = self.value.clone()
+        self._update(gathered.total, gathered.lr)
+        self.version += 1
+
+    def catch_up(self, step: int) -> int:
+        """After a restart: complete every version before `step` with what came again; returns how many lacked some."""
+        lacking = 0
+        while self.settings.aggregates and self.version < step:
+            gathered = self._gathered.pop(self.version, None)
+            lacking += gathered is None or len(gathered.shares) < max(1, gathered.wanted - self.settings.backup)
+            if gathered is None:
+                self.version += 1
+            else:
+                self._complete(gathered)
+        while self._complete_next():  # what came while the server was behind: nobody pushes it once more
+            pass
+        return lacking
+
+    def _compensated(self, push: Push) -> Tensor:
+        then = self._pulled.get(push.worker, (0, 0.0, None))[2]
+        kind, strength = self.settings.compensation, self.settings.compensation_strength
+        if kind == "none" or then is None:
+            return push.gradient
+        if kind == "constant":
+            return staleness.compensate_constant(push.gradient, self.value, then, strength)
+        square = self._mean_square.setdefault(push.worker, torch.zeros_like(self.value))
+        return staleness.compensate_adaptive(push.gradient, self.value, then, square, strength)
+
+    def _update(self, gradient: Tensor, lr: float, memory: Any = None) -> None:
+        if self._plain:
+            self._descend(gradient, lr, memory)
+        else:
+            with torch.no_grad():
+                self._optimize(gradient, lr)
+        if self.average is not None:  # as the loop's own average: a short run is not one of its random start
+            decay = min(self.settings.ema, (1 + self.averaged) / (10 + self.averaged))
+            self.averaged += 1
+            self.average.lerp_(self.value, 1 - decay)
+
+    def _descend(self, gradient: Tensor, lr: float, memory: Any) -> None:
+        """SGD in one pass: the new value is written over the gradient, and that memory can travel without a copy."""
+        if memory is not None:
+            self.value = torch.add(self.value, gradient, alpha=-lr, out=gradient)
+        elif self.memory is None:
+            self.value.add_(gradient, alpha=-lr)
+        else:
+            self.value = torch.add(self.value, gradient, alpha=-lr)
+        self.memory = memory
+
+    def _optimize(self, gradient: Tensor, lr: float) -> None:
+        if len(self._views) == 1:
+            self._views[0].grad = gradient.view(self.key.parts[0].shape)
+        else:
+            for part, view in zip(self.key.parts, self._views, strict=True):
+                view.grad = gradient[part.start : part.stop].view(part.shape)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self._step(self.optimizer)
+
+    def note_pull(self, worker: str) -> None:
+        """Remember which version a worker has, and where compensation needs it, the value."""
+        wanted = self.settings.compensation != "none"
+        self._pulled[worker] = (self.version, time.monotonic(), self.value.clone() if wanted else None)
+
+    def forget(self, worker: str) -> None:
+        """Drop what is remembered of a worker that is gone."""
+        self._pulled.pop(worker, None)
+        self._mean_square.pop(worker, None)
+
+    def set_workers(self, workers: int) -> None:
+        """Correct the momentum for asynchrony among so many workers, where that was asked for."""
+        if self.settings.momentum_correction:
+            for group, wanted in zip(self.optimizer.param_groups, self._momenta, strict=True):
+                if wanted is not None:
+                    group["momentum"] = staleness.corrected_momentum(wanted, workers)
+
+    def state(self, full: bool) -> dict[str, Any]:
+        """Return a copy of the state: the value, and with `full` all that an update or a count depends on."""
+        state: dict[str, Any] = {"value": self.value.clone(), "version": self.version}
+        if self.average is not None:
+            state |= {"average": self.average.clone(), "averaged": self.averaged}
+        if full:
+            optimizer = self.optimizer.state_dict()["state"]
+            state |= {
+                "optimizer": {i: {k: _copy(v) for k, v in entry.items()} for i, entry in optimizer.items()},
+                "watermark": self.applied.watermark,
+                "tasks": sorted(self.applied.tasks),
+                "then": {w: t.clone() for w, (_, _, t) in self._pulled.items() if t is not None},
+                "pulled": {w: v for w, (v, _, _) in self._pulled.items()},
+                "mean_square": {w: t.clone() for w, t in self._mean_square.items()},
+            }
+        return state
+
+    def gathered_tasks(self) -> set[int]:
+        """Return the shares of versions that are not complete, as tasks."""
+        return {step * MAX_SHARES + share for step, g in self._gathered.items() for share in g.shares}
+
+    def whole_state(self) -> dict[str, Any]:
+        """Return the state with what is gathered for versions that wait: what acknowledged pushes left here."""
+        gathered = {
+            step: {"wanted": g.wanted, "batch": g.batch, "samples": g.samples, "lr": g.lr, "shares": sorted(g.shares),
+                   "total": _copy(g.total)}
+            for step, g in self._gathered.items()
+        }  # fmt: skip
+        return {**self.state(full=True), "gathered": gathered}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what `state` returned.
+
+        Raises:
+            ValueError: it is of another key.
+        """
+        value = state.get("value")
+        if not isinstance(value, Tensor) or value.shape != self.value.shape or value.dtype != self.value.dtype:
+            raise ValueError(f"not the state of key {self.key.index}")
+        if self.memory is not None:
+            self.value, self.memory = torch.empty_like(self.value), None
+        with torch.no_grad():
+            self.value.copy_(value)
+            if self.average is not None:
+                self.average.copy_(state.get("average", value))
+                self.averaged = int(state.get("averaged", 0))
+        self.version = int(state["version"])
+        self._gathered, self.before = {}, None
+        for step, g in state.get("gathered", {}).items():
+            shares, lr = {int(s) for s in g["shares"]}, float(g["lr"])
+            self._gathered[int(step)] = _Gathered(g["wanted"], g["batch"], g["total"], shares, g["samples"], lr)
+        if "optimizer" not in state:
+            return
+        whole = self.optimizer.state_dict()
+        self.optimizer.load_state_dict({**whole, "state": state["optimizer"]})
+        self.applied = Applied(int(state["watermark"]), set(state["tasks"]))
+        now = time.monotonic()
+        self._pulled = {w: (v, now, state["then"].get(w)) for w, v in state["pulled"].items()}
+        self._mean_square = dict(state["mean_square"])
+
+
+def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
+    """Return the optimizer's step without torch's wrappers (profiling, hooks): for a small key they cost the most."""
+    step: Any = type(optimizer).step
+    while hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return step
+
+
+def _is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an update is no more than value - lr * gradient."""
+    extras = ("momentum", "weight_decay", "maximize", "differentiable")
+    return type(optimizer) is torch.optim.SGD and not any(g[name] for g in optimizer.param_groups for name in extras)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

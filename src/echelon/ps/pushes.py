@@ -1,0 +1,102 @@
+"""A worker's traffic to one server: what waits, what is on its way, what must be kept until it is durable."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from typing import Any
+
+from echelon.messages.endpoint import Channel
+from echelon.messages.protocol import Kind
+
+WINDOW_BYTES = 8 << 20
+KEPT_BYTES = 256 << 20
+
+
+@dataclass
+class Outgoing:
+    """A push: header fields and frames."""
+
+    body: dict[str, Any]
+    frames: list[Any]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the frames."""
+        return sum(map(len, self.frames))
+
+
+@dataclass
+class ServerLink:
+    """One server as a worker sees it. Pushes are numbered as they leave; numbers survive the server's restart."""
+
+    line: Channel
+    life: int = 0
+    keeps: bool = True
+    forgotten: int = 0
+    _heap: list[tuple[int, int, Outgoing]] = field(default_factory=list)
+    _unacked: dict[int, Outgoing] = field(default_factory=dict)
+    _kept: dict[int, Outgoing] = field(default_factory=dict)
+    _in_flight: int = 0
+    _kept_bytes: int = 0
+    _queued: int = 0
+    _number: int = 0
+    _repushing: set[int] = field(default_factory=set)
+
+    def queue(self, priority: int, push: Outgoing) -> None:
+        """Let a push wait for its turn; the lowest priority number leaves first."""
+        self._queued += 1
+        heapq.heappush(self._heap, (priority, self._queued, push))
+
+    def flush(self) -> None:
+        """Send what the window has room for."""
+        while self._heap and self._in_flight < WINDOW_BYTES:
+            push = heapq.heappop(self._heap)[2]
+            if not push.body["number"]:
+                self._number += 1
+                push.body["number"] = self._number
+            self._unacked[push.body["number"]] = push
+            self._in_flight += push.n_bytes
+            self.line.send(Kind.PUSH, push.body, push.frames)
+
+    def acknowledged(self, number: int) -> Outgoing | None:
+        """Note that a push was counted; returns it, or None when that was known."""
+        push = self._unacked.pop(number, None)
+        if push is None:
+            return None
+        self._in_flight -= push.n_bytes
+        if self.keeps:
+            self._kept[number] = push
+            self._kept_bytes += push.n_bytes
+            while self._kept_bytes > KEPT_BYTES:
+                self._drop(next(iter(self._kept)))
+                self.forgotten += 1
+        if number in self._repushing:
+            self._repushing.discard(number)
+            if not self._repushing:
+                self.line.send(Kind.REPUSHED, {"life": self.life})
+        return push
+
+    def durable(self, number: int) -> None:
+        """Forget pushes up to a number: they survive the server's death."""
+        for done in [n for n in self._kept if n <= number]:
+            self._drop(done)
+
+    def _drop(self, number: int) -> None:
+        self._kept_bytes -= self._kept.pop(number).n_bytes
+
+    def restart(self, line: Channel, life: int) -> None:
+        """Turn to the server's next life: push again what was not durable, in the former order."""
+        if line is not self.line:
+            self.line.close()
+        self.line, self.life = line, life
+        again = {**self._kept, **self._unacked}
+        self._kept, self._unacked = {}, {}
+        self._kept_bytes = self._in_flight = 0
+        self._repushing = set(again)
+        for number in sorted(again):
+            again[number].body["pull"] = False  # what is wanted is asked for apart
+            self.queue(-1, again[number])
+        if not again:
+            self.line.send(Kind.REPUSHED, {"life": life})
+        self.flush()

@@ -1,0 +1,216 @@
+"""Which server holds which piece of the parameters: a pure function of the model, the same in every process.
+
+Parameters stand behind each other in one flat vector, in the order in which the forward pass uses them. The vector is
+cut into keys of at most `chunk_bytes`, and each key goes to the server that holds fewest bytes so far, so that keys of
+neighbouring layers lie on different servers and all serve at the same time. A small model is cut finer: a server's one
+key would be received, applied and sent in turn, where several overlap. Nothing of it depends on addresses or on
+which processes live, so keys stay what they are when a server comes back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+OVERLAPPING_KEYS = 3  # of a server: one is received, one applied, one sent
+LEAST_BYTES = 64 * 1024  # below, a message costs more than what it carries
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """What the table must know of a parameter; `decay` is false where weight decay does not apply."""
+
+    name: str
+    shape: tuple[int, ...]
+    decay: bool
+
+
+@dataclass(frozen=True)
+class KeyPart:
+    """A run of elements of a key that the optimizer treats as one tensor: offsets within the key."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    decay: bool
+    name: str
+
+
+@dataclass(frozen=True)
+class KeyRange:
+    """A range of the flat vector, held by one server; keys are numbered in forward order."""
+
+    index: int
+    start: int
+    stop: int
+    server: int
+    parts: tuple[KeyPart, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How to cut: number of servers, bytes of a key, whether tensors stay whole, and the element type.
+
+    Tensors stay whole where the optimizer or the codec looks at a tensor as such (LARS, LAMB, PowerSGD); otherwise a
+    large one is split over the servers.
+    """
+
+    servers: int
+    chunk_bytes: int
+    whole_tensors: bool = False
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class KeyTable:
+    """All keys of a model."""
+
+    keys: tuple[KeyRange, ...]
+    numel: int
+    cut: Cut
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The element type."""
+        return DTYPES[self.cut.dtype]
+
+    def of_server(self, server: int) -> list[KeyRange]:
+        """Return the keys that a server holds."""
+        return [key for key in self.keys if key.server == server]
+
+    def to_bytes(self) -> bytes:
+        """Write the table for `from_bytes`: JSON."""
+        keys = [[k.start, k.stop, k.server, [[p.start, p.stop, p.shape, p.decay, p.name] for p in k.parts]]
+                for k in self.keys]  # fmt: skip
+        cut = [self.cut.servers, self.cut.chunk_bytes, self.cut.whole_tensors, self.cut.dtype]
+        return json.dumps({"numel": self.numel, "cut": cut, "keys": keys}).encode()
+
+    @property
+    def fingerprint(self) -> str:
+        """A short name that differs for differing tables."""
+        return hashlib.blake2b(self.to_bytes(), digest_size=8).hexdigest()
+
+
+def table_from_bytes(raw: bytes) -> KeyTable:
+    """Read a table.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        data: dict[str, Any] = json.loads(raw)
+        keys = tuple(
+            KeyRange(i, int(start), int(stop), int(server),
+                tuple(KeyPart(int(a), int(b), tuple(int(d) for d in s), bool(d), str(n)) for a, b, s, d, n in parts))
+            for i, (start, stop, server, parts) in enumerate(data["keys"])
+        )  # fmt: skip
+        servers, chunk, whole, dtype = data["cut"]
+        table = KeyTable(keys, int(data["numel"]), Cut(int(servers), int(chunk), bool(whole), str(dtype)))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"not a table of keys: {error}") from None
+    if table.cut.dtype not in DTYPES or any(not 0 <= k.server < table.cut.servers for k in keys):
+        raise ValueError("not a table of keys: unknown element type or server")
+    for key in keys:
+        bounds = [0, *(p.stop for p in key.parts)]
+        fits = all(p.start == a and math.prod(p.shape) == p.stop - a for a, p in zip(bounds, key.parts, strict=False))
+        if not fits or bounds[-1] != key.numel or key.numel <= 0:
+            raise ValueError(f"not a table of keys: key {key.index} is not its parts")
+    return table
+
+
+def cut_table(parameters: Sequence[ParameterInfo], cut: Cut) -> KeyTable:
+    """Cut a model's parameters into keys and give them to servers.
+
+    >>> table = cut_table([ParameterInfo("w", (4, 4), True)], Cut(servers=2, chunk_bytes=32))
+    >>> [(k.start, k.stop, k.server) for k in table.keys]
+    [(0, 8, 0), (8, 16, 1)]
+    """
+    total = sum(math.prod(p.shape) for p in parameters)
+    limit = _most_elements(total, cut)
+    pieces = _whole(parameters) if cut.whole_tensors else _runs(parameters, limit)
+    groups = _group(pieces, limit)
+    load = [0] * cut.servers
+    keys: list[KeyRange] = []
+    start = 0
+    for index, group in enumerate(groups):
+        server = load.index(min(load))
+        parts, offset = [], 0
+        for numel, shape, info in group:
+            parts.append(KeyPart(offset, offset + numel, shape, info.decay, info.name))
+            offset += numel
+        keys.append(KeyRange(index, start, start + offset, server, tuple(_merged(parts, cut.whole_tensors))))
+        load[server] += offset
+        start += offset
+    return KeyTable(tuple(keys), total, cut)
+
+
+def _most_elements(total: int, cut: Cut) -> int:
+    """Return how many elements a key may have: few enough that small models are spread, and their keys overlap."""
+    item = DTYPES[cut.dtype].itemsize
+    overlapping = max(LEAST_BYTES // item, math.ceil(total / (cut.servers * OVERLAPPING_KEYS)))
+    return max(1, min(cut.chunk_bytes // item, math.ceil(total / cut.servers), overlapping))
+
+
+_Piece = tuple[int, tuple[int, ...], ParameterInfo]
+
+
+def _whole(parameters: Sequence[ParameterInfo]) -> list[_Piece]:
+    return [(math.prod(p.shape), p.shape, p) for p in parameters]
+
+
+def _runs(parameters: Sequence[ParameterInfo], limit: int) -> list[_Piece]:
+    """Split what is larger than a key into equal pieces."""
+    pieces: list[_Piece] = []
+    for info in parameters:
+        numel = math.prod(info.shape)
+        count = max(1, math.ceil(numel / limit))
+        bounds = [round(i * numel / count) for i in range(count + 1)]
+        pieces += [(b - a, _run_shape(b - a, info.decay), info) for a, b in pairwise(bounds)]
+    return pieces
+
+
+def _run_shape(numel: int, decay: bool) -> tuple[int, ...]:
+    """What has no weight decay has one dim, as in the model: so the optimizer's usual rule tells them apart."""
+    return (1, numel) if decay else (numel,)
+
+
+def _group(pieces: list[_Piece], limit: int) -> list[list[_Piece]]:
+    groups: list[list[_Piece]] = []
+    size = 0
+    for piece in pieces:
+        if not piece[0]:
+            continue
+        if not groups or size + piece[0] > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(piece)
+        size += piece[0]
+    return groups
+
+
+def _merged(parts: list[KeyPart], whole_tensors: bool) -> list[KeyPart]:
+    """Join neighbours that the optimizer treats alike: one large tensor is updated faster than many small ones."""
+    if whole_tensors:
+        return parts
+    merged: list[KeyPart] = []
+    for part in parts:
+        if merged and merged[-1].decay == part.decay:
+            first = merged[-1]
+            shape = _run_shape(part.stop - first.start, part.decay)
+            part = KeyPart(first.start, part.stop, shape, part.decay, first.name)
+            merged.pop()
+        merged.append(part)
+    return merged

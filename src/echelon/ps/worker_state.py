@@ -1,0 +1,97 @@
+"""What a worker's two threads share: configuration, a push's description, the state of keys and tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from echelon.messages.identity import RunKeys
+
+
+class ClientFailed(RuntimeError):
+    """The conversation with servers or scheduler cannot go on; says why."""
+
+
+class RunOver(RuntimeError):
+    """The run ended while this worker waited for a value: its task is not needed any more."""
+
+
+class TagLost(RuntimeError):
+    """A server that held a copy died before the copy was read."""
+
+
+@dataclass(frozen=True)
+class ClientConfig:
+    """What a worker is told when it starts. `stream` is a number of its own, for codecs that draw."""
+
+    name: str
+    keys: RunKeys
+    scheduler: str
+    compression: str
+    seed: int
+    stream: int
+    timeout_s: float
+    keeps: bool = True
+    aggregates: bool = False
+
+
+@dataclass(frozen=True)
+class PushInfo:
+    """The task that a gradient belongs to, and what its server must know of it."""
+
+    task: int
+    step: int
+    share: int
+    shares: int
+    samples: int
+    batch: int
+    lr: float
+
+
+@dataclass
+class CachedValue:
+    """A key's newest value in this worker, which version it is, and the pull that is on its way.
+
+    `serves` is the version that was asked for when this value came: a newer one comes for a step that is complete
+    without this worker (backup workers), whose gradient will be late whatever it is computed on.
+    """
+
+    value: Tensor
+    version: int = -1
+    valid: bool = False
+    serves: int = -1
+    pull: dict[str, Any] | None = None
+
+
+@dataclass
+class OpenTask:
+    """A task whose pushes are not all acknowledged."""
+
+    unacked: int = 0
+    info: dict[str, Any] | None = None
+    late: bool = False
+
+
+@dataclass
+class Bytes:
+    """Bytes that a worker moved: for training by direction, and `other`: copies that it gave or read."""
+
+    sent: int = 0
+    received: int = 0
+    other: int = 0
+
+    def since(self, before: Bytes) -> dict[str, int]:
+        """Return what came after another count, as reports have it."""
+        sent, received = self.sent - before.sent, self.received - before.received
+        return {"sent": sent, "received": received, "other": self.other - before.other}
+
+
+@dataclass
+class ClientStats:
+    """Seconds that the training thread waited, by cause, and pushes by what became of them."""
+
+    waited_s: dict[str, float] = field(default_factory=lambda: {"parameters": 0.0, "task": 0.0})
+    late: int = 0
+    duplicates: int = 0

@@ -1,1 +1,0 @@
-"""The parameter server: scheduler, servers and workers over ZeroMQ."""

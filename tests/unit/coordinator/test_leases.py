@@ -1,0 +1,147 @@
+"""Leases: each batch counted once whatever dies, joins or is slow."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from echelon.coordinator.leases import FreeLeases, StepCount
+from echelon.coordinator.shares import MAX_SHARES, SharedLeases
+
+WORK = StepCount(30, 10)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_step_once_under_random_deaths(seed: int) -> None:
+    draw, leases, done = random.Random(seed), FreeLeases(WORK), list[int]()
+    out: dict[str, list[int]] = {}
+    for turn in range(2000):
+        worker = f"w{draw.randrange(4)}"
+        event = draw.random()
+        if worker not in out:
+            leases.join(worker, (), turn)
+            out[worker] = []
+        elif event < 0.1:
+            leases.leave(worker)
+            del out[worker]
+        elif event < 0.5 and (lease := leases.take(worker, turn)) is not None:
+            out[worker].append(lease["task"])
+        elif out[worker] and leases.finish(task := out[worker].pop(0), worker, turn, False):
+            done.append(task)
+    assert leases.complete
+    assert sorted(done) == list(range(30))
+
+
+def test_nobody_runs_further_ahead_than_the_bound() -> None:
+    leases = FreeLeases(WORK, bound=2)
+    for worker in ("fast", "slow"):
+        leases.join(worker, (), 0)
+    stuck = leases.take("slow", 0)
+    taken = 0
+    while (task := leases.take("fast", 0)) is not None:
+        leases.finish(task["task"], "fast", 0, False)
+        taken += 1
+    assert taken == 3  # clocks 0, 1 and 2 while the slowest is at 0
+    assert stuck is not None
+    leases.finish(stuck["task"], "slow", 0, False)
+    assert leases.take("fast", 0) is not None
+
+
+def test_who_evaluates_holds_nobody_back() -> None:
+    leases = FreeLeases(WORK, bound=1)
+    for worker in ("fast", "lead"):
+        leases.join(worker, (), 0)
+    leases.pause("lead", True)
+    for _ in range(10):
+        task = leases.take("fast", 0)
+        assert task is not None
+        leases.finish(task["task"], "fast", 0, False)
+    leases.pause("lead", False)
+    assert leases.clocks["lead"] == 10
+
+
+def test_what_takes_too_long_is_given_to_another_and_counts_once() -> None:
+    leases = FreeLeases(StepCount(2, 2))
+    for worker in ("a", "b"):
+        leases.join(worker, (), 0)
+    first, second = leases.take("a", 0), leases.take("b", 0)
+    assert first and second
+    assert leases.finish(second["task"], "b", 1, False)
+    assert leases.take("b", 2) is None
+    again = leases.take("b", 100)
+    assert again is not None and again["task"] == first["task"]
+    assert leases.finish(again["task"], "b", 101, False)
+    assert not leases.finish(first["task"], "a", 102, False)
+
+
+def test_shares_of_the_dead_go_to_others() -> None:
+    leases = SharedLeases(StepCount(2, 2))
+    for worker in ("a", "b"):
+        leases.join(worker, (), 0)
+    mine, other = leases.take("a", 0), leases.take("b", 0)
+    assert mine and other and {mine["share"], other["share"]} == {0, 1}
+    assert leases.finish(mine["task"], "a", 0, False)
+    assert leases.take("a", 0) is None  # b has the other share
+    assert leases.leave("b") == [other["task"]]
+    again = leases.take("a", 0)
+    assert again is not None and again["task"] == other["task"]
+    leases.finish(again["task"], "a", 0, False)
+    assert leases.done_steps == 1
+    task = leases.take("a", 0)
+    assert task is not None and task["shares"] == 1
+
+
+def test_backup_shares_may_be_late() -> None:
+    leases = SharedLeases(StepCount(3, 3), backup=1)
+    for worker in ("a", "b", "slow"):
+        leases.join(worker, (), 0)
+    tasks = {w: leases.take(w, 0) for w in ("a", "b", "slow")}
+    for worker in ("a", "b"):
+        assert leases.finish(tasks[worker]["task"], worker, 0, False)  # type: ignore[index]
+    assert leases.done_steps == 1
+    assert not leases.finish(tasks["slow"]["task"], "slow", 0, True)  # type: ignore[index]
+
+
+def test_backup_shares_of_the_dead_are_done_by_others_where_too_few_are_left() -> None:
+    leases = SharedLeases(StepCount(2, 2), backup=1)
+    for worker in ("a", "b", "c", "d"):
+        leases.join(worker, (), 0)
+    for worker in ("a", "b", "c", "d"):
+        assert leases.take(worker, 0) is not None
+    leases.leave("c")
+    leases.leave("d")
+    for worker in ("a", "b"):
+        leases.finish(next(t for t, lease in leases._out.items() if lease.worker == worker), worker, 0, False)
+    assert leases.take("a", 0) is not None  # three of four are needed
+
+
+def test_a_restart_goes_on_where_the_journal_ends() -> None:
+    leases = SharedLeases(StepCount(3, 3))
+    leases.restore(1, ())
+    leases.cut(1, 2, {1 * MAX_SHARES})
+    leases.join("a", [1 * MAX_SHARES + 1], 0)
+    assert leases.finish(1 * MAX_SHARES + 1, "a", 0, False)
+    assert leases.done_steps == 2
+    free = FreeLeases(WORK)
+    free.restore(3, {5, 6})
+    free.join("a", (), 0)
+    assert [free.take("a", 0)["task"] for _ in range(3)] == [3, 4, 7]  # type: ignore[index]
+
+
+def test_shares_that_a_server_lost_are_done_again() -> None:
+    leases = SharedLeases(WORK)
+    for worker in ("a", "b"):
+        leases.join(worker, (), 0)
+    tasks = {worker: leases.take(worker, 0) for worker in ("a", "b")}
+    assert tasks["a"] is not None and tasks["b"] is not None
+    leases.finish(tasks["a"]["task"], "a", 0, False)
+    leases.leave("a")
+    assert leases.lost({tasks["a"]["task"]}, 0) == []
+    assert leases.lost(set(), 1) == []  # complete there
+    assert leases.lost(set(), 0) == [tasks["a"]["task"]]
+    leases.finish(tasks["b"]["task"], "b", 0, False)
+    again = leases.take("b", 0)
+    assert again is not None and again["task"] == tasks["a"]["task"]
+    leases.finish(again["task"], "b", 0, False)
+    assert leases.done_steps == 1

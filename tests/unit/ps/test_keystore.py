@@ -1,0 +1,113 @@
+"""One key on its server: its moving average, and optimizers stepped without torch's wrappers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import zmq
+from torch import nn
+
+from echelon.optim.build import EMA
+from echelon.ps.blob import message_of
+from echelon.ps.keystore import KeyStore, Push
+from echelon.ps.table import Cut, ParameterInfo, cut_table
+from echelon.sync.ps import ServerSettings
+
+TABLE = cut_table([ParameterInfo("w", (6,), True)], Cut(1, 4096))
+
+
+def in_message(task: int) -> tuple[Push, zmq.Frame]:
+    """Return a push whose gradient lies in a message's memory."""
+    sent = push(task)
+    message = zmq.Frame(sent.gradient.numpy().tobytes(), copy=True)
+    gradient = torch.frombuffer(message.buffer, dtype=torch.float32)
+    assert message_of(message.buffer, gradient) is message
+    return sent._replace(gradient=gradient, memory=message), message
+
+
+def store(settings: ServerSettings, optimizer: Any = torch.optim.SGD) -> KeyStore:
+    return KeyStore(TABLE.keys[0], torch.arange(6.0), settings, lambda tensors, decay: optimizer(tensors, lr=0.1))
+
+
+def push(task: int) -> Push:
+    generator = torch.Generator().manual_seed(task)
+    return Push("worker0", task, task, 0, 1, 1, 0, 0.1, 1, torch.randn(6, generator=generator))
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_average_is_that_of_the_training_loop(mode: str) -> None:
+    key = store(ServerSettings(mode, ema=0.9))
+    model = nn.Linear(6, 1, bias=False)
+    model.weight.data = torch.arange(6.0)[None]
+    wanted = EMA(model, 0.9)
+    again = store(ServerSettings(mode, ema=0.9))
+    for task in range(20):
+        key.take(push(task))
+        model.weight.data = key.value[None].clone()
+        wanted.update(model)
+        if task == 10:
+            again.load_state(key.state(full=True))
+        elif task > 10:
+            again.take(push(task))
+    average = wanted.state_dict()["average"]["weight"][0]
+    torch.testing.assert_close(key.state(full=False)["average"], average)
+    torch.testing.assert_close(again.state(full=False)["average"], average)
+    assert again.averaged == 20
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_any_optimizer_takes_its_usual_steps(optimizer: Any) -> None:
+    key = store(ServerSettings(), optimizer)
+    parameter = nn.Parameter(torch.arange(6.0)[None].clone())
+    usual = optimizer([parameter], lr=0.1)
+    for task in range(5):
+        key.take(push(task))
+        parameter.grad = push(task).gradient[None]
+        usual.step()
+    torch.testing.assert_close(key.value, parameter.detach()[0])
+
+
+def test_a_key_that_catches_up_also_completes_what_came_meanwhile() -> None:
+    key = store(ServerSettings("sync"))
+    for task in (3, 4):  # 0 to 2 died with the worker that computed them; 4 came before the word to catch up to 4
+        key.take(push(task))
+    assert key.version == 0
+    assert key.catch_up(4) == 3
+    assert key.version == 5
+
+
+def test_plain_sgd_writes_the_value_into_the_gradients_message_and_leaves_what_was_sent() -> None:
+    key, usual = store(ServerSettings()), store(ServerSettings())
+    before = None
+    for task in range(4):
+        given, message = in_message(task)
+        key.take(given)
+        usual.take(push(task))
+        assert key.memory is message
+        assert bytes(message.buffer) == key.value.numpy().tobytes()
+        torch.testing.assert_close(key.value, usual.value)
+        if before is not None:
+            assert bytes(before[0].buffer) == before[1]
+        before = message, bytes(message.buffer)
+    sent = message.bytes
+    key.take(push(4))  # not in a message: the value moves out of the one that may be on its way
+    usual.take(push(4))
+    assert key.memory is None and message.bytes == sent
+    torch.testing.assert_close(key.value, usual.value)
+    key.load_state(usual.state(full=True))
+    torch.testing.assert_close(key.value, usual.value)
+
+
+@pytest.mark.parametrize("extra", [{"momentum": 0.9}, {"weight_decay": 0.1}, {"maximize": True}])
+def test_other_forms_of_sgd_keep_the_value_to_themselves(extra: dict[str, Any]) -> None:
+    key = store(ServerSettings(), lambda tensors, lr: torch.optim.SGD(tensors, lr, **extra))
+    parameter = nn.Parameter(torch.arange(6.0)[None].clone())
+    usual = torch.optim.SGD([parameter], 0.1, **extra)
+    for task in range(4):
+        key.take(in_message(task)[0])
+        parameter.grad = push(task).gradient[None]
+        usual.step()
+    assert key.memory is None
+    torch.testing.assert_close(key.value, parameter.detach()[0])

@@ -1,0 +1,159 @@
+"""Delay compensation, weighting by staleness and age, and what one key's server does, against NumPy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from echelon.ps import staleness
+from echelon.ps.keystore import KeyStore, Push, PushOutcome
+from echelon.ps.table import KeyPart, KeyRange
+from echelon.sync.ps import ServerSettings
+
+LR, STEPS, WORKERS = 0.1, 40, 3
+
+
+def store(settings: ServerSettings) -> KeyStore:
+    key = KeyRange(0, 0, 4, 0, (KeyPart(0, 4, (4,), True, "w"),))
+    value = torch.tensor([1.0, -2.0, 3.0, 0.5], dtype=torch.float64)
+    return KeyStore(key, value, settings, lambda tensors, decay: torch.optim.SGD(tensors, lr=LR))
+
+
+def push(worker: str, task: int, gradient: torch.Tensor, **more: int) -> Push:
+    values = {"step": task, "share": 0, "shares": 1, "samples": 1, "base": 0, "batch": 1} | more
+    return Push(worker, task, lr=LR, gradient=gradient, **values)
+
+
+def gradient_at(w: np.ndarray) -> np.ndarray:
+    return w**3 - np.array([0.5, 0.1, -0.2, 0.9])
+
+
+def reference(kind: str, strength: float) -> np.ndarray:
+    """DC-ASGD in ten lines: workers take turns, each computes on what it pulled a round before (Zheng et al. 2017)."""
+    w = np.array([1.0, -2.0, 3.0, 0.5]) / 3
+    then = [w.copy() for _ in range(WORKERS)]
+    mean_square = [np.zeros(4) for _ in range(WORKERS)]
+    for step in range(STEPS):
+        m = step % WORKERS
+        g = gradient_at(then[m])
+        if kind == "adaptive":
+            mean_square[m] = 0.95 * mean_square[m] + 0.05 * g * g
+        scale = {"none": 0.0, "constant": strength, "adaptive": strength / np.sqrt(mean_square[m] + 1e-7)}[kind]
+        w = w - LR * (g + scale * g * g * (w - then[m]))
+        then[m] = w.copy()
+    return w
+
+
+@pytest.mark.parametrize("kind", ["none", "constant", "adaptive"])
+def test_golden_trajectory(kind: str) -> None:
+    settings = ServerSettings(compensation=kind)
+    one = store(settings)
+    one.value /= 3
+    pulled = []
+    for m in range(WORKERS):
+        one.note_pull(f"w{m}")
+        pulled.append(one.value.clone())
+    for step in range(STEPS):
+        m = step % WORKERS
+        gradient = torch.from_numpy(gradient_at(pulled[m].numpy()))
+        assert one.take(push(f"w{m}", step, gradient)) is PushOutcome.APPLIED
+        one.note_pull(f"w{m}")
+        pulled[m] = one.value.clone()
+    np.testing.assert_allclose(one.value.numpy(), reference(kind, settings.compensation_strength), atol=1e-12)
+
+
+def test_factors() -> None:
+    assert [staleness.by_staleness(t) for t in (0, 1, 4)] == [1.0, 1.0, 0.25]
+    assert staleness.by_age(2.0, 2.0) == pytest.approx(math.exp(-1))
+    assert staleness.corrected_momentum(0.9, 1) == pytest.approx(0.9)
+    assert staleness.corrected_momentum(0.9, 4) == pytest.approx(0.6)
+    assert staleness.corrected_momentum(0.9, 100) == 0.0
+
+
+def test_a_stale_gradient_moves_the_parameters_by_less() -> None:
+    """Divided by its staleness, in versions since its worker's pull; at staleness 0 and 1 not at all."""
+    one = store(ServerSettings(by_staleness=True))
+    gradient = torch.ones(4, dtype=torch.float64)
+    one.note_pull("slow")
+    moved = []
+    for task, worker in enumerate(["a", "a", "a", "slow"]):
+        if worker == "a":
+            one.note_pull("a")
+        before = one.value.clone()
+        came = push(worker, task, gradient, base=0 if worker == "slow" else one.version)
+        one.take(came._replace(scale=one.scale_of(came)))
+        moved.append(float((before - one.value).mean()) / LR)
+    assert moved == pytest.approx([1, 1, 1, 1 / 3])
+
+
+def test_an_old_gradient_weighs_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, now_s = store(ServerSettings(decay_s=2.0)), [5.0]
+    monkeypatch.setattr("echelon.ps.keystore.time.monotonic", lambda: now_s[0])
+    one.note_pull("a")
+    now_s[0] = 8.0
+    before = one.value.clone()
+    came = push("a", 0, torch.ones(4, dtype=torch.float64))
+    one.take(came._replace(scale=one.scale_of(came)))
+    assert (before - one.value).numpy() == pytest.approx(LR * math.exp(-1.5))
+
+
+def test_momentum_is_lowered_by_what_asynchrony_adds() -> None:
+    key = KeyRange(0, 0, 4, 0, (KeyPart(0, 4, (4,), True, "w"),))
+
+    def moved(workers: int, corrected: bool) -> float:
+        settings = ServerSettings(momentum_correction=corrected)
+        value = torch.zeros(4, dtype=torch.float64)
+        one = KeyStore(key, value, settings, lambda tensors, decay: torch.optim.SGD(tensors, lr=LR, momentum=0.9))
+        one.set_workers(workers)
+        for task in range(2):
+            one.take(push("a", task, torch.ones(4, dtype=torch.float64)))
+        return -float(one.value.mean()) / LR
+
+    assert moved(4, corrected=False) == pytest.approx(1 + 1.9)
+    assert moved(4, corrected=True) == pytest.approx(1 + 1.6)
+    assert moved(1, corrected=True) == pytest.approx(1 + 1.9)
+
+
+def test_each_task_counts_once() -> None:
+    one = store(ServerSettings())
+    gradient = torch.ones(4, dtype=torch.float64)
+    assert one.take(push("a", 7, gradient)) is PushOutcome.APPLIED
+    before = one.value.clone()
+    assert one.take(push("b", 7, gradient)) is PushOutcome.DUPLICATE
+    one.applied.raise_to(8)
+    assert one.take(push("b", 3, gradient)) is PushOutcome.DUPLICATE
+    assert torch.equal(one.value, before)
+
+
+def test_backup_takes_the_first_and_scales_them() -> None:
+    one = store(ServerSettings("sync", backup=1))
+    before = one.value.clone()
+    ones = torch.ones(4, dtype=torch.float64) / 12  # sums over 4 of 12 samples would be a third of the batch's
+    fates = [one.take(push("w", s, ones, step=0, share=s, shares=3, samples=4, batch=12)) for s in range(3)]
+    assert fates == [PushOutcome.PENDING, PushOutcome.APPLIED, PushOutcome.LATE]
+    torch.testing.assert_close(one.value, before - LR * 2 * ones * 12 / 8)
+
+
+def test_pushes_of_later_versions_wait_for_their_turn() -> None:
+    one = store(ServerSettings("sync"))
+    start = one.value.clone()
+    gradient = torch.ones(4, dtype=torch.float64)
+    assert one.take(push("a", 1, gradient, step=1)) is PushOutcome.PENDING
+    assert one.take(push("a", 0, gradient, step=0)) is PushOutcome.APPLIED
+    assert one.version == 2
+    torch.testing.assert_close(one.value, start - 2 * LR)
+
+
+def test_state_goes_round() -> None:
+    settings = ServerSettings(compensation="adaptive")
+    one, other = store(settings), store(settings)
+    one.note_pull("a")
+    one.take(push("a", 0, torch.ones(4, dtype=torch.float64)))
+    other.load_state(one.state(full=True))
+    for each in (one, other):
+        each.take(push("a", 1, torch.full((4,), 2.0, dtype=torch.float64)))
+        assert each.take(push("a", 0, torch.ones(4, dtype=torch.float64))) is PushOutcome.DUPLICATE
+    assert torch.equal(one.value, other.value)
