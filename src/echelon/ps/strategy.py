@@ -28,13 +28,15 @@ class WorkerOptions:
     """How a worker takes part: the settings of `ps(...)`, and whose time waiting counts as communication.
 
     `clip_norm`: each worker's gradient is clipped to this norm before it is pushed; 0: not at all. `compile`: the model
-    is compiled; then all parameters are waited for before the forward pass, which nothing can interrupt.
+    is compiled, `reads_ahead`: it reads its parameters before its layers are called; then all are waited for before the
+    forward pass.
     """
 
     settings: ServerSettings
     clip_norm: float
     clock: PhaseClock
     compile: bool = False
+    reads_ahead: bool = False
 
 
 @dataclass
@@ -52,7 +54,7 @@ class ParameterServer:
     def __init__(self, model: nn.Module, table: KeyTable, client: Client, options: WorkerOptions) -> None:
         self.held = model
         self.module = cast(nn.Module, torch.compile(model)) if options.compile else model
-        self._waits_inside = not options.compile
+        self._waits_inside = not (options.compile or options.reads_ahead)
         self._table, self._client, self._settings = table, client, options.settings
         self._clip, self._clock = options.clip_norm, options.clock
         self._parameters = [p for p in model.parameters() if p.requires_grad]

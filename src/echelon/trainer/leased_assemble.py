@@ -19,6 +19,7 @@ from echelon.sync.ps import ServerSettings
 from echelon.trainer.leased_bench import WorkerModel
 from echelon.trainer.leased_check import settings_of
 from echelon.trainer.leased_saving import LeasedSaver
+from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.served_start import ROLES_FOLDER, WorkerRank, wait_for_address, worker_name
 from echelon.trainer.state import fingerprint
 from echelon.trainer.window import gpu_uuid
@@ -64,7 +65,9 @@ def assemble_worker(path: Path, seat: WorkerRank, record: Recorder, bench: Worke
     client.set_table(table)
     if bench.replica is not None:
         client.while_waiting(bench.replica.words.tell_idle, bench.replica.words.idle_s)
-    options = WorkerOptions(settings, config.optimizer.clip_norm, bench.clock, config.model.compile)
+    options = WorkerOptions(
+        settings, config.optimizer.clip_norm, bench.clock, config.model.compile, _reads_ahead(config)
+    )
     strategy = ParameterServer(model, table, client, options)
     optimizer = build_optimizer(model, config.optimizer, config.data.batch_size)  # never steps: it carries the schedule
     per_epoch = bench.train_loader.batches_per_epoch
@@ -74,6 +77,11 @@ def assemble_worker(path: Path, seat: WorkerRank, record: Recorder, bench: Worke
         LeasedSaver(path, config.checkpoint.keep, record, fingerprint(config, bench.source.info)), path,
         Sampler(gpu_uuid(bench.world.device)), record, seat,
     )  # fmt: skip
+
+
+def _reads_ahead(config: RunConfig) -> bool:
+    """Whether the model reads its parameters before its layers are called: to copy them in a narrower type."""
+    return PRECISIONS[config.training.precision].parameters is not None
 
 
 def _client_config(config: RunConfig, settings: ServerSettings, path: Path, number: int) -> ClientConfig:

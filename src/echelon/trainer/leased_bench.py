@@ -21,7 +21,8 @@ from echelon.trainer.assemble import Given, _rank_seed, _step_settings, check_en
 from echelon.trainer.evaluate import EvaluationReport, evaluate
 from echelon.trainer.leased_check import batch_parts
 from echelon.trainer.losses import build_loss
-from echelon.trainer.parts import Work, build_split, build_whole
+from echelon.trainer.parts import Work, build_computing, build_split, build_whole
+from echelon.trainer.precision import set_numerics
 from echelon.trainer.replica import Replica, Sums
 from echelon.trainer.served_start import WorkerRank
 from echelon.trainer.state import seed_everything
@@ -78,6 +79,7 @@ def build_bench(config: RunConfig, seat: WorkerRank, world: World, given: Given)
         UserError: something in the description cannot be built.
     """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    set_numerics(config.training)
     seed = config.training.seed
     seed_everything(seed)
     source = given.source or open_data(config.data, seed)
@@ -107,7 +109,7 @@ def build_bench(config: RunConfig, seat: WorkerRank, world: World, given: Given)
 def _build_model(config: RunConfig, info: DataInfo, seat: WorkerRank, world: World, own: nn.Module | None) -> nn.Module:
     """Build the whole model; beside pieces, a plain one in the processor's memory, which nothing computes with."""
     if seat.size == 1:
-        return build_whole(config, info, world, own)
+        return build_computing(config, info, world, own)
     plain = replace(
         config,
         model=replace(config.model, channels_last="off"),

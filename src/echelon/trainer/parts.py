@@ -78,13 +78,8 @@ def build_parts(config: RunConfig, work: Work, world: World, clock: PhaseClock) 
         split = build_split(config, work, world, world.data_size)
         model = split.module
     else:
-        model = build_whole(config, work.info, world, work.own)
+        model = build_computing(config, work.info, world, work.own)
         split = _divided(model, world) if _is_divided(world) else None
-    param_dtype = PRECISIONS[config.training.precision].parameters
-    if not _is_split(world):
-        recompute_model(model, hints_for(model), config.training.recompute, param_dtype)
-    if param_dtype is not None and not _is_split(world):
-        cast_parameters(model, param_dtype)
     held = split.pieces if split else model
     optimizer = build_optimizer(held, config.optimizer, config.data.batch_size)
     if split and split.pieces.divided:
@@ -104,6 +99,20 @@ def channels_last(config: RunConfig, device: torch.device) -> bool:
     """Whether images lie in memory channel by channel."""
     wanted = config.model.channels_last
     return wanted == "on" or (wanted == "auto" and device.type == "cuda")
+
+
+def build_computing(config: RunConfig, info: DataInfo, world: World, own: nn.Module | None) -> nn.Module:
+    """Build the whole model as this rank computes with it: activations computed again, parameters cast, as described.
+
+    Raises:
+        UserError: the model cannot be built, or has no blocks to compute again.
+    """
+    model = build_whole(config, info, world, own)
+    param_dtype = PRECISIONS[config.training.precision].parameters
+    recompute_model(model, hints_for(model), config.training.recompute, param_dtype)
+    if param_dtype is not None:
+        cast_parameters(model, param_dtype)
+    return model
 
 
 def build_whole(config: RunConfig, info: DataInfo, world: World, own: nn.Module | None) -> nn.Module:
