@@ -150,7 +150,7 @@ def _loop_of_strategy(plan: RankPlan, model: nn.Module, argument: str) -> Loop:
         group=dist.group.WORLD,
         device=torch.device("cpu"),
         compression=codec or "none",
-        collective="auto",
+        collective="backend",
         seed=plan.seed,
         clock=HostClock(),
     )

@@ -37,7 +37,8 @@ from echelon.launch.link import ShapedNetwork, parse_link
 
 NAME = "collectives"
 TITLE = "Collectives: each path against gloo's own all-reduce"
-PATHS = ("auto", "ring", "halving_doubling", "hierarchical(group=2)")
+BACKEND, FORMER_BACKEND = "backend", "auto"  # older results have the former name
+PATHS = (BACKEND, "ring", "halving_doubling", "hierarchical(group=2)")
 SIZES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 LINKS = ("loopback", "1gbit", "100mbit", "groups")
 GROUPS = ("100mbit", "1gbit")  # between two groups, and inside them
@@ -131,14 +132,14 @@ def render() -> str:
 
 
 def _table(found: Sequence[dict[str, Any]]) -> str:
-    paths = [p for p in found[-1]["seconds"] if p != "auto"]
+    paths = [p for p in found[-1]["seconds"] if p not in (BACKEND, FORMER_BACKEND)]
     rows = []
     for result in found:
         seconds = result["seconds"]
-        auto = median(seconds["auto"])
-        ratios = [f"{paired_ratio(seconds['auto'], seconds[p]):.2f}" for p in paths if p in seconds]
-        rate = f"{result['bytes'] / auto / 1e6:.4g}"
-        rows.append([format_bytes(result["bytes"]), format_seconds(auto), rate, *ratios])
+        backend = seconds[BACKEND if BACKEND in seconds else FORMER_BACKEND]
+        ratios = [f"{paired_ratio(backend, seconds[p]):.2f}" for p in paths if p in seconds]
+        rate = f"{result['bytes'] / median(backend) / 1e6:.4g}"
+        rows.append([format_bytes(result["bytes"]), format_seconds(median(backend)), rate, *ratios])
     return markdown_table(["vector", "gloo", "MB/s", *(f"{p} / gloo" for p in paths)], rows)
 
 
@@ -156,8 +157,8 @@ def main() -> None:
         "--no-table", action="store_true", help="print the tables instead of writing them to RESULTS.md"
     )
     args = parser.parse_args()
-    if "auto" not in args.paths:
-        args.paths.insert(0, "auto")
+    if BACKEND not in args.paths:
+        args.paths.insert(0, BACKEND)
     for link in [] if args.render else args.links:
         for ranks in args.ranks if link != "groups" else [4]:
             _record(link, ranks, measure(link, ranks, args))

@@ -13,7 +13,7 @@ from echelon.collectives import build, names
 from echelon.collectives.base import Path
 
 SETTINGS = {"hierarchical": [f"hierarchical(group={g})" for g in (1, 2, 3, 4, 8)]}
-SPECS = [spec for name in names() for spec in SETTINGS.get(name, [name]) if name != "auto"]
+SPECS = [spec for name in names() for spec in SETTINGS.get(name, [name]) if name != "backend"]
 
 
 def carry_out(path: Path, vectors: list[Tensor]) -> list[Tensor]:

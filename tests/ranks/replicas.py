@@ -104,7 +104,7 @@ class Trial:
 
     sync: str
     compression: str = "none"
-    collective: str = "auto"
+    collective: str = "backend"
     model: Callable[[], nn.Module] = Net
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
     lr: float = 0.05

@@ -137,9 +137,9 @@ FEW = ["int8", "sign", "topk(density=0.05)", "randomk(density=0.1)"]
 @pytest.mark.parametrize(
     ("world_size", "path", "codecs"),
     [
-        (3, "auto", CODECS),
-        (5, "auto", FEW),
-        (8, "auto", FEW),
+        (3, "backend", CODECS),
+        (5, "backend", FEW),
+        (8, "backend", FEW),
         (4, "hierarchical(group=2)", ["bf16", "int8", "sign", "topk(density=0.05)", "powersgd(rank=2)"]),
     ],
 )
@@ -152,7 +152,7 @@ def test_every_codec_is_near_the_mean_and_the_same_on_all_ranks(world_size: int,
         if not compression.build(spec).direction and "momentum" not in spec:
             # What was left out comes later (error feedback) or averages out (unbiased): the mean converges.
             assert mean < max(0.9, first / 2) or mean < exact.get(spec, 0.0), (spec, first, mean)
-        if path == "auto" and spec in ("fp16", "int8", "topk(density=0.05)", "randomk(density=0.1)", "sign"):
+        if path == "backend" and spec in ("fp16", "int8", "topk(density=0.05)", "randomk(density=0.1)", "sign"):
             wanted = _bytes_wanted(spec, world_size)
             framing = 144 * 4 * (world_size - 1)  # gloo's, at most: four messages to or from each of the others
             assert 0.94 * wanted < sent < 1.06 * wanted + framing, spec
@@ -162,7 +162,7 @@ def reduce_odd_lengths(rank: Rank) -> list[str]:
     """Lengths below and around the number of ranks: a codec must not hang or differ between ranks."""
     wrong = []
     for spec in ("int8", "topk(density=0.5)", "threshold(density=0.5)", "bf16", "qsgd(levels=7)+huffman"):
-        for path in ("auto", "hierarchical(group=2)"):
+        for path in ("backend", "hierarchical(group=2)"):
             for numel in (1, 2, 4, 7):
                 coding = Coding(compression.build(spec), open_route(path), average=False)
                 x = torch.arange(1.0, numel + 1) * (rank.index + 1)
@@ -182,7 +182,7 @@ def overflow(rank: Rank) -> dict[str, bool]:
     """One rank's value is infinite: no rank may take the result for a number."""
     seen = {}
     for spec in ("int8", "sign", "threshold(density=0.5)", "powersgd(rank=1)", "fp16"):
-        for path in ("auto", "hierarchical(group=2)"):
+        for path in ("backend", "hierarchical(group=2)"):
             coding = Coding(compression.build(spec), open_route(path), average=True)
             x = torch.ones(4000)
             if rank.index == 1:

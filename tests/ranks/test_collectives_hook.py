@@ -71,7 +71,7 @@ def like_plain_ddp(rank: Rank, hooks: list[tuple[str, str]]) -> list[tuple[bool,
 
 
 def test_every_path_trains_as_plain_ddp_does() -> None:
-    paths = ["auto", "ring", "halving_doubling", "hierarchical(group=2)"]
+    paths = ["backend", "ring", "halving_doubling", "hierarchical(group=2)"]
     for found in run_ranks(like_plain_ddp, 3, [("none", p) for p in paths]):
         assert all(near and same for near, same, _ in found), found
         assert found[0][2] == pytest.approx(found[1][2], rel=0.01)
@@ -79,11 +79,11 @@ def test_every_path_trains_as_plain_ddp_does() -> None:
 
 def test_codecs_train_with_many_buckets_and_send_less() -> None:
     hooks = [
-        ("none", "auto"),
+        ("none", "backend"),
         ("bf16", "ring"),
-        ("int8", "auto"),
-        ("topk(density=0.05)", "auto"),
-        ("powersgd(2)", "auto"),
+        ("int8", "backend"),
+        ("topk(density=0.05)", "backend"),
+        ("powersgd(2)", "backend"),
     ]
     for found in run_ranks(like_plain_ddp, 2, hooks):
         assert all(same for _, same, _ in found)
@@ -332,7 +332,7 @@ def test_a_plain_ddp_user_needs_one_line() -> None:
 def die(rank: Rank, compression: str) -> str:
     """Without buffers, and after DDP has settled its buckets, only the hook communicates."""
     ddp = DistributedDataParallel(nn.Linear(64, 64))
-    GradientHook(None, compression, "ring" if compression == "none" else "auto", average=True).attach(ddp)
+    GradientHook(None, compression, "ring" if compression == "none" else "backend", average=True).attach(ddp)
     for step in range(3):
         if step == 2:
             rank.reach(1)
@@ -369,7 +369,7 @@ def test_the_thread_ends_with_its_model() -> None:
 
 def refused(rank: Rank) -> list[str]:
     words = []
-    for compression, collective in [("topk(0.1)", "ring"), ("tpok(0.1)", "auto"), ("int8", "rign")]:
+    for compression, collective in [("topk(0.1)", "ring"), ("tpok(0.1)", "backend"), ("int8", "rign")]:
         try:
             GradientHook(None, compression, collective, average=True)
         except UserError as error:
@@ -379,6 +379,6 @@ def refused(rank: Rank) -> list[str]:
 
 def test_what_cannot_work_is_refused_in_words() -> None:
     (words,) = run_ranks(refused, 1)
-    assert "collective auto or hierarchical" in words[0]
+    assert "collective backend or hierarchical" in words[0]
     assert "did you mean topk" in words[1]
     assert "did you mean ring" in words[2]

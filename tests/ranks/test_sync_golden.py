@@ -38,7 +38,7 @@ def _copied(x: list[Weights]) -> list[Weights]:
     return [{k: v.copy() for k, v in one.items()} for one in x]
 
 
-def _compare(sync: str, expected: list[list[Weights]], collective: str = "auto") -> None:
+def _compare(sync: str, expected: list[list[Weights]], collective: str = "backend") -> None:
     trial = Trial(sync, collective=collective, model=Quadratic, lr=LR)
     for i, states in enumerate(run_ranks(_trained, N, trial)):
         for step, state in enumerate(states):

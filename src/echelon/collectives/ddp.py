@@ -126,7 +126,7 @@ def _take_momentum(compression: str, optimizer: torch.optim.Optimizer) -> str:
     return spec
 
 
-def ddp_hook(compression: str, collective: str = "auto", seed: int = 0) -> DdpHook:
+def ddp_hook(compression: str, collective: str = "backend", seed: int = 0) -> DdpHook:
     """Make a communication hook for a plain DistributedDataParallel model, in Lightning and Accelerate too.
 
     Args:

@@ -44,7 +44,7 @@ class GradientHook:
         self,
         group: dist.ProcessGroup | None,
         compression: str = "none",
-        collective: str = "auto",
+        collective: str = "backend",
         *,
         average: bool,
         seed: int = 0,

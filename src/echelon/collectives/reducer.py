@@ -170,7 +170,7 @@ def check_combination(codec: Codec, path: Path, size: int) -> None:
     if not codec.linear and not path.by_backend and path.tiers(0, size, 0) is None:
         raise UserError(
             f"collective {path.name} sums at every hop, and what compression {codec.name} sends cannot be summed: "
-            "use collective auto or hierarchical(group=N), or a compression that can (bf16, fp16, powersgd, randomk)"
+            "use collective backend or hierarchical(group=N), or a compression that can (bf16, fp16, powersgd, randomk)"
         )
 
 

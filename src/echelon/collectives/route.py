@@ -41,7 +41,7 @@ class Route:
 
     @property
     def by_backend(self) -> bool:
-        """Whether the backend's own all-reduce does it: along `auto`, and between two ranks along any path.
+        """Whether the backend's own all-reduce does it: along `backend`, and between two ranks along any path.
 
         Between two, all paths are one: each rank sums a half and sends it back, which is what the backend does too.
         """
@@ -84,7 +84,7 @@ def open_route(path: str, group: dist.ProcessGroup | None = None) -> Route:
     return Route(registry.build(path), chosen)
 
 
-def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None, path: str = "auto") -> int:
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None, path: str = "backend") -> int:
     """Sum a float tensor over the ranks of a group along a path, in place; returns the bytes sent by this rank.
 
     With a codec, which remembers what it left out, build a reducer once instead: `reducer.make_reducer`.

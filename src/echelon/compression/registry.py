@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from echelon.compression import codecs
 from echelon.core.errors import UserError, unknown
+from echelon.core.registry import Registry
 from echelon.core.spec import Spec, Value, bind, parse_chain
 
 if TYPE_CHECKING:
     from echelon.compression.base import Codec
 
 ENTROPY_CODER = "huffman"
+CODECS = Registry("echelon.compression.codecs", "compression", "CODEC")
 
 
 def names() -> list[str]:
     """Return the codecs that exist: the files of `codecs/`."""
-    return sorted(module.name for module in pkgutil.iter_modules(codecs.__path__))
+    return CODECS.names()
 
 
 def codec_class(name: str) -> type[Codec]:
@@ -31,10 +30,8 @@ def codec_class(name: str) -> type[Codec]:
     """
     if name == ENTROPY_CODER:
         raise UserError(f"compression 'huffman' codes the symbols of another codec: write for example qsgd+{name}")
-    if name not in names():
-        raise unknown("compression", name, names())
-    found: type[Codec] = importlib.import_module(f"{codecs.__name__}.{name}").CODEC
-    return found
+    codec: type[Codec] = CODECS.settings_class(name)
+    return codec
 
 
 def build(text: str) -> Codec:

@@ -87,6 +87,8 @@ def _place(tree: dict[str, Any], name: str, value: Any) -> None:
 def _checked(name: str, value: Any, known: tuple[Field[Any], Any], origin: str) -> Any:
     item, kind = known
     flag = flag_of(name, item)
+    if isinstance(value, str):
+        value = item.metadata["renamed"].get(value, value)
     where = f"{flag} ({name})" if origin == "command line" else f"{origin}: {name}"
     try:
         value = TypeAdapter(kind).validate_python(value)

@@ -5,6 +5,7 @@ A field's command-line flag is its name with dashes (`batch_size` is `--batch-si
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, Literal
 
@@ -15,10 +16,19 @@ STRICT = ConfigDict(extra="forbid")
 
 
 def setting(
-    default: Any, help: str, flag: str | None = None, above: float | None = None, below: float | None = None
+    default: Any,
+    help: str,
+    flag: str | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    renamed: Mapping[str, str] | None = None,
 ) -> Any:
-    """Declare one field: default, help, flag; `above` and `below` are inclusive bounds, checked for numbers."""
-    return field(default=default, metadata={"help": help, "flag": flag, "min": above, "max": below})
+    """Declare one field: default, help, flag; `above` and `below` are inclusive bounds, checked for numbers.
+
+    `renamed`: values that runs were written with before, and what they are called now.
+    """
+    metadata = {"help": help, "flag": flag, "min": above, "max": below, "renamed": renamed or {}}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -111,7 +121,9 @@ class StrategyConfig:
     )
     sync: str = setting("allreduce", "how and when replicas agree")
     compression: str = setting("none", "what travels instead of a tensor")
-    collective: str = setting("auto", "along which path it travels")
+    collective: str = setting(
+        "backend", "along which path it travels; backend: as NCCL or gloo chooses", renamed={"auto": "backend"}
+    )
     tensor_plan: str = setting("", "tp: how layers are split, over the model's own hints: PATTERN=STYLE,PATTERN=STYLE")
     cuts: str = setting("", "pp: the blocks that stages begin with, such as blocks.4,blocks.8; empty: balanced")
 

@@ -1,22 +1,88 @@
 """Spec strings: the short text of a strategy, the same in YAML, on the command line and in a plot's legend.
 
-A spec is `name`, `name(value)`, `name(key=value, ...)` or several joined by `+`.
+chain  = spec { "+" spec }                      topk(0.01)+huffman
+spec   = name [ "(" [ value { "," value } { "," name "=" value } ] ")" ]
+value  = scalar { "+" scalar }                  node0+node1: a list
+scalar = true | false | integer | float | word | "quoted text" | quantity | range
+quantity = number unit                          8h, 500ms, 1gbit, 64mb
+range  = integer ":" integer                    1:4
 """
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypeVar
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from decimal import Decimal
+from typing import Any, Protocol, TypeVar
 
 from echelon.core.errors import UserError, nearest
+from echelon.core.units import UNITS
 
-Value = int | float | bool | str
 T = TypeVar("T")
 
 _CALL = re.compile(r"^\s*([A-Za-z_][\w-]*)\s*(?:\((.*)\))?\s*$", re.DOTALL)
 _WORD = re.compile(r"^[A-Za-z_][\w.-]*$")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_NAMED = re.compile(r'^([^"=]*)=(.*)$', re.DOTALL)
+_QUANTITY = re.compile(r"^(\d+(?:\.\d+)?)\s*([A-Za-z]+)$")
+_RANGE = re.compile(r"^(\d+):(\d+)$")
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number with its unit, as written: `8h`, `1gbit`.
+
+    Attributes:
+        number: at least 0.
+        unit: one of `echelon.core.units.UNITS`, in lower case.
+
+    Raises:
+        UserError: the unit is unknown.
+    """
+
+    number: float
+    unit: str
+
+    def __post_init__(self) -> None:
+        if self.unit not in UNITS:
+            raise UserError(f"unknown unit {self.unit!r}: {nearest(self.unit, UNITS)}known: {', '.join(UNITS)}")
+
+    @property
+    def kind(self) -> str:
+        """What it measures: `duration`, `rate` or `size`."""
+        return UNITS[self.unit][0]
+
+    @property
+    def value(self) -> float:
+        """The same in seconds, bits per second or bytes."""
+        return self.number * UNITS[self.unit][1]
+
+    def __str__(self) -> str:
+        return f"{_show_number(self.number)}{self.unit}"
+
+
+@dataclass(frozen=True)
+class Range:
+    """Whole numbers from the least to the most, both included: `1:4`.
+
+    Raises:
+        UserError: the larger one comes first.
+    """
+
+    least: int
+    most: int
+
+    def __post_init__(self) -> None:
+        if self.least > self.most:
+            raise UserError(f"range {self}: the smaller number comes first")
+
+    def __str__(self) -> str:
+        return f"{self.least}:{self.most}"
+
+
+Scalar = int | float | bool | str | Quantity | Range
+Value = Scalar | tuple[Scalar, ...]
 
 
 @dataclass(frozen=True)
@@ -28,20 +94,53 @@ class Spec:
     kwargs: tuple[tuple[str, Value], ...] = ()
 
     def __str__(self) -> str:
-        inside = [_show(v) for v in self.args] + [f"{k}={_show(v)}" for k, v in self.kwargs]
+        inside = [show_value(v) for v in self.args] + [f"{k}={show_value(v)}" for k, v in self.kwargs]
         return f"{self.name}({', '.join(inside)})" if inside else self.name
 
 
-def _show(value: Value) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def show_value(value: Value) -> str:
+    """Write a value so that `parse_value` reads the same one back.
+
+    >>> show_value(True), show_value("blocks.[0-3]"), show_value(("node0", "node1")), show_value(Quantity(8.0, "h"))
+    ('true', '"blocks.[0-3]"', 'node0+node1', '8h')
+    """
+    if isinstance(value, tuple):
+        return "+".join(show_value(item) for item in value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return str(value).replace("e+", "e")
+    if isinstance(value, str) and not _is_bare(value):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return str(value)
 
 
-def parse_value(text: str, whole: str) -> Value:
-    """Read one value of a spec: true/false, an integer, a float or a bare word.
+def _show_number(number: float) -> str:
+    """Write a number without an exponent, and whole ones without a point."""
+    return format(Decimal(repr(number)), "f").removesuffix(".0")
+
+
+def _is_bare(word: str) -> bool:
+    """Whether a text is read as a word without quotes."""
+    return bool(_WORD.match(word)) and word.lower() not in ("true", "false", "inf", "infinity", "nan")
+
+
+def parse_value(text: str, spec: str) -> Value:
+    """Read one value of a spec; several joined by `+` are a tuple.
 
     Raises:
-        UserError: the text is none of these.
+        UserError: the text is no value; names the spec that it stands in.
     """
+    try:
+        return _parse_scalar(text, spec)
+    except UserError:
+        items = split_top_level(text, "+")
+        if len(items) == 1 or not all(item.strip() for item in items):
+            raise
+    return tuple(_parse_scalar(item, spec) for item in items)
+
+
+def _parse_scalar(text: str, spec: str) -> Scalar:
     word = text.strip()
     if word.lower() in ("true", "false"):
         return word.lower() == "true"
@@ -51,30 +150,49 @@ def parse_value(text: str, whole: str) -> Value:
         except ValueError:
             continue
         if isinstance(number, float) and not math.isfinite(number):
-            raise UserError(f"{word} in spec {whole!r}: expected a finite number")
+            raise UserError(f"{word} in spec {spec!r}: expected a finite number")
         return number
+    if _QUOTED.fullmatch(word):
+        return re.sub(r"\\(.)", r"\1", word[1:-1], flags=re.DOTALL)
+    try:
+        if match := _QUANTITY.match(word):
+            return Quantity(float(match[1]), match[2].lower())
+        if match := _RANGE.match(word):
+            return Range(int(match[1]), int(match[2]))
+    except UserError as error:
+        raise UserError(f"{word} in spec {spec!r}: {error}") from None
     if _WORD.match(word):
         return word
-    raise UserError(f"cannot read {text.strip()!r} in spec {whole!r}: expected a number, true, false or a word")
+    raise UserError(
+        f"cannot read {word!r} in spec {spec!r}: expected a number, true, false, a word, a quantity such as 8h, "
+        'a range such as 1:4, or "text in quotes"'
+    )
 
 
 def split_top_level(text: str, separator: str) -> list[str]:
-    """Split at a separator outside parentheses.
+    """Split at a separator outside parentheses and quotes.
 
     Raises:
-        UserError: the parentheses do not match.
+        UserError: parentheses or quotes do not match.
     """
-    parts, depth, start = [], 0, 0
-    for i, char in enumerate(text):
-        depth += (char == "(") - (char == ")")
+    pieces, depth, start, i = [], 0, 0, 0
+    while i < len(text):
+        if text[i] == '"':
+            quoted = _QUOTED.match(text, i)
+            if not quoted:
+                raise UserError(f"quotes in spec {text!r} do not match")
+            i = quoted.end()
+            continue
+        depth += (text[i] == "(") - (text[i] == ")")
         if depth < 0:
             break
-        if char == separator and depth == 0:
-            parts.append(text[start:i])
+        if text[i] == separator and depth == 0:
+            pieces.append(text[start:i])
             start = i + 1
+        i += 1
     if depth != 0:
         raise UserError(f"parentheses in spec {text!r} do not match")
-    return [*parts, text[start:]]
+    return [*pieces, text[start:]]
 
 
 def parse_spec(text: str) -> Spec:
@@ -92,24 +210,71 @@ def parse_spec(text: str) -> Spec:
     args: list[Value] = []
     kwargs: dict[str, Value] = {}
     inside = match[2]
-    for part in split_top_level(inside, ",") if inside and inside.strip() else []:
-        key, equals, value = part.partition("=")
-        if equals:
-            if not _WORD.match(key.strip()):
-                raise UserError(f"cannot read {part.strip()!r} in spec {text!r}: write key=value")
-            if key.strip() in kwargs:
-                raise UserError(f"{key.strip()!r} stands twice in spec {text!r}")
-            kwargs[key.strip()] = parse_value(value, text)
+    for item in split_top_level(inside, ",") if inside and inside.strip() else []:
+        named = _NAMED.match(item)
+        if named:
+            key = named[1].strip()
+            if not _WORD.match(key):
+                raise UserError(f"cannot read {item.strip()!r} in spec {text!r}: write key=value")
+            if key in kwargs:
+                raise UserError(f"{key!r} stands twice in spec {text!r}")
+            kwargs[key] = parse_value(named[2], text)
         elif kwargs:
-            raise UserError(f"in spec {text!r} the unnamed value {part.strip()!r} must stand before the named ones")
+            raise UserError(f"in spec {text!r} the unnamed value {item.strip()!r} must stand before the named ones")
         else:
-            args.append(parse_value(part, text))
+            args.append(parse_value(item, text))
     return Spec(match[1].replace("-", "_"), tuple(args), tuple(kwargs.items()))
 
 
 def parse_chain(text: str) -> tuple[Spec, ...]:
     """Read strategies joined by `+`, such as `topk(0.01)+huffman`."""
-    return tuple(parse_spec(part) for part in split_top_level(text, "+"))
+    return tuple(parse_spec(item) for item in split_top_level(text, "+"))
+
+
+class Parameter(Protocol):
+    """What a strategy's setting is checked by: of a dataclass's field, or of what a file declares."""
+
+    @property
+    def name(self) -> str:
+        """As it is written in a spec."""
+
+    @property
+    def type(self) -> Any:
+        """The annotation, as text: bool, int, float, str, Quantity, Range, `tuple[str, ...]`; perhaps `| None`."""
+
+    @property
+    def kw_only(self) -> Any:
+        """Whether it must be named."""
+
+
+def arguments_of(spec: Spec, parameters: list[Any]) -> dict[str, Value]:
+    """Return a spec's values by the name of the setting that they are for, typed as it is declared.
+
+    Args:
+        parameters: the settings that there are, in order.
+
+    Raises:
+        UserError: an unknown, doubled or wrongly typed setting; names the nearest known one.
+    """
+    known: dict[str, Parameter] = {p.name: p for p in parameters}
+    in_order = [name for name, parameter in known.items() if not parameter.kw_only]
+    if spec.args and not in_order and known:
+        raise UserError(f"{spec}: name the setting: {spec.name} takes {_settings(known)}")
+    if len(spec.args) > len(in_order):
+        raise UserError(f"{spec} has {len(spec.args)} unnamed values, {spec.name} takes {_settings(known)}")
+    values: dict[str, Value] = dict(zip(in_order, spec.args, strict=False))
+    for key, value in spec.kwargs:
+        if key not in known:
+            raise UserError(f"{spec.name} has no setting {key!r}: {nearest(key, known)}it takes {_settings(known)}")
+        if key in values:
+            raise UserError(f"{spec}: {key} is given twice")
+        values[key] = value
+    return {key: _typed(spec, key, value, str(known[key].type)) for key, value in values.items()}
+
+
+def missing_setting(spec: Spec, names: list[str]) -> UserError:
+    """Build the refusal of a spec that leaves out what has no default."""
+    return UserError(f"{spec}: a setting is missing; {spec.name} takes {', '.join(names)}")
 
 
 def bind(spec: Spec, settings: type[T]) -> T:
@@ -121,40 +286,56 @@ def bind(spec: Spec, settings: type[T]) -> T:
         UserError: an unknown, missing or wrongly typed setting; names the nearest known one.
     """
     assert is_dataclass(settings)
-    known = {f.name: f for f in fields(settings) if f.init}
-    in_order = [name for name, field in known.items() if not field.kw_only]
-    if spec.args and not in_order and known:
-        raise UserError(f"{spec}: name the setting: {spec.name} takes {_settings(known)}")
-    if len(spec.args) > len(in_order):
-        raise UserError(f"{spec} has {len(spec.args)} unnamed values, {spec.name} takes {_settings(known)}")
-    values: dict[str, Any] = dict(zip(in_order, spec.args, strict=False))
-    for key, value in spec.kwargs:
-        if key not in known:
-            raise UserError(f"{spec.name} has no setting {key!r}: {nearest(key, known)}it takes {_settings(known)}")
-        if key in values:
-            raise UserError(f"{spec}: {key} is given twice")
-        values[key] = value
-    for key, value in values.items():
-        values[key] = _typed(spec, key, value, str(known[key].type))
+    known = [item for item in fields(settings) if item.init]
+    values = arguments_of(spec, known)
+    if any(p.name not in values and p.default is MISSING and p.default_factory is MISSING for p in known):
+        raise missing_setting(spec, [p.name for p in known])
     try:
         return settings(**values)
-    except TypeError as error:
-        raise UserError(f"{spec}: a setting is missing; {spec.name} takes {_settings(known)}") from error
     except ValueError as error:
         raise UserError(f"{spec}: {error}") from error
 
 
-def _settings(known: dict[str, Any]) -> str:
+def spec_of(name: str, settings: Any) -> Spec:
+    """Return the canonical spec of a settings dataclass: each value that is not the default, by name.
+
+    `bind` makes equal settings of it.
+    """
+    values = [(f, getattr(settings, f.name)) for f in fields(settings) if f.init]
+    return Spec(name, (), tuple((f.name, value) for f, value in values if value is not None and value != f.default))
+
+
+def _settings(known: dict[str, Parameter]) -> str:
     return ", ".join(known) if known else "no settings"
 
 
+_EXPECTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a word",
+    "Quantity": "a quantity such as 8h",
+    "Range": "a range such as 1:4",
+}
+
+
 def _typed(spec: Spec, key: str, value: Value, annotation: str) -> Value:
-    """Check a value against the field's annotation (as text: bool, int, float or str, perhaps `| None`)."""
-    wanted = [part.strip() for part in annotation.replace("<class '", "").replace("'>", "").split("|")]
+    """Check a value against the field's annotation, as text."""
+    wanted = [item.strip() for item in annotation.replace("<class '", "").replace("'>", "").split("|")]
+    wanted = [item.rpartition(".")[2] if "[" not in item else item for item in wanted]
     if type(value).__name__ in wanted:
         return value
-    if "float" in wanted and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word"}
-    expected = " or ".join(words.get(w, w) for w in wanted if w != "None")
-    raise UserError(f"{spec}: {key} must be {expected}, not {_show(value)!r}")
+    if isinstance(value, int) and not isinstance(value, bool):
+        if "float" in wanted:
+            return float(value)
+        if "Range" in wanted:
+            return Range(value, value)
+    if "tuple[str, ...]" in wanted and all(isinstance(item, str) for item in _items(value)):
+        return _items(value)
+    expected = " or ".join(_EXPECTED.get(w, "words such as a+b" if w.startswith("tuple") else w)
+                           for w in wanted if w != "None")  # fmt: skip
+    raise UserError(f"{spec}: {key} must be {expected}, not {show_value(value)!r}")
+
+
+def _items(value: Value) -> tuple[Scalar, ...]:
+    return value if isinstance(value, tuple) else (value,)

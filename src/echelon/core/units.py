@@ -8,6 +8,13 @@ from echelon.core.errors import UserError
 
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_BYTES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+UNITS: dict[str, tuple[str, float]] = {
+    unit: (kind, scale)
+    for kind, scales in (("duration", _SECONDS), ("rate", _BITS), ("size", _BYTES))
+    for unit, scale in scales.items()
+}
+"""What a unit measures, and how many seconds, bits per second or bytes it is."""
 _NUMBER = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)\s*$")
 
 

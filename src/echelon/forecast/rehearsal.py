@@ -211,7 +211,7 @@ def _alone(config: RunConfig, role: Role) -> RunConfig:
     if is_leased(config):
         optimizer, ema = replace(optimizer, name="sgd", momentum=0.0, weight_decay=0.0), 0.0
     strategy = replace(
-        config.strategy, cuts=",".join(role.cuts), sync="allreduce", compression="none", collective="auto"
+        config.strategy, cuts=",".join(role.cuts), sync="allreduce", compression="none", collective="backend"
     )
     precision = "bf16" if config.training.precision in ("fp8", "fp16") else config.training.precision
     return replace(

@@ -57,7 +57,7 @@ def check_strategies(config: RunConfig, ranks: int) -> None:
         if tiers is not None and tiers.between is not None and len(tiers.between.members) == 1:
             raise UserError(
                 f"--collective {strategy.collective} makes one group of {ranks} workers, and --compression "
-                f"{strategy.compression} works between groups: use a smaller group, or --collective auto"
+                f"{strategy.compression} works between groups: use a smaller group, or --collective backend"
             )
     if codec.direction and config.optimizer.clip_norm:
         raise UserError(
@@ -76,7 +76,7 @@ def _check_replicas(config: RunConfig, ranks: int) -> None:
     for flag, value, plain in (
         ("--sync", strategy.sync, "allreduce"),
         ("--compression", strategy.compression, "none"),
-        ("--collective", strategy.collective, "auto"),
+        ("--collective", strategy.collective, "backend"),
     ):
         if value != plain:
             raise UserError(

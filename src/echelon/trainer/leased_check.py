@@ -58,7 +58,7 @@ def check_leased(config: RunConfig, ranks: int) -> None:
         raise UserError(f"{sync} has no group for --sync-batchnorm: leave it out, or use --sync allreduce")
     if config.optimizer.clip_norm and settings.aggregates:
         raise UserError(f"{sync}: no server sees the norm of the whole gradient: leave out --clip-norm, or mode=async")
-    if parse_spec(config.strategy.collective).name != "auto":
+    if parse_spec(config.strategy.collective).name != "backend":
         raise UserError(f"{sync} has no collectives: leave out --collective")
     nodes = parse_nodes(config.launch.nodes)
     workers = ranks * nodes.least // nodes.most // size

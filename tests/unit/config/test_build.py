@@ -76,3 +76,10 @@ def test_the_layout_is_the_world() -> None:
     check_world(config, 4)
     with pytest.raises(UserError, match="--workers 4"):
         check_world(config, 2)
+
+
+def test_a_value_that_has_another_name_now_is_shown_by_it(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("strategy: {collective: auto}\n")
+    assert build(file).config.strategy.collective == "backend"
+    assert build(None, {"strategy.collective": "auto"}).config == build().config

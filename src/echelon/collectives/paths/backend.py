@@ -10,14 +10,14 @@ from echelon.collectives.schedule import Step
 
 
 @dataclass(frozen=True)
-class Auto(Path):
+class Backend(Path):
     """What `torch.distributed.all_reduce` does."""
 
-    name: ClassVar[str] = "auto"
+    name: ClassVar[str] = "backend"
     by_backend: ClassVar[bool] = True
 
     def schedule(self, rank: int, size: int, numel: int) -> list[Step]:
         raise TypeError("the backend's own all-reduce has no schedule")
 
 
-PATH = Auto
+PATH = Backend

@@ -1,0 +1,188 @@
+"""Implementations by name: one file each, whose names and settings are known without importing them.
+
+A file of the registry's package is an implementation when it assigns its settings dataclass to the registry's marker,
+such as `CODEC = TopK`. What the dataclass declares is read from the text of the files (`ast`), so that a misspelt spec
+is refused before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echelon.core.errors import unknown
+from echelon.core.spec import Spec, arguments_of, bind, missing_setting, parse_spec
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One setting of an implementation, as its file declares it.
+
+    Attributes:
+        type: the annotation, as text.
+        default: as written; None: it must be given.
+        kw_only: it must be named.
+        help: what the docstring's `Attributes` say of it.
+    """
+
+    name: str
+    type: str
+    default: str | None
+    kw_only: bool = False
+    help: str = ""
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a file says of its implementation: the first line of its docstring, and the settings in order."""
+
+    name: str
+    summary: str
+    arguments: tuple[Argument, ...]
+
+
+class Registry:
+    """The implementations in one package, each a file that assigns a settings dataclass to `marker`."""
+
+    def __init__(self, package: str, kind: str, marker: str, aliases: Mapping[str, str] | None = None) -> None:
+        """Describe where they are; nothing is read yet.
+
+        Args:
+            package: whose files they are; importing it must be cheap.
+            kind: what a refusal calls them, such as `compression`.
+            aliases: other names that are accepted, and what they stand for.
+        """
+        self.package, self.kind, self.marker = package, kind, marker
+        self.aliases = dict(aliases or {})
+
+    def names(self) -> list[str]:
+        """Return the names of the implementations that exist."""
+        return sorted(self._files())
+
+    def declaration(self, name: str) -> Declaration:
+        """Read what an implementation declares, without importing it.
+
+        Raises:
+            UserError: there is none of that name; names the nearest.
+        """
+        name = self.resolve_name(name)
+        tree = ast.parse(self._files()[name].read_text(encoding="utf-8"))
+        target = next(_assigned(node) for node in tree.body if _assigns(node, self.marker))
+        summary = (ast.get_docstring(tree) or "").partition("\n")[0]
+        arguments = {a.name: a for a in _fields_of(tree, target)}
+        return Declaration(name, summary, tuple(arguments.values()))
+
+    def resolve_name(self, name: str) -> str:
+        """Return the name that a name or an alias stands for.
+
+        Raises:
+            UserError: there is none of that name; names the nearest.
+        """
+        name = self.aliases.get(name, name)
+        if name not in self._files():
+            raise unknown(self.kind, name, self.names())
+        return name
+
+    def check(self, spec: Spec) -> None:
+        """Refuse a spec whose name or settings do not exist, or are of the wrong type, without importing anything.
+
+        Raises:
+            UserError: names the nearest that exists.
+        """
+        arguments = list(self.declaration(spec.name).arguments)
+        values = arguments_of(spec, arguments)
+        if any(a.default is None and a.name not in values for a in arguments):
+            raise missing_setting(spec, [a.name for a in arguments])
+
+    def settings_class(self, name: str) -> type[Any]:
+        """Import an implementation's settings dataclass.
+
+        Raises:
+            UserError: there is none of that name; names the nearest.
+        """
+        module = importlib.import_module(f"{self.package}.{self.resolve_name(name)}")
+        settings: type[Any] = getattr(module, self.marker)
+        return settings
+
+    def build(self, text: str) -> Any:
+        """Return the settings that a spec's text describes; imports the implementation.
+
+        Raises:
+            UserError: an unknown name or setting, or an impossible value.
+        """
+        return self.bind(parse_spec(text))
+
+    def bind(self, spec: Spec) -> Any:
+        """Return the settings that a spec describes; imports the implementation.
+
+        Raises:
+            UserError: an unknown name or setting, or an impossible value.
+        """
+        return bind(spec, self.settings_class(spec.name))
+
+    def _files(self) -> dict[str, Path]:
+        folders = importlib.import_module(self.package).__path__
+        files = {file.stem: file for folder in folders for file in Path(folder).glob("*.py")}
+        return {name: file for name, file in files.items() if f"\n{self.marker} = " in file.read_text(encoding="utf-8")}
+
+
+def _assigns(node: ast.stmt, name: str) -> bool:
+    return isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets)
+
+
+def _assigned(node: ast.stmt) -> str:
+    assert isinstance(node, ast.Assign) and isinstance(node.value, ast.Name), "the marker names a class"
+    return node.value.id
+
+
+def _fields_of(tree: ast.Module, class_name: str) -> Iterator[Argument]:
+    """Yield the fields of a dataclass, those of its bases first; classes of other files are looked up in these."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == class_name:
+            for base in node.bases:
+                if isinstance(base, ast.Name):
+                    yield from _fields_of(tree, base.id)
+            yield from _own_fields(node)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                if (alias.asname or alias.name) == class_name and (file := _file_of(node.module)) is not None:
+                    yield from _fields_of(ast.parse(file.read_text(encoding="utf-8")), alias.name)
+
+
+def _file_of(module: str) -> Path | None:
+    """Return the file of a module of this package, found without importing it; None for another's."""
+    root = __name__.partition(".")[0]
+    if module.partition(".")[0] != root:
+        return None
+    path = Path(str(importlib.import_module(root).__file__)).parent.joinpath(*module.split(".")[1:])
+    return next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.exists()), None)
+
+
+def _own_fields(node: ast.ClassDef) -> Iterator[Argument]:
+    decorators = [d for d in node.decorator_list if isinstance(d, ast.Call)]
+    kw_only = any(k.arg == "kw_only" and ast.unparse(k.value) == "True" for d in decorators for k in d.keywords)
+    described = _described(ast.get_docstring(node) or "")
+    for item in node.body:
+        if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
+            continue
+        annotation = ast.unparse(item.annotation)
+        if not annotation.startswith("ClassVar"):
+            name, default = item.target.id, None if item.value is None else ast.unparse(item.value)
+            yield Argument(name, annotation, default, kw_only, described.get(name, ""))
+
+
+def _described(docstring: str) -> dict[str, str]:
+    """Return what the `Attributes` section of a docstring says of each name, on one line."""
+    described: dict[str, str] = {}
+    name = ""
+    for line in docstring.partition("Attributes:\n")[2].splitlines():
+        if not line.startswith("    "):
+            break
+        if not line.startswith("     "):
+            name, _, line = line.strip().partition(":")
+        described[name] = f"{described.get(name, '')} {line.strip()}".strip()
+    return described
