@@ -16,13 +16,13 @@ from echelon import compression as codecs
 from echelon.collectives import memory
 from echelon.collectives.buckets import lay_out
 from echelon.collectives.comm_thread import BucketWork, CommThread, DdpBucket
-from echelon.collectives.own_group import own_group
 from echelon.collectives.reducer import Coding, check_combination
 from echelon.collectives.route import Route, open_route
 from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import WireCount, numel_by_group, ring_bytes
 from echelon.collectives.work import CellWork, PathWork
 from echelon.compression.base import Codec
+from echelon.torch_compat import same_ranks_group
 
 
 class GradientHook:
@@ -75,7 +75,7 @@ class GradientHook:
         if self.codec is not None:
             check_combination(self.codec, self._route.path, self._route.size)
         if self.codec is not None or not self._route.path.by_backend:
-            self._route = Route(self._route.path, own_group(self._route.group))
+            self._route = Route(self._route.path, same_ranks_group(self._route.group))
             self._work = self._make_work()
 
     def _make_work(self) -> BucketWork:

@@ -11,12 +11,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 
 from echelon.config import RunConfig
 from echelon.config.validate import check_world
@@ -35,18 +29,13 @@ from echelon.parallel.tensor import plan_tensor
 from echelon.parallel.zero import divide
 from echelon.sync import kept_memory
 from echelon.sync.state_bytes import Piece, StateBytes
+from echelon.torch_compat import NEEDS_VALUES
 from echelon.trainer.compatibility import assign_momentum
 from echelon.trainer.inputs import any_inputs, model_input
 from echelon.trainer.layouts import read_cuts, read_tensor_plan
 from echelon.trainer.leased_check import batch_parts, is_leased
 
 _SAMPLES = 2  # of the forward pass by which a pipeline is cut
-_VALUES_MATTER = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 
 
 @dataclass(frozen=True)
@@ -110,7 +99,7 @@ def forecast(config: RunConfig, info: DataInfo, ranks: int, own: nn.Module | Non
     alone = replace(layout, sizes={**layout.sizes, Axis.DP: 1}, zero1=False)
     try:
         peaks = [rehearse(config, info, model, Role(alone, rank, cuts), samples) for rank in range(layout.pp)]
-    except _VALUES_MATTER as error:
+    except NEEDS_VALUES as error:
         return Forecast(stages, (), f"{type(error).__name__}: {' '.join(str(error).split())[:100]}", leader, notes)
     return Forecast(stages, tuple(_memory(config, layout, each) for each in peaks), leader=leader, notes=notes)
 

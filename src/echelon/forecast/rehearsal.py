@@ -17,17 +17,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from echelon.config import RunConfig
 from echelon.core.layout import Layout
 from echelon.data.base import Batch, DataInfo
 from echelon.observe.phases import HostClock
 from echelon.parallel.base import alone, place
+from echelon.torch_compat import (
+    GATHERS,
+    FakeTensorMode,
+    TorchDispatchMode,
+    fake_store,
+    tree_leaves,
+    unset_fake_temporarily,
+)
 from echelon.trainer.inputs import any_inputs
 from echelon.trainer.leased_check import is_leased
 from echelon.trainer.losses import build_loss
@@ -38,11 +43,7 @@ from echelon.trainer.step import Step, StepSettings
 from echelon.trainer.world import World
 
 STEPS = 2  # the first one makes the optimizer's state
-_C10D = torch.ops.c10d
-_COPIED = {  # what gloo copies as a whole before it sends: argument of the operation
-    _C10D._allgather_base_.default: 0,
-    _C10D._reduce_scatter_base_.default: 1,
-}
+_COPIED = GATHERS  # what gloo copies as a whole before it sends
 _CONVOLUTIONS = {  # oneDNN copies weights into its own layout, backward their gradients too: argument, copies
     torch.ops.aten.convolution.default: (1, 1),
     torch.ops.aten.convolution_backward.default: (2, 2),
@@ -290,10 +291,8 @@ def _world(role: Role) -> Iterator[World]:
     if size == 1:
         yield World(0, 1, 0, device, None, alone())
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     rank = role.pipeline_rank * role.layout.fsdp * role.layout.tp
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=size, store=fake_store())
     try:
         placement = place(role.layout, rank, "cpu", timedelta(seconds=60))
         yield World(rank, size, rank, device, dist.group.WORLD, placement)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from echelon.config.schema import OptimizerConfig
 from echelon.core.errors import UserError, nearest
+from echelon.torch_compat import foreach_lerp_
 
 if TYPE_CHECKING:
     from timm.scheduler.scheduler import Scheduler
@@ -168,7 +169,7 @@ class EMA:
                 weights.append(tensor.detach())
             else:
                 average.copy_(tensor)
-        torch._foreach_lerp_(averages, weights, 1 - decay)
+        foreach_lerp_(averages, weights, 1 - decay)
 
     @contextmanager
     def swapped(self, model: nn.Module) -> Iterator[None]:

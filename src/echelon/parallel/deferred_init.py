@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+
+from echelon.torch_compat import TorchDispatchMode, tree_flatten, tree_map
 
 OVERWRITES = ("aten::normal_", "aten::uniform_", "aten::fill_", "aten::zero_", "aten::copy_", "aten::trunc_normal_")
 _RANDOM = ("normal", "uniform", "rand", "bernoulli", "trunc_normal", "exponential", "geometric", "random")

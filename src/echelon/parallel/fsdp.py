@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.core.errors import UserError
+from echelon.torch_compat import BatchNormBase
 
 
 def shard(
@@ -30,7 +30,7 @@ def shard(
     Raises:
         UserError: a parameter has no rows to share, or narrow ones would be BatchNorm's.
     """
-    if param_dtype is not None and any(isinstance(m, _BatchNorm) for m in model.modules()):
+    if param_dtype is not None and any(isinstance(m, BatchNormBase) for m in model.modules()):
         raise UserError(
             f"--parallel fsdp={mesh.size()} with --precision bf16-params: BatchNorm's statistics would be lost in "
             "bfloat16; use --precision bf16, or dp=N"

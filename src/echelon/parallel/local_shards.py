@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import Shard
 from echelon.core.axes import Axis
 from echelon.parallel.base import Placement
 from echelon.parallel.zero import DividedUpdate
+from echelon.torch_compat import foreach_mul_, foreach_norm, is_persistent, local_tensor
 
 Run = tuple[int, int]
 Index = np.ndarray[Any, np.dtype[np.int64]]
@@ -87,7 +88,7 @@ class LocalShards(nn.Module):
 
     def _add_buffers(self, prefix: str, owner: nn.Module) -> None:
         for name, buffer in owner.named_buffers(recurse=False):
-            persistent = name not in owner._non_persistent_buffers_set
+            persistent = is_persistent(owner, name)
             node, leaf = self._owner(prefix + name)
             node.register_buffer(leaf, local_of(buffer), persistent=persistent)
             if persistent:
@@ -97,9 +98,11 @@ class LocalShards(nn.Module):
         *path, leaf = name.split(".")
         node: nn.Module = self
         for part in path:
-            if part not in node._modules:
-                node.add_module(part, nn.Module())
-            node = node._modules[part]  # type: ignore[assignment]
+            child = dict(node.named_children()).get(part)
+            if child is None:
+                child = nn.Module()
+                node.add_module(part, child)
+            node = child
         return node, leaf
 
     def no_weight_decay(self) -> set[str]:
@@ -170,7 +173,7 @@ def gradient_norm(parameters: Mapping[str, nn.Parameter], pieces: LocalShards) -
     example = next(iter(parameters.values()))
     total = torch.zeros((), dtype=torch.float64, device=example.device)
     for copies, gradients in by_copies.items():
-        norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
+        norms = torch.stack([norm.double() for norm in foreach_norm(gradients)])
         total += norms.square().sum() / copies
     if pieces.placement.model_group is not None:
         torch.distributed.all_reduce(total, group=pieces.placement.model_group)
@@ -184,7 +187,7 @@ def clip_by_norm(pieces: LocalShards, clip_norm: float) -> None:
     scale = (clip_norm / (gradient_norm(parameters, pieces) + 1e-6)).clamp(max=1.0)
     gradients = [p.grad for p in parameters.values() if p.grad is not None]
     if gradients:
-        torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+        foreach_mul_(gradients, scale.to(gradients[0].dtype))
 
 
 def cut_out(tensor: Tensor, box: Box) -> Tensor:
@@ -198,8 +201,7 @@ def local_of(tensor: Tensor) -> Tensor:
     """Return the local part of a tensor, in the same memory."""
     if not isinstance(tensor, DTensor):
         return tensor
-    local: Tensor = tensor._local_tensor.detach()
-    return local
+    return local_tensor(tensor).detach()
 
 
 def _local_parameter(parameter: nn.Parameter) -> nn.Parameter:
@@ -213,7 +215,7 @@ def _local_gradient(source: nn.Parameter) -> Tensor:
     assert isinstance(source, DTensor) and isinstance(gradient, DTensor)
     if gradient.placements != source.placements:  # a sum over ranks that is still to be made
         gradient = gradient.redistribute(placements=source.placements)
-    return gradient._local_tensor
+    return local_tensor(gradient)
 
 
 def _box(tensor: Tensor, placement: Placement) -> Box:

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_map_only
+
+from echelon.torch_compat import BatchNormBase, reparametrized, tree_map_only
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
@@ -42,13 +41,13 @@ def computing_in(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]
     if not wide:
         yield
         return
-    with _reparametrize_module(module, {name: p.to(dtype) for name, p in wide.items()}):
+    with reparametrized(module, {name: p.to(dtype) for name, p in wide.items()}):
         yield
 
 
 def narrow_names(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the parameters that are cast, by name: floating, of another type, not BatchNorm's."""
-    kept = {id(p) for owner in module.modules() if isinstance(owner, _BatchNorm) for p in owner.parameters()}
+    kept = {id(p) for owner in module.modules() if isinstance(owner, BatchNormBase) for p in owner.parameters()}
     return {
         name: p
         for name, p in module.named_parameters(remove_duplicate=False)

@@ -11,17 +11,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from echelon.torch_compat import ATTENTION_OPS
+
 Recompute = Literal["none", "blocks", "selective"]
 _ATEN = torch.ops.aten
 # What costs most to compute again for what it takes to keep: products of matrices, convolutions, attention.
-KEPT = frozenset(
-    op.default
-    for op in (
-        *(_ATEN.mm, _ATEN.bmm, _ATEN.addmm, _ATEN.baddbmm, _ATEN.convolution),
-        *(_ATEN._scaled_dot_product_flash_attention, _ATEN._scaled_dot_product_efficient_attention),
-        *(_ATEN._scaled_dot_product_flash_attention_for_cpu, _ATEN._scaled_dot_product_cudnn_attention),
-    )
-)
+_PRODUCTS = (_ATEN.mm, _ATEN.bmm, _ATEN.addmm, _ATEN.baddbmm, _ATEN.convolution)
+KEPT = frozenset((*(op.default for op in _PRODUCTS), *ATTENTION_OPS))
 
 
 def recompute_blocks(blocks: Mapping[str, nn.Module], how: Recompute) -> None:

@@ -137,18 +137,6 @@ class ShardGather:
         return torch.cat(parts).to(_CPU, self._dtype) if parts else self._blank([])
 
 
-def own_cpu_group(group: Group) -> Group:
-    """Make a group of the same ranks, with the same timeout, that sends tensors in the processor's memory.
-
-    All of its ranks call it together.
-    """
-    timeout = group._get_backend(_CPU).options._timeout
-    ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
-    assert isinstance(made, Group)
-    return made
-
-
 def _told(own: Sequence[Piece], group: Group) -> list[list[Piece]]:
     """Return the pieces of every rank on the first one, and nothing on the others."""
     text = json.dumps([[piece.name, piece.of, piece.runs, piece.gives] for piece in own]).encode()

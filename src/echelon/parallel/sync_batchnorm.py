@@ -13,14 +13,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.core.errors import UserError
+from echelon.torch_compat import BatchNormBase, same_ranks_group
 
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class GlooSyncBatchNorm(_BatchNorm):
+class GlooSyncBatchNorm(BatchNormBase):
     """BatchNorm whose batch is that of all ranks of a gloo group, while training; keys of its state as BatchNorm's.
 
     With mean m and biased variance v over the n values of a channel on all ranks, y = (x - m) / sqrt(v + eps) * w + b
@@ -59,7 +59,7 @@ class GlooSyncBatchNorm(_BatchNorm):
         self.running_var.lerp_((var * count / max(1.0, count - 1)).to(self.running_var), share)
 
 
-class _Activated(_BatchNorm):
+class _Activated(BatchNormBase):
     """The same followed by dropout and activation: timm's BatchNormAct2d, with its names."""
 
     drop: nn.Module
@@ -92,19 +92,11 @@ def convert_sync_batchnorm(module: nn.Module, group: dist.ProcessGroup, timeout:
     Raises:
         UserError: a layer derives from BatchNorm in a way not known here.
     """
-    if not any(isinstance(each, _BatchNorm) for each in module.modules()):
+    if not any(isinstance(each, BatchNormBase) for each in module.modules()):
         return module
     if dist.get_backend(group) == "gloo":
-        ranks = dist.get_process_group_ranks(group)
-        own = dist.new_group(ranks, timeout or _timeout(group), backend="gloo", use_local_synchronization=True)
-        assert isinstance(own, dist.ProcessGroup)
-        group = own
+        group = same_ranks_group(group, "gloo", timeout)
     return _convert(module, group)
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta:
-    # torch gives a new group half an hour unless told; there is no public way to ask a group for its own.
-    return group._get_backend(torch.device("cpu")).options._timeout
 
 
 def has_sync_batchnorm(module: nn.Module) -> bool:
@@ -113,7 +105,7 @@ def has_sync_batchnorm(module: nn.Module) -> bool:
 
 
 def _convert(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, BatchNormBase):
         return _replacement(module, group)
     for name, child in module.named_children():
         converted = _convert(child, group)
@@ -122,7 +114,7 @@ def _convert(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     return module
 
 
-def _replacement(old: _BatchNorm, group: dist.ProcessGroup) -> _BatchNorm:
+def _replacement(old: BatchNormBase, group: dist.ProcessGroup) -> BatchNormBase:
     children = dict(old.named_children())
     over_gloo = dist.get_backend(group) == "gloo"
     kind: type[GlooSyncBatchNorm | nn.SyncBatchNorm]

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.torch_compat import foreach_mul_
+
 Group = dist.ProcessGroup
 
 
@@ -56,7 +58,7 @@ class DividedUpdate:
         """Multiply the gradients that this rank's optimizer does not have."""
         gradients = [parameter.grad for parameter in self._others if parameter.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, factor)
+            foreach_mul_(gradients, factor)
 
     @torch.no_grad()
     def share(self) -> None:

@@ -24,6 +24,7 @@ from echelon.collectives.wire import is_small, ring_bytes
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.buffers import averaged_buffers
 from echelon.sync.state_bytes import Piece, StateBytes, by_hook
+from echelon.torch_compat import is_compiled
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class AllReduce:
         # DDP orders its buckets anew after its first backward, and more than two ranks round differently in another
         # order: a resumed run would not repeat the bits. Codecs work on cells that do not depend on buckets; a
         # compiled model would be compiled twice.
-        compiled = hasattr(context.model, "_orig_mod")
+        compiled = is_compiled(context.model)
         self.needs_warmup_backward = self._hook.codec is None and context.group.size() > 2 and not compiled
 
     def begin_step(self, samples: int, global_size: int) -> int:

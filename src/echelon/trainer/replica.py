@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from echelon.core.axes import Axis
 from echelon.data.base import Batch
 from echelon.observe.phases import Phase, PhaseClock
-from echelon.parallel.shard_gather import ShardGather, own_cpu_group
+from echelon.parallel.shard_gather import ShardGather
 from echelon.parallel.split import SplitModel
 from echelon.sync.buffers import averaged_buffers
+from echelon.torch_compat import same_ranks_group
 from echelon.trainer.step import Step
 from echelon.trainer.team import CommandChannel
 
@@ -47,7 +48,7 @@ class Replica:
         """
         placement = split.pieces.placement
         assert placement.model_group is not None
-        group = own_cpu_group(placement.model_group)
+        group = same_ranks_group(placement.model_group, "gloo")
         self.split, self.whole, self.words = split, whole, CommandChannel(group, timeout_s)
         self._fsdp = placement.group(Axis.FSDP)
         self._parameters = {n: p for n, p in split.pieces.named_parameters() if p.requires_grad}

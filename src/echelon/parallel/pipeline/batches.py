@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from echelon.torch_compat import BatchNormBase
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def cut_batch(inputs: Tensor, targets: Tensor, count: int) -> MicroBatches:
 
 def has_batchnorm(modules: Sequence[nn.Module]) -> bool:
     """Whether a sample's output depends on the other samples of its micro-batch."""
-    return any(isinstance(m, _BatchNorm) for module in modules for m in module.modules())
+    return any(isinstance(m, BatchNormBase) for module in modules for m in module.modules())
 
 
 def dividing_count(samples: int, most: int, group: dist.ProcessGroup | None, device: torch.device) -> int:

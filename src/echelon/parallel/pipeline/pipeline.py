@@ -12,7 +12,6 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -24,6 +23,7 @@ from echelon.parallel.pipeline.settings import PipelineResult, PipelineSettings,
 from echelon.parallel.pipeline.shapes import Boundary, Skeleton
 from echelon.parallel.pipeline.stage import make_stage, set_types
 from echelon.parallel.pipeline.timeline import Action, Kind, Recorder
+from echelon.torch_compat import detect_fake_mode
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Scale = Callable[[Tensor], Tensor]

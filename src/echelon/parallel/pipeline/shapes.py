@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from echelon.core.errors import UserError
 from echelon.parallel.pipeline.chain import ChainStep
 from echelon.parallel.pipeline.settings import Types
 from echelon.parallel.pipeline.stage import make_stage, set_types
+from echelon.torch_compat import FakeTensorMode, detect_fake_mode
 
 Stages = tuple[tuple[ChainStep, ...], ...]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from echelon.parallel.pipeline.chain import ChainStep, is_under
 from echelon.parallel.precision import computing_in
+from echelon.torch_compat import copy_with, registered_modules, registered_tensors
 
 
 def make_stage(model: nn.Module, steps: tuple[ChainStep, ...], first: bool, last: bool) -> nn.Module:
@@ -86,13 +86,11 @@ def _without_others(module: nn.Module, prefix: str, keep: tuple[str, ...]) -> An
     """Copy a module without the parts that are neither kept, nor inside a kept one, nor on the way to one."""
     if prefix and any(is_under(prefix, name) for name in keep):
         return module
-    part = copy.copy(module)
     before = f"{prefix}." if prefix else ""
-    part._modules = {
+    children = {
         name: child if child is None else _without_others(child, before + name, keep)
-        for name, child in module._modules.items()
+        for name, child in registered_modules(module).items()
         if child is None or any(is_under(before + name, k) or is_under(k, before + name) for k in keep)
     }
-    part._parameters = {n: p for n, p in module._parameters.items() if p is None or before + n in keep}
-    part._buffers = {n: b for n, b in module._buffers.items() if b is None or before + n in keep}
-    return part
+    tensors = {n: t for n, t in registered_tensors(module).items() if t is None or before + n in keep}
+    return copy_with(module, children, tensors)

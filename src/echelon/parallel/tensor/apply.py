@@ -18,6 +18,7 @@ from echelon.parallel.tensor.comm import Group, add, enter, gather, scatter_add,
 from echelon.parallel.tensor.layers import Split
 from echelon.parallel.tensor.local import Sight, embed_by_rows, first_row, local_part, localise
 from echelon.parallel.tensor.plan import TensorPlan, placements_of, plan_tensor
+from echelon.torch_compat import is_persistent, registered_tensors
 
 TOKENS = 1  # the dim of tokens in (N, T, D)
 
@@ -84,7 +85,7 @@ def _distribute(
         module.register_parameter(leaf, made[id(parameter)])
     for leaf, buffer in list(module.named_buffers(recurse=False)):
         if isinstance(split_.placements.get(leaf), Shard):
-            persistent = leaf not in module._non_persistent_buffers_set
+            persistent = is_persistent(module, leaf)
             data = distribute_tensor(buffer, mesh, [split_.placements[leaf]], src_data_rank=None)
             module.register_buffer(leaf, data, persistent)
 
@@ -93,12 +94,12 @@ def _see_local(module: nn.Module, split_: Split, shared: bool) -> None:
     for name, value in split_.attributes.items():
         setattr(module, name, value)
     if isinstance(module, nn.Embedding) and split_.last == "rows":
-        held = module._parameters["weight"]
+        held = registered_tensors(module)["weight"]
         assert isinstance(held, DTensor)
         mesh = held.device_mesh
         embed_by_rows(module, first_row(held.shape[0], mesh.size(), mesh.get_local_rank()))
     sights: dict[str, Sight] = {}
-    for leaf, tensor in [*module._parameters.items(), *module._buffers.items()]:
+    for leaf, tensor in registered_tensors(module).items():
         if isinstance(tensor, DTensor):
             whole = isinstance(tensor.placements[0], Replicate)
             sights[leaf] = split_.sights.get(leaf, Sight.SUMMED if whole and shared else Sight.LOCAL)
@@ -112,7 +113,7 @@ def _listen(module: nn.Module, split_: Split, where: _Where, enters: bool) -> No
     if split_.last == "add":
         module.register_forward_hook(lambda layer, _, result: _add(layer, result, where))
     elif split_.last == "gather":
-        held = module._parameters["weight"]
+        held = registered_tensors(module)["weight"]
         assert held is not None
         outputs, group = held.shape[0], where.group
         module.register_forward_hook(lambda _, __, y: gather(y, y.ndim - 1, outputs, group, shares=False))
@@ -127,7 +128,7 @@ def _enter(x: Tensor, where: _Where) -> Tensor:
 def _add(layer: nn.Module, partial: Tensor, where: _Where) -> Tensor:
     by_tokens = where.region is not None
     y = scatter_add(partial, TOKENS, where.group) if by_tokens else add(partial, where.group)
-    held = layer._parameters["bias"]
+    held = registered_tensors(layer)["bias"]
     if held is None:
         return y
     # After the sum, so that it counts once; its gradient is a share of the sum where each rank has other tokens.

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 
 from echelon.core.errors import UserError
+from echelon.torch_compat import FAKE_TENSOR_LOGGER, detect_fake_mode
 
 # Sums over ranks are made in another order: some ulps of a network's depth; a wrong split is off by the whole.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -54,7 +54,7 @@ def same_function(model: nn.Module, example: Tensor, before: Tensor) -> None:
         "replicate (a fused qkv ordered by head is column, by q, k, v column(parts=3))"
     )
     try:
-        with _quiet("torch._subclasses.fake_tensor"):  # it logs a traceback of what is refused in words here
+        with _quiet(FAKE_TENSOR_LOGGER):  # it logs a traceback of what is refused in words here
             after = answer(model, example)
     except (RuntimeError, ValueError, IndexError) as error:
         reason = str(error).splitlines()[0]

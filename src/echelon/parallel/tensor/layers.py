@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import nn
-from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
+from torch.distributed.tensor.placement_types import Placement, Shard
 
 from echelon.core.errors import UserError
 from echelon.core.hints import Style
 from echelon.parallel.tensor.local import Sight
+from echelon.torch_compat import BatchNormBase, ConvNd, strided_shard
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 HEAD_WIDTHS = ("attn_dim", "all_head_size", "split_size", "inner_dim")
@@ -175,19 +174,19 @@ def _channels(case: _Case) -> Split:
     module = case.module
     names = ("weight", "bias", "running_mean", "running_var")
     placements: dict[str, Placement] = {name: Shard(0) for name in names}
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, BatchNormBase):
         case.local(module.num_features, "channels")
         return Split(placements)
     if isinstance(module, nn.GroupNorm):
         return Split(placements, attributes={"num_groups": case.local(module.num_groups, "groups of channels")})
-    if isinstance(module, _ConvNd) and is_convolution(module) and module.groups > 1:
+    if isinstance(module, ConvNd) and is_convolution(module) and module.groups > 1:
         return Split(placements, attributes={"groups": case.local(module.groups, "groups of channels")})
     raise case.misfit("BatchNorm, GroupNorm and convolutions with groups")
 
 
 def _shard(dim: int, parts: int) -> Placement:
     # Of each of the fused parts one chunk, so that q, k and v of a head stay together.
-    return Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
+    return Shard(dim) if parts == 1 else strided_shard(dim, parts)
 
 
 _STYLES: Mapping[str, Callable[[_Case], Split]] = {

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from echelon.parallel.tensor.comm import add, chunk_of, enter
+from echelon.torch_compat import registered_tensors
 
 
 class Sight(Enum):
@@ -58,7 +59,7 @@ def _subclass(kind: Any, sights: tuple[tuple[str, Sight], ...]) -> Any:
 
 def _attribute(name: str, sight: Sight) -> property:
     def see(module: nn.Module) -> Tensor | None:
-        held = module._parameters[name] if name in module._parameters else module._buffers[name]
+        held = registered_tensors(module)[name]
         if isinstance(held, DTensor) and held.device_mesh.ndim > 1:
             return held  # sharded as well, and not gathered: fully_shard looks for its own parameter
         if held is None or sight is Sight.HIDDEN:
@@ -72,7 +73,8 @@ def _attribute(name: str, sight: Sight) -> property:
 @cache
 def _embedding(kind: Any) -> Any:
     def forward(self: Any, ids: Tensor) -> Tensor:
-        weight, table = self.weight, self._parameters["weight"]
+        weight, table = self.weight, registered_tensors(self)["weight"]
+        assert isinstance(table, DTensor)
         mine = ids - self._first_row
         absent = (mine < 0) | (mine >= len(weight))
         padding = None if self.padding_idx is None else self.padding_idx - self._first_row

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.tensor.placement_types import Placement, Replicate
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.core.errors import UserError, nearest
 from echelon.core.hints import Hints, Style, matches, matching, parse_tensor_plan, style_of
 from echelon.parallel.tensor.inferred_plan import find_plan
 from echelon.parallel.tensor.layers import Split, split_of
+from echelon.torch_compat import BatchNormBase
 
 WHOLE = ("replicate", "sequence", "shared")
 HOW = "write --tensor-plan with patterns of module names and their styles, such as blocks.*.fc1=column,blocks.*.fc2=row"
@@ -106,7 +106,7 @@ def _declared(
     kind = type(model).__name__
     if hints is not None:
         raise UserError(f"tp={tp}: this {kind} has blocks of a kind that is not split: {HOW}")
-    normed = next((name for name, module in model.named_modules() if isinstance(module, _BatchNorm)), None)
+    normed = next((name for name, module in model.named_modules() if isinstance(module, BatchNormBase)), None)
     if normed is not None:
         raise UserError(
             f"tp={tp}: {kind} has BatchNorm ({normed}) and no tensor plan: write --tensor-plan with patterns of module "

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from echelon.collectives import memory
-from echelon.collectives.own_group import own_group
 from echelon.collectives.route import Route, open_route
 from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import SHOWN, WireCount
@@ -22,6 +21,7 @@ from echelon.sync.averaging.fragment import Fragment
 from echelon.sync.averaging.plan import Plan, Rule
 from echelon.sync.averaging.values import Value, cut, model_values
 from echelon.sync.base import SyncContext
+from echelon.torch_compat import same_ranks_group
 
 
 class Averaging:
@@ -55,7 +55,7 @@ class Averaging:
         route = self._route
         if self._plan.overlap:
             self._background = Background(self._context.device)
-            route = Route(route.path, own_group(route.group))
+            route = Route(route.path, same_ranks_group(route.group))
         spec = self._context.compression
         codec = None if spec == "none" else compression.build(spec)
         return Link(route, codec, self._context.seed, self._wire)

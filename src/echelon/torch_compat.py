@@ -1,0 +1,175 @@
+"""What the package uses of torch without its being public: the one place to look when a new torch is out.
+
+Private names move without notice. All of these were seen in torch 2.15.0; the tests import every one, so that a version
+that has moved one fails there and not in a run. Nothing here imports `torch.distributed.tensor` before it is asked for.
+
+    name here               name in torch
+    BatchNormBase           torch.nn.modules.batchnorm._BatchNorm
+    ConvNd                  torch.nn.modules.conv._ConvNd
+    FakeTensorMode, ...     torch._subclasses.fake_tensor
+    detect_fake_mode        torch._guards
+    TorchDispatchMode       torch.utils._python_dispatch
+    tree_flatten, ...       torch.utils._pytree
+    reparametrized          torch.nn.utils.stateless._reparametrize_module
+    foreach_lerp_, ...      torch._foreach_lerp_, ...
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.modules.conv import _ConvNd as ConvNd
+from torch.nn.utils.stateless import _reparametrize_module as reparametrized
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+__all__ = [
+    "ATTENTION_OPS",
+    "FAKE_TENSOR_LOGGER",
+    "GATHERS",
+    "NEEDS_VALUES",
+    "BatchNormBase",
+    "ConvNd",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "copy_with",
+    "detect_fake_mode",
+    "fake_store",
+    "foreach_lerp_",
+    "foreach_mul_",
+    "foreach_norm",
+    "group_timeout",
+    "is_compiled",
+    "is_persistent",
+    "local_tensor",
+    "registered_modules",
+    "registered_tensors",
+    "reparametrized",
+    "same_ranks_group",
+    "strided_shard",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "unset_fake_temporarily",
+]
+
+FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
+"""The logger that says a traceback of whatever a tensor without data refuses."""
+
+NEEDS_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+"""What a forward pass on tensors without data raises where it depends on their values."""
+
+ATTENTION_OPS = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+)
+"""The operators that scaled_dot_product_attention becomes."""
+
+GATHERS = {torch.ops.c10d._allgather_base_.default: 0, torch.ops.c10d._reduce_scatter_base_.default: 1}
+"""The operators of all-gather and reduce-scatter, and which of their arguments is the gathered tensor."""
+
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """Return how long a collective of a group waits; torch has no public way to ask."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    timeout = group._get_backend(device).options._timeout
+    assert isinstance(timeout, timedelta)
+    return timeout
+
+
+def same_ranks_group(
+    group: dist.ProcessGroup, backend: str | None = None, timeout: timedelta | None = None
+) -> dist.ProcessGroup:
+    """Make another group of the same ranks; all of them call it together.
+
+    Args:
+        backend: such as gloo; None: the default.
+        timeout: None: the group's own (torch gives a new group half an hour unless told).
+    """
+    ranks = dist.get_process_group_ranks(group)
+    made = dist.new_group(ranks, timeout or group_timeout(group), backend=backend, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def fake_store() -> Any:
+    """Return a store for `init_process_group("fake", ...)`: a world whose other ranks do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def local_tensor(tensor: DTensor) -> Tensor:
+    """Return a DTensor's local part, in the same memory and outside of autograd."""
+    local: Tensor = tensor._local_tensor
+    return local
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Return the placement that takes one chunk of each of `split_factor` equal parts of a dim."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` has wrapped a module."""
+    return hasattr(module, "_orig_mod")
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """Whether a module's own buffer enters its state_dict."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+def registered_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return a module's own children by name, each as often as it is registered."""
+    return dict(module._modules)
+
+
+def registered_tensors(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return a module's own parameters and buffers as they are registered, whatever its attributes show instead."""
+    return {**module._parameters, **module._buffers}
+
+
+def copy_with(
+    module: nn.Module, children: Mapping[str, nn.Module | None], tensors: Mapping[str, Tensor | None]
+) -> nn.Module:
+    """Return a shallow copy of a module with some of its children, and of its own parameters and buffers."""
+    copied = copy.copy(module)
+    copied._modules = dict(children)
+    copied._parameters = {name: p for name, p in module._parameters.items() if name in tensors}
+    copied._buffers = {name: b for name, b in module._buffers.items() if name in tensors}
+    return copied

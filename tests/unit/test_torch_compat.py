@@ -1,0 +1,57 @@
+"""Torch's private names: all in one module, and all there in the torch that is installed."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import echelon
+from echelon import torch_compat
+
+PACKAGE = Path(echelon.__file__).parent
+ATTRIBUTES = {"_modules", "_non_persistent_buffers_set", "_local_tensor", "_get_backend"}
+
+
+def _private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def _uses(tree: ast.Module) -> Iterator[str]:
+    """Yield what a module imports from torch, or reads of its objects, under a private name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            yield from (name for a in node.names if _private(name := f"{node.module}.{a.name}"))
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.startswith("torch.") and _private(a.name))
+        elif isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            if (re.fullmatch(r"torch[\w.]*", name) and _private(name)) or node.attr in ATTRIBUTES:
+                yield name
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_other_module_knows_private_names_of_torch(path: Path) -> None:
+    if path.name != "torch_compat.py":
+        assert not [*_uses(ast.parse(path.read_text()))]
+
+
+@pytest.mark.parametrize("name", torch_compat.__all__)
+def test_this_torch_has_every_name(name: str) -> None:
+    assert getattr(torch_compat, name) is not None
+    assert torch_compat.fake_store() is not None
+    assert torch_compat.strided_shard(0, 2).dim == 0  # type: ignore[attr-defined]
+
+
+def test_a_copy_has_the_tensors_and_children_that_it_is_given() -> None:
+    layer = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    copied = torch_compat.copy_with(layer, {"0": layer[0]}, {})
+    assert [name for name, _ in copied.named_children()] == ["0"] and len(layer) == 2
+    norm = torch_compat.copy_with(layer[1], {}, {"running_mean": layer[1].running_mean})
+    assert [*norm.state_dict()] == ["running_mean"] and torch.equal(norm.running_mean, torch.zeros(2))
+    assert torch_compat.is_persistent(layer[1], "running_mean")
