@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 USER_ERROR_EXIT_CODE = 2
+STOPPED_EXIT_CODE = 3  # of a process that stopped after a checkpoint, as it was asked to
 
 
 class UserError(Exception):

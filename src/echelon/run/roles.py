@@ -15,8 +15,10 @@ from echelon.config.validate import check_world, parse_rendezvous
 from echelon.core.errors import UserError
 from echelon.core.units import parse_seconds
 from echelon.launch.link import Host, ShapedNetwork, parse_link
+from echelon.launch.places.base import Group, Job, Process, Restart, Started
+from echelon.launch.places.local import Local
 from echelon.launch.plan import LaunchPlan
-from echelon.launch.roles import Role, RoleDeath, RoleRefused, RolesFailed, RoleWatch, run_roles
+from echelon.launch.supervisor import Death, Refused, RunFailed, Watch, supervise
 from echelon.records.file import Recorder
 from echelon.reporting.report import write_report
 from echelon.sync.ps import ServerSettings
@@ -173,27 +175,28 @@ def _say(words: str) -> None:
 def _run(plan: LaunchPlan, path: Path, record: Recorder, site: Site, teams: Teams) -> str:
     line = SchedulerLine(path / ROLES_FOLDER)
 
-    def on_death(death: RoleDeath, restarts_left: int) -> None:
+    def on_death(death: Death, goes_on: bool) -> None:
         alone = "it alone is started again" if not death.others else "its worker's processes are started again"
-        then = alone if restarts_left >= 0 else "no restarts are left"
+        then = alone if goes_on else "no restarts are left"
         record.event("worker_died", f"{death}; {then}", role=death.name, host=death.host, pid=death.pid,
                      exit_code=death.exit_code)  # fmt: skip
         line.died(death.name, "died", death.pid)
         for name, pid in death.others:
             line.died(name, f"ended with {death.name}", pid)
 
-    def on_start(name: str, pid: int) -> None:
-        record.write("process", role=name, pid=pid)
+    def on_start(started: Started) -> None:
+        record.write("process", role=started.name, pid=started.pid)
 
-    watch = RoleWatch(on_death, line.stop, on_start)
+    watch = Watch(on_death, line.stop, on_start)
+    plan.log_dir.mkdir(parents=True, exist_ok=True)
     try:
-        stopped = run_roles(_roles(plan, path, site, teams), plan.max_restarts, plan.log_dir, watch)
+        stopped = supervise(_job(plan, path, site, teams), Local(), watch)
         return "stopped" if stopped and line.status() != "completed" else line.status()
-    except RoleRefused:
+    except Refused:
         reason = last_word(path, "refused")
         _end(path, record, site, "refused", reason)
         raise UserError(reason) from None
-    except RolesFailed as failure:
+    except RunFailed as failure:
         _end(path, record, site, "failed", str(failure) or last_word(path, "worker_died"))
         return "failed"
     finally:
@@ -209,28 +212,29 @@ def _end(path: Path, record: Recorder, site: Site, status: str, reason: str) -> 
         record.event("machine_left", f"machine {site.machine} left the run: {reason}", machine=site.machine)
 
 
-def _roles(plan: LaunchPlan, path: Path, site: Site, teams: Teams) -> list[Role]:
+def _job(plan: LaunchPlan, path: Path, site: Site, teams: Teams) -> Job:
     """Return this machine's processes. Where the scheduler is elsewhere, the workers' end is the run's."""
     environment = {"OMP_NUM_THREADS": str(plan.threads), "LOCAL_WORLD_SIZE": str(plan.workers)}
-
-    def role(name: str, args: tuple[Any, ...], leads: bool, shows: bool = False) -> Role:
-        entry = _ENTRIES[name.rstrip("0123456789")]
-        return Role(name, entry, (str(path), *args), leads, shows, environment, site.hosts.get(name))
-
     first = site.machine == 0
-    roles = [role("scheduler", (site.addresses.get("scheduler", ""),), True, True)] if first else []
+
+    def process(name: str, args: tuple[Any, ...], leads: bool) -> Process:
+        log = "" if name == "scheduler" else str(plan.log_dir / f"{name}.out")
+        return Process(
+            name, _ENTRIES[name.partition(".")[0].rstrip("0123456789")], (str(path), *args), environment,
+            site.hosts.get(name), log, leads, stops_on_signal=False,
+        )  # fmt: skip
+
+    alone = [process("scheduler", (site.addresses.get("scheduler", ""),), True)] if first else []
     for kind, numbers in (("server", site.servers), ("standby", site.standbys)):
         names = [(f"{kind}{i}", i) for i in numbers]
-        roles += [role(name, (name, i, site.addresses.get(name, "")), False) for name, i in names]
+        alone += [process(name, (name, i, site.addresses.get(name, "")), False) for name, i in names]
+    workers: dict[int, list[Process]] = {}
     for local in range(plan.workers):
         number, rank = divmod(site.first_worker + local, teams.size)
         seat = WorkerRank(number, local, site.machine, rank, teams.size, teams.workers)
-        one = role(worker_name(number), (seat, *plan.args[1:]), not first)
-        roles.append(replace(one, name=seat.name, **_team(one)) if teams.size > 1 else one)
-    return roles
-
-
-def _team(leader: Role) -> dict[str, Any]:
-    """Return what a process of a split worker has beyond one that is alone: it talks to the others on this machine."""
-    local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    return {"team": leader.name, "environment": {**leader.environment, **local}}
+        workers.setdefault(number, []).append(process(seat.name, (seat, *plan.args[1:]), not first))
+    if teams.size == 1:
+        return Job((Group((*alone, *(p for [p] in workers.values())), Restart.ALONE),), plan.max_restarts)
+    near = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # a split worker's ranks are on one machine
+    split = [tuple(replace(p, environment=environment | near) for p in ranks) for ranks in workers.values()]
+    return Job((Group(tuple(alone), Restart.ALONE), *map(Group, split)), plan.max_restarts)

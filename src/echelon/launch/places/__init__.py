@@ -1,0 +1,1 @@
+"""Places that a run's processes can be started in: one file each."""

@@ -1,0 +1,160 @@
+"""What is to run, as data, and what a place that runs it says: the interface of every file beside this one."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, ClassVar
+
+from echelon.core.errors import UserError
+from echelon.launch.link import Host
+
+_DATACLASS = "dataclass"
+
+
+class Restart(StrEnum):
+    """What follows the death of a process: its whole group starts again (collectives need everyone), or it alone."""
+
+    TOGETHER = "together"
+    ALONE = "alone"
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process: `entry` is `package.module:function`, called with `args`.
+
+    Attributes:
+        name: unique in its job.
+        environment: set in the process on top of what it inherits.
+        host: the network namespace that it lives in; None: the machine's own network.
+        log: file that its output goes to; empty: the output of the process that starts it.
+        leads: the job ends when all processes that lead have ended.
+        stops_on_signal: SIGTERM asks it to stop; else it ignores signals, which may reach a whole group of processes,
+            and is told to stop by a message.
+        folder: working folder, where relative names of data and code begin; empty: the place's own.
+    """
+
+    name: str
+    entry: str
+    args: tuple[Any, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    host: Host | None = None
+    log: str = ""
+    leads: bool = True
+    stops_on_signal: bool = True
+    folder: str = ""
+
+    def to_json(self) -> str:
+        """Return the process as text, which `from_json` reads in another interpreter.
+
+        Raises:
+            UserError: an argument is an object that only this process has, such as a model of the caller's own.
+        """
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return json.dumps(fields | {"environment": dict(self.environment)}, default=_as_json)
+
+    @classmethod
+    def from_json(cls, text: str) -> Process:
+        """Read what `to_json` wrote."""
+        fields = json.loads(text, object_hook=_from_json)
+        return cls(**fields | {"args": tuple(fields["args"])})
+
+
+def _as_json(value: Any) -> dict[str, Any]:
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        raise UserError(
+            f"a {type(value).__name__} of your own cannot be sent to another place: name it as module:function"
+        )
+    kind = type(value)
+    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    return {_DATACLASS: f"{kind.__module__}:{kind.__qualname__}", **fields}
+
+
+def _from_json(values: dict[str, Any]) -> Any:
+    if _DATACLASS not in values:
+        return values
+    module, _, name = values.pop(_DATACLASS).partition(":")
+    return getattr(importlib.import_module(module), name)(**values)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Processes, and which of them start again when one has died."""
+
+    processes: tuple[Process, ...]
+    restart: Restart = Restart.TOGETHER
+
+
+@dataclass(frozen=True)
+class Job:
+    """What runs on one machine.
+
+    Attributes:
+        max_restarts: deaths that are followed by a restart, before the job is given up.
+    """
+
+    groups: tuple[Group, ...]
+    max_restarts: int = 0
+
+
+@dataclass(frozen=True)
+class Started:
+    """A process began: its id on a machine."""
+
+    name: str
+    pid: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A process ended; a negative exit code is a signal."""
+
+    name: str
+    exit_code: int
+
+
+Event = Started | Exited
+
+
+class Place(ABC):
+    """Where processes run: it starts them, says what became of them, signals them, and ends them when it closes.
+
+    A place restarts nothing: what follows a death is the supervisor's to decide.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def start(self, processes: Sequence[Process]) -> None:
+        """Start processes that begin together; each gives `Started`.
+
+        Raises:
+            UserError: the place cannot run them.
+            PlaceFailed: it could, and no longer can.
+        """
+
+    @abstractmethod
+    def events(self, timeout_s: float) -> list[Event]:
+        """Return what happened since the last call; wait for it at most so long."""
+
+    @abstractmethod
+    def signal(self, names: Sequence[str], signum: int) -> None:
+        """Send a signal to processes; those that have ended are left out."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what still runs, and let go of what the place holds."""
+
+    def is_silent(self, name: str) -> bool:
+        """Whether a process lives but does not run (SIGSTOP, a debugger); False where that cannot be seen."""
+        return False
+
+
+class PlaceFailed(Exception):
+    """A place can start no more processes."""

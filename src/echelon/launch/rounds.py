@@ -1,0 +1,289 @@
+"""Starts of a group that restarts together, agreed on among the machines of a run: pure state.
+
+A *round* is one such start: the ranks of the machines that are there, and the address where their process group meets.
+A round ends when a rank dies, when a machine is lost or comes, or when all ranks have ended; after all but the last,
+the next one forms. A run on one machine is the case of one machine: it has the same rounds, and no socket.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from echelon.core.errors import UserError
+from echelon.launch.plan import ROUND_VARIABLE
+
+LAST_CALL_S = 2.0  # a run on some of its machines waits so long for more of them before it starts
+LOST_S = 6.0  # a machine that is silent for so long is gone
+
+
+@dataclass(frozen=True)
+class Round:
+    """One start of a group.
+
+    Attributes:
+        number: rises with each start; 0 is none.
+        environment: for all processes of the machine.
+        first_rank: of the machine's processes in the run; None: they are no ranks of a group that spans the job.
+    """
+
+    number: int
+    environment: Mapping[str, str]
+    first_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A machine's processes have not begun, or have ended with round `after`, because of `death` if one died there."""
+
+    after: int = 0
+    death: str = ""
+
+
+@dataclass(frozen=True)
+class Running:
+    """A machine's processes run in a round."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A machine's processes have ended by themselves: done, or stopped after a checkpoint."""
+
+    round: int
+    stopped: bool
+
+
+State = Ready | Running | Finished
+
+
+@dataclass(frozen=True)
+class Go:
+    """Start the processes."""
+
+    round: Round
+
+
+@dataclass(frozen=True)
+class Continue:
+    """Go on as you are; `reason`: what is waited for."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """End the processes, for another round follows; gracefully: after a checkpoint."""
+
+    gracefully: bool
+
+
+@dataclass(frozen=True)
+class Over:
+    """No round follows: the run is `completed`, `stopped` or `failed`."""
+
+    status: str
+    reason: str = ""
+
+
+Order = Go | Continue | Leave | Over
+
+
+class Rounds(Protocol):
+    """What a group's supervisor asks what to do."""
+
+    def order(self, state: State) -> Order:
+        """Return what follows from the state of this machine's processes; asked again and again."""
+
+
+@dataclass
+class Restarts:
+    """Deaths that are followed by a restart, counted down over all groups of a job."""
+
+    left: int
+
+    def take(self) -> bool:
+        """Use one up; returns whether there was one."""
+        self.left -= 1
+        return self.left >= 0
+
+
+class OwnRounds:
+    """Rounds of a group that depends on nobody else: it starts again at once."""
+
+    def __init__(self, restarts: Restarts) -> None:
+        self._restarts = restarts
+        self._number = 0
+
+    def order(self, state: State) -> Order:
+        """Return what follows from the state of the group's processes."""
+        match state:
+            case Running():
+                return Continue()
+            case Finished(stopped=stopped):
+                return Over("stopped" if stopped else "completed")
+        if state.death and not self._restarts.take():
+            return Over("failed", state.death)
+        self._number += 1
+        return Go(Round(self._number, {ROUND_VARIABLE: uuid.uuid4().hex}))
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a run asks of its machines.
+
+    Attributes:
+        least, most: machines that a round needs and takes.
+        arrival_s: how long the first round is waited for.
+        return_s: how long a lost machine is waited for, where fewer are too few.
+    """
+
+    least: int = 1
+    most: int = 1
+    max_restarts: int = 0
+    arrival_s: float = 600.0
+    return_s: float = 120.0
+
+
+@dataclass
+class _Machine:
+    name: str
+    workers: int
+    seen: float
+    present: bool = True
+    state: State = field(default_factory=Ready)
+
+
+class Rendezvous:
+    """Which machines are there, and their rounds. `handle(machine, state, now)` is the whole interface."""
+
+    def __init__(self, terms: Terms, now: float, open_store: Callable[[], tuple[str, int]]) -> None:
+        """Take the time, in seconds of any clock, and what opens a store for a round: it returns host and port."""
+        self._terms, self._open_store = terms, open_store
+        self._restarts = Restarts(terms.max_restarts)
+        self._machines: dict[str, _Machine] = {}  # in the order of arrival: the order of ranks
+        self._number = 0
+        self._rounds: dict[str, Round] = {}  # the current one, by machine; empty while it forms
+        self._gracefully = False
+        self._forming_since = now
+        self._enough_since: float | None = None
+        self.over: Over | None = None
+        self.lost: list[str] = []
+
+    def admit(self, name: str, workers: int, now: float) -> int:
+        """Let a machine take part; returns its number, which it keeps when it comes back.
+
+        Raises:
+            UserError: the run has all its machines.
+        """
+        machine = self._machines.get(name)
+        others = [m for m in self._machines.values() if m.present and m.name != name]
+        if (machine is None or not machine.present) and len(others) >= self._terms.most:
+            raise UserError(f"the run has its {self._terms.most} machines already: use a larger --nodes on all of them")
+        if machine is None:
+            machine = self._machines[name] = _Machine(name, workers, now)
+        machine.workers, machine.present, machine.seen = workers, True, now
+        return list(self._machines).index(name)
+
+    def handle(self, name: str, state: State, now: float) -> Order:
+        """Return what an admitted machine shall do, given the state of its processes."""
+        machine = self._machines[name]
+        machine.seen, machine.present = now, True
+        self._expire(now)
+        match state:
+            case Ready():
+                return self._ready(machine, state, now)
+            case Running(round=number):
+                machine.state = state
+                if self.over is not None or (number == self._number and name in self._rounds):
+                    return self.over or Continue()
+                return Leave(self._gracefully)
+            case Finished():
+                return self._finished(machine, state)
+
+    def heartbeat(self, now: float) -> None:
+        """Notice machines that are gone, where none asks."""
+        self._expire(now)
+
+    def absent(self) -> list[str]:
+        """Return the machines that were there and are gone."""
+        return [m.name for m in self._machines.values() if not m.present]
+
+    def _ready(self, machine: _Machine, state: Ready, now: float) -> Order:
+        first_report = machine.state != state
+        machine.state = state
+        current = self._rounds.get(machine.name)
+        if current is not None and first_report:  # its processes of this round are gone
+            if state.death and not self._restarts.take():
+                self.over = Over("failed", state.death)
+            self._break_round(now, gracefully=False)
+        elif current is not None:  # the order to go has been lost, or not been heeded yet
+            return Go(current)
+        elif self._rounds:  # it comes while the others run
+            self._break_round(now, gracefully=True)
+        if self.over is None:
+            self._form(now)
+        current = self._rounds.get(machine.name)
+        if self.over is not None or current is None:
+            return self.over or Continue(self._waits_for())
+        return Go(current)
+
+    def _finished(self, machine: _Machine, state: Finished) -> Order:
+        machine.state = state
+        if self.over is None and state.round != self._number:
+            return Leave(gracefully=False)
+        if self.over is None and not self._rounds:
+            return Leave(self._gracefully)
+        states = [self._machines[name].state for name in self._rounds]
+        finished = [s for s in states if isinstance(s, Finished) and s.round == self._number]
+        if self.over is None and len(finished) == len(states):
+            self.over = Over("stopped" if any(s.stopped for s in finished) else "completed")
+        return self.over or Continue("waiting for the other machines to end")
+
+    def _break_round(self, now: float, gracefully: bool) -> None:
+        self._rounds, self._gracefully = {}, gracefully
+        self._forming_since, self._enough_since = now, None
+
+    def _form(self, now: float) -> None:
+        """Begin a round if all that are there are ready and enough, and nobody else is waited for."""
+        present = [m for m in self._machines.values() if m.present]
+        if len(present) < self._terms.least or not all(isinstance(m.state, Ready) for m in present):
+            self._enough_since = None
+            return
+        if self._enough_since is None:
+            self._enough_since = now
+        if len(present) < self._terms.most and now - self._enough_since < LAST_CALL_S:
+            return
+        host, port = self._open_store()
+        world, self._number = sum(m.workers for m in present), self._number + 1
+        common = {
+            "WORLD_SIZE": str(world), "MASTER_ADDR": host, "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(self._number - 1),
+            ROUND_VARIABLE: uuid.uuid4().hex,
+        }  # fmt: skip
+        first = 0
+        for m in present:
+            self._rounds[m.name] = Round(self._number, {**common, "LOCAL_WORLD_SIZE": str(m.workers)}, first)
+            first += m.workers
+
+    def _expire(self, now: float) -> None:
+        for m in list(self._machines.values())[1:]:  # the first one is where this state lives
+            if m.present and now - m.seen > LOST_S and not (self.over or isinstance(m.state, Finished)):
+                m.present, m.state = False, Ready()
+                self.lost.append(m.name)
+                if m.name in self._rounds:
+                    self._break_round(now, gracefully=False)
+        waits_s = self._terms.return_s if self._number else self._terms.arrival_s
+        present = sum(m.present for m in self._machines.values())
+        if not self.over and not self._rounds and present < self._terms.least and now - self._forming_since > waits_s:
+            self.over = Over("failed", f"{self._waits_for()}: none came within {waits_s:g} s")
+
+    def _waits_for(self) -> str:
+        present = sum(m.present for m in self._machines.values())
+        if present >= self._terms.least:
+            return "waiting for the other machines"
+        missing = f"waiting for {self._terms.least - present} more of {self._terms.least} machines"
+        return f"{missing}, {' and '.join(self.absent())} is lost" if self.absent() else missing

@@ -1,0 +1,311 @@
+"""The one that starts, watches, restarts and ends the processes of a run, whatever they do and wherever they are.
+
+It knows groups: a group starts as one and ends as one. Processes that restart alone are groups of one. What follows a
+death is asked of the group's rounds (`launch/rounds.py`); how a process is started is the place's.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+
+from echelon.core.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from echelon.launch.places.base import Event, Exited, Job, Place, PlaceFailed, Process, Restart, Started
+from echelon.launch.rounds import (
+    Continue,
+    Finished,
+    Go,
+    Leave,
+    Order,
+    Over,
+    OwnRounds,
+    Ready,
+    Restarts,
+    Round,
+    Rounds,
+    Running,
+    State,
+)
+
+TICK_S = 0.1
+GRACE_S = 10.0
+STOP_S = 60.0
+
+
+@dataclass(frozen=True)
+class Death:
+    """A process that ended when it should not have; a negative exit code is a signal.
+
+    Without an exit code it lives, but does not run (SIGSTOP, a debugger) while the others wait for it.
+
+    Attributes:
+        rank: in the group that spans the job, where there is one.
+        others: names and process ids of the rest of its group, which ended with it.
+    """
+
+    name: str
+    host: str
+    pid: int
+    exit_code: int | None
+    rank: int | None = None
+    others: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        who = f"{self.name if self.rank is None else f'rank {self.rank}'} (pid {self.pid} on {self.host})"
+        if self.exit_code is None:
+            return f"{who} does not answer: its process is stopped (SIGSTOP)"
+        how = signal.Signals(-self.exit_code).name if self.exit_code < 0 else f"exit code {self.exit_code}"
+        return f"{who} died: {how}"
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What the supervisor tells.
+
+    Attributes:
+        on_death: a death, and whether its group starts again.
+        on_stop: the run was asked to stop.
+        on_start: a process began.
+        on_wait: what a group waits for before it starts.
+    """
+
+    on_death: Callable[[Death, bool], None]
+    on_stop: Callable[[], None] = _nothing
+    on_start: Callable[[Started], None] = _nothing
+    on_wait: Callable[[str], None] = _nothing
+
+
+class RunFailed(Exception):
+    """The run cannot go on: as the message says, or, where it is empty, for the death that was told last."""
+
+
+class Refused(Exception):
+    """A process refused the user's input: it has said why in the run's record."""
+
+
+def supervise(job: Job, place: Place, watch: Watch, rounds: Rounds | None = None) -> bool:
+    """Run a job until the processes that lead have ended; returns whether it was stopped.
+
+    Args:
+        rounds: of the groups that restart together; None: each is on its own.
+
+    Raises:
+        Refused: a process refused its input.
+        RunFailed: restarts are used up, or the run did not end when asked to stop.
+        UserError: the place cannot run the job, or the machines do not meet.
+    """
+    supervisor = _Supervisor(job, place, watch, rounds)
+    with _signals(supervisor.ask_to_stop):
+        try:
+            return supervisor.run()
+        except PlaceFailed as failure:
+            raise RunFailed(str(failure)) from failure
+        finally:
+            supervisor.end_all(GRACE_S if not any(sys.exc_info()) else 0.5)
+
+
+@contextmanager
+def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle the signals that ask a process to stop; the handlers of before come back afterwards."""
+    signums = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {signum: signal.signal(signum, handler) for signum in signums}
+    try:
+        yield
+    finally:
+        for signum, handler_before in before.items():
+            signal.signal(signum, handler_before)
+
+
+class _Group:
+    """Processes that start and end together, and the state of their round."""
+
+    def __init__(self, processes: tuple[Process, ...], rounds: Rounds) -> None:
+        self.processes, self.rounds = processes, rounds
+        self.state: State = Ready()
+        self.over: Over | None = None
+        self.round: Round | None = None
+        self.alive: set[str] = set()
+        self.exit_codes: dict[str, int] = {}
+        self.started: dict[str, Started] = {}
+        self.death: Death | None = None  # not told yet
+        self.leave_by = 0.0
+
+    @property
+    def leads(self) -> bool:
+        return any(process.leads for process in self.processes)
+
+    @property
+    def heeds_signals(self) -> bool:
+        return all(process.stops_on_signal for process in self.processes)
+
+    def begin(self, round_: Round) -> list[Process]:
+        """Enter a round; returns the processes as they are to be started in it."""
+        self.round, self.state = round_, Running(round_.number)
+        self.alive = {process.name for process in self.processes}
+        self.exit_codes, self.leave_by = {}, 0.0
+        return [replace(p, environment=self._environment(p, i)) for i, p in enumerate(self.processes)]
+
+    def _environment(self, process: Process, local: int) -> dict[str, str]:
+        assert self.round is not None
+        values = {**process.environment, **self.round.environment}
+        if self.round.first_rank is not None:
+            values |= {"RANK": str(self.round.first_rank + local), "LOCAL_RANK": str(local)}
+        return values
+
+    def failed(self, is_silent: Callable[[str], bool]) -> bool:
+        """Whether a process died; then `death` names the one that the others' ends followed."""
+        deaths: dict[str, int | None] = {n: c for n, c in self.exit_codes.items() if c not in (0, STOPPED_EXIT_CODE)}
+        if not deaths:
+            return False
+        if USER_ERROR_EXIT_CODE in deaths.values():
+            raise Refused(next(n for n, c in deaths.items() if c == USER_ERROR_EXIT_CODE))
+        deaths |= {name: None for name in self.alive if is_silent(name)}
+        # A signal came from outside; who does not answer made others fail; an error is what a peer's death leads to.
+        name, code = min(deaths.items(), key=lambda item: -0.5 if item[1] is None else min(item[1], 1))
+        ranks = {p.name: i for i, p in enumerate(self.processes)}
+        first = self.round.first_rank if self.round is not None else None
+        rank = None if first is None else first + ranks[name]
+        others = tuple((p.name, self.started[p.name].pid) for p in self.processes if p.name != name)
+        self.death = Death(name, self.started[name].host, self.started[name].pid, code, rank, others)
+        return True
+
+
+class _Supervisor:
+    def __init__(self, job: Job, place: Place, watch: Watch, rounds: Rounds | None) -> None:
+        self._place, self._watch = place, watch
+        restarts = Restarts(job.max_restarts)
+        self._groups: list[_Group] = []
+        for group in job.groups:
+            if group.restart is Restart.TOGETHER:
+                self._groups.append(_Group(group.processes, rounds or OwnRounds(restarts)))
+            else:
+                self._groups += [_Group((process,), OwnRounds(restarts)) for process in group.processes]
+        self._by_name = {p.name: group for group in self._groups for p in group.processes}
+        self._asked = False
+        self._stop_by = 0.0
+        self._waits_for = ""
+
+    def ask_to_stop(self, signum: int, frame: FrameType | None) -> None:
+        self._asked = True
+
+    def run(self) -> bool:
+        while True:
+            for group in self._groups:
+                self._follow(group)
+            leading = [group.over for group in self._groups if group.leads]
+            if all(leading):
+                return self._stop_by > 0 or any(over is not None and over.status == "stopped" for over in leading)
+            self._take(self._place.events(TICK_S))
+            self._heed_stop()
+
+    def _follow(self, group: _Group) -> None:
+        """Do what the group's rounds order."""
+        if group.over is not None:
+            return
+        if self._stop_by and isinstance(group.state, Ready) and group.heeds_signals:
+            group.over = Over("stopped")
+            return
+        order = group.rounds.order(group.state)
+        told = self._tell_death(group, order)
+        match order:
+            case Go(round=round_) if isinstance(group.state, Ready):
+                self._place.start(group.begin(round_))
+            case Leave(gracefully=gracefully):
+                self._leave(group, gracefully)
+            case Over(status=status, reason=reason):
+                if status == "failed":
+                    raise RunFailed("" if told else reason)
+                if isinstance(group.state, Running):
+                    self._leave(group, gracefully=True)
+                else:
+                    group.over = order
+            case Continue(reason=reason) if reason and reason != self._waits_for:
+                self._waits_for = reason
+                self._watch.on_wait(reason)
+
+    def _tell_death(self, group: _Group, order: Order) -> bool:
+        """Tell of a group's death once it is known what follows; returns whether there was one."""
+        death, group.death = group.death, None
+        if death is not None:
+            self._watch.on_death(death, not isinstance(order, Over))
+        return death is not None
+
+    def _leave(self, group: _Group, gracefully: bool) -> None:
+        """End a group's round: it is asked to, and has its time, or it is ended at once."""
+        if isinstance(group.state, Finished):
+            group.state = Ready(group.state.round)
+        elif isinstance(group.state, Running):
+            if gracefully and not group.leave_by:
+                group.leave_by = time.monotonic() + STOP_S
+                self._place.signal(sorted(group.alive), signal.SIGTERM)
+            elif not gracefully or time.monotonic() > group.leave_by:
+                self._kill(group)
+                group.state = Ready(group.state.round)
+
+    def _take(self, events: list[Event]) -> None:
+        changed: dict[int, _Group] = {}
+        for event in events:
+            group = self._by_name[event.name]
+            if isinstance(event, Started):
+                group.started[event.name] = event
+                self._watch.on_start(event)
+            elif event.name in group.alive:
+                group.alive.discard(event.name)
+                group.exit_codes[event.name] = event.exit_code
+                changed[id(group)] = group
+        for group in changed.values():
+            self._settle(group)
+
+    def _settle(self, group: _Group) -> None:
+        """Draw the conclusion from processes of a group that ended."""
+        assert group.round is not None
+        number = group.round.number
+        if group.failed(self._place.is_silent):
+            self._kill(group)
+            if (self._stop_by and group.heeds_signals) or group.leave_by:
+                group.death = None  # on its way out: nothing follows
+                group.state = Finished(number, stopped=True) if self._stop_by else Ready(number)
+            else:
+                group.state = Ready(number, str(group.death))
+        elif not group.alive:
+            group.state = Finished(number, STOPPED_EXIT_CODE in group.exit_codes.values())
+
+    def _kill(self, group: _Group) -> None:
+        """End what is left of a group, such as a rank that waits in a collective for a dead one.
+
+        Nothing is lost by it: checkpoints are whole or absent.
+        """
+        self._place.signal(sorted(group.alive), signal.SIGKILL)
+        while group.alive:
+            for event in self._place.events(TICK_S):
+                if isinstance(event, Exited) and event.name in group.alive:
+                    group.alive.discard(event.name)
+                else:
+                    self._take([event])
+
+    def _heed_stop(self) -> None:
+        if self._asked and not self._stop_by:
+            self._stop_by = time.monotonic() + STOP_S
+            self._watch.on_stop()
+            for group in self._groups:
+                if group.heeds_signals:
+                    self._place.signal(sorted(group.alive), signal.SIGTERM)
+        if self._stop_by and time.monotonic() > self._stop_by:
+            raise RunFailed(f"the run did not end within {STOP_S:g} s of being asked to stop")
+
+    def end_all(self, grace_s: float) -> None:
+        """Give every process a moment to end by itself, then end it."""
+        ends = time.monotonic() + grace_s
+        alive = {name for group in self._groups for name in group.alive}
+        while alive and time.monotonic() < ends:
+            alive -= {e.name for e in self._place.events(TICK_S) if isinstance(e, Exited)}
+        self._place.close()
