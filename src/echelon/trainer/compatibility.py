@@ -11,12 +11,10 @@ from echelon.config import OptimizerConfig, RunConfig
 from echelon.config.validate import check_world
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError, naming
+from echelon.optim.traits import NESTEROV, is_nesterov, is_sgd
 from echelon.sync import check_sync, encodes_gradients, synchronous_steps
 from echelon.trainer.layouts import check_layout
 from echelon.trainer.leased_check import check_leased, is_leased, settings_of
-
-NESTEROV = ("sgd", "nesterov")
-SGD_FAMILY = (*NESTEROV, "momentum")
 
 
 def check_strategies(config: RunConfig, ranks: int) -> None:
@@ -86,7 +84,7 @@ def _check_replicas(config: RunConfig, ranks: int) -> None:
 
 
 def _has_momentum(optimizer: OptimizerConfig) -> bool:
-    return optimizer.name.lower() in SGD_FAMILY and optimizer.momentum > 0
+    return is_sgd(optimizer.name) and optimizer.momentum > 0
 
 
 def interplay_notes(config: RunConfig, ranks: int) -> list[str]:
@@ -115,9 +113,9 @@ def _path_notes(config: RunConfig, ranks: int) -> list[str]:
 def settle_single_worker(config: RunConfig) -> RunConfig:
     """Return the description for a single worker, which encodes nothing: a momentum in the codec is the optimizer's."""
     optimizer, spec = config.optimizer, config.strategy.compression
-    if not encodes_gradients(config.strategy.sync) or optimizer.name.lower() not in SGD_FAMILY:
+    if not encodes_gradients(config.strategy.sync) or not is_sgd(optimizer.name):
         return config
-    spec, _ = compression.place_momentum(spec, optimizer.momentum, _is_nesterov(optimizer))
+    spec, _ = compression.place_momentum(spec, optimizer.momentum, is_nesterov(optimizer.name))
     codec = compression.build(spec)
     momentum = codec.absorbs_momentum
     if not momentum:
@@ -125,10 +123,6 @@ def settle_single_worker(config: RunConfig) -> RunConfig:
     decay = optimizer.weight_decay / (1.0 if optimizer.momentum else compression.decay_factor(spec, momentum))
     name = NESTEROV[0] if codec.looks_ahead else "momentum"
     return replace(config, optimizer=replace(optimizer, name=name, momentum=momentum, weight_decay=decay))
-
-
-def _is_nesterov(optimizer: OptimizerConfig) -> bool:
-    return optimizer.name.lower() in NESTEROV
 
 
 def assign_momentum(config: RunConfig) -> RunConfig:
@@ -142,9 +136,9 @@ def assign_momentum(config: RunConfig) -> RunConfig:
     optimizer, strategy = config.optimizer, config.strategy
     if not encodes_gradients(strategy.sync):
         return config
-    family = optimizer.name.lower() in SGD_FAMILY
+    family = is_sgd(optimizer.name)
     asked = optimizer.momentum if family else 0.0
-    spec, left = compression.place_momentum(strategy.compression, asked, _is_nesterov(optimizer))
+    spec, left = compression.place_momentum(strategy.compression, asked, is_nesterov(optimizer.name))
     if not family or left == asked:
         return replace(config, strategy=replace(strategy, compression=spec))
     decay = optimizer.weight_decay * compression.decay_factor(spec, asked)

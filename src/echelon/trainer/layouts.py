@@ -8,16 +8,8 @@ from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.core.layout import Layout
 from echelon.core.spec import parse_spec
+from echelon.optim.traits import is_elementwise
 from echelon.parallel.pipeline.settings import schedule_kind
-
-# Optimizers whose update of an element depends on that element's gradients alone: right on any piece of a tensor.
-ELEMENTWISE = frozenset(
-    (
-        *("sgd", "nesterov", "momentum", "adam", "adamw", "nadam", "nadamw", "radam", "adamax", "adadelta", "adagrad"),
-        *("rmsprop", "rmsproptf", "lion", "adabelief", "radabelief", "adan", "adanw", "adopt", "adoptw"),
-        *("laprop", "madgrad", "madgradw"),
-    )
-)
 
 
 def check_layout(config: RunConfig, ranks: int) -> None:
@@ -47,7 +39,7 @@ def check_layout(config: RunConfig, ranks: int) -> None:
 def _check_split(config: RunConfig, layout: Layout, given: str) -> None:
     optimizer = config.optimizer.name.lower()
     on_servers = parse_spec(config.strategy.sync).name == "ps"  # they hold whole tensors
-    if (layout.fsdp > 1 or layout.tp > 1) and optimizer not in ELEMENTWISE and not on_servers:
+    if (layout.fsdp > 1 or layout.tp > 1) and not is_elementwise(optimizer) and not on_servers:
         raise UserError(
             f"{given} with --optimizer {optimizer}: it needs whole tensors (norms or products of them), and each rank "
             "has rows of them; use adamw, sgd, momentum, lion or another that works element by element, or dp=N"

@@ -10,6 +10,7 @@ from echelon.core.units import parse_seconds
 from echelon.messages.identity import derive_keys, read_secret
 from echelon.observe.resources import Sampler
 from echelon.optim.build import Schedule, build_optimizer, build_schedule
+from echelon.optim.traits import is_elementwise
 from echelon.ps.client import Client, ClientConfig
 from echelon.ps.spans import model_table
 from echelon.ps.strategy import ParameterServer, WorkerOptions
@@ -23,9 +24,6 @@ from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.served_start import ROLES_FOLDER, WorkerRank, wait_for_address, worker_name
 from echelon.trainer.state import fingerprint
 from echelon.trainer.window import gpu_uuid
-
-BY_ELEMENT = ("sgd", "nesterov", "momentum", "adam", "adamw", "nadam", "nadamw", "lion", "rmsprop", "adagrad")
-"""Optimizers that treat every element by itself, so that a large tensor may be split over servers."""
 
 
 @dataclass
@@ -95,5 +93,5 @@ def _client_config(config: RunConfig, settings: ServerSettings, path: Path, numb
 
 
 def _cut(config: RunConfig, settings: ServerSettings, client: Client) -> Cut:
-    by_element = config.optimizer.name.lower() in BY_ELEMENT and not client.sends_shapes
+    by_element = is_elementwise(config.optimizer.name) and not client.sends_shapes
     return Cut(settings.servers, settings.chunk_bytes, whole_tensors=not by_element)

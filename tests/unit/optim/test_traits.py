@@ -1,0 +1,31 @@
+"""What is said of optimizers is true of timm's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from echelon.config.schema import OptimizerConfig
+from echelon.optim.build import build_optimizer
+from echelon.optim.traits import ELEMENTWISE
+
+
+def _train(name: str, pieces: list[Tensor], gradients: list[list[Tensor]]) -> list[Tensor]:
+    """Take a step for each list of gradients, one gradient a piece."""
+    parameters = nn.ParameterList([nn.Parameter(piece.clone()) for piece in pieces])
+    optimizer = build_optimizer(parameters, OptimizerConfig(name=name, lr=0.01, weight_decay=0.01), 1)
+    for of_step in gradients:
+        for parameter, gradient in zip(parameters, of_step, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+@pytest.mark.parametrize("name", sorted(ELEMENTWISE))
+def test_an_elementwise_optimizer_gives_the_same_on_pieces_of_a_tensor(name: str) -> None:
+    torch.manual_seed(0)
+    weight, gradients = torch.randn(6, 8), [torch.randn(6, 8) for _ in range(4)]
+    (together,) = _train(name, [weight], [[g] for g in gradients])
+    rows = _train(name, [weight[:2], weight[2:]], [[g[:2], g[2:]] for g in gradients])
+    assert torch.allclose(torch.cat(rows), together, rtol=1e-6, atol=1e-7)
