@@ -33,7 +33,7 @@ from echelon.torch_compat import NEEDS_VALUES
 from echelon.trainer.compatibility import assign_momentum
 from echelon.trainer.inputs import any_inputs, model_input
 from echelon.trainer.layouts import read_cuts, read_tensor_plan
-from echelon.trainer.leased_check import batch_parts, is_leased
+from echelon.trainer.server_checks import batch_parts, uses_servers
 
 _SAMPLES = 2  # of the forward pass by which a pipeline is cut
 
@@ -90,7 +90,7 @@ def forecast(config: RunConfig, info: DataInfo, ranks: int, own: nn.Module | Non
     config = assign_momentum(config)
     model = own or _build(config, info, layout)
     example = any_inputs(info, _SAMPLES, next(model.parameters()).dtype)
-    leased = is_leased(config)
+    leased = uses_servers(config)
     parts = batch_parts(config, layout.dp, layout.fsdp) if leased else layout.dp * layout.fsdp
     samples = max(1, config.data.batch_size // parts)
     leader = _leader_bytes(config, model) if leased and layout.splits else 0
@@ -143,7 +143,7 @@ def _memory(config: RunConfig, layout: Layout, found: Peaks) -> Memory:
         peak = max(before, found.held + gradients + optimizer + sent)
     elif layout.dp > 1 and in_backward:
         peak = (found.peak if layout.splits else found.without_gradients) + gradients
-    ours = not (is_leased(config) and layout.splits)  # there, the leader has it
+    ours = not (uses_servers(config) and layout.splits)  # there, the leader has it
     kept = _kept(config, found.shapes, optimizer, layout.dp) if ours else StateBytes()
     return Memory(
         parameters=found.parameters,

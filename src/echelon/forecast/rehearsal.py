@@ -34,10 +34,10 @@ from echelon.torch_compat import (
     unset_fake_temporarily,
 )
 from echelon.trainer.inputs import any_inputs
-from echelon.trainer.leased_check import is_leased
 from echelon.trainer.losses import build_loss
 from echelon.trainer.parts import Work, build_parts
 from echelon.trainer.precision import PRECISIONS
+from echelon.trainer.server_checks import uses_servers
 from echelon.trainer.state import RunParts
 from echelon.trainer.step import Step, StepSettings
 from echelon.trainer.world import World
@@ -209,7 +209,7 @@ def _alone(config: RunConfig, role: Role) -> RunConfig:
     these are the servers'; plain SGD is the least.
     """
     optimizer, ema = config.optimizer, config.training.ema
-    if is_leased(config):
+    if uses_servers(config):
         optimizer, ema = replace(optimizer, name="sgd", momentum=0.0, weight_decay=0.0), 0.0
     strategy = replace(
         config.strategy, cuts=",".join(role.cuts), sync="allreduce", compression="none", collective="backend"

@@ -12,6 +12,7 @@ from typing import Any
 
 from echelon.config import RunConfig
 from echelon.config.validate import check_world, parse_rendezvous
+from echelon.coordinator.addresses import ADDRESS_FILE, ROLES_FOLDER, SchedulerLine, note_address, prepare_roles
 from echelon.core.errors import UserError
 from echelon.core.units import parse_seconds
 from echelon.launch.link import Host, ShapedNetwork, parse_link
@@ -19,20 +20,12 @@ from echelon.launch.places.base import Group, Job, Process, Restart, Started
 from echelon.launch.places.local import Local
 from echelon.launch.plan import LaunchPlan
 from echelon.launch.supervisor import Death, Refused, RunFailed, Watch, supervise
+from echelon.ps.worker_rank import WorkerRank, worker_name
 from echelon.records.file import Recorder
 from echelon.reporting.report import write_report
 from echelon.sync.ps import ServerSettings
 from echelon.trainer.folder import last_word
-from echelon.trainer.leased_check import settings_of
-from echelon.trainer.served_start import (
-    ADDRESS_FILE,
-    ROLES_FOLDER,
-    SchedulerLine,
-    WorkerRank,
-    note_address,
-    prepare_roles,
-    worker_name,
-)
+from echelon.trainer.server_checks import server_settings
 
 _ENTRIES = {
     "scheduler": "echelon.run.served:run_scheduler",
@@ -74,7 +67,7 @@ def run_leased_roles(config: RunConfig, plan: LaunchPlan, path: Path, record: Re
     Raises:
         UserError: a role refused its input, or the machines do not meet.
     """
-    settings = settings_of(config)
+    settings = server_settings(config)
     layout = check_world(config, plan.workers * plan.nodes.most)
     teams = Teams(layout.model_size, layout.dp)
     if plan.nodes.most > 1:

@@ -16,6 +16,7 @@ from torch import nn
 
 from echelon.config import RunConfig, load_run_config
 from echelon.config.validate import parse_interval, parse_nodes
+from echelon.coordinator.addresses import ADDRESS_FILE, ROLES_FOLDER, STATUS_FILE, own_address, wait_for_address
 from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig, TrainingPlan
 from echelon.coordinator.window import WindowSums
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
@@ -36,9 +37,8 @@ from echelon.trainer.compatibility import assign_momentum
 from echelon.trainer.display import Display, RunLength
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.folder import read_launch
-from echelon.trainer.leased_check import settings_of
 from echelon.trainer.process import leave, log_to, one_line
-from echelon.trainer.served_start import ADDRESS_FILE, ROLES_FOLDER, STATUS_FILE, own_address, wait_for_address
+from echelon.trainer.server_checks import server_settings
 from echelon.trainer.window import WindowTotals
 
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
@@ -53,7 +53,7 @@ def run_server(folder: str, name: str, index: int, host: str = "") -> None:
         address = wait_for_address(roles, parse_seconds(config.launch.timeout))
         Server(
             ServerConfig(
-                name, index, settings_of(config), keys, address, own_address(roles, name, host),
+                name, index, server_settings(config), keys, address, own_address(roles, name, host),
                 config.strategy.compression, config.training.seed, roles, optimizer_maker(config),
             )
         ).run()  # fmt: skip
@@ -74,7 +74,7 @@ def run_scheduler(folder: str, host: str = "") -> None:
         record, scalars = Recorder(path), Scalars(path)
         chronicle = Chronicle(config, path, record, scalars)
         plan = _plan(config)
-        settings = SchedulerConfig(coordination_policy(settings_of(config)), keys, address, roles, plan, timeout_s)
+        settings = SchedulerConfig(coordination_policy(server_settings(config)), keys, address, roles, plan, timeout_s)
         scheduler = Scheduler(settings, record, chronicle.callbacks())
         write_atomic(former, json.dumps({"address": scheduler.listener.address, "pid": os.getpid()}))
         status = scheduler.run()

@@ -20,7 +20,7 @@ from echelon.launch.plan import LaunchPlan, is_worker, nodes_of, thread_count, w
 from echelon.launch.preload import start_import_server
 from echelon.records.file import Recorder, read_records
 from echelon.trainer import folder as folders
-from echelon.trainer.leased_check import is_leased
+from echelon.trainer.server_checks import uses_servers
 
 if TYPE_CHECKING:
     from echelon.launch.elastic import Death
@@ -89,7 +89,7 @@ def check(config: RunConfig, given: Given | None = None) -> None:
 
     if given is None or given.source is None:
         check_source(config.data.source)
-    if is_leased(config) and is_worker():
+    if uses_servers(config) and is_worker():
         raise UserError(f"--sync {config.strategy.sync} starts roles of its own: run `echelon train` without torchrun")
     ranks = _workers(config) * nodes_of(config.launch).most
     check_strategies(config, int(os.environ["WORLD_SIZE"]) if is_worker() else ranks)
@@ -133,7 +133,7 @@ def _workers(config: RunConfig) -> int:
 
 def _preload(config: RunConfig) -> tuple[str, ...]:
     digits = ("sklearn.datasets",) if config.data.source == "digits" else ()
-    return (*PRELOAD, *digits, *(PRELOAD_ROLES if is_leased(config) else ()))
+    return (*PRELOAD, *digits, *(PRELOAD_ROLES if uses_servers(config) else ()))
 
 
 def _lock(path: Path, config: RunConfig) -> AbstractContextManager[None]:
@@ -182,7 +182,7 @@ def _begin_imports(plan: LaunchPlan) -> None:
 
 
 def _run(config: RunConfig, plan: LaunchPlan, path: Path, record: Recorder) -> str:
-    if not is_leased(config):
+    if not uses_servers(config):
         return _run_group(plan, path, record)
     from echelon.run.roles import run_leased_roles
 

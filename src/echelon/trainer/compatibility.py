@@ -14,7 +14,7 @@ from echelon.core.errors import UserError, naming
 from echelon.optim.traits import NESTEROV, is_nesterov, is_sgd
 from echelon.sync import check_sync, encodes_gradients, synchronous_steps
 from echelon.trainer.layouts import check_layout
-from echelon.trainer.leased_check import check_leased, is_leased, settings_of
+from echelon.trainer.server_checks import check_server_run, server_settings, uses_servers
 
 
 def check_strategies(config: RunConfig, ranks: int) -> None:
@@ -27,8 +27,8 @@ def check_strategies(config: RunConfig, ranks: int) -> None:
         UserError: names the spec, the reason, and the nearest that works.
     """
     strategy = config.strategy
-    if is_leased(config):
-        check_leased(config, ranks)
+    if uses_servers(config):
+        check_server_run(config, ranks)
     check_layout(config, ranks)
     with naming("--sync"):
         check_sync(strategy.sync, strategy.compression)
@@ -37,7 +37,7 @@ def check_strategies(config: RunConfig, ranks: int) -> None:
     with naming("--compression"):
         codec = compression.build(strategy.compression)
     settled = assign_momentum(config).optimizer
-    if is_leased(config) and settings_of(config).momentum_correction and not _has_momentum(settled):
+    if uses_servers(config) and server_settings(config).momentum_correction and not _has_momentum(settled):
         raise UserError(
             f"--sync {strategy.sync}: there is no momentum on the servers to correct: use --optimizer sgd with "
             "--momentum and a --compression that leaves it to the optimizer, or leave momentum_correction out"
@@ -68,7 +68,7 @@ def check_strategies(config: RunConfig, ranks: int) -> None:
 def _check_replicas(config: RunConfig, ranks: int) -> None:
     """Refuse what acts between replicas where several ranks make one."""
     layout, strategy = check_world(config, ranks), config.strategy
-    if layout.dp > 1 or ranks == 1 or is_leased(config):
+    if layout.dp > 1 or ranks == 1 or uses_servers(config):
         return
     two = replace(layout, sizes={Axis.DP: 2, **{a: size for a, size in layout.sizes.items() if a is not Axis.DP}})
     for flag, value, plain in (
@@ -105,7 +105,7 @@ def _momentum_notes(config: RunConfig) -> list[str]:
 
 def _path_notes(config: RunConfig, ranks: int) -> list[str]:
     strategy = config.strategy
-    if is_leased(config) or collectives.build(strategy.collective).by_backend or check_world(config, ranks).dp != 2:
+    if uses_servers(config) or collectives.build(strategy.collective).by_backend or check_world(config, ranks).dp != 2:
         return []
     return [f"between 2 replicas all paths are one: --collective {strategy.collective} changes nothing"]
 

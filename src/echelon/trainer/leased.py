@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from echelon.config import load_run_config
+from echelon.coordinator.addresses import ROLES_FOLDER, note_status
 from echelon.core.axes import Axis
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.units import parse_seconds
@@ -23,6 +24,7 @@ from echelon.observe.environment import allowed_cores, environment
 from echelon.observe.phases import Phase
 from echelon.ps.client import PushInfo, RunOver, TagLost
 from echelon.ps.pulls import BUFFERS_KEY
+from echelon.ps.worker_rank import WorkerRank
 from echelon.records.file import Recorder
 from echelon.trainer.assemble import Given
 from echelon.trainer.compatibility import assign_momentum, interplay_notes
@@ -34,7 +36,6 @@ from echelon.trainer.leased_saving import average_state, flat_averages, flat_val
 from echelon.trainer.leased_split import begin_lease, follow, lead_evaluation, lead_lease
 from echelon.trainer.process import leave, log_to, one_line
 from echelon.trainer.replica import Sums
-from echelon.trainer.served_start import ROLES_FOLDER, WorkerRank, note_status
 from echelon.trainer.state import layout_sizes
 from echelon.trainer.step import StepResult
 from echelon.trainer.team import join_team

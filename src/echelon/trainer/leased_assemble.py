@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.config import RunConfig
+from echelon.coordinator.addresses import ROLES_FOLDER, wait_for_address
 from echelon.core.units import parse_seconds
 from echelon.messages.identity import derive_keys, read_secret
 from echelon.observe.resources import Sampler
@@ -15,13 +16,13 @@ from echelon.ps.client import Client, ClientConfig
 from echelon.ps.spans import model_table
 from echelon.ps.strategy import ParameterServer, WorkerOptions
 from echelon.ps.table import Cut, KeyTable
+from echelon.ps.worker_rank import WorkerRank, worker_name
 from echelon.records.file import Recorder
 from echelon.sync.ps import ServerSettings
 from echelon.trainer.leased_bench import WorkerModel
-from echelon.trainer.leased_check import settings_of
 from echelon.trainer.leased_saving import LeasedSaver
 from echelon.trainer.precision import PRECISIONS
-from echelon.trainer.served_start import ROLES_FOLDER, WorkerRank, wait_for_address, worker_name
+from echelon.trainer.server_checks import server_settings
 from echelon.trainer.state import fingerprint
 from echelon.trainer.window import gpu_uuid
 
@@ -57,7 +58,7 @@ def assemble_worker(path: Path, seat: WorkerRank, record: Recorder, bench: Worke
     """
     config, model = bench.config, bench.model
     assert model is not None
-    settings = settings_of(config)
+    settings = server_settings(config)
     client = Client(_client_config(config, settings, path, seat.number))
     table = model_table(model, _cut(config, settings, client))
     client.set_table(table)

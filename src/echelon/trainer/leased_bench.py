@@ -17,14 +17,14 @@ from echelon.data import LoaderConfig, Shard, Source, example_inputs, open_data
 from echelon.data.base import Batch, DataInfo
 from echelon.data.loader import EvalLoader, TrainLoader
 from echelon.observe.phases import Phase, PhaseClock, make_clock
+from echelon.ps.worker_rank import WorkerRank
 from echelon.trainer.assemble import Given, _rank_seed, _step_settings, check_enough
 from echelon.trainer.evaluate import EvaluationReport, evaluate
-from echelon.trainer.leased_check import batch_parts
 from echelon.trainer.losses import build_loss
 from echelon.trainer.parts import Work, build_computing, build_split, build_whole
 from echelon.trainer.precision import set_numerics
 from echelon.trainer.replica import Replica, Sums
-from echelon.trainer.served_start import WorkerRank
+from echelon.trainer.server_checks import batch_parts
 from echelon.trainer.state import seed_everything
 from echelon.trainer.step import Step
 from echelon.trainer.world import World

@@ -19,7 +19,7 @@ from echelon.config.validate import check_world
 from echelon.core.axes import Axis
 from echelon.core.units import parse_seconds
 from echelon.parallel.base import Group, place
-from echelon.trainer.served_start import WorkerRank
+from echelon.ps.worker_rank import WorkerRank
 from echelon.trainer.world import World, _device
 
 STORES_FOLDER = "teams"

@@ -20,6 +20,7 @@ from echelon.ps.client import Client, ClientConfig
 from echelon.ps.spans import model_table
 from echelon.ps.strategy import ParameterServer, WorkerOptions
 from echelon.ps.table import Cut
+from echelon.ps.worker_rank import WorkerRank
 from echelon.records.file import Recorder
 from echelon.sync.ps import ServerSettings
 from echelon.trainer.leased import train_task
@@ -28,7 +29,6 @@ from echelon.trainer.leased_bench import WorkerModel
 from echelon.trainer.leased_split import follow
 from echelon.trainer.parts import Work, build_split
 from echelon.trainer.replica import Replica
-from echelon.trainer.served_start import WorkerRank
 from echelon.trainer.state import seed_everything
 from echelon.trainer.step import Step, StepSettings
 from echelon.trainer.world import World

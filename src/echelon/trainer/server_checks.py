@@ -13,12 +13,12 @@ from echelon.sync.ps import ServerSettings
 NAME = "ps"
 
 
-def is_leased(config: RunConfig) -> bool:
+def uses_servers(config: RunConfig) -> bool:
     """Whether the run has a parameter server, and workers that train on leases."""
     return parse_spec(config.strategy.sync).name == NAME
 
 
-def settings_of(config: RunConfig) -> ServerSettings:
+def server_settings(config: RunConfig) -> ServerSettings:
     """Return the settings of `ps(...)`.
 
     Raises:
@@ -37,10 +37,10 @@ def batch_parts(config: RunConfig, workers: int, fsdp: int) -> int:
     Args:
         fsdp: ranks of a worker that divide its samples.
     """
-    return (workers if settings_of(config).aggregates else 1) * fsdp
+    return (workers if server_settings(config).aggregates else 1) * fsdp
 
 
-def check_leased(config: RunConfig, ranks: int) -> None:
+def check_server_run(config: RunConfig, ranks: int) -> None:
     """Refuse what does not go together with a parameter server.
 
     Args:
@@ -51,7 +51,7 @@ def check_leased(config: RunConfig, ranks: int) -> None:
     """
     size = _replica_size(config, ranks)
     sync = f"--sync {config.strategy.sync}"
-    settings = settings_of(config)
+    settings = server_settings(config)
     if config.training.precision == "fp16":
         raise UserError(f"{sync} has no gradient scaler on its servers: use --precision bf16 or fp32")
     if config.model.sync_batchnorm:
