@@ -60,14 +60,13 @@ def command() -> Any:
 def conclude(path: Path) -> bool:
     """Write a study's report and say what it says; returns whether every run completed."""
     from echelon.study import write_study
-    from echelon.study.rows import COMPLETED
 
     with full_disk_in_words(path, _CONTINUE):
         report = write_study(path)
     for line in report.words:
         print(line)
     print(f"report: {path / 'report.html'}")
-    return all(r.status == COMPLETED for r in report.runs)
+    return report.completed == len(report.runs)
 
 
 def _described(settings: dict[str, str], own: dict[str, Any]) -> Study | None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -39,7 +39,7 @@ def site_of(path: Path) -> Site:
     from echelon.study.watch import StudyWatch
 
     watch = StudyWatch(path)
-    return Site(path.resolve().name, path, watch.overview, watch.folder_of)
+    return Site(path.resolve().name, path, lambda: asdict(watch.overview()), watch.folder_of)
 
 
 def serve_here(path: Path, port: int) -> None:

@@ -117,18 +117,18 @@ def _view_of_study(path: Path) -> View:
     from echelon.study.watch import OVER, StudyWatch
 
     watch = StudyWatch(path)
-    standing = watch.standing()
+    now = watch.status()
 
     def look() -> None:
-        nonlocal standing
+        nonlocal now
         watch.refresh()
-        standing = watch.standing()
+        now = watch.status()
 
     def said() -> str:
-        return f"{standing.status}: {standing.message}" if standing.message else standing.status
+        return f"{now.status}: {now.message}" if now.message else now.status
 
     def frame(height: int) -> RenderableType:
-        head = Text.assemble((path.resolve().name, "bold"), "  ", (said(), STYLES.get(standing.status, "")))
+        head = Text.assemble((path.resolve().name, "bold"), "  ", (said(), STYLES.get(now.status, "")))
         return Group(head, study_table(watch.states, height))
 
     def line() -> str:
@@ -136,7 +136,7 @@ def _view_of_study(path: Path) -> View:
         going = next((f"; {s.run.name} {s.progress.done:.0%}" for s in watch.states if s.status == "running"), "")
         return f"{path.resolve().name}: {said()}  {over} of {len(watch.states)} runs over{going}"
 
-    return View(look, lambda: standing.over, frame, line)
+    return View(look, lambda: now.over, frame, line)
 
 
 def _show(view: View, once: bool) -> None:

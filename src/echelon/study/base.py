@@ -8,12 +8,13 @@ from dataclasses import dataclass
 Settings = Mapping[str, str]
 Exclusion = Mapping[str, list[str]]
 
+COMPLETED = "completed"  # status of a run that came to its end
 DEFAULT_LOSS = 0.5
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way of training: settings by dotted name, over the study's own; the label is how one writes them."""
+    """One way of training: its settings by dotted name, added to the study's own, and a label as one writes them."""
 
     label: str
     settings: Settings
@@ -21,7 +22,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Terms:
-    """What candidates are compared under, such as a link or a model; an empty label: there is only one."""
+    """Settings that candidates are compared under, such as a link; the label is empty where there is one set only."""
 
     label: str
     settings: Settings
@@ -29,12 +30,12 @@ class Terms:
 
 @dataclass(frozen=True)
 class Study:
-    """All of a study. The first candidate is the baseline.
+    """Description of a study. The first candidate is the baseline.
 
     Attributes:
         base: settings of every run, by dotted name.
-        exclude: a candidate under terms that match one of these in all that it names is not run.
-        loss_points: how many points of accuracy (hundredths) the target lies below what the baseline reaches.
+        exclude: a candidate is not run under terms with which it matches every setting of one of these.
+        loss_points: how many points (hundredths) of the primary metric the target lies below what the baseline reaches.
     """
 
     base: Settings
@@ -46,16 +47,21 @@ class Study:
 
     @property
     def baseline(self) -> Candidate:
-        """What all others are compared with."""
+        """The candidate that all others are compared with."""
         return self.candidates[0]
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run: its folder's name, whose it is, and every setting that differs from the defaults."""
+    """One run: its folder's name, its candidate, terms and seed, and every setting that differs from the defaults."""
 
     name: str
     candidate: str
     terms: str
     seed: int
     settings: Settings
+
+    @property
+    def title(self) -> str:
+        """The candidate, and the terms where they vary."""
+        return f"{self.candidate} [{self.terms}]" if self.terms else self.candidate

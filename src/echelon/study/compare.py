@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import fmean
 
-from echelon.study.base import Study
+from echelon.study.base import COMPLETED, Study
 from echelon.study.intervals import Interval, mean_interval, ratio_interval, reached_at
-from echelon.study.rows import COMPLETED, PointRow, RunRow
+from echelon.study.metric import PrimaryMetric
+from echelon.study.tables import PointRow, RunRow
 
 SAME_SPEED = 1.05
 NARROW = 1.25
-CHANCE_SIGMAS = 3.0
 
 
 class Verdict(StrEnum):
-    """What is said of a candidate, in these words."""
+    """Verdict on a candidate; the values are the words of the page."""
 
     BASELINE = "baseline"
     BETTER = "better"
@@ -34,7 +34,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Comparison:
-    """One candidate under one set of terms, against the baseline under the same.
+    """Comparison of a candidate with the baseline under the same terms.
 
     Attributes:
         seeds: seeds in which both it and the baseline completed: what the intervals are over.
@@ -42,8 +42,8 @@ class Comparison:
         reached: in how many of `seeds` it reached the target.
         to_target: how many times as fast as the baseline to the target; None unless every seed of both reached it.
         to_end: the same to the end of the run.
-        points: final accuracy less the baseline's, in points (hundredths).
-        noise_points: what the samples evaluated may pretend by chance, two standard deviations.
+        points: gain of the final primary metric over the baseline's, in `PrimaryMetric.unit`.
+        noise_points: gain that the samples evaluated may show by chance, two standard deviations.
         reason: why it was not measured, or in what way it did not converge.
     """
 
@@ -63,24 +63,26 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Group:
-    """One comparison: all candidates under the same terms.
+    """Comparisons of all candidates under the same terms.
 
     Attributes:
-        target: an accuracy; None without a baseline.
+        target: a value of the primary metric; None without a baseline.
         same_speed: ratios of times up to this are not told from chance: 1.05, or what candidates with the very
             settings of the baseline differed by.
+        metric: what they are compared by.
     """
 
     terms: str
     target: float | None
     comparisons: tuple[Comparison, ...]
     same_speed: float = SAME_SPEED
+    metric: PrimaryMetric = PrimaryMetric()  # noqa: RUF009 - frozen
 
 
 def set_targets(study: Study, runs: Sequence[RunRow], points: Sequence[PointRow]) -> list[RunRow]:
     """Fill in each run's target, and the seconds and bytes that it took to get there.
 
-    The target lies `loss_points` below what the baseline reaches in every seed: below its worst final accuracy.
+    The target lies `loss_points` below what the baseline reaches in every seed: below its worst final value.
     """
     by_run: dict[str, list[PointRow]] = {}
     for point in points:
@@ -88,23 +90,29 @@ def set_targets(study: Study, runs: Sequence[RunRow], points: Sequence[PointRow]
     filled = []
     for row in runs:
         target = target_of(study, [r for r in runs if r.terms == row.terms])
-        own = by_run.get(row.run, [])
         if target is None or row.status != COMPLETED:
             filled.append(replace(row, target=target, target_s=None, target_bytes=None))
             continue
-        accuracy = [p.top1 for p in own]
-        seconds = reached_at([p.seconds for p in own], accuracy, target)
-        n_bytes = reached_at([p.wire_bytes for p in own], accuracy, target)
+        score, reached = row.primary.score, [p for p in by_run.get(row.run, []) if p.value is not None]
+        scores = [score(p.value) for p in reached if p.value is not None]
+        seconds = reached_at([p.seconds for p in reached], scores, score(target))
+        n_bytes = reached_at([p.wire_bytes for p in reached], scores, score(target))
         filled.append(replace(row, target=target, target_s=seconds, target_bytes=n_bytes))
     return filled
 
 
 def target_of(study: Study, runs: Sequence[RunRow]) -> float | None:
-    """Return the target accuracy of runs under the same terms; None when no run of the baseline completed."""
-    reached = [
-        r.top1 for r in runs if r.candidate == study.baseline.label and r.status == COMPLETED and r.top1 is not None
+    """Return the target of runs under the same terms; None when no run of the baseline completed."""
+    metric = metric_of(runs)
+    finals = [
+        r.final for r in runs if r.candidate == study.baseline.label and r.status == COMPLETED and r.final is not None
     ]
-    return min(reached) - study.loss_points / 100 if reached else None
+    return metric.target(min(finals, key=metric.score), study.loss_points) if finals else None
+
+
+def metric_of(runs: Sequence[RunRow]) -> PrimaryMetric:
+    """Return the metric that runs of the same study are compared by: that of the first that completed."""
+    return next((r.primary for r in runs if r.status == COMPLETED), PrimaryMetric())
 
 
 def compare(study: Study, runs: Sequence[RunRow]) -> list[Group]:
@@ -116,12 +124,12 @@ def compare(study: Study, runs: Sequence[RunRow]) -> list[Group]:
         planned = [label for label, rows in by_candidate.items() if rows]
         target = next((r.target for r in mine if r.target is not None), None)
         base = _done(by_candidate[study.baseline.label])
-        found = [_compare(study, label, by_candidate[label], base) for label in planned]
+        compared = [_compare(study, label, by_candidate[label], base) for label in planned]
         again = repeats(study)
-        same_speed = max([SAME_SPEED, *(_chance(c) for c in found if c.candidate in again)])
-        judged = (_judged(study, c, again, same_speed) for c in found)
-        told = (replace(c, terms=terms.label, planned=len(by_candidate[c.candidate])) for c in judged)
-        groups.append(Group(terms.label, target, tuple(told), same_speed))
+        same_speed = max([SAME_SPEED, *(_chance(c) for c in compared if c.candidate in again)])
+        judged = (_judged(study, c, again, same_speed) for c in compared)
+        named = (replace(c, terms=terms.label, planned=len(by_candidate[c.candidate])) for c in judged)
+        groups.append(Group(terms.label, target, tuple(named), same_speed, metric_of(mine)))
     return groups
 
 
@@ -159,7 +167,7 @@ def _compare(study: Study, label: str, rows: Sequence[RunRow], base: Mapping[int
         )
     pairs = [(base[s], done[s]) for s in seeds]
     measured = _measure(label, pairs)
-    failures = [reason for b, c in pairs if (reason := not_converged(c, b.top1))]
+    failures = [reason for b, c in pairs if (reason := not_converged(c, b.final))]
     if 2 * len(failures) > len(pairs):
         return replace(measured, verdict=Verdict.NOT_CONVERGED, reason=failures[0])
     return measured
@@ -177,7 +185,7 @@ def _measure(label: str, pairs: Sequence[tuple[RunRow, RunRow]]) -> Comparison:
     targets = [(b.target_s, c.target_s) for b, c in pairs]
     both = [(b, c) for b, c in targets if b and c]
     ends = [(b.train_s, c.train_s) for b, c in pairs if b.train_s and c.train_s]
-    finals = [100 * (c.top1 - b.top1) for b, c in pairs if b.top1 is not None and c.top1 is not None]
+    finals = [b.primary.gain(c.final, b.final) for b, c in pairs if b.final is not None and c.final is not None]
     sent = fmean(b.wire_bytes or 0.0 for b, _ in pairs), fmean(c.wire_bytes or 0.0 for _, c in pairs)
     return Comparison(
         candidate=label,
@@ -200,20 +208,12 @@ def _ratio(pairs: Sequence[tuple[float, float]]) -> Interval:
 def not_converged(row: RunRow, baseline: float | None) -> str:
     """Return in what way a run did not converge, or nothing.
 
-    The loss was not finite at the end, or the accuracy is no better than guessing (within 3 standard deviations of a
-    guess), or less than half as far above guessing as the baseline's.
+    The loss was not finite at the end, or the primary metric says so (`PrimaryMetric.failure`).
     """
-    if row.top1 is None or row.eval_loss is None:
-        return "the loss is not finite" if row.eval_loss is None and row.steps else "no accuracy was recorded"
-    chance = 1 / row.classes if row.classes else 0.0
-    noise = CHANCE_SIGMAS * math.sqrt(chance * (1 - chance) / row.eval_samples) if row.eval_samples else 0.0
-    if row.top1 <= chance + noise:
-        return f"its accuracy of {row.top1:.1%} is that of guessing"
-    if baseline is not None and row.top1 < chance + (baseline - chance) / 2:
-        return (
-            f"its accuracy of {row.top1:.1%} is less than half as far above guessing as the baseline's {baseline:.1%}"
-        )
-    return ""
+    metric = row.primary
+    if row.final is None or row.eval_loss is None:
+        return "the loss is not finite" if row.eval_loss is None and row.steps else f"no {metric.label} was recorded"
+    return metric.failure(row.final, baseline, row.eval_samples or 0)
 
 
 def judge(c: Comparison, loss_points: float, same_speed: float = SAME_SPEED) -> Verdict:
@@ -244,15 +244,17 @@ def judge(c: Comparison, loss_points: float, same_speed: float = SAME_SPEED) -> 
 
 
 def _alike(speed: Interval, same_speed: float) -> bool:
-    """Whether two speeds are within what is the same, or not told apart by an interval narrow enough to say so."""
+    """Return whether a ratio of speeds is 1 within `same_speed`, or its narrow interval contains 1."""
     assert speed.low is not None and speed.high is not None
     undecided = speed.low <= 1 <= speed.high and speed.high / speed.low <= NARROW
     return 1 / same_speed < speed.value < same_speed or undecided
 
 
 def _noise(pairs: Sequence[tuple[RunRow, RunRow]]) -> float:
-    """Return two standard deviations, in points, of a difference that comes from the samples evaluated alone."""
-    variances = [r.top1 * (1 - r.top1) / r.eval_samples for pair in pairs for r in pair if r.top1 and r.eval_samples]
+    """Return two standard deviations of the mean gain that come from the samples evaluated alone; 0: not known."""
+    variances = [
+        r.primary.variance(r.final, r.eval_samples) for pair in pairs for r in pair if r.final and r.eval_samples
+    ]
     return 200 * math.sqrt(sum(variances)) / len(pairs)
 
 
@@ -261,5 +263,5 @@ def _done(rows: Sequence[RunRow]) -> dict[int, RunRow]:
 
 
 def _why_not(rows: Sequence[RunRow]) -> str:
-    said = list(dict.fromkeys(f"{r.status}: {r.message}" if r.message else r.status for r in rows))
-    return "; ".join(said[:2]) or "it was not run"
+    reasons = list(dict.fromkeys(f"{r.status}: {r.message}" if r.message else r.status for r in rows))
+    return "; ".join(reasons[:2]) or "it was not run"

@@ -17,7 +17,7 @@ from typing import Protocol
 from echelon.config import RunConfig, build
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.records.file import RECORD_FILE, Recorder, read_records
-from echelon.study.base import PlannedRun, Study
+from echelon.study.base import COMPLETED, PlannedRun, Study
 from echelon.study.folder import (
     ENDED,
     OUTPUT_FOLDER,
@@ -29,9 +29,7 @@ from echelon.study.folder import (
     read_ends,
     run_folder,
 )
-from echelon.study.live import name_of
-from echelon.study.plan import planned_runs
-from echelon.study.rows import COMPLETED
+from echelon.study.grid import planned_runs
 from echelon.study.settings import arguments_of
 
 POLL_S = 1.0
@@ -44,27 +42,27 @@ class StudyStopped(Exception):
     """The study was asked to stop by a signal; the run that went on has ended."""
 
 
-class Watch(Protocol):
-    """Who is told how a study goes."""
+class StudyObserver(Protocol):
+    """Receives the events of a study."""
 
     def began(self, runs: Sequence[PlannedRun], ends: Mapping[str, RunEnd], over: frozenset[str]) -> None:
-        """All runs, how they ended as far as that is known, and the names of those that are not started again."""
+        """Receive all runs, how they ended as far as that is known, and the names of those that are not run again."""
 
     def started(self, run: PlannedRun, folder: Path) -> None:
-        """A run starts in its folder."""
+        """Receive the run that starts, and its folder."""
 
     def goes_on(self) -> None:
-        """About a second has passed."""
+        """Redraw: about a second has passed."""
 
     def ended(self, run: PlannedRun, end: RunEnd) -> None:
-        """A run ended."""
+        """Receive how a run ended."""
 
 
-class _Asked(BaseException):
+class _StopSignal(BaseException):
     """A signal came: not an Exception, so that nothing on the way swallows it."""
 
 
-def run_study(path: Path, study: Study, watch: Watch, retry: bool = False) -> None:
+def run_study(path: Path, study: Study, observer: StudyObserver, retry: bool = False) -> None:
     """Start the runs that are missing, in their order; what is refused or fails stops no other.
 
     Args:
@@ -78,18 +76,18 @@ def run_study(path: Path, study: Study, watch: Watch, retry: bool = False) -> No
         runs = planned_runs(study)
         ends = read_ends(path)
         over = frozenset(run.name for run in runs if is_over(path, run, {} if retry else ends))
-        watch.began(runs, ends, over)
+        observer.began(runs, ends, over)
         record = Recorder(path)
         try:
             with _signals_raise():
                 missing = [run for run in runs if run.name not in over]
-                _warm_up(path, missing, watch)
+                _warm_up(path, missing, observer)
                 for run in missing:
-                    watch.started(run, run_folder(path, run.name))
-                    end = _run(path, run, watch)
+                    observer.started(run, run_folder(path, run.name))
+                    end = _run(path, run, observer)
                     record.write(ENDED, run=run.name, status=end.status, message=end.message, seconds=end.seconds)
-                    watch.ended(run, end)
-        except _Asked:
+                    observer.ended(run, end)
+        except _StopSignal:
             raise StudyStopped from None
         finally:
             record.close()
@@ -100,7 +98,7 @@ def command_of(run: PlannedRun, folder: Path) -> str:
     return shlex.join(["echelon", "train", *arguments_of(run.settings), "--run", str(folder)])
 
 
-def _warm_up(path: Path, missing: Sequence[PlannedRun], watch: Watch) -> None:
+def _warm_up(path: Path, missing: Sequence[PlannedRun], observer: StudyObserver) -> None:
     """Do the first steps of a run and throw them away: the first to come finds cold caches and a cool processor."""
     if not missing:
         return
@@ -108,42 +106,41 @@ def _warm_up(path: Path, missing: Sequence[PlannedRun], watch: Watch) -> None:
     discard(folder)
     first = missing[0]
     settings = {**first.settings, "training.max_steps": WARM_UP_STEPS}
-    _command(path, PlannedRun(WARM_UP_FOLDER, first.candidate, first.terms, first.seed, settings), folder, watch)
+    _command(path, PlannedRun(WARM_UP_FOLDER, first.candidate, first.terms, first.seed, settings), folder, observer)
     discard(folder)
 
 
-def _run(path: Path, run: PlannedRun, watch: Watch) -> RunEnd:
+def _run(path: Path, run: PlannedRun, observer: StudyObserver) -> RunEnd:
     folder = run_folder(path, run.name)
     discard(folder)
     began = time.monotonic()
-    code, words = _command(path, run, folder, watch)
-    return _end(folder, code, words, time.monotonic() - began)
+    code, error = _command(path, run, folder, observer)
+    return _end(folder, code, error, time.monotonic() - began)
 
 
-def _command(path: Path, run: PlannedRun, folder: Path, watch: Watch) -> tuple[int, str]:
-    """Run one command to its end; returns its exit code and its last words on stderr."""
+def _command(path: Path, run: PlannedRun, folder: Path, observer: StudyObserver) -> tuple[int, str]:
+    """Run one command to its end; returns its exit code and its last line on stderr."""
     output = path / OUTPUT_FOLDER
     output.mkdir(exist_ok=True)
     folder.parent.mkdir(exist_ok=True)
-    said, failed = output / f"{run.name}.txt", output / f"{run.name}.err.txt"
+    stdout, stderr = output / f"{run.name}.txt", output / f"{run.name}.err.txt"
     arguments = ["train", *arguments_of(run.settings), "--run", str(folder)]
-    with said.open("wb") as out, failed.open("wb") as err:
+    with stdout.open("wb") as out, stderr.open("wb") as err:
         process = subprocess.Popen(
             [sys.executable, "-m", "echelon.study.entry", *arguments],
             stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
         )  # fmt: skip
         try:
-            silent = _wait(process, folder, watch)
+            silent = _wait(process, folder, observer)
         finally:
             _stop(process)
-    lines = failed.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    words = lines[-1].removeprefix("echelon: ") if lines else ""
+    lines = stderr.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     if silent:
-        words = f"it recorded nothing for {SILENCE_S / 60:.0f} minutes and was ended"
-    return process.returncode, words
+        return process.returncode, f"it recorded nothing for {SILENCE_S / 60:.0f} minutes and was ended"
+    return process.returncode, lines[-1].removeprefix("echelon: ") if lines else ""
 
 
-def _wait(process: subprocess.Popen[bytes], folder: Path, watch: Watch) -> bool:
+def _wait(process: subprocess.Popen[bytes], folder: Path, observer: StudyObserver) -> bool:
     """Wait for a run's end; True when it recorded nothing for so long that it is given up."""
     heard, size = time.monotonic(), -1
     while True:
@@ -151,7 +148,7 @@ def _wait(process: subprocess.Popen[bytes], folder: Path, watch: Watch) -> bool:
             process.wait(POLL_S)
             return False
         except subprocess.TimeoutExpired:
-            watch.goes_on()
+            observer.goes_on()
         record = folder / RECORD_FILE
         now = record.stat().st_size if record.exists() else 0
         if now != size:
@@ -171,36 +168,37 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             process.wait(STOP_S)
 
 
-def _end(folder: Path, code: int, words: str, seconds: float) -> RunEnd:
-    """Tell how a run ended from its record, and where that is silent from its exit code."""
+def _end(folder: Path, code: int, error: str, seconds: float) -> RunEnd:
+    """Return how a run ended: by its record, and where that holds no end by its exit code."""
     ends = [record for record in read_records(folder) if record["kind"] == "end"]
     status, message = (str(ends[-1].get("status")), str(ends[-1].get("message") or "")) if ends else ("", "")
     if code == 0 and status == COMPLETED:
         return RunEnd(COMPLETED, "", seconds)
     if code == USER_ERROR_EXIT_CODE:
-        return RunEnd("refused", words or message, seconds)
+        return RunEnd("refused", error or message, seconds)
     if code == 0:
         return RunEnd("stopped", "a signal stopped it", seconds)
     how = f"its command ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
-    return RunEnd("failed", message or words or how, seconds)
+    return RunEnd("failed", message or error or how, seconds)
 
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Let SIGINT and SIGTERM end the study in order; to be called in the main thread."""
+    """Raise `_StopSignal` on SIGINT or SIGTERM within the block; to be called in the main thread."""
 
-    def ask(signum: int, frame: FrameType | None) -> None:
-        for each in former:
-            signal.signal(each, signal.SIG_IGN)  # once is enough: the run that goes on is being ended
-        raise _Asked
+    def stop(signum: int, frame: FrameType | None) -> None:
+        """Ignore further signals (the run that goes on is being ended), and raise."""
+        for other in handlers:
+            signal.signal(other, signal.SIG_IGN)
+        raise _StopSignal
 
-    former = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    for signum in former:
-        signal.signal(signum, ask)
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    for signum in handlers:
+        signal.signal(signum, stop)
     try:
         yield
     finally:
-        for signum, handler in former.items():
+        for signum, handler in handlers.items():
             signal.signal(signum, handler)
 
 
@@ -214,7 +212,7 @@ def check_settings(study: Study, check: Callable[[RunConfig], None]) -> dict[str
         UserError: no run can start.
     """
     refused: dict[str, str] = {}
-    runs = {name_of(run): run for run in planned_runs(study)}  # seeds make no difference
+    runs = {run.title: run for run in planned_runs(study)}  # seeds make no difference
     for name, run in runs.items():
         try:
             check(build(None, run.settings).config)

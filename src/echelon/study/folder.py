@@ -1,4 +1,4 @@
-"""What lies in a study's folder, and how far each run has come."""
+"""What lies in a study's folder, and how each run ended."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pathlib import Path
 from echelon.core.errors import UserError
 from echelon.records.file import read_records
 from echelon.records.going import LOCK_FILE
-from echelon.study.base import PlannedRun
-from echelon.study.rows import COMPLETED
+from echelon.study.base import COMPLETED, PlannedRun
 
 RUNS_FOLDER = "runs"
 OUTPUT_FOLDER = "output"
@@ -25,7 +24,7 @@ SETTLED = ("refused", "failed")  # with completed, what is not run again
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended: completed, refused, failed or stopped; why; how long its command took."""
+    """How a run ended: completed, refused, failed or stopped; why; the seconds that its command took."""
 
     status: str
     message: str
@@ -39,17 +38,17 @@ def run_folder(study: Path, name: str) -> Path:
 
 def read_ends(study: Path) -> dict[str, RunEnd]:
     """Return how each run ended last, as the study recorded it; a torn last line is left out."""
-    found = {}
+    ends = {}
     for record in read_records(study):
         if record["kind"] == ENDED and isinstance(record.get("run"), str):
             seconds = record.get("seconds")
             end = RunEnd(str(record.get("status")), str(record.get("message") or ""), float(seconds or 0.0))
-            found[record["run"]] = end
-    return found
+            ends[record["run"]] = end
+    return ends
 
 
 def is_over(study: Path, run: PlannedRun, ends: Mapping[str, RunEnd]) -> bool:
-    """Whether a run is not to be started again: it completed, or was refused, or failed."""
+    """Return whether a run is not to be started again: it completed, or was refused, or failed."""
     end = ends.get(run.name)
     if end is not None and end.status in SETTLED:
         return True
@@ -57,7 +56,7 @@ def is_over(study: Path, run: PlannedRun, ends: Mapping[str, RunEnd]) -> bool:
 
 
 def completed(folder: Path) -> bool:
-    """Whether a run's own record says that it came to its end."""
+    """Return whether a run's own record says that it came to its end."""
     ends = [record for record in read_records(folder) if record["kind"] in ("start", "end")]
     return bool(ends) and ends[-1]["kind"] == "end" and ends[-1].get("status") == COMPLETED
 
@@ -70,7 +69,7 @@ def discard(folder: Path) -> None:
 
 @contextmanager
 def locked(study: Path) -> Iterator[None]:
-    """Hold a study's folder while it goes.
+    """Hold the lock of a study's folder while it goes.
 
     Raises:
         UserError: it goes on already, or cannot be written.

@@ -1,19 +1,20 @@
-"""Products of lists: candidates and terms from what a study file lists, less what it excludes."""
+"""Candidates, terms and exclusions from the lists of a study file, and the runs that they make."""
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from echelon.core.errors import UserError
-from echelon.study.base import Candidate, Exclusion, Settings, Study, Terms
-from echelon.study.settings import full_name, label_of, parse_try
+from echelon.study.base import Candidate, Exclusion, PlannedRun, Settings, Study, Terms
+from echelon.study.settings import full_name, label_of, read_try
 
 
 def product(values: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
-    """All combinations, the last name varying fastest.
+    """Return all combinations, the last name varying fastest.
 
     >>> product({"a": ["1", "2"], "b": ["x"]})
     [{'a': '1', 'b': 'x'}, {'a': '2', 'b': 'x'}]
@@ -29,7 +30,7 @@ def flatten(node: Any, where: str, prefix: str = "") -> dict[str, list[str]]:
     """
     if not isinstance(node, Mapping):
         raise UserError(f"{where}: expected settings such as {{sync: allreduce}}")
-    found: dict[str, list[str]] = {}
+    settings: dict[str, list[str]] = {}
     for key, value in node.items():
         if isinstance(value, Mapping):
             inner = flatten(value, where, f"{prefix}{key}.")
@@ -39,10 +40,10 @@ def flatten(node: Any, where: str, prefix: str = "") -> dict[str, list[str]]:
                 raise UserError(f"{where}: {key} needs a value, or a list of values")
             inner = {full_name(f"{prefix}{key}", where): [v.strip() for v in values]}
         for name in inner:
-            if name in found:
+            if name in settings:
                 raise UserError(f"{where}: {name} stands twice")
-        found |= inner
-    return found
+        settings |= inner
+    return settings
 
 
 def candidates_of(items: Iterable[Any], where: str) -> tuple[Candidate, ...]:
@@ -54,18 +55,18 @@ def candidates_of(items: Iterable[Any], where: str) -> tuple[Candidate, ...]:
     settings: list[dict[str, str]] = []
     for number, item in enumerate(items, 1):
         if isinstance(item, str):
-            settings.append(parse_try(item))
+            settings.append(read_try(item))
         else:
             settings += product(flatten(item, f"{where} {number}"))
     if not settings:
         raise UserError(f"{where}: no candidate to compare; write for example --try sync=allreduce")
     seen: Counter[str] = Counter()
-    found = []
-    for each in settings:
-        label = label_of(each)
+    candidates = []
+    for chosen in settings:
+        label = label_of(chosen)
         seen[label] += 1
-        found.append(Candidate(label if seen[label] == 1 else f"{label} #{seen[label]}", each))
-    return tuple(found)
+        candidates.append(Candidate(label if seen[label] == 1 else f"{label} #{seen[label]}", chosen))
+    return tuple(candidates)
 
 
 def terms_of(node: Any, where: str) -> tuple[Terms, ...]:
@@ -76,10 +77,10 @@ def terms_of(node: Any, where: str) -> tuple[Terms, ...]:
     """
     combinations = product(flatten(node or {}, where))
     varied = {name for name in combinations[0] if len({c[name] for c in combinations}) > 1}
-    found = [Terms(label_of({n: v for n, v in c.items() if n in varied}) if varied else "", c) for c in combinations]
-    if len({t.label for t in found}) < len(found):
+    terms = [Terms(label_of({n: v for n, v in c.items() if n in varied}) if varied else "", c) for c in combinations]
+    if len({t.label for t in terms}) < len(terms):
         raise UserError(f"{where}: a value stands twice")
-    return tuple(found)
+    return tuple(terms)
 
 
 def exclusions_of(items: Iterable[Any], where: str, study: Study) -> tuple[Exclusion, ...]:
@@ -88,25 +89,50 @@ def exclusions_of(items: Iterable[Any], where: str, study: Study) -> tuple[Exclu
     Raises:
         UserError: an exclusion that excludes nothing, or all of them everything.
     """
-    found = []
+    exclusions = []
     for number, item in enumerate(items, 1):
-        wanted = flatten(item, f"{where} {number}") if not isinstance(item, str) else _each_once(parse_try(item))
+        if isinstance(item, str):
+            wanted = {name: [value] for name, value in read_try(item).items()}
+        else:
+            wanted = flatten(item, f"{where} {number}")
         if not any(_matches(wanted, {**t.settings, **c.settings}) for c in study.candidates for t in study.terms):
             raise UserError(f"{where} {number} excludes nothing: no candidate has these settings")
-        found.append(wanted)
-    if all(is_excluded(c, t, found) for c in study.candidates for t in study.terms):
+        exclusions.append(wanted)
+    if all(is_excluded(c, t, exclusions) for c in study.candidates for t in study.terms):
         raise UserError(f"{where}: everything is excluded")
-    return tuple(found)
+    return tuple(exclusions)
 
 
 def is_excluded(candidate: Candidate, terms: Terms, exclusions: Iterable[Exclusion]) -> bool:
-    """Whether a candidate is not to be run under these terms: its settings match an exclusion in all that it names."""
+    """Return whether a candidate is not run under these terms: its settings match all that one exclusion names."""
     return any(_matches(wanted, {**terms.settings, **candidate.settings}) for wanted in exclusions)
-
-
-def _each_once(settings: Settings) -> dict[str, list[str]]:
-    return {name: [value] for name, value in settings.items()}
 
 
 def _matches(wanted: Mapping[str, list[str]], settings: Settings) -> bool:
     return all(settings.get(name) in values for name, values in wanted.items())
+
+
+def planned_runs(study: Study) -> list[PlannedRun]:
+    """List the runs in the order in which they are to be started.
+
+    All candidates run once with the first seed, then with the second, so that slow changes of the machine affect all
+    of them alike. Each seed begins with another candidate, so that none always follows the same one.
+    """
+    runs = []
+    for round_, seed in enumerate(study.seeds):
+        for place, terms in enumerate(study.terms):
+            shift = round_ % len(study.candidates)
+            order = list(enumerate(study.candidates))
+            for number, candidate in order[shift:] + order[:shift]:
+                if is_excluded(candidate, terms, study.exclude):
+                    continue
+                name = f"{place}-{number:02d}-{_word(candidate, terms)}-s{seed}"
+                settings = {**study.base, **terms.settings, **candidate.settings, "training.seed": str(seed)}
+                runs.append(PlannedRun(name, candidate.label, terms.label, seed, settings))
+    return runs
+
+
+def _word(candidate: Candidate, terms: Terms) -> str:
+    """Return a short piece of a folder's name: a parameter server's sockets lie in it, and their paths are limited."""
+    values = " ".join([*terms.settings.values(), *candidate.settings.values()])
+    return re.sub(r"[^A-Za-z0-9.]+", "-", values).strip("-.")[:24].rstrip("-.") or "base"

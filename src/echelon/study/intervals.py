@@ -26,7 +26,7 @@ class Interval:
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Mean over seeds with its bootstrap interval.
+    """Return the mean over seeds with its bootstrap interval.
 
     The expanded percentile interval of Hesterberg (2015, "What Teachers Should Know About the Bootstrap", The American
     Statistician 69(4)): quantiles Phi(-sqrt(n/(n-1)) t(n-1)) instead of 2.5%, because the bootstrap's own are too
@@ -48,13 +48,13 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def ratio_interval(over: Sequence[float], under: Sequence[float]) -> Interval:
-    """Geometric mean of the ratios over[i] / under[i] of paired seeds, with its bootstrap interval."""
+    """Return the geometric mean of the ratios over[i] / under[i] of paired seeds, with its bootstrap interval."""
     logs = [math.log(a / b) for a, b in zip(over, under, strict=True)]
     return _map(mean_interval(logs), math.exp)
 
 
 def coverage_of(n: int) -> float:
-    """How often an interval from the least to the greatest of n values holds their median: 1 - 2^(1-n).
+    """Return how often an interval from the least to the greatest of n values holds their median: 1 - 2^(1-n).
 
     >>> coverage_of(3)
     0.75
@@ -62,14 +62,14 @@ def coverage_of(n: int) -> float:
     return 1 - 2.0 ** (1 - n)
 
 
-def reached_at(spent: Sequence[float], accuracy: Sequence[float | None], target: float) -> float | None:
-    """What had been spent when a curve first reached a target: linear between two evaluations; None: never.
+def reached_at(spent: Sequence[float], scores: Sequence[float | None], target: float) -> float | None:
+    """Return what had been spent when scores first reached a target: linear between two of them; None: never.
 
     >>> reached_at([10, 20], [0.5, 0.9], 0.7)
     15.0
     """
     before: tuple[float, float] | None = None
-    for x, y in zip(spent, accuracy, strict=True):
+    for x, y in zip(spent, scores, strict=True):
         if y is None:
             continue
         if y >= target:
@@ -89,7 +89,7 @@ def _resampled_means(values: Sequence[float]) -> list[float]:
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
-    """Quantile by linear interpolation between order statistics."""
+    """Return the quantile by linear interpolation between order statistics."""
     place = share * (len(ordered) - 1)
     below = min(int(place), len(ordered) - 2)
     return ordered[below] + (place - below) * (ordered[below + 1] - ordered[below])

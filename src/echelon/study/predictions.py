@@ -11,24 +11,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from echelon.config.build import leaves
 from echelon.core.errors import UserError
 from echelon.core.spec import parse_chain
 from echelon.reporting.report import summarise
 from echelon.reporting.report.predictions import Prediction
 from echelon.reporting.report.records import load_run
-from echelon.study.base import PlannedRun, Settings, Study
+from echelon.study.base import COMPLETED, PlannedRun, Settings, Study
 from echelon.study.folder import run_folder
+from echelon.study.grid import planned_runs
 from echelon.study.intervals import ratio_interval
-from echelon.study.plan import planned_runs
-from echelon.study.rows import COMPLETED, RunRow
+from echelon.study.tables import RunRow
 
 CLOSE = 0.15
 """A prediction holds when the gain that it names is within this share of the measured one."""
-_DEFAULTS = {"strategy.sync": "allreduce", "strategy.compression": "none"}
+_SPECS = ("strategy.sync", "strategy.compression")
 
 
 @dataclass(frozen=True)
-class Checked:
+class PredictionCheck:
     """A candidate's gain over the baseline in the rate of steps, as predicted and as measured: means over the seeds."""
 
     candidate: str
@@ -39,17 +40,20 @@ class Checked:
 
     @property
     def off(self) -> float:
-        """How far the predicted gain is from the measured one, as a share of it."""
+        """Relative error of the predicted gain."""
         return self.predicted / self.measured - 1
 
     @property
     def holds(self) -> bool:
-        """Whether that is within 15%."""
+        """Whether the error is within 15%."""
         return abs(self.off) <= CLOSE
 
 
 def set_predictions(path: Path, study: Study, runs: Sequence[RunRow]) -> list[RunRow]:
-    """Fill in the step that the baseline of the same seed and terms predicted; rows keep theirs where that is gone."""
+    """Fill in the seconds per step that the baseline's record of the same seed and terms predicted.
+
+    A row keeps what it has where the baseline's folder is gone.
+    """
     planned = {run.name: run for run in planned_runs(study)}
     predicted: dict[tuple[str, int], tuple[PlannedRun, Sequence[Prediction]]] = {}
     for row in runs:
@@ -74,44 +78,45 @@ def _predicted_s(settings: Settings, base: PlannedRun, predictions: Sequence[Pre
 
 def _plain(settings: Mapping[str, str]) -> dict[str, object]:
     """Settings with the strategy's defaults filled in and its specs read: `topk(0.01)` is `topk(density=0.01)`."""
-    whole: dict[str, object] = {**_DEFAULTS, **settings}
-    for name in _DEFAULTS:
+    defaults = {name: str(item.default) for name, item, _ in leaves() if name in _SPECS}
+    plain: dict[str, object] = {**defaults, **settings}
+    for name in _SPECS:
         try:
-            whole[name] = [
+            plain[name] = [
                 (spec.name, [str(v) for v in (*spec.args, *(v for _, v in spec.kwargs))])
-                for spec in parse_chain(str(whole[name]))
+                for spec in parse_chain(str(plain[name]))
             ]
         except UserError:  # no spec: its run was refused, and compares as it was written
             continue
-    return whole
+    return plain
 
 
-def check_predictions(study: Study, runs: Sequence[RunRow]) -> list[Checked]:
+def check_predictions(study: Study, runs: Sequence[RunRow]) -> list[PredictionCheck]:
     """Compare predicted and measured gains, candidate by candidate under each of the terms that predict any."""
     base = {(r.terms, r.seed): r.step_s for r in runs if r.candidate == study.baseline.label and r.status == COMPLETED}
-    found = []
+    checked = []
     for terms in study.terms:
         for candidate in study.candidates:
             rows = [r for r in runs if (r.candidate, r.terms, r.status) == (candidate.label, terms.label, COMPLETED)]
-            told = [
+            predicted = [
                 (now_s, r.predicted_step_s, r.step_s)
                 for r in rows
                 if (now_s := base.get((r.terms, r.seed))) and r.predicted_step_s and r.step_s
             ]
-            if told:
-                now, then, measured = zip(*told, strict=True)
+            if predicted:
+                now, then, measured = zip(*predicted, strict=True)
                 gains = ratio_interval(now, then).value, ratio_interval(now, measured).value
-                found.append(Checked(candidate.label, terms.label, *gains, len(told)))
-    return found
+                checked.append(PredictionCheck(candidate.label, terms.label, *gains, len(predicted)))
+    return checked
 
 
-def prediction_words(checked: Sequence[Checked]) -> list[str]:
+def prediction_words(checked: Sequence[PredictionCheck]) -> list[str]:
     """Say how many of the predictions under one set of terms held, and each with what was measured."""
     if not checked:
         return []
-    each = ", ".join(f"{c.candidate} {c.predicted:.2f}x (measured {c.measured:.2f}x)" for c in checked)
+    gains = ", ".join(f"{c.candidate} {c.predicted:.2f}x (measured {c.measured:.2f}x)" for c in checked)
     n = sum(c.holds for c in checked)
     return [
-        f"Gains in the rate of steps, predicted from the baseline's record alone: {each}. "
+        f"Gains in the rate of steps, predicted from the baseline's record alone: {gains}. "
         f"{n} of {len(checked)} within {CLOSE:.0%} of what was measured."
     ]

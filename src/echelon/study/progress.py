@@ -1,21 +1,38 @@
-"""How far a run that goes on has come, read from the end of its record."""
+"""How far each run of a study has come: read from the end of its record while it goes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 
 from echelon.reporting.live.follow import Follower, Json
+from echelon.study.base import COMPLETED, PlannedRun
+
+CUT_SHORT = "cut short"  # the study ended while this run went on: it is repeated from its start
+UNFINISHED = ("waiting", "running", CUT_SHORT)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What the record says so far; `done` is a share of the run's steps."""
+    """What a run's record says so far; `done` is a share of the run's steps."""
 
     done: float = 0.0
     top1: float | None = None
     samples_per_s: float | None = None
     total_steps: int = 0
+
+
+@dataclass
+class RunState:
+    """Status of one planned run, the seconds that it has taken, its progress, and why it ended."""
+
+    run: PlannedRun
+    status: str = "waiting"
+    seconds: float = 0.0
+    progress: Progress = field(default_factory=Progress)
+    message: str = ""
 
 
 class Tail:
@@ -26,7 +43,7 @@ class Tail:
         self._progress = Progress()
 
     def read(self) -> Progress:
-        """Return how far the run is now; a line that is not whole yet is left for the next time."""
+        """Return how far the run is now; an incomplete last line is left for the next call."""
         anew, records = self._follower.read()
         if anew:
             self._progress = Progress()
@@ -47,5 +64,24 @@ def _after(progress: Progress, record: Json) -> Progress:
             case "evaluation":
                 return replace(progress, top1=float(record["metrics"]["top1"]))
     except (ValueError, KeyError, TypeError, AttributeError):
-        pass  # strange: the report counts and names it, a progress bar has nothing to say
+        pass  # a malformed line: the report counts and names it, a progress bar has nothing to say
     return progress
+
+
+def seconds_left(states: Sequence[RunState]) -> float:
+    """Estimate the seconds that are left: each run as long as those like it, the running one less what is done."""
+    left = 0.0
+    for state in states:
+        if state.status in UNFINISHED:
+            done_s = state.seconds if state.status == "running" else 0.0  # what was cut short begins anew
+            left += max(0.0, _expected_s(state, states) - done_s)
+    return left
+
+
+def _expected_s(state: RunState, states: Sequence[RunState]) -> float:
+    """Return the mean seconds of completed runs of the same candidate and terms, or of the same terms, or of all."""
+    done = [s for s in states if s.status == COMPLETED and s.seconds]
+    same_terms = [s for s in done if s.run.terms == state.run.terms]
+    same = [s for s in same_terms if s.run.candidate == state.run.candidate]
+    known = same or same_terms or done
+    return fmean(s.seconds for s in known) if known else 0.0

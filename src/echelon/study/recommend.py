@@ -8,9 +8,9 @@ from statistics import fmean
 
 from echelon.core.units import format_bytes
 from echelon.launch.link import parse_link
-from echelon.study.base import Study
+from echelon.study.base import COMPLETED, Study
 from echelon.study.compare import Comparison, Group, Verdict
-from echelon.study.rows import COMPLETED, RunRow
+from echelon.study.tables import RunRow
 
 _FEWER_BYTES = 0.9
 _MOST_RATES = 3
@@ -48,7 +48,8 @@ def recommend(study: Study, group: Group, runs: Sequence[RunRow]) -> Recommendat
         return Recommendation(group.terms, None, f"Nothing is recommended: the baseline {base} {_was(how)}.", "", ())
     measured = [c for c in group.comparisons if c.candidate != base and c.verdict is not Verdict.NOT_MEASURED]
     if len(study.seeds) == 1 or (measured and all(c.verdict is Verdict.ONE_SEED for c in measured)):
-        says = "Nothing is recommended: with one seed nothing can be concluded about accuracy; 3 or more would tell."
+        nothing = f"with one seed nothing can be concluded about {group.metric.label}"
+        says = f"Nothing is recommended: {nothing}; 3 or more would tell."
         return Recommendation(group.terms, None, says, "", _rates(base, costs))
     better = [c for c in group.comparisons if c.verdict is Verdict.BETTER]
     if not better:
@@ -104,31 +105,31 @@ def _why(best: Comparison, base: str, costs: dict[str, StepCost]) -> str:
     if best.candidate not in costs or base not in costs:
         return ""
     now, then = costs[best.candidate], costs[base]
-    parts = []
+    clauses = []
     if now.rank_bytes < _FEWER_BYTES * then.rank_bytes:
         times = then.rank_bytes / max(now.rank_bytes, 1.0)
         sizes = f"{format_bytes(now.rank_bytes)} a step and rank, not {format_bytes(then.rank_bytes)}"
-        parts.append(f"it sends {times:.1f}x fewer bytes ({sizes})")
+        clauses.append(f"it sends {times:.1f}x fewer bytes ({sizes})")
     if abs(now.step_s - then.step_s) > 0.05 * then.step_s:
         waits = f"of which {now.exposed_s * 1e3:.3g} ms wait for communication, not {then.exposed_s * 1e3:.3g} ms"
-        parts.append(f"a step takes {now.step_s * 1e3:.3g} ms, not {then.step_s * 1e3:.3g} ms, {waits}")
-    return f"Why: {'; '.join(parts)}." if parts else ""
+        clauses.append(f"a step takes {now.step_s * 1e3:.3g} ms, not {then.step_s * 1e3:.3g} ms, {waits}")
+    return f"Why: {'; '.join(clauses)}." if clauses else ""
 
 
 def _what_changes(group: Group, base: str, chosen: str, costs: dict[str, StepCost]) -> tuple[str, ...]:
-    said = list(_rates(base, costs, chosen if chosen != base else None))
+    sentences = list(_rates(base, costs, chosen if chosen != base else None))
     losing = [c for c in group.comparisons if c.verdict is Verdict.FASTER_AT_A_LOSS and c.points and c.to_end]
     if losing:
         fastest = max(losing, key=lambda c: c.to_end.value if c.to_end else 0.0)
         assert fastest.points is not None and fastest.to_end is not None
-        said.append(
-            f"If a loss of {-fastest.points.value:.2f} points is acceptable, {fastest.candidate} is "
+        sentences.append(
+            f"If a loss of {-fastest.points.value:.2f} {group.metric.unit} is acceptable, {fastest.candidate} is "
             f"{fastest.to_end.value:.2f}x as fast to the end."
         )
     if any(c.verdict is Verdict.UNCERTAIN for c in group.comparisons):
         names = [c.candidate for c in group.comparisons if c.verdict is Verdict.UNCERTAIN]
-        said.append(f"More seeds would tell more about {_some(names)}.")
-    return tuple(said)
+        sentences.append(f"More seeds would tell more about {_some(names)}.")
+    return tuple(sentences)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from echelon.config.build import flag_of, leaves
 from echelon.core.axes import Axis
@@ -38,29 +37,29 @@ def short_name(name: str) -> str:
     return flag_of(name, item).lstrip("-").replace("-", "_").lower()
 
 
-def parse_try(text: str) -> dict[str, str]:
+def read_try(text: str) -> dict[str, str]:
     """Read a candidate such as `sync=diloco(period=20), compression=int8`; an empty one is the study's own settings.
 
     Raises:
         UserError: not a list of setting=value, or an unknown setting.
     """
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     last = ""
     for part in split_top_level(text, ","):
         key, equals, value = part.partition("=")
         goes_on = last and (not equals or (last == "strategy.parallel" and key.strip() in list(Axis)))
         if goes_on:  # a value with a comma in it: 10mbit,20ms or dp=2,tp=2
-            found[last] += f",{part.strip()}"
+            settings[last] += f",{part.strip()}"
             continue
         if not part.strip():
             continue
         if not equals:
             raise UserError(f"--try {text!r}: {part.strip()!r} is no setting=value, such as sync=allreduce")
         last = full_name(key, f"--try {text!r}")
-        if last in found:
+        if last in settings:
             raise UserError(f"--try {text!r}: {key.strip()} stands twice")
-        found[last] = value.strip()
-    return found
+        settings[last] = value.strip()
+    return settings
 
 
 def label_of(settings: Mapping[str, str]) -> str:
@@ -73,7 +72,7 @@ def label_of(settings: Mapping[str, str]) -> str:
     return ", ".join(words) or "as it is"
 
 
-def arguments_of(settings: Mapping[str, Any]) -> list[str]:
+def arguments_of(settings: Mapping[str, str]) -> list[str]:
     """Return the arguments of `echelon train` for these settings, the data first."""
     known = {name: (item, kind) for name, item, kind in leaves()}
     positional, options = [], []
@@ -81,11 +80,11 @@ def arguments_of(settings: Mapping[str, Any]) -> list[str]:
         item, kind = known[name]
         flag = flag_of(name, item)
         if not flag.startswith("--"):
-            positional.append(str(value))
+            positional.append(value)
         elif kind is bool:
-            options.append(flag if str(value).lower() in ("true", "yes", "on", "1") else f"--no-{flag[2:]}")
+            options.append(flag if value.lower() in ("true", "yes", "on", "1") else f"--no-{flag[2:]}")
         else:
-            options += [flag, str(value)]
+            options += [flag, value]
     return [*positional, *options]
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from echelon.core.units import rounded
-from echelon.study.base import Study
-from echelon.study.compare import SAME_SPEED, Comparison, Group, Verdict
+from echelon.study.base import COMPLETED, Study
+from echelon.study.compare import SAME_SPEED, Comparison, Group, Verdict, metric_of
 from echelon.study.intervals import Interval, coverage_of
+from echelon.study.metric import PrimaryMetric
 from echelon.study.predictions import check_predictions, prediction_words
 from echelon.study.recommend import Recommendation
-from echelon.study.rows import COMPLETED, RunRow
+from echelon.study.tables import RunRow
 
-MISSING = "missing"
 _EQUAL = (
     ("link", "link", ("launch.link",)),
     ("threads of a worker", "threads", ("launch.threads", "launch.workers", "strategy.parallel")),
@@ -29,29 +28,31 @@ def study_words(
     words = opening_words(study, recommended, runs)
     checked = check_predictions(study, runs)
     for group in groups:
-        words += [_under(group.terms, said) for said in group_words(study, group)]
+        words += [_under(group.terms, text) for text in group_words(study, group)]
         mine = [c for c in checked if c.terms == group.terms]
-        words += [_under(group.terms, said) for said in prediction_words(mine)]
+        words += [_under(group.terms, text) for text in prediction_words(mine)]
     return words + caveats(study, runs)
 
 
 def opening_words(study: Study, recommended: Sequence[Recommendation], runs: Sequence[RunRow]) -> list[str]:
-    """What was run, what is recommended under each of the terms, why, and what would change that."""
+    """Say what was run, what is recommended under each of the terms, why, and what would change that."""
     words = [_outcome(study, runs)]
     for recommendation in recommended:
-        said = " ".join(part for part in (recommendation.says, recommendation.why) if part)
-        words.append(_under(recommendation.terms, said))
+        text = " ".join(clause for clause in (recommendation.says, recommendation.why) if clause)
+        words.append(_under(recommendation.terms, text))
         words += [_under(recommendation.terms, change) for change in recommendation.changes]
     return words
 
 
 def group_words(study: Study, group: Group) -> list[str]:
-    """A sentence on each candidate under the same terms, and what the target is."""
-    told = [c for c in group.comparisons if c.verdict is not Verdict.BASELINE]
-    words = [f"{c.candidate}: {sentence(c)}" for c in told]
+    """Return a sentence on each candidate under the same terms, and what the target is."""
+    metric, base = group.metric, study.baseline.label
+    others = [c for c in group.comparisons if c.verdict is not Verdict.BASELINE]
+    words = [f"{c.candidate}: {sentence(c, metric)}" for c in others]
     if group.target is not None:
-        points, base = study.loss_points, study.baseline.label
-        words.append(f"The target is {group.target:.2%}: {points:g} points below the worst final accuracy of {base}.")
+        side = "below" if metric.direction == "max" else "above"
+        loss = f"{study.loss_points:g} {metric.unit} {side} the worst final {metric.label}"
+        words.append(f"The target is {metric.text(group.target)}: {loss} of {base}.")
     if group.same_speed > SAME_SPEED:
         words.append(
             f"{study.baseline.label} twice differed by up to {group.same_speed:.2f}x in time: what differs by less is "
@@ -60,7 +61,7 @@ def group_words(study: Study, group: Group) -> list[str]:
     return words
 
 
-def sentence(c: Comparison) -> str:
+def sentence(c: Comparison, metric: PrimaryMetric) -> str:
     """Say the verdict on one candidate with its numbers, without its name."""
     if c.verdict is Verdict.BASELINE:
         return "the baseline: the others are compared with it."
@@ -68,13 +69,14 @@ def sentence(c: Comparison) -> str:
         return f"not measured ({c.reason.rstrip('.')})."
     if c.verdict is Verdict.NOT_CONVERGED:
         return f"did not converge: {c.reason.rstrip('.')}."
-    speed, points = _speed(c), _points(c)
+    speed = _speed(c)
+    points = metric.gain_text(c.points) if c.points else f"its {metric.label} is not known"
     if 1 < c.seeds < c.planned:
         points += f", in {c.seeds} of {c.planned} seeds"
     if c.verdict is Verdict.ONE_SEED:
-        return f"{speed}, in one seed: nothing can be concluded about accuracy ({points})."
+        return f"{speed}, in one seed: nothing can be concluded about {metric.label} ({points})."
     if c.verdict is Verdict.FASTER_AT_A_LOSS and c.points is not None:
-        return f"faster at a loss of {-c.points.value:.2f} points: {speed}; {points}."
+        return f"faster at a loss of {-c.points.value:.2f} {metric.unit}: {speed}; {points}."
     return f"{c.verdict}: {speed}; {points}."
 
 
@@ -97,16 +99,6 @@ def _times(speed: Interval) -> str:
     return f"{'slower' if slower else 'faster'} by {value:.2f}x{bounds}"
 
 
-def _points(c: Comparison) -> str:
-    if c.points is None:
-        return "its accuracy is not known"
-    value, low, high = c.points.value, c.points.low, c.points.high
-    bounds = ""
-    if low is not None and high is not None:
-        bounds = f" ({rounded(low, 2):+.2f} to {rounded(high, 2):+.2f})"
-    return f"final accuracy {rounded(value, 2):+.2f} points{bounds}"
-
-
 def _outcome(study: Study, runs: Sequence[RunRow]) -> str:
     n = Counter(r.status for r in runs)
     others = ", ".join(f"{count} {status}" for status, count in sorted(n.items()) if status != COMPLETED)
@@ -115,8 +107,8 @@ def _outcome(study: Study, runs: Sequence[RunRow]) -> str:
     return f"{n[COMPLETED]} of {len(runs)} runs completed ({what}){f'; {others}' if others else ''}."
 
 
-def _under(terms: str, said: str) -> str:
-    return f"[{terms}] {said}" if terms else said
+def _under(terms: str, text: str) -> str:
+    return f"[{terms}] {text}" if terms else text
 
 
 def _equality(study: Study, terms: str, runs: Sequence[RunRow]) -> list[str]:
@@ -138,19 +130,23 @@ def _equality(study: Study, terms: str, runs: Sequence[RunRow]) -> list[str]:
 
 
 def caveats(study: Study, runs: Sequence[RunRow]) -> list[str]:
-    """How far the figures are to be trusted."""
-    n, words = len(study.seeds), []
+    """Say how far the figures are to be trusted."""
+    n, words, metric = len(study.seeds), [], metric_of(runs)
     if n == 1:
-        words.append("There is one seed: nothing can be concluded about accuracy, and the times have no interval.")
+        words.append(
+            f"There is one seed: nothing can be concluded about {metric.label}, and the times have no interval."
+        )
     elif n < 6:
         words.append(
             f"Intervals are bootstrapped over {n} seeds: over so few they hold the truth in about "
             f"{coverage_of(n):.0%} of studies, not in 95%."
         )
     samples = min((r.eval_samples for r in runs if r.eval_samples), default=0)
-    if samples and samples < 2000:
-        words.append(f"Accuracy is measured on {samples} samples: one of them is {100 / samples:.2f} points.")
-    words += [_under(terms.label, said) for terms in study.terms for said in _equality(study, terms.label, runs)]
+    if samples and samples < 2000 and metric.percent:
+        words.append(
+            f"{metric.label.capitalize()} is measured on {samples} samples: one of them is {100 / samples:.2f} points."
+        )
+    words += [_under(terms.label, text) for terms in study.terms for text in _equality(study, terms.label, runs)]
     restarted = sum(1 for r in runs if r.restarts)
     if restarted:
         words.append(f"{restarted} runs lost a worker and were restarted: their seconds leave the outage out.")

@@ -10,7 +10,7 @@ from echelon.config import RunConfig
 from echelon.core.errors import UserError
 from echelon.study import from_tries, load_study, open_study, planned_runs
 from echelon.study.execute import check_settings
-from echelon.study.settings import arguments_of, label_of, parse_try
+from echelon.study.settings import arguments_of, label_of, read_try
 
 STUDY = """\
 base: {data: digits, training: {epochs: 3}, workers: 2}
@@ -45,8 +45,8 @@ def study_file(folder: Path, text: str) -> Path:
     ],
 )  # fmt: skip
 def test_a_try_is_read(text: str, settings: dict[str, str]) -> None:
-    assert parse_try(text) == settings
-    assert parse_try(label_of(settings) if settings else "") == settings
+    assert read_try(text) == settings
+    assert read_try(label_of(settings) if settings else "") == settings
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_try_is_read(text: str, settings: dict[str, str]) -> None:
 )
 def test_a_wrong_try_is_refused_in_words(text: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        parse_try(text)
+        read_try(text)
 
 
 def test_products_exclusions_and_terms(tmp_path: Path) -> None:

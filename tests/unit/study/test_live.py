@@ -69,7 +69,7 @@ def test_a_run_that_was_cut_short_is_said_to_be_repeated(tmp_path: Path) -> None
     watch = StudyWatch(folder)
     state = watch.refresh()[1]
     assert (state.status, state.message) == ("cut short", "it will be repeated from its start")
-    assert watch.standing().status == "stopped" and "echelon compare --run" in watch.standing().message
+    assert watch.status().status == "stopped" and "echelon compare --run" in watch.status().message
     console = Console(file=io.StringIO(), width=120, color_system=None)
     console.print(study_table(watch.states, 40))
     assert "about 30 s left; 1 cut short, which will be repeated from its start" in shown(console)

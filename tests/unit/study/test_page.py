@@ -38,11 +38,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _labelled(folder: Path, study: Study) -> Path:
     """Write the page of a study whose labels are hostile, past the file, which would refuse them."""
+    from echelon.study.base import COMPLETED
     from echelon.study.compare import set_targets
-    from echelon.study.page import render_study
-    from echelon.study.plan import planned_runs
-    from echelon.study.rows import COMPLETED, RunRow, rows_of
-    from echelon.study.write import report_of
+    from echelon.study.grid import planned_runs
+    from echelon.study.page.render import render_study
+    from echelon.study.report import report_of
+    from echelon.study.rows import rows_of
+    from echelon.study.tables import RunRow
     from tests.unit.study.fixtures import _write_run
 
     runs, points = [], []

@@ -15,7 +15,8 @@ from echelon.core.errors import UserError
 from echelon.core.units import format_bytes
 from echelon.study import from_tries, load_study, write_study
 from echelon.study.folder import discard, run_folder
-from echelon.study.table import read_tables
+from echelon.study.report import report_of
+from echelon.study.tables import read_tables
 from tests.unit.study.fixtures import EPOCHS, STEPS, Planted, make_study
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "studies").glob("*/runs.parquet"))
@@ -177,3 +178,15 @@ def test_rows_outlive_the_folders_of_their_runs(study: Path) -> None:
     write_study(study)
     assert read_tables(study) == (before, points)
     assert json.loads((study / "summary.json").read_text()) == words
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=[f.parent.name for f in EXAMPLES])
+def test_tables_from_before_metrics_had_names_conclude_the_same(file: Path) -> None:
+    folder = file.parent
+    runs, points = read_tables(folder)
+    report = report_of(folder.name, load_study(folder / "study.yaml"), runs, points, {})
+    summary = json.loads((folder / "summary.json").read_text())
+    assert report.words == summary["words"]
+    assert [str(c.verdict) for g in report.groups for c in g.comparisons] == [
+        c["verdict"] for c in summary["comparisons"]
+    ]

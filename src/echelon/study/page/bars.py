@@ -8,19 +8,17 @@ from dataclasses import replace
 from echelon.core.units import format_bytes, format_seconds
 from echelon.observe.phases import PHASES
 from echelon.reporting.report.figure import Chart, Json, axis, color, safe
-from echelon.study.page.curves import Scene
-from echelon.study.page.key import Key
-from echelon.study.page.means import Spread, spread
-from echelon.study.rows import COMPLETED
+from echelon.study.base import COMPLETED
+from echelon.study.page.scene import CandidateStyle, Scene, Spread, spread
 
 _LABEL = 46
 
 
 def target_charts(scene: Scene) -> list[Chart]:
-    """Seconds and bytes to the target accuracy; a candidate that missed it in a seed has no bar."""
+    """Return bars of seconds and bytes to the target; a candidate that missed it in a seed has no bar."""
     if scene.target is None:
         return []
-    at = f"to {scene.target:.2%}"
+    at = f"to {scene.metric.text(scene.target)}"
     return [
         _bars(scene, "target_s", f"Time {at}", (format_seconds, 1.0, "seconds")),
         _bars(scene, "target_bytes", f"Traffic {at}", (format_bytes, 1e-6, "MB sent")),
@@ -28,15 +26,15 @@ def target_charts(scene: Scene) -> list[Chart]:
 
 
 def cost_charts(scene: Scene) -> list[Chart]:
-    """Where a step goes, memory per rank, density and staleness of gradients, as far as they were recorded."""
+    """Return charts of where a step goes, memory per rank, density and staleness, as far as they were recorded."""
     memory = _known_bars(scene, "memory_bytes", "Memory of the fullest rank", (format_bytes, 1e-6, "MB"))
     return [c for c in (_phases(scene), memory, _density(scene), _staleness(scene)) if c]
 
 
 def _known_bars(scene: Scene, column: str, title: str, unit: tuple[Callable[[float], str], float, str]) -> Chart | None:
     """Bars of the candidates that a column is known of; None where that is none."""
-    known = [key for key in scene.keys if spread(scene.runs, key.label, column)]
-    return _bars(replace(scene, keys=known), column, title, unit) if known else None
+    known = [style for style in scene.styles if spread(scene.runs, style.label, column)]
+    return _bars(replace(scene, styles=known), column, title, unit) if known else None
 
 
 def _density(scene: Scene) -> Chart | None:
@@ -51,42 +49,44 @@ def _percent(share: float) -> str:
 
 def _bars(scene: Scene, column: str, title: str, unit: tuple[Callable[[float], str], float, str]) -> Chart:
     write, scale, name = unit
-    drawn = [(key, spread(scene.runs, key.label, column)) for key in _measured(scene)]
-    known = [(key, s) for key, s in drawn if s is not None]
+    drawn = [(style, spread(scene.runs, style.label, column)) for style in _measured(scene)]
+    known = [(style, s) for style, s in drawn if s is not None]
     trace: Json = {
         "type": "bar",
         "orientation": "h",
         "y": list(range(len(drawn))),
         "x": [s.mean * scale if s else 0 for _, s in drawn],
-        "marker": {"color": [color(key.token) for key, _ in drawn]},
+        "marker": {"color": [color(style.token) for style, _ in drawn]},
         "error_x": _errors([s for _, s in drawn], scale),
-        "hovertemplate": [_hover(key, s, write) for key, s in drawn],
+        "hovertemplate": [_hover(style, s, write) for style, s in drawn],
     }
     longest = max((s.high * scale for _, s in known), default=1.0)
-    rows = _rows([key for key, _ in drawn])
-    for i, (key, s) in enumerate(drawn):  # beside the range, which would cross a bar's own text
-        said = write(s.mean) if s else _missing(scene, key, column)
-        rows["annotations"].append(_beside(i, s.high * scale if s else 0.0, said))
+    rows = _rows([style for style, _ in drawn])
+    for i, (style, s) in enumerate(drawn):  # beside the range, which would cross a bar's own text
+        text = write(s.mean) if s else _missing(scene, style, column)
+        rows["annotations"].append(_beside(i, s.high * scale if s else 0.0, text))
     layout = {
         "xaxis": axis(name, range=[0, longest * 1.28]),
         **rows,
         "hovermode": "closest",
         "showlegend": False,
     }
-    label = f"{title}: " + "; ".join(f"{key.label} {write(s.mean) if s else 'not reached'}" for key, s in drawn) + "."
+    reached = "; ".join(f"{style.label} {write(s.mean) if s else 'not reached'}" for style, s in drawn)
     caption = "Mean over the seeds, with their range."
-    return Chart(f"{column}-{scene.place}", title, caption, label, [trace], layout, _height(len(drawn)))
+    return Chart(
+        f"{column}-{scene.place}", title, caption, f"{title}: {reached}.", [trace], layout, _height(len(drawn))
+    )
 
 
-def _beside(row: int, x: float, said: str) -> Json:
+def _beside(row: int, x: float, text: str) -> Json:
     return {
-        "x": x, "y": row, "xanchor": "left", "xshift": 5, "showarrow": False, "text": said,
+        "x": x, "y": row, "xanchor": "left", "xshift": 5, "showarrow": False, "text": text,
         "font": {"size": 12, "color": color("ink")},
     }  # fmt: skip
 
 
-def _missing(scene: Scene, key: Key, column: str) -> str:
-    done = [r for r in scene.runs if r.candidate == key.label and r.status == COMPLETED]
+def _missing(scene: Scene, style: CandidateStyle, column: str) -> str:
+    done = [r for r in scene.runs if r.candidate == style.label and r.status == COMPLETED]
     reached = sum(getattr(r, column) is not None for r in done)
     return f"reached in {reached} of {len(done)} seeds" if reached else "not reached"
 
@@ -99,19 +99,19 @@ def _errors(spreads: list[Spread | None], scale: float) -> Json:
     }  # fmt: skip
 
 
-def _hover(key: Key, s: Spread | None, write: Callable[[float], str]) -> str:
-    said = f"{write(s.mean)} ({write(s.low)} to {write(s.high)})" if s else "not reached in every seed"
-    return f"<b>{key.number} {safe(key.label, 60)}</b><br>{said}<extra></extra>"
+def _hover(style: CandidateStyle, s: Spread | None, write: Callable[[float], str]) -> str:
+    text = f"{write(s.mean)} ({write(s.low)} to {write(s.high)})" if s else "not reached in every seed"
+    return f"<b>{style.name}</b><br>{text}<extra></extra>"
 
 
 def _phases(scene: Scene) -> Chart | None:
-    drawn = [key for key in _measured(scene) if spread(scene.runs, key.label, "step_s")]
+    drawn = [style for style in _measured(scene) if spread(scene.runs, style.label, "step_s")]
     if not drawn:
         return None
     traces = []
     for phase in PHASES:
-        parts = [spread(scene.runs, key.label, f"phase_{phase}") for key in drawn]
-        ms = [s.mean * 1e3 if s else 0.0 for s in parts]
+        spreads = [spread(scene.runs, style.label, f"phase_{phase}") for style in drawn]
+        ms = [s.mean * 1e3 if s else 0.0 for s in spreads]
         traces.append(
             {
                 "type": "bar",
@@ -123,11 +123,11 @@ def _phases(scene: Scene) -> Chart | None:
                 "hovertemplate": f"{phase}: %{{x:.3g}} ms<extra></extra>",
             }
         )
-    said = []
-    for key in drawn:
-        step, waits = spread(scene.runs, key.label, "step_s"), spread(scene.runs, key.label, "phase_communicate")
+    clauses = []
+    for style in drawn:
+        step, waits = spread(scene.runs, style.label, "step_s"), spread(scene.runs, style.label, "phase_communicate")
         if step and waits and step.mean:
-            said.append(f"{key.label} {step.mean * 1e3:.3g} ms, {waits.mean / step.mean:.0%} of it communication")
+            clauses.append(f"{style.label} {step.mean * 1e3:.3g} ms, {waits.mean / step.mean:.0%} of it communication")
     layout = {
         "barmode": "stack",
         "xaxis": axis("milliseconds per step"),
@@ -138,25 +138,25 @@ def _phases(scene: Scene) -> Chart | None:
     caption = (
         "Mean of seeds and ranks. Communication is what is not hidden behind backward, waiting for others included."
     )
-    label = f"Where a step goes: {'; '.join(said)}."
+    label = f"Where a step goes: {'; '.join(clauses)}."
     return Chart(
         f"phases-{scene.place}", "Where a step goes", caption, label, traces, layout, _height(len(drawn)) + 40, True
     )
 
 
 def _staleness(scene: Scene) -> Chart | None:
-    traces, said = [], []
-    for key in scene.keys:
-        shares = _histogram(scene, key.label)
+    traces, clauses = [], []
+    for style in scene.styles:
+        shares = _histogram(scene, style.label)
         if not shares:
             continue
         mean = sum(k * share for k, share in shares.items())
-        said.append(f"{key.label} {mean:.2f} on average")
+        clauses.append(f"{style.label} {mean:.2f} on average")
         traces.append(
             {
-                "type": "bar", "name": f"{key.number} {safe(key.label, 40)}",
+                "type": "bar", "name": f"{style.number} {safe(style.label, 40)}",
                 "x": list(shares), "y": list(shares.values()),
-                "marker": {"color": color(key.token)}, "hovertemplate": "%{x} behind: %{y:.1%}<extra></extra>",
+                "marker": {"color": color(style.token)}, "hovertemplate": "%{x} behind: %{y:.1%}<extra></extra>",
             }
         )  # fmt: skip
     if not traces:
@@ -167,7 +167,7 @@ def _staleness(scene: Scene) -> Chart | None:
         "hovermode": "closest",
         "showlegend": True,
     }
-    words = f"How many updates the parameters behind a gradient were old: {'; '.join(said)}."
+    words = f"How many updates the parameters behind a gradient were old: {'; '.join(clauses)}."
     return Chart(f"staleness-{scene.place}", "Staleness", words, words, traces, layout, 300)
 
 
@@ -182,21 +182,21 @@ def _histogram(scene: Scene, candidate: str) -> dict[int, float]:
     return {k: n / total for k, n in sorted(counts.items())}
 
 
-def _measured(scene: Scene) -> list[Key]:
+def _measured(scene: Scene) -> list[CandidateStyle]:
     done = {r.candidate for r in scene.runs if r.status == COMPLETED}
-    return [key for key in scene.keys if key.label in done]
+    return [style for style in scene.styles if style.label in done]
 
 
-def _rows(keys: list[Key]) -> Json:
-    """One row for each candidate, its name above its bar: beside it there is no room on a phone."""
+def _rows(styles: list[CandidateStyle]) -> Json:
+    """Return one row for each candidate, its name above its bar: beside it there is no room on a phone."""
     names = [
         {
             "xref": "x domain", "x": 0, "xanchor": "left", "y": i, "yshift": 17, "showarrow": False,
-            "text": f"<b>{key.number}</b> {safe(key.label, _LABEL)}", "font": {"size": 12, "color": color("ink")},
+            "text": f"<b>{style.number}</b> {safe(style.label, _LABEL)}", "font": {"size": 12, "color": color("ink")},
         }
-        for i, key in enumerate(keys)
+        for i, style in enumerate(styles)
     ]  # fmt: skip
-    axis_ = {"visible": False, "range": [len(keys) - 0.55, -0.75]}
+    axis_ = {"visible": False, "range": [len(styles) - 0.55, -0.75]}
     return {"annotations": names, "yaxis": axis_, "bargap": 0.62}
 
 

@@ -6,39 +6,42 @@ from collections.abc import Callable
 
 from echelon.core.units import format_bytes, format_seconds, rounded
 from echelon.reporting.report.tables import Table
-from echelon.study.compare import Comparison, Group, Verdict
+from echelon.study.base import COMPLETED
+from echelon.study.compare import Comparison, Group, Verdict, metric_of
 from echelon.study.intervals import Interval
-from echelon.study.page.curves import Scene
-from echelon.study.page.means import spread
-from echelon.study.predictions import CLOSE, Checked
-from echelon.study.rows import COMPLETED, RunRow
+from echelon.study.metric import PrimaryMetric
+from echelon.study.page.scene import Scene, spread
+from echelon.study.predictions import CLOSE, PredictionCheck
+from echelon.study.tables import RunRow
 
 NONE = "–"
 
 
 def verdict_table(group: Group, scene: Scene) -> Table:
-    """One row per candidate under the same terms: its verdict and the numbers behind it."""
-    numbers = {key.label: key.number for key in scene.keys}
+    """Return one row per candidate under the same terms: its verdict and the numbers behind it."""
+    numbers, metric = {style.label: style.number for style in scene.styles}, scene.metric
+    columns = (("final", metric.text), *_COLUMNS)
     head = [
-        "candidate", "verdict", "times as fast to target", "points of accuracy", "final accuracy", "to target",
+        "candidate", "verdict", "times as fast to target", f"{metric.unit} of {metric.label}", f"final {metric.label}",
+        "to target",
         "sent to target", "a step", "sent a step", "memory",
     ]  # fmt: skip
     rows = []
     for c in group.comparisons:
         cells = [
             f"{numbers[c.candidate]} {c.candidate}",
-            _verdict(c),
+            _verdict(c, metric),
             _interval(c.to_target, ".2f", "x"),
             _interval(c.points, "+.2f", ""),
         ]
-        rows.append(cells + [_cell(scene, c.candidate, column, write) for column, write in _COLUMNS])
+        rows.append(cells + [_cell(scene, c.candidate, column, write) for column, write in columns])
     return Table(
         "Each candidate against the baseline, means over the seeds; 95% bootstrap intervals in brackets", head, rows
     )
 
 
-def prediction_table(checked: list[Checked]) -> Table | None:
-    """What the baseline's record predicted for each candidate's steps, beside what was measured."""
+def prediction_table(checked: list[PredictionCheck]) -> Table | None:
+    """Return what the baseline's record predicted for each candidate's steps, beside what was measured."""
     if not checked:
         return None
     rows = [
@@ -50,25 +53,16 @@ def prediction_table(checked: list[Checked]) -> Table | None:
 
 
 def run_table(runs: list[RunRow]) -> Table:
-    """Every run as it was."""
+    """Return one row per run."""
     head = [
-        "run",
-        "seed",
-        "status",
-        "accuracy",
-        "to target",
-        "training",
-        "whole run",
-        "samples/s",
-        "a step",
-        "sent",
-        "memory by rank",
-    ]
+        "run", "seed", "status", metric_of(runs).label, "to target", "training", "whole run", "samples/s", "a step",
+        "sent", "memory by rank",
+    ]  # fmt: skip
     rows = []
     for r in runs:
         rows.append(
             [
-                r.run, str(r.seed), r.status, _write(r.top1, _percent), _write(r.target_s, format_seconds),
+                r.run, str(r.seed), r.status, _write(r.final, r.primary.text), _write(r.target_s, format_seconds),
                 _write(r.train_s, format_seconds), _write(r.whole_s, format_seconds), _write(r.samples_per_s, _count),
                 _write(r.step_s, format_seconds), _write(r.wire_bytes, format_bytes),
                 _by_rank(r.memory_bytes_by_rank),
@@ -78,37 +72,37 @@ def run_table(runs: list[RunRow]) -> Table:
 
 
 def failures(runs: list[RunRow]) -> list[str]:
-    """What did not complete, and what completed with something torn, with the reason: a sentence for each candidate."""
-    told: dict[tuple[str, str, str, str], list[str]] = {}
+    """Return a sentence, for each candidate, on runs that did not complete or have a torn record, with the reason."""
+    seeds_of: dict[tuple[str, str, str, str], list[str]] = {}
     for r in runs:
         if r.status != COMPLETED or r.message:
-            told.setdefault((r.candidate, r.terms, r.status, r.message), []).append(str(r.seed))
+            seeds_of.setdefault((r.candidate, r.terms, r.status, r.message), []).append(str(r.seed))
     words = []
-    for (candidate, terms, status, message), seeds in told.items():
+    for (candidate, terms, status, message), seeds in seeds_of.items():
         under = f" under {terms}" if terms else ""
         which = f"seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}"
         words.append(f"{candidate}{under}, {which}: {status}; {message or 'no reason is known'}")
     return words
 
 
-def _verdict(c: Comparison) -> str:
+def _verdict(c: Comparison, metric: PrimaryMetric) -> str:
     if c.verdict is Verdict.FASTER_AT_A_LOSS and c.points is not None:
-        return f"{c.verdict} of {-c.points.value:.2f} points"
+        return f"{c.verdict} of {-c.points.value:.2f} {metric.unit}"
     return str(c.verdict)
 
 
 def _interval(interval: Interval | None, form: str, unit: str) -> str:
     if interval is None:
         return NONE
-    said = f"{rounded(interval.value, 2):{form}}{unit}"
+    text = f"{rounded(interval.value, 2):{form}}{unit}"
     if interval.low is None or interval.high is None:
-        return said
-    return f"{said} ({rounded(interval.low, 2):{form}} to {rounded(interval.high, 2):{form}})"
+        return text
+    return f"{text} ({rounded(interval.low, 2):{form}} to {rounded(interval.high, 2):{form}})"
 
 
 def _cell(scene: Scene, candidate: str, column: str, write: Callable[[float], str]) -> str:
-    found = spread(scene.runs, candidate, column)
-    return NONE if found is None else write(found.mean)
+    values = spread(scene.runs, candidate, column)
+    return NONE if values is None else write(values.mean)
 
 
 def _write(value: float | None, write: Callable[[float], str]) -> str:
@@ -119,16 +113,11 @@ def _by_rank(memory: str | None) -> str:
     return ", ".join(format_bytes(float(n_bytes)) for n_bytes in memory.split()) if memory else NONE
 
 
-def _percent(value: float) -> str:
-    return f"{value:.2%}"
-
-
 def _count(value: float) -> str:
     return f"{value:,.0f}"
 
 
 _COLUMNS: tuple[tuple[str, Callable[[float], str]], ...] = (
-    ("top1", _percent), ("target_s", format_seconds), ("target_bytes", format_bytes),
-    ("step_s", format_seconds),
+    ("target_s", format_seconds), ("target_bytes", format_bytes), ("step_s", format_seconds),
     ("wire_bytes_per_step", format_bytes), ("memory_bytes", format_bytes),
 )  # fmt: skip

@@ -1,0 +1,91 @@
+"""The metric that runs are compared by: its direction, what guessing gives, and how differences of it are said."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from echelon.core.units import rounded
+from echelon.study.intervals import Interval
+
+CHANCE_SIGMAS = 3.0
+
+
+@dataclass(frozen=True)
+class PrimaryMetric:
+    """The primary metric of a task; the defaults are those of records that name none.
+
+    Attributes:
+        name: as in a record's metrics.
+        direction: `max` or `min`, the better side.
+        label: the word for it in sentences.
+        percent: it lies in 0..1 and counts samples; differences are then said in points (hundredths), of other metrics
+            in percent of the baseline's value.
+        chance: what guessing gives; None: not known.
+    """
+
+    name: str = "top1"
+    direction: str = "max"
+    label: str = "accuracy"
+    percent: bool = True
+    chance: float | None = None
+
+    @property
+    def unit(self) -> str:
+        """The unit of `gain`."""
+        return "points" if self.percent else "%"
+
+    def score(self, value: float) -> float:
+        """Return a number that is higher where the value is better."""
+        return value if self.direction == "max" else -value
+
+    def gain(self, value: float, baseline: float) -> float:
+        """Return by how much a value is better than the baseline's, in `unit`; negative: it is worse."""
+        difference = self.score(value) - self.score(baseline)
+        return 100 * difference if self.percent else 100 * difference / max(abs(baseline), 1e-12)
+
+    def target(self, worst: float, loss: float) -> float:
+        """Return the value that is worse than `worst` by `loss`, a number of `unit`."""
+        allowed = loss / 100 if self.percent else loss / 100 * abs(worst)
+        return worst - allowed if self.direction == "max" else worst + allowed
+
+    def variance(self, value: float, samples: int) -> float:
+        """Return the variance of a share measured on so many samples; 0 for other metrics: theirs is not known."""
+        return value * (1 - value) / samples if self.percent else 0.0
+
+    def failure(self, value: float, baseline: float | None, samples: int) -> str:
+        """Say in what way a final value shows that a run did not converge; empty: it does not, or nothing is known.
+
+        It is no better than guessing (within 3 standard deviations of a guess on so many samples), or less than half
+        as far from guessing as the baseline's.
+        """
+        chance = 0.0 if self.chance is None and self.percent and self.direction == "max" else self.chance
+        if chance is None:
+            return ""
+        sigma = math.sqrt(self.variance(chance, samples)) if samples else 0.0
+        if self.score(value) <= self.score(chance) + CHANCE_SIGMAS * sigma:
+            return f"its {self.label} of {self.text(value, 1)} is that of guessing"
+        if baseline is not None and self.score(value) < self.score(chance + (baseline - chance) / 2):
+            side = "above" if self.direction == "max" else "below"
+            return (
+                f"its {self.label} of {self.text(value, 1)} is less than half as far {side} guessing as the baseline's "
+                f"{self.text(baseline, 1)}"
+            )
+        return ""
+
+    def text(self, value: float, digits: int = 2) -> str:
+        """Write a value: a share in percent with so many digits, another to 4 significant ones."""
+        return f"{value:.{digits}%}" if self.percent else f"{value:.4g}"
+
+    def gain_text(self, gain: Interval) -> str:
+        """Say a gain over the baseline at the end of the run, with its interval."""
+        bounds = ""
+        if gain.low is not None and gain.high is not None:
+            bounds = f" ({rounded(gain.low, 2):+.2f} to {rounded(gain.high, 2):+.2f})"
+        if self.percent and self.direction == "max":
+            return f"final {self.label} {rounded(gain.value, 2):+.2f} points{bounds}"
+        return f"final {self.label} better by {rounded(gain.value, 2):+.2f} {self.unit}{bounds}"
+
+    def axis(self, digits: int) -> dict[str, str]:
+        """Return the format of an axis' ticks."""
+        return {"tickformat": f".{digits}%"} if self.percent else {}
