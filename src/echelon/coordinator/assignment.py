@@ -10,6 +10,7 @@ from echelon.coordinator.members import RunMember
 from echelon.coordinator.scheduling import SETUP_TASK
 from echelon.coordinator.shares import MAX_SHARES, SharedLeases
 from echelon.messages.protocol import Kind
+from echelon.records.events import SchedulerRestored, ServerSettled, SharesAgain
 
 if TYPE_CHECKING:
     from echelon.coordinator.scheduler import Scheduler
@@ -58,7 +59,7 @@ class Assignment:
         self._make_leases(self.setup)
         self._replay(done, shares)
         words = f"the scheduler came back at step {self.steps()}"
-        scheduler.record.event("scheduler_restored", words, step=self.steps())
+        scheduler.record.write(SchedulerRestored(words, self.steps()))
 
     def _replay(self, done: dict[int, dict[str, Any]], shares: dict[int, int]) -> None:
         assert self.setup is not None and self.leases is not None
@@ -188,7 +189,7 @@ class Assignment:
             again = self.leases.lost(held, int(info["watermark"]))
             if again:
                 words = f"server{info['index']} lacks {len(again)} shares of the present step: they are done again"
-                self._scheduler.record.event("shares_again", words, shares=len(again))
+                self._scheduler.record.write(SharesAgain(words, len(again)))
             self._scheduler.roster.catch_up(int(info["index"]), self.leases.done_steps)
         elif self.leases is not None:
             self._scheduler.roster.catch_up(int(info["index"]), 0)
@@ -202,8 +203,7 @@ class Assignment:
     def tell_lost(self, index: int, lost: int, tasks: list[int]) -> None:
         """Say in the record what a server's death cost."""
         words = f"{lost} updates are lost: nobody could push them again" if lost else "nothing is lost"
-        self._scheduler.record.event("server_settled", f"server{index} is back; {words}", server=index, lost=lost,
-                                     tasks=tasks)  # fmt: skip
+        self._scheduler.record.write(ServerSettled(f"server{index} is back; {words}", index, lost, tasks))
 
 
 def _numbers(runs: list[int]) -> set[int]:

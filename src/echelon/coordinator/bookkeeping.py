@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.coordinator.members import RunMember
 from echelon.coordinator.window import WindowAccumulator
+from echelon.records.decode import decode
+from echelon.records.kinds import EntropyCoding, ServerWindow, WorkerWindow
 
 if TYPE_CHECKING:
     from echelon.coordinator.scheduler import Scheduler
 
 REPORT_S = 2.0
-_OWN = ("t", "kind", "name", "step")
 
 
 class Bookkeeping:
@@ -80,21 +81,21 @@ class Bookkeeping:
         leases = self._scheduler.assignment.leases
         assert leases is not None
         beats = {m.name: m.beat for m in self._scheduler.roster.members.of_role("worker")}
-        self._scheduler.record.write(
-            "staleness", step=step, clocks=leases.clocks, late=self._late,
+        window = WorkerWindow(
+            step=step, clocks=leases.clocks, late=self._late,
             waited_s={name: beat.get("waited_s", {}) for name, beat in beats.items()},
             sent_bytes={name: beat.get("sent_bytes", 0) for name, beat in beats.items()},
             received_bytes={name: beat.get("received_bytes", 0) for name, beat in beats.items()},
         )  # fmt: skip
-
+        self._scheduler.record.write(window)
         if self._coded:
             names = sorted({name for coded in self._coded.values() for name in coded})
             sums = {name: sum(coded.get(name, 0) for coded in self._coded.values()) for name in names}
-            self._scheduler.record.write("entropy_coding", step=step, **sums)
+            self._scheduler.record.write(EntropyCoding(step, **sums))
 
     def report_server(self, server: RunMember) -> None:
         """Write a server's last numbers."""
         assignment = self._scheduler.assignment
         if server.beat and assignment.setup is not None:
-            said = {name: value for name, value in server.beat.items() if name not in _OWN}
-            self._scheduler.record.write("server", name=server.name, step=assignment.steps(), **said)
+            values = {**server.beat, "name": server.name, "step": assignment.steps()}
+            self._scheduler.record.write(decode(ServerWindow, values))

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from echelon.coordinator.leases import FreeLeases
 from echelon.coordinator.members import Members, RunMember, Serving
 from echelon.messages.protocol import Kind, Malformed, Message
+from echelon.records.events import Event, ServerGone, ServerLost, WorkerGone
+from echelon.records.kinds import WorkerJoined
 
 if TYPE_CHECKING:
     from echelon.coordinator.scheduler import Scheduler
@@ -30,8 +32,8 @@ class Membership:
             self.gone(name, "was replaced", now_s)
             known = None
         if known is None and role == "worker":
-            who = {key: info.get(key) for key in ("host", "pid", "affinity")}
-            self._scheduler.record.write("worker", name=name, **who)
+            joined = WorkerJoined(name, info.get("host"), info.get("pid"), info.get("affinity"))
+            self._scheduler.record.write(joined)
         member = RunMember(name, role, peer, message.session, now_s, message.body["address"], info)
         self.members.add(member)
         self._scheduler.last_member_s = now_s
@@ -48,7 +50,7 @@ class Membership:
             return
         if assignment.setup["fingerprint"] != member.info["fingerprint"]:
             words = f"{member.name} has another model or data and was sent away"
-            self._scheduler.record.event("refused_worker", words)
+            self._scheduler.record.write(Event(words, name="refused_worker"))
             self._scheduler.reply(member.peer, Kind.END, {"status": "refused"})
             self.members.remove(member.name)
             return
@@ -71,13 +73,13 @@ class Membership:
             self._scheduler.reviewing.tell_server(index)
         if info.get("restored") and info["ready"]:
             words = f"{member.name} took its snapshot and waits for what workers kept"
-            self._scheduler.record.event("server_restored", words)
+            self._scheduler.record.write(Event(words, name="server_restored"))
 
     def _came_back_empty(self, name: str, index: int) -> None:
         if self._scheduler.assignment.setup is None or self._scheduler.assignment.set_up_again():
             return
         words = f"what {name} held is lost: it has neither a snapshot nor a standby; resume the run"
-        self._scheduler.record.event("server_lost", words, server=index)
+        self._scheduler.record.write(ServerLost(words, index))
         self._scheduler.end("failed")
 
     def tell_members(self) -> None:
@@ -112,7 +114,7 @@ class Membership:
         self._scheduler.reviewing.worker_gone(name)
         if how != "left":
             words = f"{name} {how}; {back} of its leases go to others"
-            self._scheduler.record.event("worker_gone", words, worker=name, leases=back)
+            self._scheduler.record.write(WorkerGone(words, name, back))
 
     def _server_gone(self, name: str, how: str) -> None:
         for index, serving in self.serving.items():
@@ -129,7 +131,7 @@ class Membership:
                 then = f"{standby.name} takes over"
             else:
                 serving.primary, serving.ready = "", False
-            self._scheduler.record.event("server_gone", f"{name} {how}; {then}", server=index)
+            self._scheduler.record.write(ServerGone(f"{name} {how}; {then}", index))
             self._scheduler.reviewing.again()
 
     def lost(self, info: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from echelon.coordinator.scheduling import SETUP_TASK, Callbacks, SchedulerConfi
 from echelon.messages.endpoint import Listener, Sender
 from echelon.messages.protocol import UNSOUND, Kind, Malformed, Message
 from echelon.messages.sockets import Limits
+from echelon.records.events import Event
 from echelon.records.file import Recorder
 
 __all__ = ["SETUP_TASK", "Callbacks", "Scheduler", "SchedulerConfig", "TrainingPlan"]
@@ -195,5 +196,6 @@ class Scheduler:
         if self.roster.members.of_role("worker"):
             self.last_member_s = now_s
         elif now_s - self.last_member_s > self.config.timeout_s:
-            self.record.event("no_workers", f"no worker for {self.config.timeout_s:g} s: the run is given up")
+            message = f"no worker for {self.config.timeout_s:g} s: the run is given up"
+            self.record.write(Event(message, name="no_workers"))
             self.end("failed")

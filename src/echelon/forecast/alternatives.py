@@ -30,6 +30,7 @@ from echelon.collectives.wire import framing_bytes, ring_bytes
 from echelon.compression.base import Codec
 from echelon.config import RunConfig
 from echelon.core.errors import UserError
+from echelon.records.kinds import Alternative, Alternatives
 from echelon.sync import check_sync
 from echelon.trainer.compatibility import assign_momentum
 from echelon.trainer.loop import TrainingRun
@@ -38,7 +39,6 @@ from echelon.trainer.world import World
 CODECS = ("none", "bf16", "int8", "sign", "topk(density=0.01)", "powersgd(rank=2)")
 PERIODS = {"local(period=8)": (8, 0), "local(period=8, overlap=2)": (8, 2), "diloco(period=20)": (20, 0)}
 """Strategies that send the model once in so many steps, outside of backward; and behind how many steps."""
-KIND = "alternatives"
 
 _BUDGET_S = 1.0
 _TURNS = (2, 6)
@@ -78,7 +78,7 @@ def record_alternatives(run: TrainingRun, config: RunConfig) -> int:
         for spec, times in PERIODS.items():
             for encoded in [e for e in ("none", "int8", "sign") if e in costs and _go_together(spec, e)]:
                 rows.append(_row(sync=spec, compression=encoded, cost=replace(costs[encoded], tail=1.0), times=times))
-        run.record.write(KIND, now={"strategy.compression": codec}, latency_s=latency_s, rows=rows)
+        run.record.write(Alternatives({"strategy.compression": codec}, latency_s, rows))
     return meeting.sent_bytes
 
 
@@ -102,14 +102,12 @@ def _go_together(sync: str, codec: str) -> bool:
     return True
 
 
-def _row(cost: Cost, compression: str, sync: str = "", times: tuple[int, int] = (1, 0)) -> dict[str, Any]:
+def _row(cost: Cost, compression: str, sync: str = "", times: tuple[int, int] = (1, 0)) -> Alternative:
     settings = {"strategy.sync": sync} if sync else {}
     if compression != "none" or not sync:
         settings["strategy.compression"] = compression
-    return {
-        "settings": settings, "period": times[0], "overlap": times[1], "wire_bytes": cost.n_bytes,
-        "rounds": cost.rounds, "coding_s": cost.coding_s, "tail": cost.tail,
-    }  # fmt: skip
+    period, overlap = times
+    return Alternative(settings, period, cost.n_bytes, cost.rounds, cost.coding_s, cost.tail, overlap)
 
 
 @dataclass

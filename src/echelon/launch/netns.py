@@ -14,43 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.launch import netns_holder
+from echelon.records.kinds import LinkCounters
 
 COMMAND_TIMEOUT_S = 30.0
 CONTROL_INTERFACE = "ctl0"
-TCP_HEADER_BYTES = 66  # Ethernet 14, IPv4 20, TCP with timestamps 32
-
-
-@dataclass(frozen=True)
-class LinkCounters:
-    """What the kernel counted on a host's data links since the network began; control traffic is not in it.
-
-    `sent_bytes` and `received_bytes` include headers; `dropped` counts packets lost at either end of these links.
-    """
-
-    sent_bytes: int
-    received_bytes: int
-    sent_packets: int
-    received_packets: int
-    dropped: int
-
-    @property
-    def sent_payload_bytes(self) -> int:
-        """Bytes sent without Ethernet, IP and TCP headers: what a program's own count is compared with."""
-        return self.sent_bytes - TCP_HEADER_BYTES * self.sent_packets
-
-    @property
-    def received_payload_bytes(self) -> int:
-        """Bytes received without Ethernet, IP and TCP headers."""
-        return self.received_bytes - TCP_HEADER_BYTES * self.received_packets
-
-    def __sub__(self, earlier: LinkCounters) -> LinkCounters:
-        return LinkCounters(
-            self.sent_bytes - earlier.sent_bytes,
-            self.received_bytes - earlier.received_bytes,
-            self.sent_packets - earlier.sent_packets,
-            self.received_packets - earlier.received_packets,
-            self.dropped - earlier.dropped,
-        )
 
 
 @dataclass(frozen=True)

@@ -9,23 +9,25 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+
+from echelon.records.kinds import Environment
 
 
-def environment() -> dict[str, Any]:
-    """Return versions, processor, GPUs and the command of this process."""
+def environment(command: str) -> Environment:
+    """Return versions, processor and GPUs of this process, beside the command that started the run."""
     import torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "echelon": version("echelon"),
-        "platform": platform.platform(),
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
-        "gpus": gpus,
-    }
+    return Environment(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        echelon=version("echelon"),
+        platform=platform.platform(),
+        cpu=cpu_name(),
+        cores=os.cpu_count(),
+        gpus=gpus,
+        command=command,
+    )
 
 
 def cpu_name() -> str:

@@ -1,4 +1,4 @@
-"""The record of a run: one JSON object a line, appended by rank 0 and by the launcher, read by the report.
+"""The record of a run, `record.jsonl`: one JSON object a line, appended by rank 0 and the launcher, read by all else.
 
 Each line is one `write` to a file opened for appending, so writers do not tear each other's lines; a reader skips a
 last line that a crash cut off.
@@ -7,16 +7,41 @@ last line that a crash cut off.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from echelon.core.files import write_whole
+from echelon.records import kinds
+from echelon.records.decode import decode, number
+from echelon.records.events import EVENTS, Event
+from echelon.records.kinds import PipelineAction, Record, Start
 
 RECORD_FILE = "record.jsonl"
-_ENCODER = json.JSONEncoder(allow_nan=True, default=str)  # `json.dumps` with such settings would make one a line
+
+KINDS: dict[str, type[Record]] = {
+    record.kind: record
+    for record in vars(kinds).values()
+    if isinstance(record, type) and issubclass(record, Record) and record.kind
+}
+"""The types of lines by their kind; events are told apart by their name."""
+
+_EVENTS: dict[str, type[Event]] = {event().name: event for event in EVENTS}
+
+R = TypeVar("R", bound=Record)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, PipelineAction):
+        return value.row()
+    return vars(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
+
+
+_ENCODER = json.JSONEncoder(allow_nan=True, default=_plain)  # `json.dumps` with such settings would make one a line
 
 
 class Recorder:
@@ -28,16 +53,13 @@ class Recorder:
             self._fd = os.open(folder / RECORD_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             _end_torn_line(folder / RECORD_FILE, self._fd)
 
-    def write(self, kind: str, **values: Any) -> None:
-        """Append one record of a kind with the present time `t` in unix seconds."""
+    def write(self, record: Record) -> None:
+        """Append a record, with the present time as its `t`."""
         if self._fd is None:
             return
-        line = _ENCODER.encode({"t": round(time.time(), 6), "kind": kind, **values})
-        write_whole(self._fd, line.encode() + b"\n")
-
-    def event(self, name: str, message: str, **details: Any) -> None:
-        """Append an event: its name, one sentence, and details."""
-        self.write("event", name=name, message=message, **details)
+        values = {"t": math.nan, "kind": record.kind, **vars(record)}
+        values["t"] = round(time.time(), 6)
+        write_whole(self._fd, _ENCODER.encode(values).encode() + b"\n")
 
     def close(self) -> None:
         """Close the file; later writes are an error."""
@@ -55,19 +77,108 @@ def _end_torn_line(path: Path, fd: int) -> None:
                 os.write(fd, b"\n")
 
 
-def read_records(folder: Path) -> list[dict[str, Any]]:
-    """Read a run's records in the order written; lines that are not whole JSON objects are left out."""
-    return list(_whole_lines(folder / RECORD_FILE))
+class RecordReader:
+    """Reads what was added to a folder's record since the last time.
+
+    Attributes:
+        lines: that were read so far, those left out included.
+        torn: lines that are no JSON objects with a kind.
+        unreadable: lines that are not what their kind needs.
+    """
+
+    def __init__(self, folder: Path, only: tuple[type[Record], ...] = ()) -> None:
+        """Read a folder's record; `only` some types of lines, whose subclasses count, or all."""
+        self._path, self._only = folder / RECORD_FILE, only
+        self._kinds = {record.kind for record in only}
+        self._offset = self._file_id = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._offset = self.lines = self.torn = self.unreadable = 0
+
+    def read(self, to_end: bool = False) -> tuple[bool, list[Record]]:
+        """Return whether the file is another one than before (read from its beginning), and the records added.
+
+        A last line without its end is left for the next time, unless it is read `to_end`. Kinds that are unknown here
+        are left out.
+        """
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            replaced = self._offset > 0
+            self._begin()
+            self._file_id = 0
+            return replaced, []
+        with file:
+            status = os.fstat(file.fileno())  # of what is open, whatever has the name by now
+            replaced = self._file_id not in (0, status.st_ino) or status.st_size < self._offset
+            if replaced:
+                self._begin()
+            self._file_id = status.st_ino
+            file.seek(self._offset)
+            return replaced, [record for line in self._whole_lines(file, to_end) if (record := self._read(line))]
+
+    def _whole_lines(self, file: Any, to_end: bool) -> Iterator[bytes]:
+        for line in file:
+            if not line.endswith(b"\n") and not to_end:
+                return
+            self._offset += len(line)
+            if line.strip():
+                self.lines += 1
+                yield line
+
+    def _read(self, line: bytes) -> Record | None:
+        try:
+            values = json.loads(line)
+        except ValueError:
+            values = None
+        if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
+            self.torn += 1
+            return None
+        if self._only and values["kind"] not in self._kinds:
+            return None
+        try:
+            record = _record_of(values)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            self.unreadable += 1
+            return None
+        return record if record is None or not self._only or isinstance(record, self._only) else None
 
 
-def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
+def _record_of(values: Mapping[str, Any]) -> Record | None:
+    """Return the record of a line; None for a kind that is unknown here."""
+    record_type = KINDS.get(values["kind"])
+    if values["kind"] == Event.kind:
+        record_type = _EVENTS.get(values["name"], Event)
+    if record_type is None:
+        return None
+    number(values["t"])
+    if record_type is Start:
+        values = {"version": 0, **values}
+    return decode(record_type, values).checked()
+
+
+def read_records(folder: Path, *only: type[R]) -> list[R]:
+    """Read a run's records in the order written; what is torn, strange or of an unknown kind is left out.
+
+    Args:
+        only: the types of lines wanted; none: all.
+    """
+    records: list[Any] = RecordReader(folder, only).read(to_end=True)[1]
+    return records
+
+
+def read_lines(folder: Path) -> list[dict[str, Any]]:
+    """Read a run's lines as plain values; what is torn is left out."""
+    path, lines = folder / RECORD_FILE, []
     if not path.exists():
-        return
+        return []
     with path.open("rb") as file:
         for line in file:
             try:
-                record = json.loads(line)
+                values = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(record, dict) and "kind" in record:
-                yield record
+            if isinstance(values, dict) and "kind" in values:
+                lines.append(values)
+    return lines

@@ -6,7 +6,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ from echelon.launch.places.local import Local
 from echelon.launch.plan import LaunchPlan
 from echelon.launch.supervisor import Death, Refused, RunFailed, Watch, supervise
 from echelon.ps.worker_rank import WorkerRank, worker_name
+from echelon.records.events import MachineLeft, Refusal, WorkerDied
 from echelon.records.file import Recorder
+from echelon.records.kinds import End, LinkTraffic, ProcessStarted
 from echelon.reporting.report import write_report
 from echelon.sync.ps import ServerSettings
-from echelon.trainer.folder import last_word
+from echelon.trainer.folder import last_message
 from echelon.trainer.server_checks import server_settings
 
 _ENTRIES = {
@@ -100,9 +102,8 @@ def _on_links(plan: LaunchPlan, path: Path, settings: ServerSettings, record: Re
             try:
                 yield Site(servers=whole.servers, standbys=whole.standbys, addresses=addresses, hosts=hosts)
             finally:
-                counted = {name: asdict(network.counters(i)) for i, name in enumerate(names)}
-                record.write("link", link=plan.link, hosts=[counted[n] for n in workers],
-                             servers={n: counted[n] for n in servers})  # fmt: skip
+                counted = {name: network.counters(i) for i, name in enumerate(names)}
+                record.write(LinkTraffic(plan.link, [counted[n] for n in workers], {n: counted[n] for n in servers}))
 
 
 @contextmanager
@@ -171,14 +172,14 @@ def _run(plan: LaunchPlan, path: Path, record: Recorder, site: Site, teams: Team
     def on_death(death: Death, goes_on: bool) -> None:
         alone = "it alone is started again" if not death.others else "its worker's processes are started again"
         then = alone if goes_on else "no restarts are left"
-        record.event("worker_died", f"{death}; {then}", role=death.name, host=death.host, pid=death.pid,
-                     exit_code=death.exit_code)  # fmt: skip
+        message = f"{death}; {then}"
+        record.write(WorkerDied(message, role=death.name, host=death.host, pid=death.pid, exit_code=death.exit_code))
         line.died(death.name, "died", death.pid)
         for name, pid in death.others:
             line.died(name, f"ended with {death.name}", pid)
 
     def on_start(started: Started) -> None:
-        record.write("process", role=started.name, pid=started.pid)
+        record.write(ProcessStarted(started.name, started.pid))
 
     watch = Watch(on_death, line.stop, on_start)
     plan.log_dir.mkdir(parents=True, exist_ok=True)
@@ -186,11 +187,11 @@ def _run(plan: LaunchPlan, path: Path, record: Recorder, site: Site, teams: Team
         stopped = supervise(_job(plan, path, site, teams), Local(), watch)
         return "stopped" if stopped and line.status() != "completed" else line.status()
     except Refused:
-        reason = last_word(path, "refused")
+        reason = last_message(path, Refusal)
         _end(path, record, site, "refused", reason)
         raise UserError(reason) from None
     except RunFailed as failure:
-        _end(path, record, site, "failed", str(failure) or last_word(path, "worker_died"))
+        _end(path, record, site, "failed", str(failure) or last_message(path, WorkerDied))
         return "failed"
     finally:
         line.close()
@@ -199,10 +200,10 @@ def _run(plan: LaunchPlan, path: Path, record: Recorder, site: Site, teams: Team
 def _end(path: Path, record: Recorder, site: Site, status: str, reason: str) -> None:
     """Record how the run ended; where another machine fails, the run goes on without it."""
     if site.machine == 0:
-        record.write("end", status=status, message=reason)
+        record.write(End(status, reason))
         write_report(path)
     else:
-        record.event("machine_left", f"machine {site.machine} left the run: {reason}", machine=site.machine)
+        record.write(MachineLeft(f"machine {site.machine} left the run: {reason}", site.machine))
 
 
 def _job(plan: LaunchPlan, path: Path, site: Site, teams: Teams) -> Job:

@@ -24,14 +24,15 @@ from echelon.core.files import write_atomic
 from echelon.core.units import parse_seconds
 from echelon.messages.identity import derive_keys, read_secret
 from echelon.observe.phases import PHASES
-from echelon.observe.resources import KIND as RESOURCES
-from echelon.observe.resources import record_of
 from echelon.observe.scalars import Scalars
 from echelon.optim.build import build_optimizer
 from echelon.ps.keystore import MakeOptimizer
 from echelon.ps.server import Server, ServerConfig
 from echelon.ps.serving import coordination_policy
+from echelon.records.decode import decode
+from echelon.records.events import Refusal, Resumed, RoleFailed
 from echelon.records.file import Recorder
+from echelon.records.kinds import End, Evaluation, Resources, Start, Steps
 from echelon.reporting.report import write_report
 from echelon.trainer.compatibility import assign_momentum
 from echelon.trainer.display import Display, RunLength
@@ -81,7 +82,7 @@ def run_scheduler(folder: str, host: str = "") -> None:
         chronicle.close()
         scalars.close()
         seconds, others = time.time() - read_launch(path)["launched_t"], scheduler.bookkeeping.bytes_left
-        record.write("end", status=status, seconds=seconds, other_wire_bytes=others)
+        record.write(End(status, seconds=seconds, other_wire_bytes=others))
         record.close()
         write_report(path)
         write_atomic(roles / STATUS_FILE, json.dumps({"status": status}))
@@ -97,11 +98,11 @@ def _as_role(folder: str, name: str, run: Callable[[Path, RunConfig], None]) -> 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         run(path, assign_momentum(load_run_config(path / "config.yaml")))
     except UserError as error:
-        record.event("refused", str(error), role=name)
+        record.write(Refusal(str(error), role=name))
         leave(USER_ERROR_EXIT_CODE)
     except Exception as error:
         logging.exception("this role failed")
-        record.event("role_failed", f"{name}: {one_line(error)}", role=name, pid=os.getpid())
+        record.write(RoleFailed(f"{name}: {one_line(error)}", name, os.getpid()))
         leave(1)
     record.close()
     sys.stdout.flush()
@@ -161,14 +162,13 @@ class Chronicle:
         self._display = Display(length, True, done)
         self._display.__enter__()
         workers = (config.launch.workers or 1) * parse_nodes(config.launch.nodes).least
-        left_out = ("fingerprint", "done_below", "done_beyond", "best", "resumed")
-        self._record.write(
-            "start", attempt=0, world_size=workers, backend="zmq", start_step=done,
-            batch_size=config.data.batch_size, epochs=config.training.epochs, start_epoch=done // per_epoch,
-            **{k: v for k, v in info.items() if k not in left_out},
-        )  # fmt: skip
+        start = {
+            **info, "world_size": workers, "backend": "zmq", "start_step": done, "start_epoch": done // per_epoch,
+            "batch_size": config.data.batch_size, "epochs": config.training.epochs, "served": True,
+        }  # fmt: skip
+        self._record.write(decode(Start, start))
         if info["resumed"]:
-            self._record.event("resumed", f"resumed at step {done}", step=done, lost_steps=0)
+            self._record.write(Resumed(f"resumed at step {done}", done, 0))
 
     def _window(self, sums: WindowSums) -> None:
         wire_bytes = sums.pushed_bytes + sums.pulled_bytes  # servers send what workers pull
@@ -177,15 +177,16 @@ class Chronicle:
             other_wire_bytes=sums.other_bytes, stop=False, checkpoint_due=False,
         )  # fmt: skip
         self._last = totals
-        self._record.write(
-            "steps", epoch=sums.epoch, step=sums.step, losses=sums.losses, correct=sums.correct, samples=sums.samples,
+        steps = Steps(
+            epoch=sums.epoch, step=sums.step, losses=sums.losses, correct=sums.correct, samples=sums.samples,
             lr=sums.lr, seconds=sums.seconds, phase_names=[p.value for p in PHASES], phases=sums.phases,
             wire_bytes=wire_bytes, wire_bytes_by_group={"pushed": sums.pushed_bytes, "pulled": sums.pulled_bytes},
             other_wire_bytes=sums.other_bytes,
             memory_bytes=sums.memory_bytes, density=sums.density,
         )  # fmt: skip
+        self._record.write(steps)
         if any(sums.resources):
-            self._record.write(RESOURCES, step=sums.step, **record_of(sums.resources))
+            self._record.write(Resources.of(sums.step, sums.resources))
         rate = totals.samples / max(totals.seconds, 1e-9)
         curves = {"train/loss": sums.losses[-1], "train/lr": sums.lr, "train/samples_per_s": rate}
         self._scalars.write(sums.step, curves)
@@ -196,9 +197,8 @@ class Chronicle:
         if "metrics" not in info:
             return
         self._record.write(
-            "evaluation", epoch=epoch, step=info["step"], loss=info["loss"], metrics=info["metrics"],
-            seconds=info["seconds"], samples=info["samples"],
-        )  # fmt: skip
+            Evaluation(info["step"], epoch, info["loss"], info["metrics"], info["seconds"], info["samples"])
+        )
         numbers = {f"test/{name}": value for name, value in info["metrics"].items() if value is not None}
         self._scalars.write(info["step"], numbers)
         if self._display is not None and self._last is not None:

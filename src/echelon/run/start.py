@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,9 @@ from echelon.core.layout import parse_layout
 from echelon.launch.link import check_link, parse_link
 from echelon.launch.plan import LaunchPlan, is_worker, nodes_of, thread_count, worker_count
 from echelon.launch.preload import start_import_server
+from echelon.records.events import RankFailed, Refusal, WorkerDied
 from echelon.records.file import Recorder, read_records
+from echelon.records.kinds import End, LinkTraffic
 from echelon.trainer import folder as folders
 from echelon.trainer.server_checks import uses_servers
 
@@ -195,30 +197,24 @@ def _run_group(plan: LaunchPlan, path: Path, record: Recorder) -> str:
 
     def on_death(death: Death, restarts_left: int) -> None:
         then = "the group restarts from the newest checkpoint" if restarts_left else "no restarts are left"
-        record.event(
-            "worker_died",
-            f"{death}{_last_words(path, death)}; {then}",
-            rank=death.rank,
-            host=death.host,
-            pid=death.pid,
-            exit_code=death.exit_code,
-        )
+        message = f"{death}{_last_words(path, death)}; {then}"
+        record.write(WorkerDied(message, rank=death.rank, host=death.host, pid=death.pid, exit_code=death.exit_code))
 
     def on_counters(counters: list[LinkCounters]) -> None:
-        record.write("link", link=plan.link, hosts=[asdict(c) for c in counters])
+        record.write(LinkTraffic(plan.link, counters))
 
     try:
         return next(iter(run_workers(plan, Watch(on_death, on_counters)).values()), "completed") or "completed"
     except Interrupted:
         return "stopped"
     except Refused:
-        reason = folders.last_word(path, "refused")
-        record.write("end", status="refused", message=reason)
+        reason = folders.last_message(path, Refusal)
+        record.write(End("refused", reason))
         write_report(path)
         raise UserError(reason) from None
     except WorkersFailed:
-        reason = folders.last_word(path, "worker_died")
-        record.write("end", status="failed", message=reason)
+        reason = folders.last_message(path, WorkerDied)
+        record.write(End("failed", reason))
         write_report(path)
         return "failed"
 
@@ -227,11 +223,11 @@ def _last_words(path: Path, death: Death) -> str:
     """Return what a failed rank said, or what another said that waited in vain for a silent one."""
     if death.exit_code is not None and death.exit_code < 0:
         return ""
-    failed = [r for r in read_records(path) if r["kind"] == "event" and r.get("name") == "rank_failed"]
+    failures = read_records(path, RankFailed)
     if death.exit_code is None:
-        return f"; rank {failed[-1]['rank']} waited in vain: {failed[-1]['message']}" if failed else ""
-    own = [r["message"] for r in failed if (r["rank"], r["pid"]) == (death.rank, death.pid)]
-    return f": {own[-1]}" if own else ""
+        return f"; rank {failures[-1].rank} waited in vain: {failures[-1].message}" if failures else ""
+    errors = [failure.message for failure in failures if (failure.rank, failure.pid) == (death.rank, death.pid)]
+    return f": {errors[-1]}" if errors else ""
 
 
 def _outcome(path: Path, status: str) -> Outcome:

@@ -15,7 +15,9 @@ from echelon.config import load_run_config
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import full_disk_in_words, is_full
 from echelon.forecast.alternatives import record_alternatives
+from echelon.records.events import BadImage, RankFailed, Refusal
 from echelon.records.file import Recorder
+from echelon.records.kinds import End
 from echelon.reporting.report import write_report
 from echelon.trainer.assemble import Given, assemble
 from echelon.trainer.folder import read_launch
@@ -41,7 +43,7 @@ def run_worker(folder: str, given: Given | None = None) -> str:
         _refuse(record, str(error), rank)
     except Exception as error:
         logging.exception("this rank failed")
-        record.event("rank_failed", one_line(error), rank=rank, pid=os.getpid())
+        record.write(RankFailed(one_line(error), rank, os.getpid()))
         leave(1)
     if status == "stopped":
         leave(0)  # the launcher that signalled us no longer listens for a result
@@ -83,7 +85,7 @@ def train_rank(path: Path, given: Given | None = None) -> str:
 def _refuse(record: Recorder, reason: str, rank: int) -> NoReturn:
     """Record why, and end; on a full disk there is no place for it, and the launcher finds that out as well."""
     try:
-        record.event("refused", reason, rank=rank)
+        record.write(Refusal(reason, rank))
     except OSError as error:
         if not is_full(error):
             raise
@@ -94,7 +96,7 @@ def _end(run: TrainingRun, path: Path, status: str) -> None:
     """Record what each rank saw, then let rank 0 write the report."""
     own = Recorder(path)
     for file, reason in run.train_loader.bad_images + run.eval_loader.bad_images:
-        own.event("bad_image", f"{file}: {reason}", path=file)
+        own.write(BadImage(f"{file}: {reason}", file))
     own.close()
     sent, others_sent = run.traffic.since_last(run.parts.sync.bytes_sent(), run.saver.bytes_sent)
     others = torch.tensor([sum(sent.values()) + others_sent], device=run.world.device)
@@ -102,5 +104,5 @@ def _end(run: TrainingRun, path: Path, status: str) -> None:
         dist.all_reduce(others, group=run.world.group)  # and so no rank is still writing
     if run.world.leads:
         seconds = time.time() - read_launch(path)["launched_t"]
-        run.record.write("end", status=status, seconds=seconds, other_wire_bytes=int(others))
+        run.record.write(End(status, seconds=seconds, other_wire_bytes=int(others)))
         write_report(path)

@@ -17,12 +17,11 @@ from typing import Protocol
 from echelon.config import RunConfig, build
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.records.file import RECORD_FILE, Recorder, read_records
+from echelon.records.kinds import End, RunEnd
 from echelon.study.base import COMPLETED, PlannedRun, Study
 from echelon.study.folder import (
-    ENDED,
     OUTPUT_FOLDER,
     WARM_UP_FOLDER,
-    RunEnd,
     discard,
     is_over,
     locked,
@@ -85,7 +84,7 @@ def run_study(path: Path, study: Study, observer: StudyObserver, retry: bool = F
                 for run in missing:
                     observer.started(run, run_folder(path, run.name))
                     end = _run(path, run, observer)
-                    record.write(ENDED, run=run.name, status=end.status, message=end.message, seconds=end.seconds)
+                    record.write(end)
                     observer.ended(run, end)
         except _StopSignal:
             raise StudyStopped from None
@@ -115,7 +114,7 @@ def _run(path: Path, run: PlannedRun, observer: StudyObserver) -> RunEnd:
     discard(folder)
     began = time.monotonic()
     code, error = _command(path, run, folder, observer)
-    return _end(folder, code, error, time.monotonic() - began)
+    return RunEnd(run.name, *_outcome(folder, code, error), time.monotonic() - began)
 
 
 def _command(path: Path, run: PlannedRun, folder: Path, observer: StudyObserver) -> tuple[int, str]:
@@ -168,18 +167,18 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             process.wait(STOP_S)
 
 
-def _end(folder: Path, code: int, error: str, seconds: float) -> RunEnd:
-    """Return how a run ended: by its record, and where that holds no end by its exit code."""
-    ends = [record for record in read_records(folder) if record["kind"] == "end"]
-    status, message = (str(ends[-1].get("status")), str(ends[-1].get("message") or "")) if ends else ("", "")
+def _outcome(folder: Path, code: int, error: str) -> tuple[str, str]:
+    """Tell how a run ended, and why, from its record, and where that is silent from its exit code."""
+    ends = read_records(folder, End)
+    status, message = (ends[-1].status, ends[-1].message) if ends else ("", "")
     if code == 0 and status == COMPLETED:
-        return RunEnd(COMPLETED, "", seconds)
+        return COMPLETED, ""
     if code == USER_ERROR_EXIT_CODE:
-        return RunEnd("refused", error or message, seconds)
+        return "refused", error or message
     if code == 0:
-        return RunEnd("stopped", "a signal stopped it", seconds)
+        return "stopped", "a signal stopped it"
     how = f"its command ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
-    return RunEnd("failed", message or error or how, seconds)
+    return "failed", message or error or how
 
 
 @contextmanager

@@ -7,28 +7,18 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.core.errors import UserError
 from echelon.records.file import read_records
 from echelon.records.going import LOCK_FILE
+from echelon.records.kinds import End, RunEnd, Start
 from echelon.study.base import COMPLETED, PlannedRun
 
 RUNS_FOLDER = "runs"
 OUTPUT_FOLDER = "output"
 WARM_UP_FOLDER = "warm-up"
-ENDED = "run"  # kind of the study's own records: how a run ended
 SETTLED = ("refused", "failed")  # with completed, what is not run again
-
-
-@dataclass(frozen=True)
-class RunEnd:
-    """How a run ended: completed, refused, failed or stopped; why; the seconds that its command took."""
-
-    status: str
-    message: str
-    seconds: float
 
 
 def run_folder(study: Path, name: str) -> Path:
@@ -38,13 +28,7 @@ def run_folder(study: Path, name: str) -> Path:
 
 def read_ends(study: Path) -> dict[str, RunEnd]:
     """Return how each run ended last, as the study recorded it; a torn last line is left out."""
-    ends = {}
-    for record in read_records(study):
-        if record["kind"] == ENDED and isinstance(record.get("run"), str):
-            seconds = record.get("seconds")
-            end = RunEnd(str(record.get("status")), str(record.get("message") or ""), float(seconds or 0.0))
-            ends[record["run"]] = end
-    return ends
+    return {end.run: end for end in read_records(study, RunEnd)}
 
 
 def is_over(study: Path, run: PlannedRun, ends: Mapping[str, RunEnd]) -> bool:
@@ -57,8 +41,8 @@ def is_over(study: Path, run: PlannedRun, ends: Mapping[str, RunEnd]) -> bool:
 
 def completed(folder: Path) -> bool:
     """Return whether a run's own record says that it came to its end."""
-    ends = [record for record in read_records(folder) if record["kind"] in ("start", "end")]
-    return bool(ends) and ends[-1]["kind"] == "end" and ends[-1].get("status") == COMPLETED
+    bounds: list[Start | End] = read_records(folder, Start, End)
+    return bool(bounds) and isinstance(bounds[-1], End) and bounds[-1].status == COMPLETED
 
 
 def discard(folder: Path) -> None:

@@ -45,7 +45,7 @@ class StudyDisplay:
         for run in runs:
             state = self._states[run.name] = RunState(run)
             if run.name in over:
-                end = ends.get(run.name, RunEnd(COMPLETED, "", 0.0))
+                end = ends.get(run.name, RunEnd(run.name, COMPLETED))
                 state.status, state.seconds, state.message = end.status, end.seconds, end.message
                 state.progress = Tail(run_folder(self._path, run.name)).read()
         if over:

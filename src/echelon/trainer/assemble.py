@@ -24,7 +24,9 @@ from echelon.observe.environment import environment
 from echelon.observe.phases import make_clock
 from echelon.observe.scalars import Scalars
 from echelon.optim.build import build_schedule
+from echelon.records.events import Event, Resumed
 from echelon.records.file import Recorder, read_records
+from echelon.records.kinds import Start, Steps
 from echelon.trainer.compatibility import assign_momentum, interplay_notes, settle_single_worker
 from echelon.trainer.cuts import keep_cuts, with_kept_cuts
 from echelon.trainer.display import Display, RunLength
@@ -102,13 +104,13 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
     )
     _record_start(config, run, source, cursor, path)
     for note in parts.split.notes if parts.split else ():
-        record.event("layout", note)
+        record.write(Event(note, name="layout"))
         run.display.say(note)
     for note in notes:
-        record.event("settings", note)
+        record.write(Event(note, name="settings"))
         run.display.say(note)
     if note := size_note(source.info, config.data.batch_size):
-        record.event("batch_size", note)
+        record.write(Event(note, name="batch_size"))
         run.display.say(note)
     if restored is not None:
         _record_resume(record, cursor, path)
@@ -160,8 +162,7 @@ def _record_start(config: RunConfig, run: TrainingRun, source: Source, cursor: C
     if not world.leads:
         return
     launch = read_launch(path)
-    run.record.write(
-        "start",
+    start = Start(
         attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         world_size=world.size,
         hosts=ranks.hosts,
@@ -174,7 +175,7 @@ def _record_start(config: RunConfig, run: TrainingRun, source: Source, cursor: C
         layout=layout_of(world),
         model=_model_name(config, source),
         data=info.name,
-        classes=list(info.classes),
+        classes=info.classes,
         train_size=info.train_size,
         eval_size=info.eval_size,
         batch_size=config.data.batch_size,
@@ -182,9 +183,10 @@ def _record_start(config: RunConfig, run: TrainingRun, source: Source, cursor: C
         epochs=config.training.epochs,
         start_step=cursor.step,
         start_epoch=cursor.epoch,
-        environment={**environment(), "command": launch["command"]},
+        environment=environment(launch["command"]),
         launched_t=launch["launched_t"],
     )
+    run.record.write(start)
 
 
 def _parameter_count(parts: RunParts, world: World) -> int:
@@ -202,12 +204,12 @@ def _parameter_count(parts: RunParts, world: World) -> int:
 
 def _record_resume(record: Recorder, cursor: Cursor, path: Path) -> None:
     """Say from where the run goes on, and what was trained before and is trained again."""
-    reached = max((r["step"] for r in read_records(path) if r["kind"] == "steps"), default=cursor.step)
+    reached = max((window.step for window in read_records(path, Steps)), default=cursor.step)
     lost = max(0, reached - cursor.step)
     message = f"resumed at step {cursor.step}" + (
         f"; {lost} steps since the checkpoint are trained again" if lost else ""
     )
-    record.event("resumed", message, step=cursor.step, lost_steps=lost)
+    record.write(Resumed(message, cursor.step, lost))
 
 
 def _loaders(config: RunConfig, source: Source, world: World) -> tuple[TrainLoader, EvalLoader]:

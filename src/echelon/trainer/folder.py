@@ -17,8 +17,10 @@ from echelon.config import RunConfig, to_yaml
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.observe.environment import command_line
+from echelon.records.events import Event
 from echelon.records.file import RECORD_FILE, read_records
 from echelon.records.going import LAUNCH_FILE, LOCK_FILE
+from echelon.records.kinds import Steps
 
 CONFIG_FILE = "config.yaml"
 
@@ -52,7 +54,7 @@ def never_began(folder: Path) -> bool:
     """Whether a folder's run ended before its first step, as one that was refused: nothing in it is worth keeping."""
     if not read_launch(folder).get("ended") or any((folder / "checkpoints").glob("*")):
         return False
-    return all(record["kind"] != "steps" for record in read_records(folder))
+    return not read_records(folder, Steps)
 
 
 def create(folder: Path, config: RunConfig) -> None:
@@ -119,10 +121,10 @@ def read_launch(folder: Path) -> dict[str, Any]:
     return values
 
 
-def last_word(folder: Path, event: str) -> str:
-    """Return what the last event of a name says, or where to look when there is none."""
-    said = [r["message"] for r in read_records(folder) if r["kind"] == "event" and r.get("name") == event]
-    return str(said[-1]) if said else f"the processes ended; see {folder}/logs"
+def last_message(folder: Path, event: type[Event]) -> str:
+    """Return what the last event of a type says, or where to look when there is none."""
+    events = read_records(folder, event)
+    return events[-1].message if events else f"the processes ended; see {folder}/logs"
 
 
 def mark_ended(folder: Path) -> None:

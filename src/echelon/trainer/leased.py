@@ -25,6 +25,7 @@ from echelon.observe.phases import Phase
 from echelon.ps.client import PushInfo, RunOver, TagLost
 from echelon.ps.pulls import BUFFERS_KEY
 from echelon.ps.worker_rank import WorkerRank
+from echelon.records.events import BadImage, Event, RankFailed, Refusal
 from echelon.records.file import Recorder
 from echelon.trainer.assemble import Given
 from echelon.trainer.compatibility import assign_momentum, interplay_notes
@@ -53,12 +54,12 @@ def run_leased(folder: str, seat: WorkerRank, given: Given | None = None) -> Non
         log_to(path / "logs" / f"{name}.log")
         status = _train(path, seat, record, given.unshared() if given else Given())
     except UserError as error:
-        record.event("refused", str(error), role=name)
+        record.write(Refusal(str(error), role=name))
         leave(USER_ERROR_EXIT_CODE)
     except Exception as error:
         logging.exception("this worker failed")
         rank = seat.number * seat.size + seat.rank
-        record.event("rank_failed", one_line(error), rank=rank, role=name, pid=os.getpid())
+        record.write(RankFailed(one_line(error), rank, os.getpid(), name))
         leave(1)
     record.close()
     if seat.machine and seat.leads:
@@ -82,7 +83,7 @@ def _train(path: Path, seat: WorkerRank, record: Recorder, given: Given) -> str:
             follow(bench, bench.replica)
             status = ""
         for file, reason in bench.close():
-            record.event("bad_image", f"{file}: {reason}", path=file)
+            record.write(BadImage(f"{file}: {reason}", file))
     return status
 
 
@@ -193,13 +194,13 @@ def _start_info(worker: LeasedWorker) -> dict[str, Any]:
     info, config = bench.source.info, worker.config
     launch = read_launch(worker.path)
     for note in interplay_notes(load_run_config(worker.path / "config.yaml"), worker.seat.workers):
-        worker.record.event("settings", note)
+        worker.record.write(Event(note, name="settings"))
     return {
         **_layout_info(worker), "device": str(bench.world.device), "threads": torch.get_num_threads(),
         "parameters": parameter_count(worker.strategy.held), "model": config.model.name, "data": info.name,
         "classes": list(info.classes), "train_size": info.train_size, "eval_size": info.eval_size,
         "steps_per_epoch": bench.train_loader.batches_per_epoch,
-        "environment": {**environment(), "command": launch["command"]}, "launched_t": launch["launched_t"],
+        "environment": vars(environment(launch["command"])), "launched_t": launch["launched_t"],
     }  # fmt: skip
 
 
@@ -209,7 +210,7 @@ def _layout_info(worker: LeasedWorker) -> dict[str, Any]:
     if replica is None or placement is None:
         return {}
     for note in replica.split.notes:
-        worker.record.event("layout", note)
+        worker.record.write(Event(note, name="layout"))
     return {
         "layout": layout_sizes(
             replace(placement.layout, sizes={**placement.layout.sizes, Axis.DP: worker.seat.workers})

@@ -13,11 +13,10 @@ from echelon.config.validate import CheckpointInterval
 from echelon.data.loader import EvalLoader, TrainLoader
 from echelon.observe.garbage import GarbageClock
 from echelon.observe.phases import PHASES, Phase, PhaseClock
-from echelon.observe.resources import KIND as RESOURCES
-from echelon.observe.resources import record_of
 from echelon.observe.scalars import Scalars
 from echelon.optim.build import Schedule
 from echelon.parallel.split import SplitModel
+from echelon.records import kinds
 from echelon.records.file import Recorder
 from echelon.trainer.display import Display
 from echelon.trainer.evaluate import EvaluationReport, evaluate
@@ -120,7 +119,7 @@ def _pause(run: TrainingRun, window: Window, cursor: Cursor, name: str) -> Itera
     with window.pause(name) as pause:
         yield
         window.meet()
-    run.record.write("pause", name=name, step=cursor.step, seconds=pause.seconds)
+    run.record.write(kinds.Pause(name, pause.seconds, cursor.step))
 
 
 def _reached(run: TrainingRun, cursor: Cursor) -> bool:
@@ -137,8 +136,7 @@ def _close_window(run: TrainingRun, window: Window, cursor: Cursor, stop: StopFl
     due = every_s is not None and time.monotonic() - saved_s >= every_s
     sent, others = run.traffic.since_last(run.parts.sync.bytes_sent(), run.saver.bytes_sent)
     totals = window.close(Sent(sent, others), run.parts.sync.reduce_times(), bool(stop), due)
-    run.record.write(
-        "steps",
+    steps = kinds.Steps(
         epoch=cursor.epoch,
         step=cursor.step,
         losses=totals.losses,
@@ -160,8 +158,9 @@ def _close_window(run: TrainingRun, window: Window, cursor: Cursor, stop: StopFl
         pauses=[r.pauses for r in totals.ranks],
         waits=[[round(s, 6) for s in waits] for waits in totals.waits],
     )
+    run.record.write(steps)
     if totals.resources:
-        run.record.write(RESOURCES, step=cursor.step, **record_of(totals.resources))
+        run.record.write(kinds.Resources.of(cursor.step, totals.resources))
     record_pipeline(run.record, run.parts.split, cursor.step)
     rate = totals.samples / max(totals.seconds, 1e-9)
     curves = {"train/loss": totals.losses[-1], "train/lr": run.schedule.lr, "train/samples_per_s": rate}
@@ -176,13 +175,8 @@ def record_pipeline(record: Recorder, split: SplitModel | None, step: int) -> No
     if pipeline is None:
         return
     for actions in pipeline.timelines:
-        record.write(
-            "pipeline",
-            step=step,
-            schedule=pipeline.schedule,
-            microbatches=pipeline.microbatches,
-            actions=[[a.rank, a.stage, a.microbatch, a.kind, a.begin_s, a.end_s] for a in actions],
-        )
+        timed = [kinds.PipelineAction(a.rank, a.stage, a.microbatch, a.kind, a.begin_s, a.end_s) for a in actions]
+        record.write(kinds.PipelineStep(step, timed, pipeline.schedule, pipeline.microbatches))
     pipeline.timelines.clear()
 
 
@@ -197,7 +191,7 @@ def _end_epoch(run: TrainingRun, window: Window, cursor: Cursor, totals: WindowT
             report = run_evaluation(run, cursor)
     coded = run.parts.sync.entropy_coded()
     if coded:
-        run.record.write("entropy_coding", step=cursor.step, **coded)
+        run.record.write(kinds.EntropyCoding(cursor.step, **coded))
     epoch = cursor.epoch
     if whole:
         cursor.epoch, cursor.batch = cursor.epoch + 1, 0
@@ -218,13 +212,7 @@ def run_evaluation(run: TrainingRun, cursor: Cursor) -> EvaluationReport:
         if run.parts.split:
             run.parts.split.settle()
     run.record.write(
-        "evaluation",
-        epoch=cursor.epoch,
-        step=cursor.step,
-        loss=report.loss,
-        metrics=report.metrics,
-        seconds=report.seconds,
-        samples=report.samples,
+        kinds.Evaluation(cursor.step, cursor.epoch, report.loss, report.metrics, report.seconds, report.samples)
     )
     run.scalars.write(
         cursor.step, {f"test/{name}": value for name, value in report.metrics.items() if value is not None}

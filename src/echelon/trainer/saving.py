@@ -26,7 +26,9 @@ from echelon.checkpoint import (
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.parallel.local_shards import LocalShards
+from echelon.records.events import CheckpointRejected
 from echelon.records.file import Recorder
+from echelon.records.kinds import Checkpoint
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.sharded_state import list_groups, to_parts
 from echelon.trainer.state import (
@@ -181,15 +183,12 @@ class Saver:
     def _rejected(self, path: Path, reason: str) -> None:
         if self._world.leads:
             message = f"checkpoint {path.name} is damaged and was passed over: {reason}"
-            self._record.event("checkpoint_rejected", message, path=str(path), reason=reason)
+            self._record.write(CheckpointRejected(message, str(path), reason))
 
 
 def record_saved(record: Recorder, saved: Saved) -> None:
     """Record a checkpoint that is on the disk; called from the thread that wrote it."""
-    record.write(
-        "checkpoint", step=saved.step, blocked_s=saved.blocked_s, total_s=saved.total_s, n_bytes=saved.n_bytes,
-        path=str(saved.path), reason=saved.reason,
-    )  # fmt: skip
+    record.write(Checkpoint(saved.step, saved.blocked_s, saved.total_s, saved.n_bytes, str(saved.path), saved.reason))
 
 
 def _part_file(rank: int) -> str:

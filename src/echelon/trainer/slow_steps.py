@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from echelon.observe.phases import PHASES
 from echelon.records.file import Recorder
+from echelon.records.kinds import SlowStep
 from echelon.trainer.step_watch import RankFacts, StepWatch
 
 TIMES_MEDIAN = 3.0
@@ -41,12 +42,13 @@ class SlowSteps:
         self._count, self._longest_s = self._count + 1, max(own.seconds, self._longest_s)
         same = [r.slowest if r.slowest and r.slowest.place == own.place else None for r in ranks]
         self._record.write(
-            "slow_step",
-            step=first_step + own.place,
-            seconds=own.seconds,
-            median_s=typical,
-            phase_names=[p.value for p in PHASES],
-            phases=[slow.phases if slow else None for slow in same],
-            gc_s=[slow.gc_s if slow else None for slow in same],
-            after=pauses[own.place],
+            SlowStep(
+                step=first_step + own.place,
+                seconds=own.seconds,
+                median_s=typical,
+                phase_names=[p.value for p in PHASES],
+                phases=[slow.phases if slow else None for slow in same],
+                gc_s=[slow.gc_s if slow else None for slow in same],
+                after=pauses[own.place],
+            )
         )

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from echelon.records.file import Recorder
+from echelon.records.kinds import RunEnd
 from echelon.study import Study, open_study, planned_runs
 from echelon.study.base import PlannedRun
-from echelon.study.folder import ENDED, run_folder
+from echelon.study.folder import run_folder
 
 T0 = 1_750_000_000.0
 PHASES = ["data", "forward", "backward", "communicate", "update", "other"]
@@ -49,7 +50,7 @@ def make_study(folder: Path, study: Study, truths: Mapping[str, Planted], torn: 
             continue
         if truth.status != "refused":
             _write_run(run_folder(folder, run.name), run, truth)
-        ends.write(ENDED, run=run.name, status=truth.status, message=truth.message, seconds=30.0)
+        ends.write(RunEnd(run.name, truth.status, truth.message, 30.0))
     ends.close()
     if torn:
         record = run_folder(folder, torn) / "record.jsonl"

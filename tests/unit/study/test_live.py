@@ -47,7 +47,10 @@ def test_the_table_shows_all_runs_and_what_is_left(tmp_path: Path) -> None:
     folder = make_study(tmp_path / "s", study, TRUTHS)
     runs = planned_runs(study)
     screen, console = display(folder)
-    ends = {runs[0].name: RunEnd("completed", "", 10.0), runs[1].name: RunEnd("refused", "no", 2.0)}
+    ends = {
+        runs[0].name: RunEnd(runs[0].name, "completed", "", 10.0),
+        runs[1].name: RunEnd(runs[1].name, "refused", "no", 2.0),
+    }
     screen.began(runs, ends, frozenset(ends))
     screen.started(runs[2], run_folder(folder, runs[2].name))
     console.print(screen.view())
@@ -94,8 +97,8 @@ def test_without_a_terminal_each_run_is_a_line(tmp_path: Path) -> None:
     with screen:
         screen.began(runs, {}, frozenset())
         screen.started(runs[0], run_folder(folder, runs[0].name))
-        screen.ended(runs[0], RunEnd("completed", "", 10.0))
-        screen.ended(runs[1], RunEnd("refused", "unknown compression", 2.0))
+        screen.ended(runs[0], RunEnd(runs[0].name, "completed", "", 10.0))
+        screen.ended(runs[1], RunEnd(runs[1].name, "refused", "unknown compression", 2.0))
     first, second = shown(console).splitlines()
     assert first.startswith("[1/2] sync=allreduce, seed 0: completed in 10 s; accuracy 0.9")
     assert first.endswith("about 10 s left")

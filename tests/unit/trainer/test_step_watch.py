@@ -12,6 +12,7 @@ from echelon.collectives.times import ReduceTimes
 from echelon.observe.garbage import GarbageClock
 from echelon.observe.phases import PHASES, HostClock, Phase
 from echelon.records.file import Recorder, read_records
+from echelon.records.kinds import SlowStep
 from echelon.trainer.slow_steps import MOST_RECORDED, SlowSteps
 from echelon.trainer.step_watch import PAUSES, RankFacts, StepWatch
 
@@ -88,11 +89,11 @@ def test_slow_steps_are_recorded_with_all_ranks_and_bounded(tmp_path: Path) -> N
         facts = watch.close(clock.drain(), None)
         slow.look(10 * number + 1, [facts, RankFacts(0, 0, 0, [0, 0, 0], None)], watch, pauses)
     record.close()
-    found = read_records(tmp_path)
+    found = read_records(tmp_path, SlowStep)
     assert len(found) == MOST_RECORDED
-    assert (found[0]["step"], found[0]["after"], found[0]["phases"][1]) == (10, [], None)
-    assert found[0]["seconds"] == pytest.approx(0.21)
-    assert found[0]["median_s"] == pytest.approx(0.011)
+    assert (found[0].step, found[0].after, found[0].phases[1]) == (10, (), None)
+    assert found[0].seconds == pytest.approx(0.21)
+    assert found[0].median_s == pytest.approx(0.011)
 
 
 def test_a_pause_counts_for_no_phase() -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import yaml
 
 from echelon.core.errors import UserError
-from echelon.records.file import RECORD_FILE, read_records
+from echelon.records.file import RECORD_FILE, read_lines
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -154,7 +154,7 @@ def load_run(run: Path) -> RunRecord:
         raise UserError(f"{run} is not a folder: name the folder of a run (runs/NAME), which holds {RECORD_FILE}")
     notes: list[str] = []
     config_text = _read_text(run / CONFIG_FILE, notes)
-    raw = read_records(run)
+    raw = read_lines(run)
     _note_torn_lines(run / RECORD_FILE, len(raw), notes)
     marks, windows, evaluations = _sort_records(raw, notes)
     times = [m.t for m in marks] + [w.t for w in windows] + [e.t for e in evaluations]

@@ -6,14 +6,13 @@ import shlex
 from dataclasses import dataclass
 
 from echelon.core.units import format_bytes, format_seconds
+from echelon.records.kinds import TCP_HEADER_BYTES
 from echelon.reporting.report.charts_cost import phase_order
 from echelon.reporting.report.clock import elapsed_s, sittings
 from echelon.reporting.report.records import RunRecord, TimelineEntry
 from echelon.reporting.report.summary import Summary, kept_evaluations, rank_host
 from echelon.reporting.report.timing import Timing, own_work
 from echelon.reporting.report.words import wilson_interval
-
-TCP_HEADER_BYTES = 66  # Ethernet 14, IPv4 20, TCP with timestamps 32
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from echelon.observe.resources import NAMES, read_resources, record_of
-from echelon.records.file import Recorder, read_records
+from echelon.records.file import Recorder, read_lines
 from echelon.records.going import is_held
+from echelon.records.kinds import Resources
 from echelon.reporting.live.follow import Curve, Follower
 from echelon.reporting.live.snapshot import QUIET_S, look, to_json
 from echelon.reporting.live.state import LiveRun
@@ -152,9 +153,9 @@ def test_a_run_whose_launcher_and_ranks_were_killed_is_gone_at_once(tmp_path: Pa
 
 def test_resources_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     record = Recorder(tmp_path)
-    record.write("resources", step=3, **record_of([USED, []]))
+    record.write(Resources.of(3, [USED, []]))
     record.close()
-    ((_, ranks),) = read_resources(read_records(tmp_path))
+    ((_, ranks),) = read_resources(read_lines(tmp_path))
     assert ranks[0].cpu_percent == 38.5 and ranks[0].gpu_percent != ranks[0].gpu_percent
     assert ranks[1].rss_bytes != ranks[1].rss_bytes
     torn = {"kind": "resources", "t": 1.0, "names": ["cpu_percent", "of tomorrow"], "ranks": [[1.0, 2.0]]}

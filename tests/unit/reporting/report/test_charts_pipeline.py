@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from echelon.core.errors import UserError
-from echelon.records.file import Recorder
 from echelon.reporting.report.charts_pipeline import pipeline_charts
 from echelon.reporting.report.records import load_run
 from echelon.reporting.report.trace import write_trace
@@ -23,9 +22,8 @@ ACTIONS = [
 
 def recorded(folder: Path, actions: object) -> Path:
     """Write a run's record with one step of a pipeline."""
-    recorder = Recorder(folder)
-    recorder.write("pipeline", step=3, schedule="zero_bubble", actions=actions)
-    recorder.close()
+    line = {"t": 1.0, "kind": "pipeline", "step": 3, "schedule": "zero_bubble", "actions": actions}
+    (folder / "record.jsonl").write_text(json.dumps(line) + "\n")
     return folder
 
 

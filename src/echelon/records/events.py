@@ -1,0 +1,162 @@
+"""Events: what happened beside the steps, each in one sentence, with the details that readers need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from echelon.records.kinds import Record
+
+
+@dataclass(frozen=True)
+class Event(Record):
+    """Something happened: its name and one sentence. Events with details are classes of their own."""
+
+    kind: ClassVar[str] = "event"
+    message: str = ""
+    name: str = field(default="event", kw_only=True)
+
+
+@dataclass(frozen=True)
+class WorkerDied(Event):
+    """A process ended that should not have: of a rank, or of a role. `exit_code` is negative for a signal."""
+
+    rank: int | None = None
+    role: str | None = None
+    host: str | None = None
+    pid: int | None = None
+    exit_code: int | None = None
+    seconds: float | None = None
+    lost_steps: int | None = None
+    name: str = field(default="worker_died", kw_only=True)
+
+
+@dataclass(frozen=True)
+class Restarted(Event):
+    """A group was started again after a death (recorded by earlier versions)."""
+
+    seconds: float | None = None
+    lost_steps: int | None = None
+    name: str = field(default="restarted", kw_only=True)
+
+
+@dataclass(frozen=True)
+class RankFailed(Event):
+    """A rank ended with an error, which is the message."""
+
+    rank: int | None = None
+    pid: int | None = None
+    role: str | None = None
+    name: str = field(default="rank_failed", kw_only=True)
+
+
+@dataclass(frozen=True)
+class RoleFailed(Event):
+    """A scheduler or server ended with an error."""
+
+    role: str = ""
+    pid: int | None = None
+    name: str = field(default="role_failed", kw_only=True)
+
+
+@dataclass(frozen=True)
+class Refusal(Event):
+    """A user's mistake, in words, told by a rank or a role."""
+
+    rank: int | None = None
+    role: str | None = None
+    name: str = field(default="refused", kw_only=True)
+
+
+@dataclass(frozen=True)
+class BadImage(Event):
+    """A file could not be decoded; `count` of them, where one line stands for several."""
+
+    path: str = ""
+    count: int = 1
+    name: str = field(default="bad_image", kw_only=True)
+
+
+@dataclass(frozen=True)
+class Resumed(Event):
+    """Training goes on at a step; `lost_steps` were trained before and are trained again."""
+
+    step: int = 0
+    lost_steps: int | None = None
+    name: str = field(default="resumed", kw_only=True)
+
+
+@dataclass(frozen=True)
+class CheckpointRejected(Event):
+    """A checkpoint is damaged and was passed over."""
+
+    path: str = ""
+    reason: str = ""
+    name: str = field(default="checkpoint_rejected", kw_only=True)
+
+
+@dataclass(frozen=True)
+class MachineLeft(Event):
+    """A machine's part of a run ended, and the others go on."""
+
+    machine: int = 0
+    name: str = field(default="machine_left", kw_only=True)
+
+
+@dataclass(frozen=True)
+class WorkerGone(Event):
+    """A worker left, died or is silent; `leases` of its work go to others."""
+
+    worker: str = ""
+    leases: int = 0
+    name: str = field(default="worker_gone", kw_only=True)
+
+
+@dataclass(frozen=True)
+class ServerGone(Event):
+    """A server of parameters left, died or is silent."""
+
+    server: int = 0
+    name: str = field(default="server_gone", kw_only=True)
+
+
+@dataclass(frozen=True)
+class ServerLost(Event):
+    """What a server held is lost for good."""
+
+    server: int = 0
+    name: str = field(default="server_lost", kw_only=True)
+
+
+@dataclass(frozen=True)
+class ServerSettled(Event):
+    """A server came back: `lost` updates are gone; `tasks` are the first of them."""
+
+    server: int = 0
+    lost: int = 0
+    tasks: Sequence[int] = ()
+    name: str = field(default="server_settled", kw_only=True)
+
+
+@dataclass(frozen=True)
+class SharesAgain(Event):
+    """Shares of the present step are done again, for a server lacks them."""
+
+    shares: int = 0
+    name: str = field(default="shares_again", kw_only=True)
+
+
+@dataclass(frozen=True)
+class SchedulerRestored(Event):
+    """The scheduler came back and took up its journal at a step."""
+
+    step: int = 0
+    name: str = field(default="scheduler_restored", kw_only=True)
+
+
+EVENTS: tuple[type[Event], ...] = (
+    WorkerDied, Restarted, RankFailed, RoleFailed, Refusal, BadImage, Resumed, CheckpointRejected, MachineLeft,
+    WorkerGone, ServerGone, ServerLost, ServerSettled, SharesAgain, SchedulerRestored,
+)  # fmt: skip
+"""Events with details, told apart by the default of `name`."""

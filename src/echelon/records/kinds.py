@@ -1,0 +1,547 @@
+"""One frozen dataclass for each kind of line of a run's record: the only words between what runs and what shows.
+
+A line is a JSON object: `kind`, `t`, and the record's fields under their names. Fields without a default were in the
+record from the beginning; newer ones have a default, so that lines of earlier runs are read.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, ClassVar
+
+from echelon.records.decode import nan_number, number
+
+VERSION = 1
+"""Of what this package writes; written in `start`. 0: of runs before versions were written."""
+
+TCP_HEADER_BYTES = 66  # Ethernet 14, IPv4 20, TCP with timestamps 32
+
+Number = Annotated[float, nan_number]
+"""A number that may be NaN or infinite."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line. `t` is the moment it was written (unix seconds): the recorder sets it, a reader finds it."""
+
+    kind: ClassVar[str] = ""
+    t: float = field(default=math.nan, kw_only=True)
+
+    def checked(self) -> Record:
+        """Return the record as a reader may rely on it.
+
+        Raises:
+            ValueError: its fields contradict each other.
+        """
+        return self
+
+
+def _shell(command: Any) -> str:
+    """Return a command as a shell takes it; earlier runs recorded it as a list of words."""
+    return shlex.join(map(str, command)) if isinstance(command, list) else str(command)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The machine, the versions and the command of a run."""
+
+    python: str = ""
+    torch: str = ""
+    echelon: str = ""
+    platform: str = ""
+    cpu: str = ""
+    cores: int | None = None
+    gpus: Sequence[str] = ()
+    command: Annotated[str, _shell] = ""
+
+
+@dataclass(frozen=True)
+class Start(Record):
+    """An attempt begins: a group of ranks, or a run's workers, is about to train.
+
+    Attributes:
+        attempt: restarts of this launch before it.
+        hosts, pids, affinity: by rank; empty where workers come and go (each then writes a `WorkerJoined`).
+        backend: what carries messages between ranks.
+        layout: sizes of the mesh by axis; axes of size 1 may be left out, and `None` is of runs before layouts.
+        served: servers hold the parameters.
+        idle: settings, as flags, that do nothing in this run.
+        launched_t: when the command was given, in unix seconds.
+    """
+
+    kind: ClassVar[str] = "start"
+    attempt: int = 0
+    world_size: int = 0
+    hosts: Sequence[str] = ()
+    pids: Sequence[int] = ()
+    affinity: Sequence[str] = ()
+    backend: str = ""
+    device: str = ""
+    threads: int | None = None
+    parameters: int | None = None
+    layout: Mapping[str, int] | None = None
+    model: str = ""
+    data: str = ""
+    classes: Sequence[str] = ()
+    train_size: int | None = None
+    eval_size: int | None = None
+    batch_size: int | None = None
+    steps_per_epoch: int = 0
+    epochs: int = 0
+    start_step: int = 0
+    start_epoch: int = 0
+    served: bool = False
+    idle: Sequence[str] = ()
+    environment: Environment = field(default_factory=Environment)
+    launched_t: float | None = None
+    version: int = VERSION
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether a replica is spread over several ranks."""
+        return any(size != 1 for axis, size in (self.layout or {}).items() if axis != "dp")
+
+
+@dataclass(frozen=True)
+class Steps(Record):
+    """A window: consecutive optimizer steps of all ranks (of all workers, with a parameter server) reported together.
+
+    Sequences by rank have one entry, or one row, for each rank; they are empty where nothing was recorded.
+
+    Attributes:
+        epoch: from 0, of the last step.
+        step: the last one's number, from 1.
+        losses: of each step, in order.
+        correct: samples whose prediction was right; None where that is not counted.
+        lr: learning rate of the last step.
+        seconds: wall time, pauses left out.
+        phases: (ranks, phases) seconds, summed over the window; columns are `phase_names`.
+        wire_bytes: sent by all ranks so that replicas agree; `wire_bytes_by_group` holds its parts.
+        other_wire_bytes: sent for anything else: checkpoints, evaluations, statistics.
+        density: share of the encoded elements that the last message carried, where a codec is sparse.
+        memory_bytes: by rank.
+        gc_s: by rank, in garbage collections.
+        comm_busy_s: by rank, in which communication was under way during backward.
+        comm_spread_s: by rank, in which it could be hidden.
+        waits: (ranks, steps) seconds that each step waited for other ranks.
+        pauses: (ranks, pauses) seconds since the window before; columns are `pause_names`.
+    """
+
+    kind: ClassVar[str] = "steps"
+    step: int
+    losses: Sequence[Number]
+    seconds: float
+    epoch: int = 0
+    correct: float | None = None
+    samples: int = 0
+    lr: float | None = None
+    phase_names: Sequence[str] = ()
+    phases: Sequence[Sequence[float]] = ()
+    wire_bytes: float = 0
+    wire_bytes_by_group: Mapping[str, float] = field(default_factory=dict)
+    other_wire_bytes: float = 0
+    density: float | None = None
+    memory_bytes: Sequence[float] = ()
+    gc_s: Sequence[float] = ()
+    comm_busy_s: Sequence[float] = ()
+    comm_spread_s: Sequence[float] = ()
+    pause_names: Sequence[str] = ()
+    pauses: Sequence[Sequence[float]] = ()
+    waits: Sequence[Sequence[float]] = ()
+
+    @property
+    def count(self) -> int:
+        """Number of steps in the window."""
+        return len(self.losses)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples of all ranks per second."""
+        return self.samples / max(self.seconds, 1e-9)
+
+    def checked(self) -> Steps:
+        """Return the window without columns that do not fit its ranks.
+
+        Raises:
+            ValueError: it has no steps, or phases without names.
+        """
+        ranks = len(self.phases)
+        if not self.losses or any(len(row) != len(self.phase_names) for row in self.phases):
+            raise ValueError("not a window of steps")
+        strange: dict[str, Any] = {
+            name: () for name in ("gc_s", "comm_busy_s", "comm_spread_s") if len(getattr(self, name)) not in (0, ranks)
+        }
+        for name, width in (("waits", len(self.losses)), ("pauses", len(self.pause_names))):
+            rows = getattr(self, name)
+            if rows and (len(rows) != ranks or any(len(row) != width for row in rows)):
+                strange[name] = ()
+        return replace(self, **strange) if strange else self
+
+
+def _metrics(values: Any) -> dict[str, float | None]:
+    return {str(name): float(v) for name, v in values.items() if isinstance(v, int | float)}
+
+
+@dataclass(frozen=True)
+class Evaluation(Record):
+    """One pass over the evaluation samples after `step` steps; metrics that could not be computed are left out."""
+
+    kind: ClassVar[str] = "evaluation"
+    step: int
+    epoch: int = 0
+    loss: Number | None = None
+    metrics: Annotated[Mapping[str, float | None], _metrics] = field(default_factory=dict)
+    seconds: float = 0.0
+    samples: int = 0
+
+
+@dataclass(frozen=True)
+class Checkpoint(Record):
+    """A checkpoint is on the disk: training waited `blocked_s` of the `total_s` that writing took."""
+
+    kind: ClassVar[str] = "checkpoint"
+    step: int = 0
+    blocked_s: float = 0.0
+    total_s: float = 0.0
+    n_bytes: int = 0
+    path: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Pause(Record):
+    """Something between steps (`name`: evaluation, checkpoint, recording), in seconds of the slowest rank."""
+
+    kind: ClassVar[str] = "pause"
+    name: str
+    seconds: float
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class RankResources:
+    """What one rank uses of its machine at one moment; NaN where it cannot be known.
+
+    Attributes:
+        cpu_percent: of one core, of the process and its loaders since the sample before.
+        rss_bytes: resident set of the process.
+        loaders_rss_bytes: resident sets of its loader processes; what they share counts for each.
+        sent_per_s, received_per_s: bytes per second of the machine's (or the link's) interfaces, for all its processes.
+        loopback_per_s: bytes per second within the machine.
+        gpu_percent, gpu_memory_bytes, gpu_memory_total_bytes: of the rank's GPU, for all its processes.
+    """
+
+    cpu_percent: float = math.nan
+    rss_bytes: float = math.nan
+    loaders_rss_bytes: float = math.nan
+    sent_per_s: float = math.nan
+    received_per_s: float = math.nan
+    loopback_per_s: float = math.nan
+    gpu_percent: float = math.nan
+    gpu_memory_bytes: float = math.nan
+    gpu_memory_total_bytes: float = math.nan
+
+
+RESOURCE_NAMES = tuple(f.name for f in fields(RankResources))
+
+
+@dataclass(frozen=True)
+class Resources(Record):
+    """What ranks use of their machines: `ranks` has a row for each, `names` are its columns; null where unknown."""
+
+    kind: ClassVar[str] = "resources"
+    names: Sequence[str]
+    ranks: Sequence[Sequence[Number | None]]
+    step: int | None = None
+
+    @staticmethod
+    def of(step: int, rows: Sequence[Sequence[float]]) -> Resources:
+        """Make a record of rows in the order of `RESOURCE_NAMES`; an empty row is a rank that sampled nothing new."""
+        unknown = [None] * len(RESOURCE_NAMES)
+        return Resources(RESOURCE_NAMES, [[_rounded(v) for v in row] or unknown for row in rows], step)
+
+    def checked(self) -> Resources:
+        """Return the record.
+
+        Raises:
+            ValueError: a row has not as many numbers as there are names.
+        """
+        if any(len(row) != len(self.names) for row in self.ranks):
+            raise ValueError("not a sample of resources")
+        return self
+
+    def by_rank(self) -> list[RankResources]:
+        """Return what each rank uses; columns that are new here are left out."""
+        places = [(name, i) for i, name in enumerate(self.names) if name in RESOURCE_NAMES]
+        return [RankResources(**{name: nan_number(row[i]) for name, i in places}) for row in self.ranks]
+
+
+def _rounded(value: float) -> float | None:
+    return round(value, 1) if math.isfinite(value) else None
+
+
+def _actions(rows: Any) -> tuple[PipelineAction, ...]:
+    """Read rows; those that are not what they should be are left out."""
+    actions = []
+    for row in rows:
+        try:
+            rank, stage, microbatch, kind, begin_s, end_s = row
+            rank, stage, microbatch = (int(number(place)) for place in (rank, stage, microbatch))
+            actions.append(PipelineAction(rank, stage, microbatch, str(kind), number(begin_s), number(end_s)))
+        except (TypeError, ValueError):
+            continue
+    return tuple(actions)
+
+
+@dataclass(frozen=True)
+class PipelineAction:
+    """One computation of a stage on a micro-batch, in seconds since the step began.
+
+    `kind`: forward, backward, or input and weight for the two halves of a backward.
+    """
+
+    rank: int
+    stage: int
+    microbatch: int
+    kind: str
+    begin_s: float
+    end_s: float
+
+    def row(self) -> list[int | float | str]:
+        """Return it as the record holds it."""
+        return [self.rank, self.stage, self.microbatch, self.kind, self.begin_s, self.end_s]
+
+
+@dataclass(frozen=True)
+class PipelineStep(Record):
+    """What each rank of a pipeline computed when, in one step that was timed."""
+
+    kind: ClassVar[str] = "pipeline"
+    step: int
+    actions: Annotated[Sequence[PipelineAction], _actions]
+    schedule: str = "?"
+    microbatches: int | None = None
+
+
+@dataclass(frozen=True)
+class SlowStep(Record):
+    """A step that took far longer than the median of the latest ones.
+
+    Attributes:
+        phases: (ranks, phases) seconds, by `phase_names`; None for a rank whose slowest step was another.
+        gc_s: by rank, in garbage collections, or None as well.
+        after: what came between it and the step before.
+    """
+
+    kind: ClassVar[str] = "slow_step"
+    step: int
+    seconds: float
+    median_s: float
+    phase_names: Sequence[str] = ()
+    phases: Sequence[Sequence[float] | None] = ()
+    gc_s: Sequence[float | None] = ()
+    after: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class EntropyCoding(Record):
+    """What entropy coding did since the start: on rank 0, or on all workers of a parameter server.
+
+    Attributes:
+        plain_bytes, sent_bytes: of messages before and after.
+        planes_coded, planes_plain: streams that were coded, and that were sent plain.
+        planes_slow: of those sent plain, because coding them would have taken longer than it saved.
+        coding_s: seconds to encode and decode.
+        spared_s: seconds of the link that this saved.
+        bytes_per_s: the link's rate as last measured; 0: it is not known.
+    """
+
+    kind: ClassVar[str] = "entropy_coding"
+    step: int = 0
+    plain_bytes: float = 0.0
+    sent_bytes: float = 0.0
+    planes_coded: float = 0.0
+    planes_plain: float = 0.0
+    planes_slow: float = 0.0
+    coding_s: float = 0.0
+    spared_s: float = 0.0
+    bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """What another way to communicate would cost a rank.
+
+    Attributes:
+        settings: by dotted name.
+        period, overlap: the model is sent once in so many steps, behind so many of them.
+        wire_bytes, rounds: that a rank sends at a time, and in how many rounds.
+        coding_s: seconds to encode and decode.
+        tail: share of it that comes last, which backward cannot hide.
+    """
+
+    settings: Mapping[str, str]
+    period: int
+    wire_bytes: float
+    rounds: float
+    coding_s: float
+    tail: float
+    overlap: int = 0
+
+
+@dataclass(frozen=True)
+class Alternatives(Record):
+    """What other ways to communicate would cost, measured at the run's end; `now` are the run's own settings."""
+
+    kind: ClassVar[str] = "alternatives"
+    now: Mapping[str, str]
+    latency_s: float = 0.0
+    rows: Sequence[Alternative] = ()
+
+
+@dataclass(frozen=True)
+class LinkCounters:
+    """What the kernel counted on a host's data links since the network began; control traffic is not in it.
+
+    `sent_bytes` and `received_bytes` include headers; `dropped` counts packets lost at either end of these links.
+    """
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    sent_packets: int = 0
+    received_packets: int = 0
+    dropped: int = 0
+
+    @property
+    def sent_payload_bytes(self) -> int:
+        """Bytes sent without Ethernet, IP and TCP headers: what a program's own count is compared with."""
+        return self.sent_bytes - TCP_HEADER_BYTES * self.sent_packets
+
+    @property
+    def received_payload_bytes(self) -> int:
+        """Bytes received without Ethernet, IP and TCP headers."""
+        return self.received_bytes - TCP_HEADER_BYTES * self.received_packets
+
+    def __sub__(self, earlier: LinkCounters) -> LinkCounters:
+        return LinkCounters(
+            self.sent_bytes - earlier.sent_bytes,
+            self.received_bytes - earlier.received_bytes,
+            self.sent_packets - earlier.sent_packets,
+            self.received_packets - earlier.received_packets,
+            self.dropped - earlier.dropped,
+        )
+
+
+@dataclass(frozen=True)
+class LinkTraffic(Record):
+    """What went over shaped links: of ranks (or workers) in order, and of servers by name."""
+
+    kind: ClassVar[str] = "link"
+    link: str = ""
+    hosts: Sequence[LinkCounters] = ()
+    servers: Mapping[str, LinkCounters] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WorkerJoined(Record):
+    """A worker of a parameter server joined the run."""
+
+    kind: ClassVar[str] = "worker"
+    name: str
+    host: str | None = None
+    pid: int | None = None
+    affinity: str | None = None
+
+
+@dataclass(frozen=True)
+class ProcessStarted(Record):
+    """A process of a run with roles began."""
+
+    kind: ClassVar[str] = "process"
+    role: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class WorkerWindow(Record):
+    """What the workers of a parameter server did since they began, by name.
+
+    Attributes:
+        clocks: batches that each has finished.
+        late: shares of steps that came too late.
+        waited_s: seconds that each waited, by cause.
+        sent_bytes, received_bytes: of each worker's present process.
+    """
+
+    kind: ClassVar[str] = "staleness"
+    step: int = 0
+    clocks: Mapping[str, float] = field(default_factory=dict)
+    late: int = 0
+    waited_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    sent_bytes: Mapping[str, float] = field(default_factory=dict)
+    received_bytes: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ServerWindow(Record):
+    """What one server of parameters, or its standby, did in its present life.
+
+    Attributes:
+        life: a number that each process of a server has of its own.
+        updates, duplicates, late: pushes that were applied, came again, or came too late.
+        busy_s, seconds: worked, and lived.
+        refused: peers without the run's key.
+        dropped: messages that were not read, by reason.
+        staleness: counts of gradients by the number of updates between their parameters and their own.
+        ready, standby, attached: holds all its keys; stands by; has a standby.
+    """
+
+    kind: ClassVar[str] = "server"
+    name: str
+    step: int = 0
+    life: int | None = None
+    updates: int = 0
+    duplicates: int = 0
+    late: int = 0
+    busy_s: float = 0.0
+    seconds: float = 0.0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    refused: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    staleness: Mapping[str, int] = field(default_factory=dict)
+    index: int | None = None
+    ready: bool | None = None
+    standby: bool | None = None
+    attached: bool | None = None
+    address: str = ""
+
+
+@dataclass(frozen=True)
+class End(Record):
+    """A run ended: `completed`, `stopped`, `failed` or `refused`.
+
+    Attributes:
+        seconds: from the command to the end; None where the launcher wrote it.
+        other_wire_bytes: sent after the last window.
+    """
+
+    kind: ClassVar[str] = "end"
+    status: str = "unknown"
+    message: str = ""
+    seconds: float | None = None
+    other_wire_bytes: float = 0
+
+
+@dataclass(frozen=True)
+class RunEnd(Record):
+    """A study's own record: how one of its runs ended, why, and how long its command took."""
+
+    kind: ClassVar[str] = "run"
+    run: str
+    status: str = ""
+    message: str = ""
+    seconds: float = 0.0
