@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon.compression.registry import names
+from echelon.compression.registry import examples
 from echelon.config import build
 from echelon.records.file import Recorder
 from echelon.trainer import folder as folders
@@ -24,7 +24,7 @@ FORMS = [
     *("sign(vote=true)", "threshold(tau=0.01)", "topk(0.02)+huffman", "qsgd(levels=7)+huffman"),
     *("topk(0.01)", "threshold(density=0.01)"),
 ]
-SPECS = [DEFAULTS.get(name, name) for name in names()] + FORMS
+SPECS = [DEFAULTS.get(name, specs[0]) for name, specs in examples().items()] + FORMS
 ONE_OF_EACH_KIND = ["none", "int8", "topk(0.02)", "powersgd"]
 SEEDS = (0,)
 WITHIN = 0.01

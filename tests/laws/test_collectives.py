@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.collectives import build, names
+from echelon.collectives import build
 from echelon.collectives.base import Path
+from echelon.collectives.registry import examples
 
-SETTINGS = {"hierarchical": [f"hierarchical(group={g})" for g in (1, 2, 3, 4, 8)]}
-SPECS = [spec for name in names() for spec in SETTINGS.get(name, [name]) if name != "backend"]
+SPECS = [spec for specs in examples().values() for spec in specs if not build(spec).by_backend]
 
 
 def carry_out(path: Path, vectors: list[Tensor]) -> list[Tensor]:

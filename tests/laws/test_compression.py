@@ -1,4 +1,4 @@
-"""What every codec obeys, over the registry: a new codec is tested by existing; SETTINGS adds settings worth trying."""
+"""What every codec obeys, over the registry: a new codec is tested by existing, with its `examples`."""
 
 from __future__ import annotations
 
@@ -10,24 +10,9 @@ from torch import Tensor
 
 from echelon.compression.base import Codec, Meta, NonFiniteError, Payload, Rounds, State
 from echelon.compression.quantiser import Quantiser
-from echelon.compression.registry import build, names
+from echelon.compression.registry import build, examples
 
-SETTINGS = {
-    "int8": ["int8(block=100)", "int8+huffman"],
-    "qsgd": ["qsgd(levels=1, bucket=128)", "qsgd(levels=16)", "qsgd(127, 33)", "qsgd+huffman"],
-    "ternary": ["ternary(clip=0)", "ternary(clip=0)+huffman"],
-    "sign": ["sign(block=64)", "sign(momentum=0.9)", "sign(vote=true, momentum=0.9)", "sign+huffman"],
-    "threshold": ["threshold(tau=1.5)", "threshold(density=0.02, values=fp32)", "threshold(density=0.01)+huffman"],
-    "topk": [
-        "topk(0.01, momentum=0.9, clip=100.0, warmup_steps=9)",
-        "topk(0.03, values=sign)",
-        "topk(0.5, values=fp32)",
-        "topk(0.01)+huffman",
-    ],
-    "powersgd": ["powersgd(rank=1)", "powersgd(rank=4)"],
-}
-DEFAULTS = {"threshold": "threshold(density=0.01)", "topk": "topk(0.01)", "randomk": "randomk(0.01)"}
-SPECS = [spec for name in names() for spec in [DEFAULTS.get(name, name), *SETTINGS.get(name, [])]]
+SPECS = [spec for specs in examples().values() for spec in specs]
 UNBIASED = ["int8", "int8(block=100)", "qsgd", "qsgd(levels=1, bucket=128)", "qsgd(127, 33)", "ternary(clip=0)"]
 SHAPES = [(), (0,), (1,), (7,), (8, 0), (3, 5), (40, 3, 5, 5), (257, 129)]
 

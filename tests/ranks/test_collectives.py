@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import timedelta
 
@@ -10,14 +11,15 @@ import torch
 import torch.distributed as dist
 
 from echelon import compression
-from echelon.collectives import all_reduce, names, open_route
+from echelon.collectives import all_reduce, open_route
 from echelon.collectives.reducer import Coding, make_reducer
+from echelon.collectives.registry import examples
 from echelon.collectives.rounds import Piece
 from echelon.collectives.transfer import PeerLostError
 from tests.ranks.spawn import Rank, Struck, fail_at, run_ranks
 
-PATHS = [*(n for n in names() if n != "hierarchical"), "hierarchical(group=2)", "hierarchical(group=3)"]
-CODECS = [
+PATHS = [spec for specs in examples().values() for spec in specs[:2]]
+WITH_SETTINGS = [
     "fp16",
     "bf16",
     "int8",
@@ -31,6 +33,11 @@ CODECS = [
     "topk(density=0.05, momentum=0.9)+huffman",
     "randomk(density=0.1)",
     "powersgd(rank=2)",
+]
+CODECS = WITH_SETTINGS + [
+    specs[0]
+    for name, specs in compression.registry.examples().items()
+    if name != "none" and not any(re.match(rf"{name}\b", spec) for spec in WITH_SETTINGS)
 ]
 REPEATS = 12
 LENGTHS = [0, 1, 3, 1000, 300_001]

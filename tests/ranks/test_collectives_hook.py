@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import echelon
 from echelon.collectives import GradientHook
 from echelon.collectives.ddp import DdpHook
+from echelon.collectives.registry import examples
 from echelon.core.errors import UserError
 from tests.ranks.spawn import Rank, Struck, fail_at, run_ranks
 
@@ -71,7 +72,7 @@ def like_plain_ddp(rank: Rank, hooks: list[tuple[str, str]]) -> list[tuple[bool,
 
 
 def test_every_path_trains_as_plain_ddp_does() -> None:
-    paths = ["backend", "ring", "halving_doubling", "hierarchical(group=2)"]
+    paths = ["backend", *(specs[0] for name, specs in examples().items() if name != "backend")]
     for found in run_ranks(like_plain_ddp, 3, [("none", p) for p in paths]):
         assert all(near and same for near, same, _ in found), found
         assert found[0][2] == pytest.approx(found[1][2], rel=0.01)

@@ -9,13 +9,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.collectives import GradientHook
-from echelon.compression.registry import names
+from echelon.compression.registry import examples
 from echelon.core.errors import UserError
 from echelon.launch.link import Host, ShapedNetwork, enter, parse_link, read_counters
 from tests.ranks.spawn import Rank, run_ranks
 
-DEFAULTS = {"threshold": "threshold(density=0.01)", "topk": "topk(density=0.01)", "randomk": "randomk(density=0.01)"}
-CODECS = [DEFAULTS.get(name, name) for name in names()] + ["qsgd(levels=7)+huffman", "sign(vote=true)"]
+CODECS = [specs[0] for specs in examples().values()] + ["qsgd(levels=7)+huffman", "sign(vote=true)"]
 STEPS = 4
 
 

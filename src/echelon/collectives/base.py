@@ -32,10 +32,12 @@ class Path(ABC):
 
     Attributes:
         name: the spec name.
+        examples: specs that show its settings, the simplest first; every law is tried on each. Empty: the name alone.
         by_backend: the backend's own all-reduce does it; there is no schedule.
     """
 
     name: ClassVar[str]
+    examples: ClassVar[tuple[str, ...]] = ()
     by_backend: ClassVar[bool] = False
 
     @abstractmethod

@@ -13,6 +13,11 @@ def names() -> list[str]:
     return PATHS.names()
 
 
+def examples() -> dict[str, tuple[str, ...]]:
+    """Return, for every path by name, specs that can be built, the simplest first."""
+    return {name: PATHS.settings_class(name).examples or (name,) for name in names()}
+
+
 def build(text: str) -> Path:
     """Build the path that a spec names.
 

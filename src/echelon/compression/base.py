@@ -63,6 +63,7 @@ class Codec(ABC):
 
     Attributes:
         name: the spec name (the file's name).
+        examples: specs that show its settings, the simplest first; every law is tried on each. Empty: the name alone.
         linear: `reduce_rounds` works: what is sent can be averaged over workers before it is decoded.
         biased: without error feedback training suffers; `registry.build` wraps such a codec in `ErrorFeedback`.
         shaped: works on a parameter's own matrix shape: encode parameters one by one, never a concatenated bucket.
@@ -78,6 +79,7 @@ class Codec(ABC):
     """
 
     name: ClassVar[str]
+    examples: ClassVar[tuple[str, ...]] = ()
     linear: ClassVar[bool] = False
     shaped: ClassVar[bool] = False
     momentum_inside: ClassVar[bool] = False

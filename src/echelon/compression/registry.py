@@ -22,6 +22,11 @@ def names() -> list[str]:
     return CODECS.names()
 
 
+def examples() -> dict[str, tuple[str, ...]]:
+    """Return, for every codec by name, specs that can be built, the simplest first; imports torch."""
+    return {name: codec_class(name).examples or (name,) for name in names()}
+
+
 def codec_class(name: str) -> type[Codec]:
     """Return the settings class of a codec.
 

@@ -10,17 +10,14 @@ import pytest
 
 from echelon.compression.feedback import ErrorFeedback
 from echelon.compression.huffman import Huffman
-from echelon.compression.registry import build, codec_class, decay_factor, names, place_momentum
+from echelon.compression.registry import build, codec_class, decay_factor, examples, names, place_momentum
 from echelon.core.errors import UserError
 
 
 def test_every_file_is_a_codec() -> None:
     assert set(names()) >= {"none", "fp16", "bf16", "int8", "qsgd", "ternary", "sign", "threshold", "topk", "powersgd"}
     for name in names():
-        codec = build(
-            {"topk": "topk(0.1)", "randomk": "randomk(0.1)", "threshold": "threshold(density=0.1)"}.get(name, name)
-        )
-        assert codec.name == name
+        assert build(examples()[name][0]).name == name
 
 
 @pytest.mark.parametrize("name", names())

@@ -24,6 +24,7 @@ class Hierarchical(Path):
     """
 
     name: ClassVar[str] = "hierarchical"
+    examples: ClassVar[tuple[str, ...]] = tuple(f"hierarchical(group={size})" for size in (2, 3, 1, 4, 8))
     group: int
 
     def __post_init__(self) -> None:

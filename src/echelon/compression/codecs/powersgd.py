@@ -41,6 +41,7 @@ class PowerSgd(Codec):
     """
 
     name: ClassVar[str] = "powersgd"
+    examples: ClassVar[tuple[str, ...]] = ("powersgd", "powersgd(rank=1)", "powersgd(rank=4)")
     linear: ClassVar[bool] = True
     shaped: ClassVar[bool] = True
     rank: int = 2

@@ -28,6 +28,13 @@ class Qsgd(Quantiser):
     """
 
     name: ClassVar[str] = "qsgd"
+    examples: ClassVar[tuple[str, ...]] = (
+        "qsgd",
+        "qsgd(levels=1, bucket=128)",
+        "qsgd(levels=16)",
+        "qsgd(127, 33)",
+        "qsgd+huffman",
+    )
     levels: int = 7
     bucket: int = 512
 

@@ -45,6 +45,7 @@ class RandomK(Codec):
     """
 
     name: ClassVar[str] = "randomk"
+    examples: ClassVar[tuple[str, ...]] = ("randomk(0.01)",)
     linear: ClassVar[bool] = True
     momentum_inside: ClassVar[bool] = True
     mask_below: ClassVar[float] = math.inf

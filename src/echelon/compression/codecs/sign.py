@@ -42,6 +42,13 @@ class Sign(Codec):
     """
 
     name: ClassVar[str] = "sign"
+    examples: ClassVar[tuple[str, ...]] = (
+        "sign",
+        "sign(block=64)",
+        "sign(momentum=0.9)",
+        "sign(vote=true, momentum=0.9)",
+        "sign+huffman",
+    )
     momentum_inside: ClassVar[bool] = True
     block: int = 4096
     vote: bool = False

@@ -32,6 +32,7 @@ class Ternary(Quantiser):
     """
 
     name: ClassVar[str] = "ternary"
+    examples: ClassVar[tuple[str, ...]] = ("ternary", "ternary(clip=0)", "ternary(clip=0)+huffman")
     block: int = 512
     clip: float = 2.5
 

@@ -42,6 +42,12 @@ class Threshold(Sparse):
     """
 
     name: ClassVar[str] = "threshold"
+    examples: ClassVar[tuple[str, ...]] = (
+        "threshold(density=0.01)",
+        "threshold(tau=1.5)",
+        "threshold(density=0.02, values=fp32)",
+        "threshold(density=0.01)+huffman",
+    )
     tau: float | None = None
     density: float | None = None
     momentum: float | None = None

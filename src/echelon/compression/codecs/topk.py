@@ -39,6 +39,13 @@ class TopK(Sparse):
     """
 
     name: ClassVar[str] = "topk"
+    examples: ClassVar[tuple[str, ...]] = (
+        "topk(0.01)",
+        "topk(0.01, momentum=0.9, clip=100.0, warmup_steps=9)",
+        "topk(0.03, values=sign)",
+        "topk(0.5, values=fp32)",
+        "topk(0.01)+huffman",
+    )
     density: float
     momentum: float | None = None
     clip: float = 0.0
