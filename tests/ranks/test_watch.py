@@ -71,7 +71,9 @@ def test_a_page_that_dies_does_not_stop_the_run(tmp_path: Path) -> None:
     with Runs(tmp_path) as runs:
         run = runs.train("digits", "--workers", "1", "--epochs", "3", "--serve", folder="r")
         address_of(run)
-        (server,) = run.wait_for(lambda: [p for p in children(run.process.pid) if "echelon.cli.serving" in p[1]], "it")
+        (server,) = run.wait_for(
+            lambda: [p for p in children(run.process.pid) if "echelon.study.serving" in p[1]], "it"
+        )
         os.kill(server[0], signal.SIGKILL)
         assert run.end() == 0, run.text()
         assert "the live page ended before the run did" in run.errors() and "completed" in run.text()

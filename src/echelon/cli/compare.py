@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +10,6 @@ import typer
 
 from echelon.cli.app import COMMANDS, as_command
 from echelon.cli.settings import overrides_of, parameter, with_settings
-from echelon.core.errors import UserError
 from echelon.core.files import full_disk_in_words
 
 if TYPE_CHECKING:
@@ -21,22 +18,27 @@ if TYPE_CHECKING:
 _CONTINUE = "echelon compare --run"
 _EXIT_INCOMPLETE = 1
 _EXIT_STOPPED = 130
-_OWN = ("tries", "seeds", "loss", "config", "retry", "dry_run", "serve")
 
 
 def command() -> Any:
     """Build `echelon compare`."""
 
-    def compare(**given: Any) -> None:
-        own = {name: given.pop(name) for name in _OWN}
-        settings = {name: str(value) for name, value in overrides_of(given).items()}
+    def compare(
+        tries: list[str] | None, seeds: str | None, loss: str | None, config: str | None, **others: Any
+    ) -> None:
+        """Describe a study, and run it or show what would be run."""
+        from echelon.study.file import StudyRequest, requested_folder, requested_study
+
+        retry, dry_run, serve = (others.pop(name) for name in ("retry", "dry_run", "serve"))
+        settings = {name: str(value) for name, value in overrides_of(others).items()}
         folder = settings.pop("run", "")
-        study = _described(settings, own)
-        path = Path(folder) if folder else _default_folder(study, settings)
-        if own["dry_run"]:
+        request = StudyRequest(settings, tuple(tries or ()), seeds or "", loss or "", config or "")
+        study = requested_study(request)
+        path = Path(folder) if folder else requested_folder(study, request)
+        if dry_run:
             _show(study, path)
-            return
-        _run(path, study, own["retry"], own["serve"])
+        else:
+            _run(path, study, retry, serve)
 
     text = "DATA, or a study file (study.yaml); with --run alone the study in that folder is continued"
     extra = [
@@ -58,7 +60,7 @@ def command() -> Any:
 
 
 def conclude(path: Path) -> bool:
-    """Write a study's report and say what it says; returns whether every run completed."""
+    """Write a study's report and print its words; returns whether every run completed."""
     from echelon.study import write_study
 
     with full_disk_in_words(path, _CONTINUE):
@@ -69,78 +71,39 @@ def conclude(path: Path) -> bool:
     return report.completed == len(report.runs)
 
 
-def _described(settings: dict[str, str], own: dict[str, Any]) -> Study | None:
-    """The study that the command line describes; None: the one in the folder."""
-    from echelon.study import from_tries, load_study
-
-    data = settings.get("data.source", "")
-    if data.endswith((".yaml", ".yml")):
-        beside = [name for name in ("tries", "seeds", "loss", "config") if own[name]] + [
-            n for n in settings if n != "data.source"
-        ]
-        if beside:
-            raise UserError(f"{data} describes the whole study: write there what {beside[0]} should be")
-        return load_study(Path(data))
-    if not own["tries"]:
-        if settings or own["seeds"] or own["loss"] or own["config"]:
-            raise UserError('no candidate to compare: give each with --try, such as --try "sync=allreduce"')
-        return None
-    base = {**_from_config(own["config"]), **settings}
-    return from_tries(base, own["tries"], own["seeds"] or "3", own["loss"])
-
-
-def _from_config(file: str | None) -> dict[str, str]:
-    if not file:
-        return {}
-    from echelon.config import build
-
-    resolved = build(Path(file))
-    given = [name for name, origin in resolved.origins.items() if origin != "default"]
-    return {name: str(reduce(getattr, name.split("."), resolved.config)) for name in given if name != "run"}
-
-
-def _default_folder(study: Study | None, settings: dict[str, str]) -> Path:
-    if study is None:
-        raise UserError("nothing to compare: give DATA and --try, a study file, or --run of a study to continue")
-    word = re.sub(r"[^A-Za-z0-9_.]+", "-", Path(settings.get("data.source", "digits")).stem).strip("-") or "study"
-    root = Path("runs")
-    numbers = [int(m[1]) for p in root.glob(f"compare-{word}-*") if (m := re.fullmatch(r".*-(\d+)", p.name))]
-    return root / f"compare-{word}-{max(numbers, default=0) + 1}"
-
-
 def _show(study: Study | None, path: Path) -> None:
     from echelon.study import load_study, planned_runs
     from echelon.study.execute import command_of
     from echelon.study.folder import run_folder
 
     study = study or load_study(path / "study.yaml")
-    _check(study)
+    _warn(study)
     runs = planned_runs(study)
     for run in runs:
         print(command_of(run, run_folder(path, run.name)))
     print(f"would start {len(runs)} runs, one after the other", file=sys.stderr)
 
 
-def _check(study: Study) -> None:
-    """Say before anything starts what will be refused: hours later it would be found out.
+def _warn(study: Study) -> None:
+    """Print which candidates will be refused, before anything starts.
 
     Raises:
         UserError: no run can start.
     """
-    from echelon.run import start as starting
+    from echelon.run.start import check
     from echelon.study.execute import check_settings
 
-    for name, reason in check_settings(study, starting.check).items():
+    for name, reason in check_settings(study, check).items():
         print(f"echelon: {name} will be refused: {reason}", file=sys.stderr, flush=True)
 
 
 def _run(path: Path, study: Study | None, retry: bool, serve: bool) -> None:
-    from echelon.cli.serving import served
     from echelon.study import StudyStopped, open_study, run_study
     from echelon.study.live import StudyDisplay
+    from echelon.study.serving import served
 
     if study is not None:
-        _check(study)
+        _warn(study)
     study = open_study(path, study)
     try:
         with full_disk_in_words(path, _CONTINUE), served(path, serve), StudyDisplay(path) as display:

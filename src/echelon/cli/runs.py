@@ -12,6 +12,7 @@ def evaluate_command() -> Any:
     """Build `echelon evaluate`."""
 
     def evaluate(run: Annotated[str, typer.Argument(help="the run's folder")]) -> None:
+        """Print the metrics of a run's best checkpoint."""
         from echelon import api
 
         for name, value in api.evaluate(run).items():
@@ -27,6 +28,7 @@ def export_command() -> Any:
         run: Annotated[str, typer.Argument(help="the run's folder")],
         file: Annotated[str, typer.Argument(help="the file to write, such as weights.safetensors")],
     ) -> None:
+        """Write a run's best weights."""
         from echelon import api
 
         print(f"weights: {api.export(run, file)}")
@@ -41,6 +43,7 @@ def report_command() -> Any:
         run: Annotated[str, typer.Argument(help="the folder of a run or a study")],
         trace: Annotated[str, typer.Option(help="write a pipeline's timeline to this file, for Perfetto")] = "",
     ) -> None:
+        """Write the report of a run or of a study."""
         from echelon.study.file import is_study
 
         if is_study(Path(run)):

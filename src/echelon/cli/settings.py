@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field
 from typing import Any, get_args, get_origin
 
@@ -11,11 +11,13 @@ import typer
 
 from echelon.config.build import flag_of, leaves
 
+Setting = str | bool | None
 
-def overrides_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that were given, by dotted name."""
+
+def overrides_of(arguments: Mapping[str, Setting]) -> dict[str, Setting]:
+    """Return the settings that were given, by dotted name; `arguments` has None for the others."""
     names = {_argument_name(name): name for name, _, _ in leaves()}
-    return {names[key]: value for key, value in given.items() if value is not None}
+    return {names[key]: value for key, value in arguments.items() if value is not None}
 
 
 def _argument_name(dotted: str) -> str:

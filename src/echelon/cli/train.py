@@ -14,6 +14,7 @@ from echelon.config import build
 
 if TYPE_CHECKING:
     from echelon.config import RunConfig
+    from echelon.run.start import Outcome
 
 _EXIT_FAILED = 1
 
@@ -21,9 +22,9 @@ _EXIT_FAILED = 1
 def command() -> Any:
     """Build `echelon train`."""
 
-    def train(**given: Any) -> None:
-        file, dry_run, serve = given.pop("config"), given.pop("dry_run"), given.pop("serve")
-        resolved = build(Path(file) if file else None, overrides_of(given))
+    def train(config: str | None, dry_run: bool, serve: bool, **settings: Any) -> None:
+        """Train, or show what would be started."""
+        resolved = build(Path(config) if config else None, overrides_of(settings))
         if dry_run:
             from echelon.cli.dry_run import show
 
@@ -47,14 +48,14 @@ def command() -> Any:
     return as_command(with_settings(train, extra), "train", COMMANDS["train"][1])
 
 
-def _start(config: RunConfig, serve: bool) -> Any:
-    """Start a run; served, the folder must be known beforehand (under torchrun the ranks agree on it later)."""
+def _start(config: RunConfig, serve: bool) -> Outcome:
+    """Start a run; with a page, its folder must be known beforehand (under torchrun the ranks agree on it later)."""
     from echelon.run.start import start
 
     if not serve:
         return start(config)
-    from echelon.cli.serving import served
     from echelon.launch.plan import is_worker
+    from echelon.study.serving import served
     from echelon.trainer.folder import default_folder
 
     folder = Path(config.run) if config.run else default_folder(config)
@@ -66,17 +67,18 @@ def resume_command() -> Any:
     """Build `echelon resume`."""
     from echelon.api import RESUMABLE
 
-    def resume(**given: Any) -> None:
-        run = given.pop("run_folder")
+    def resume(run_folder: str, **settings: Any) -> None:
+        """Continue a run."""
         from echelon import api
 
-        _finish(api.resume(run, overrides_of(given)))
+        _finish(api.resume(run_folder, overrides_of(settings)))
 
     extra = [parameter("run_folder", str, typer.Argument(..., metavar="RUN", help="the run's folder"))]
     return as_command(with_settings(resume, extra, RESUMABLE), "resume", COMMANDS["resume"][1])
 
 
-def _finish(outcome: Any) -> None:
+def _finish(outcome: Outcome) -> None:
+    """Print the closing words of a run; exits with 1 if it failed."""
     from echelon.reporting.report import closing_words, load_run, summarise
 
     for line in closing_words(summarise(load_run(outcome.folder))):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from echelon.config import build
 from echelon.core.errors import UserError, nearest
 from echelon.core.files import write_atomic
 from echelon.study.base import DEFAULT_LOSS, Settings, Study
@@ -38,8 +41,69 @@ def load_study(file: Path) -> Study:
     return replace(study, exclude=exclusions_of(_list(file, node, "exclude"), f"{file}: exclude", study))
 
 
+@dataclass(frozen=True)
+class StudyRequest:
+    """A study as the command line describes it; what was not given is empty.
+
+    Attributes:
+        settings: of every run, by dotted name.
+        tries: a candidate each, as for `--try`.
+        config: path of a YAML file of settings for every run.
+    """
+
+    settings: Settings
+    tries: tuple[str, ...] = ()
+    seeds: str = ""
+    loss: str = ""
+    config: str = ""
+
+
+def requested_study(request: StudyRequest) -> Study | None:
+    """Return the study that the command line describes; None: it describes none, but that in a folder.
+
+    Raises:
+        UserError: settings beside a study file, no candidate, or a setting that does not exist.
+    """
+    data = request.settings.get("data.source", "")
+    given = [name for name in ("tries", "seeds", "loss", "config") if getattr(request, name)]
+    if data.endswith((".yaml", ".yml")):
+        beside = given + [name for name in request.settings if name != "data.source"]
+        if beside:
+            raise UserError(f"{data} describes the whole study: write there what {beside[0]} should be")
+        return load_study(Path(data))
+    if not request.tries:
+        if request.settings or given:
+            raise UserError('no candidate to compare: give each with --try, such as --try "sync=allreduce"')
+        return None
+    base = {**_from_config(request.config), **request.settings}
+    return from_tries(base, request.tries, request.seeds or "3", request.loss or None)
+
+
+def requested_folder(study: Study | None, request: StudyRequest) -> Path:
+    """Return the folder of a study whose `--run` was not given: `runs/compare-DATA-NUMBER`, the next free number.
+
+    Raises:
+        UserError: no study is described.
+    """
+    if study is None:
+        raise UserError("nothing to compare: give DATA and --try, a study file, or --run of a study to continue")
+    name = re.sub(r"[^A-Za-z0-9_.]+", "-", Path(request.settings.get("data.source", "digits")).stem).strip("-")
+    name, root = name or "study", Path("runs")
+    numbers = [int(m[1]) for p in root.glob(f"compare-{name}-*") if (m := re.fullmatch(r".*-(\d+)", p.name))]
+    return root / f"compare-{name}-{max(numbers, default=0) + 1}"
+
+
+def _from_config(file: str) -> dict[str, str]:
+    """Return the settings that a YAML file of a run gives, by dotted name."""
+    if not file:
+        return {}
+    resolved = build(Path(file))
+    names = [name for name, origin in resolved.origins.items() if origin != "default" and name != "run"]
+    return {name: str(reduce(getattr, name.split("."), resolved.config)) for name in names}
+
+
 def from_tries(base: Settings, tries: Sequence[str], seeds: str, loss: str | None = None) -> Study:
-    """Build a study from the command line's words.
+    """Build a study from candidates as for `--try`.
 
     Raises:
         UserError: no candidate, an unknown setting, or no number of seeds.
@@ -79,23 +143,23 @@ def to_yaml(study: Study) -> str:
 
 
 def is_study(path: Path) -> bool:
-    """Whether a folder holds a study."""
+    """Return whether a folder holds a study."""
     return (path / STUDY_FILE).is_file()
 
 
 def open_study(path: Path, study: Study | None) -> Study:
-    """Make a study's folder, or find the same study in it to go on with; `None`: whatever it holds.
+    """Make a study's folder, or return the same study that it holds already; `None`: whatever study it holds.
 
     Raises:
         UserError: it holds another study, or something else, or nothing to go on with, or cannot be written.
     """
     if is_study(path):
-        found = load_study(path / STUDY_FILE)
-        if study is not None and found != study:
+        present = load_study(path / STUDY_FILE)
+        if study is not None and present != study:
             raise UserError(
                 f"{path} holds another study: continue it with `echelon compare --run {path}`, or choose another --run"
             )
-        return found
+        return present
     if study is None:
         raise UserError(f"{path} holds no study to continue: give DATA and --try, or a study file")
     try:
@@ -127,14 +191,14 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _plain(node: yaml.Node, file: Path) -> Any:
-    """Texts as written, lists and mappings: YAML would read 1:4 as a number to base 60, and `off` as false."""
+    """Return texts as written, lists and mappings: YAML would read 1:4 as a number to base 60, and `off` as false."""
     if isinstance(node, yaml.MappingNode):
-        found: dict[str, Any] = {}
+        mapping: dict[str, Any] = {}
         for key, value in node.value:
-            if key.value in found:
+            if key.value in mapping:
                 raise UserError(f"{file}, line {key.start_mark.line + 1}: {key.value} stands twice")
-            found[str(key.value)] = _plain(value, file)
-        return found
+            mapping[str(key.value)] = _plain(value, file)
+        return mapping
     if isinstance(node, yaml.SequenceNode):
         return [_plain(item, file) for item in node.value]
     return None if node.tag.endswith(":null") else str(node.value)

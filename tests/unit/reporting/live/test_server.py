@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from echelon.cli.serving import site_of
 from echelon.core.errors import UserError
 from echelon.reporting.live.server import Site, address, build_app, listen, make_server, new_token
 from echelon.study import from_tries, planned_runs
 from echelon.study.folder import run_folder
+from echelon.study.serving import site_of
 from tests.unit.reporting.live.runs import append, make_live_run
 from tests.unit.reporting.report.fixtures import LiveState
 from tests.unit.reporting.report.test_report_page import CHROMIUM, FLAGS, HOSTILE

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from echelon.core.errors import UserError
+from echelon.study.file import is_study
+from echelon.study.watch import StudyWatch
 
 if TYPE_CHECKING:
     from echelon.reporting.live.server import Site
@@ -27,23 +29,21 @@ _NICENESS = 10
 
 
 def site_of(path: Path) -> Site:
-    """Return what is shown of a folder: a study where it holds one, else a run.
+    """Return the site of a folder: of a study where it holds one, else of a run.
 
     Raises:
         UserError: a study's description cannot be read.
     """
     from echelon.reporting.live.server import Site
 
-    if not (path / "study.yaml").exists():
+    if not is_study(path):
         return Site(path.resolve().name, path)
-    from echelon.study.watch import StudyWatch
-
     watch = StudyWatch(path)
     return Site(path.resolve().name, path, lambda: asdict(watch.overview()), watch.folder_of)
 
 
 def serve_here(path: Path, port: int) -> None:
-    """Serve a folder's page until ctrl-c, and say where.
+    """Serve a folder's page until ctrl-c, and print its address.
 
     Raises:
         UserError: the port cannot be had.
@@ -59,7 +59,7 @@ def serve_here(path: Path, port: int) -> None:
 
 @dataclass
 class _Child:
-    """The process that serves; it ends when its standard input does, so it cannot outlive its parent."""
+    """Process that serves; it ends when its standard input does, so it cannot outlive its parent."""
 
     process: subprocess.Popen[bytes]
     errors: IO[bytes]
@@ -67,10 +67,7 @@ class _Child:
 
 @contextmanager
 def served(path: Path, wanted: bool) -> Iterator[None]:
-    """Serve a folder's page for as long as the block takes, if wanted.
-
-    What goes wrong with it is one line on stderr, and stops nothing.
-    """
+    """Serve a folder's page for as long as the block takes, if wanted; an error of it is one line on stderr."""
     child = _begin(path) if wanted else None
     try:
         yield
@@ -106,14 +103,14 @@ def _spawn(path: Path, listener: socket.socket) -> _Child:
     errors = tempfile.TemporaryFile()  # noqa: SIM115 - read and closed by `_end`
     number = listener.fileno()
     process = subprocess.Popen(
-        [sys.executable, "-m", "echelon.cli.serving", str(path.resolve()), str(number)],
+        [sys.executable, "-m", "echelon.study.serving", str(path.resolve()), str(number)],
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=(number,), start_new_session=True,
     )  # fmt: skip
     return _Child(process, errors)
 
 
 def _end(child: _Child) -> None:
-    """Ask it to end, and wait a moment; say so when it had ended by itself."""
+    """Ask the child to end, wait for it, and report where it had ended by itself."""
     failed = child.process.poll()
     assert child.process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it is gone already: said below
@@ -130,8 +127,8 @@ def _end(child: _Child) -> None:
         _say(f"the live page ended before the run did: {lines[-1] if lines else f'exit code {failed}'}")
 
 
-def _say(words: str) -> None:
-    print(f"echelon: {words}", file=sys.stderr, flush=True)
+def _say(message: str) -> None:
+    print(f"echelon: {message}", file=sys.stderr, flush=True)
 
 
 def _serve_as_child(path: Path, number: int) -> None:
@@ -144,6 +141,7 @@ def _serve_as_child(path: Path, number: int) -> None:
     server = make_server(app)
 
     def end_with_parent() -> None:
+        """Stop serving when standard input ends; an open page sees the end first."""
         sys.stdin.read()
         if app.heard(_LINGER_S):
             time.sleep(_LINGER_S)
