@@ -47,7 +47,7 @@ class Star(Path):
 PATH = Star
 '''
 RUN_TESTS = "import sys, pytest; from echelon.collectives import paths; paths.__path__.append(sys.argv[1]);"
-TESTS = ("tests/unit/collectives", "tests/laws/test_collectives.py", "tests/unit/core", "tests/unit/config")
+TESTS = ("tests/unit/collectives/test_schedule.py", "tests/laws/test_collectives.py")
 ROOT = Path(__file__).parents[3]
 
 
@@ -67,9 +67,9 @@ def test_a_new_file_is_a_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_new_path_is_tried_by_the_laws_and_breaks_no_test(folder: Path) -> None:
-    code = f"{RUN_TESTS} sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-k', sys.argv[2], *{TESTS!r}]))"
-    command = [sys.executable, "-c", code, str(folder), "not breaks_no_test"]
+    code = f"{RUN_TESTS} sys.exit(pytest.main(['-rA', '-k', 'not 400003', '-p', 'no:cacheprovider', *{TESTS!r}]))"
+    command = [sys.executable, "-c", code, str(folder)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stdout[-3000:]
-    tried = subprocess.run([*command[:-1], "star"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert tried.returncode == 0, tried.stdout[-3000:]  # 5 when nothing was tried
+    tried = [line for line in ended.stdout.splitlines() if line.startswith("PASSED") and "star(centre=1)" in line]
+    assert any("gives_the_sum_on_every_rank" in line for line in tried)
