@@ -132,6 +132,7 @@ class StrategyConfig:
 class LaunchConfig:
     """Processes and machines."""
 
+    on: str = setting("local", "where processes run: local, or module:Class of your own")
     workers: int = setting(0, "processes on this machine; 0: one per GPU, or min(2, cores) on a CPU", above=0)
     threads: int = setting(0, "compute threads per worker; 0: cores / workers", above=0)
     nodes: str = setting("1", "machines: a number, or a range such as 1:4 that may change while the run goes")

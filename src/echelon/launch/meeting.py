@@ -1,4 +1,4 @@
-"""Where the machines of a run meet: the first one gives the others their numbers and the scheduler's address.
+"""Where the machines of a run meet: the first one tells the others their numbers, or what their processes shall do.
 
 The first machine answers at the rendezvous for as long as its run goes. The socket is encrypted with the run's keys, so
 only who has the run's secret is answered at all. A machine that comes back gets the numbers that it had before, and so
@@ -10,23 +10,28 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import zmq
 
+from echelon.config.validate import parse_rendezvous
 from echelon.core.errors import UserError
 from echelon.messages.endpoint import Channel, Listener, Sender, ask_once
 from echelon.messages.identity import SECRET_VARIABLE, derive_keys, read_secret
 from echelon.messages.protocol import Kind, Malformed, Message
 from echelon.messages.sockets import Limits
 
-_LIMITS = Limits(1 << 20, queued=1000)
+LIMITS = Limits(1 << 20, queued=1000)
 _POLL_MS = 200
 _ASK_S = 2.0
 _AGAIN_S = 0.3
+NO_ANSWER = (
+    f"no answer: the run must go on there, and the secret ({SECRET_VARIABLE}, else the file in {{folder}}) "
+    "must be the one of the first machine"
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Place:
+class Admission:
     """One machine's part: its number, that of its first worker, and where the scheduler listens (empty: here)."""
 
     machine: int = 0
@@ -78,22 +83,17 @@ class Register:
     """Which machine has which number. Pure bookkeeping: the first entry is the first machine itself."""
 
     def __init__(self, shape: Shape, first: Arrival) -> None:
-        self._shape, self._settings = shape, first.settings
-        self._places: dict[str, Place] = {first.machine: Place()}
+        self._shape, self._first = shape, first
+        self._places: dict[str, Admission] = {first.machine: Admission()}
         self._workers: dict[str, int] = {first.machine: first.workers}
 
-    def admit(self, arrival: Arrival) -> Place:
+    def admit(self, arrival: Arrival) -> Admission:
         """Give a machine its place.
 
         Raises:
             UserError: the run has all its machines, or this one was started with other settings.
         """
-        for name, value in self._settings.items():
-            if arrival.settings.get(name) != value:
-                raise UserError(
-                    f"{arrival.machine} was started with {name} {arrival.settings.get(name)}, the first machine with "
-                    f"{value}: start the same command on each machine"
-                )
+        check_settings(self._first, arrival)
         known = self._places.get(arrival.machine)
         if known is not None and arrival.workers == self._workers[arrival.machine]:
             return known
@@ -104,28 +104,60 @@ class Register:
             )
         if len(self._places) >= self._shape.most:
             raise UserError(f"the run has its {self._shape.most} machines already: use a larger --nodes on all of them")
-        place = Place(len(self._places), sum(self._workers.values()))
+        place = Admission(len(self._places), sum(self._workers.values()))
         self._places[arrival.machine], self._workers[arrival.machine] = place, arrival.workers
         return place
+
+    def answer(self, scheduler_file: Path, arrival: Arrival, info: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a machine's admission as a message's field, or that it shall wait for the scheduler's address.
+
+        Raises:
+            UserError: it is not admitted.
+        """
+        if not scheduler_file.exists():
+            return {"wait": True}
+        admission = self.admit(arrival)
+        address = json.loads(scheduler_file.read_text())["address"]
+        return {"machine": admission.machine, "first_worker": admission.first_worker, "scheduler": address}
+
+
+def check_settings(first: Arrival, arrival: Arrival) -> None:
+    """Refuse a machine that was started with other settings than the first one.
+
+    Raises:
+        UserError: names the setting and both values.
+    """
+    for name, value in first.settings.items():
+        if arrival.settings.get(name) != value:
+            raise UserError(
+                f"{arrival.machine} was started with {name} {arrival.settings.get(name)}, the first machine with "
+                f"{value}: start the same command on each machine"
+            )
+
+
+Answer = Callable[[Arrival, Mapping[str, Any]], dict[str, Any]]
 
 
 class Meeting:
     """The first machine's side, in a thread of its own: `with Meeting(...)`."""
 
-    def __init__(self, address: str, secret: bytes, register: Register, scheduler_file: Path) -> None:
-        """Bind to `tcp://HOST:PORT`.
+    def __init__(self, rendezvous: str, secret: bytes, answer: Answer) -> None:
+        """Bind to the port of `HOST:PORT`; `answer` is called by the thread, and may refuse by a `UserError`.
 
         Raises:
-            zmq.ZMQError: the port is taken.
+            UserError: the port is taken.
         """
-        self._register, self._scheduler_file = register, scheduler_file
+        self._answer = answer
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._voice = Sender(derive_keys(secret), "meeting")
+        self._sender = Sender(derive_keys(secret), "meeting")
         try:
-            self.listener = Listener(self._context, self._voice, address, _LIMITS)
-        except BaseException:
+            address = f"tcp://*:{parse_rendezvous(rendezvous)[1]}"
+            self.listener = Listener(self._context, self._sender, address, LIMITS)
+        except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise
+            taken = error.errno == zmq.EADDRINUSE
+            reason = "the port is taken by another program" if taken else error.strerror
+            raise UserError(f"--rendezvous {rendezvous}: {reason}; choose another, the same on all machines") from None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="echelon-meeting", daemon=True)
 
@@ -155,22 +187,16 @@ class Meeting:
             arrival = Arrival(str(info["machine"]), int(info["workers"]), settings)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Malformed("content") from error
-        self._voice.reply(self.listener.socket, peer, Kind.WELCOME, {"info": self._answer(arrival)})
-
-    def _answer(self, arrival: Arrival) -> dict[str, Any]:
-        if not self._scheduler_file.exists():
-            return {"wait": True}
         try:
-            place = self._register.admit(arrival)
+            answer = self._answer(arrival, info)
         except UserError as refusal:
-            return {"refused": str(refusal)}
-        address = json.loads(self._scheduler_file.read_text())["address"]
-        return {"machine": place.machine, "first_worker": place.first_worker, "scheduler": address}
+            answer = {"refused": str(refusal)}
+        self._sender.reply(self.listener.socket, peer, Kind.WELCOME, {"info": answer})
 
 
 def join_meeting(
     rendezvous: str, folder: Path, arrival: Arrival, deadline_s: float, say: Callable[[str], None]
-) -> Place:
+) -> Admission:
     """Ask the first machine for this one's place; the secret may come later than this machine.
 
     Args:
@@ -188,7 +214,7 @@ def join_meeting(
         if "refused" in answer:
             raise UserError(str(answer["refused"]))
         if "machine" in answer:
-            return Place(int(answer["machine"]), int(answer["first_worker"]), str(answer["scheduler"]))
+            return Admission(int(answer["machine"]), int(answer["first_worker"]), str(answer["scheduler"]))
         if time.monotonic() > ends:
             raise UserError(f"--rendezvous {rendezvous}: {why}")
         if not said:
@@ -204,15 +230,12 @@ def _attempt(rendezvous: str, folder: Path, arrival: Arrival) -> tuple[dict[str,
     except UserError as error:
         return {}, str(error)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-    line = Channel(context, Sender(keys, "machine"), f"tcp://{rendezvous}", _LIMITS)
+    line = Channel(context, Sender(keys, "machine"), f"tcp://{rendezvous}", LIMITS)
     try:
         body = {"role": "machine", "address": "", "info": arrival.to_info()}
         answer = ask_once(line, Kind.JOIN, body, Kind.WELCOME, _ASK_S)
     except TimeoutError:
-        return {}, (
-            f"no answer: the run must go on there, and the secret ({SECRET_VARIABLE}, else the file in {folder}) "
-            "must be the one of the first machine"
-        )
+        return {}, NO_ANSWER.format(folder=folder)
     finally:
         line.close()
         context.term()

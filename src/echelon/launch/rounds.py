@@ -57,7 +57,14 @@ class Finished:
     stopped: bool
 
 
-State = Ready | Running | Finished
+@dataclass(frozen=True)
+class Left:
+    """A machine goes and does not come back."""
+
+    reason: str
+
+
+State = Ready | Running | Finished | Left
 
 
 @dataclass(frozen=True)
@@ -125,6 +132,8 @@ class OwnRounds:
                 return Continue()
             case Finished(stopped=stopped):
                 return Over("stopped" if stopped else "completed")
+            case Left():
+                return Over("stopped")
         if state.death and not self._restarts.take():
             return Over("failed", state.death)
         self._number += 1
@@ -155,6 +164,7 @@ class _Machine:
     seen: float
     present: bool = True
     state: State = field(default_factory=Ready)
+    knows: bool = False  # that the run is over
 
 
 class Rendezvous:
@@ -171,7 +181,6 @@ class Rendezvous:
         self._forming_since = now
         self._enough_since: float | None = None
         self.over: Over | None = None
-        self.lost: list[str] = []
 
     def admit(self, name: str, workers: int, now: float) -> int:
         """Let a machine take part; returns its number, which it keeps when it comes back.
@@ -193,6 +202,12 @@ class Rendezvous:
         machine = self._machines[name]
         machine.seen, machine.present = now, True
         self._expire(now)
+        order = self._answer(machine, state, now)
+        machine.knows = isinstance(order, Over)
+        return order
+
+    def _answer(self, machine: _Machine, state: State, now: float) -> Order:
+        name = machine.name
         match state:
             case Ready():
                 return self._ready(machine, state, now)
@@ -203,10 +218,19 @@ class Rendezvous:
                 return Leave(self._gracefully)
             case Finished():
                 return self._finished(machine, state)
+            case Left(reason=reason):
+                self._go(machine, now)
+                if self.over is None and sum(m.present for m in self._machines.values()) < self._terms.least:
+                    self.over = Over("failed", f"{name} left the run: {reason}")
+                return Over("stopped")
 
-    def heartbeat(self, now: float) -> None:
-        """Notice machines that are gone, where none asks."""
-        self._expire(now)
+    def close(self, reason: str) -> None:
+        """End the run for all machines, if it has not ended; `reason` is why the first one leaves."""
+        self.over = self.over or Over("failed", reason)
+
+    def all_know(self) -> bool:
+        """Whether every machine that is there has been told that the run is over."""
+        return all(m.knows or not m.present for m in list(self._machines.values())[1:])
 
     def absent(self) -> list[str]:
         """Return the machines that were there and are gone."""
@@ -272,18 +296,20 @@ class Rendezvous:
     def _expire(self, now: float) -> None:
         for m in list(self._machines.values())[1:]:  # the first one is where this state lives
             if m.present and now - m.seen > LOST_S and not (self.over or isinstance(m.state, Finished)):
-                m.present, m.state = False, Ready()
-                self.lost.append(m.name)
-                if m.name in self._rounds:
-                    self._break_round(now, gracefully=False)
+                self._go(m, now)
         waits_s = self._terms.return_s if self._number else self._terms.arrival_s
         present = sum(m.present for m in self._machines.values())
         if not self.over and not self._rounds and present < self._terms.least and now - self._forming_since > waits_s:
-            self.over = Over("failed", f"{self._waits_for()}: none came within {waits_s:g} s")
+            self.over = Over("failed", f"{self._waits_for()} for {waits_s:g} s was in vain")
+
+    def _go(self, machine: _Machine, now: float) -> None:
+        machine.present, machine.state = False, Ready()
+        if machine.name in self._rounds:
+            self._break_round(now, gracefully=False)
 
     def _waits_for(self) -> str:
         present = sum(m.present for m in self._machines.values())
         if present >= self._terms.least:
             return "waiting for the other machines"
         missing = f"waiting for {self._terms.least - present} more of {self._terms.least} machines"
-        return f"{missing}, {' and '.join(self.absent())} is lost" if self.absent() else missing
+        return f"{missing} ({' and '.join(self.absent())} is lost)" if self.absent() else missing

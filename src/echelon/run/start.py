@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,17 +16,21 @@ from echelon.core.errors import UserError, naming
 from echelon.core.files import full_disk_in_words
 from echelon.core.layout import parse_layout
 from echelon.launch.link import check_link, parse_link
+from echelon.launch.places.base import Started
+from echelon.launch.places.registry import build_place
 from echelon.launch.plan import LaunchPlan, is_worker, nodes_of, thread_count, worker_count
 from echelon.launch.preload import start_import_server
-from echelon.records.events import RankFailed, Refusal, WorkerDied
+from echelon.launch.supervisor import Death, Refused, RunFailed, Watch, supervise
+from echelon.records.events import MachineLeft, RankFailed, Refusal, RoleFailed, WorkerDied
 from echelon.records.file import Recorder, read_records
-from echelon.records.kinds import End, LinkTraffic
+from echelon.records.kinds import End, ProcessStarted
+from echelon.run.job import RANK
+from echelon.run.machine import Machine, say, this_machine
 from echelon.trainer import folder as folders
 from echelon.trainer.server_checks import uses_servers
 
 if TYPE_CHECKING:
-    from echelon.launch.elastic import Death
-    from echelon.launch.link import LinkCounters
+    from echelon.coordinator.addresses import SchedulerLine
     from echelon.trainer.assemble import Given
 
 PRELOAD = (
@@ -108,7 +112,7 @@ def plan_of(config: RunConfig, path: Path, given: Given | None = None) -> Launch
     if nodes.least == nodes.most:
         check_world(config, workers * nodes.most)
     return LaunchPlan(
-        entry="echelon.run.worker:run_worker",
+        entry=RANK,
         args=(str(path), given),
         workers=workers,
         threads=thread_count(config.launch, workers),
@@ -184,49 +188,70 @@ def _begin_imports(plan: LaunchPlan) -> None:
 
 
 def _run(config: RunConfig, plan: LaunchPlan, path: Path, record: Recorder) -> str:
-    if not uses_servers(config):
-        return _run_group(plan, path, record)
-    from echelon.run.roles import run_leased_roles
+    """Run this machine's processes to the end of the run; returns `completed`, `stopped` or `failed`.
 
-    return run_leased_roles(config, plan, path, record)
+    Raises:
+        UserError: a process refused its input, or the machines do not meet.
+    """
+    plan.log_dir.mkdir(parents=True, exist_ok=True)
+    with closing(build_place(config.launch.on)) as place, this_machine(config, plan, path, record) as machine:
+        try:
+            stopped = supervise(machine.job, place, _watch(path, record, machine.scheduler), machine.rounds)
+        except Refused:
+            reason = folders.last_message(path, Refusal)
+            _end(path, record, machine, "refused", reason)
+            raise UserError(reason) from None
+        except RunFailed as failure:
+            _end(path, record, machine, "failed", str(failure) or folders.last_message(path, WorkerDied))
+            return "failed"
+        if machine.scheduler is None:
+            return "stopped" if stopped else "completed"
+        status = machine.scheduler.status()
+        return "stopped" if stopped and status != "completed" else status
 
 
-def _run_group(plan: LaunchPlan, path: Path, record: Recorder) -> str:
-    from echelon.launch.elastic import Interrupted, Refused, Watch, WorkersFailed, run_workers
+def _watch(path: Path, record: Recorder, scheduler: SchedulerLine | None) -> Watch:
+    """Return what is recorded of the processes, and who else is told of it."""
+
+    def on_death(death: Death, goes_on: bool) -> None:
+        if death.rank is not None:
+            then = "the group restarts from the newest checkpoint"
+        else:
+            then = "it alone is started again" if not death.others else "its worker's processes are started again"
+        message = f"{death}{_last_words(path, death)}; {then if goes_on else 'no restarts are left'}"
+        role = death.name if death.rank is None else None
+        record.write(WorkerDied(message, death.rank, role, death.host, death.pid, death.exit_code))
+        if scheduler is not None:
+            scheduler.died(death.name, "died", death.pid)
+            for name, pid in death.others:
+                scheduler.died(name, f"ended with {death.name}", pid)
+
+    def on_start(started: Started) -> None:
+        if scheduler is not None:
+            record.write(ProcessStarted(started.name, started.pid))
+
+    return Watch(on_death, scheduler.stop if scheduler is not None else lambda: None, on_start, say)
+
+
+def _end(path: Path, record: Recorder, machine: Machine, status: str, reason: str) -> None:
+    """Record how the run ended; where another machine fails, that it left."""
     from echelon.reporting.report import write_report
 
-    def on_death(death: Death, restarts_left: int) -> None:
-        then = "the group restarts from the newest checkpoint" if restarts_left else "no restarts are left"
-        message = f"{death}{_last_words(path, death)}; {then}"
-        record.write(WorkerDied(message, rank=death.rank, host=death.host, pid=death.pid, exit_code=death.exit_code))
-
-    def on_counters(counters: list[LinkCounters]) -> None:
-        record.write(LinkTraffic(plan.link, counters))
-
-    try:
-        return next(iter(run_workers(plan, Watch(on_death, on_counters)).values()), "completed") or "completed"
-    except Interrupted:
-        return "stopped"
-    except Refused:
-        reason = folders.last_message(path, Refusal)
-        record.write(End("refused", reason))
+    if machine.number == 0:
+        record.write(End(status, reason))
         write_report(path)
-        raise UserError(reason) from None
-    except WorkersFailed:
-        reason = folders.last_message(path, WorkerDied)
-        record.write(End("failed", reason))
-        write_report(path)
-        return "failed"
+    else:
+        record.write(MachineLeft(f"machine {machine.number} left the run: {reason}", machine.number))
 
 
 def _last_words(path: Path, death: Death) -> str:
-    """Return what a failed rank said, or what another said that waited in vain for a silent one."""
+    """Return what a failed process said, or what another said that waited in vain for a silent one."""
     if death.exit_code is not None and death.exit_code < 0:
         return ""
-    failures = read_records(path, RankFailed)
+    ranks, roles = read_records(path, RankFailed), read_records(path, RoleFailed)
     if death.exit_code is None:
-        return f"; rank {failures[-1].rank} waited in vain: {failures[-1].message}" if failures else ""
-    errors = [failure.message for failure in failures if (failure.rank, failure.pid) == (death.rank, death.pid)]
+        return f"; rank {ranks[-1].rank} waited in vain: {ranks[-1].message}" if ranks else ""
+    errors = [e.message for e in ranks if e.pid == death.pid] + [e.message for e in roles if e.pid == death.pid]
     return f": {errors[-1]}" if errors else ""
 
 

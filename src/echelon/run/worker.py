@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.config import load_run_config
-from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
+from echelon.core.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import full_disk_in_words, is_full
 from echelon.forecast.alternatives import record_alternatives
 from echelon.records.events import BadImage, RankFailed, Refusal
@@ -28,8 +28,8 @@ from echelon.trainer.stop import stop_on_signals
 from echelon.trainer.world import join_world
 
 
-def run_worker(folder: str, given: Given | None = None) -> str:
-    """Train one rank in a process of the launcher's; returns `completed` or `stopped`.
+def run_worker(folder: str, given: Given | None = None) -> None:
+    """Train one rank in a process of its own, which ends with exit code 3 when the run was stopped.
 
     A user's mistake is written to the record, and the process ends with exit code 2. Any other error is logged with its
     traceback and the process ends with exit code 1, so that the group can be restarted: at once, for a peer may be
@@ -45,10 +45,9 @@ def run_worker(folder: str, given: Given | None = None) -> str:
         logging.exception("this rank failed")
         record.write(RankFailed(one_line(error), rank, os.getpid()))
         leave(1)
-    if status == "stopped":
-        leave(0)  # the launcher that signalled us no longer listens for a result
     record.close()
-    return status
+    if status == "stopped":
+        leave(STOPPED_EXIT_CODE)
 
 
 def train_rank(path: Path, given: Given | None = None) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from echelon.core.errors import UserError
-from echelon.launch.meeting import Arrival, Place, Register, Shape
+from echelon.launch.meeting import Admission, Arrival, Register, Shape
 
 FIRST = Arrival("a", 2, {"--lr": "0.1", "--sync": "ps"})
 
@@ -15,9 +15,9 @@ FIRST = Arrival("a", 2, {"--lr": "0.1", "--sync": "ps"})
 def test_numbers_follow_each_other_and_stay_when_a_machine_comes_back() -> None:
     register = Register(Shape(2, 3, 2, 0), FIRST)
     second, third = replace(FIRST, machine="b", workers=3), replace(FIRST, machine="c", workers=1)
-    assert register.admit(second) == Place(1, 2)
-    assert register.admit(third) == Place(2, 5)
-    assert register.admit(second) == Place(1, 2)
+    assert register.admit(second) == Admission(1, 2)
+    assert register.admit(third) == Admission(2, 5)
+    assert register.admit(second) == Admission(1, 2)
 
 
 @pytest.mark.parametrize("arrival, words", [

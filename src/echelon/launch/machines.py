@@ -1,0 +1,199 @@
+"""The rounds of a group on this machine, with others or alone: who holds their state, and who asks for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from echelon.core.errors import UserError
+from echelon.launch.meeting import LIMITS, NO_ANSWER, Arrival, check_settings
+from echelon.launch.rounds import (
+    LOST_S,
+    Continue,
+    Finished,
+    Go,
+    Leave,
+    Left,
+    Order,
+    Over,
+    Ready,
+    Rendezvous,
+    Round,
+    Running,
+    State,
+    Terms,
+)
+from echelon.launch.store import StoreHost
+from echelon.messages.endpoint import Channel, Sender
+from echelon.messages.identity import derive_keys, read_secret
+from echelon.messages.protocol import Kind, Malformed, Message
+
+BEAT_S = 0.5
+AGAIN_S = 2.0
+GOODBYE_S = 10.0
+_POLL_MS = 50
+_STATES: dict[str, type[State]] = {kind.__name__: kind for kind in (Ready, Running, Finished, Left)}
+_ORDERS: dict[str, type[Order]] = {kind.__name__: kind for kind in (Go, Continue, Leave, Over)}
+
+
+def _to_info(value: State | Order) -> dict[str, Any]:
+    return {"is": type(value).__name__, **asdict(value)}
+
+
+def _state_of(info: Mapping[str, Any]) -> State:
+    values = dict(info)
+    return _STATES[values.pop("is")](**values)
+
+
+def _order_of(info: Mapping[str, Any]) -> Order:
+    values = {name: value for name, value in info.items() if name not in ("is", "number")}
+    if "round" in values:
+        values["round"] = Round(**values["round"])
+    return _ORDERS[info["is"]](**values)
+
+
+class FirstMachine:
+    """Holds the rendezvous, and the store of each round; a machine that is alone is the first one.
+
+    Other machines ask by the meeting's thread (`answer`), the supervisor by its own (`order`).
+    """
+
+    def __init__(self, arrival: Arrival, terms: Terms, address: str) -> None:
+        """Open rounds whose stores listen on an address of this machine."""
+        self._arrival, self._stores = arrival, StoreHost(address)
+        self._rendezvous = Rendezvous(terms, time.monotonic(), self._stores.open)
+        self._rendezvous.admit(arrival.machine, arrival.workers, time.monotonic())
+        self._lock = threading.Lock()
+
+    def order(self, state: State) -> Order:
+        """Return what follows from the state of this machine's processes."""
+        with self._lock:
+            order = self._rendezvous.handle(self._arrival.machine, state, time.monotonic())
+        if isinstance(state, Running):
+            self._stores.serve()
+        return order
+
+    def answer(self, arrival: Arrival, info: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the order for another machine, as a message's field.
+
+        Raises:
+            UserError: it was started with other settings, or the run has all its machines.
+            Malformed: the message makes no sense.
+        """
+        check_settings(self._arrival, arrival)
+        try:
+            state, number = _state_of(info["state"]), int(info["number"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise Malformed("content") from error
+        with self._lock:
+            now = time.monotonic()
+            self._rendezvous.admit(arrival.machine, arrival.workers, now)
+            return {**_to_info(self._rendezvous.handle(arrival.machine, state, now)), "number": number}
+
+    def close(self, reason: str = "") -> None:
+        """End the run for the other machines, and wait a moment until each has heard it."""
+        with self._lock:
+            self._rendezvous.close(f"the first machine left the run: {reason}")
+        ends = time.monotonic() + GOODBYE_S
+        while time.monotonic() < ends and not self._all_know():
+            time.sleep(0.05)
+        self._stores.close()
+
+    def _all_know(self) -> bool:
+        with self._lock:
+            return self._rendezvous.all_know()
+
+
+class OtherMachine:
+    """Asks the first machine, by messages that are sent again and again: they are its signs of life as well."""
+
+    def __init__(self, rendezvous: str, folder: Path, arrival: Arrival, terms: Terms) -> None:
+        """Take HOST:PORT of the first machine, and where the run's secret lies, which may come later than this."""
+        self._rendezvous, self._folder, self._arrival, self._terms = rendezvous, folder, arrival, terms
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._channel: Channel | None = None
+        self._connected = self._sent = 0.0
+        self._heard = self._begun = time.monotonic()
+        self._number = 0
+        self._asked: State | None = None
+        self._order: Order | None = None
+        self._known = False
+        self._reason = ""
+
+    def order(self, state: State) -> Order:
+        """Return what follows from the state of this machine's processes, or to go on while that is not known.
+
+        Raises:
+            UserError: there is no secret, no answer, or the first machine refuses this one.
+        """
+        now = time.monotonic()
+        self._connect(now)
+        if self._channel is not None:
+            if state != self._asked:
+                self._asked, self._order, self._sent = state, None, 0.0
+            if now - self._sent > BEAT_S:
+                self._send(state, now)
+            if self._order is None:
+                self._channel.socket.poll(_POLL_MS)
+            self._channel.pump(self._take)
+        return self._order or self._unanswered(now)
+
+    def _connect(self, now: float) -> None:
+        """Open the channel; anew while nothing was ever heard, for the secret may be of an earlier launch."""
+        if self._channel is not None and (self._known or now - self._connected < AGAIN_S):
+            return
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+            self._reason = NO_ANSWER.format(folder=self._folder)
+        try:
+            keys = derive_keys(read_secret(self._folder))
+        except UserError as error:
+            self._reason = str(error)
+            return
+        self._channel = Channel(self._context, Sender(keys, "machine"), f"tcp://{self._rendezvous}", LIMITS)
+        self._connected, self._sent = now, 0.0
+
+    def _send(self, state: State, now: float) -> None:
+        assert self._channel is not None
+        self._number, self._sent = self._number + 1, now
+        info = {**self._arrival.to_info(), "state": _to_info(state), "number": self._number}
+        self._channel.send(Kind.JOIN, {"role": "machine", "address": "", "info": info})
+
+    def _take(self, message: Message) -> None:
+        if message.kind is not Kind.WELCOME:
+            raise Malformed("unexpected")
+        info = message.body["info"]
+        if "refused" in info:
+            raise UserError(str(info["refused"]))
+        try:
+            order, number = _order_of(info), int(info["number"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise Malformed("content") from error
+        self._known, self._heard, self._reason = True, time.monotonic(), ""
+        if number == self._number:  # an answer to an earlier question may be to another state
+            self._order = order
+
+    def _unanswered(self, now: float) -> Order:
+        first, silent_s = f"the first machine at {self._rendezvous}", now - self._heard
+        if not self._known and now - self._begun > self._terms.arrival_s:
+            raise UserError(f"--rendezvous {self._rendezvous}: {self._reason}")
+        if self._known and silent_s > self._terms.return_s:
+            return Over("failed", f"{first} gave no answer for {silent_s:.0f} s")
+        if self._known and silent_s > LOST_S:
+            return Continue(f"waiting for {first}, which gives no answer")
+        return Continue(f"waiting for {first}: {self._reason}" if self._reason else "")
+
+    def close(self, reason: str = "") -> None:
+        """Tell the first machine that this one goes, unless the run is over."""
+        if self._channel is not None:
+            if self._known and not isinstance(self._order, Over):
+                self._send(Left(reason), time.monotonic())
+            self._channel.socket.close(linger=int(1000 * AGAIN_S))
+        self._context.term()

@@ -1,0 +1,109 @@
+"""The processes of a run on one machine, as a job: ranks that restart together, or roles that restart alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from echelon.launch.link import Host
+from echelon.launch.places.base import Group, Job, Process, Restart
+from echelon.launch.plan import LaunchPlan
+from echelon.ps.worker_rank import WorkerRank
+
+RANK = "echelon.run.worker:run_worker"
+SCHEDULER = "echelon.run.served:run_scheduler"
+SERVER = "echelon.run.served:run_server"
+WORKER = "echelon.trainer.leased:run_leased"
+_NEAR = {  # between ranks of one machine
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
+_CARRIED = (
+    "ATEN_", "CUBLAS_", "CUDA_", "ECHELON_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ServerPart:
+    """This machine's part of a run with a parameter server.
+
+    Attributes:
+        machine: its number; the first one, 0, has the scheduler.
+        first_worker: number of its first worker's first process.
+        ranks: processes of a worker, which are several where the model is split.
+        workers: of all machines.
+        servers, standbys: numbers of those that live here.
+        addresses: by process, where it listens; absent: for this machine only.
+        hosts: by server, standby and worker, the network namespace that its processes live in.
+    """
+
+    ranks: int
+    workers: int
+    servers: tuple[int, ...] = ()
+    standbys: tuple[int, ...] = ()
+    machine: int = 0
+    first_worker: int = 0
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    hosts: Mapping[str, Host] = field(default_factory=dict)
+
+
+def ranks_job(plan: LaunchPlan, hosts: Sequence[Host] = (), interface: str = "") -> Job:
+    """Return the ranks of a run without servers; the first one's output is the run's.
+
+    Args:
+        hosts: network namespaces of the ranks; empty: the machine's own network.
+        interface: network interface that leads to the other machines, if there are any: what ranks talk through,
+            unless the user's environment says otherwise.
+    """
+    talk = {"GLOO_SOCKET_IFNAME": interface} if interface else _NEAR
+    environment = talk | _environment(plan)
+    if hosts:  # a namespace has its own interfaces
+        environment = {name: value for name, value in environment.items() if name not in _NEAR}
+    processes = [
+        Process(
+            f"rank{i}", RANK, plan.args, environment, hosts[i] if hosts else None,
+            str(plan.log_dir.absolute() / f"rank{i}.out") if i else "", folder=str(Path.cwd()),
+        )
+        for i in range(plan.workers)
+    ]  # fmt: skip
+    return Job((Group(tuple(processes), Restart.TOGETHER),), plan.max_restarts)
+
+
+def server_job(plan: LaunchPlan, part: ServerPart) -> Job:
+    """Return the scheduler, servers and workers of a machine; the scheduler's output is the run's.
+
+    Each restarts alone; a split worker's processes, which need each other, together. Where the scheduler is elsewhere,
+    the workers' end is the run's.
+    """
+    first, (path, *given) = part.machine == 0, plan.args
+    environment = _environment(plan) | {"LOCAL_WORLD_SIZE": str(plan.workers)}
+
+    def process(name: str, entry: str, args: tuple[Any, ...], leads: bool) -> Process:
+        log = "" if entry == SCHEDULER else str(plan.log_dir.absolute() / f"{name}.out")
+        host = part.hosts.get(name.partition(".")[0])
+        return Process(
+            name, entry, (path, *args), environment, host, log, leads, stops_on_signal=False, folder=str(Path.cwd())
+        )
+
+    alone = [process("scheduler", SCHEDULER, (part.addresses.get("scheduler", ""),), True)] if first else []
+    for kind, numbers in (("server", part.servers), ("standby", part.standbys)):
+        names = [(f"{kind}{i}", i) for i in numbers]
+        alone += [process(name, SERVER, (name, i, part.addresses.get(name, "")), False) for name, i in names]
+    workers: dict[int, list[Process]] = {}
+    for local in range(plan.workers):
+        number, rank = divmod(part.first_worker + local, part.ranks)
+        seat = WorkerRank(number, local, part.machine, rank, part.ranks, part.workers)
+        workers.setdefault(number, []).append(process(seat.name, WORKER, (seat, *given), not first))
+    if part.ranks == 1:
+        return Job((Group((*alone, *(p for [p] in workers.values())), Restart.ALONE),), plan.max_restarts)
+    split = [tuple(replace(p, environment=environment | _NEAR) for p in ranks) for ranks in workers.values()]
+    return Job((Group(tuple(alone), Restart.ALONE), *map(Group, split)), plan.max_restarts)
+
+
+def _environment(plan: LaunchPlan) -> dict[str, str]:
+    """Return what processes need of this one's environment, wherever they are, and their number of threads."""
+    carried = {name: value for name, value in os.environ.items() if name.startswith(_CARRIED)}
+    return carried | {"OMP_NUM_THREADS": str(plan.threads)}
