@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -132,17 +131,15 @@ def fit(run: Any, cursor: Any) -> None:
     Waiting for the others' turns is a pause: it would count as steps, and make windows of fewer of them, so that the
     run would add up over the ranks, write and show several times as often as it does.
     """
-    from echelon.observe.garbage import GarbageClock
-    from echelon.trainer.loop import fit_in
+    from echelon.trainer.batches import EpochOrder
+    from echelon.trainer.loop import fit as fit_run
     from echelon.trainer.step_watch import RECORDING
     from echelon.trainer.stop import StopFlag
-    from echelon.trainer.window import Window
 
-    with GarbageClock() as garbage:
-        window = Window(run.world, run.clock, garbage)
-        if isinstance(run.train_loader, _GatedLoader):
-            run.train_loader.waiting = partial(window.pause, RECORDING)
-        fit_in(run, cursor, StopFlag(), window)
+    batches = EpochOrder(run, cursor, StopFlag())
+    if isinstance(run.train_loader, _GatedLoader):
+        run.train_loader.waiting = lambda: batches.window.pause(RECORDING)
+    fit_run(run, batches)
 
 
 def take_turns(contenders: Mapping[str, Contender], windows: int, steps: int) -> dict[str, Windows]:

@@ -14,7 +14,8 @@ from echelon.config import build
 from echelon.records.file import Recorder
 from echelon.trainer import folder as folders
 from echelon.trainer.assemble import Given, assemble
-from echelon.trainer.loop import fit, run_evaluation
+from echelon.trainer.batches import EpochOrder
+from echelon.trainer.loop import evaluate_agreed, fit
 from echelon.trainer.stop import StopFlag
 from echelon.trainer.world import World
 from tests.ranks.spawn import Rank, run_ranks
@@ -43,13 +44,13 @@ def _top1(world: World, spec: str, seed: int) -> float:
         path = Path(folder)
         folders.prepare(path, config)
         run, cursor = assemble(config, path, world, Recorder(None), Given())
-        fit(run, cursor, StopFlag())
-        report = run_evaluation(run, cursor)
+        fit(run, EpochOrder(run, cursor, StopFlag()))
+        report = evaluate_agreed(run)
         run.saver.finish()
         run.parts.sync.close()
         run.train_loader.close()
         run.eval_loader.close()
-        run.scalars.close()
+        run.progress.scalars.close()
     top1 = report.metrics["top1"]
     assert top1 is not None
     return top1

@@ -17,9 +17,9 @@ WINDOW_S = 0.5
 class WindowSums:
     """What all workers did since the last window; `phases` has one row per worker, in seconds.
 
-    So has `resources`; a row is empty where a worker sampled nothing new. `density`: share of elements that the
-    workers' last pushes carried, their mean; None without a sparse codec. `other_bytes`: of copies of the servers' keys
-    that workers gave or read, for the setup, evaluations and checkpoints.
+    So has `resources`; a row is empty where a worker sampled nothing new. `gc_s`: by worker, in garbage collections.
+    `density`: share of elements that the workers' last pushes carried, their mean; None without a sparse codec.
+    `other_bytes`: of copies of the servers' keys that workers gave or read, for the setup, evaluations and checkpoints.
     """
 
     epoch: int
@@ -36,6 +36,7 @@ class WindowSums:
     other_bytes: int
     density: float | None
     resources: list[list[float]]
+    gc_s: list[float]
 
 
 @dataclass
@@ -53,6 +54,7 @@ class WindowAccumulator:
     other_bytes: int = 0
     density: dict[str, float] = field(default_factory=dict)
     resources: dict[str, list[float]] = field(default_factory=dict)
+    gc_s: dict[str, float] = field(default_factory=dict)
     began_s: float = field(default_factory=time.monotonic)
 
     def add(self, worker: str, step: int, info: dict[str, Any], counted: bool) -> None:
@@ -65,6 +67,7 @@ class WindowAccumulator:
         row = self.phases.setdefault(worker, [0.0] * len(PHASES))
         for i, seconds in enumerate(info["phases"][: len(PHASES)]):
             row[i] += float(seconds)
+        self.gc_s[worker] = self.gc_s.get(worker, 0.0) + float(info.get("gc_s", 0.0))
         self.memory[worker] = int(info["memory_bytes"])
         self.add_bytes(info["bytes"])
         if (share := info.get("density")) is not None:
@@ -96,6 +99,7 @@ class WindowAccumulator:
             time.monotonic() - self.began_s, self.lr, [self.phases.get(w, zeros) for w in workers],
             [self.memory.get(w, 0) for w in workers], self.sent_bytes, self.received_bytes, self.other_bytes,
             fmean(self.density.values()) if self.density else None, [self.resources.get(w, []) for w in workers],
+            [self.gc_s.get(w, 0.0) for w in workers],
         )  # fmt: skip
         self.__init__()  # type: ignore[misc]
         return sums

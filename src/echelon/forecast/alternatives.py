@@ -78,7 +78,7 @@ def record_alternatives(run: TrainingRun, config: RunConfig) -> int:
         for spec, times in PERIODS.items():
             for encoded in [e for e in ("none", "int8", "sign") if e in costs and _go_together(spec, e)]:
                 rows.append(_row(sync=spec, compression=encoded, cost=replace(costs[encoded], tail=1.0), times=times))
-        run.record.write(Alternatives({"strategy.compression": codec}, latency_s, rows))
+        run.progress.record.write(Alternatives({"strategy.compression": codec}, latency_s, rows))
     return meeting.sent_bytes
 
 

@@ -8,13 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from echelon.messages.identity import RunKeys
+from echelon.sync.base import StepAbandoned
 
 
 class ClientFailed(RuntimeError):
     """The conversation with servers or scheduler cannot go on; says why."""
 
 
-class RunOver(RuntimeError):
+class RunOver(StepAbandoned):
     """The run ended while this worker waited for a value: its task is not needed any more."""
 
 

@@ -23,23 +23,24 @@ from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import write_atomic
 from echelon.core.units import parse_seconds
 from echelon.messages.identity import derive_keys, read_secret
-from echelon.observe.phases import PHASES
 from echelon.observe.scalars import Scalars
 from echelon.optim.build import build_optimizer
 from echelon.ps.keystore import MakeOptimizer
 from echelon.ps.server import Server, ServerConfig
 from echelon.ps.serving import coordination_policy
 from echelon.records.decode import decode
-from echelon.records.events import Refusal, Resumed, RoleFailed
+from echelon.records.events import Refusal, RoleFailed
 from echelon.records.file import Recorder
-from echelon.records.kinds import End, Evaluation, Resources, Start, Steps
+from echelon.records.kinds import End, Start
 from echelon.reporting.report import write_report
 from echelon.trainer.compatibility import assign_momentum
 from echelon.trainer.display import Display, RunLength
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.folder import read_launch
 from echelon.trainer.process import leave, log_to, one_line
+from echelon.trainer.progress import RunProgress, WindowEnd
 from echelon.trainer.server_checks import server_settings
+from echelon.trainer.step_watch import RankFacts
 from echelon.trainer.window import WindowTotals
 
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
@@ -72,15 +73,14 @@ def run_scheduler(folder: str, host: str = "") -> None:
             address = json.loads(former.read_text())["address"]
         timeout_s = parse_seconds(config.launch.timeout)
         keys = derive_keys(read_secret(roles))
-        record, scalars = Recorder(path), Scalars(path)
-        chronicle = Chronicle(config, path, record, scalars)
+        record = Recorder(path)
+        chronicle = Chronicle(config, path, record)
         plan = _plan(config)
         settings = SchedulerConfig(coordination_policy(server_settings(config)), keys, address, roles, plan, timeout_s)
         scheduler = Scheduler(settings, record, chronicle.callbacks())
         write_atomic(former, json.dumps({"address": scheduler.listener.address, "pid": os.getpid()}))
         status = scheduler.run()
         chronicle.close()
-        scalars.close()
         seconds, others = time.time() - read_launch(path)["launched_t"], scheduler.bookkeeping.bytes_left
         record.write(End(status, seconds=seconds, other_wire_bytes=others))
         record.close()
@@ -142,12 +142,12 @@ def optimizer_maker(config: RunConfig) -> MakeOptimizer:
 
 
 class Chronicle:
-    """Turns what the scheduler knows into the run's record, its curves and its progress."""
+    """Tells what the scheduler knows, as rank 0 of other runs tells it."""
 
-    def __init__(self, config: RunConfig, path: Path, record: Recorder, scalars: Scalars) -> None:
-        self._config, self._path, self._record, self._scalars = config, path, record, scalars
-        self._display: Display | None = None
-        self._last: WindowTotals | None = None
+    def __init__(self, config: RunConfig, path: Path, record: Recorder) -> None:
+        self._config, self._path, self._record = config, path, record
+        # A scheduler that came back does not know how long the run is: it records, and shows nothing.
+        self._progress = RunProgress(record, Scalars(path), Display(RunLength(0, 0), False))
 
     def callbacks(self) -> Callbacks:
         """Return what the scheduler calls."""
@@ -159,53 +159,38 @@ class Chronicle:
         done = info["done_below"] + sum(b - a + 1 for a, b in zip(runs[::2], runs[1::2], strict=True))
         steps = config.training.epochs * per_epoch
         length = RunLength(min(steps, config.training.max_steps or steps), config.training.epochs)
-        self._display = Display(length, True, done)
-        self._display.__enter__()
+        progress = self._progress
+        progress.display = Display(length, True, done)
+        progress.display.__enter__()
         workers = (config.launch.workers or 1) * parse_nodes(config.launch.nodes).least
         start = {
             **info, "world_size": workers, "backend": "zmq", "start_step": done, "start_epoch": done // per_epoch,
             "batch_size": config.data.batch_size, "epochs": config.training.epochs, "served": True,
         }  # fmt: skip
         self._record.write(decode(Start, start))
+        for name, note in info["notes"]:
+            progress.note(name, note)
         if info["resumed"]:
-            self._record.write(Resumed(f"resumed at step {done}", done, 0))
+            progress.resumed(done, self._path)
 
     def _window(self, sums: WindowSums) -> None:
-        wire_bytes = sums.pushed_bytes + sums.pulled_bytes  # servers send what workers pull
+        ranks = [RankFacts(gc_s, 0.0, 0.0, [], None) for gc_s in sums.gc_s]
         totals = WindowTotals(
-            sums.losses, sums.correct, sums.samples, sums.seconds, sums.phases, sums.memory_bytes, wire_bytes,
-            other_wire_bytes=sums.other_bytes, stop=False, checkpoint_due=False,
+            sums.losses, sums.correct, sums.samples, sums.seconds, sums.phases, sums.memory_bytes,
+            wire_bytes=sums.pushed_bytes + sums.pulled_bytes,  # servers send what workers pull
+            other_wire_bytes=sums.other_bytes, stop=False, checkpoint_due=False, resources=sums.resources, ranks=ranks,
+            wire_bytes_by_group={"pushed": sums.pushed_bytes, "pulled": sums.pulled_bytes},
         )  # fmt: skip
-        self._last = totals
-        steps = Steps(
-            epoch=sums.epoch, step=sums.step, losses=sums.losses, correct=sums.correct, samples=sums.samples,
-            lr=sums.lr, seconds=sums.seconds, phase_names=[p.value for p in PHASES], phases=sums.phases,
-            wire_bytes=wire_bytes, wire_bytes_by_group={"pushed": sums.pushed_bytes, "pulled": sums.pulled_bytes},
-            other_wire_bytes=sums.other_bytes,
-            memory_bytes=sums.memory_bytes, density=sums.density,
-        )  # fmt: skip
-        self._record.write(steps)
-        if any(sums.resources):
-            self._record.write(Resources.of(sums.step, sums.resources))
-        rate = totals.samples / max(totals.seconds, 1e-9)
-        curves = {"train/loss": sums.losses[-1], "train/lr": sums.lr, "train/samples_per_s": rate}
-        self._scalars.write(sums.step, curves)
-        if self._display is not None:
-            self._display.window(sums.epoch, sums.step, totals)
+        self._progress.window(WindowEnd(sums.epoch, sums.step, sums.lr, sums.density), totals)
 
     def _reviewed(self, epoch: int, info: dict[str, Any]) -> None:
         if "metrics" not in info:
             return
-        self._record.write(
-            Evaluation(info["step"], epoch, info["loss"], info["metrics"], info["seconds"], info["samples"])
-        )
-        numbers = {f"test/{name}": value for name, value in info["metrics"].items() if value is not None}
-        self._scalars.write(info["step"], numbers)
-        if self._display is not None and self._last is not None:
-            report = EvaluationReport(info["loss"], info["samples"], info["seconds"], info["metrics"], {})
-            self._display.epoch(epoch, self._last, report)
+        report = EvaluationReport(info["loss"], info["samples"], info["seconds"], info["metrics"], {})
+        self._progress.evaluated(epoch, info["step"], report)
+        self._progress.epoch_ended(epoch, report)
 
     def close(self) -> None:
-        """End the display."""
-        if self._display is not None:
-            self._display.__exit__(None, None, None)
+        """End the display and the curves."""
+        self._progress.display.__exit__(None, None, None)
+        self._progress.scalars.close()

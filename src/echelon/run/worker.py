@@ -20,6 +20,7 @@ from echelon.records.file import Recorder
 from echelon.records.kinds import End
 from echelon.reporting.report import write_report
 from echelon.trainer.assemble import Given, assemble
+from echelon.trainer.batches import EpochOrder
 from echelon.trainer.folder import read_launch
 from echelon.trainer.loop import TrainingRun, fit
 from echelon.trainer.precision import set_numerics
@@ -64,8 +65,8 @@ def train_rank(path: Path, given: Given | None = None) -> str:
         record = Recorder(path if world.leads else None)
         run, cursor = assemble(config, path, world, record, given or Given())
         try:
-            with run.display:
-                status = fit(run, cursor, stop)
+            with run.progress.display:
+                status = fit(run, EpochOrder(run, cursor, stop))
         except Exception as error:
             error.add_note(f"in step {cursor.step + 1}")
             raise
@@ -73,7 +74,7 @@ def train_rank(path: Path, given: Given | None = None) -> str:
         run.parts.sync.close()
         run.train_loader.close()
         run.eval_loader.close()
-        run.scalars.close()
+        run.progress.scalars.close()
         if status == "completed":
             run.saver.bytes_sent += record_alternatives(run, config)
         _end(run, path, status)
@@ -103,5 +104,5 @@ def _end(run: TrainingRun, path: Path, status: str) -> None:
         dist.all_reduce(others, group=run.world.group)  # and so no rank is still writing
     if run.world.leads:
         seconds = time.time() - read_launch(path)["launched_t"]
-        run.record.write(End(status, seconds=seconds, other_wire_bytes=int(others)))
+        run.progress.record.write(End(status, seconds=seconds, other_wire_bytes=int(others)))
         write_report(path)

@@ -15,6 +15,10 @@ from echelon.collectives.times import ReduceTimes
 from echelon.observe.phases import PhaseClock
 
 
+class StepAbandoned(RuntimeError):
+    """A step's batch is not needed any more: the run ended while a replica waited in the middle of it."""
+
+
 @dataclass(frozen=True)
 class SyncContext:
     """What a strategy acts on.

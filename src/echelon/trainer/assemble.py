@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,9 +25,8 @@ from echelon.observe.environment import environment
 from echelon.observe.phases import make_clock
 from echelon.observe.scalars import Scalars
 from echelon.optim.build import build_schedule
-from echelon.records.events import Event, Resumed
-from echelon.records.file import Recorder, read_records
-from echelon.records.kinds import Start, Steps
+from echelon.records.file import Recorder
+from echelon.records.kinds import Start
 from echelon.trainer.compatibility import assign_momentum, interplay_notes, settle_single_worker
 from echelon.trainer.cuts import keep_cuts, with_kept_cuts
 from echelon.trainer.display import Display, RunLength
@@ -36,6 +36,7 @@ from echelon.trainer.loop import LoopSettings, TrainingRun
 from echelon.trainer.losses import build_loss
 from echelon.trainer.parts import Work, build_parts, channels_last
 from echelon.trainer.precision import PRECISIONS
+from echelon.trainer.progress import RunProgress
 from echelon.trainer.saving import Saver, tensor_bytes
 from echelon.trainer.state import Cursor, RunParts, fingerprint, layout_of, seed_everything
 from echelon.trainer.step import Step, StepSettings
@@ -95,26 +96,30 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
         clock=clock,
         saver=saver,
         traffic=Traffic(at_start=_start_bytes(parts.held, world)),
-        record=record,
-        scalars=Scalars(path if world.leads else None),
-        display=_display(config, train_loader.batches_per_epoch, world, cursor),
+        progress=RunProgress(
+            record,
+            Scalars(path if world.leads else None),
+            _display(config, train_loader.batches_per_epoch, world, cursor),
+        ),
         settings=LoopSettings(
             training.epochs, training.max_steps, training.eval_every, parse_interval(config.checkpoint.every)
         ),
     )
     _record_start(config, run, source, cursor, path)
-    for note in parts.split.notes if parts.split else ():
-        record.write(Event(note, name="layout"))
-        run.display.say(note)
-    for note in notes:
-        record.write(Event(note, name="settings"))
-        run.display.say(note)
-    if note := size_note(source.info, config.data.batch_size):
-        record.write(Event(note, name="batch_size"))
-        run.display.say(note)
+    for name, note in run_notes(config, source.info, parts.split.notes if parts.split else (), notes):
+        run.progress.note(name, note)
     if restored is not None:
-        _record_resume(record, cursor, path)
+        run.progress.resumed(cursor.step, path)
     return run, cursor
+
+
+def run_notes(
+    config: RunConfig, info: DataInfo, layout: Sequence[str], settings: Sequence[str]
+) -> list[tuple[str, str]]:
+    """Return what a user has to know of this run, each with the name of its event."""
+    size = [note] if (note := size_note(info, config.data.batch_size)) else []
+    named = {"layout": layout, "settings": settings, "batch_size": size}
+    return [(name, note) for name, notes in named.items() for note in notes]
 
 
 def check_enough(info: DataInfo, workers: int) -> None:
@@ -186,7 +191,7 @@ def _record_start(config: RunConfig, run: TrainingRun, source: Source, cursor: C
         environment=environment(launch["command"]),
         launched_t=launch["launched_t"],
     )
-    run.record.write(start)
+    run.progress.record.write(start)
 
 
 def _parameter_count(parts: RunParts, world: World) -> int:
@@ -200,16 +205,6 @@ def _parameter_count(parts: RunParts, world: World) -> int:
     if group is not None:
         dist.all_reduce(count, group=group)
     return int(count)
-
-
-def _record_resume(record: Recorder, cursor: Cursor, path: Path) -> None:
-    """Say from where the run goes on, and what was trained before and is trained again."""
-    reached = max((window.step for window in read_records(path, Steps)), default=cursor.step)
-    lost = max(0, reached - cursor.step)
-    message = f"resumed at step {cursor.step}" + (
-        f"; {lost} steps since the checkpoint are trained again" if lost else ""
-    )
-    record.write(Resumed(message, cursor.step, lost))
 
 
 def _loaders(config: RunConfig, source: Source, world: World) -> tuple[TrainLoader, EvalLoader]:

@@ -25,9 +25,9 @@ from echelon.observe.phases import Phase
 from echelon.ps.client import PushInfo, RunOver, TagLost
 from echelon.ps.pulls import BUFFERS_KEY
 from echelon.ps.worker_rank import WorkerRank
-from echelon.records.events import BadImage, Event, RankFailed, Refusal
+from echelon.records.events import BadImage, RankFailed, Refusal
 from echelon.records.file import Recorder
-from echelon.trainer.assemble import Given
+from echelon.trainer.assemble import Given, run_notes
 from echelon.trainer.compatibility import assign_momentum, interplay_notes
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.folder import read_launch
@@ -193,10 +193,9 @@ def _start_info(worker: LeasedWorker) -> dict[str, Any]:
     bench = worker.bench
     info, config = bench.source.info, worker.config
     launch = read_launch(worker.path)
-    for note in interplay_notes(load_run_config(worker.path / "config.yaml"), worker.seat.workers):
-        worker.record.write(Event(note, name="settings"))
     return {
-        **_layout_info(worker), "device": str(bench.world.device), "threads": torch.get_num_threads(),
+        **_layout_info(worker), "notes": _notes(worker),
+        "device": str(bench.world.device), "threads": torch.get_num_threads(),
         "parameters": parameter_count(worker.strategy.held), "model": config.model.name, "data": info.name,
         "classes": list(info.classes), "train_size": info.train_size, "eval_size": info.eval_size,
         "steps_per_epoch": bench.train_loader.batches_per_epoch,
@@ -204,13 +203,18 @@ def _start_info(worker: LeasedWorker) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _notes(worker: LeasedWorker) -> list[tuple[str, str]]:
+    replica, config = worker.bench.replica, load_run_config(worker.path / "config.yaml")
+    layout = replica.split.notes if replica else ()
+    settings = interplay_notes(config, worker.seat.workers)
+    return run_notes(config, worker.bench.source.info, layout, settings)
+
+
 def _layout_info(worker: LeasedWorker) -> dict[str, Any]:
-    """Say how the workers' models are split, and what a user has to know of it."""
+    """Say how the workers' models are split."""
     replica, placement = worker.bench.replica, worker.bench.world.placement
     if replica is None or placement is None:
         return {}
-    for note in replica.split.notes:
-        worker.record.write(Event(note, name="layout"))
     return {
         "layout": layout_sizes(
             replace(placement.layout, sizes={**placement.layout.sizes, Axis.DP: worker.seat.workers})

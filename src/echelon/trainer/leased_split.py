@@ -13,7 +13,7 @@ from echelon.observe.phases import Phase
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.leased_assemble import LeasedWorker
 from echelon.trainer.leased_bench import WorkerModel
-from echelon.trainer.loop import record_pipeline
+from echelon.trainer.progress import record_pipeline
 from echelon.trainer.replica import Replica, Sums
 
 _PART = ("epoch", "batch", "share", "shares")

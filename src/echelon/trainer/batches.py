@@ -1,0 +1,136 @@
+"""Batches in an epoch's order, divided over the ranks: all of them step, record, evaluate and save together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from echelon.data.base import Batch
+from echelon.observe.garbage import GarbageClock
+from echelon.observe.phases import Phase
+from echelon.records.kinds import EntropyCoding
+from echelon.trainer.evaluate import EvaluationReport
+from echelon.trainer.loop import TrainingRun, evaluate_agreed
+from echelon.trainer.progress import WindowEnd, record_pipeline
+from echelon.trainer.slow_steps import SlowSteps
+from echelon.trainer.state import Cursor
+from echelon.trainer.step import StepResult
+from echelon.trainer.step_watch import RECORDING
+from echelon.trainer.stop import StopFlag
+from echelon.trainer.window import Sent, Window, WindowTotals
+
+
+class EpochOrder:
+    """This rank's part of each global batch from a cursor to the run's end; the cursor moves with the steps.
+
+    Attributes:
+        window: of the steps since the last record; it begins with the iteration, and may be paused between steps.
+    """
+
+    window: Window
+
+    def __init__(self, run: TrainingRun, cursor: Cursor, stop: StopFlag) -> None:
+        self.status = "completed"
+        self._run, self._cursor, self._stop = run, cursor, stop
+        self._slow = SlowSteps(run.progress.record)
+        self._due, self._saved_s = False, time.monotonic()
+        self._trained = False
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Give batches until the run is over, or a window's end says that it is to stop."""
+        run, cursor = self._run, self._cursor
+        with GarbageClock() as garbage:
+            self.window = Window(run.world, run.clock, garbage)
+            while cursor.epoch < run.settings.epochs and not self._reached:
+                run.clock.enter(Phase.DATA)
+                for batch in run.train_loader.epoch(cursor.epoch, cursor.batch):
+                    run.schedule.set_step(cursor.step)
+                    yield batch
+                    if self.status == "stopped":
+                        self._save("stop")
+                        return
+                    if self._reached:
+                        break
+                    run.clock.enter(Phase.DATA)
+                self._end_epoch()
+            self._save("end")
+
+    def step_done(self, result: StepResult) -> None:
+        """Add a step to the window; close it when it is full, and save where that is due."""
+        cursor, window = self._cursor, self.window
+        window.add(result)
+        window.end_step()
+        cursor.step, cursor.batch = cursor.step + 1, cursor.batch + 1
+        every = self._run.settings.checkpoint.steps
+        self._due = every is not None and cursor.step % every == 0
+        epoch_ends = cursor.batch == self._run.train_loader.batches_per_epoch or self._reached
+        if not (window.full or self._due or epoch_ends):
+            return
+        totals = self._close_window()
+        self._slow.look(cursor.step - len(totals.losses) + 1, totals.ranks, window.watch, totals.pauses)
+        window.go_on()
+        if totals.stop:
+            self.status = "stopped"
+            return
+        self._due = self._due or totals.checkpoint_due
+        if self._due and not epoch_ends:  # at an epoch's end the checkpoint comes after the evaluation
+            self._save("interval")
+
+    @property
+    def _reached(self) -> bool:
+        return 0 < self._run.settings.max_steps <= self._cursor.step
+
+    def _close_window(self) -> WindowTotals:
+        run, cursor = self._run, self._cursor
+        self._trained = True
+        every_s = run.settings.checkpoint.seconds
+        due = every_s is not None and time.monotonic() - self._saved_s >= every_s
+        sync = run.parts.sync
+        sent, others = run.traffic.since_last(sync.bytes_sent(), run.saver.bytes_sent)
+        totals = self.window.close(Sent(sent, others), sync.reduce_times(), bool(self._stop), due)
+        run.progress.window(WindowEnd(cursor.epoch, cursor.step, run.schedule.lr, sync.density()), totals)
+        record_pipeline(run.progress.record, run.parts.split, cursor.step)
+        return totals
+
+    def _end_epoch(self) -> None:
+        """Evaluate where it is due, keep the best, move the cursor to the next epoch, and save where that is due."""
+        run, cursor = self._run, self._cursor
+        is_complete = cursor.batch >= run.train_loader.batches_per_epoch
+        last = self._reached or cursor.epoch + 1 >= run.settings.epochs
+        every = run.settings.eval_every
+        report = self._evaluate() if last or (is_complete and every and (cursor.epoch + 1) % every == 0) else None
+        coded = run.parts.sync.entropy_coded()
+        if coded:
+            run.progress.record.write(EntropyCoding(cursor.step, **coded))
+        epoch = cursor.epoch
+        if is_complete:
+            cursor.epoch, cursor.batch = cursor.epoch + 1, 0
+        if report is not None:
+            with self._pause("checkpoint"):
+                run.saver.consider_best(cursor, report)
+        if self._trained:
+            with self.window.pause(RECORDING):
+                run.progress.epoch_ended(epoch, report)
+                self.window.meet()
+        if self._due:
+            self._save("interval")
+
+    def _evaluate(self) -> EvaluationReport:
+        with self._pause("evaluation"):
+            report = evaluate_agreed(self._run)
+            self._run.progress.evaluated(self._cursor.epoch, self._cursor.step, report)
+        return report
+
+    def _save(self, reason: str) -> None:
+        with self._pause("checkpoint"):
+            self._run.saver.save(self._cursor, reason=reason)
+        self._saved_s = time.monotonic()
+
+    @contextmanager
+    def _pause(self, name: str) -> Iterator[None]:
+        """Record how long something between steps took, for the slowest rank."""
+        with self.window.pause(name) as pause:
+            yield
+            self.window.meet()
+        self._run.progress.paused(name, self._cursor.step, pause.seconds)
