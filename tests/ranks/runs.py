@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from echelon.records.file import read_records
-
 DEADLINE_S = 300.0  # for a busy machine: an idle one needs a tenth
 POLL_S = 0.02
 LEAVE_S = 30.0
@@ -48,7 +46,7 @@ class Run:
 
     def records(self, kind: str = "", name: str = "") -> list[Record]:
         """Return the records so far, of one kind, and for events of one name."""
-        found = read_records(self.folder)
+        found = read_lines(self.folder)
         return [r for r in found if (not kind or r["kind"] == kind) and (not name or r.get("name") == name)]
 
     def events(self, name: str) -> list[Record]:
@@ -175,10 +173,17 @@ class Runs:
             raise AssertionError("runs left processes behind:\n" + "\n".join(run.text()[-2000:] for run in left))
 
 
+def read_lines(folder: Path) -> list[Record]:
+    """Return a run's record as others read it: the JSON of each line that is whole."""
+    file = folder / "record.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n") and line.strip()]
+
+
 def losses_of(folder: Path) -> dict[int, float]:
     """Return the loss of every step of a run, from 1."""
     losses: dict[int, float] = {}
-    for window in (r for r in read_records(folder) if r["kind"] == "steps"):
+    for window in (r for r in read_lines(folder) if r["kind"] == "steps"):
         first = window["step"] - len(window["losses"]) + 1
         losses.update(enumerate(window["losses"], first))
     return losses

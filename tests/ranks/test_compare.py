@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet
 
-from echelon.records.file import read_records
 from tests.ranks.run_many import python_path
-from tests.ranks.runs import Run, Runs
+from tests.ranks.runs import Run, Runs, read_lines
 
 SMALL = ("--workers", "1", "--threads", "1", "--device", "cpu", "--loaders", "0")
 ONCE, TWICE = "model=tests.ranks.slow_parts:once", "model=tests.ranks.slow_parts:twice"
@@ -75,14 +74,14 @@ def test_a_study_that_is_killed_goes_on_with_what_is_missing(tmp_path: Path, sig
         tries = (f"--try={ONCE}", f"--try={TWICE}", "--seeds", "1")
         run = compare(runs, "digits", *SMALL, "--epochs", "4", *tries)
         second = run.folder / "runs" / "0-01-tests.ranks.slow-parts-t-s0"
-        run.wait_for(lambda: [r for r in read_records(second) if r["kind"] == "steps"], "a step of the second run")
+        run.wait_for(lambda: [r for r in read_lines(second) if r["kind"] == "steps"], "a step of the second run")
         os.kill(run.process.pid, signum)
         assert run.end(100) == (-signum if signum == signal.SIGKILL else 130)
         assert run.left_behind(100.0) == []
-        first = {r["run"]: r["seconds"] for r in read_records(run.folder) if r["kind"] == "run"}
+        first = {r["run"]: r["seconds"] for r in read_lines(run.folder) if r["kind"] == "run"}
         assert len(first) == 1
         again = compare(runs)
         assert again.end() == 0, again.text()
         assert "1 of 2 runs are there already" in again.text()
         assert [r["status"] for r in rows(run.folder)] == ["completed"] * 2
-        assert len([r for r in read_records(second) if r["kind"] == "start"]) == 1, "it was resumed, not done anew"
+        assert len([r for r in read_lines(second) if r["kind"] == "start"]) == 1, "it was resumed, not done anew"

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.ranks.run_many import python_path, run_many
-from tests.ranks.runs import Runs, losses_of
+from tests.ranks.runs import Runs, losses_of, read_lines
 
 pytestmark = pytest.mark.timeout(400)
 COMMON = ("--threads", "1", "--device", "cpu", "--epochs", "2", "--batch-size", "100", "--workers", "2")
@@ -54,9 +54,7 @@ def test_every_option_trains_and_the_config_alone_repeats_a_run(tmp_path: Path) 
 
 
 def _records(folder: Path) -> list[dict[str, object]]:
-    from echelon.records.file import read_records
-
-    return read_records(folder)
+    return read_lines(folder)
 
 
 @pytest.mark.long

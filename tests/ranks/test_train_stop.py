@@ -19,10 +19,9 @@ import pytest
 import torch
 
 from echelon.checkpoint import CheckpointStore
-from echelon.records.file import read_records
 from tests.ranks import own_parts
 from tests.ranks.run_many import run_many
-from tests.ranks.runs import Run, Runs, losses_of
+from tests.ranks.runs import Run, Runs, losses_of, read_lines
 
 pytestmark = pytest.mark.timeout(400)
 STEPS = 150
@@ -52,7 +51,7 @@ def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
 
 
 def _resumed_at(folder: Path) -> int:
-    step: int = [r["start_step"] for r in read_records(folder) if r["kind"] == "start"][-1]
+    step: int = [r["start_step"] for r in read_lines(folder) if r["kind"] == "start"][-1]
     return step
 
 
