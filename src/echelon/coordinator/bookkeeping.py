@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from echelon.coordinator.members import RunMember
+from echelon.coordinator.shares import SharedLeases
 from echelon.coordinator.window import WindowAccumulator
 from echelon.records.decode import decode
 from echelon.records.kinds import EntropyCoding, ServerWindow, WorkerWindow
@@ -55,17 +57,22 @@ class Bookkeeping:
 
     def close_window(self) -> None:
         """Write what is summed, however short: what comes now is no step."""
-        if self._tally.losses:
+        if self._tally.has_steps(self._complete_below()):
             self._flush()
 
     def turn(self, now_s: float) -> None:
         """Write what is due."""
-        if self._scheduler.assignment.setup is not None and self._tally.due(now_s):
+        if self._scheduler.assignment.setup is not None and self._tally.due(now_s, self._complete_below()):
             self._flush()
         if now_s >= self._report_s:
             self._report_s = now_s + REPORT_S
             for server in self._scheduler.roster.members.of_role("server"):
                 self.report_server(server)
+
+    def _complete_below(self) -> float:
+        """Return the step from which on steps may have shares that are not done."""
+        leases = self._scheduler.assignment.leases
+        return leases.done_steps if isinstance(leases, SharedLeases) else math.inf
 
     def _flush(self) -> None:
         assignment = self._scheduler.assignment
@@ -74,7 +81,7 @@ class Bookkeeping:
         step = assignment.steps()
         epoch = max(0, step - 1) // int(assignment.setup["steps_per_epoch"])
         workers = [m.name for m in self._scheduler.roster.members.of_role("worker")]
-        self._scheduler.callbacks.window(self._tally.close(epoch, step, workers))
+        self._scheduler.callbacks.window(self._tally.close(epoch, step, workers, self._complete_below()))
         self._record_workers(step)
 
     def _record_workers(self, step: int) -> None:

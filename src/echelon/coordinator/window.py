@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -87,19 +88,29 @@ class WindowAccumulator:
         """All bytes of no window so far."""
         return self.sent_bytes + self.received_bytes + self.other_bytes
 
-    def due(self, now_s: float) -> bool:
-        """Whether it is time to close the window."""
-        return bool(self.losses) and now_s - self.began_s >= WINDOW_S
+    def has_steps(self, below: float = math.inf) -> bool:
+        """Whether a step before `below` was finished."""
+        return any(step < below for step in self.losses)
 
-    def close(self, epoch: int, step: int, workers: list[str]) -> WindowSums:
-        """Return the sums and begin anew."""
+    def due(self, now_s: float, below: float = math.inf) -> bool:
+        """Whether it is time to close the window."""
+        return self.has_steps(below) and now_s - self.began_s >= WINDOW_S
+
+    def close(self, epoch: int, step: int, workers: list[str], below: float = math.inf) -> WindowSums:
+        """Return the sums and begin anew.
+
+        Args:
+            below: steps from here on are not complete: their loss waits for the window in which they are.
+        """
         zeros = [0.0] * len(PHASES)
+        waiting = {s: loss for s, loss in self.losses.items() if s >= below}
         sums = WindowSums(
-            epoch, step, [self.losses[s] for s in sorted(self.losses)], self.correct, self.samples,
+            epoch, step, [self.losses[s] for s in sorted(self.losses.keys() - waiting.keys())],
+            self.correct, self.samples,
             time.monotonic() - self.began_s, self.lr, [self.phases.get(w, zeros) for w in workers],
             [self.memory.get(w, 0) for w in workers], self.sent_bytes, self.received_bytes, self.other_bytes,
             fmean(self.density.values()) if self.density else None, [self.resources.get(w, []) for w in workers],
             [self.gc_s.get(w, 0.0) for w in workers],
         )  # fmt: skip
-        self.__init__()  # type: ignore[misc]
+        self.__init__(waiting)  # type: ignore[misc]
         return sums
