@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar
 
-from echelon.records.decode import nan_number, number
+from echelon.records.decode import decode, nan_number, number
 
 VERSION = 1
 """Of what this package writes; written in `start`. 0: of runs before versions were written."""
@@ -59,6 +59,25 @@ class Environment:
 
 
 @dataclass(frozen=True)
+class MetricInfo:
+    """The metric that runs of a task are judged by; the defaults are those of records that name none.
+
+    Attributes:
+        name: as in an evaluation's metrics.
+        direction: `max` or `min`, the better side.
+        label: the word for it in sentences.
+        percent: it lies in 0..1 and counts samples.
+        chance: what guessing gives; None: not known.
+    """
+
+    name: str = "top1"
+    direction: str = "max"
+    label: str = "accuracy"
+    percent: bool = True
+    chance: float | None = None
+
+
+@dataclass(frozen=True)
 class Start(Record):
     """An attempt begins: a group of ranks, or a run's workers, is about to train.
 
@@ -95,6 +114,7 @@ class Start(Record):
     start_epoch: int = 0
     served: bool = False
     idle: Sequence[str] = ()
+    primary: MetricInfo | None = None
     environment: Environment = field(default_factory=Environment)
     launched_t: float | None = None
     version: int = VERSION
@@ -392,6 +412,17 @@ class Alternative:
     overlap: int = 0
 
 
+def _alternatives(rows: Any) -> tuple[Alternative, ...]:
+    """Read rows; those that are not what they should be are left out."""
+    alternatives = []
+    for row in rows:
+        try:
+            alternatives.append(decode(Alternative, row))
+        except (AttributeError, KeyError, TypeError, ValueError):
+            continue
+    return tuple(alternatives)
+
+
 @dataclass(frozen=True)
 class Alternatives(Record):
     """What other ways to communicate would cost, measured at the run's end; `now` are the run's own settings."""
@@ -399,7 +430,7 @@ class Alternatives(Record):
     kind: ClassVar[str] = "alternatives"
     now: Mapping[str, str]
     latency_s: float = 0.0
-    rows: Sequence[Alternative] = ()
+    rows: Annotated[Sequence[Alternative], _alternatives] = ()
 
 
 @dataclass(frozen=True)

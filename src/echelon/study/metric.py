@@ -6,29 +6,18 @@ import math
 from dataclasses import dataclass
 
 from echelon.core.units import rounded
+from echelon.records.kinds import MetricInfo
 from echelon.study.intervals import Interval
 
 CHANCE_SIGMAS = 3.0
 
 
 @dataclass(frozen=True)
-class PrimaryMetric:
-    """The primary metric of a task; the defaults are those of records that name none.
+class PrimaryMetric(MetricInfo):
+    """The primary metric of a task, as candidates are compared by it.
 
-    Attributes:
-        name: as in a record's metrics.
-        direction: `max` or `min`, the better side.
-        label: the word for it in sentences.
-        percent: it lies in 0..1 and counts samples; differences are then said in points (hundredths), of other metrics
-            in percent of the baseline's value.
-        chance: what guessing gives; None: not known.
+    Differences of one in percent are said in points (hundredths), of other metrics in percent of the baseline's value.
     """
-
-    name: str = "top1"
-    direction: str = "max"
-    label: str = "accuracy"
-    percent: bool = True
-    chance: float | None = None
 
     @property
     def unit(self) -> str:

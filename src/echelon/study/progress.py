@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 
-from echelon.reporting.live.follow import Follower, Json
+from echelon.records.file import RecordReader
+from echelon.records.kinds import Evaluation, Record, Start, Steps
 from echelon.study.base import COMPLETED, PlannedRun
 
 CUT_SHORT = "cut short"  # the study ended while this run went on: it is repeated from its start
@@ -39,32 +40,28 @@ class Tail:
     """Follows one run's record: each `read` looks only at what was added."""
 
     def __init__(self, folder: Path) -> None:
-        self._follower = Follower(folder)
+        self._reader = RecordReader(folder, (Start, Steps, Evaluation))
         self._progress = Progress()
 
     def read(self) -> Progress:
         """Return how far the run is now; an incomplete last line is left for the next call."""
-        anew, records = self._follower.read()
-        if anew:
+        replaced, records = self._reader.read()
+        if replaced:
             self._progress = Progress()
         for record in records:
             self._progress = _after(self._progress, record)
         return self._progress
 
 
-def _after(progress: Progress, record: Json) -> Progress:
-    try:
-        match record["kind"]:
-            case "start":
-                return replace(progress, total_steps=int(record["steps_per_epoch"]) * int(record["epochs"]))
-            case "steps":
-                done = int(record["step"]) / progress.total_steps if progress.total_steps else 0.0
-                rate = float(record["samples"]) / max(float(record["seconds"]), 1e-9)
-                return replace(progress, done=min(1.0, done), samples_per_s=rate)
-            case "evaluation":
-                return replace(progress, top1=float(record["metrics"]["top1"]))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        pass  # a malformed line: the report counts and names it, a progress bar has nothing to say
+def _after(progress: Progress, record: Record) -> Progress:
+    match record:
+        case Start():
+            return replace(progress, total_steps=record.steps_per_epoch * record.epochs)
+        case Steps():
+            done = record.step / progress.total_steps if progress.total_steps else 0.0
+            return replace(progress, done=min(1.0, done), samples_per_s=record.samples_per_s)
+        case Evaluation():
+            return replace(progress, top1=record.metrics.get("top1", progress.top1))
     return progress
 
 

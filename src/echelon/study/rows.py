@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from echelon.reporting.report.records import Evaluation, RunRecord, Window, load_run
-from echelon.reporting.report.summary import Summary, kept_evaluations, summarise
+from echelon.records.kinds import Evaluation, ServerWindow, Steps, WorkerJoined
+from echelon.reporting.report.charts_server import staleness_counts
+from echelon.reporting.report.records import RunRecord, load_run
+from echelon.reporting.report.summary import Summary, summarise
 from echelon.reporting.report.timing import Timing, measure
 from echelon.study.base import PlannedRun
 from echelon.study.metric import PrimaryMetric
@@ -28,7 +30,7 @@ def rows_of(run: PlannedRun, folder: Path, status: str, message: str) -> tuple[R
     record = load_run(folder)
     summary, timing = summarise(record), measure(record)
     metric = _primary(record)
-    points = [_point(run, record, number, e, metric) for number, e in enumerate(kept_evaluations(record))]
+    points = [_point(run, record, number, e, metric) for number, e in enumerate(record.kept_evaluations())]
     torn = " ".join(record.notes)
     train_s, wire_bytes, _ = _spent(record, None)
     row = RunRow(
@@ -41,13 +43,10 @@ def rows_of(run: PlannedRun, folder: Path, status: str, message: str) -> tuple[R
 
 def _primary(record: RunRecord) -> PrimaryMetric:
     """Return the primary metric that a run recorded; of an older record, accuracy."""
-    starts = record.of_kind("start")
-    details = starts[-1].details if starts else {}
-    recorded, classes = details.get("primary"), details.get("classes")
-    if isinstance(recorded, dict):
-        known = {f.name for f in fields(PrimaryMetric)}
-        return PrimaryMetric(**{key: value for key, value in recorded.items() if key in known})
-    return PrimaryMetric(chance=1 / len(classes) if isinstance(classes, list) and classes else None)
+    start = record.last_start
+    if start is not None and start.primary is not None:
+        return PrimaryMetric(**vars(start.primary))
+    return PrimaryMetric(chance=1 / len(start.classes) if start is not None and start.classes else None)
 
 
 def _with_outcome(row: RunRow, summary: Summary, points: Sequence[PointRow], metric: PrimaryMetric) -> RunRow:
@@ -91,11 +90,9 @@ def _with_costs(row: RunRow, summary: Summary, timing: Timing | None) -> RunRow:
 
 def _with_staleness(row: RunRow, record: RunRecord) -> RunRow:
     """Add up the last histograms of all servers: how many updates a gradient's parameters were behind."""
-    latest = {str(m.details.get("name")): m.details.get("staleness") for m in record.of_kind("server")}
     counts: Counter[int] = Counter()
-    for histogram in latest.values():
-        if isinstance(histogram, dict):
-            counts.update({int(k): int(v) for k, v in histogram.items() if str(k).isdigit()})
+    for window in {window.name: window for window in record.of(ServerWindow)}.values():
+        counts.update(staleness_counts(window))
     total = sum(counts.values())
     return replace(
         row,
@@ -106,22 +103,15 @@ def _with_staleness(row: RunRow, record: RunRecord) -> RunRow:
 
 def _with_placement(row: RunRow, record: RunRecord) -> RunRow:
     """Add threads and cores of the workers, as they recorded them when they began."""
-    starts = record.of_kind("start")
-    threads, cores = (starts[-1].details.get(key) for key in ("threads", "affinity")) if starts else (None, None)
-    known = [
-        *(cores if isinstance(cores, list) else []),
-        *(m.details.get("affinity") for m in record.of_kind("worker")),
-    ]
-    return replace(
-        row,
-        threads=threads if isinstance(threads, int) else None,
-        affinity="; ".join(sorted({str(c) for c in known if c})) or None,
-    )
+    start = record.last_start
+    cores = [*(start.affinity if start else ()), *(worker.affinity for worker in record.of(WorkerJoined))]
+    affinity = "; ".join(sorted({c for c in cores if c})) or None
+    return replace(row, threads=start.threads if start else None, affinity=affinity)
 
 
-def _density(windows: Sequence[Window]) -> float | None:
+def _density(windows: Sequence[Steps]) -> float | None:
     """Return the share of the encoded elements that rank 0 sent, the mean over the steps; None: no sparse codec."""
-    known = [(w.steps, w.density) for w in windows if w.density is not None]
+    known = [(w.count, w.density) for w in windows if w.density is not None]
     steps = sum(n for n, _ in known)
     return sum(n * share for n, share in known) / steps if steps else None
 
@@ -148,18 +138,18 @@ def _spent(record: RunRecord, until: Evaluation | None) -> tuple[float, float, f
     A window that reaches past the step counts by its share: asynchronous workers go on while one of them evaluates.
     """
     seconds = n_bytes = samples = 0.0
-    for window in record.windows:
-        share = _share(window, until)
-        seconds += share * window.seconds
-        n_bytes += share * window.wire_bytes
-        samples += share * window.samples
+    for attempt in record.attempts:
+        last = until is not None and any(evaluation is until for evaluation in attempt.evaluations)
+        for window in attempt.windows:
+            share = _share(window, until.step) if last and until is not None else 1.0
+            seconds += share * window.seconds
+            n_bytes += share * window.wire_bytes
+            samples += share * window.samples
+        if last:
+            break
     return seconds, n_bytes, samples
 
 
-def _share(window: Window, until: Evaluation | None) -> float:
-    if until is None or window.attempt < until.attempt:
-        return 1.0
-    if window.attempt > until.attempt:
-        return 0.0
-    past = max(0, window.step - until.step)
-    return max(0.0, window.steps - past) / window.steps
+def _share(window: Steps, step: int) -> float:
+    """Return which share of a window's steps is not past a step."""
+    return max(0.0, window.count - max(0, window.step - step)) / window.count

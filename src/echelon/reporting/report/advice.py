@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from echelon.observe.phases import Phase
+from echelon.records.kinds import Checkpoint, Evaluation, Start
 from echelon.reporting.report.predictions import SAYS_SO, pick_ways, predict
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import SlowRank, Timing
@@ -164,15 +165,15 @@ def _compute(record: RunRecord, share: float) -> Advice:
 
 
 def _on_gpu(record: RunRecord) -> bool:
-    return any(str(m.details.get("device", "")).startswith("cuda") for m in record.of_kind("start"))
+    return any(start.device.startswith("cuda") for start in record.of(Start))
 
 
 def _about_the_run(record: RunRecord, timing: Timing | None, seconds: float, startup_s: float | None) -> list[Advice]:
     if seconds <= 0:
         return []
     found = []
-    blocked = sum(m.number("blocked_s") or 0.0 for m in record.of_kind("checkpoint")) / seconds
-    evaluating = sum(e.seconds for e in record.evaluations) / seconds
+    blocked = sum(saved.blocked_s for saved in record.of(Checkpoint)) / seconds
+    evaluating = sum(e.seconds for e in record.of(Evaluation)) / seconds
     starting = (startup_s or 0.0) / seconds
     if 0.03 <= blocked < 1:
         text = f"Checkpoints stop training for {blocked:.0%} of the run; a longer --checkpoint-every"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from echelon.core.units import format_bytes, format_seconds
 from echelon.observe.phases import PHASES, Phase
+from echelon.records.kinds import Steps
 from echelon.reporting.report.figure import Chart, Json, axis, color, line, pick, safe
-from echelon.reporting.report.records import RunRecord, Window
-from echelon.reporting.report.summary import kept_windows, rank_host
+from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import Timing
 
 _MOST_POINTS = 1500
@@ -19,7 +21,7 @@ def time_charts(record: RunRecord, timing: Timing | None) -> list[Chart]:
 
 def traffic_charts(record: RunRecord) -> list[Chart]:
     """Bytes sent: over the run, and by group of parameters; what share of elements a sparse codec sent."""
-    windows = kept_windows(record)
+    windows = record.kept_windows()
     return [c for c in (_bytes(windows), _groups(windows), _density(windows)) if c]
 
 
@@ -37,7 +39,7 @@ def _by_rank(record: RunRecord, timing: Timing | None) -> Chart | None:
     if timing is None or not timing.by_rank:
         return None
     ranks = range(len(timing.by_rank))
-    labels = [f"rank {r}" + (f" · {safe(rank_host(record, r), 14)}" if rank_host(record, r) else "") for r in ranks]
+    labels = [f"rank {r}" + (f" · {safe(record.rank_host(r), 14)}" if record.rank_host(r) else "") for r in ranks]
     traces = []
     for phase in phase_order(list(timing.phases)):
         seconds = [rank.get(phase, 0.0) for rank in timing.by_rank]
@@ -74,14 +76,14 @@ def _by_rank(record: RunRecord, timing: Timing | None) -> Chart | None:
     return Chart("phases", "Where a step goes", caption, f"Mean of the ranks: {parts}.", traces, layout, height, True)
 
 
-def _over_steps(all_windows: tuple[Window, ...]) -> Chart | None:
+def _over_steps(all_windows: Sequence[Steps]) -> Chart | None:
     windows = pick([w for w in all_windows if w.phases], 400)
     if len(windows) < 2:
         return None
     names = phase_order(list(dict.fromkeys(n for w in windows for n in w.phase_names)))
     traces = []
     for name in names:
-        ms = [_mean_phase(w, name) / w.steps * 1e3 for w in windows]
+        ms = [_mean_phase(w, name) / w.count * 1e3 for w in windows]
         trace = line(name, range(len(windows)), ms, _token(name), width=0.5, stackgroup="one")
         trace["fillcolor"] = color(_token(name))
         trace["customdata"] = [w.step for w in windows]
@@ -93,22 +95,22 @@ def _over_steps(all_windows: tuple[Window, ...]) -> Chart | None:
         "yaxis": axis("ms per step", rangemode="tozero"),
         "legend": {"traceorder": "normal"},
     }
-    slowest = max(windows, key=lambda w: w.seconds / w.steps)
+    slowest = max(windows, key=lambda w: w.seconds / w.count)
     said = (
-        f"The slowest window ends at step {slowest.step}: {format_seconds(slowest.seconds / slowest.steps)} per step. "
+        f"The slowest window ends at step {slowest.step}: {format_seconds(slowest.seconds / slowest.count)} per step. "
         "In the order recorded, with steps that a restart repeated."
     )
     return Chart("steptime", "Step time over the run", said, said, traces, layout, 280, True)
 
 
-def _mean_phase(window: Window, name: str) -> float:
+def _mean_phase(window: Steps, name: str) -> float:
     if name not in window.phase_names:
         return 0.0
     column = window.phase_names.index(name)
     return sum(rank[column] for rank in window.phases) / len(window.phases)
 
 
-def _bytes(windows: list[Window]) -> Chart | None:
+def _bytes(windows: list[Steps]) -> Chart | None:
     if not any(w.wire_bytes for w in windows):
         return None
     total, points = 0.0, []
@@ -123,7 +125,7 @@ def _bytes(windows: list[Window]) -> Chart | None:
     return Chart("bytes", "Bytes sent", said, said, [trace], layout, 260)
 
 
-def _density(windows: list[Window]) -> Chart | None:
+def _density(windows: list[Steps]) -> Chart | None:
     points = [(float(w.step), w.density) for w in windows if w.density is not None]
     if not points:
         return None
@@ -134,7 +136,7 @@ def _density(windows: list[Window]) -> Chart | None:
     return Chart("density", "Density of what is sent", said, said, [trace], layout, 260)
 
 
-def _groups(windows: list[Window]) -> Chart | None:
+def _groups(windows: list[Steps]) -> Chart | None:
     sums: dict[str, float] = {}
     for w in windows:
         for name, n_bytes in w.wire_bytes_by_group.items():
@@ -142,7 +144,7 @@ def _groups(windows: list[Window]) -> Chart | None:
     if not sums:
         return None
     top = sorted(sums.items(), key=lambda item: -item[1])[:15]
-    steps = sum(w.steps for w in windows)
+    steps = sum(w.count for w in windows)
     trace: Json = {
         "type": "bar",
         "orientation": "h",

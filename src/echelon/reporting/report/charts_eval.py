@@ -33,9 +33,8 @@ def class_names(record: RunRecord) -> list[str]:
     """Names of the classes, from the evaluation or from the start of the run."""
     names = record.detail.get("classes")
     if not isinstance(names, list):
-        starts = record.of_kind("start")
-        names = starts[-1].details.get("classes") if starts else None
-    return [str(n) for n in names] if isinstance(names, list) else []
+        return list(record.last_start.classes) if record.last_start else []
+    return [str(n) for n in names]
 
 
 def class_rows(record: RunRecord) -> list[ClassRow]:

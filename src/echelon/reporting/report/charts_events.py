@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from echelon.core.units import format_bytes, format_seconds
+from echelon.records.events import Event, WorkerDied
+from echelon.records.kinds import Checkpoint, End, Evaluation, Start
 from echelon.reporting.report.clock import Sitting, elapsed_s, sittings
 from echelon.reporting.report.figure import Chart, Json, axis, color, safe
-from echelon.reporting.report.records import RunRecord, TimelineEntry
+from echelon.reporting.report.records import RunRecord
 
 _ROWS = ("checkpoint", "event", "evaluation", "attempt")
 
@@ -15,12 +17,12 @@ def timeline_chart(record: RunRecord) -> Chart | None:
     stretches = sittings(record)
     if not stretches or not any(s.end > s.begin for s in stretches):
         return None
-    traces = [_attempt_bars(record, stretches)] if record.of_kind("start") else []
-    saved = [m.t for m in record.of_kind("checkpoint")]
-    points = [("checkpoint", "update", "square", saved, _checkpoint_words(record))]
-    points.append(("evaluation", "eval", "diamond", [e.t for e in record.evaluations], _evaluation_words(record)))
-    events = record.of_kind("event")
-    points.append(("event", "communicate", "x", [m.t for m in events], [safe(m.message or m.name, 90) for m in events]))
+    traces = [_attempt_bars(record, stretches)] if record.of(Start) else []
+    saved = [c.t for c in record.of(Checkpoint)]
+    points = [("checkpoint", "update", "square", saved, [checkpoint_text(c) for c in record.of(Checkpoint)])]
+    points.append(("evaluation", "eval", "diamond", [e.t for e in record.of(Evaluation)], _evaluation_words(record)))
+    events = record.of(Event)
+    points.append(("event", "communicate", "x", [e.t for e in events], [safe(e.message or e.name, 90) for e in events]))
     for name, token, symbol, times, said in points:
         traces.append(
             {
@@ -41,7 +43,7 @@ def timeline_chart(record: RunRecord) -> Chart | None:
         "showlegend": False,
         "hovermode": "closest",
     }
-    numbers = {"attempt": len(record.of_kind("start"))} | {name: len(times) for name, _, _, times, _ in points}
+    numbers = {"attempt": len(record.of(Start))} | {name: len(times) for name, _, _, times, _ in points}
     count = ", ".join(f"{n} {name}{'s' * (n != 1)}" for name, n in numbers.items()) + "."
     return Chart("timeline", "What happened when", count, count, traces, layout, 250, True)
 
@@ -70,30 +72,23 @@ def attempt_spans(record: RunRecord) -> list[tuple[float, float]]:
     """Unix times of each attempt's first step and of the last record before a death, an end or the next start."""
     spans: list[tuple[float, float]] = []
     begin: float | None = None
-    for mark in record.marks:
-        if mark.kind == "start":
+    for line in record.records:
+        if isinstance(line, Start):
             if begin is not None:
-                spans.append((begin, mark.t))
-            begin = mark.t
-        elif begin is not None and _closes(mark):
-            spans.append((begin, mark.t))
+                spans.append((begin, line.t))
+            begin = line.t
+        elif begin is not None and isinstance(line, End | WorkerDied):
+            spans.append((begin, line.t))
             begin = None
     if begin is not None and record.last_t is not None:
         spans.append((begin, record.last_t))
     return spans
 
 
-def _closes(mark: TimelineEntry) -> bool:
-    return mark.kind == "end" or (mark.kind == "event" and mark.name == "worker_died")
-
-
-def _checkpoint_words(record: RunRecord) -> list[str]:
-    return [
-        f"step {m.number('step') or 0:.0f}, {format_bytes(m.number('n_bytes') or 0)}, training waited "
-        f"{format_seconds(m.number('blocked_s') or 0)}"
-        for m in record.of_kind("checkpoint")
-    ]
+def checkpoint_text(saved: Checkpoint) -> str:
+    """Say what a checkpoint cost."""
+    return f"step {saved.step}, {format_bytes(saved.n_bytes)}, training waited {format_seconds(saved.blocked_s)}"
 
 
 def _evaluation_words(record: RunRecord) -> list[str]:
-    return [f"epoch {e.epoch}, top-1 {e.metrics.get('top1', float('nan')):.4f}" for e in record.evaluations]
+    return [f"epoch {e.epoch}, top-1 {e.metrics.get('top1', float('nan')):.4f}" for e in record.of(Evaluation)]

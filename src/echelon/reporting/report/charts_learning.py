@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from echelon.records.kinds import Steps
 from echelon.reporting.report.figure import Chart, axis, dots, line, pick, thin
-from echelon.reporting.report.records import RunRecord, Window
-from echelon.reporting.report.summary import kept_evaluations, kept_windows
+from echelon.reporting.report.records import RunRecord
 
 _RAW_POINTS = 1500
 _SMOOTH_POINTS = 120
@@ -14,12 +14,12 @@ _SMOOTH_POINTS = 120
 
 def learning_charts(record: RunRecord) -> list[Chart]:
     """Loss, accuracy and learning rate, as far as the record holds them."""
-    windows = kept_windows(record)
+    windows = record.kept_windows()
     return [c for c in (_loss(record, windows), _accuracy(record, windows), _lr(windows)) if c]
 
 
-def _loss(record: RunRecord, windows: list[Window]) -> Chart | None:
-    steps = [w.step - w.steps + 1 + i for w in windows for i in range(w.steps)]
+def _loss(record: RunRecord, windows: list[Steps]) -> Chart | None:
+    steps = [w.step - w.count + 1 + i for w in windows for i in range(w.count)]
     losses = [loss for w in windows for loss in w.losses]
     known = [(s, y) for s, y in zip(steps, losses, strict=True) if math.isfinite(y)]
     if not known:
@@ -33,7 +33,7 @@ def _loss(record: RunRecord, windows: list[Window]) -> Chart | None:
         traces.append(line("training", smooth_x, smooth_y, "train"))
     else:
         traces = [line("training", raw_x, raw_y, "train", width=1.5)]
-    held = [e for e in kept_evaluations(record) if e.loss is not None]
+    held = [e for e in record.kept_evaluations() if e.loss is not None]
     if held:
         traces.append(dots("evaluation", [e.step for e in held], [e.loss for e in held], "eval", symbol="diamond"))
     said = f"Training loss from {y[0]:.3g} to {y[-1]:.3g} over {len(x)} steps"
@@ -43,9 +43,9 @@ def _loss(record: RunRecord, windows: list[Window]) -> Chart | None:
     return Chart("loss", "Loss", caption, said, traces, layout)
 
 
-def _accuracy(record: RunRecord, windows: list[Window]) -> Chart | None:
+def _accuracy(record: RunRecord, windows: list[Steps]) -> Chart | None:
     train = [(float(w.step), w.correct / w.samples) for w in windows if w.correct is not None and w.samples]
-    held = [e for e in kept_evaluations(record) if "top1" in e.metrics]
+    held = [e for e in record.kept_evaluations() if "top1" in e.metrics]
     traces = []
     if train:
         x, y = thin([s for s, _ in train], [a for _, a in train], _SMOOTH_POINTS)
@@ -65,7 +65,7 @@ def _accuracy(record: RunRecord, windows: list[Window]) -> Chart | None:
     return Chart("accuracy", "Accuracy", caption, said.strip(), traces, layout)
 
 
-def _lr(windows: list[Window]) -> Chart | None:
+def _lr(windows: list[Steps]) -> Chart | None:
     known = pick([(float(w.step), w.lr) for w in windows if w.lr is not None], _RAW_POINTS)
     if not known:
         return None

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TypeVar
 
 from echelon.core.units import format_bytes, format_seconds
+from echelon.records.kinds import ServerWindow, WorkerWindow
 from echelon.reporting.report.clock import elapsed_s, sittings
 from echelon.reporting.report.figure import Chart, Json, axis, color, line, pick, safe
-from echelon.reporting.report.records import RunRecord, TimelineEntry
+from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.tables import Table
+
+T = TypeVar("T")
 
 _SERIES = ("forward", "communicate", "update", "data", "backward", "eval", "other", "ink")
 _CAUSES = {"parameters": ("for parameters", "communicate"), "task": ("for a task", "data")}
 _MOST_LINES = 8
 _MOST_POINTS = 400
-_SUMS = ("updates", "duplicates", "late", "busy_s", "seconds", "sent_bytes", "received_bytes", "refused")
 
 
 @dataclass
@@ -26,36 +28,55 @@ class ServerLoad:
     """What one server did over all its lives."""
 
     lives: int = 0
-    sums: Counter[str] = field(default_factory=Counter)
+    updates: int = 0
+    duplicates: int = 0
+    late: int = 0
+    refused: int = 0
+    busy_s: float = 0.0
+    seconds: float = 0.0
+    sent_bytes: int = 0
+    received_bytes: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
 
     @property
     def busy(self) -> float:
         """Share of its time that it worked."""
-        return self.sums["busy_s"] / self.sums["seconds"] if self.sums["seconds"] else 0.0
+        return self.busy_s / self.seconds if self.seconds else 0.0
+
+    def add(self, life: ServerWindow) -> None:
+        """Add the last numbers of a life."""
+        self.lives += 1
+        self.updates += life.updates
+        self.duplicates += life.duplicates
+        self.late += life.late
+        self.refused += life.refused
+        self.busy_s += life.busy_s
+        self.seconds += life.seconds
+        self.sent_bytes += life.sent_bytes
+        self.received_bytes += life.received_bytes
+        self.staleness.update(staleness_counts(life))
+        self.dropped.update(life.dropped)
+
+
+def staleness_counts(window: ServerWindow) -> dict[int, int]:
+    """Return how many gradients were so many updates old."""
+    return {int(age): count for age, count in window.staleness.items() if age.isdigit()}
 
 
 def server_charts(record: RunRecord) -> list[Chart]:
     """The charts of a run with a parameter server; none for others."""
-    loads, workers = server_loads(record), record.of_kind("staleness")
-    found = [_staleness(loads), _clocks(record, workers), _waiting(workers), _bytes(loads, workers), _load(record)]
-    return [chart for chart in found if chart]
+    loads, workers = server_loads(record), record.of(WorkerWindow)
+    charts = [_staleness(loads), _clocks(record), _waiting(workers), _bytes(loads, workers), _load(record)]
+    return [chart for chart in charts if chart]
 
 
 def server_loads(record: RunRecord) -> dict[str, ServerLoad]:
     """Sum each server's last numbers over its lives; a standby counts as itself."""
-    last: dict[tuple[str, str], Json] = {}
-    for mark in record.of_kind("server"):
-        last[mark.details.get("name", "?"), str(mark.details.get("life"))] = mark.details
+    last = {(window.name, str(window.life)): window for window in record.of(ServerWindow)}
     loads: dict[str, ServerLoad] = {}
-    for (name, _), details in sorted(last.items()):
-        load = loads.setdefault(str(name), ServerLoad())
-        load.lives += 1
-        load.sums.update({key: _number(details.get(key)) for key in _SUMS})
-        load.staleness.update({int(k): int(_number(v)) for k, v in _dict(details.get("staleness")).items()
-                               if str(k).isdigit()})  # fmt: skip
-        load.dropped.update({str(k): int(_number(v)) for k, v in _dict(details.get("dropped")).items()})
+    for (name, _), window in sorted(last.items()):
+        loads.setdefault(name, ServerLoad()).add(window)
     return loads
 
 
@@ -66,11 +87,10 @@ def server_table(record: RunRecord) -> Table | None:
         return None
     rows = []
     for name, load in loads.items():
-        s = load.sums
         dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(load.dropped.items())) or "none"
-        rows.append([name, str(load.lives), f"{s['updates']:.0f}", f"{s['duplicates']:.0f}", f"{s['late']:.0f}",
-                     f"{load.busy:.0%}", format_bytes(s["received_bytes"]), format_bytes(s["sent_bytes"]),
-                     f"{s['refused']:.0f}", dropped])  # fmt: skip
+        rows.append([name, str(load.lives), str(load.updates), str(load.duplicates), str(load.late),
+                     f"{load.busy:.0%}", format_bytes(load.received_bytes), format_bytes(load.sent_bytes),
+                     str(load.refused), dropped])  # fmt: skip
     head = ["server", "lives", "updates of keys", "repeated pushes", "late pushes", "busy", "received", "sent",
             "peers refused", "messages dropped"]  # fmt: skip
     return Table("Servers, over all their lives", head, rows)
@@ -100,25 +120,24 @@ def _staleness(loads: dict[str, ServerLoad]) -> Chart | None:
     return Chart("staleness", "Staleness of gradients", said, said, [trace], layout, 260)
 
 
-def _clocks(record: RunRecord, marks: Sequence[TimelineEntry]) -> Chart | None:
-    stretches = sittings(record)
+def _clocks(record: RunRecord) -> Chart | None:
+    stretches, windows = sittings(record), record.of(WorkerWindow)
     lines: dict[str, list[tuple[float, float]]] = {}
-    for mark in marks:
-        for worker, clock in _dict(mark.details.get("clocks")).items():
-            lines.setdefault(str(worker), []).append((elapsed_s(stretches, mark.t), _number(clock)))
-    last = [_dict(m.details.get("clocks")) for m in marks]
-    if len(lines) < 2 or all(len(set(map(str, clocks.values()))) < 2 for clocks in last):
+    for window in windows:
+        for worker, clock in window.clocks.items():
+            lines.setdefault(worker, []).append((elapsed_s(stretches, window.t), clock))
+    if len(lines) < 2 or all(len(set(window.clocks.values())) < 2 for window in windows):
         return None  # where every step needs all, all have the same clock
-    ahead = max(max(map(_number, c.values())) - min(map(_number, c.values())) for c in last if c)
+    ahead = max(max(w.clocks.values()) - min(w.clocks.values()) for w in windows if w.clocks)
     said = f"Batches that each worker has finished; the largest distance between two was {ahead:.0f}."
     layout = {"xaxis": axis("seconds since the command"), "yaxis": axis("batches", rangemode="tozero")}
     return Chart("clocks", "Each worker's clock", said, said, _lines(lines), layout, 260)
 
 
-def _waiting(marks: Sequence[TimelineEntry]) -> Chart | None:
+def _waiting(windows: Sequence[WorkerWindow]) -> Chart | None:
     waited: dict[str, dict[str, float]] = {}
-    for worker, values in _history(marks, "waited_s").items():
-        waited[worker] = {cause: _grown(_number(_dict(v).get(cause)) for v in values) for cause in _CAUSES}
+    for worker, history in _history([window.waited_s for window in windows]).items():
+        waited[worker] = {cause: _grown(seconds.get(cause, 0.0) for seconds in history) for cause in _CAUSES}
     if not any(s for causes in waited.values() for s in causes.values()):
         return None
     names = sorted(waited, key=_by_number)
@@ -132,11 +151,11 @@ def _waiting(marks: Sequence[TimelineEntry]) -> Chart | None:
     return Chart("waiting", "Waiting, by cause", said, said, traces, layout, max(220, 120 + 30 * len(names)))
 
 
-def _bytes(loads: dict[str, ServerLoad], marks: Sequence[TimelineEntry]) -> Chart | None:
-    sent = {w: _grown(map(_number, values)) for w, values in _history(marks, "sent_bytes").items()}
-    received = {w: _grown(map(_number, values)) for w, values in _history(marks, "received_bytes").items()}
-    sent |= {name: load.sums["sent_bytes"] for name, load in loads.items()}
-    received |= {name: load.sums["received_bytes"] for name, load in loads.items()}
+def _bytes(loads: dict[str, ServerLoad], windows: Sequence[WorkerWindow]) -> Chart | None:
+    sent = {w: _grown(history) for w, history in _history([w.sent_bytes for w in windows]).items()}
+    received = {w: _grown(history) for w, history in _history([w.received_bytes for w in windows]).items()}
+    sent |= {name: load.sent_bytes for name, load in loads.items()}
+    received |= {name: load.received_bytes for name, load in loads.items()}
     names = sorted({*sent, *received}, key=_by_number)
     if not any(sent.values()):
         return None
@@ -155,14 +174,13 @@ def _bytes(loads: dict[str, ServerLoad], marks: Sequence[TimelineEntry]) -> Char
 def _load(record: RunRecord) -> Chart | None:
     stretches = sittings(record)
     lines: dict[str, list[tuple[float, float]]] = {}
-    lives: dict[str, list[TimelineEntry]] = {}
-    for mark in record.of_kind("server"):
-        lives.setdefault(str(mark.details.get("name", "?")), []).append(mark)
-    for name, marks in lives.items():
-        for a, b in pairwise(marks):
-            seconds = (b.number("seconds") or 0.0) - (a.number("seconds") or 0.0)
-            if a.details.get("life") == b.details.get("life") and seconds > 0:
-                busy = ((b.number("busy_s") or 0.0) - (a.number("busy_s") or 0.0)) / seconds
+    by_server: dict[str, list[ServerWindow]] = {}
+    for window in record.of(ServerWindow):
+        by_server.setdefault(window.name, []).append(window)
+    for name, windows in by_server.items():
+        for a, b in pairwise(windows):
+            if a.life == b.life and b.seconds > a.seconds:
+                busy = (b.busy_s - a.busy_s) / (b.seconds - a.seconds)
                 lines.setdefault(name, []).append((elapsed_s(stretches, b.t), 100 * busy))
     if not lines:
         return None
@@ -172,13 +190,13 @@ def _load(record: RunRecord) -> Chart | None:
     return Chart("serverload", "Server load", said, said, _lines(lines), layout, 260)
 
 
-def _history(marks: Sequence[TimelineEntry], key: str) -> dict[str, list[Any]]:
-    """What each worker said over time."""
-    found: dict[str, list[Any]] = {}
-    for mark in marks:
-        for worker, value in _dict(mark.details.get(key)).items():
-            found.setdefault(str(worker), []).append(value)
-    return found
+def _history(windows: Sequence[Mapping[str, T]]) -> dict[str, list[T]]:
+    """What each worker told over time."""
+    history: dict[str, list[T]] = {}
+    for values in windows:
+        for worker, value in values.items():
+            history.setdefault(worker, []).append(value)
+    return history
 
 
 def _grown(values: Iterable[float]) -> float:
@@ -216,11 +234,3 @@ def _row_layout(names: Sequence[str], unit: str) -> Json:
 def _by_number(name: str) -> tuple[str, int]:
     digits = name[len(name.rstrip("0123456789")) :]
     return name.removesuffix(digits), int(digits or 0)
-
-
-def _dict(value: Any) -> dict[Any, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0

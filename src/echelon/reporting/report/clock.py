@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from echelon.reporting.report.records import RunRecord, TimelineEntry
+from echelon.records.events import Event
+from echelon.records.kinds import End, Evaluation, Start, Steps
+from echelon.reporting.report.records import RunRecord
 
 
 @dataclass(frozen=True)
@@ -24,30 +26,37 @@ class Sitting:
 def sittings(record: RunRecord) -> list[Sitting]:
     """Split a record at each `end`; the last stretch may lack one, and reaches to the last record.
 
-    A stretch begins with the command that a start names, else with its first mark; what is recorded between an
+    A stretch begins with the command that a start names, else with its first record; what is recorded between an
     end and the next start or event belongs to none.
     """
-    found: list[Sitting] = []
+    stretches: list[Sitting] = []
     begin, started = None, False
-    for mark in record.marks:
-        if begin is None and mark.kind not in ("start", "event"):
-            if mark.kind == "end":
-                found.append(Sitting(mark.t, mark.t, mark.number("seconds")))
+    for line in record.records:
+        if isinstance(line, Steps | Evaluation):
             continue
-        begin = mark.t if begin is None else begin
-        if mark.kind == "start" and not started:
-            begin, started = _launched(mark, begin, found[-1].end if found else None), True
-        if mark.kind == "end":
-            found.append(Sitting(begin, max(begin, mark.t), mark.number("seconds")))
+        if begin is None and not isinstance(line, Start | Event):
+            if isinstance(line, End):
+                stretches.append(Sitting(line.t, line.t, line.seconds))
+            continue
+        begin = line.t if begin is None else begin
+        if isinstance(line, Start) and not started:
+            begin, started = _launched(line, begin, stretches[-1].end if stretches else None), True
+        if isinstance(line, End):
+            stretches.append(Sitting(begin, max(begin, line.t), line.seconds))
             begin, started = None, False
     if begin is not None:
-        found.append(Sitting(begin, max(begin, record.last_t or begin), None))
-    return found
+        stretches.append(Sitting(begin, max(begin, record.last_t or begin), None))
+    return stretches
 
 
-def _launched(start: TimelineEntry, begin: float, after: float | None) -> float:
+def wall_seconds(stretches: list[Sitting]) -> float:
+    """Seconds from each command to the end of what it recorded, added up."""
+    return sum(stretch.end - stretch.begin for stretch in stretches)
+
+
+def _launched(start: Start, begin: float, after: float | None) -> float:
     """When the command of a start was given, unless that lies in the future or in an earlier stretch."""
-    launched = start.number("launched_t")
+    launched = start.launched_t
     if launched is None or launched > start.t or (after is not None and launched < after):
         return begin
     return launched
@@ -55,7 +64,4 @@ def _launched(start: TimelineEntry, begin: float, after: float | None) -> float:
 
 def elapsed_s(stretches: list[Sitting], t: float) -> float:
     """Seconds of the run's own time at a unix time."""
-    passed = 0.0
-    for stretch in stretches:
-        passed += min(max(t - stretch.begin, 0.0), stretch.end - stretch.begin)
-    return passed
+    return sum(min(max(t - stretch.begin, 0.0), stretch.end - stretch.begin) for stretch in stretches)

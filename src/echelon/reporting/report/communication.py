@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echelon.observe.phases import Phase
-from echelon.reporting.report.records import Window
+from echelon.records.kinds import Steps
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Communication:
         return self.exposed_s + self.hidden_s
 
 
-def communication_of(windows: Sequence[Window], n_ranks: int) -> Communication | None:
+def communication_of(windows: Sequence[Steps], n_ranks: int) -> Communication | None:
     """Measure communication over windows of the same ranks; None with a single one."""
     told = [w for w in windows if len(w.phases) == n_ranks and Phase.COMMUNICATE in w.phase_names]
-    steps = sum(w.steps for w in told)
+    steps = sum(w.count for w in told)
     if n_ranks < 2 or not steps:
         return None
     waits = [_communicate(w) for w in told]
@@ -61,7 +61,7 @@ def communication_of(windows: Sequence[Window], n_ranks: int) -> Communication |
     )  # fmt: skip
 
 
-def _communicate(window: Window) -> list[float]:
+def _communicate(window: Steps) -> list[float]:
     column = window.phase_names.index(Phase.COMMUNICATE)
     return [rank[column] for rank in window.phases]
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echelon.core.units import format_seconds
+from echelon.records.events import Event, Restarted, Resumed, WorkerDied
+from echelon.records.kinds import End, Record, Start
 from echelon.reporting.report.clock import Sitting, elapsed_s
-from echelon.reporting.report.records import RunRecord, TimelineEntry
-
-_DEATHS = ("worker_died",)
+from echelon.reporting.report.records import RunRecord
 
 
 @dataclass(frozen=True)
@@ -42,44 +42,45 @@ def find_incidents(record: RunRecord, stretches: list[Sitting]) -> list[Incident
 
     Of several deaths before one restart, the last carries the cost.
     """
+    lines = [line for line in record.records if isinstance(line, Start | End | Event)]
     incidents = []
-    for i, mark in enumerate(record.marks):
-        if mark.kind != "event" or mark.name not in _DEATHS:
+    for i, death in enumerate(lines):
+        if not isinstance(death, WorkerDied):
             continue
-        after = record.marks[i + 1 :]
-        next_start = next((j for j, m in enumerate(after) if m.kind in ("start", "end")), None)
-        window = after[: next_start + 1] if next_start is not None else after
-        not_the_last = any(m.kind == "event" and m.name in _DEATHS for m in window)
-        continued = not_the_last or (next_start is not None and after[next_start].kind == "start")
-        cost, lost = (None, None) if not_the_last or not continued else _cost(record, mark, window)
-        incidents.append(Incident(elapsed_s(stretches, mark.t), mark.message, cost, lost, continued))
+        after = lines[i + 1 :]
+        bound = next((j for j, line in enumerate(after) if isinstance(line, Start | End)), None)
+        until = after[: bound + 1] if bound is not None else after
+        not_the_last = any(isinstance(line, WorkerDied) for line in until)
+        continued = not_the_last or (bound is not None and isinstance(after[bound], Start))
+        cost, lost = (None, None) if not_the_last or not continued else _cost(record, death, until)
+        incidents.append(Incident(elapsed_s(stretches, death.t), death.message, cost, lost, continued))
     return incidents
 
 
-def _cost(
-    record: RunRecord, death: TimelineEntry, until_start: Sequence[TimelineEntry]
-) -> tuple[float | None, int | None]:
-    told = [death, *until_start]
-    start = until_start[-1]
-    cost = next((m.number("seconds") for m in told if m.kind == "event" and m.number("seconds") is not None), None)
-    lost = next((m.number("lost_steps") for m in told if m.number("lost_steps") is not None), None)
+def _cost(record: RunRecord, death: WorkerDied, until_start: Sequence[Record]) -> tuple[float | None, int]:
+    """Return the seconds until the next step began, and the steps done again; `until_start` ends with the start."""
+    *events, start = (death, *until_start)
+    assert isinstance(start, Start)
+    told = [line for line in events if isinstance(line, WorkerDied | Restarted)]
+    cost = next((line.seconds for line in told if line.seconds is not None), None)
+    counted = [line for line in events if isinstance(line, WorkerDied | Restarted | Resumed)]
+    lost = next((line.lost_steps for line in counted if line.lost_steps is not None), None)
     if cost is None:
         first = next((w for w in record.windows if w.t > start.t), None)
         cost = max(0.0, first.t - first.seconds - death.t) if first else None
     if lost is None:
         before = [w.step for w in record.windows if w.t <= start.t]
-        lost = max(0.0, before[-1] - (start.number("start_step") or 0)) if before else 0.0
-    return cost, int(lost)
+        lost = max(0, before[-1] - start.start_step) if before else 0
+    return cost, lost
 
 
 def count_restarts(record: RunRecord) -> int:
     """Count restarts after a death; a resume by the user is none."""
-    said = sum(m.kind == "event" and m.name == "restarted" for m in record.marks)
     seen, died = 0, False
-    for mark in record.marks:
-        if mark.kind == "event" and mark.name in _DEATHS:
+    for line in record.records:
+        if isinstance(line, WorkerDied):
             died = True
-        elif mark.kind in ("start", "end"):
-            seen += died and mark.kind == "start"
+        elif isinstance(line, Start | End):
+            seen += died and isinstance(line, Start)
             died = False
-    return max(said, seen)
+    return max(len(record.of(Restarted)), seen)

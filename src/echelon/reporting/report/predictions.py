@@ -17,13 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from echelon.records.kinds import Alternative, Alternatives
 from echelon.reporting.report.communication import Communication
-from echelon.reporting.report.records import RunRecord, TimelineEntry
+from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import Timing
 
-KIND = "alternatives"
 SAYS_SO = 1.05
 """Gains below are not worth saying."""
 
@@ -56,35 +55,22 @@ class Prediction:
         return 1 - self.then_s / self.now_s
 
 
-@dataclass(frozen=True)
-class _Way:
-    """One row of the record."""
-
-    settings: dict[str, str]
-    period: int
-    overlap: int
-    n_bytes: float
-    rounds: float
-    coding_s: float
-    tail: float
-
-
 def predict(record: RunRecord, timing: Timing | None) -> list[Prediction]:
     """Predict a step with each alternative that the run recorded, the fastest first; empty where nothing was."""
-    marks = record.of_kind(KIND)
-    if timing is None or timing.communication is None or not marks or not timing.step_s:
+    recorded = record.of(Alternatives)
+    if timing is None or timing.communication is None or not recorded or not timing.step_s:
         return []
-    ways, latency_s = _ways(marks[-1]), marks[-1].number("latency_s") or 0.0
-    now = next((w for w in ways if w.settings == marks[-1].details.get("now")), None)
-    if now is None or now.n_bytes <= 0:
+    ways, latency_s = [way for way in recorded[-1].rows if _is_sound(way)], recorded[-1].latency_s
+    now = next((w for w in ways if w.settings == recorded[-1].now), None)
+    if now is None or now.wire_bytes <= 0:
         return []
-    found = []
+    predictions = []
     for way in ways:
         then_s = _then_s(timing, timing.communication, latency_s, (now, way))
         label = ", ".join(way.settings.values())
         if way is not now and then_s > 0:
-            found.append(Prediction(label, way.settings, timing.step_s, then_s, way.n_bytes / way.period))
-    return sorted(found, key=lambda p: p.then_s)
+            predictions.append(Prediction(label, way.settings, timing.step_s, then_s, way.wire_bytes / way.period))
+    return sorted(predictions, key=lambda p: p.then_s)
 
 
 def pick_ways(predictions: Sequence[Prediction]) -> list[Prediction]:
@@ -94,10 +80,12 @@ def pick_ways(predictions: Sequence[Prediction]) -> list[Prediction]:
     return by_saving if len(by_saving) <= 5 else by_saving[:2] + by_saving[-3:]
 
 
-def _then_s(timing: Timing, communication: Communication, latency_s: float, ways: tuple[_Way, _Way]) -> float:
+def _then_s(
+    timing: Timing, communication: Communication, latency_s: float, ways: tuple[Alternative, Alternative]
+) -> float:
     now, then = ways
     moving_s = max(0.0, communication.total_s - now.coding_s - latency_s * now.rounds)
-    network_s = latency_s * then.rounds + moving_s * then.n_bytes / now.n_bytes
+    network_s = latency_s * then.rounds + moving_s * then.wire_bytes / now.wire_bytes
     rest_s = timing.step_s - communication.exposed_s
     if then.period > 1:
         return rest_s + (then.coding_s + max(0.0, network_s - then.overlap * rest_s)) / then.period
@@ -105,22 +93,5 @@ def _then_s(timing: Timing, communication: Communication, latency_s: float, ways
     return rest_s + then.coding_s + exposed_s
 
 
-def _ways(mark: TimelineEntry) -> list[_Way]:
-    """Read the rows; those that are not what they should be are left out."""
-    rows = mark.details.get("rows")
-    found = []
-    for row in rows if isinstance(rows, list) else []:
-        try:
-            found.append(_way(row))
-        except (KeyError, TypeError, ValueError, AttributeError):
-            continue
-    return found
-
-
-def _way(row: dict[str, Any]) -> _Way:
-    settings = {str(k): str(v) for k, v in row["settings"].items()}
-    period, overlap, rounds = int(row["period"]), int(row.get("overlap", 0)), float(row["rounds"])
-    way = _Way(settings, period, overlap, float(row["wire_bytes"]), rounds, float(row["coding_s"]), float(row["tail"]))
-    if not 0 <= overlap < period or not settings or min(way.n_bytes, way.coding_s, rounds) < 0:
-        raise ValueError("not a way to communicate")
-    return way
+def _is_sound(way: Alternative) -> bool:
+    return 0 <= way.overlap < way.period and bool(way.settings) and min(way.wire_bytes, way.coding_s, way.rounds) >= 0

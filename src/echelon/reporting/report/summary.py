@@ -7,13 +7,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from echelon.observe.phases import PHASES
+from echelon.records.events import BadImage, Event, RankFailed
+from echelon.records.kinds import End, EntropyCoding, Evaluation, ServerWindow, Start
 from echelon.reporting.report.advice import Advice, Bound, advise, find_bound, shares_of
-from echelon.reporting.report.clock import sittings
+from echelon.reporting.report.clock import sittings, wall_seconds
 from echelon.reporting.report.communication import Communication
 from echelon.reporting.report.incidents import Incident, count_restarts, find_incidents
 from echelon.reporting.report.predictions import Prediction, predict
-from echelon.reporting.report.records import Evaluation, RunRecord, TimelineEntry, Window, surviving
-from echelon.reporting.report.slow_steps import SlowStep, find_slow_steps
+from echelon.reporting.report.records import RunRecord
+from echelon.reporting.report.slow_steps import ExplainedStep, find_slow_steps
 from echelon.reporting.report.timing import Timing, measure, timing_notes
 from echelon.reporting.report.waterfall import Waterfall, waterfall_notes, waterfall_of
 
@@ -22,7 +24,12 @@ METRICS = ("top1", "top5", "macro_f1", "roc_auc")
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in numbers. Seconds unless the name says otherwise; None where the record holds no answer."""
+    """A run in numbers. Seconds unless the name says otherwise; None where the record holds no answer.
+
+    Attributes:
+        seconds: as the run measured it from the command to its end; without that, as `wall_s`.
+        wall_s: from the command to the end of the record, without the pause between a stop and a resume.
+    """
 
     run: str
     status: str
@@ -32,6 +39,7 @@ class Summary:
     best_step: int | None
     eval_samples: int
     seconds: float
+    wall_s: float
     startup_s: float | None
     samples_per_s: float | None
     step_s: float | None
@@ -53,7 +61,7 @@ class Summary:
     incidents: tuple[Incident, ...]
     notes: tuple[str, ...]
     predictions: tuple[Prediction, ...]
-    slow_steps: tuple[SlowStep, ...]
+    slow_steps: tuple[ExplainedStep, ...]
     communication: Communication | None
     waterfall: Waterfall | None
     served: bool
@@ -78,28 +86,17 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def kept_windows(record: RunRecord) -> list[Window]:
-    """Windows of the trajectory that survived restarts; one that reaches past a restart's step is dropped."""
-    return surviving(record.windows, record, lambda w: (w.attempt, w.step))
-
-
-def kept_evaluations(record: RunRecord) -> list[Evaluation]:
-    """Evaluations of the trajectory that survived restarts."""
-    return surviving(record.evaluations, record, lambda e: (e.attempt, e.step))
-
-
 def summarise(record: RunRecord) -> Summary:
     """Compute a run's numbers from its record."""
     timing = measure(record)
     stretches = sittings(record)
     seconds = sum(s.seconds for s in stretches)
     startup_s = _startup_s(record)
-    evaluations = kept_evaluations(record)
-    best = max((e for e in evaluations if "top1" in e.metrics), key=lambda e: e.metrics["top1"], default=None)
+    evaluations = record.kept_evaluations()
+    best = max((e for e in evaluations if "top1" in e.metrics), key=lambda e: e.metrics["top1"] or 0.0, default=None)
     status, message = _status(record)
-    start = record.of_kind("start")[-1] if record.of_kind("start") else None
-    parameters = start.number("parameters") if start else None
-    steps = max((w.step for w in kept_windows(record)), default=0)
+    start = record.last_start
+    steps = max((w.step for w in record.kept_windows()), default=0)
     waterfall = waterfall_of(record)
     return Summary(
         run=record.name,
@@ -110,19 +107,20 @@ def summarise(record: RunRecord) -> Summary:
         best_step=best.step if best else None,
         eval_samples=evaluations[-1].samples if evaluations else 0,
         seconds=seconds,
+        wall_s=wall_seconds(stretches),
         startup_s=startup_s,
         samples_per_s=timing.samples_per_s if timing else None,
         step_s=timing.step_s if timing else None,
         wire_bytes_per_step=timing.wire_bytes_per_step if timing else None,
         phases=_phases(timing),
         shares=shares_of(timing) if timing and timing.phases else {},
-        workers=int((start.number("world_size") if start else None) or 0),
-        parameters=int(parameters) if parameters is not None else None,
+        workers=start.world_size if start else 0,
+        parameters=start.parameters if start else None,
         epochs=_epochs(record, steps),
         steps=steps,
         measured_steps=timing.steps if timing else 0,
         restarts=count_restarts(record),
-        bad_images=sum(int(m.number("count") or 1) for m in _events(record, "bad_image")),
+        bad_images=sum(event.count for event in record.of(BadImage)),
         nonfinite_step=_first_nonfinite(record),
         outlier_windows=timing.outlier_windows if timing else 0,
         bound=find_bound(timing),
@@ -138,90 +136,76 @@ def summarise(record: RunRecord) -> Summary:
     )
 
 
-def rank_host(record: RunRecord, rank: int) -> str:
-    """The host a rank ran on in the last attempt, or nothing when the record lists hosts otherwise."""
-    starts = record.of_kind("start")
-    hosts = starts[-1].details.get("hosts") if starts else None
-    if not isinstance(hosts, list) or not hosts:
-        return ""
-    if len(hosts) == 1:
-        return str(hosts[0])
-    return str(hosts[rank]) if len(hosts) == starts[-1].number("world_size") else ""
-
-
 def _notes(record: RunRecord) -> list[str]:
-    return [*_entropy_notes(record), *_lone_notes(record)]
+    return [*_entropy_notes(record), *_idle_notes(record)]
 
 
-def _lone_notes(record: RunRecord) -> list[str]:
+def _idle_notes(record: RunRecord) -> list[str]:
     """Say which settings did nothing in a run that had one worker from its start to its end, and no server."""
-    starts = record.of_kind("start")
-    if not starts or any(m.number("world_size") != 1 or str(m.details.get("backend")) == "zmq" for m in starts):
+    starts = record.of(Start)
+    if not starts or any(start.world_size != 1 or start.served for start in starts) or record.of(ServerWindow):
         return []
-    sync, codec = (str(record.setting("strategy", key) or "") for key in ("sync", "compression"))
-    averages = sync.startswith("local") and "reset" not in sync  # moments are reset by one worker, too
-    idle = [f"--sync {sync}"] * averages + [f"--compression {codec}"] * (codec not in ("", "none"))
+    idle = list(starts[-1].idle)
+    if starts[-1].version == 0:  # runs did not tell yet
+        codec = str(record.setting("strategy", "compression") or "none")
+        idle = [f"--compression {codec}"] * (codec != "none")
     return [f"One worker has nobody to send to: {' and '.join(idle)} did nothing."] if idle else []
 
 
 def _entropy_notes(record: RunRecord) -> list[str]:
     """Say whether entropy coding paid, by the last count: rank 0's, or all workers' of a parameter server."""
-    if not record.of_kind("entropy_coding"):
+    counts = record.of(EntropyCoding)
+    if not counts:
         return []
-    last = record.of_kind("entropy_coding")[-1]
-    plain, sent, coded, left, slow = (
-        last.number(key) or 0.0 for key in ("plain_bytes", "sent_bytes", "planes_coded", "planes_plain", "planes_slow")
-    )
-    whose = "the workers'" if record.of_kind("server") else "rank 0's"
-    if not coded or sent >= plain:
+    last = counts[-1]
+    whose = "the workers'" if record.of(ServerWindow) else "rank 0's"
+    if not last.planes_coded or last.sent_bytes >= last.plain_bytes:
         return ["Huffman coding did not pay: it shortened nothing, leave it out."]
-    others = "as short plain" if not slow else f"as short plain, or sooner sent than coded ({slow:.0f})"
-    share = f"{coded:.0f} of {coded + left:.0f} streams of symbols; the others were {others}" if left else "all"
-    saved = f"Huffman coding made {whose} encoded messages {1 - sent / plain:.1%} smaller (it coded {share})."
-    return [saved, *_entropy_seconds(last, plain - sent)]
+    slow = f", or sooner sent than coded ({last.planes_slow:.0f})" if last.planes_slow else ""
+    streams = f"{last.planes_coded:.0f} of {last.planes_coded + last.planes_plain:.0f} streams of symbols"
+    share = f"{streams}; the others were as short plain{slow}" if last.planes_plain else "all"
+    saved = 1 - last.sent_bytes / last.plain_bytes
+    note = f"Huffman coding made {whose} encoded messages {saved:.1%} smaller (it coded {share})."
+    return [note, *_entropy_seconds(last)]
 
 
-def _entropy_seconds(last: TimelineEntry, saved_bytes: float) -> list[str]:
+def _entropy_seconds(count: EntropyCoding) -> list[str]:
     """Say what entropy coding took and spared; without a link's rate, below which rate it pays."""
-    coding_s, spared_s, rate = (last.number(key) or 0.0 for key in ("coding_s", "spared_s", "bytes_per_s"))
-    if not coding_s:
+    if not count.coding_s:
         return []
-    took = f"Encoding and decoding took {coding_s:.2g} s"
-    if not rate:
-        limit = _mbit_per_s(saved_bytes / coding_s)
+    took = f"Encoding and decoding took {count.coding_s:.2g} s"
+    if not count.bytes_per_s:
+        limit = _mbit_per_s((count.plain_bytes - count.sent_bytes) / count.coding_s)
         return [f"{took}; no link's rate was measured here, so all was coded that got shorter: it pays below {limit}."]
-    verdict = "it paid" if spared_s > coding_s else "it did not pay, leave it out"
-    return [f"{took} and spared {spared_s:.2g} s at {_mbit_per_s(rate)} between ranks, as measured: {verdict}."]
+    verdict = "it paid" if count.spared_s > count.coding_s else "it did not pay, leave it out"
+    rate = _mbit_per_s(count.bytes_per_s)
+    return [f"{took} and spared {count.spared_s:.2g} s at {rate} between ranks, as measured: {verdict}."]
 
 
 def _mbit_per_s(bytes_per_s: float) -> str:
     return f"{8e-6 * bytes_per_s:.3g} Mbit/s"
 
 
-def _events(record: RunRecord, name: str) -> list[TimelineEntry]:
-    return [m for m in record.of_kind("event") if m.name == name]
-
-
 def _status(record: RunRecord) -> tuple[str, str]:
-    last = next((m for m in reversed(record.marks) if m.kind in ("start", "end")), None)
+    last = next((line for line in reversed(record.records) if isinstance(line, Start | End)), None)
     if last is None:
-        return ("unfinished", "the record is empty") if not record.marks else ("unfinished", record.marks[-1].message)
-    if last.kind == "start":
+        events = record.of(Event)
+        return "unfinished", events[-1].message if events else "the record is empty"
+    if isinstance(last, Start):
         return "unfinished", "the record has no end: the run is still going, or was killed"
-    status, message = str(last.details.get("status") or "unknown"), last.message
-    errors = [m.message for m in _events(record, "rank_failed") if m.message]
-    if status == "failed" and errors:
+    message, errors = last.message, [event.message for event in record.of(RankFailed) if event.message]
+    if last.status == "failed" and errors:
         message = f"{message.rstrip('.') or 'a rank failed'}; the last error was {errors[-1]}"
-    return status, message
+    return last.status, message
 
 
 def _metrics(record: RunRecord, evaluations: list[Evaluation]) -> dict[str, float | None]:
-    found: dict[str, float | None] = dict.fromkeys(METRICS)
+    metrics: dict[str, float | None] = dict.fromkeys(METRICS)
     if evaluations:
-        found.update(evaluations[-1].metrics)
+        metrics.update(evaluations[-1].metrics)
     elif isinstance(record.detail.get("metrics"), dict):
-        found.update({str(k): v for k, v in record.detail["metrics"].items() if isinstance(v, int | float)})
-    return found
+        metrics.update({str(k): v for k, v in record.detail["metrics"].items() if isinstance(v, int | float)})
+    return metrics
 
 
 def _phases(timing: Timing | None) -> dict[str, float]:
@@ -230,26 +214,24 @@ def _phases(timing: Timing | None) -> dict[str, float]:
 
 
 def _startup_s(record: RunRecord) -> float | None:
-    first = next(iter(record.of_kind("start")), None)
-    launched = first.number("launched_t") if first else None
-    return max(0.0, first.t - launched) if first and launched is not None else None
+    first = next(iter(record.of(Start)), None)
+    return max(0.0, first.t - first.launched_t) if first and first.launched_t is not None else None
 
 
 def _epochs(record: RunRecord, steps: int) -> float:
-    starts = record.of_kind("start")
-    per_epoch = starts[-1].number("steps_per_epoch") if starts else None
+    per_epoch = record.last_start.steps_per_epoch if record.last_start else 0
     return round(steps / per_epoch, 3) if per_epoch else 0.0
 
 
 def _first_nonfinite(record: RunRecord) -> int | None:
-    for window in kept_windows(record):
+    for window in record.kept_windows():
         for i, loss in enumerate(window.losses):
             if not math.isfinite(loss):
-                return window.step - window.steps + 1 + i
+                return window.step - window.count + 1 + i
     return None
 
 
 def _slowest(record: RunRecord, timing: Timing | None) -> dict[str, Any] | None:
     if timing is None or timing.slow is None:
         return None
-    return {**asdict(timing.slow), "host": rank_host(record, timing.slow.rank)}
+    return {**asdict(timing.slow), "host": record.rank_host(timing.slow.rank)}

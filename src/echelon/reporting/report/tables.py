@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 
 from echelon.core.units import format_bytes, format_seconds
-from echelon.records.kinds import TCP_HEADER_BYTES
+from echelon.records.events import Event
+from echelon.records.kinds import Checkpoint, End, LinkTraffic, Record, Start
 from echelon.reporting.report.charts_cost import phase_order
+from echelon.reporting.report.charts_events import checkpoint_text
 from echelon.reporting.report.clock import elapsed_s, sittings
-from echelon.reporting.report.records import RunRecord, TimelineEntry
-from echelon.reporting.report.summary import Summary, kept_evaluations, rank_host
+from echelon.reporting.report.records import RunRecord
+from echelon.reporting.report.summary import Summary
 from echelon.reporting.report.timing import Timing, own_work
 from echelon.reporting.report.words import wilson_interval
 
@@ -75,7 +76,7 @@ def rank_table(record: RunRecord, timing: Timing | None) -> Table | None:
     head = ["rank", "host", *phases, "own work", *(["peak memory"] if memory else [])]
     rows = []
     for rank, seconds in enumerate(timing.by_rank):
-        row = [str(rank), rank_host(record, rank) or "–"]
+        row = [str(rank), record.rank_host(rank) or "–"]
         row += [_ms(seconds.get(p, 0.0)) for p in phases] + [_ms(own_work(seconds))]
         rows.append(row + ([format_bytes(memory[rank])] if memory else []))
     return Table("Milliseconds per step, by rank and phase", head, rows)
@@ -87,12 +88,12 @@ def _ms(seconds: float) -> str:
 
 def evaluation_table(record: RunRecord) -> Table | None:
     """One row per evaluation that survived restarts."""
-    kept = kept_evaluations(record)
-    if not kept:
+    evaluations = record.kept_evaluations()
+    if not evaluations:
         return None
-    names = list(dict.fromkeys(name for e in kept for name in e.metrics))
+    names = list(dict.fromkeys(name for e in evaluations for name in e.metrics))
     rows = []
-    for e in kept:
+    for e in evaluations:
         loss = "–" if e.loss is None else f"{e.loss:.4f}"
         values = [f"{e.metrics[n]:.4f}" if n in e.metrics else "–" for n in names]
         rows.append([str(e.epoch), str(e.step), loss, *values, str(e.samples), format_seconds(e.seconds)])
@@ -100,46 +101,45 @@ def evaluation_table(record: RunRecord) -> Table | None:
     return Table("Evaluations", head, rows)
 
 
-def happenings(record: RunRecord) -> Table | None:
+def events(record: RunRecord) -> Table | None:
     """Everything that happened beside steps and evaluations, in order."""
-    marks = [m for m in record.marks if m.kind in ("start", "event", "checkpoint", "end")]
-    if not marks:
+    lines = [line for line in record.records if isinstance(line, Start | Event | Checkpoint | End)]
+    if not lines:
         return None
-    stretches = sittings(record)
+    stretches, attempt = sittings(record), 0
     rows = []
-    attempt = 0
-    for mark in marks:
-        attempt += mark.kind == "start"
-        said = mark.message
-        if mark.kind == "start":
-            step = mark.number("start_step") or 0
-            said = f"attempt {attempt}, {mark.details.get('world_size', '?')} workers, from step {step:.0f}"
-        elif mark.kind == "checkpoint":
-            said = (
-                f"step {mark.number('step') or 0:.0f}, {format_bytes(mark.number('n_bytes') or 0)}, training waited "
-                f"{format_seconds(mark.number('blocked_s') or 0)}; {mark.details.get('reason') or ''}".rstrip("; ")
-            )
-        elif mark.kind == "end":
-            said = f"{mark.details.get('status', '')}: {said}" if said else str(mark.details.get("status", ""))
-        what = mark.name.replace("_", " ") if mark.kind == "event" else mark.kind
-        rows.append([format_seconds(elapsed_s(stretches, mark.t)), what, said])
+    for line in lines:
+        attempt += isinstance(line, Start)
+        what = line.name.replace("_", " ") if isinstance(line, Event) else line.kind
+        rows.append([format_seconds(elapsed_s(stretches, line.t)), what, _sentence(line, attempt)])
     return Table("Attempts, events and checkpoints in order", ["at", "what", "in words"], rows)
+
+
+def _sentence(line: Record, attempt: int) -> str:
+    match line:
+        case Start():
+            return f"attempt {attempt}, {line.world_size or '?'} workers, from step {line.start_step}"
+        case Checkpoint():
+            return f"{checkpoint_text(line)}; {line.reason}".rstrip("; ")
+        case End():
+            return f"{line.status}: {line.message}" if line.message else line.status
+        case Event():
+            return line.message
+    return ""
 
 
 def environment_table(record: RunRecord) -> Table | None:
     """What the run ran on, as the last attempt recorded it."""
-    starts = record.of_kind("start")
-    if not starts:
+    start = record.last_start
+    if start is None:
         return None
-    start = starts[-1].details
-    pairs: list[tuple[str, object]] = [
-        (k, start[k]) for k in ("hosts", "device", "backend", "threads", "affinity", "world_size") if k in start
-    ]
-    environment = start.get("environment")
-    if isinstance(environment, dict):
-        pairs += [(k, v) for k, v in environment.items() if k != "command"]
-    pairs += [(k, start[k]) for k in ("model", "data", "train_size", "eval_size", "batch_size") if k in start]
-    return Table("Environment", ["what", "value"], [[str(k).replace("_", " "), _plain(v)] for k, v in pairs])
+    machine = ("hosts", "device", "backend", "threads", "affinity", "world_size")
+    data = ("model", "data", "train_size", "eval_size", "batch_size")
+    pairs = [(name, getattr(start, name)) for name in machine]
+    pairs += [(name, value) for name, value in vars(start.environment).items() if name != "command"]
+    pairs += [(name, getattr(start, name)) for name in data]
+    told = [(name, value) for name, value in pairs if name == "gpus" or value not in (None, "", ())]
+    return Table("Environment", ["what", "value"], [[name.replace("_", " "), _plain(value)] for name, value in told])
 
 
 def _plain(value: object) -> str:
@@ -150,39 +150,26 @@ def _plain(value: object) -> str:
 
 def command(record: RunRecord) -> str:
     """The command that started the run first, as a shell would take it."""
-    for start in record.of_kind("start"):
-        environment = start.details.get("environment")
-        said = environment.get("command") if isinstance(environment, dict) else None
-        if said:
-            return shlex.join(str(w) for w in said) if isinstance(said, list) else str(said)
-    return ""
+    return next((start.environment.command for start in record.of(Start) if start.environment.command), "")
 
 
 def link_words(record: RunRecord) -> list[str]:
     """What the kernel counted on shaped links against the run's own count, in words; empty without such links."""
-    counted, dropped, rates = 0.0, 0.0, []
-    for mark in record.of_kind("link"):
-        hosts = mark.details.get("hosts")
-        # What a worker of a parameter server receives is sent by servers, which also send to their standbys.
-        ways = ("sent", "received") if mark.details.get("servers") else ("sent",)
-        for host in hosts if isinstance(hosts, list) else []:
-            if isinstance(host, dict):
-                counters = TimelineEntry(mark.t, mark.kind, host)
-                counted += sum(_payload_bytes(counters, way) for way in ways)
-                dropped += counters.number("dropped") or 0.0
-        rates.append(str(mark.details.get("link") or ""))
+    links = record.of(LinkTraffic)
+    counted = sum(_payload_bytes(link) for link in links)
     if not counted:
         return []
-    own = sum(w.wire_bytes for w in record.windows)
-    others = sum(w.other_wire_bytes for w in record.windows)
-    others += sum(mark.number("other_wire_bytes") or 0.0 for mark in record.of_kind("end"))
+    dropped = sum(host.dropped for link in links for host in link.hosts)
+    between = sum(w.wire_bytes for w in record.windows)
+    others = sum(w.other_wire_bytes for w in record.windows) + sum(end.other_wire_bytes for end in record.of(End))
     return [
-        f"The kernel counted {format_bytes(counted)} of payload sent on the links ({rates[-1]}) and "
-        f"{dropped:.0f} packets dropped; the run itself counted {format_bytes(own)} between replicas, and "
-        f"{format_bytes(others)} for evaluations, checkpoints and statistics ({(own + others) / counted - 1:+.1%})."
+        f"The kernel counted {format_bytes(counted)} of payload sent on the links ({links[-1].link}) and "
+        f"{dropped} packets dropped; the run itself counted {format_bytes(between)} between replicas, and "
+        f"{format_bytes(others)} for evaluations, checkpoints and statistics ({(between + others) / counted - 1:+.1%})."
     ]
 
 
-def _payload_bytes(counters: TimelineEntry, way: str) -> float:
-    packets = counters.number(f"{way}_packets") or 0.0
-    return (counters.number(f"{way}_bytes") or 0.0) - TCP_HEADER_BYTES * packets
+def _payload_bytes(link: LinkTraffic) -> int:
+    """Add up what hosts sent; what a worker receives is sent by servers, which also send to their standbys."""
+    sent = sum(host.sent_payload_bytes for host in link.hosts)
+    return sent + sum(host.received_payload_bytes for host in link.hosts) if link.servers else sent

@@ -5,7 +5,7 @@ from __future__ import annotations
 from echelon.core.units import format_bytes, format_seconds, rounded
 from echelon.reporting.report.charts_waterfall import part_name
 from echelon.reporting.report.records import RunRecord
-from echelon.reporting.report.summary import Summary, rank_host
+from echelon.reporting.report.summary import Summary
 from echelon.reporting.report.tables import Table
 from echelon.reporting.report.timing import Timing
 
@@ -33,7 +33,7 @@ def critical_table(record: RunRecord, timing: Timing | None) -> Table | None:
     head += ["garbage collection per step"] if gc_s else []
     rows = []
     for rank, share in enumerate(critical):
-        row = [str(rank), rank_host(record, rank) or "–", f"{share:.0%}"]
+        row = [str(rank), record.rank_host(rank) or "–", f"{share:.0%}"]
         rows.append(row + ([format_seconds(gc_s[rank])] if gc_s else []))
     return Table("The critical rank: the last to be ready for communication", head, rows)
 

@@ -9,8 +9,9 @@ from statistics import median
 
 from echelon.observe.phases import Phase
 from echelon.records.file import RECORD_FILE
+from echelon.records.kinds import Steps
 from echelon.reporting.report.communication import Communication, communication_of
-from echelon.reporting.report.records import RunRecord, Window
+from echelon.reporting.report.records import RunRecord
 
 _ENOUGH_WINDOWS = 3
 _OUTLIER = 2.0
@@ -73,16 +74,16 @@ def measure(record: RunRecord) -> Timing | None:
     if not record.windows:
         return None
     n_ranks = len(record.windows[-1].phases)
-    same_world = [w for w in record.windows if len(w.phases) == n_ranks]
-    windows = _after_warm_up(same_world)
-    steps = sum(w.steps for w in windows)
+    same_world = [[w for w in attempt.windows if len(w.phases) == n_ranks] for attempt in record.attempts]
+    windows = [w for attempt in same_world for w in (attempt[1:] if len(attempt) >= _ENOUGH_WINDOWS else attempt)]
+    steps = sum(w.count for w in windows)
     seconds = sum(w.seconds for w in windows)
     by_rank = tuple(_rank_means(windows, rank, steps) for rank in range(n_ranks))
-    per_step = [w.seconds / w.steps for w in windows]
+    per_step = [w.seconds / w.count for w in windows]
     return Timing(
         steps=steps,
         windows=len(windows),
-        skipped_windows=len(same_world) - len(windows),
+        skipped_windows=sum(map(len, same_world)) - len(windows),
         step_s=seconds / steps,
         samples_per_s=sum(w.samples for w in windows) / seconds if seconds else 0.0,
         wire_bytes_per_step=sum(w.wire_bytes for w in windows) / steps,
@@ -104,19 +105,7 @@ def _by_rank(rows: Sequence[Sequence[float]], steps: int) -> tuple[float, ...]:
     return tuple(sum(column) / steps for column in zip(*rows, strict=True))
 
 
-def _after_warm_up(windows: list[Window]) -> list[Window]:
-    counts = Counter(w.attempt for w in windows)
-    seen: set[int] = set()
-    kept = []
-    for window in windows:
-        warm = window.attempt in seen or counts[window.attempt] < _ENOUGH_WINDOWS
-        seen.add(window.attempt)
-        if warm:
-            kept.append(window)
-    return kept
-
-
-def _rank_means(windows: list[Window], rank: int, steps: int) -> dict[str, float]:
+def _rank_means(windows: list[Steps], rank: int, steps: int) -> dict[str, float]:
     sums: dict[str, float] = {}
     for window in windows:
         for name, seconds in zip(window.phase_names, window.phases[rank], strict=True):
@@ -134,7 +123,7 @@ def own_work(phases: dict[str, float]) -> float:
     return sum(seconds for name, seconds in phases.items() if name != Phase.COMMUNICATE)
 
 
-def _slow_rank(by_rank: Sequence[dict[str, float]], windows: list[Window]) -> SlowRank | None:
+def _slow_rank(by_rank: Sequence[dict[str, float]], windows: list[Steps]) -> SlowRank | None:
     if len(by_rank) < 2:
         return None
     work = [own_work(r) for r in by_rank]
@@ -156,12 +145,12 @@ def _slow_rank(by_rank: Sequence[dict[str, float]], windows: list[Window]) -> Sl
     )
 
 
-def _slowest_in(window: Window) -> int:
+def _slowest_in(window: Steps) -> int:
     works = [own_work(dict(zip(window.phase_names, rank, strict=True))) for rank in window.phases]
     return max(range(len(works)), key=works.__getitem__)
 
 
-def _peak_memory(windows: Sequence[Window], n_ranks: int) -> tuple[float, ...]:
+def _peak_memory(windows: Sequence[Steps], n_ranks: int) -> tuple[float, ...]:
     rows = [w.memory_bytes for w in windows if len(w.memory_bytes) == n_ranks]
     return tuple(max(column) for column in zip(*rows, strict=True))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
-from echelon.reporting.report.charts_pipeline import WORDS, computations
+from echelon.reporting.report.charts_pipeline import WORDS, timed_steps
 from echelon.reporting.report.figure import Json
 from echelon.reporting.report.records import RunRecord, load_run
 
@@ -21,7 +21,7 @@ def write_trace(run: Path, path: Path) -> int:
         UserError: the folder does not exist, or holds no recorded step of a pipeline.
     """
     record = load_run(run)
-    steps = sum(bool(computations(mark)) for mark in record.of_kind("pipeline"))
+    steps = len(timed_steps(record))
     if not steps:
         raise UserError(f"{run} has no recorded step of a pipeline: a run with --parallel pp=N records some")
     write_atomic(path, json.dumps({"traceEvents": trace_events(record), "displayTimeUnit": "ms"}) + "\n")
@@ -33,22 +33,21 @@ def trace_events(record: RunRecord) -> list[Json]:
     events: list[Json] = []
     begin_us = 0.0
     ranks: set[int] = set()
-    for mark in record.of_kind("pipeline"):
-        done = computations(mark)
-        ranks |= {c.rank for c in done}
-        for each in done:
+    for step in timed_steps(record):
+        ranks |= {action.rank for action in step.actions}
+        for action in step.actions:
             events.append(
                 {
-                    "name": f"{WORDS[each.kind]} {each.microbatch}",
-                    "cat": each.kind,
+                    "name": f"{WORDS[action.kind]} {action.microbatch}",
+                    "cat": action.kind,
                     "ph": "X",
-                    "ts": begin_us + 1e6 * each.begin_s,
-                    "dur": 1e6 * (each.end_s - each.begin_s),
+                    "ts": begin_us + 1e6 * action.begin_s,
+                    "dur": 1e6 * (action.end_s - action.begin_s),
                     "pid": 0,
-                    "tid": each.rank,
-                    "args": {"step": mark.number("step"), "stage": each.stage, "microbatch": each.microbatch},
+                    "tid": action.rank,
+                    "args": {"step": step.step, "stage": action.stage, "microbatch": action.microbatch},
                 }
             )
-        begin_us += 1e6 * max((c.end_s for c in done), default=0.0) + GAP_US
+        begin_us += 1e6 * max(action.end_s for action in step.actions) + GAP_US
     names = [("thread_name", rank, f"pipeline rank {rank}") for rank in sorted(ranks)]
     return [{"name": n, "ph": "M", "pid": 0, "tid": tid, "args": {"name": what}} for n, tid, what in names] + events

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from echelon.observe.phases import PHASES
+from echelon.records.kinds import Checkpoint, Evaluation, Pause, Start, Steps
 from echelon.reporting.report.clock import Sitting, sittings
-from echelon.reporting.report.records import RunRecord, Window
+from echelon.reporting.report.records import RunRecord
 
 START, RESTART, END, MISSING = "start", "restart", "end", "not accounted for"
 TOLERANCE = 0.02
@@ -47,12 +48,12 @@ def waterfall_of(record: RunRecord) -> Waterfall | None:
     """Add up a run's time; None where it has no steps or no start."""
     stretches = sittings(record)
     wall_s = sum(s.seconds for s in stretches)
-    if not record.windows or not record.windows[-1].phases or not record.of_kind("start") or wall_s <= 0:
+    if not record.windows or not record.windows[-1].phases or not record.of(Start) or wall_s <= 0:
         return None
     n = len(record.windows[-1].phases)
     windows = [w for w in record.windows if len(w.phases) == n]
-    moments = sorted(w.t for w in record.windows) + [e.t for e in record.evaluations]
-    moments += [m.t for m in record.of_kind("pause")]
+    moments = sorted(w.t for w in record.windows) + [e.t for e in record.of(Evaluation)]
+    moments += [p.t for p in record.of(Pause)]
     parts = {START: (_starting(record, stretches),) * n, RESTART: (_restarting(record, stretches, moments),) * n}
     parts |= _phases(windows, n)
     parts |= _pauses(record, windows, n)
@@ -75,7 +76,7 @@ def waterfall_notes(waterfall: Waterfall | None) -> list[str]:
 
 def _starting(record: RunRecord, stretches: Sequence[Sitting]) -> float:
     """From each command to the first start after it."""
-    starts = [m.t for m in record.of_kind("start")]
+    starts = [start.t for start in record.of(Start)]
     found = 0.0
     for stretch in stretches:
         first = next((t for t in starts if stretch.begin <= t <= stretch.end), stretch.begin)
@@ -87,7 +88,7 @@ def _restarting(record: RunRecord, stretches: Sequence[Sitting], moments: Sequen
     """From the last sign of an attempt to the start of the next one, where a group was started again."""
     found = 0.0
     for stretch in stretches:
-        starts = [m.t for m in record.of_kind("start") if stretch.begin <= m.t <= stretch.end]
+        starts = [start.t for start in record.of(Start) if stretch.begin <= start.t <= stretch.end]
         for before, after in pairwise(starts):
             found += after - max([t for t in moments if before <= t <= after], default=before)
     return found
@@ -99,7 +100,7 @@ def _ending(stretch: Sitting, moments: Sequence[float]) -> float:
     return max(0.0, stretch.begin + stretch.seconds - last)
 
 
-def _phases(windows: Sequence[Window], n: int) -> dict[str, tuple[float, ...]]:
+def _phases(windows: Sequence[Steps], n: int) -> dict[str, tuple[float, ...]]:
     names = list(dict.fromkeys(name for w in windows for name in w.phase_names))
     known = [str(p) for p in PHASES if str(p) in names]
     return {
@@ -110,23 +111,23 @@ def _phases(windows: Sequence[Window], n: int) -> dict[str, tuple[float, ...]]:
     }
 
 
-def _pauses(record: RunRecord, windows: Sequence[Window], n: int) -> dict[str, tuple[float, ...]]:
+def _pauses(record: RunRecord, windows: Sequence[Steps], n: int) -> dict[str, tuple[float, ...]]:
     """Pauses that ranks told with their windows; what came after an attempt's last one, rank 0 alone recorded."""
     told = [w for w in windows if w.pauses]
     if not told:
-        evaluated = sum(e.seconds for e in record.evaluations)
-        saved = sum(m.number("blocked_s") or 0.0 for m in record.of_kind("checkpoint"))
+        evaluated = sum(e.seconds for e in record.of(Evaluation))
+        saved = sum(c.blocked_s for c in record.of(Checkpoint))
         return {_EVALUATED: (evaluated,) * n, _SAVED: (saved,) * n}
     sums = {name: [0.0] * n for w in told for name in w.pause_names}
     for window in told:
         for r, row in enumerate(window.pauses):
             for name, seconds in zip(window.pause_names, row, strict=True):
                 sums[name][r] += seconds
-    starts = [m.t for m in record.of_kind("start")] + [float("inf")]
+    starts = [start.t for start in record.of(Start)] + [float("inf")]
     for begin, end in pairwise(starts):
         last = max((w.t for w in told if begin <= w.t < end), default=end)
-        for mark in record.of_kind("pause"):
-            if last <= mark.t < end:
-                column = sums.setdefault(mark.name, [0.0] * n)
-                column[:] = [s + (mark.number("seconds") or 0.0) for s in column]
+        for pause in record.of(Pause):
+            if last <= pause.t < end:
+                column = sums.setdefault(pause.name, [0.0] * n)
+                column[:] = [seconds + pause.seconds for seconds in column]
     return {name: tuple(column) for name, column in sums.items()}

@@ -43,7 +43,7 @@ def run_of(folder: Path, lines: list[dict]) -> Path:
 def test_lives_are_summed(tmp_path: Path) -> None:
     load = server_loads(load_run(run_of(tmp_path, LINES)))["server0"]
     assert load.lives == 2
-    assert load.sums["updates"] == 8 + 9
+    assert load.updates == 8 + 9
     assert load.staleness == {0: 8, 3: 9}
     assert load.dropped == {"version": 4}
 
