@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from echelon.observe.phases import PHASES
-from echelon.observe.resources import NAMES
+from echelon.records.kinds import RESOURCE_NAMES
 
 WINDOW_S = 0.5
 
@@ -74,7 +74,7 @@ class WindowAccumulator:
         if (share := info.get("density")) is not None:
             self.density[worker] = float(share)
         if own := info.get("resources"):
-            self.resources[worker] = [float(v) for v in own[: len(NAMES)]]
+            self.resources[worker] = [float(v) for v in own[: len(RESOURCE_NAMES)]]
 
     def add_bytes(self, moved: dict[str, Any]) -> None:
         """Add what a worker moved since its last report."""

@@ -9,49 +9,21 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 
 from echelon.observe.gpu import Gpu
+from echelon.records.kinds import RESOURCE_NAMES
 
-KIND = "resources"
 EVERY_S = 1.5  # less than a window: each long one brings a sample
 LIST_CHILDREN_EVERY_S = 30.0
 UNKNOWN = math.nan
 
 
-@dataclass(frozen=True)
-class Resources:
-    """One rank at one moment; NaN where it cannot be known.
-
-    Attributes:
-        cpu_percent: of one core, of the process and its loaders since the sample before.
-        rss_bytes: resident set of the process.
-        loaders_rss_bytes: resident sets of its loader processes; what they share counts for each.
-        sent_per_s, received_per_s: bytes per second of the machine's (or the link's) interfaces, for all its processes.
-        loopback_per_s: bytes per second within the machine.
-        gpu_percent, gpu_memory_bytes, gpu_memory_total_bytes: of the rank's GPU, for all its processes.
-    """
-
-    cpu_percent: float = UNKNOWN
-    rss_bytes: float = UNKNOWN
-    loaders_rss_bytes: float = UNKNOWN
-    sent_per_s: float = UNKNOWN
-    received_per_s: float = UNKNOWN
-    loopback_per_s: float = UNKNOWN
-    gpu_percent: float = UNKNOWN
-    gpu_memory_bytes: float = UNKNOWN
-    gpu_memory_total_bytes: float = UNKNOWN
-
-
-NAMES = tuple(f.name for f in fields(Resources))
-
-
 class Sampler:
-    """Samples this process; `row` is what was sampled last.
+    """Samples this process; `row` is what was sampled last, in the order of `RESOURCE_NAMES`.
 
     Args:
         gpu: the UUID of the rank's GPU; empty: it has none.
@@ -67,7 +39,7 @@ class Sampler:
         self._at_s = -math.inf
         self._gpu = Gpu(gpu) if gpu else None
         self._said: set[str] = set()
-        self.row = [UNKNOWN] * len(NAMES)
+        self.row = [UNKNOWN] * len(RESOURCE_NAMES)
 
     def sample(self) -> bool:
         """Sample anew when it is time; returns whether it was, and `row` is new. What fails is logged, once."""
@@ -126,36 +98,3 @@ def _network_bytes() -> tuple[int, int, int]:
         sum(c.bytes_recv for c in others),
         sum(c.bytes_sent for c in loopback),
     )
-
-
-def record_of(rows: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Return what a record of this kind holds: the columns' names and one row per rank, null where unknown.
-
-    An empty row is a rank that sampled nothing new.
-    """
-    return {"names": list(NAMES), "ranks": [[_plain(v) for v in row] or [None] * len(NAMES) for row in rows]}
-
-
-def _plain(value: float) -> float | None:
-    return None if not math.isfinite(value) else round(value, 1)
-
-
-def read_resources(records: Sequence[dict[str, Any]]) -> Iterator[tuple[float, list[Resources]]]:
-    """Yield the moment (unix seconds) and what each rank used, for every whole record of this kind among a run's."""
-    for record in records:
-        if record.get("kind") == KIND and (found := resources_of(record)) is not None:
-            yield found
-
-
-def resources_of(record: dict[str, Any]) -> tuple[float, list[Resources]] | None:
-    """Read one record of this kind; None when it is not what it should be. Columns that are new here are left out."""
-    try:
-        names, t = [str(n) for n in record["names"]], float(record["t"])
-        rows = [dict(zip(names, map(_number, row), strict=True)) for row in record["ranks"]]
-    except (KeyError, TypeError, ValueError):
-        return None
-    return t, [Resources(**{n: v for n, v in row.items() if n in NAMES}) for row in rows]
-
-
-def _number(value: Any) -> float:
-    return UNKNOWN if value is None else float(value)

@@ -166,19 +166,3 @@ def read_records(folder: Path, *only: type[R]) -> list[R]:
     """
     records: list[Any] = RecordReader(folder, only).read(to_end=True)[1]
     return records
-
-
-def read_lines(folder: Path) -> list[dict[str, Any]]:
-    """Read a run's lines as plain values; what is torn is left out."""
-    path, lines = folder / RECORD_FILE, []
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                values = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(values, dict) and "kind" in values:
-                lines.append(values)
-    return lines

@@ -4,13 +4,36 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping
+import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from echelon.records.decode import decode
+from echelon.records.kinds import Start
 
 LOCK_FILE = ".lock"  # held by whoever runs it
 LAUNCH_FILE = "launch.json"
 _LOCKS = Path("/proc/locks")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a run was started last, and whether that command has ended.
+
+    Attributes:
+        launched_t: when the command was given, in unix seconds; None: not known.
+        command: as one would type it.
+        rendezvous: where its machines met.
+    """
+
+    launched_t: float | None = None
+    command: str = ""
+    rendezvous: str = ""
+    ended: bool = False
+
+    def seconds_since(self) -> float:
+        """Seconds since the command was given; 0 where that is not known."""
+        return time.time() - self.launched_t if self.launched_t is not None else 0.0
 
 
 def is_held(folder: Path) -> bool | None:
@@ -28,15 +51,14 @@ def is_held(folder: Path) -> bool | None:
     return any(f[1] == "FLOCK" and f[5].rpartition(":")[2] == number for f in fields)
 
 
-def is_deserted(folder: Path, start: Mapping[str, Any]) -> bool:
-    """Whether nobody holds a run's lock and all ranks of its newest `start` record, on this machine, have died."""
-    pids = start.get("pids")
-    if not isinstance(pids, list) or not pids or not is_local(start.get("hosts")) or is_held(folder) is not False:
+def is_deserted(folder: Path, start: Start | None) -> bool:
+    """Whether nobody holds a run's lock and all ranks of its newest start, on this machine, have died."""
+    if start is None or not start.pids or not is_local(start) or is_held(folder) is not False:
         return False
-    return not any(_is_alive(pid) for pid in pids)
+    return not any(_is_alive(pid) for pid in start.pids)
 
 
-def _is_alive(pid: object) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         after_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2]
     except (FileNotFoundError, ProcessLookupError):
@@ -44,15 +66,14 @@ def _is_alive(pid: object) -> bool:
     return not after_name.startswith(b"Z")
 
 
-def read_launch(folder: Path) -> dict[str, Any]:
+def read_launch(folder: Path) -> Launch:
     """Return how a run was started, as far as its folder says."""
     try:
-        found = json.loads((folder / LAUNCH_FILE).read_bytes())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return decode(Launch, json.loads((folder / LAUNCH_FILE).read_bytes()))
+    except (FileNotFoundError, AttributeError, TypeError, ValueError):
+        return Launch()
 
 
-def is_local(hosts: object) -> bool:
+def is_local(start: Start | None) -> bool:
     """Whether all of a run's ranks are on this machine, as far as its record says."""
-    return not isinstance(hosts, list) or all(host == socket.gethostname() for host in hosts)
+    return start is None or all(host == socket.gethostname() for host in start.hosts)

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,12 @@ from echelon.ps.serving import coordination_policy
 from echelon.records.decode import decode
 from echelon.records.events import Refusal, RoleFailed
 from echelon.records.file import Recorder
+from echelon.records.going import read_launch
 from echelon.records.kinds import End, Start
 from echelon.reporting.report import write_report
 from echelon.trainer.compatibility import assign_momentum
 from echelon.trainer.display import Display, RunLength
 from echelon.trainer.evaluate import EvaluationReport
-from echelon.trainer.folder import read_launch
 from echelon.trainer.process import leave, log_to, one_line
 from echelon.trainer.progress import RunProgress, WindowEnd
 from echelon.trainer.server_checks import server_settings
@@ -81,7 +80,7 @@ def run_scheduler(folder: str, host: str = "") -> None:
         write_atomic(former, json.dumps({"address": scheduler.listener.address, "pid": os.getpid()}))
         status = scheduler.run()
         chronicle.close()
-        seconds, others = time.time() - read_launch(path)["launched_t"], scheduler.bookkeeping.bytes_left
+        seconds, others = read_launch(path).seconds_since(), scheduler.bookkeeping.bytes_left
         record.write(End(status, seconds=seconds, other_wire_bytes=others))
         record.close()
         write_report(path)

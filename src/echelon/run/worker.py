@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,11 +16,11 @@ from echelon.core.files import full_disk_in_words, is_full
 from echelon.forecast.alternatives import record_alternatives
 from echelon.records.events import BadImage, RankFailed, Refusal
 from echelon.records.file import Recorder
+from echelon.records.going import read_launch
 from echelon.records.kinds import End
 from echelon.reporting.report import write_report
 from echelon.trainer.assemble import Given, assemble
 from echelon.trainer.batches import EpochOrder
-from echelon.trainer.folder import read_launch
 from echelon.trainer.loop import TrainingRun, fit
 from echelon.trainer.precision import set_numerics
 from echelon.trainer.process import leave, log_to, one_line
@@ -103,6 +102,6 @@ def _end(run: TrainingRun, path: Path, status: str) -> None:
     if run.world.group is not None:
         dist.all_reduce(others, group=run.world.group)  # and so no rank is still writing
     if run.world.leads:
-        seconds = time.time() - read_launch(path)["launched_t"]
+        seconds = read_launch(path).seconds_since()
         run.progress.record.write(End(status, seconds=seconds, other_wire_bytes=int(others)))
         write_report(path)

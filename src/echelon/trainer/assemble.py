@@ -26,11 +26,11 @@ from echelon.observe.phases import make_clock
 from echelon.observe.scalars import Scalars
 from echelon.optim.build import build_schedule
 from echelon.records.file import Recorder
+from echelon.records.going import read_launch
 from echelon.records.kinds import Start
 from echelon.trainer.compatibility import assign_momentum, interplay_notes, settle_single_worker
 from echelon.trainer.cuts import keep_cuts, with_kept_cuts
 from echelon.trainer.display import Display, RunLength
-from echelon.trainer.folder import read_launch
 from echelon.trainer.inputs import model_input
 from echelon.trainer.loop import LoopSettings, TrainingRun
 from echelon.trainer.losses import build_loss
@@ -188,10 +188,20 @@ def _record_start(config: RunConfig, run: TrainingRun, source: Source, cursor: C
         epochs=config.training.epochs,
         start_step=cursor.step,
         start_epoch=cursor.epoch,
-        environment=environment(launch["command"]),
-        launched_t=launch["launched_t"],
+        idle=_idle_settings(config, run),
+        environment=environment(launch.command),
+        launched_t=launch.launched_t,
     )
     run.progress.record.write(start)
+
+
+def _idle_settings(config: RunConfig, run: TrainingRun) -> list[str]:
+    """Return the settings, as flags, that do nothing with a single worker."""
+    if run.world.size > 1:
+        return []
+    strategy, acts_alone = config.strategy, getattr(run.parts.sync, "acts_alone", True)
+    idle = [] if acts_alone else [f"--sync {strategy.sync}"]
+    return idle + [f"--compression {strategy.compression}"] * (strategy.compression != "none")
 
 
 def _parameter_count(parts: RunParts, world: World) -> int:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from echelon.config import RunConfig, to_yaml
 from echelon.core.errors import UserError
@@ -19,7 +18,7 @@ from echelon.core.files import write_atomic
 from echelon.observe.environment import command_line
 from echelon.records.events import Event
 from echelon.records.file import RECORD_FILE, read_records
-from echelon.records.going import LAUNCH_FILE, LOCK_FILE
+from echelon.records.going import LAUNCH_FILE, LOCK_FILE, Launch, read_launch
 from echelon.records.kinds import Steps
 
 CONFIG_FILE = "config.yaml"
@@ -43,16 +42,12 @@ def _word(text: str) -> str:
 def joins(folder: Path, config: RunConfig) -> bool:
     """Whether a folder holds a run that other machines started for the same rendezvous and that has not ended."""
     launch = read_launch(folder)
-    return (
-        bool(config.launch.rendezvous)
-        and launch.get("rendezvous") == config.launch.rendezvous
-        and not launch.get("ended")
-    )
+    return bool(config.launch.rendezvous) and launch.rendezvous == config.launch.rendezvous and not launch.ended
 
 
 def never_began(folder: Path) -> bool:
     """Whether a folder's run ended before its first step, as one that was refused: nothing in it is worth keeping."""
-    if not read_launch(folder).get("ended") or any((folder / "checkpoints").glob("*")):
+    if not read_launch(folder).ended or any((folder / "checkpoints").glob("*")):
         return False
     return not read_records(folder, Steps)
 
@@ -105,20 +100,11 @@ def prepare(folder: Path, config: RunConfig) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        launch = {"launched_t": time.time(), "command": command_line(), "rendezvous": config.launch.rendezvous}
-        write_atomic(folder / LAUNCH_FILE, json.dumps(launch))
+        launch = Launch(time.time(), command_line(), config.launch.rendezvous)
+        write_atomic(folder / LAUNCH_FILE, json.dumps(vars(launch)))
         write_atomic(folder / CONFIG_FILE, to_yaml(config))  # last: who sees it can tell whose it is
     except OSError as error:
         raise _not_writable(folder, error) from None
-
-
-def read_launch(folder: Path) -> dict[str, Any]:
-    """Read when and how a run was started; empty values when that is unknown."""
-    path = folder / LAUNCH_FILE
-    values: dict[str, Any] = {"launched_t": time.time(), "command": "", "rendezvous": ""}
-    if path.exists():
-        values |= json.loads(path.read_text(encoding="utf-8"))
-    return values
 
 
 def last_message(folder: Path, event: type[Event]) -> str:
@@ -129,7 +115,7 @@ def last_message(folder: Path, event: type[Event]) -> str:
 
 def mark_ended(folder: Path) -> None:
     """Note that the run has ended: a later start for the same rendezvous is a new run."""
-    write_atomic(folder / LAUNCH_FILE, json.dumps({**read_launch(folder), "ended": True}))
+    write_atomic(folder / LAUNCH_FILE, json.dumps({**vars(read_launch(folder)), "ended": True}))
 
 
 @contextmanager

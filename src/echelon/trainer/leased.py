@@ -27,10 +27,10 @@ from echelon.ps.pulls import BUFFERS_KEY
 from echelon.ps.worker_rank import WorkerRank
 from echelon.records.events import BadImage, RankFailed, Refusal
 from echelon.records.file import Recorder
+from echelon.records.going import read_launch
 from echelon.trainer.assemble import Given, run_notes
 from echelon.trainer.compatibility import assign_momentum, interplay_notes
 from echelon.trainer.evaluate import EvaluationReport
-from echelon.trainer.folder import read_launch
 from echelon.trainer.leased_assemble import LeasedWorker, assemble_worker
 from echelon.trainer.leased_bench import WorkerModel, build_bench
 from echelon.trainer.leased_saving import average_state, flat_averages, flat_values, run_state
@@ -199,7 +199,7 @@ def _start_info(worker: LeasedWorker) -> dict[str, Any]:
         "parameters": parameter_count(worker.strategy.held), "model": config.model.name, "data": info.name,
         "classes": list(info.classes), "train_size": info.train_size, "eval_size": info.eval_size,
         "steps_per_epoch": bench.train_loader.batches_per_epoch,
-        "environment": vars(environment(launch["command"])), "launched_t": launch["launched_t"],
+        "environment": vars(environment(launch.command)), "launched_t": launch.launched_t,
     }  # fmt: skip
 
 

@@ -19,7 +19,8 @@ from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import GROUPS, SHOWN
 from echelon.observe.garbage import GarbageClock
 from echelon.observe.phases import PHASES, Phase, PhaseClock
-from echelon.observe.resources import NAMES, Sampler
+from echelon.observe.resources import Sampler
+from echelon.records.kinds import RESOURCE_NAMES
 from echelon.trainer.step import StepResult
 from echelon.trainer.step_watch import RECORDING, RankFacts, StepWatch
 from echelon.trainer.world import World
@@ -27,7 +28,7 @@ from echelon.trainer.world import World
 TARGET_S = 2.0  # closing a window takes some milliseconds: well below 1% of it
 MOST_STEPS = 100
 _HEAD = 6  # numbers that are not of one step, nor of one rank, nor of one group of bytes
-_USED = len(PHASES) + 1 + len(NAMES)  # of a rank: seconds by phase, memory, what it uses of its machine
+_USED = len(PHASES) + 1 + len(RESOURCE_NAMES)  # of a rank: seconds by phase, memory, what it uses of its machine
 _COLUMNS = _USED + RankFacts.COLUMNS
 _MOST_WAITS = 1024  # numbers: they are a few KB, which no link feels every two seconds
 

@@ -6,26 +6,30 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from echelon.core.units import format_seconds
 from echelon.observe.phases import Phase
-from echelon.records.going import is_held, is_local, read_launch
-from echelon.reporting.live.state import Event, LiveRun, LiveState, Window
+from echelon.records.going import Launch, is_held, is_local, read_launch
+from echelon.records.kinds import RankResources, Start, Steps
+from echelon.reporting.live.state import Entry, LiveRun, LiveState
+
+T = TypeVar("T")
+D = TypeVar("D")
 
 QUIET_S = 10.0  # a run that nobody holds, and whose ranks may live, is given up after so long a silence
 
 
 @dataclass(frozen=True)
 class RankView:
-    """One rank: shares of its recent time by phase, and what it uses (None: not known). Units as in `Resources`."""
+    """One rank: shares of its recent time by phase, and what it uses of its machine."""
 
     rank: int
     host: str
     pid: int | None
     phases: dict[str, float]
     memory_bytes: float | None
-    resources: dict[str, float | None]
+    resources: RankResources
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Snapshot:
     checkpoints: int
     torn: int
     ranks: list[RankView] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
+    events: list[Entry] = field(default_factory=list)
 
     @property
     def done(self) -> float:
@@ -66,29 +70,29 @@ class Snapshot:
 
 def look(run: LiveRun, now: float | None = None) -> Snapshot:
     """Summarise a run as it was last refreshed, at a unix time (default: the present)."""
-    story, now = run.story, time.time() if now is None else now
+    state, now = run.state, time.time() if now is None else now
     status, message, over = _status(run, now)
-    windows = list(story.windows)
-    seconds, steps = sum(w.seconds for w in windows), sum(len(w.losses) for w in windows)
+    windows = list(state.windows)
+    seconds, steps = sum(w.seconds for w in windows), sum(w.count for w in windows)
     samples, step_s = sum(w.samples for w in windows), seconds / steps if steps and seconds else None
     correct = [w.correct for w in windows if w.correct is not None]
-    quiet_s = None if over or story.last_t is None else max(0.0, now - story.last_t)
+    quiet_s = None if over or state.last_t is None else max(0.0, now - state.last_t)
     return Snapshot(
-        name=run.folder.resolve().name, what=_what(story), status=status, message=message, over=over, quiet_s=quiet_s,
-        elapsed_s=_elapsed_s(run, now, over), eta_s=None if over else _eta_s(story, step_s),
-        epoch=story.epoch + 1 if story.step else 0, epochs=int(story.start.get("epochs") or 0), step=story.step,
-        total_steps=story.total_steps, loss=_mean([x for w in windows for x in w.losses]),
-        train_top1=sum(correct) / samples if correct and samples else None, top1=story.top1, best_top1=story.best_top1,
+        name=run.folder.resolve().name, what=_what(state), status=status, message=message, over=over, quiet_s=quiet_s,
+        elapsed_s=_elapsed_s(run, now, over), eta_s=None if over else _eta_s(state, step_s),
+        epoch=state.epoch + 1 if state.step else 0, epochs=state.start.epochs if state.start else 0, step=state.step,
+        total_steps=state.total_steps, loss=_mean([x for w in windows for x in w.losses]),
+        train_top1=sum(correct) / samples if correct and samples else None, top1=state.top1, best_top1=state.best_top1,
         samples_per_s=samples / seconds if seconds else None, step_s=step_s, exposed=_exposed(windows),
         wire_bytes_per_step=sum(w.wire_bytes for w in windows) / steps if steps else None,
-        attempts=story.attempts, checkpoints=story.checkpoints, torn=run.torn, ranks=_ranks(story, windows),
-        events=list(story.events),
+        attempts=state.attempts, checkpoints=state.checkpoints, torn=run.torn, ranks=_ranks(state, windows),
+        events=list(state.events),
     )  # fmt: skip
 
 
 def to_json(run: LiveRun, snapshot: Snapshot) -> dict[str, Any]:
     """Return what the page needs: the snapshot, and curves as lists of [step, value...]; NaN is null."""
-    curves = {name: curve.points() for name, curve in run.story.curves().items()}
+    curves = {name: curve.points() for name, curve in run.state.curves().items()}
     values = {**asdict(snapshot), "done": snapshot.done, "curves": curves}
     found: dict[str, Any] = plain(values)
     return found
@@ -105,58 +109,58 @@ def plain(value: Any) -> Any:
 
 def _status(run: LiveRun, now: float) -> tuple[str, str, bool]:
     """How the run stands, why, and whether that is its end."""
-    story, launch = run.story, read_launch(run.folder)
+    state, launch = run.state, read_launch(run.folder)
     if run.version and not run.folder.is_dir():
         return "gone", "its folder was removed", True
-    if story.end is not None and not _began_again(launch, story):
-        return str(story.end.get("status") or "ended"), str(story.end.get("message") or ""), True
-    if launch.get("ended"):
+    if state.end is not None and not _began_again(launch, state):
+        return state.end.status, state.end.message, True
+    if launch.ended:
         return "ended", "its command ended, and did not record how", True
-    said = [t for t in (story.last_t, _number(launch.get("launched_t"))) if t is not None]
+    said = [t for t in (state.last_t, launch.launched_t) if t is not None]
     quiet_s = now - max(said) if said else 0.0
-    nobody_holds = is_held(run.folder) is False and quiet_s > QUIET_S and is_local(story.start.get("hosts"))
-    if nobody_holds or (run.deserted and not _began_again(launch, story)):
+    nobody_holds = is_held(run.folder) is False and quiet_s > QUIET_S and is_local(state.start)
+    if nobody_holds or (run.deserted and not _began_again(launch, state)):
         return "gone", "its processes are gone, and did not record how it ended: it was killed", True
-    if not story.start or _began_again(launch, story):
+    if state.start is None or _began_again(launch, state):
         return "starting", "its workers have not begun yet", False
-    if quiet_s > max(30.0, 10 * story.windows[-1].seconds if story.windows else 0.0):
+    if quiet_s > max(30.0, 10 * state.windows[-1].seconds if state.windows else 0.0):
         return "quiet", f"nothing was recorded for {format_seconds(quiet_s)}", False
     return "running", "", False
 
 
-def _began_again(launch: dict[str, Any], story: LiveState) -> bool:
+def _began_again(launch: Launch, state: LiveState) -> bool:
     """Whether the command was given (again) after all that is recorded: a resumed run whose workers begin."""
-    launched = _number(launch.get("launched_t"))
-    return not launch.get("ended") and launched is not None and story.last_t is not None and launched > story.last_t
+    launched = launch.launched_t
+    return not launch.ended and launched is not None and state.last_t is not None and launched > state.last_t
 
 
 def _elapsed_s(run: LiveRun, now: float, over: bool) -> float | None:
     """Seconds since the last command; of a run that is over, until its last record."""
-    begun = _number(read_launch(run.folder).get("launched_t")) or run.story.first_t
+    begun = read_launch(run.folder).launched_t or run.state.first_t
     if begun is None:
         return None
-    ended = run.story.last_t if over else now
+    ended = run.state.last_t if over else now
     return max(0.0, (ended or now) - begun)
 
 
-def _eta_s(story: LiveState, step_s: float | None) -> float | None:
+def _eta_s(state: LiveState, step_s: float | None) -> float | None:
     """Seconds that the steps left take at the recent pace, evaluations between them included."""
-    left = story.total_steps - story.step
+    left = state.total_steps - state.step
     if step_s is None or left < 0:
         return None
-    first, last = story.windows[0], story.windows[-1]
+    first, last = state.windows[0], state.windows[-1]
     pace = (last.t - first.t) / (last.step - first.step) if last.step > first.step else step_s
     return left * max(pace, 0.0)
 
 
-def _exposed(windows: Sequence[Window]) -> float | None:
+def _exposed(windows: Sequence[Steps]) -> float | None:
     """Share of recent time in which every rank waits for communication: that of the one that waits least."""
     per_rank = [_shares(windows, rank) for rank in range(len(windows[-1].phases))] if windows else []
     waits = [shares.get(Phase.COMMUNICATE, 0.0) for shares in per_rank if shares]
     return min(waits) if waits else None
 
 
-def _shares(windows: Sequence[Window], rank: int) -> dict[str, float]:
+def _shares(windows: Sequence[Steps], rank: int) -> dict[str, float]:
     seconds: dict[str, float] = {}
     for window in windows:
         if rank < len(window.phases):
@@ -166,40 +170,30 @@ def _shares(windows: Sequence[Window], rank: int) -> dict[str, float]:
     return {name: value / whole for name, value in seconds.items()} if whole > 0 else {}
 
 
-def _ranks(story: LiveState, windows: Sequence[Window]) -> list[RankView]:
-    n = max(len(windows[-1].phases) if windows else 0, len(story.resources), int(story.start.get("world_size") or 0))
-    hosts, pids = _list(story.start.get("hosts"), n), _list(story.start.get("pids"), n)
-    memory = _list(list(windows[-1].memory_bytes) if windows else None, n)
-    used = [{k: _known(v) for k, v in asdict(r).items()} for r in story.resources]
+def _ranks(state: LiveState, windows: Sequence[Steps]) -> list[RankView]:
+    start = state.start or Start()
+    n = max(len(windows[-1].phases) if windows else 0, len(state.resources), start.world_size)
+    hosts, pids = _of_ranks(start.hosts, n, ""), _of_ranks(start.pids, n, None)
+    memory = _of_ranks(windows[-1].memory_bytes if windows else (), n, None)
+    resources = [*state.resources, *(RankResources() for _ in range(n - len(state.resources)))]
     return [
-        RankView(rank, str(hosts[rank] or ""), pids[rank], _shares(windows, rank), memory[rank], _at(used, rank))
+        RankView(rank, hosts[rank], pids[rank], _shares(windows, rank), memory[rank], resources[rank])
         for rank in range(n)
     ]
 
 
-def _at(rows: Sequence[dict[str, float | None]], rank: int) -> dict[str, float | None]:
-    return rows[rank] if rank < len(rows) else {}
+def _of_ranks(values: Sequence[T], n: int, unknown: D) -> Sequence[T | D]:
+    """Return one value per rank, or `unknown` for all where there are others than `n`."""
+    return values if len(values) == n else [unknown] * n
 
 
-def _list(values: Any, n: int) -> list[Any]:
-    return values if isinstance(values, list) and len(values) == n else [None] * n
-
-
-def _what(story: LiveState) -> str:
-    start = story.start
-    if not start:
+def _what(state: LiveState) -> str:
+    start = state.start
+    if start is None:
         return ""
-    ranks = start.get("world_size")
-    return f"{start.get('model')} on {start.get('data')}, {ranks} rank{'s' * (ranks != 1)}, {start.get('device')}"
+    ranks = start.world_size
+    return f"{start.model} on {start.data}, {ranks} rank{'s' * (ranks != 1)}, {start.device}"
 
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from echelon.observe.resources import KIND as RESOURCES
-from echelon.observe.resources import Resources, resources_of
+from echelon.records.events import Event
+from echelon.records.file import RecordReader
 from echelon.records.going import is_deserted
-from echelon.reporting.live.follow import Curve, Follower, Json
+from echelon.records.kinds import Checkpoint, End, Evaluation, RankResources, Record, Resources, Start, Steps
 
 RECENT_S = 10.0
 MOST_EVENTS = 50
@@ -22,23 +22,7 @@ BAD = ("worker_died", "rank_failed", "role_failed", "refused", "failed")
 
 
 @dataclass(frozen=True)
-class Window:
-    """Some steps reported together; `phases` holds seconds per rank and phase."""
-
-    t: float
-    step: int
-    losses: tuple[float, ...]
-    correct: float | None
-    samples: int
-    seconds: float
-    phase_names: tuple[str, ...]
-    phases: tuple[tuple[float, ...], ...]
-    wire_bytes: float
-    memory_bytes: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Event:
+class Entry:
     """Something that happened at a moment (unix seconds); `bad` when it is a failure."""
 
     t: float
@@ -47,26 +31,72 @@ class Event:
     bad: bool
 
 
+class Curve:
+    """Points (x, y...) in the order of x: at most `limit`, neighbours are averaged when there are more.
+
+    >>> curve = Curve(2)
+    >>> for x in (1, 2, 3, 4, 5): curve.add(x, [2.0 * x])
+    >>> curve.points()
+    [[4, 5.0], [5, 10.0]]
+    """
+
+    def __init__(self, limit: int = 400) -> None:
+        self._limit, self._merged = limit, 1
+        self._points: list[tuple[float, list[float], int]] = []
+
+    def add(self, x: float, y: Sequence[float]) -> None:
+        """Add a point to the right; a different number of values begins the curve anew."""
+        values = list(y)
+        if self._points and len(self._points[-1][1]) != len(values):
+            self.clear()
+        if self._points and self._points[-1][2] < self._merged:
+            self._points[-1] = _mean(self._points[-1], (x, values, 1))
+        else:
+            self._points.append((x, values, 1))
+        if len(self._points) > self._limit:
+            halves = zip(self._points[::2], self._points[1::2])
+            odd = self._points[-1:] if len(self._points) % 2 else []
+            self._points = [*(_mean(a, b) for a, b in halves), *odd]
+            self._merged *= 2
+
+    def forget_after(self, x: float) -> None:
+        """Drop what lies beyond a place."""
+        while self._points and self._points[-1][0] > x:
+            self._points.pop()
+
+    def clear(self) -> None:
+        """Drop all."""
+        self._points, self._merged = [], 1
+
+    def points(self) -> list[list[float]]:
+        """Return one list [x, y...] per point."""
+        return [[x, *y] for x, y, _ in self._points]
+
+
+def _mean(a: tuple[float, list[float], int], b: tuple[float, list[float], int]) -> tuple[float, list[float], int]:
+    n = a[2] + b[2]
+    return b[0], [(p * a[2] + q * b[2]) / n for p, q in zip(a[1], b[1])], n
+
+
 @dataclass
 class LiveState:
     """All that was read; curves have optimizer steps as x."""
 
-    start: Json = field(default_factory=dict)
+    start: Start | None = None
     attempts: int = 0
     total_steps: int = 0
     epoch: int = 0
     step: int = 0
-    windows: deque[Window] = field(default_factory=deque)
+    windows: deque[Steps] = field(default_factory=deque)
     top1: float | None = None
     best_top1: float | None = None
     evaluations: int = 0
     checkpoints: int = 0
-    events: deque[Event] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
-    resources: list[Resources] = field(default_factory=list)
-    end: Json | None = None
+    events: deque[Entry] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
+    resources: list[RankResources] = field(default_factory=list)
+    end: End | None = None
     first_t: float | None = None
     last_t: float | None = None
-    unreadable: int = 0
     loss_curve: Curve = field(default_factory=Curve)
     top1_curve: Curve = field(default_factory=Curve)
     rate_curve: Curve = field(default_factory=Curve)
@@ -83,131 +113,107 @@ class LiveState:
 
 
 class LiveRun:
-    """A run's folder, watched. `refresh` reads what is new; `story` is what is known.
+    """A run's folder, watched. `refresh` reads what is new; `state` is what is known.
 
-    `deserted`: its launcher and its ranks have died, and `story` holds the last that they said.
+    `deserted`: its launcher and its ranks have died, and `state` holds the last that they recorded.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.version = 0
-        self.story = LiveState()
+        self.state = LiveState()
         self.deserted = False
-        self._follower = Follower(folder)
+        self._reader = RecordReader(folder)
 
     @property
     def torn(self) -> int:
         """Whole lines of the record that are none of its entries."""
-        return self._follower.torn + self.story.unreadable
+        return self._reader.torn + self._reader.unreadable
 
     def refresh(self) -> bool:
         """Read what was added; returns whether anything was."""
         added = self._read()
-        start = self.story.start
+        start = self.state.start
         self.deserted = is_deserted(self.folder, start)
-        if self.deserted:  # what the dead said just before their end may have been missed
+        if self.deserted:  # what the dead recorded just before their end may have been missed
             added = self._read() or added
-            self.deserted = self.story.start is start
+            self.deserted = self.state.start is start
         return added
 
     def _read(self) -> bool:
-        anew, records = self._follower.read()
-        if anew:
-            self.story = LiveState()
+        replaced, records = self._reader.read()
+        if replaced:
+            self.state = LiveState()
         for record in records:
-            try:
-                self._take(record)
-            except (KeyError, TypeError, ValueError, AttributeError):
-                self.story.unreadable += 1
-        if anew or records:
+            self._take(record)
+        if replaced or records:
             self.version += 1
-        return bool(anew or records)
+        return bool(replaced or records)
 
-    def _take(self, record: Json) -> None:
-        story, t = self.story, _finite(record["t"])
-        match record["kind"]:
-            case "start":
-                self._start(record, t)
-            case "steps":
-                _window(story, record, t)
-            case "evaluation":
-                _evaluation(story, record)
-            case "checkpoint":
-                story.checkpoints += 1
-            case "end":
-                story.end = record
-                status = str(record.get("status"))
-                story.events.append(Event(t, "end", _sentence(status, record), status in BAD))
-            case "event":
-                name = str(record["name"])
-                story.events.append(Event(t, name, str(record.get("message") or name), name in BAD))
-            case kind if kind == RESOURCES:
-                _resources(story, record)
-        story.first_t = t if story.first_t is None else story.first_t
-        story.last_t = t
+    def _take(self, record: Record) -> None:
+        state = self.state
+        match record:
+            case Start():
+                self._start(record)
+            case Steps():
+                _steps(state, record)
+            case Evaluation():
+                _evaluation(state, record)
+            case Checkpoint():
+                state.checkpoints += 1
+            case End():
+                state.end = record
+                message = f"{record.status}: {record.message}" if record.message else record.status
+                state.events.append(Entry(record.t, "end", message, record.status in BAD))
+            case Event():
+                state.events.append(Entry(record.t, record.name, record.message or record.name, record.name in BAD))
+            case Resources():
+                _resources(state, record)
+        state.first_t = record.t if state.first_t is None else state.first_t
+        state.last_t = record.t
 
-    def _start(self, record: Json, t: float) -> None:
+    def _start(self, start: Start) -> None:
         """A group of ranks began, or began again: what lies beyond its first step is undone."""
-        story = self.story
-        steps = int(record["steps_per_epoch"]) * int(record["epochs"])
-        step, most = int(record.get("start_step") or 0), _max_steps(self.folder)
-        story.start, story.end, story.attempts = record, None, story.attempts + 1
-        story.total_steps = min(steps, most) if most else steps
-        story.step, story.epoch = step, int(record.get("start_epoch") or 0)
-        story.windows.clear()
-        story.resources = []
-        for curve in story.curves().values():
+        state, step, most = self.state, start.start_step, _max_steps(self.folder)
+        steps, ranks = start.steps_per_epoch * start.epochs, start.world_size
+        state.start, state.end, state.attempts = start, None, state.attempts + 1
+        state.total_steps = min(steps, most) if most else steps
+        state.step, state.epoch = step, start.start_epoch
+        state.windows.clear()
+        state.resources = []
+        for curve in state.curves().values():
             curve.forget_after(step)
-        ranks = record.get("world_size")
-        story.events.append(Event(t, "start", f"{ranks} rank{'s' * (ranks != 1)} began at step {step}", False))
+        state.events.append(Entry(start.t, "start", f"{ranks} rank{'s' * (ranks != 1)} began at step {step}", False))
 
 
-def _sentence(status: str, record: Json) -> str:
-    message = str(record.get("message") or "")
-    return f"{status}: {message}" if message else status
-
-
-def _window(story: LiveState, r: Json, t: float) -> None:
-    losses = tuple(float("nan") if x is None else float(x) for x in r["losses"])
-    names = tuple(str(n) for n in r.get("phase_names") or ())
-    phases = tuple(tuple(_finite(s) for s in rank) for rank in r.get("phases") or ())
-    if not losses or any(len(rank) != len(names) for rank in phases):
-        raise ValueError("not a window of steps")
-    correct = None if r.get("correct") is None else float(r["correct"])
-    memory = tuple(float(b) for b in r.get("memory_bytes") or ())
-    window = Window(
-        t, int(r["step"]), losses, correct, int(r.get("samples") or 0), _finite(r["seconds"]), names, phases,
-        float(r.get("wire_bytes") or 0), memory,
-    )  # fmt: skip
-    story.step, story.epoch = window.step, int(r.get("epoch") or 0)
-    story.windows.append(window)
-    while len(story.windows) > 1 and story.windows[0].t < t - RECENT_S:
-        story.windows.popleft()
-    story.loss_curve.add(window.step, [sum(losses) / len(losses)])
+def _steps(state: LiveState, window: Steps) -> None:
+    state.step, state.epoch = window.step, window.epoch
+    state.windows.append(window)
+    while len(state.windows) > 1 and state.windows[0].t < window.t - RECENT_S:
+        state.windows.popleft()
+    state.loss_curve.add(window.step, [sum(window.losses) / window.count])
     if window.seconds > 0:
-        story.rate_curve.add(window.step, [window.samples / window.seconds])
+        state.rate_curve.add(window.step, [window.samples_per_s])
 
 
-def _evaluation(story: LiveState, r: Json) -> None:
-    story.evaluations += 1
-    value = r["metrics"].get("top1")
-    if value is None:
+def _evaluation(state: LiveState, evaluation: Evaluation) -> None:
+    state.evaluations += 1
+    value = evaluation.metrics.get("top1")
+    if value is None or not math.isfinite(value):
         return
-    story.top1 = _finite(value)
-    story.best_top1 = max(story.top1, story.best_top1 or 0.0)
-    story.top1_curve.add(int(r["step"]), [story.top1])
+    state.top1 = value
+    state.best_top1 = max(value, state.best_top1 or 0.0)
+    state.top1_curve.add(evaluation.step, [value])
 
 
-def _resources(story: LiveState, r: Json) -> None:
-    found = resources_of(r)
-    if found is None:
-        raise ValueError("not a sample of resources")
-    before = story.resources if len(story.resources) == len(found[1]) else found[1]
-    story.resources = [old if math.isnan(new.rss_bytes) else new for old, new in zip(before, found[1], strict=True)]
-    step = int(r.get("step") or story.step)
-    _add_known(story.cpu_curve, step, [x.cpu_percent for x in story.resources])
-    _add_known(story.gpu_curve, step, [x.gpu_percent for x in story.resources])
-    _add_known(story.memory_curve, step, [(x.rss_bytes + x.loaders_rss_bytes) / 1e9 for x in story.resources])
+def _resources(state: LiveState, record: Resources) -> None:
+    latest = record.by_rank()
+    before = state.resources if len(state.resources) == len(latest) else latest
+    state.resources = [old if math.isnan(new.rss_bytes) else new for old, new in zip(before, latest, strict=True)]
+    step = record.step or state.step
+    _add_known(state.cpu_curve, step, [x.cpu_percent for x in state.resources])
+    _add_known(state.gpu_curve, step, [x.gpu_percent for x in state.resources])
+    _add_known(state.memory_curve, step, [(x.rss_bytes + x.loaders_rss_bytes) / 1e9 for x in state.resources])
 
 
 def _add_known(curve: Curve, step: int, values: Sequence[float]) -> None:
@@ -222,10 +228,3 @@ def _max_steps(folder: Path) -> int:
         return int(described["training"]["max_steps"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return 0
-
-
-def _finite(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError("not a finite number")
-    return number

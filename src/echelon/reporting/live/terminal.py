@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from math import isfinite
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -13,8 +14,9 @@ from rich.text import Text
 
 from echelon.core.units import format_bytes, format_seconds
 from echelon.observe.phases import PHASES
+from echelon.records.kinds import RankResources
 from echelon.reporting.live.snapshot import RankView, Snapshot
-from echelon.reporting.live.state import Event
+from echelon.reporting.live.state import Entry
 
 STYLES = {
     "completed": "bold green", "running": "bold", "starting": "yellow", "quiet": "yellow", "stopped": "yellow",
@@ -97,50 +99,58 @@ def _shown(s: Snapshot) -> list[tuple[str, str]]:
 
 def _rank_table(ranks: Sequence[RankView]) -> Table:
     hosts = len({r.host for r in ranks}) > 1
-    gpus = any(r.resources.get("gpu_memory_bytes") is not None for r in ranks)
+    gpus = any(isfinite(r.resources.gpu_memory_bytes) for r in ranks)
     phases = [str(p) for p in PHASES if any(r.phases.get(p, 0.0) >= 0.005 for r in ranks)]
-    own = [*(["host"] if hosts else []), *phases, "CPU", "memory", "network", *(["GPU", "GPU memory"] if gpus else [])]
-    table = Table("rank", *own, box=None, pad_edge=False, header_style="dim")
+    columns = [
+        *(["host"] if hosts else []),
+        *phases,
+        "CPU",
+        "memory",
+        "network",
+        *(["GPU", "GPU memory"] if gpus else []),
+    ]
+    table = Table("rank", *columns, box=None, pad_edge=False, header_style="dim")
     for column in table.columns:
         column.justify, column.no_wrap = "right", True
     for r in ranks:
         cells = [plain_text(r.host)] if hosts else []
         cells += [_format(r.phases.get(p), ".0%") for p in phases]
-        cells += [_percent(r.resources.get("cpu_percent")), _memory(r), _network(r.resources)]
-        cells += [_percent(r.resources.get("gpu_percent")), _gpu_memory(r.resources)] if gpus else []
+        cells += [_percent(r.resources.cpu_percent), _memory(r), _network(r.resources)]
+        cells += [_percent(r.resources.gpu_percent), _gpu_memory(r.resources)] if gpus else []
         table.add_row(str(r.rank), *map(Text, cells))
     return table
 
 
-def _event(e: Event) -> Text:
+def _event(e: Entry) -> Text:
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(f"{datetime.fromtimestamp(e.t):%H:%M:%S}  ", style="dim")
     return text.append(f"{plain_text(e.name).replace('_', ' ')}: {plain_text(e.message)}", style="red" if e.bad else "")
 
 
 def _memory(r: RankView) -> str:
-    own, loaders = r.resources.get("rss_bytes"), r.resources.get("loaders_rss_bytes")
-    if own is None:
+    process, loaders = r.resources.rss_bytes, r.resources.loaders_rss_bytes
+    if not isfinite(process):
         return format_bytes(r.memory_bytes) if r.memory_bytes is not None else "–"
-    return f"{format_bytes(own)} + {format_bytes(loaders)}" if loaders else format_bytes(own)
+    some = isfinite(loaders) and loaders > 0
+    return f"{format_bytes(process)} + {format_bytes(loaders)}" if some else format_bytes(process)
 
 
-def _network(used: dict[str, float | None]) -> str:
-    sent, received, within = (used.get(k) for k in ("sent_per_s", "received_per_s", "loopback_per_s"))
-    if sent is None or received is None or within is None:
+def _network(used: RankResources) -> str:
+    sent, received, within = used.sent_per_s, used.received_per_s, used.loopback_per_s
+    if not isfinite(sent + received + within):
         return "–"
     if within > sent + received:
         return f"{format_bytes(within)}/s within"
     return f"↑{format_bytes(sent)}/s ↓{format_bytes(received)}/s"
 
 
-def _gpu_memory(used: dict[str, float | None]) -> str:
-    of, whole = used.get("gpu_memory_bytes"), used.get("gpu_memory_total_bytes")
-    return "–" if of is None or whole is None else f"{format_bytes(of)} of {format_bytes(whole)}"
+def _gpu_memory(used: RankResources) -> str:
+    in_use, total = used.gpu_memory_bytes, used.gpu_memory_total_bytes
+    return f"{format_bytes(in_use)} of {format_bytes(total)}" if isfinite(in_use + total) else "–"
 
 
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0f}%"
+def _percent(value: float) -> str:
+    return f"{value:.0f}%" if isfinite(value) else "–"
 
 
 def _format(value: Any, how: str) -> str:

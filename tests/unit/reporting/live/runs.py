@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from echelon.observe.resources import NAMES, record_of
+from echelon.records.kinds import RESOURCE_NAMES, Resources
 from tests.unit.reporting.report.fixtures import LiveState, make_run
 
 USED = [38.5, 6.1e8, 0.0, 0.0, 0.0, 2.5e6, float("nan"), float("nan"), float("nan")]
@@ -20,10 +20,9 @@ def make_live_run(folder: Path, story: LiveState | None = None) -> Path:
         lines.append(line)
         record = json.loads(line)
         if record["kind"] == "steps" and number % 5 == 0:
-            row = {"t": record["t"], "kind": "resources", "step": record["step"], **record_of([USED, USED])}
-            lines.append(json.dumps(row))
+            lines.append(json.dumps(resources(record["t"], record["step"], USED, USED)))
     (folder / "record.jsonl").write_text("\n".join(lines) + "\n")
-    assert len(USED) == len(NAMES)
+    assert len(USED) == len(RESOURCE_NAMES)
     return folder
 
 
@@ -40,6 +39,11 @@ def start(step: int = 0, t: float = 100.0, **more: Any) -> dict[str, Any]:
         "t": t, "kind": "start", "world_size": 2, "epochs": 10, "steps_per_epoch": 10, "start_step": step,
         "model": "mlp", "data": "digits", "device": "cpu", "hosts": ["a", "a"], "pids": [1, 2], **more,
     }  # fmt: skip
+
+
+def resources(t: float, step: int, *rows: list[float]) -> dict[str, Any]:
+    """A sample of what ranks use; an empty row is a rank that sampled nothing new."""
+    return {"kind": "resources", **vars(Resources.of(step, rows)), "t": t}
 
 
 def steps(step: int, t: float, loss: float = 1.0, n: int = 5) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from echelon.observe.gpu import Gpu
-from echelon.observe.resources import EVERY_S, LIST_CHILDREN_EVERY_S, NAMES, Resources, Sampler
+from echelon.observe.resources import EVERY_S, LIST_CHILDREN_EVERY_S, Sampler
+from echelon.records.kinds import RESOURCE_NAMES, RankResources
 
 
 class Clock:
@@ -33,8 +34,8 @@ def test_a_sample_needs_two_looks_and_comes_not_too_often() -> None:
     clock.now += EVERY_S / 2
     assert not sampler.sample()
     clock.now += EVERY_S
-    assert sampler.sample() and len(sampler.row) == len(NAMES)
-    now = Resources(*sampler.row)
+    assert sampler.sample() and len(sampler.row) == len(RESOURCE_NAMES)
+    now = RankResources(*sampler.row)
     assert now.rss_bytes > 1e6 and 0 <= now.cpu_percent < 100_000 and now.sent_per_s >= 0
     assert math.isnan(now.gpu_percent)
     assert not sampler.sample()
@@ -46,7 +47,7 @@ def test_busy_time_is_seen_and_loaders_count() -> None:
     before.sample()
     clock.now += EVERY_S
     assert before.sample()
-    others = Resources(*before.row).loaders_rss_bytes
+    others = RankResources(*before.row).loaders_rss_bytes
     busy = "x = 0\nwhile x < 4_000_000: x += 1\nprint('done', flush=True)\ninput()"
     child = subprocess.Popen([sys.executable, "-c", busy], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
@@ -58,14 +59,14 @@ def test_busy_time_is_seen_and_loaders_count() -> None:
         clock.now += EVERY_S
         assert sampler.sample()
         spent = psutil.Process(child.pid).cpu_times().user - began
-        now = Resources(*sampler.row)
+        now = RankResources(*sampler.row)
         assert now.loaders_rss_bytes > others + 4e6
         assert now.cpu_percent >= 100 * (spent - 0.02) / EVERY_S > 0
     finally:
         child.communicate()
     clock.now += EVERY_S
     assert sampler.sample()  # a loader that ended is no error
-    assert Resources(*sampler.row).loaders_rss_bytes <= others + 4e6
+    assert RankResources(*sampler.row).loaders_rss_bytes <= others + 4e6
 
 
 def test_a_loader_that_is_found_late_counts_from_then_on() -> None:
@@ -81,7 +82,7 @@ def test_a_loader_that_is_found_late_counts_from_then_on() -> None:
         clock.now += LIST_CHILDREN_EVERY_S
         assert sampler.sample()
         own_s = time.process_time() - began_s
-        seen_s = Resources(*sampler.row).cpu_percent / 100 * LIST_CHILDREN_EVERY_S
+        seen_s = RankResources(*sampler.row).cpu_percent / 100 * LIST_CHILDREN_EVERY_S
         assert seen_s < own_s + 0.3, "the half second of the loader's life before it was found must not count"
     finally:
         child.communicate()
@@ -95,7 +96,7 @@ def test_without_nvml_the_rest_is_sampled_and_the_log_says_why_once(caplog: pyte
         for _ in range(2):
             clock.now += EVERY_S
             assert sampler.sample()
-    assert math.isnan(Resources(*sampler.row).gpu_percent) and Resources(*sampler.row).rss_bytes > 0
+    assert math.isnan(RankResources(*sampler.row).gpu_percent) and RankResources(*sampler.row).rss_bytes > 0
     assert len(caplog.records) == 1 and "NVML has no counters of GPU-0000" in caplog.text
 
 

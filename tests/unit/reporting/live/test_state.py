@@ -7,18 +7,17 @@ import json
 import os
 import socket
 import subprocess
+from math import isnan
 from pathlib import Path
 
 import pytest
 
-from echelon.observe.resources import NAMES, read_resources, record_of
-from echelon.records.file import Recorder, read_lines
+from echelon.records.file import Recorder, RecordReader, read_records
 from echelon.records.going import is_held
-from echelon.records.kinds import Resources
-from echelon.reporting.live.follow import Curve, Follower
+from echelon.records.kinds import Resources, Start, Steps
 from echelon.reporting.live.snapshot import QUIET_S, look, to_json
-from echelon.reporting.live.state import LiveRun
-from tests.unit.reporting.live.runs import USED, append, make_live_run, start, steps
+from echelon.reporting.live.state import Curve, LiveRun
+from tests.unit.reporting.live.runs import USED, append, make_live_run, resources, start, steps
 
 
 def watched(folder: Path) -> LiveRun:
@@ -28,14 +27,14 @@ def watched(folder: Path) -> LiveRun:
 
 
 def test_a_growing_record_is_read_once_and_to_its_last_whole_line(tmp_path: Path) -> None:
-    follower = Follower(tmp_path)
-    assert follower.read() == (False, [])
+    reader = RecordReader(tmp_path)
+    assert reader.read() == (False, [])
     append(tmp_path, start(), '{"kind": "st')
-    assert [r["kind"] for r in follower.read()[1]] == ["start"]
-    append(tmp_path, 'eps", "step": 1}\n', '{"torn\n', "[1]\n", "\n")
-    assert follower.read() == (False, [{"kind": "steps", "step": 1}])
-    assert follower.torn == 2
-    assert follower.read() == (False, [])
+    assert [type(r) for r in reader.read()[1]] == [Start]
+    append(tmp_path, 'eps", "t": 2.0, "step": 1, "losses": [1.5], "seconds": 0.1}\n', '{"torn\n', "[1]\n", "\n")
+    assert reader.read() == (False, [Steps(1, (1.5,), 0.1, t=2.0)])
+    assert reader.torn == 2
+    assert reader.read() == (False, [])
 
 
 def test_another_record_in_its_place_is_read_from_its_beginning(tmp_path: Path) -> None:
@@ -43,12 +42,12 @@ def test_another_record_in_its_place_is_read_from_its_beginning(tmp_path: Path) 
     run.mkdir()
     append(run, start(), steps(50, 101.0))
     live = watched(run)
-    assert live.story.step == 50
+    assert live.state.step == 50
     (run / "record.jsonl").rename(run / "former.jsonl")  # so that its file number is not used again at once
     append(run, start(), steps(5, 102.0))
-    assert live.refresh() and live.story.step == 5 and len(live.story.loss_curve.points()) == 1
+    assert live.refresh() and live.state.step == 5 and len(live.state.loss_curve.points()) == 1
     (run / "record.jsonl").unlink()
-    assert live.refresh() and not live.story.start
+    assert live.refresh() and not live.state.start
 
 
 def test_a_long_curve_stays_short_and_keeps_its_mean() -> None:
@@ -155,20 +154,21 @@ def test_resources_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     record = Recorder(tmp_path)
     record.write(Resources.of(3, [USED, []]))
     record.close()
-    ((_, ranks),) = read_resources(read_lines(tmp_path))
+    ranks = read_records(tmp_path, Resources)[0].by_rank()
     assert ranks[0].cpu_percent == 38.5 and ranks[0].gpu_percent != ranks[0].gpu_percent
     assert ranks[1].rss_bytes != ranks[1].rss_bytes
     torn = {"kind": "resources", "t": 1.0, "names": ["cpu_percent", "of tomorrow"], "ranks": [[1.0, 2.0]]}
-    ((_, ranks),) = read_resources([torn, {"kind": "resources"}])
-    assert ranks[0].cpu_percent == 1.0
+    append(tmp_path, torn, {"kind": "resources"})
+    _, newer = read_records(tmp_path, Resources)
+    assert newer.by_rank()[0].cpu_percent == 1.0
 
 
 def test_a_rank_that_sampled_nothing_new_keeps_what_it_had(tmp_path: Path) -> None:
-    append(tmp_path, start(), {"t": 101.0, "kind": "resources", "step": 1, **record_of([USED, USED])})
-    append(tmp_path, {"t": 103.0, "kind": "resources", "step": 2, **record_of([[99.0, *USED[1:]], []])})
+    append(tmp_path, start(), resources(101.0, 1, USED, USED))
+    append(tmp_path, resources(103.0, 2, [99.0, *USED[1:]], []))
     s = look(watched(tmp_path), now=104.0)
-    assert [r.resources["cpu_percent"] for r in s.ranks] == [99.0, 38.5]
-    assert set(s.ranks[0].resources) == set(NAMES) and s.ranks[0].resources["gpu_percent"] is None
+    assert [r.resources.cpu_percent for r in s.ranks] == [99.0, 38.5]
+    assert isnan(s.ranks[0].resources.gpu_percent)
 
 
 def test_a_whole_recorded_run(tmp_path: Path) -> None:
