@@ -13,10 +13,15 @@ from echelon.compression.quantiser import Quantiser
 from echelon.compression.registry import build, examples
 
 SPECS = [spec for specs in examples().values() for spec in specs]
-UNBIASED = ["int8", "int8(block=100)", "qsgd", "qsgd(levels=1, bucket=128)", "qsgd(127, 33)", "ternary(clip=0)"]
+CODECS = {spec: build(spec) for spec in SPECS}
+BIASED = [spec for spec, codec in CODECS.items() if codec.biased]
+CLIPPED = ["ternary"]
+UNBIASED = [spec for spec, codec in CODECS.items() if isinstance(codec, Quantiser) and spec not in CLIPPED]
+# Those that change the gradient before encoding are tested in tests/unit/compression.
+PLAIN_ERROR = [s for s in BIASED if not CODECS[s].absorbs_momentum and not CODECS[s].local_clip]
+LINEAR = [spec for spec, codec in CODECS.items() if codec.linear]
+SPARSE = [s for s in SPECS if s.startswith(("topk", "threshold")) and "huffman" not in s]
 SHAPES = [(), (0,), (1,), (7,), (8, 0), (3, 5), (40, 3, 5, 5), (257, 129)]
-
-pytestmark = pytest.mark.parametrize("spec", SPECS)
 
 
 def gradient(shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -34,6 +39,7 @@ def send(codec: Codec, tensor: Tensor, state: State) -> tuple[Payload, Tensor]:
     return payload, codec.extract(codec.from_bytes(buffer, Meta.of(tensor)))
 
 
+@pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_any_shape_comes_back(spec: str, shape: tuple[int, ...]) -> None:
     codec = build(spec)
@@ -49,6 +55,7 @@ def test_any_shape_comes_back(spec: str, shape: tuple[int, ...]) -> None:
     assert codec.fixed_size == (known is not None)
 
 
+@pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_any_float_dtype_comes_back(spec: str, dtype: torch.dtype) -> None:
     codec = build(spec)
@@ -61,13 +68,10 @@ def test_any_float_dtype_comes_back(spec: str, dtype: torch.dtype) -> None:
     assert torch.allclose(total, 2.0 * decoded.float(), rtol=0.02, atol=1e-3)
 
 
+@pytest.mark.parametrize("spec", PLAIN_ERROR)
 def test_nothing_is_lost(spec: str) -> None:
     """decode(encode(x)) + kept error = x, over several steps: what was put in, less what came out, is in the memory."""
     codec = build(spec)
-    if not codec.biased:
-        pytest.skip(f"{spec} keeps no error: it is unbiased, or a cast")
-    if codec.absorbs_momentum or codec.local_clip:
-        pytest.skip(f"{spec} changes the gradient before encoding; its parts are tested in tests/unit/compression")
     state = codec.init_state("w", torch.empty(120, 100))
     put_in, came_out = torch.zeros(120, 100, dtype=torch.float64), torch.zeros(120, 100, dtype=torch.float64)
     for step in range(5):
@@ -79,11 +83,10 @@ def test_nothing_is_lost(spec: str) -> None:
     assert torch.allclose(came_out + kept, put_in, rtol=0, atol=5 * 64 * 2**-24)
 
 
+@pytest.mark.parametrize("spec", PLAIN_ERROR)
 def test_nothing_is_lost_to_the_bit(spec: str) -> None:
     """One step: where the kept error is representable, the sum is exact; it is within a rounding everywhere."""
     codec = build(spec)
-    if not codec.biased or codec.absorbs_momentum or codec.local_clip:
-        pytest.skip(f"{spec} keeps no plain error")
     tensor = gradient((3000,))
     state = codec.init_state("w", tensor)
     decoded = send(codec, tensor, state)[1]
@@ -94,14 +97,13 @@ def test_nothing_is_lost_to_the_bit(spec: str) -> None:
     assert not sparse or torch.equal(back, tensor.double())
 
 
+@pytest.mark.parametrize("spec", UNBIASED)
 def test_unbiased(spec: str) -> None:
     """The mean of 800 decodings is x, for each of 1,000 elements.
 
     Decodings of an element take two values a step apart, so by Hoeffding's inequality a correct codec exceeds the
     tolerance anywhere with probability below 1e-6; the state is seeded, so the outcome is fixed besides.
     """
-    if spec not in UNBIASED:
-        pytest.skip(f"{spec} is biased, linear, or lossless coding of another")
     codec, tensor, draws = build(spec), gradient((1000,)), 800
     assert isinstance(codec, Quantiser)
     state = codec.init_state("w", tensor)
@@ -111,10 +113,9 @@ def test_unbiased(spec: str) -> None:
     assert float((mean - tensor).abs().max()) < tolerance
 
 
+@pytest.mark.parametrize("spec", CLIPPED)
 def test_clipping_is_all_that_ternary_is_biased_by(spec: str) -> None:
     """The mean of decodings is the clipped x; tolerance and error rate as above."""
-    if spec != "ternary":
-        pytest.skip("one codec clips")
     codec, tensor, draws = build(spec), gradient((1000,)), 800
     state = codec.init_state("w", tensor)
     mean = sum(codec.extract(codec.compress(tensor, state)).double() for _ in range(draws)) / draws
@@ -128,11 +129,10 @@ def test_clipping_is_all_that_ternary_is_biased_by(spec: str) -> None:
     assert float((mean - clipped).abs().max()) < tolerance
 
 
+@pytest.mark.parametrize("spec", SPARSE)
 @pytest.mark.parametrize("shape", [(32, 32), (128, 64), (7,)])
 def test_bytes_of_small_tensors_are_as_predicted(spec: str, shape: tuple[int, ...]) -> None:
     """What a sparse message has beside its values counts there: lengths and padding."""
-    if not spec.startswith(("topk", "threshold")) or "huffman" in spec:
-        pytest.skip("not sparse, or as long as its values let it be")
     codec = build(spec)
     state = codec.init_state("w", torch.empty(shape))
     for step in range(3):
@@ -142,6 +142,7 @@ def test_bytes_of_small_tensors_are_as_predicted(spec: str, shape: tuple[int, ..
             assert 8 * payload.n_bytes / numel == pytest.approx(codec.bits_per_element(numel, state), rel=0.05)
 
 
+@pytest.mark.parametrize("spec", SPECS)
 def test_bytes_are_as_predicted(spec: str) -> None:
     """Bytes are within 5% of `bits_per_element` for 120,000 elements: a message by its state, the mean beforehand."""
     codec = build(spec)
@@ -159,6 +160,7 @@ def test_bytes_are_as_predicted(spec: str) -> None:
         assert 8 * mean / 120_000 == pytest.approx(beforehand, rel=0.05)
 
 
+@pytest.mark.parametrize("spec", SPECS)
 def test_same_seed_same_bytes(spec: str) -> None:
     def messages(seed: int) -> list[Tensor]:
         codec = build(spec)
@@ -169,6 +171,7 @@ def test_same_seed_same_bytes(spec: str) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("spec", SPECS)
 def test_state_survives_a_restart(spec: str) -> None:
     """A state that is saved and loaded continues with the same bytes; loading is in place."""
     codec = build(spec)
@@ -189,12 +192,11 @@ def test_state_survives_a_restart(spec: str) -> None:
             other.load_state_dict(saved)
 
 
+@pytest.mark.parametrize("spec", [s for s in SPECS if s != "none"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("at", [0, 70_001])
 def test_nan_and_infinity_are_refused_by_name(spec: str, bad: float, at: int) -> None:
     codec = build(spec)
-    if codec.name == "none":
-        pytest.skip("none passes everything, as a run without a codec")
     tensor = gradient((300, 300))
     state = codec.init_state("stem.conv.weight", tensor)
     codec.compress(tensor, state)
@@ -207,6 +209,7 @@ def test_nan_and_infinity_are_refused_by_name(spec: str, bad: float, at: int) ->
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(before[key])), key
 
 
+@pytest.mark.parametrize("spec", SPECS)
 def test_a_damaged_message_is_refused(spec: str) -> None:
     """A message cut short is an error, never a silent wrong tensor or a read beyond the buffer."""
     codec = build(spec)
@@ -216,13 +219,17 @@ def test_a_damaged_message_is_refused(spec: str) -> None:
         codec.extract(codec.from_bytes(buffer[: buffer.numel() // 2 // 8 * 8], Meta.of(tensor)))
 
 
+@pytest.mark.parametrize("spec", [s for s in SPECS if s not in LINEAR])
+def test_others_refuse_to_be_averaged_in_rounds(spec: str) -> None:
+    codec = build(spec)
+    with pytest.raises(TypeError, match="not linear"):
+        next(codec.reduce_rounds(gradient((4,)), codec.init_state("w", torch.empty(4))))
+
+
+@pytest.mark.parametrize("spec", LINEAR)
 def test_linear_codecs_average_as_they_decode(spec: str) -> None:
     """`reduce_rounds` over three workers: all get the same mean, and what is not sent stays in their memories."""
     codec = build(spec)
-    if not codec.linear:
-        with pytest.raises(TypeError, match="not linear"):
-            next(codec.reduce_rounds(gradient((4,)), codec.init_state("w", torch.empty(4))))
-        return
     shape = (60, 40)
     states = [codec.init_state("w", torch.empty(shape), seed=5, stream=rank) for rank in range(3)]
     put_in, came_out = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
