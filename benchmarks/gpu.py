@@ -34,6 +34,7 @@ from benchmarks._common import (
     update_section,
 )
 from echelon.records.file import read_records
+from echelon.records.kinds import Steps
 
 NAME = "gpu"
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
@@ -166,10 +167,10 @@ def _echelon(model: str, folder: str, precision: str, args: argparse.Namespace) 
             if error.returncode != 2:  # 2: refused in words, such as fp8 on a device without it
                 raise
             return {"images_per_s": 0.0, "losses": [], "refused": error.stderr.strip().splitlines()[-1]}
-        windows = [r for r in read_records(run) if r["kind"] == "steps"]
-    counted = [w for w in windows if w["step"] - len(w["losses"]) >= args.warm_up] or windows[-1:]
-    rate = sum(w["samples"] for w in counted) / sum(w["seconds"] for w in counted)
-    return {"images_per_s": rate, "losses": [loss for w in windows for loss in w["losses"]]}
+        windows = read_records(run, Steps)
+    counted = [w for w in windows if w.step - w.count >= args.warm_up] or windows[-1:]
+    rate = sum(w.samples for w in counted) / sum(w.seconds for w in counted)
+    return {"images_per_s": rate, "losses": [loss for w in windows for loss in w.losses]}
 
 
 def _timm(model: str, folder: str, precision: str, args: argparse.Namespace) -> dict[str, Any]:

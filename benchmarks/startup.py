@@ -13,11 +13,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from benchmarks._common import command_line, environment_line, median, update_section
 from echelon.records.file import read_records
+from echelon.records.kinds import Start, Steps
 
 DEADLINE_S = 300.0
 ECHELON = [sys.executable, "-m", "echelon"]
@@ -29,7 +30,7 @@ def start_and_end_s(folder: Path) -> tuple[float, float]:
     command = [*ECHELON, "train", "digits", "--epochs", "1", "--workers", "2", "--run", str(folder)]
     subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE_S)
     whole = time.perf_counter() - began
-    steps = sum(r["seconds"] for r in read_records(folder) if r["kind"] == "steps")
+    steps = sum(window.seconds for window in read_records(folder, Steps))
     return whole - steps, steps
 
 
@@ -38,27 +39,27 @@ def restart_s(folder: Path) -> float:
     command = [*ECHELON, "train", "digits", "--epochs", "400", "--workers", "2", "--run", str(folder)]
     process = subprocess.Popen([*command, "--checkpoint-every", "100"], stdout=subprocess.DEVNULL)
     try:
-        record = _await(folder, process, lambda r: r["kind"] == "steps" and r["step"] > 120)
-        pid = next(r for r in read_records(folder) if r["kind"] == "start")["pids"][1]
+        _await(folder, process, lambda window: window.step > 120)
+        pid = read_records(folder, Start)[0].pids[1]
         os.kill(pid, signal.SIGKILL)
         killed = time.time()
-        record = _await(folder, process, lambda r: r["kind"] == "steps" and _attempt(folder) > 0 and r["t"] > killed)
-        return float(record["t"]) - killed
+        after = _await(folder, process, lambda window: _attempt(folder) > 0 and window.t > killed)
+        return after.t - killed
     finally:
         process.terminate()
         process.wait(60)
 
 
 def _attempt(folder: Path) -> int:
-    return len([r for r in read_records(folder) if r["kind"] == "start"]) - 1
+    return len(read_records(folder, Start)) - 1
 
 
-def _await(folder: Path, process: subprocess.Popen[bytes], wanted: Any) -> dict[str, Any]:
+def _await(folder: Path, process: subprocess.Popen[bytes], wanted: Callable[[Steps], bool]) -> Steps:
     end = time.monotonic() + DEADLINE_S
     while time.monotonic() < end and process.poll() is None:
-        for record in reversed(read_records(folder)):
-            if wanted(record):
-                return record
+        for window in reversed(read_records(folder, Steps)):
+            if wanted(window):
+                return window
         time.sleep(0.05)
     raise TimeoutError(f"the run in {folder} did not get there")
 
