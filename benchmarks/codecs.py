@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from echelon.compression.base import Codec, State
-from echelon.compression.feedback import ErrorFeedback
 from echelon.compression.registry import build
+from echelon.compression.transforms import Transformed
 from echelon.core.spec import split_top_level
 
 CODECS = (
@@ -78,7 +78,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 def candidate(spec: str, tensor: Tensor) -> Candidate:
     """Build a codec without and with its error feedback."""
     wrapped = build(spec)
-    codec = wrapped.inner if isinstance(wrapped, ErrorFeedback) else wrapped
+    codec = wrapped.inner if isinstance(wrapped, Transformed) else wrapped
     state, wrapped_state = codec.init_state("gradient", tensor), wrapped.init_state("gradient", tensor)
     return Candidate(spec, codec, wrapped, state, wrapped_state, [], [], [])
 

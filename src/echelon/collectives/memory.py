@@ -11,9 +11,9 @@ from torch import Tensor
 
 from echelon.collectives.buckets import Bucket
 from echelon.collectives.compressed_all_reduce import CodecShard
-from echelon.compression import huffman
 from echelon.compression.base import State
 from echelon.compression.sparse import share_carried
+from echelon.compression.transforms import huffman
 
 StateDict = dict[str, Any]
 
@@ -58,7 +58,7 @@ class _Part:
 
 
 def entropy_coded(helds: Iterable[CodecShard]) -> dict[str, float]:
-    """Sum what entropy coding did (see `compression.huffman`) over states; empty where there is none."""
+    """Sum what entropy coding did (see `compression.transforms.huffman`) over states; empty where there is none."""
     return huffman.entropy_coded(held.state for held in helds)
 
 

@@ -18,10 +18,10 @@ from echelon.compression.base import Payload, empty
 
 CHUNK = 1 << 17
 
-LocalShards = Iterable[tuple[int, int, Tensor]]
+DecodedChunks = Iterable[tuple[int, int, Tensor]]
 """(start, end, decoded values [end - start] in float32, valid until the next one)."""
 
-Decoder = Callable[[Tensor | None], LocalShards]
+Decoder = Callable[[Tensor | None], DecodedChunks]
 """Decodes a payload piece by piece: into parts of the float32 tensor that it is given, or into a scratch of its own."""
 
 

@@ -50,15 +50,9 @@ def build(text: str) -> Codec:
     first, *rest = parse_chain(text)
     codec = bind(first, codec_class(first.name))
     _check_chain(text, codec, rest)
-    if codec.biased or codec.absorbs_momentum or codec.local_clip:
-        from echelon.compression.feedback import ErrorFeedback
+    from echelon.compression.transforms import combine
 
-        codec = ErrorFeedback(codec)
-    if rest:
-        from echelon.compression.huffman import Huffman
-
-        codec = Huffman(codec)
-    return codec
+    return combine(codec, entropy_coding=bool(rest))
 
 
 def leaves_momentum(text: str) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from echelon.compression import bits
 from echelon.compression.base import Codec, Meta, Payload, State, empty, flat
-from echelon.compression.indices import index_bytes, pack_indices, unpack_indices
+from echelon.compression.bits import index_bytes, pack_indices, unpack_indices
 from echelon.compression.selection import gather, scatter
 from echelon.compression.wire import Layout, packed_bytes
 

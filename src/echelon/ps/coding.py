@@ -7,7 +7,6 @@ part of the next difference. That is error feedback too, and it also keeps unbia
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from echelon.compression.base import Codec, Meta, State
-from echelon.compression.feedback import ErrorFeedback
+from echelon.compression.transforms import without_transforms
 from echelon.ps.blob import as_frame, copied_frame, read_frame, sent_frame
 from echelon.ps.table import KeyRange
 from echelon.sync.ps import server_codec
@@ -123,13 +122,4 @@ def upward(compression: str, dtype: torch.dtype) -> Coding:
 def downward(compression: str, dtype: torch.dtype) -> Coding:
     """Build the coding of parameters on their way back: the same codec without feedback, which `References` is."""
     codec = upward(compression, dtype).codec
-    return Coding(None if codec is None else _without_feedback(codec.relay()), dtype)
-
-
-def _without_feedback(codec: Codec) -> Codec:
-    if isinstance(codec, ErrorFeedback):
-        return codec.inner
-    inner = getattr(codec, "inner", None)
-    if isinstance(inner, ErrorFeedback) and dataclasses.is_dataclass(codec):
-        return dataclasses.replace(codec, inner=inner.inner)
-    return codec
+    return Coding(None if codec is None else without_transforms(codec.relay()), dtype)

@@ -14,8 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from echelon.compression.huffman import entropy_coded
 from echelon.compression.sparse import share_carried
+from echelon.compression.transforms import entropy_coded
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.ps.client import Client, PushInfo
 from echelon.ps.spans import Span, spans_of

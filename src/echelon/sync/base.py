@@ -103,7 +103,7 @@ class Sync(StepSync, Protocol):
     def entropy_coded(self) -> Mapping[str, float]:
         """Return what entropy coding did on this rank since the start; empty without it.
 
-        See `compression.huffman.entropy_coded`.
+        See `compression.transforms.huffman.entropy_coded`.
         """
 
     def density(self) -> float | None:

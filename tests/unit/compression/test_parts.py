@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.compression import bits, dither, prefix_code
+from echelon.compression import bits, blocks, prefix_code
 from echelon.compression.base import State, fuse_rounds
-from echelon.compression.indices import index_bytes, pack_indices, unpack_indices
+from echelon.compression.bits import index_bytes, pack_indices, unpack_indices
 from echelon.compression.registry import build
 from echelon.compression.selection import largest
 from echelon.compression.wire import pack, packed_bytes, unpack
@@ -172,10 +172,12 @@ def test_messages_keep_alignment_and_order() -> None:
 
 
 def test_dither_is_uniform_and_windows_match_the_gathered_form() -> None:
-    table = dither.table(torch.device("cpu"))
-    assert torch.equal(table[: dither.PERIOD].sort().values * dither.PERIOD, torch.arange(dither.PERIOD) + 0.5)
-    starts = dither.offsets(99, 3)
-    whole = dither.gathered(99, 150_000, 65_000, torch.device("cpu"))
+    table = blocks.dither_table(torch.device("cpu"))
+    assert torch.equal(
+        table[: blocks.DITHER_PERIOD].sort().values * blocks.DITHER_PERIOD, torch.arange(blocks.DITHER_PERIOD) + 0.5
+    )
+    starts = blocks.dither_offsets(99, 3)
+    whole = blocks.gathered_dither(99, 150_000, 65_000, torch.device("cpu"))
     for i, start in enumerate(starts):
         size = min(65_000, 150_000 - 65_000 * i)
         assert torch.equal(whole[65_000 * i :][:size], table[start : start + size])

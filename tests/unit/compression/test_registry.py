@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-from echelon.compression.feedback import ErrorFeedback
-from echelon.compression.huffman import Huffman
 from echelon.compression.registry import build, codec_class, decay_factor, examples, names, place_momentum
+from echelon.compression.transforms import ErrorFeedback, Huffman, Transformed
 from echelon.core.errors import UserError
 
 
@@ -35,9 +34,10 @@ def test_naming_codecs_does_not_import_torch() -> None:
 
 def test_wrappers_stand_in_order() -> None:
     codec = build("topk(0.01)+huffman")
-    assert isinstance(codec, Huffman) and isinstance(codec.inner, ErrorFeedback)
+    assert isinstance(codec, Huffman) and isinstance(codec.inner, Transformed)
+    assert codec.inner.transforms == (ErrorFeedback(),)
     assert codec.name == "topk+huffman" and codec.biased and not codec.fixed_size
-    assert not isinstance(build("int8"), ErrorFeedback)
+    assert not isinstance(build("int8"), Transformed)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor
 from echelon.compression.base import Codec, Meta, Payload, State, check_momentum, empty, flat32, refuse_nonfinite
 from echelon.compression.bits import pack_bits, packed_size, unpack_bits
 from echelon.compression.blocks import block_count, check_block, rows
-from echelon.compression.chunks import LocalShards, accumulate, spans, tiles, write
+from echelon.compression.chunks import DecodedChunks, accumulate, spans, tiles, write
 from echelon.compression.wire import Layout
 
 
@@ -85,7 +85,8 @@ class Sign(Codec):
         return bool(self.nesterov)
 
     def relay(self) -> Codec:
-        return Majority(**vars(self)) if self.vote else self
+        plain = {**vars(self), "momentum": 0.0}
+        return Majority(**plain) if self.vote else Sign(**plain)
 
     def layout(self, numel: int) -> Layout:
         signs: Layout = ((torch.uint8, packed_size(numel)),)
@@ -140,7 +141,7 @@ class Sign(Codec):
         """What a sign is worth before scaling."""
         return 1.0
 
-    def _pieces(self, payload: Payload, into: Tensor | None) -> LocalShards:
+    def _pieces(self, payload: Payload, into: Tensor | None) -> DecodedChunks:
         packed, n = payload.tensors[-1], payload.meta.numel
         scales = None if self.vote else payload.tensors[0]
         if packed.device.type == "cpu":
@@ -155,7 +156,7 @@ class Sign(Codec):
                 rows(values, self.block).mul_(scales[first : first + block_count(end - start, self.block)].view(-1, 1))
             yield start, end, values if into is None else into[start:end].copy_(values)
 
-    def _pieces_on_cpu(self, packed: Tensor, scales: Tensor | None, n: int, into: Tensor | None) -> LocalShards:
+    def _pieces_on_cpu(self, packed: Tensor, scales: Tensor | None, n: int, into: Tensor | None) -> DecodedChunks:
         signs = _table() * np.float32(self._unit())
         for part in tiles(n, self.block):
             whole = None if into is None else part.cut(into)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from statistics import median
 from typing import ClassVar
 
 import numpy as np
@@ -13,14 +15,61 @@ from torch import Tensor
 
 from echelon.compression import prefix_code
 from echelon.compression.base import Codec, Payload, State
-from echelon.compression.pace import Pace
+from echelon.compression.transforms.base import Wrapper
 from echelon.compression.wire import Layout
 
 ENTROPY_COUNTERS = ("plain_bytes", "sent_bytes", "planes_coded", "planes_plain", "planes_slow", "coding_s", "spared_s")
 _RATE = "bytes_per_s"
 _HEAD = 3
+_PACE_SAMPLES = 31
+_PACE_LEAST = 1024
+"""Shorter streams and messages measure the call, not the pace."""
 _TRIAL_EVERY = 64
 """Messages of a tensor between two that are coded whatever was measured before, so that it is measured again."""
+
+
+class CodingPace:
+    """Seconds per symbol to encode and to decode, seconds per byte to send: the median of the last measurements.
+
+    A byte's seconds are those for which a message's sender and receiver were busy with it, waiting for each other
+    included: what a shorter message would have saved. Until all three are known nobody can say whether coding pays.
+    """
+
+    def __init__(self) -> None:
+        self._encode: deque[float] = deque(maxlen=_PACE_SAMPLES)
+        self._decode: deque[float] = deque(maxlen=_PACE_SAMPLES)
+        self._send: deque[float] = deque(maxlen=_PACE_SAMPLES)
+
+    def encoded(self, symbols: int, seconds: float) -> None:
+        """Note how long it took to encode a stream."""
+        _note(self._encode, symbols, seconds)
+
+    def decoded(self, symbols: int, seconds: float) -> None:
+        """Note how long it took to decode a stream."""
+        _note(self._decode, symbols, seconds)
+
+    def sent(self, n_bytes: int, seconds: float) -> None:
+        """Note how long a message was under way."""
+        _note(self._send, n_bytes, seconds)
+
+    def coding_s(self, symbols: int) -> float:
+        """Expect the seconds to encode and decode a stream; where only one was measured, the other takes as long."""
+        known = [median(side) for side in (self._encode, self._decode) if side]
+        return symbols * sum(known) * 2 / max(len(known), 1)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate at which messages travel; 0: not measured."""
+        return 1 / median(self._send) if self._send else 0.0
+
+    def pays(self, symbols: int, saved_bytes: int) -> bool:
+        """Whether sending what would be saved takes longer than coding; true where it cannot be told."""
+        return not self._send or saved_bytes / self.bytes_per_s > self.coding_s(symbols)
+
+
+def _note(side: deque[float], count: int, seconds: float) -> None:
+    if count >= _PACE_LEAST and seconds > 0:
+        side.append(seconds / count)
 
 
 def entropy_coded(states: Iterable[State]) -> dict[str, float]:
@@ -43,7 +92,7 @@ def entropy_coded(states: Iterable[State]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Huffman(Codec):
+class Huffman(Wrapper):
     """Around a codec: each stream of its symbols (`Codec.planes`) is coded with its own Huffman table, or sent plain.
 
     A stream is coded only if that makes it shorter, table and lane sizes counted; this is known from the symbols'
@@ -60,32 +109,12 @@ class Huffman(Codec):
 
     name: ClassVar[str] = "huffman"
     inner: Codec
-    pace: Pace = field(default_factory=Pace, compare=False, repr=False)
+    pace: CodingPace = field(default_factory=CodingPace, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for attribute in ("shaped", "momentum_inside"):
-            object.__setattr__(self, attribute, getattr(self.inner, attribute))
+        super().__post_init__()
         object.__setattr__(self, "name", f"{self.inner.name}+huffman")
-
-    @property
-    def biased(self) -> bool:
-        return self.inner.biased
-
-    @property
-    def direction(self) -> bool:
-        return self.inner.direction
-
-    @property
-    def absorbs_momentum(self) -> float | None:
-        return self.inner.absorbs_momentum
-
-    @property
-    def looks_ahead(self) -> bool:
-        return self.inner.looks_ahead
-
-    @property
-    def local_clip(self) -> float:
-        return self.inner.local_clip
+        object.__setattr__(self, "linear", False)
 
     @property
     def takes_entropy_coding(self) -> bool:
@@ -154,9 +183,6 @@ class Huffman(Codec):
 
     def clear_sent(self, target: Tensor, payload: Payload) -> None:
         self.inner.clear_sent(target, self.decoded(payload))
-
-    def share_sent(self, state: State) -> float:
-        return self.inner.share_sent(state)
 
     def n_bytes(self, numel: int) -> int | None:
         return None

@@ -6,12 +6,19 @@ import pytest
 import torch
 
 from echelon.compression.base import Codec
-from echelon.compression.feedback import ErrorFeedback, resize
 from echelon.compression.registry import build
+from echelon.compression.transforms import (
+    ErrorFeedback,
+    LocalClip,
+    MomentumCorrection,
+    Transformed,
+    resize,
+    without_transforms,
+)
 
 
 def unwrapped(codec: Codec) -> Codec:
-    assert isinstance(codec, ErrorFeedback)
+    assert isinstance(codec, Transformed)
     return codec.inner
 
 
@@ -86,6 +93,21 @@ def test_memory_is_kept_in_place() -> None:
     state.memory["error"] = whole[100:200]
     codec.compress(torch.randn(100, generator=torch.Generator().manual_seed(0)), state)
     assert bool(whole[100:200].any()) and not whole[:100].any() and not whole[200:].any()
+
+
+def test_transforms_compose_around_any_codec() -> None:
+    """What nobody's spec asks for works too: clipping, momentum and error feedback around an unbiased quantiser."""
+    codec = Transformed(build("int8"), (LocalClip(5.0), MomentumCorrection(0.5), ErrorFeedback()))
+    state = codec.init_state("w", torch.empty(300))
+    sent, velocity, entered = torch.zeros(300), torch.zeros(300), torch.zeros(300)
+    for step in range(5):
+        gradient = torch.randn(300, generator=torch.Generator().manual_seed(step))
+        velocity = 0.5 * velocity + gradient * min(1.0, 5.0 / float(gradient.norm()))
+        entered += velocity
+        sent += codec.extract(codec.compress(gradient, state))
+    assert torch.allclose(sent + state.memory["error"], entered, atol=1e-5)
+    assert torch.allclose(state.memory["velocity"], velocity, atol=1e-6)
+    assert without_transforms(codec) == build("int8")
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])

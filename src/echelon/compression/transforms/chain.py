@@ -1,0 +1,96 @@
+"""Transforms around a codec, one after another: what a spec's codec needs, in the one order that works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from echelon.compression.base import Codec, Meta, Payload, Rounds, State, flat, refuse_nonfinite_elements, working_dtype
+from echelon.compression.transforms.base import SentMean, SentPayload, Transform, Wrapper
+from echelon.compression.transforms.error_feedback import ErrorFeedback
+from echelon.compression.transforms.huffman import Huffman
+from echelon.compression.transforms.momentum import LocalClip, MomentumCorrection
+
+
+@dataclass(frozen=True)
+class Transformed(Wrapper):
+    """A codec behind transforms: the first one sees the gradient, the codec encodes what the last one gives.
+
+    Attributes:
+        inner: the codec.
+        transforms: in the order in which they see the gradient.
+    """
+
+    inner: Codec
+    transforms: tuple[Transform, ...]
+
+    def relay(self) -> Codec:
+        """Return the codec for a sum on its way back, with what it needs of error feedback."""
+        return combine(self.inner.relay())
+
+    def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
+        """Return the codec's state with the transforms' memories, zero."""
+        state = self.inner.init_state(name, like, seed, stream)
+        for transform in reversed(self.transforms):
+            if transform.memory is not None:
+                zeros = torch.zeros(like.numel(), dtype=working_dtype(like.dtype), device=like.device)
+                state.memory[transform.memory] = zeros
+        return state
+
+    def compress(self, tensor: Tensor, state: State) -> Payload:
+        """Encode what the transforms make of a tensor of any shape, and tell them what was sent."""
+        pending = self._pending(tensor, state)
+        sparse = self._is_sparse(state)
+        payload = self.inner.compress(pending.view(tensor.shape), state)
+        for transform in reversed(self.transforms):
+            transform.after(pending, SentPayload(self.inner, payload, sparse), state)
+        return replace(payload, meta=Meta.of(tensor), chosen=None)
+
+    def reduce_rounds(self, tensor: Tensor, state: State) -> Rounds:
+        """Reduce what the transforms make of a tensor, and tell them what was summed."""
+        sparse = self._is_sparse(state)
+        pending = self._pending(tensor, state)
+        mean = yield from self.inner.reduce_rounds(pending.view(tensor.shape), state)
+        for transform in reversed(self.transforms):
+            transform.after(pending, SentMean(self.inner, mean, state, sparse), state)
+        return mean.to(tensor.dtype)
+
+    def _is_sparse(self, state: State) -> bool:
+        return self.inner.share_sent(state) < self.inner.mask_below
+
+    def _pending(self, tensor: Tensor, state: State) -> Tensor:
+        """Return what to encode, [numel]: the error memory itself where there is one; checks before it writes."""
+        gradient = flat(tensor)
+        refuse_nonfinite_elements(gradient, state)
+        terms = [(gradient, 1.0)]
+        for transform in self.transforms:
+            terms = transform.before(terms, state)
+        (first, _), *others = terms
+        for term, weight in others:
+            first = torch.add(first, term, alpha=weight)
+        return first
+
+
+def combine(codec: Codec, entropy_coding: bool = False) -> Codec:
+    """Put around a codec what its settings ask for: clipping, momentum, error feedback, and entropy coding outside.
+
+    Example: `combine(TopK(0.01, momentum=0.9), entropy_coding=True)`.
+    """
+    transforms: list[Transform] = []
+    if codec.local_clip:
+        transforms.append(LocalClip(codec.local_clip))
+    if codec.absorbs_momentum:
+        transforms.append(MomentumCorrection(codec.absorbs_momentum, codec.looks_ahead))
+    if codec.biased:
+        transforms.append(ErrorFeedback())
+    combined: Codec = Transformed(codec, tuple(transforms)) if transforms else codec
+    return Huffman(combined) if entropy_coding else combined
+
+
+def without_transforms(codec: Codec) -> Codec:
+    """Return a codec that remembers nothing of what it has left out; entropy coding stays."""
+    if isinstance(codec, Huffman):
+        return replace(codec, inner=without_transforms(codec.inner))
+    return codec.inner if isinstance(codec, Transformed) else codec

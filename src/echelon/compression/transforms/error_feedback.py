@@ -1,0 +1,61 @@
+"""Error feedback: what a codec leaves out is kept and sent later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from echelon.compression.base import State
+from echelon.compression.transforms.base import Sent, Terms, Transform
+
+StateDict = dict[str, Tensor | float]
+
+
+@dataclass(frozen=True)
+class ErrorFeedback(Transform):
+    """p = g + e, send C(p), keep e = p - decode(C(p)), in the memory "error" [numel].
+
+    Papers: Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019, arXiv:1901.09847.
+    """
+
+    memory: ClassVar[str] = "error"
+
+    def before(self, terms: Terms, state: State) -> Terms:
+        """Add the terms to the memory, which is then what is to be encoded."""
+        error = state.memory[self.memory]
+        for tensor, weight in terms:
+            error.add_(tensor, alpha=weight)
+        return [(error, 1.0)]
+
+    def after(self, pending: Tensor, sent: Sent, state: State) -> None:
+        """Keep what was not sent."""
+        sent.subtract_from(pending)
+
+
+def resize(states: Sequence[StateDict], workers: int) -> list[StateDict]:
+    """Share out one tensor's states over another number of workers; the sum of each memory over workers is kept.
+
+    Args:
+        states: each old worker's `State.state_dict()` of the tensor.
+        workers: how many there are now.
+
+    Returns:
+        each new worker's state: memories are sum / workers (the first one's makes up for rounding), everything else is
+        the first old worker's, which steps, thresholds and factors share or adapt again.
+    """
+    shared: list[StateDict] = [
+        {k: v.clone() if isinstance(v, Tensor) else v for k, v in states[0].items()} for _ in range(workers)
+    ]
+    for key, first in states[0].items():
+        if not key.startswith("memory.") or not isinstance(first, Tensor):
+            continue
+        total = torch.stack([torch.as_tensor(state[key]).double() for state in states]).sum(dim=0)
+        part = (total / workers).to(first.dtype)
+        for new in shared[1:]:
+            new[key] = part.clone()
+        shared[0][key] = (total - part.double() * (workers - 1)).to(first.dtype)
+    return shared

@@ -1,0 +1,60 @@
+"""What Deep Gradient Compression does to a gradient before it is encoded: clipping and momentum in the worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from echelon.compression.base import State
+from echelon.compression.transforms.base import Sent, Terms, Transform
+
+
+@dataclass(frozen=True)
+class LocalClip(Transform):
+    """g is scaled down to a Euclidean norm.
+
+    Attributes:
+        norm: the most that a worker's tensor may have, in gradient units.
+
+    Paper: Lin et al. 2018, arXiv:1712.01887 (local gradient clipping).
+    """
+
+    norm: float
+
+    def before(self, terms: Terms, state: State) -> Terms:
+        """Scale the gradient, the only term."""
+        ((gradient, _),) = terms
+        norm = torch.linalg.vector_norm(gradient)
+        return [(gradient * torch.clamp(self.norm / norm.clamp_min(1e-30), max=1.0), 1.0)]
+
+
+@dataclass(frozen=True)
+class MomentumCorrection(Transform):
+    """u = m u + g, kept in the memory "velocity" [numel]; u is encoded, or g + m u in Nesterov's form.
+
+    Where a sparse message carries a value, u is zeroed (momentum factor masking).
+
+    Attributes:
+        momentum: m, above 0 and below 1.
+        nesterov: look ahead.
+
+    Paper: Lin et al. 2018, arXiv:1712.01887 (momentum correction, masking; Nesterov's form in appendix B).
+    """
+
+    memory: ClassVar[str] = "velocity"
+    momentum: float
+    nesterov: bool = False
+
+    def before(self, terms: Terms, state: State) -> Terms:
+        """Move the velocity by the gradient, the only term."""
+        ((gradient, _),) = terms
+        velocity = state.memory[self.memory].mul_(self.momentum).add_(gradient)
+        return [(gradient, 1.0), (velocity, self.momentum)] if self.nesterov else [(velocity, 1.0)]
+
+    def after(self, pending: Tensor, sent: Sent, state: State) -> None:
+        """Forget the velocity of what was sent, where little is."""
+        if sent.sparse:
+            sent.clear(state.memory[self.memory])
