@@ -1,4 +1,6 @@
-"""Bits in bytes, and sorted indices in few bits. On a CPU through numpy's packbits, several times faster than eager torch; elsewhere through torch.
+"""Bits in bytes, and sorted indices in few bits.
+
+On a CPU through numpy's packbits, several times faster than eager torch; elsewhere through torch.
 
 Bit i of a stream is bit i % 8 (lowest first) of byte i // 8. Codes of b bits travel as b such streams ("planes"),
 lowest bit first: any width packs with one pass per bit and no loop over elements.

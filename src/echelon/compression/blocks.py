@@ -4,9 +4,9 @@ A block x of `block` elements becomes codes c = floor(L x / s + L + u) in 0..2L 
 it is decoded to (c - L) s / L. E[decoded] = x, |decoded - x| < s / L.
 
 The dither's numbers are not drawn one by one. One table holds the 131,072 values (k + 1/2) / 131,072 in an order fixed
-by an integer hash; each stretch of 131,072 elements (fewer where blocks do not divide it) reads the table from an offset hashed from
-(seed, tensor, step, sender, stretch). Over the offsets every element's dither is exactly uniform, so rounding is
-unbiased to 2**-17 of a level; and all devices give the same bits at the price of one addition per element.
+by an integer hash; each stretch of 131,072 elements (fewer where blocks do not divide it) reads the table from an
+offset hashed from (seed, tensor, step, sender, stretch). Over the offsets every element's dither is exactly uniform, so
+rounding is unbiased to 2**-17 of a level; and all devices give the same bits at the price of one addition per element.
 """
 
 from __future__ import annotations
