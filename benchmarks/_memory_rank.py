@@ -118,7 +118,7 @@ def _train(case: Case, world: Any, small: bool) -> tuple[str, ...]:
     from echelon.data.base import Batch
     from echelon.observe.phases import HostClock
     from echelon.trainer.compatibility import assign_momentum
-    from echelon.trainer.losses import build_loss
+    from echelon.trainer.inputs import run_task
     from echelon.trainer.parts import Work, build_parts
     from echelon.trainer.state import seed_everything
     from echelon.trainer.step import Step, StepSettings
@@ -132,11 +132,11 @@ def _train(case: Case, world: Any, small: bool) -> tuple[str, ...]:
         model = SmallViT(ModelInput(CLASSES, CHANNELS, SIDE), Size(depth=2, width=32, heads=4, hidden=64))
     else:
         model = MODELS[case.model]()
-    loss = build_loss(config.optimizer, data.class_counts)
+    task = run_task(config, data)
     clock = HostClock()
-    parts = build_parts(config, Work(data, loss, model), world, clock)
+    parts = build_parts(config, Work(data, task, model), world, clock)
     del model
-    step = Step(loss, StepSettings(world.device, None, 1, 0.0, False), clock, parts.scaler, parts.split)
+    step = Step(task, StepSettings(world.device, None, 1, 0.0, False), clock, parts.scaler, parts.split)
     samples = case.batch // world.data_size
     batch = Batch(torch.randn(samples, CHANNELS, SIDE, SIDE), torch.zeros(samples, dtype=torch.int64), case.batch, 0)
     for _ in range(STEPS):

@@ -19,7 +19,7 @@ from echelon.trainer.parts import Work, build_parts
 from echelon.trainer.state import seed_everything
 from echelon.trainer.step import Step, StepSettings
 from tests.laws.test_tensor_parallel import CASES, CLASSES, bert, example, gpt2
-from tests.ranks.layouts import CodecShard, assemble, held, loss_sum, make_world
+from tests.ranks.layouts import TASK, CodecShard, assemble, held, make_world
 from tests.ranks.spawn import Rank, run_ranks
 
 STEPS = 4
@@ -51,8 +51,8 @@ def train(rank: Rank | None, name: str, layout: str, recompute: str = "none") ->
         torch.nn.init.normal_(parameter.data, std=0.1) if not parameter.any() else None
     inputs, targets = example(name)
     clock = HostClock()
-    parts = build_parts(config, Work(INFO, loss_sum, model, inputs[:2]), world, clock)
-    step = Step(loss_sum, StepSettings(world.device, None, 1, 0.0, False), clock, parts.scaler, parts.split)
+    parts = build_parts(config, Work(INFO, TASK, model, inputs[:2]), world, clock)
+    step = Step(TASK, StepSettings(world.device, None, 1, 0.0, False), clock, parts.scaler, parts.split)
     own = torch.from_numpy(local_part(np.arange(len(inputs)), Shard(world.data_rank, world.data_size)))
     losses = []
     for number in range(STEPS):

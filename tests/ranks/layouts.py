@@ -22,6 +22,7 @@ from echelon.models.builtin.small_gpt import SmallGPT, TextSize
 from echelon.models.builtin.small_vit import Size
 from echelon.observe.phases import HostClock
 from echelon.parallel.base import alone, place
+from echelon.tasks import Metric, Metrics, Task
 from echelon.trainer.parts import Work, build_parts
 from echelon.trainer.state import RunParts, seed_everything
 from echelon.trainer.step import Step, StepSettings
@@ -87,6 +88,21 @@ def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
 
 
+class SumTask(Task):
+    """What is trained here: `loss_sum`; never evaluated."""
+
+    name, primary, outputs = "sums", Metric("loss", "min"), 4
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return loss_sum(outputs, targets)
+
+    def metrics(self, device: torch.device) -> Metrics:
+        raise NotImplementedError
+
+
+TASK = SumTask()
+
+
 @dataclass
 class Trainer:
     """One rank's parts of a trial."""
@@ -130,7 +146,7 @@ def make_trainer(trial: Trial, rank: Rank | None) -> Trainer:
     seed_everything(0)
     clock = HostClock()
     example = trial.global_batch(0)[0][:2]
-    work = Work(INFO, loss_sum, MODELS[trial.model]().double(), example)
+    work = Work(INFO, TASK, MODELS[trial.model]().double(), example)
     parts = build_parts(config, work, world, clock)
     settings = StepSettings(
         device=world.device,
@@ -139,7 +155,7 @@ def make_trainer(trial: Trial, rank: Rank | None) -> Trainer:
         clip_norm=config.optimizer.clip_norm,
         channels_last=False,
     )
-    return Trainer(trial, world, parts, Step(loss_sum, settings, clock, parts.scaler, parts.split))
+    return Trainer(trial, world, parts, Step(TASK, settings, clock, parts.scaler, parts.split))
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from echelon.config import build
 from echelon.data import Batch
-from echelon.trainer.evaluate import _batches as batches_of_all
-from echelon.trainer.metrics import Evaluation
+from echelon.tasks.classification_metrics import ClassificationMetrics
+from echelon.trainer.evaluate import batches_of_all
 from tests.ranks.layouts import make_world
 from tests.ranks.spawn import Rank, run_ranks
 
@@ -23,7 +23,7 @@ def evaluate(parts: tuple[int, ...], index: int, group: dist.ProcessGroup | None
     logits = torch.randn(SAMPLES, CLASSES, generator=generator)
     targets = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
     mine = slice(sum(parts[:index]), sum(parts[: index + 1]))
-    evaluation = Evaluation(CLASSES, torch.device("cpu"), exact_roc_limit=limit)
+    evaluation = ClassificationMetrics("abcdef", torch.device("cpu"), exact_roc_limit=limit)
     for part in zip(logits[mine].split(7), targets[mine].split(7), strict=True):
         evaluation.update(*part)
     return evaluation.compute(group)
@@ -47,6 +47,9 @@ class Uneven:
 
     def __len__(self) -> int:
         return self.count
+
+    def blank(self) -> torch.Tensor:
+        return torch.zeros(1, 5, dtype=torch.int64)
 
     def __iter__(self) -> Iterator[Batch]:
         for i in range(self.count):

@@ -161,4 +161,5 @@ class RunConfig:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    task: str = setting("auto", "what is learnt: auto (by the data), a task's name, or module:Class", "--task")
     run: str = setting("", "the run's folder; default: runs/DATA-MODEL-NUMBER", "--run")

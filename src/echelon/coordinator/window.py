@@ -26,7 +26,7 @@ class WindowSums:
     epoch: int
     step: int
     losses: list[float]
-    correct: int
+    score: float | None
     samples: int
     seconds: float
     lr: float
@@ -45,7 +45,7 @@ class WindowAccumulator:
     """Sums of finished tasks. Shares of one step are added to one loss."""
 
     losses: dict[int, float] = field(default_factory=dict)
-    correct: int = 0
+    score: float | None = None
     samples: int = 0
     lr: float = 0.0
     phases: dict[str, list[float]] = field(default_factory=dict)
@@ -62,7 +62,8 @@ class WindowAccumulator:
         """Add a finished task; one that was not counted into the parameters adds only its time."""
         if counted:
             self.losses[step] = self.losses.get(step, 0.0) + float(info["loss"])
-            self.correct += int(info["correct"])
+            if (score := info.get("score")) is not None:
+                self.score = (self.score or 0.0) + float(score)
             self.samples += int(info["samples"])
             self.lr = float(info["lr"])
         row = self.phases.setdefault(worker, [0.0] * len(PHASES))
@@ -106,7 +107,7 @@ class WindowAccumulator:
         waiting = {s: loss for s, loss in self.losses.items() if s >= below}
         sums = WindowSums(
             epoch, step, [self.losses[s] for s in sorted(self.losses.keys() - waiting.keys())],
-            self.correct, self.samples,
+            self.score, self.samples,
             time.monotonic() - self.began_s, self.lr, [self.phases.get(w, zeros) for w in workers],
             [self.memory.get(w, 0) for w in workers], self.sent_bytes, self.received_bytes, self.other_bytes,
             fmean(self.density.values()) if self.density else None, [self.resources.get(w, []) for w in workers],

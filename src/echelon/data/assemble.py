@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 
 from echelon.core.errors import UserError
 from echelon.data.augment import FLIP_CROP_DRAWS, IMAGENET_DRAWS, flip_crop, random_resized_crop, resize_and_crop
-from echelon.data.base import BadImage
+from echelon.data.base import CLASS_NUMBER, BadImage
 from echelon.data.decode import CannotDecode
 from echelon.data.images import ImageArray, Images, TensorArray, TensorItems, random_state_kept
 from echelon.data.order import Indices, item_seeds, uniforms
+from echelon.tasks import nest
+from echelon.tasks.nest import Nest, TensorSpec
 
 CACHE_BYTES = 512 * 10**6
 
@@ -56,8 +58,10 @@ class ImageRows:
 
     def __init__(self, images: Images, recipe: Recipe) -> None:
         self.labels, self._images, self._recipe = images.labels, images, recipe
-        self.shape = (recipe.channels, recipe.side, recipe.side)
-        self.dtype = np.dtype(np.float32 if recipe.mean else np.uint8)
+        self._shape = (recipe.channels, recipe.side, recipe.side)
+        dtype = "float32" if recipe.mean else "uint8"
+        self.specs: tuple[Nest, Nest] = (TensorSpec(self._shape, dtype), CLASS_NUMBER)
+        self.targets: Nest = images.labels
         self._mean = torch.tensor(recipe.mean).view(-1, 1, 1) * 255
         self._std = torch.tensor(recipe.std).view(-1, 1, 1) * 255
         self._kept, self._known = self._make_cache()
@@ -92,7 +96,7 @@ class ImageRows:
             return
         missing = np.flatnonzero(self._known[indices] == 0)
         if len(missing):
-            fresh = np.empty((len(missing), *self.shape), dtype=np.uint8)
+            fresh = np.empty((len(missing), *self._shape), dtype=np.uint8)
             found: list[BadImage] = []
             self._decode(indices[missing], fresh, found, None)
             good = np.ones(len(missing), dtype=bool)
@@ -130,29 +134,34 @@ class ImageRows:
     def _make_cache(self) -> tuple[NDArray[np.uint8] | None, NDArray[np.uint8] | None]:
         if self._recipe.augment == "imagenet":
             return None, None
-        if isinstance(self._images, ImageArray) and self._images.pixels.shape[1:] == self.shape:
+        if isinstance(self._images, ImageArray) and self._images.pixels.shape[1:] == self._shape:
             return self._images.pixels, np.ones(len(self.labels), dtype=np.uint8)
-        n_bytes = len(self.labels) * int(np.prod(self.shape))
+        n_bytes = len(self.labels) * int(np.prod(self._shape))
         if n_bytes > CACHE_BYTES or not n_bytes:
             return None, None
         # anonymous shared memory: no name to leave behind, no limit of /dev/shm, pages taken as images come
-        kept = np.frombuffer(mmap.mmap(-1, n_bytes), dtype=np.uint8).reshape(-1, *self.shape)
+        kept = np.frombuffer(mmap.mmap(-1, n_bytes), dtype=np.uint8).reshape(-1, *self._shape)
         return kept, np.frombuffer(mmap.mmap(-1, len(self.labels)), dtype=np.uint8)
 
 
 class ArrayRows:
-    """Takes rows of a user's own inputs out of memory."""
+    """Takes rows of a user's own inputs and targets out of memory."""
 
     kept = in_memory = True
 
     def __init__(self, array: TensorArray) -> None:
-        self.labels, self._values = array.labels, array.values
-        self.shape, self.dtype = array.values.shape[1:], array.values.dtype
+        self.targets: Nest = array.targets
+        self._values = array.values
+        self.specs: tuple[Nest, Nest] = nest.map_leaves(array_spec, (array.values, array.targets))
 
-    def fill(self, epoch: int, indices: Indices, inputs: NDArray[Any], targets: NDArray[np.int64]) -> list[BadImage]:
-        """Copy the inputs of `indices` to `inputs` `(N, ...)` and their labels to `targets` `(N,)`."""
-        np.take(self._values, indices, axis=0, out=inputs, mode="clip")  # other modes copy twice
-        np.take(self.labels, indices, out=targets, mode="clip")
+    def fill(self, epoch: int, indices: Indices, inputs: Nest, targets: Nest) -> list[BadImage]:
+        """Copy the inputs and targets of `indices`, N of each."""
+
+        def copy(source: NDArray[Any], out: NDArray[Any]) -> None:
+            np.take(source, indices, axis=0, out=out, mode="clip")  # other modes copy twice
+
+        nest.map_leaves(copy, self._values, inputs)
+        nest.map_leaves(copy, self.targets, targets)
         return []
 
 
@@ -162,30 +171,46 @@ class ItemRows:
     kept = in_memory = True
 
     def __init__(self, items: TensorItems, seed: int) -> None:
-        self.labels, self._items, self._seed = items.labels, items, seed
+        self.targets: Nest = items.known_targets
+        self._items, self._seed = items, seed
         with random_state_kept():
-            first = items[0][0].detach().cpu().numpy()
-        self.shape, self.dtype = first.shape, first.dtype
+            given, wanted = nest.map_leaves(lambda leaf: leaf[None], items[0])
+        known = wanted if self.targets is None else self.targets
+        self.specs: tuple[Nest, Nest] = nest.map_leaves(array_spec, (given, known))
 
-    def fill(self, epoch: int, indices: Indices, inputs: NDArray[Any], targets: NDArray[np.int64]) -> list[BadImage]:
-        """Write the items of `indices` to `inputs` `(N, ...)` and `targets` `(N,)`.
+    def fill(self, epoch: int, indices: Indices, inputs: Nest, targets: Nest) -> list[BadImage]:
+        """Write the items of `indices` to `inputs` and `targets`, `(N, ...)` each.
 
         Raises:
-            UserError: an item of another shape than the first.
+            UserError: an item of other shapes than the first.
         """
         with random_state_kept():
             for row, (i, seed) in enumerate(zip(indices.tolist(), item_seeds(self._seed, epoch, indices), strict=True)):
                 torch.default_generator.manual_seed(seed)
                 random.seed(seed)
                 np.random.seed(seed % 2**32)
-                value, targets[row] = self._items[i]
-                if tuple(value.shape) != self.shape:
-                    raise UserError(
-                        f"item {i} of the data has shape {tuple(value.shape)}, the first {self.shape}: "
-                        "all inputs must have one shape"
-                    )
-                inputs[row] = value.detach().cpu().numpy()
+                given, wanted = self._items[i]
+                _write_row(i, row, given, inputs, "inputs")
+                _write_row(i, row, wanted, targets, "targets")
         return []
+
+
+def array_spec(array: Any) -> TensorSpec:
+    """Return the spec of an array or tensor `(N, ...)`."""
+    return TensorSpec(tuple(array.shape[1:]), str(array.dtype).removeprefix("torch."))
+
+
+def _write_row(i: int, row: int, given: Nest, out: Nest, what: str) -> None:
+    values, buffers = nest.leaves(given), nest.leaves(out)
+    if len(values) != len(buffers):
+        raise UserError(f"item {i} of the data has {len(values)} tensors of {what}, the first {len(buffers)}")
+    for value, buffer in zip(values, buffers, strict=True):
+        if tuple(value.shape) != buffer.shape[1:]:
+            raise UserError(
+                f"item {i} of the data has shape {tuple(value.shape)}, the first {buffer.shape[1:]}: "
+                f"all {what} must have one shape"
+            )
+        buffer[row] = value.detach().cpu().numpy()
 
 
 Rows = ImageRows | ArrayRows | ItemRows

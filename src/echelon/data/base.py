@@ -5,9 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from echelon.tasks.base import Batch
+from echelon.tasks.nest import Nest, TensorSpec
+
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.utils.data import Dataset
+
+__all__ = ["BadImage", "Batch", "DataInfo", "Shard", "Source"]
+
+
+CLASS_NUMBER = TensorSpec((), "int64")
 
 
 @dataclass(frozen=True)
@@ -16,7 +23,7 @@ class DataInfo:
 
     Args:
         name: as the user wrote it.
-        classes: names, in the order of the labels.
+        classes: names, in the order of the labels; empty where targets are no classes.
         channels: of an input `(channels, image_size, image_size)`; the first dim of inputs of another shape.
         image_size: side in pixels as the model sees it; 1 where inputs are not images.
         class_counts: training samples per class.
@@ -24,6 +31,9 @@ class DataInfo:
         std: likewise.
         shape: of one input that is used as it comes; None: images, `(channels, image_size, image_size)`.
         dtype: name of the inputs' type in torch.
+        several: specs of inputs that are more than one tensor, as the model takes them; None: they are one.
+        targets: specs of the targets.
+        task: that the data is for, where the run names none.
     """
 
     name: str
@@ -37,6 +47,17 @@ class DataInfo:
     std: tuple[float, ...] = ()
     shape: tuple[int, ...] | None = None
     dtype: str = "float32"
+    several: Nest = None
+    targets: Nest = CLASS_NUMBER
+    task: str = "image_classification"
+
+    @property
+    def inputs(self) -> Nest:
+        """Return the specs of the inputs as the model sees them."""
+        if self.several is not None:
+            return self.several
+        images = (self.channels, self.image_size, self.image_size)
+        return TensorSpec(images if self.shape is None else self.shape, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -46,23 +67,6 @@ class Source:
     train: Dataset[Any]
     evaluation: Dataset[Any]
     info: DataInfo
-
-
-@dataclass
-class Batch:
-    """One rank's part of a global batch.
-
-    Args:
-        inputs: `(B, channels, image_size, image_size)` float32, or the user's own; B may be 0.
-        targets: `(B,)` int64.
-        global_size: samples of the whole batch over all ranks, images that could not be decoded included.
-        index: of the batch in its epoch.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    global_size: int
-    index: int
 
 
 @dataclass(frozen=True)

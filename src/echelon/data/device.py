@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from echelon.data.assemble import normalise
 from echelon.data.base import DataInfo
 from echelon.data.slots import Slots
+from echelon.tasks import nest
+from echelon.tasks.nest import Nest
 
 
 @dataclass
 class Staged:
     """A batch on its way to the device; `done` is recorded behind its copy and normalisation."""
 
-    inputs: Tensor
-    targets: Tensor
+    inputs: Nest
+    targets: Nest
     done: torch.cuda.Event
 
 
@@ -36,26 +34,25 @@ class CudaFeed:
             # page-locks memory that is there already: the GPU reads what the loaders wrote, without a copy between
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(slots.address, slots.n_bytes, 0))
 
-    def stage(self, inputs: NDArray[Any], targets: NDArray[np.int64]) -> Staged:
-        """Start to copy a batch; its memory must stay as it is until `done`."""
-        host, host_targets = torch.from_numpy(inputs), torch.from_numpy(targets)
+    def stage(self, inputs: Nest, targets: Nest) -> Staged:
+        """Start to copy the arrays of a batch; their memory must stay as it is until `done`."""
+        host = nest.map_leaves(torch.from_numpy, (inputs, targets))
         if self._slots is None:
-            host, host_targets = host.pin_memory(), host_targets.pin_memory()
+            host = nest.map_leaves(torch.Tensor.pin_memory, host)
         with torch.cuda.stream(self._stream):
-            moved = host.to(self._device, non_blocking=True)
-            moved_targets = host_targets.to(self._device, non_blocking=True)
+            moved, moved_targets = nest.to_device(host, self._device)
             if len(self._mean):
                 moved = normalise(moved, self._mean, self._std, torch.empty_like(moved, dtype=torch.float32))
             done = torch.cuda.Event()
             done.record(self._stream)
         return Staged(moved, moved_targets, done)
 
-    def use(self, staged: Staged) -> tuple[Tensor, Tensor]:
+    def use(self, staged: Staged) -> tuple[Nest, Nest]:
         """Return the batch for use on the present stream."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(staged.done)
-        staged.inputs.record_stream(stream)
-        staged.targets.record_stream(stream)
+        for leaf in nest.leaves((staged.inputs, staged.targets)):
+            leaf.record_stream(stream)
         return staged.inputs, staged.targets
 
     def close(self) -> None:

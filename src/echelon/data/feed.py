@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.data.assemble import Rows
@@ -18,15 +16,25 @@ from echelon.data.device import CudaFeed, Staged
 from echelon.data.order import Indices
 from echelon.data.pool import Pool
 from echelon.data.recipe import LoaderConfig, loader_count
+from echelon.tasks import nest
+from echelon.tasks.nest import Nest
+
+Pair = tuple[Nest, Nest]
+"""Inputs and targets of a batch."""
+Units = Callable[[Nest], int]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A batch to make: its number in the epoch, this rank's indices, and the samples of all ranks."""
+    """A batch to make: its number in the epoch, this rank's indices, and those of all ranks.
+
+    `everyone` is None where the indices of all ranks are not known, or nobody asks for the units of the whole batch.
+    """
 
     number: int
     indices: Indices
     global_size: int
+    everyone: Indices | None = None
 
 
 @dataclass
@@ -41,10 +49,12 @@ class Feed:
 
     Args:
         most: samples of this rank's largest batch.
+        units: of targets, where batches are to know the units of the loss in the whole of them, and targets lie in
+            memory; None: these are samples.
     """
 
-    def __init__(self, rows: Rows, info: DataInfo, config: LoaderConfig, most: int) -> None:
-        self._rows = rows
+    def __init__(self, rows: Rows, info: DataInfo, config: LoaderConfig, most: int, units: Units | None = None) -> None:
+        self._rows, self._units = rows, units
         loaders = loader_count(rows, config)
         self.pool = Pool(rows, loaders, most, config.timeout_s) if loaders else None
         self._cuda: CudaFeed | None = None
@@ -104,41 +114,47 @@ class Feed:
             asked += 1
         return asked
 
-    def _from_slot(self, pool: Pool, job: Job) -> tuple[Tensor, Tensor]:
+    def _from_slot(self, pool: Pool, job: Job) -> Pair:
         slot, size, bad = pool.take(job.number)
-        inputs, targets = (torch.from_numpy(each[:size]) for each in pool.slots[slot])
+        pair = nest.map_leaves(lambda each: torch.from_numpy(each[:size]), pool.slots[slot])
         # copied, so that a batch stays what it is for as long as its user keeps it
-        tensors = self._without_bad(inputs, targets, bad, size) if bad else (inputs.clone(), targets.clone())
+        tensors: Pair = self._without_bad(pair[0], pair[1], bad, size) if bad else nest.map_leaves(Tensor.clone, pair)
         pool.release(slot)
         return tensors
 
     def _stage(self, pool: Pool, cuda: CudaFeed, job: Job) -> _OnDevice:
         slot, size, bad = pool.take(job.number)
-        inputs, targets = pool.slots[slot]
-        staged = cuda.stage(inputs[:size], targets[:size])
+        staged = cuda.stage(*nest.take(pool.slots[slot], slice(size)))
         self._copying.append((slot, staged.done))
         return _OnDevice(staged, bad, size)
 
-    def _made_here(self, epoch: int, job: Job) -> tuple[Tensor, Tensor]:
+    def _made_here(self, epoch: int, job: Job) -> Pair:
         size = len(job.indices)
         inputs, targets = self._empty(size)
         bad = self._rows.fill(epoch, job.indices, inputs, targets) if size else []
-        if self._cuda is None:
-            return self._without_bad(torch.from_numpy(inputs), torch.from_numpy(targets), bad, size)
-        return self._without_bad(*self._cuda.use(self._cuda.stage(inputs, targets)), bad, size)
+        return self._without_bad(*self._delivered(inputs, targets), bad, size)
 
-    def _nothing(self) -> tuple[Tensor, Tensor]:
-        inputs, targets = self._empty(0)
-        if self._cuda is None:
-            return torch.from_numpy(inputs), torch.from_numpy(targets)
-        return self._cuda.use(self._cuda.stage(inputs, targets))
+    def _nothing(self) -> Pair:
+        return self._delivered(*self._empty(0))
 
-    def _empty(self, size: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        return np.empty((size, *self._rows.shape), self._rows.dtype), np.empty(size, np.int64)
+    def blank(self) -> Nest:
+        """Return the inputs of one sample of zeros, where batches are delivered."""
+        if self._device.type == "cuda" and self._cuda is None:
+            self._cuda = CudaFeed(self._device, self._info, self.pool.slots if self.pool else None)
+        arrays = nest.map_leaves(lambda spec: np.zeros((1, *spec.shape), spec.dtype), self._rows.specs)
+        return self._delivered(*arrays)[0]
 
-    def _without_bad(
-        self, inputs: Tensor, targets: Tensor, bad: Sequence[BadImage], size: int
-    ) -> tuple[Tensor, Tensor]:
+    def _delivered(self, inputs: Nest, targets: Nest) -> Pair:
+        if self._cuda is not None:
+            return self._cuda.use(self._cuda.stage(inputs, targets))
+        tensors: Pair = nest.map_leaves(torch.from_numpy, (inputs, targets))
+        return tensors
+
+    def _empty(self, size: int) -> Pair:
+        pair: Pair = nest.map_leaves(lambda spec: np.empty((size, *spec.shape), spec.dtype), self._rows.specs)
+        return pair
+
+    def _without_bad(self, inputs: Nest, targets: Nest, bad: Sequence[BadImage], size: int) -> Pair:
         if not bad:
             return inputs, targets
         for each in bad:
@@ -146,8 +162,10 @@ class Feed:
                 self._bad_paths.add(each.path)
                 self.bad_images.append((each.path, each.reason))
         positions = {each.position for each in bad}
-        good = torch.tensor([i for i in range(size) if i not in positions], dtype=torch.int64, device=inputs.device)
-        return inputs.index_select(0, good), targets.index_select(0, good)
+        device = nest.leaves(inputs)[0].device
+        good = torch.tensor([i for i in range(size) if i not in positions], dtype=torch.int64, device=device)
+        tensors: Pair = nest.map_leaves(lambda leaf: leaf.index_select(0, good), (inputs, targets))
+        return tensors
 
     def _settle(self) -> None:
         """Wait for copies to the device under way and give their slots back."""
@@ -156,5 +174,10 @@ class Feed:
             copied.synchronize()
             self.pool.release(slot)
 
-    def _batch(self, job: Job, inputs: Tensor, targets: Tensor) -> Batch:
-        return Batch(inputs, targets, job.global_size, job.number)
+    def _batch(self, job: Job, inputs: Nest, targets: Nest) -> Batch:
+        return Batch(inputs, targets, job.global_size, job.number, self._global_units(job))
+
+    def _global_units(self, job: Job) -> int | None:
+        if self._units is None or job.everyone is None or self._rows.targets is None:
+            return None
+        return self._units(nest.map_leaves(torch.from_numpy, nest.take(self._rows.targets, job.everyone)))

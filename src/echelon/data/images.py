@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from echelon.core.errors import UserError
 from echelon.data.decode import Picture, as_picture, open_picture, rgb_tensor
+from echelon.tasks import nest
+from echelon.tasks.nest import Nest
 
 Labels = NDArray[np.int64]
+TARGET_KEYS = ("target", "targets", "label", "labels", "y")
 
 
 class FileNames:
@@ -108,32 +112,72 @@ class ImageItems(Dataset[tuple[Tensor, int]]):
 
 
 @dataclass(frozen=True)
-class TensorArray(Dataset[tuple[Tensor, int]]):
-    """Inputs of any type in memory, `(N, ...)`; used as they come."""
+class TensorArray(Dataset[tuple[Nest, Nest]]):
+    """Inputs and targets of any type in memory, nests of arrays `(N, ...)`; used as they come."""
 
-    values: NDArray[Any]
-    labels: Labels
+    values: Nest
+    targets: Nest
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return nest.rows(self.values)
 
-    def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        return torch.from_numpy(self.values)[i], int(self.labels[i])
+    def __getitem__(self, i: int) -> tuple[Nest, Nest]:
+        return nest.map_leaves(lambda array: torch.from_numpy(array)[i], (self.values, self.targets))
 
 
 @dataclass(frozen=True)
-class TensorItems(Dataset[tuple[Tensor, int]]):
-    """Another data set whose items are (tensor of any type and one shape, label); used as they come."""
+class TensorItems(Dataset[tuple[Nest, Nest]]):
+    """Another data set, whose items are used as they come: tensors of one shape each.
+
+    Attributes:
+        known_targets: of all items, where somebody has read them already; else None.
+    """
 
     items: Any
-    labels: Labels
+    known_targets: Nest = None
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.items)
 
-    def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        value, label = self.items[i]
-        return torch.as_tensor(value), int(label)
+    def __getitem__(self, i: int) -> tuple[Nest, Nest]:
+        return as_sample(self.items[i])
+
+
+def as_sample(item: Any) -> tuple[Nest, Nest]:
+    """Return the inputs and targets of an item, as tensors.
+
+    An item is (input, target), (input, input, ..., target), or a dict with one of `TARGET_KEYS`; inputs and target may
+    be nests themselves.
+
+    Raises:
+        UserError: it is something else.
+    """
+    if isinstance(item, Mapping):
+        key = next((each for each in TARGET_KEYS if each in item), None)
+        if key is None or len(item) < 2:
+            raise UserError(f"a dict with keys {', '.join(map(str, item))}: one must be {', '.join(TARGET_KEYS)}")
+        given: Nest = {name: value for name, value in item.items() if name != key}
+        wanted = item[key]
+    elif isinstance(item, (tuple, list)) and len(item) >= 2:
+        *several, wanted = item
+        given = tuple(several) if len(several) > 1 else several[0]
+    else:
+        raise UserError(
+            f"items must be (tensor, label), not {_kinds(item)}: or (input, ..., target), or a dict with a target"
+        )
+    return nest.map_leaves(_as_tensor, given), nest.map_leaves(_as_tensor, wanted)
+
+
+def _as_tensor(value: Any) -> Tensor:
+    if not isinstance(value, (Tensor, np.ndarray, np.generic, int, float)):
+        raise UserError(f"items must be (tensor, label), of tensors, arrays and numbers, not of {type(value).__name__}")
+    return torch.as_tensor(value)
+
+
+def _kinds(item: Any) -> str:
+    if isinstance(item, (tuple, list)):
+        return f"({', '.join(type(part).__name__ for part in item)})"
+    return type(item).__name__
 
 
 Images = ImageFiles | ImageArray | ImageItems

@@ -14,9 +14,10 @@ import numpy as np
 
 from echelon.core.errors import UserError
 from echelon.data.base import Batch, DataInfo, Shard, Source
-from echelon.data.feed import Feed, Job
+from echelon.data.feed import Feed, Job, Units
 from echelon.data.order import Indices, global_batches, local_part
 from echelon.data.recipe import LoaderConfig, make_rows
+from echelon.tasks.nest import Nest
 
 __all__ = ["EvalLoader", "LoaderConfig", "TrainLoader", "size_note"]
 
@@ -26,11 +27,15 @@ class TrainLoader:
 
     The batches of an epoch depend on (seed, epoch) alone: neither on the number of ranks nor on that of loaders.
 
+    Args:
+        units: counts the units of a loss in targets, where these are not samples: batches whose targets lie in memory
+            then know how many the global batch has.
+
     Raises:
         UserError: more ranks than samples, or than samples in a batch; settings that do not fit the data.
     """
 
-    def __init__(self, source: Source, config: LoaderConfig, shard: Shard) -> None:
+    def __init__(self, source: Source, config: LoaderConfig, shard: Shard, units: Units | None = None) -> None:
         size, world = config.data.batch_size, shard.world_size
         if source.info.train_size < world:
             raise UserError(
@@ -40,7 +45,7 @@ class TrainLoader:
             raise UserError(f"--batch-size {size} is smaller than the {world} workers: each needs at least one sample")
         self._config, self._shard, self._n = config, shard, source.info.train_size
         rows = make_rows(source.train, source.info, config, training=True)
-        self._feed = Feed(rows, source.info, config, -(-min(size, self._n) // world))
+        self._feed = Feed(rows, source.info, config, -(-min(size, self._n) // world), units)
         self.batches_per_epoch = -(-self._n // size)
         self._epoch: tuple[int, list[Indices]] | None = None
 
@@ -52,7 +57,7 @@ class TrainLoader:
             LoaderFailed: a loader process died, raised, or gave nothing in time.
         """
         batches = global_batches(self._n, self._config.data.batch_size, self._config.seed, epoch)
-        jobs = [Job(i, local_part(batch, self._shard), len(batch)) for i, batch in enumerate(batches)]
+        jobs = [Job(i, local_part(batch, self._shard), len(batch), batch) for i, batch in enumerate(batches)]
         return self._feed.run(epoch, jobs[start_batch:])
 
     def part(self, epoch: int, batch: int, shard: Shard) -> Batch:
@@ -60,7 +65,7 @@ class TrainLoader:
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = epoch, global_batches(self._n, self._config.data.batch_size, self._config.seed, epoch)
         indices = self._epoch[1][batch]
-        (made,) = self._feed.run(epoch, [Job(batch, local_part(indices, shard), len(indices))])
+        (made,) = self._feed.run(epoch, [Job(batch, local_part(indices, shard), len(indices), indices)])
         return made
 
     @property
@@ -115,6 +120,10 @@ class EvalLoader:
 
     def __len__(self) -> int:
         return len(self._jobs)
+
+    def blank(self) -> Nest:
+        """Return the inputs of one sample of zeros, as batches have them."""
+        return self._feed.blank()
 
     @property
     def bad_images(self) -> list[tuple[str, str]]:

@@ -13,20 +13,33 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from echelon.core.errors import UserError
 from echelon.core.own import find_own
-from echelon.data.base import DataInfo, Source
-from echelon.data.images import ImageArray, ImageItems, Images, Labels, TensorArray, TensorItems, random_state_kept
+from echelon.data.base import CLASS_NUMBER, DataInfo, Source
+from echelon.data.images import (
+    ImageArray,
+    ImageItems,
+    Images,
+    Labels,
+    TensorArray,
+    TensorItems,
+    as_sample,
+    random_state_kept,
+)
 from echelon.data.statistics import measure
 from echelon.data.torchvision_sets import labels_of
+from echelon.tasks import nest
+from echelon.tasks.nest import Nest, TensorSpec
 
 _MOST_READ_FOR_LABELS = 20_000
+MOST_CLASSES = 1_000_000  # beyond, whole numbers are no classes
 
 
 def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequence[str] | None = None) -> Source:
-    """Use map-style data sets whose items are (input, label).
+    """Use map-style data sets whose items are (input, target), (input, input, ..., target), or dicts with a target.
 
-    Inputs are used as they come, unless they are square uint8 images `(1 or 3, S, S)`: these are augmented as
-    configured and normalised. All inputs have one shape. Random numbers that a data set draws from torch, numpy or
-    `random` while it makes an item are seeded per (seed, epoch, index), so they do not depend on workers or loaders.
+    Inputs are used as they come, unless they are square uint8 images `(1 or 3, S, S)` with a class each: these are
+    augmented as configured and normalised. The tensors of all items have the same shapes. Random numbers that a data
+    set draws from torch, numpy or `random` while it makes an item are seeded per (seed, epoch, index), so they do not
+    depend on workers or loaders. Targets that are whole numbers from 0 may be classes; any others are for other tasks.
 
     Args:
         train: with `len` and items; `targets` or `labels` spare reading every item once.
@@ -34,32 +47,38 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
         classes: names by label; from the labels when left out.
 
     Raises:
-        UserError: a data set is empty, its items are of another kind, or a label is no class.
+        UserError: a data set is empty, its items are of another kind, or a label is none of `classes`.
     """
     name = type(train).__name__
     for part, data in (("training", train), ("evaluation", evaluation)):
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__") or len(data) == 0:
             raise UserError(f"data {name}: the {part} data needs a length above 0 and items by index (map-style)")
     with random_state_kept():
-        first = _first_input(name, train)
-        labels, held_labels = _labels(name, train), _labels(name, evaluation)
-    names = tuple(classes) if classes else tuple(str(i) for i in range(int(max(labels.max(), held_labels.max())) + 1))
-    if min(labels.min(), held_labels.min()) < 0 or max(labels.max(), held_labels.max()) >= len(names):
-        raise UserError(f"data {name}: labels must be 0 to {len(names) - 1}, for the {len(names)} classes")
-    is_image = first.dtype == torch.uint8 and first.ndim == 3 and first.shape[0] in (1, 3)
-    if is_image and first.shape[1] != first.shape[2]:
+        inputs, targets = _first_sample(name, train)
+        both = (_labels(name, train), _labels(name, evaluation)) if _is_class(targets) else None
+    names = _class_names(name, both, classes)
+    first = inputs if isinstance(inputs, torch.Tensor) else None
+    is_image = bool(names) and first is not None and first.dtype == torch.uint8 and first.ndim == 3
+    is_image = is_image and first is not None and first.shape[0] in (1, 3)
+    if is_image and first is not None and first.shape[1] != first.shape[2]:
         raise UserError(f"data {name}: uint8 images must be square, not {tuple(first.shape)}; or give float tensors")
-    channels = int(first.shape[0]) if first.ndim else 1
-    side = int(first.shape[-1]) if first.ndim == 3 else 1
+    labels, held_labels = both if both is not None else (None, None)
     data, held = _samples(train, labels, is_image), _samples(evaluation, held_labels, is_image)
+    side = int(first.shape[-1]) if first is not None and first.ndim == 3 else 1
     mean, std = measure(data, side) if isinstance(data, Images) else ((), ())
-    counts = tuple(np.bincount(labels, minlength=len(names)).tolist())
-    as_it_comes = () if is_image else (tuple(first.shape), str(first.dtype).removeprefix("torch."))
-    info = DataInfo(name, names, channels, side, len(labels), len(held_labels), counts, mean, std, *as_it_comes)
+    several, targets = nest.map_leaves(_spec, (inputs, targets))
+    info = DataInfo(
+        name, names, int(first.shape[0]) if first is not None and first.ndim else 1, side, len(train), len(evaluation),  # type: ignore[arg-type]
+        tuple(np.bincount(labels, minlength=len(names)).tolist()) if names and labels is not None else (), mean, std,
+        shape=None if is_image or first is None else tuple(first.shape),
+        dtype="float32" if is_image or first is None else several.dtype,
+        several=several if first is None else None,
+        targets=targets if labels is None else CLASS_NUMBER,
+    )  # fmt: skip
     return Source(data, held, info)
 
 
-def example_inputs(source: Source) -> torch.Tensor | None:
+def example_inputs(source: Source) -> Nest:
     """Return two samples' inputs of a data set that is used as it comes, the same in every process; None for images."""
     data = source.train
     if not isinstance(data, TensorArray | TensorItems):
@@ -68,18 +87,32 @@ def example_inputs(source: Source) -> torch.Tensor | None:
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
-        return torch.stack([data[i % len(data)][0] for i in range(2)])
+        return nest.stack([data[i % len(data)][0] for i in range(2)])
 
 
-def _samples(data: Any, labels: Labels, is_image: bool) -> Images | TensorArray | TensorItems:
+def _samples(data: Any, labels: Labels | None, is_image: bool) -> Images | TensorArray | TensorItems:
     """Take tensors in memory as they are, a whole batch at a time; anything else item by item."""
-    tensor = data.tensors[0] if type(data) is TensorDataset else None
+    tensors = data.tensors if type(data) is TensorDataset else None
     if type(data) is Subset and type(data.dataset) is TensorDataset:
-        tensor = data.dataset.tensors[0][torch.as_tensor(data.indices)]
-    if tensor is None:
-        return ImageItems(data, labels) if is_image else TensorItems(data, labels)
-    values = tensor.detach().cpu().contiguous().numpy()
-    return ImageArray(values, labels) if is_image else TensorArray(values, labels)
+        tensors = tuple(tensor[torch.as_tensor(data.indices)] for tensor in data.dataset.tensors)
+    if tensors is None:
+        return ImageItems(data, labels) if is_image and labels is not None else TensorItems(data, labels)
+    *values, wanted = (tensor.detach().cpu().contiguous().numpy() for tensor in tensors)
+    if is_image and labels is not None:
+        return ImageArray(values[0], labels)
+    return TensorArray(tuple(values) if len(values) > 1 else values[0], wanted if labels is None else labels)
+
+
+def _class_names(name: str, both: tuple[Labels, Labels] | None, classes: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the names of the classes; empty where targets can be none."""
+    if both is None:
+        return ()
+    least, most = min(labels.min() for labels in both), max(labels.max() for labels in both)
+    if classes:
+        if least < 0 or most >= len(classes):
+            raise UserError(f"data {name}: labels must be 0 to {len(classes) - 1}, for the {len(classes)} classes")
+        return tuple(classes)
+    return () if least < 0 or most > MOST_CLASSES else tuple(str(i) for i in range(int(most) + 1))
 
 
 def from_function(name: str) -> Source:
@@ -112,29 +145,34 @@ def _must_be_given(parameter: inspect.Parameter) -> bool:
     return parameter.default is inspect.Parameter.empty and parameter.kind not in open_ended
 
 
-def _first_input(name: str, data: Any) -> torch.Tensor:
-    item = data[0]
-    if not isinstance(item, (tuple, list)) or len(item) != 2 or not isinstance(item[0], (torch.Tensor, np.ndarray)):
-        raise UserError(f"data {name}: items must be (tensor, label), not {_shape(item)}")
-    if item[0].dtype == torch.bfloat16:
-        raise UserError(f"data {name}: bfloat16 inputs cannot be loaded: give float32, and use --precision bf16")
-    return torch.as_tensor(item[0])
+def _first_sample(name: str, data: Any) -> tuple[Nest, Nest]:
+    try:
+        inputs, targets = as_sample(data[0])
+    except UserError as error:
+        raise UserError(f"data {name}: {error}") from error
+    for leaf in nest.leaves((inputs, targets)):
+        if leaf.dtype == torch.bfloat16:
+            raise UserError(f"data {name}: bfloat16 inputs cannot be loaded: give float32, and use --precision bf16")
+    return inputs, targets
 
 
-def _shape(item: Any) -> str:
-    if isinstance(item, (tuple, list)):
-        return f"({', '.join(type(part).__name__ for part in item)})"
-    return type(item).__name__
+def _is_class(targets: Nest) -> bool:
+    one_number = isinstance(targets, torch.Tensor) and targets.ndim == 0
+    return one_number and not targets.is_floating_point() and not targets.is_complex()
+
+
+def _spec(leaf: torch.Tensor) -> TensorSpec:
+    return TensorSpec(tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
 
 
 def _labels(name: str, data: Any) -> Labels:
     if isinstance(data, Subset):
         return _labels(name, data.dataset)[np.asarray(data.indices)]
     if isinstance(data, TensorDataset):
-        return np.asarray(data.tensors[1], dtype=np.int64)
+        return np.asarray(data.tensors[-1], dtype=np.int64)
     found = labels_of(data)
     if found is not None and len(found) == len(data):
         return found
     if len(data) > _MOST_READ_FOR_LABELS:
         raise UserError(f"data {name}: give the data set `targets`, a list of its {len(data)} labels")
-    return np.array([int(data[i][1]) for i in range(len(data))], dtype=np.int64)
+    return np.array([int(as_sample(data[i])[1]) for i in range(len(data))], dtype=np.int64)

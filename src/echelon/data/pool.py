@@ -52,7 +52,7 @@ class Pool:
     """
 
     def __init__(self, rows: Rows, loaders: int, most: int, timeout_s: float) -> None:
-        self.slots = Slots(AHEAD + 1, max(1, most), tuple(rows.shape), rows.dtype)
+        self.slots = Slots(AHEAD + 1, max(1, most), rows.specs)
         self._timeout_s = timeout_s
         self._free = list(range(AHEAD + 1))
         self._jobs: dict[int, _Job] = {}

@@ -26,6 +26,7 @@ import torch
 from echelon.core.errors import UserError
 from echelon.data.assemble import Rows
 from echelon.data.slots import Slots
+from echelon.tasks import nest
 
 _PARENT_CHECK_S = 2.0
 _PR_SET_PDEATHSIG = 1
@@ -97,7 +98,7 @@ def _work(rows: Rows, slots: Slots, task: np.ndarray[Any, np.dtype[np.int64]]) -
     inputs, targets = slots[slot]
     part = slice(first, first + len(indices))
     try:
-        bad = rows.fill(epoch, indices, inputs[part], targets[part])
+        bad = rows.fill(epoch, indices, nest.take(inputs, part), nest.take(targets, part))
     except UserError as error:
         return {"slot": slot, "refused": str(error)}
     except Exception:  # noqa: BLE001 - raised again by the parent, with this traceback

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from echelon.tasks import nest
+from echelon.tasks.nest import Nest, TensorSpec
 
 _PAGE = 4096
 
@@ -17,29 +21,38 @@ class Slots:
     Args:
         count: buffers.
         rows: samples that each can hold.
-        shape: of one input.
-        dtype: of the inputs; targets are int64.
+        specs: of the arrays of a batch.
     """
 
-    def __init__(self, count: int, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        inputs_bytes = _whole_pages(rows * int(np.prod(shape)) * dtype.itemsize)
-        targets_bytes = _whole_pages(rows * 8)
-        self.n_bytes = count * (inputs_bytes + targets_bytes)
+    def __init__(self, count: int, rows: int, specs: Nest) -> None:
+        sizes = [_whole_pages(_numel(rows, spec) * np.dtype(spec.dtype).itemsize) for spec in nest.leaves(specs)]
+        self.n_bytes = count * sum(sizes)
         self._memory = mmap.mmap(-1, self.n_bytes)
-        self._buffers: list[tuple[NDArray[Any], NDArray[np.int64]]] = []
-        for i in range(count):
-            start = i * (inputs_bytes + targets_bytes)
-            inputs = np.frombuffer(self._memory, dtype, rows * int(np.prod(shape)), start).reshape(rows, *shape)
-            self._buffers.append((inputs, np.frombuffer(self._memory, np.int64, rows, start + inputs_bytes)))
+        self._buffers: list[Nest] = []
+        start = 0
+        for _ in range(count):
+            arrays = []
+            for spec, size in zip(nest.leaves(specs), sizes, strict=True):
+                arrays.append(_array(self._memory, start, rows, spec))
+                start += size
+            self._buffers.append(nest.rebuild(specs, iter(arrays)))
 
-    def __getitem__(self, slot: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return the buffers (inputs, targets) of a slot."""
+    def __getitem__(self, slot: int) -> Nest:
+        """Return the buffers of a slot, `(rows, ...)` each."""
         return self._buffers[slot]
 
     @property
     def address(self) -> int:
         """Where the memory begins in this process."""
         return int(np.frombuffer(self._memory, np.uint8).ctypes.data)
+
+
+def _array(memory: mmap.mmap, start: int, rows: int, spec: TensorSpec) -> NDArray[Any]:
+    return np.frombuffer(memory, spec.dtype, _numel(rows, spec), start).reshape(rows, *spec.shape)
+
+
+def _numel(rows: int, spec: TensorSpec) -> int:
+    return rows * math.prod(spec.shape)
 
 
 def _whole_pages(n_bytes: int) -> int:

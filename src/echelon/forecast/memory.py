@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from echelon.config import RunConfig
 from echelon.config.validate import check_world
@@ -29,9 +29,10 @@ from echelon.parallel.tensor import plan_tensor
 from echelon.parallel.zero import divide
 from echelon.sync import kept_memory
 from echelon.sync.state_bytes import Piece, StateBytes
+from echelon.tasks.nest import Nest
 from echelon.torch_compat import NEEDS_VALUES
 from echelon.trainer.compatibility import assign_momentum
-from echelon.trainer.inputs import any_inputs, model_input
+from echelon.trainer.inputs import any_inputs, model_input, run_task
 from echelon.trainer.layouts import read_cuts, read_tensor_plan
 from echelon.trainer.server_checks import batch_parts, uses_servers
 
@@ -107,7 +108,7 @@ def forecast(config: RunConfig, info: DataInfo, ranks: int, own: nn.Module | Non
 def _build(config: RunConfig, info: DataInfo, layout: Layout) -> nn.Module:
     """Build the model; where it is to be split, without memory, as ranks do: it may be larger than one process's."""
     described = replace(config.model, weights="")
-    given = model_input(info)
+    given = model_input(info, run_task(config, info))
     if not layout.splits or ":" in described.name:
         return build_model(described, given)
     with without_memory():
@@ -167,7 +168,7 @@ def _divided(found: Peaks, replicas: int) -> tuple[int, int]:
 
 
 def _stages(
-    config: RunConfig, layout: Layout, model: nn.Module, example: Tensor, samples: int
+    config: RunConfig, layout: Layout, model: nn.Module, example: Nest, samples: int
 ) -> tuple[tuple[StagePlan, ...], tuple[str, ...]]:
     if layout.pp == 1:
         return (), ()

@@ -33,8 +33,7 @@ from echelon.torch_compat import (
     tree_leaves,
     unset_fake_temporarily,
 )
-from echelon.trainer.inputs import any_inputs
-from echelon.trainer.losses import build_loss
+from echelon.trainer.inputs import any_inputs, blank_targets, run_task
 from echelon.trainer.parts import Work, build_parts
 from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.server_checks import uses_servers
@@ -167,7 +166,7 @@ def rehearse(config: RunConfig, info: DataInfo, model: nn.Module, role: Role, sa
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     counter = Counter()
     with _world(role) as world, torch.random.fork_rng(), real_meshes(), mode:
-        work = Work(info, build_loss(config.optimizer, info.class_counts), without_data(model, world.device))
+        work = Work(info, run_task(config, info), without_data(model, world.device))
         clock = HostClock()
         parts = build_parts(config, work, world, clock)
         settings = StepSettings(
@@ -177,7 +176,7 @@ def rehearse(config: RunConfig, info: DataInfo, model: nn.Module, role: Role, sa
             clip_norm=config.optimizer.clip_norm,
             channels_last=False,
         )
-        step = Step(work.loss, settings, clock, parts.scaler, parts.split)
+        step = Step(work.task, settings, clock, parts.scaler, parts.split)
         held = _see_held(counter, parts)
         batch = _batch(info, samples, role.layout)
         steps = STEPS
@@ -261,7 +260,7 @@ def _take(step: Step, batch: Batch, parts: RunParts) -> None:
 
 
 def _batch(info: DataInfo, samples: int, layout: Layout) -> Batch:
-    return Batch(any_inputs(info, samples), torch.zeros(samples, dtype=torch.int64), samples * layout.fsdp, 0)
+    return Batch(any_inputs(info, samples), blank_targets(info, samples), samples * layout.fsdp, 0)
 
 
 def _bytes(values: dict[str, Any]) -> int:

@@ -14,8 +14,7 @@ from echelon.data.recipe import make_rows
 from echelon.forecast.memory import Forecast, forecast
 from echelon.models import build_model
 from echelon.trainer.assemble import check_enough
-from echelon.trainer.inputs import model_input
-from echelon.trainer.losses import build_loss
+from echelon.trainer.inputs import model_input, run_task
 from echelon.trainer.precision import to_fp8
 from echelon.trainer.world import choose_device
 
@@ -45,7 +44,7 @@ def try_out(config: RunConfig, workers: int, ranks: int) -> Findings:
     settings = LoaderConfig.of(config.data, config.training.seed, devices[0])
     make_rows(source.train, source.info, settings, training=True)
     make_rows(source.evaluation, source.info, settings, training=False)
-    build_loss(config.optimizer, source.info.class_counts)
+    run_task(config, source.info)
     _try_model(config, source.info, devices[0])
     return Findings(source.info, forecast(config, source.info, ranks))
 
@@ -55,6 +54,6 @@ def _try_model(config: RunConfig, info: DataInfo, device: torch.device) -> None:
     in_8_bits = config.training.precision == "fp8"
     if not (config.model.weights or in_8_bits):
         return
-    model = build_model(config.model, model_input(info))
+    model = build_model(config.model, model_input(info, run_task(config, info)))
     if in_8_bits:
         to_fp8(model, device)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+
+from echelon.tasks import nest
+from echelon.tasks.nest import Nest
 
 
 @dataclass(frozen=True)
@@ -13,11 +17,13 @@ class ModelInput:
     """The data's side of a model: inputs are (batch, channels, image_size, image_size), outputs (batch, classes).
 
     Attributes:
-        classes: number of classes, the length of the classifier's output.
+        classes: number of classes, or of the numbers that the task wants for each sample; 0: any.
         channels: colour channels of an image.
         image_size: side of the square image in pixels.
         shape: of one input that is no image, such as (tokens,); None: images.
         dtype: name of the inputs' type in torch.
+        several: specs of inputs that are more than one tensor; None: they are one.
+        wrong_outputs: says what is wrong with the outputs for some samples; None: they are logits `(batch, classes)`.
     """
 
     classes: int
@@ -25,14 +31,20 @@ class ModelInput:
     image_size: int
     shape: tuple[int, ...] | None = None
     dtype: str = "float32"
+    several: Nest = None
+    wrong_outputs: Callable[[Any, int], str] | None = None
 
-    def blank(self, samples: int) -> Tensor:
+    def blank(self, samples: int) -> Nest:
         """Return inputs of zeros, which are also ids that any vocabulary has."""
+        if self.several is not None:
+            return nest.blank(self.several, samples)
         shape = (self.channels, self.image_size, self.image_size) if self.shape is None else self.shape
         return torch.zeros(samples, *shape, dtype=getattr(torch, self.dtype))
 
     def describe(self) -> str:
         """Return the input in words: `3-channel images of 32x32, 10 classes`."""
+        if self.several is not None:
+            return f"inputs {nest.describe(self.several)}, {self.classes} outputs"
         if self.shape is None:
             return f"{self.channels}-channel images of {self.image_size}x{self.image_size}, {self.classes} classes"
         return f"inputs of shape {self.shape} and type {self.dtype}, {self.classes} classes"

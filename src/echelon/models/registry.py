@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from echelon.models.base import ModelInput
 from echelon.models.external import build_own, build_timm, build_torchvision, library_names
 from echelon.models.logits import give_logits
 from echelon.models.weights import load_weights
+from echelon.tasks import nest
 
 OF_TOKENS = ("small_gpt",)  # built from Python alone: its `build` says so
 
@@ -94,11 +97,12 @@ def _try_out(model: nn.Module, name: str, data: ModelInput) -> None:
     was_training = model.training
     model.eval()
     example = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    blank = data.blank(2).to(example.device)
-    inputs = blank.to(example.dtype) if data.shape is None else blank
+    inputs = nest.to_device(data.blank(2), example.device)
+    if data.shape is None and data.several is None:
+        inputs = inputs.to(example.dtype)
     try:
         with torch.no_grad():
-            logits = model(inputs)
+            outputs = nest.call(model, inputs)
     except (RuntimeError, ValueError, AssertionError, TypeError, IndexError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(
@@ -107,9 +111,17 @@ def _try_out(model: nn.Module, name: str, data: ModelInput) -> None:
         ) from error
     finally:
         model.train(was_training)
-    if not isinstance(logits, torch.Tensor) or logits.shape != (2, data.classes):
-        got = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-        raise UserError(
-            f"--model {name} must return logits of shape (batch, {data.classes}), one per class; "
-            f"for a batch of 2 it returned {got}"
-        )
+    wrong = (data.wrong_outputs or _wrong_logits(data.classes))(outputs, 2)
+    if wrong:
+        raise UserError(f"--model {name} {wrong}")
+
+
+def _wrong_logits(classes: int) -> Callable[[Any, int], str]:
+    def wrong(outputs: Any, samples: int) -> str:
+        if isinstance(outputs, torch.Tensor) and outputs.shape == (samples, classes):
+            return ""
+        got = list(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
+        wanted = f"must return logits of shape (batch, {classes}), one per class"
+        return f"{wanted}; for a batch of {samples} it returned {got}"
+
+    return wrong

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from echelon.parallel.precision import cast_blocks, cast_parameters
 from echelon.parallel.recompute import Recompute, recompute_blocks
 from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
 from echelon.parallel.tensor import TensorPlan, answer, apply_plan, plan_tensor, same_function
+from echelon.tasks.nest import Nest
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class SplitOptions:
     Attributes:
         example: inputs of at least one sample, random, the same on every rank: on it a plan that nobody declared is
             tried, and a pipeline's blocks are measured.
-        loss: sums over samples.
+        loss: sums over units of the outputs and targets of samples.
+        score: of a task in training, summed over samples.
         tensor_plan: patterns to styles of tensor parallelism, over the model's own hints.
         cuts: names of the blocks that pipeline stages begin with; empty: balanced.
         recompute: what backward computes again.
@@ -42,8 +45,9 @@ class SplitOptions:
         parameters: type of the copies of the parameters that a forward pass in training uses; None: the parameters.
     """
 
-    example: Tensor
-    loss: Callable[[Tensor, Tensor], Tensor]
+    example: Nest
+    loss: Callable[[Any, Any], Tensor]
+    score: Callable[[Any, Any], Tensor | None] | None = None
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
     cuts: tuple[str, ...] = ()
     recompute: Recompute = "none"
@@ -149,7 +153,7 @@ def _cut(
         data_group=placement.group(Axis.FSDP),
         styles=styles,
     )
-    return Pipeline(model, hints, mesh, settings, options.loss, options.example)
+    return Pipeline(model, hints, mesh, settings, options.loss, options.example, options.score)
 
 
 def _recompute(modules: list[nn.Module], blocks: list[str], how: Recompute, param_dtype: torch.dtype | None) -> None:

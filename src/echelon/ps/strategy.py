@@ -87,13 +87,13 @@ class ParameterServer:
         self._round = _Round(info, missing=missing)
         self._client.open_task(info.task, len(self._table.keys))
 
-    def begin_step(self, samples: int, global_size: int) -> int:
-        """Gradients are sums over samples divided by the batch, whichever worker has them."""
+    def begin_step(self, units: int, global_units: int) -> int:
+        """Gradients are sums over units divided by those of the batch, whichever worker has them."""
         assert self._round is not None
-        self._round.info = replace(self._round.info, samples=samples, batch=global_size)
+        self._round.info = replace(self._round.info, samples=units, batch=global_units)
         if not self._waits_inside:
             self.load_all(self._round.info.step)
-        return global_size
+        return global_units
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Push during the last micro-batch's backward only."""

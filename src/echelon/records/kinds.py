@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar
 
+from echelon.core.task import BEFORE_TASKS, TaskFacts
 from echelon.records.decode import decode, nan_number, number
 
 VERSION = 1
@@ -59,25 +60,6 @@ class Environment:
 
 
 @dataclass(frozen=True)
-class MetricInfo:
-    """The metric that runs of a task are judged by; the defaults are those of records that name none.
-
-    Attributes:
-        name: as in an evaluation's metrics.
-        direction: `max` or `min`, the better side.
-        label: the word for it in sentences.
-        percent: it lies in 0..1 and counts samples.
-        chance: what guessing gives; None: not known.
-    """
-
-    name: str = "top1"
-    direction: str = "max"
-    label: str = "accuracy"
-    percent: bool = True
-    chance: float | None = None
-
-
-@dataclass(frozen=True)
 class Start(Record):
     """An attempt begins: a group of ranks, or a run's workers, is about to train.
 
@@ -86,6 +68,7 @@ class Start(Record):
         hosts, pids, affinity: by rank; empty where workers come and go (each then writes a `WorkerJoined`).
         backend: what carries messages between ranks.
         layout: sizes of the mesh by axis; axes of size 1 may be left out, and `None` is of runs before layouts.
+        task: what is learnt; runs of before tasks are of image classification.
         served: servers hold the parameters.
         idle: settings, as flags, that do nothing in this run.
         launched_t: when the command was given, in unix seconds.
@@ -105,6 +88,7 @@ class Start(Record):
     model: str = ""
     data: str = ""
     classes: Sequence[str] = ()
+    task: TaskFacts = BEFORE_TASKS
     train_size: int | None = None
     eval_size: int | None = None
     batch_size: int | None = None
@@ -114,7 +98,6 @@ class Start(Record):
     start_epoch: int = 0
     served: bool = False
     idle: Sequence[str] = ()
-    primary: MetricInfo | None = None
     environment: Environment = field(default_factory=Environment)
     launched_t: float | None = None
     version: int = VERSION
@@ -135,7 +118,7 @@ class Steps(Record):
         epoch: from 0, of the last step.
         step: the last one's number, from 1.
         losses: of each step, in order.
-        correct: samples whose prediction was right; None where that is not counted.
+        correct: samples whose prediction was right, or what else the task counts; None where it counts nothing.
         lr: learning rate of the last step.
         seconds: wall time, pauses left out.
         phases: (ranks, phases) seconds, summed over the window; columns are `phase_names`.

@@ -14,8 +14,7 @@ from echelon.data.loader import EvalLoader
 from echelon.models import build_model
 from echelon.optim.build import EMA
 from echelon.trainer.evaluate import evaluate
-from echelon.trainer.inputs import model_input
-from echelon.trainer.losses import build_loss
+from echelon.trainer.inputs import model_input, run_task
 from echelon.trainer.saving import best_state
 from echelon.trainer.world import World
 
@@ -30,7 +29,8 @@ def rescore(folder: Path, config: RunConfig) -> Mapping[str, float | None]:
     source = open_data(config.data, config.training.seed)
     info = source.info
     device = torch.device("cuda" if torch.cuda.is_available() and config.training.device != "cpu" else "cpu")
-    model = build_model(config.model, model_input(info)).to(device)
+    task = run_task(config, info)
+    model = build_model(config.model, model_input(info, task)).to(device)
     model.load_state_dict(state["model"])
     average = EMA(model, config.training.ema) if config.training.ema else None
     if average is not None:
@@ -40,7 +40,7 @@ def rescore(folder: Path, config: RunConfig) -> Mapping[str, float | None]:
     try:
         with average.swapped(model) if average else nullcontext():
             alone = World(0, 1, 0, device, None)
-            report = evaluate(model, loader, build_loss(config.optimizer, info.class_counts), alone, info.classes)
+            report = evaluate(model, loader, task, alone)
     finally:
         loader.close()
     return {"loss": report.loss, **report.metrics}

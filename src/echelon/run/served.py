@@ -20,6 +20,7 @@ from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig,
 from echelon.coordinator.window import WindowSums
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import write_atomic
+from echelon.core.task import TaskFacts
 from echelon.core.units import parse_seconds
 from echelon.messages.identity import derive_keys, read_secret
 from echelon.observe.scalars import Scalars
@@ -159,7 +160,7 @@ class Chronicle:
         steps = config.training.epochs * per_epoch
         length = RunLength(min(steps, config.training.max_steps or steps), config.training.epochs)
         progress = self._progress
-        progress.display = Display(length, True, done)
+        progress.display = Display(length, decode(TaskFacts, info["task"]), True, done)
         progress.display.__enter__()
         workers = (config.launch.workers or 1) * parse_nodes(config.launch.nodes).least
         start = {
@@ -175,7 +176,7 @@ class Chronicle:
     def _window(self, sums: WindowSums) -> None:
         ranks = [RankFacts(gc_s, 0.0, 0.0, [], None) for gc_s in sums.gc_s]
         totals = WindowTotals(
-            sums.losses, sums.correct, sums.samples, sums.seconds, sums.phases, sums.memory_bytes,
+            sums.losses, sums.score or 0.0, sums.samples, sums.seconds, sums.phases, sums.memory_bytes,
             wire_bytes=sums.pushed_bytes + sums.pulled_bytes,  # servers send what workers pull
             other_wire_bytes=sums.other_bytes, stop=False, checkpoint_due=False, resources=sums.resources, ranks=ranks,
             wire_bytes_by_group={"pushed": sums.pushed_bytes, "pulled": sums.pulled_bytes},

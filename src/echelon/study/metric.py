@@ -5,28 +5,30 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from echelon.core.task import Metric
 from echelon.core.units import rounded
-from echelon.records.kinds import MetricInfo
 from echelon.study.intervals import Interval
 
 CHANCE_SIGMAS = 3.0
 
 
 @dataclass(frozen=True)
-class PrimaryMetric(MetricInfo):
+class PrimaryMetric(Metric):
     """The primary metric of a task, as candidates are compared by it.
 
     Differences of one in percent are said in points (hundredths), of other metrics in percent of the baseline's value.
+    The label is the word for it in sentences; the defaults are those of runs that record no task.
     """
+
+    name: str = "top1"
+    direction: str = "max"
+    label: str = "accuracy"
+    percent: bool = True
 
     @property
     def unit(self) -> str:
         """The unit of `gain`."""
         return "points" if self.percent else "%"
-
-    def score(self, value: float) -> float:
-        """Return a number that is higher where the value is better."""
-        return value if self.direction == "max" else -value
 
     def gain(self, value: float, baseline: float) -> float:
         """Return by how much a value is better than the baseline's, in `unit`; negative: it is worse."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+from echelon.core.task import BEFORE_TASKS
 from echelon.records.kinds import Evaluation, ServerWindow, Steps, WorkerJoined
 from echelon.reporting.report.charts_server import staleness_counts
 from echelon.reporting.report.records import RunRecord, load_run
@@ -42,11 +43,15 @@ def rows_of(run: PlannedRun, folder: Path, status: str, message: str) -> tuple[R
 
 
 def _primary(record: RunRecord) -> PrimaryMetric:
-    """Return the primary metric that a run recorded; of an older record, accuracy."""
+    """Return the primary metric of a run's task; of runs before tasks were recorded, accuracy."""
     start = record.last_start
-    if start is not None and start.primary is not None:
-        return PrimaryMetric(**vars(start.primary))
-    return PrimaryMetric(chance=1 / len(start.classes) if start is not None and start.classes else None)
+    if start is None:
+        return PrimaryMetric()
+    metric = start.task.primary
+    chance = 1 / len(start.classes) if metric.chance is None and start.task == BEFORE_TASKS and start.classes else None
+    return PrimaryMetric(
+        metric.name, metric.direction, metric.noun or metric.title, metric.percent, metric.chance or chance
+    )
 
 
 def _with_outcome(row: RunRow, summary: Summary, points: Sequence[PointRow], metric: PrimaryMetric) -> RunRow:

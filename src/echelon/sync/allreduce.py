@@ -1,7 +1,7 @@
 """Synchronous SGD: every step, gradients are summed over all replicas while backward still runs (Goyal et al. 2017).
 
-g = sum over replicas of (1 / global batch) * sum over local samples of grad(loss_i), so that an uneven share of the
-batch weighs what it should.
+g = sum over replicas of (1 / units of the global batch) * sum over local units of grad(loss_i), so that an uneven share
+of the batch weighs what it should. A unit is a sample, or what else the task sums over (tokens).
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class AllReduce:
         compiled = is_compiled(context.model)
         self.needs_warmup_backward = self._hook.codec is None and context.group.size() > 2 and not compiled
 
-    def begin_step(self, samples: int, global_size: int) -> int:
+    def begin_step(self, units: int, global_units: int) -> int:
         """Gradients are summed over all replicas: they are divided by the size of the global batch."""
-        return global_size
+        return global_units
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Keep gradients local until the last micro-batch."""

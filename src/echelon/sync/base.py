@@ -55,16 +55,16 @@ class StepSync(Protocol):
     def needs_warmup_backward(self) -> bool:
         """Whether a backward pass of zeros must come before the first step, for sums to be in the same order later."""
 
-    def begin_step(self, samples: int, global_size: int) -> int:
+    def begin_step(self, units: int, global_units: int) -> int:
         """Hear what the coming step trains on; return by what the sum of this rank's losses is to be divided.
 
-        Where gradients are summed over replicas that is the size of the global batch; where each replica steps by
-        itself, its own number of samples: its gradient is then a mean, and the learning rate means what it means to
-        one process with a batch of that size.
+        Where gradients are summed over replicas that is the size of the global batch, in units of the loss (samples,
+        tokens); where each replica steps by itself, its own number of units: its gradient is then a mean, and the
+        learning rate means what it means to one process with a batch of that size.
 
         Args:
-            samples: of this rank; may be 0.
-            global_size: of all ranks.
+            units: of this rank's replica; may be 0.
+            global_units: of all replicas.
         """
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:

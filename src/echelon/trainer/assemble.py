@@ -28,12 +28,12 @@ from echelon.optim.build import build_schedule
 from echelon.records.file import Recorder
 from echelon.records.going import read_launch
 from echelon.records.kinds import Start
+from echelon.tasks.base import Task
 from echelon.trainer.compatibility import assign_momentum, interplay_notes, settle_single_worker
 from echelon.trainer.cuts import keep_cuts, with_kept_cuts
 from echelon.trainer.display import Display, RunLength
-from echelon.trainer.inputs import model_input
+from echelon.trainer.inputs import model_input, run_task, units_of
 from echelon.trainer.loop import LoopSettings, TrainingRun
-from echelon.trainer.losses import build_loss
 from echelon.trainer.parts import Work, build_parts, channels_last
 from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.progress import RunProgress
@@ -46,10 +46,11 @@ from echelon.trainer.world import World, roll_call
 
 @dataclass(frozen=True)
 class Given:
-    """A model and data of the caller's own, in place of names."""
+    """A model, data and a task of the caller's own, in place of names."""
 
     model: nn.Module | None = None
     source: Source | None = None
+    task: Task | None = None
 
     def unshared(self) -> Given:
         """Return it with a model in this process's own memory.
@@ -71,15 +72,15 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
     seed_everything(training.seed)
     source = given.source or open_data(config.data, training.seed)
     check_enough(source.info, world.data_size)
-    train_loader, eval_loader = _loaders(config, source, world)
+    task = run_task(config, source.info, given.task)
+    train_loader, eval_loader = _loaders(config, source, world, task)
     clock = make_clock(world.device.type)
-    loss = build_loss(config.optimizer, source.info.class_counts)
     config = with_kept_cuts(config, world, path)
     splits = world.placement is not None and world.placement.layout.splits
-    work = Work(source.info, loss, given.model, example_inputs(source) if splits else None)
+    work = Work(source.info, task, given.model, example_inputs(source) if splits else None)
     parts = build_parts(config, work, world, clock)
     keep_cuts(parts, world, path)
-    saver = Saver(path, config.checkpoint.keep, parts, world, record, fingerprint(config, source.info))
+    saver = Saver(path, config.checkpoint.keep, parts, world, record, fingerprint(config, source.info, task))
     restored = saver.restore()
     if restored is None:
         seed_everything(_rank_seed(training.seed, world.data_rank))
@@ -87,19 +88,18 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
     run = TrainingRun(
         world=world,
         parts=parts,
-        step=Step(loss, _step_settings(config, world.device), clock, parts.scaler, parts.split),
-        loss=loss,
+        step=Step(task, _step_settings(config, world), clock, parts.scaler, parts.split),
+        task=task,
         schedule=build_schedule(parts.optimizer, config.optimizer, train_loader.batches_per_epoch, training.epochs),
         train_loader=train_loader,
         eval_loader=eval_loader,
-        classes=source.info.classes,
         clock=clock,
         saver=saver,
         traffic=Traffic(at_start=_start_bytes(parts.held, world)),
         progress=RunProgress(
             record,
             Scalars(path if world.leads else None),
-            _display(config, train_loader.batches_per_epoch, world, cursor),
+            _display(config, train_loader.batches_per_epoch, world, cursor, task),
         ),
         settings=LoopSettings(
             training.epochs, training.max_steps, training.eval_every, parse_interval(config.checkpoint.every)
@@ -132,20 +132,21 @@ def check_enough(info: DataInfo, workers: int) -> None:
         raise UserError(f"{info.name} has {info.train_size} samples for {workers} workers: use fewer workers")
 
 
-def _step_settings(config: RunConfig, device: torch.device) -> StepSettings:
+def _step_settings(config: RunConfig, world: World) -> StepSettings:
     return StepSettings(
-        device=device,
+        device=world.device,
         autocast=PRECISIONS[config.training.precision].autocast,
         accumulate=config.training.accumulate,
         clip_norm=config.optimizer.clip_norm,
-        channels_last=channels_last(config, device),
+        channels_last=channels_last(config, world.device),
+        data_group=world.data_group,
     )
 
 
-def _display(config: RunConfig, steps_per_epoch: int, world: World, cursor: Cursor) -> Display:
+def _display(config: RunConfig, steps_per_epoch: int, world: World, cursor: Cursor, task: Task) -> Display:
     steps = config.training.epochs * steps_per_epoch
     total = min(steps, config.training.max_steps or steps)
-    return Display(RunLength(total, config.training.epochs), world.leads, cursor.step)
+    return Display(RunLength(total, config.training.epochs), task.facts(), world.leads, cursor.step)
 
 
 def _start_bytes(held: nn.Module, world: World) -> int:
@@ -178,9 +179,10 @@ def _record_start(config: RunConfig, run: TrainingRun, source: Source, cursor: C
         threads=torch.get_num_threads(),
         parameters=parameters,
         layout=layout_of(world),
-        model=_model_name(config, source),
+        model=_model_name(config, source, run.task),
         data=info.name,
         classes=info.classes,
+        task=run.task.facts(),
         train_size=info.train_size,
         eval_size=info.eval_size,
         batch_size=config.data.batch_size,
@@ -217,13 +219,12 @@ def _parameter_count(parts: RunParts, world: World) -> int:
     return int(count)
 
 
-def _loaders(config: RunConfig, source: Source, world: World) -> tuple[TrainLoader, EvalLoader]:
+def _loaders(config: RunConfig, source: Source, world: World, task: Task) -> tuple[TrainLoader, EvalLoader]:
     settings = LoaderConfig.of(config.data, config.training.seed, world.device)
     shard = Shard(world.data_rank, world.data_size)
-    return TrainLoader(source, settings, shard), EvalLoader(source, settings, shard)
+    return TrainLoader(source, settings, shard, units_of(task)), EvalLoader(source, settings, shard)
 
 
-def _model_name(config: RunConfig, source: Source) -> str:
-    info = source.info
-    chosen = auto_name(model_input(info))
+def _model_name(config: RunConfig, source: Source, task: Task) -> str:
+    chosen = auto_name(model_input(source.info, task))
     return chosen if config.model.name == "auto" else config.model.name

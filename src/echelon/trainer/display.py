@@ -9,6 +9,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from echelon.core.task import TaskFacts
 from echelon.core.units import format_seconds
 from echelon.observe.phases import PHASES
 from echelon.trainer.evaluate import EvaluationReport
@@ -26,8 +27,8 @@ class RunLength:
 class Display:
     """Progress on rank 0; silent elsewhere."""
 
-    def __init__(self, length: RunLength, visible: bool, done_steps: int = 0) -> None:
-        self._length = length
+    def __init__(self, length: RunLength, task: TaskFacts, visible: bool, done_steps: int = 0) -> None:
+        self._length, self.task = length, task
         self._console = Console(quiet=not visible, highlight=False, file=sys.stdout)
         self._live = visible and self._console.is_terminal
         columns = (
@@ -40,7 +41,7 @@ class Display:
         )
         self._progress = Progress(*columns, console=self._console, transient=True)
         total = length.total_steps
-        self._task = self._progress.add_task("", total=total, completed=done_steps, epoch="-", numbers="")
+        self._bar = self._progress.add_task("", total=total, completed=done_steps, epoch="-", numbers="")
 
     def __enter__(self) -> Display:
         if self._live:
@@ -57,31 +58,35 @@ class Display:
         """Show where the run is."""
         if self._live:
             where = f"{epoch + 1}/{self._length.epochs}"
-            self._progress.update(self._task, completed=step, epoch=where, numbers=_numbers(totals))
+            self._progress.update(self._bar, completed=step, epoch=where, numbers=self._numbers(totals))
 
     def epoch(self, epoch: int, totals: WindowTotals, report: EvaluationReport | None) -> None:
         """Print a line for an epoch's end."""
         result = ""
         if report is not None:
-            shown = {"test top-1": report.metrics.get("top1"), "macro F1": report.metrics.get("macro_f1")}
+            primary = self.task.primary
+            shown = {f"test {primary.title}": report.metrics.get(primary.name)}
+            shown |= {metric.title: report.metrics.get(metric.name) for metric in self.task.headlines[:1]}
             result = "".join(f"  {name} {value:.4f}" for name, value in shown.items() if value is not None)
-        self.say(f"epoch {epoch + 1}/{self._length.epochs}{result}  {_numbers(totals)}")
+        self.say(f"epoch {epoch + 1}/{self._length.epochs}{result}  {self._numbers(totals)}")
+
+    def _numbers(self, totals: WindowTotals) -> str:
+        busy = [sum(row[i] for row in totals.phases) for i in range(len(PHASES))]
+        whole = sum(busy) or 1.0
+        shares = " ".join(
+            f"{phase.value} {spent / whole:.0%}"
+            for phase, spent in zip(PHASES, busy, strict=True)
+            if spent / whole >= 0.01
+        )
+        rate = totals.samples / max(totals.seconds, 1e-9)
+        label, share = self.task.score_label, totals.score / max(1, totals.samples)
+        score = f"  train {label} {share:.3f}" if label else ""
+        loss = sum(totals.losses) / max(1, len(totals.losses))
+        return f"loss {loss:.4f}{score}  {rate:,.0f} samples/s  [{shares}]"
 
     def say(self, text: str) -> None:
         """Print a line above the live one."""
         self._progress.console.print(text, markup=False, soft_wrap=True)
-
-
-def _numbers(totals: WindowTotals) -> str:
-    busy = [sum(row[i] for row in totals.phases) for i in range(len(PHASES))]
-    whole = sum(busy) or 1.0
-    shares = " ".join(
-        f"{phase.value} {share / whole:.0%}" for phase, share in zip(PHASES, busy, strict=True) if share / whole >= 0.01
-    )
-    rate = totals.samples / max(totals.seconds, 1e-9)
-    accuracy = totals.correct / max(1, totals.samples)
-    loss = sum(totals.losses) / max(1, len(totals.losses))
-    return f"loss {loss:.4f}  train top-1 {accuracy:.3f}  {rate:,.0f} samples/s  [{shares}]"
 
 
 def closing_line(status: str, seconds: float, folder: str) -> str:

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from echelon.core.axes import Axis
-from echelon.data.base import Batch
 from echelon.data.loader import EvalLoader
-from echelon.trainer.metrics import Evaluation
+from echelon.tasks import Task, nest
+from echelon.tasks.nest import Nest
 from echelon.trainer.step import evaluating
 from echelon.trainer.world import World
-
-_MOST_DIMS = 8
-_TYPES = (torch.float32, torch.float64, torch.float16, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """Metrics over the whole evaluation set, the mean loss per sample, and the detail for the report."""
+    """Metrics over the whole evaluation set, the mean loss per unit, and the detail for the report."""
 
     loss: float
     samples: int
@@ -34,38 +30,27 @@ class EvaluationReport:
     detail: dict[str, Any]
 
 
-def evaluate(
-    model: nn.Module,
-    loader: EvalLoader,
-    loss: Callable[[Tensor, Tensor], Tensor],
-    world: World,
-    classes: tuple[str, ...],
-) -> EvaluationReport:
-    """Evaluate a model on the data of all ranks; every rank gets the same report.
-
-    Args:
-        model: gives logits `(B, classes)`.
-        loss: sums over samples.
-    """
+def evaluate(model: nn.Module, loader: EvalLoader, task: Task, world: World) -> EvaluationReport:
+    """Evaluate a model on the data of all ranks; every rank gets the same report."""
     began = time.perf_counter()
-    evaluation = Evaluation(len(classes), world.device)
-    totals = torch.zeros(2, dtype=torch.float64)
+    metrics = task.metrics(world.device)
+    totals = torch.zeros(3, dtype=torch.float64)
     with _without_gradients(world), evaluating(model):
-        for inputs, wanted in _batches(loader, world):
-            logits = model(inputs.to(world.device, non_blocking=True)).float()
+        for inputs, wanted in batches_of_all(loader, world):
+            outputs = nest.exact(nest.call(model, nest.to_device(inputs, world.device)))
             if wanted is None:
                 continue
-            targets = wanted.to(world.device, non_blocking=True)
-            evaluation.update(logits, targets)
-            totals += torch.tensor([float(loss(logits, targets)), len(targets)], dtype=torch.float64)
+            targets = nest.to_device(wanted, world.device)
+            metrics.update(outputs, targets)
+            loss, samples = float(task.loss_sum(outputs, targets)), nest.rows(targets)
+            totals += torch.tensor([loss, task.units(targets), samples], dtype=torch.float64)
     if world.data_group is not None:
         totals = totals.to(world.device)
         dist.all_reduce(totals, group=world.data_group)
-    total_loss, samples = totals.tolist()
-    detail = evaluation.compute(world.data_group)
-    detail["classes"] = list(classes)
+    total_loss, units, samples = totals.tolist()
+    detail = metrics.compute(world.data_group)
     seconds = time.perf_counter() - began
-    return EvaluationReport(total_loss / max(1.0, samples), round(samples), seconds, detail["metrics"], detail)
+    return EvaluationReport(total_loss / max(1.0, units), round(samples), seconds, detail["metrics"], detail)
 
 
 def _without_gradients(world: World) -> torch.inference_mode | torch.no_grad:
@@ -73,31 +58,17 @@ def _without_gradients(world: World) -> torch.inference_mode | torch.no_grad:
     return torch.no_grad() if world.placement and world.placement.layout.splits else torch.inference_mode()
 
 
-def _batches(loader: EvalLoader, world: World) -> Iterator[tuple[Tensor, Tensor | None]]:
+def batches_of_all(loader: EvalLoader, world: World) -> Iterator[tuple[Nest, Nest | None]]:
     """Yield inputs and targets; where forward is collective, blank inputs too, so that all have as many batches."""
     group = world.placement.group(Axis.FSDP) if world.placement else None
-    batches = iter(loader)
     if group is None:
-        yield from ((batch.inputs, batch.targets) for batch in batches if len(batch.targets))
+        yield from ((batch.inputs, batch.targets) for batch in loader if nest.rows(batch.targets))
         return
-    first = next(batches, None)
-    most, blank = _agreed(len(loader), first, group, world.device)  # before the first forward, which is collective too
+    most = torch.tensor([len(loader)], device=world.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)  # before the first forward, which is collective too
     done = 0
-    for batch in chain([first] if first else [], batches):
+    for batch in loader:
         done += 1
-        yield (batch.inputs, batch.targets) if len(batch.targets) else (blank, None)
-    for _ in range(done, most):
-        yield blank, None
-
-
-def _agreed(own: int, first: Batch | None, group: dist.ProcessGroup, device: torch.device) -> tuple[int, Tensor]:
-    """Return the most batches that a rank has, and blank inputs of one sample as those of who has any."""
-    facts = torch.zeros(2 + _MOST_DIMS, dtype=torch.int64)
-    if first is not None:
-        shape = first.inputs.shape[1:]
-        facts[:2] = torch.tensor([own, _TYPES.index(first.inputs.dtype)])
-        facts[2 : 2 + len(shape)] = torch.tensor(shape)
-    facts = facts.to(device)
-    dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=group)
-    most, kind, *shape_ = facts.tolist()
-    return most, torch.zeros((1, *(size for size in shape_ if size)), dtype=_TYPES[kind])
+        yield (batch.inputs, batch.targets) if nest.rows(batch.targets) else (loader.blank(), None)
+    for _ in range(done, int(most)):
+        yield loader.blank(), None

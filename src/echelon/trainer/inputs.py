@@ -1,29 +1,62 @@
-"""What a model is told of the data, and inputs as the data has them."""
+"""What a model is told of the data, and inputs and targets as the data has them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from echelon.config import RunConfig
 from echelon.data.base import DataInfo
 from echelon.models import ModelInput
+from echelon.tasks import SAMPLE, Task, TaskSettings, nest, task_of
+from echelon.tasks.nest import Nest
 
 
-def model_input(info: DataInfo) -> ModelInput:
-    """Return the data's side of a model."""
-    return ModelInput(len(info.classes), info.channels, info.image_size, info.shape, info.dtype)
+def run_task(config: RunConfig, info: DataInfo, own: Task | None = None) -> Task:
+    """Return the task of a run, fitted to its data.
+
+    Args:
+        own: the caller's, in place of the described one.
+
+    Raises:
+        UserError: there is no such task, or it does not fit the data.
+    """
+    settings = TaskSettings(config.optimizer.label_smoothing, config.optimizer.class_weights)
+    return task_of(own or config.task, info, settings, info.task)
 
 
-def any_inputs(info: DataInfo, samples: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return inputs of the data's shape, the same in every process: random numbers, or zeros where they are integers.
+def units_of(task: Task) -> Callable[[Nest], int] | None:
+    """Return what counts the units of a loss in targets; None where these are samples."""
+    return None if task.unit == SAMPLE else task.units
+
+
+def model_input(info: DataInfo, task: Task) -> ModelInput:
+    """Return the data's and the task's side of a model."""
+    return ModelInput(
+        task.outputs, info.channels, info.image_size, info.shape, info.dtype, info.several, task.wrong_outputs
+    )
+
+
+def any_inputs(info: DataInfo, samples: int, dtype: torch.dtype | None = None) -> Nest:
+    """Return inputs of the data's shapes, the same in every process: random numbers, or zeros where they are integers.
 
     Drawn without touching the run's generators.
 
     Args:
         dtype: in place of the data's own floating-point type.
     """
-    blank = model_input(info).blank(samples)
-    if not blank.is_floating_point():
-        return blank
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(blank.shape, generator=generator, dtype=dtype or blank.dtype)
+
+    def random(blank: Tensor) -> Tensor:
+        if not blank.is_floating_point():
+            return blank
+        return torch.randn(blank.shape, generator=generator, dtype=dtype or blank.dtype)
+
+    return nest.map_leaves(random, nest.blank(info.inputs, samples))
+
+
+def blank_targets(info: DataInfo, samples: int) -> Nest:
+    """Return targets of zeros: a class, or a word, that any data has."""
+    return nest.blank(info.targets, samples)

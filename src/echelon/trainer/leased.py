@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -146,7 +146,8 @@ def train_task(worker: LeasedWorker, task: dict[str, Any]) -> None:
     if len(buffers):
         worker.client.send_buffers(task["task"], buffers)
     info = {
-        "loss": float(result.loss), "correct": int(result.correct), "samples": result.samples, "lr": lr,
+        "loss": float(result.loss), "score": float(result.score) if bench.task.score_label else None,
+        "samples": result.samples, "lr": lr,
         "phases": clock.drain(), "memory_bytes": resident_bytes(bench.world.device),
         "density": strategy.density(), "entropy_coded": dict(strategy.entropy_coded()),
         "resources": worker.sampler.row if worker.sampler.sample() else [],
@@ -197,7 +198,8 @@ def _start_info(worker: LeasedWorker) -> dict[str, Any]:
         **_layout_info(worker), "notes": _notes(worker),
         "device": str(bench.world.device), "threads": torch.get_num_threads(),
         "parameters": parameter_count(worker.strategy.held), "model": config.model.name, "data": info.name,
-        "classes": list(info.classes), "train_size": info.train_size, "eval_size": info.eval_size,
+        "classes": list(info.classes), "task": asdict(bench.task.facts()),
+        "train_size": info.train_size, "eval_size": info.eval_size,
         "steps_per_epoch": bench.train_loader.batches_per_epoch,
         "environment": vars(environment(launch.command)), "launched_t": launch.launched_t,
     }  # fmt: skip
@@ -247,13 +249,15 @@ def review(worker: LeasedWorker, task: dict[str, Any]) -> dict[str, Any]:
     if len(buffers) == len(own) and len(own):
         strategy.load_buffers(buffers)
     info: dict[str, Any] = {"step": task["step"], "reason": task["reason"]}
-    metric = None
+    best, metric = task["best"], None
     if task["evaluate"]:
         report = _evaluate(worker)
         info |= {"loss": report.loss, "metrics": report.metrics, "seconds": report.seconds, "samples": report.samples}
-        top1 = report.metrics["top1"]
-        if top1 is not None and (task["best"] is None or top1 > task["best"]):
-            metric = info["best"] = top1
+        primary = worker.bench.task.primary
+        value = report.metrics[primary.name]
+        if value is not None and primary.better(value, task["best"]):
+            best = info["best"] = value
+            metric = primary.score(value)
             worker.saver.write_detail(task, report)
     if task["reason"] or metric is not None:
         ema = average_state(strategy.held, keys) if averages else None
@@ -263,7 +267,6 @@ def review(worker: LeasedWorker, task: dict[str, Any]) -> dict[str, Any]:
         below = task["step"] if worker.settings.aggregates else state["ps"]["below"]
         state["ps"]["below"] = below
         cursor = {"epoch": below // per_epoch, "batch": below % per_epoch, "step": task["step"]}
-        best = task["best"] if metric is None else metric
         worker.saver.save(task, {**state, "cursor": cursor, "best": best}, metric)
     if len(own):
         strategy.load_buffers(own)

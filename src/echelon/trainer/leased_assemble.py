@@ -73,7 +73,7 @@ def assemble_worker(path: Path, seat: WorkerRank, record: Recorder, bench: Worke
     return LeasedWorker(
         bench, settings, strategy, table, client,
         build_schedule(optimizer, config.optimizer, per_epoch, config.training.epochs),
-        LeasedSaver(path, config.checkpoint.keep, record, fingerprint(config, bench.source.info)), path,
+        LeasedSaver(path, config.checkpoint.keep, record, fingerprint(config, bench.source.info, bench.task)), path,
         Sampler(gpu_uuid(bench.world.device)), record, seat,
     )  # fmt: skip
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from echelon.config import RunConfig
 from echelon.core.units import parse_seconds
 from echelon.data import LoaderConfig, Shard, Source, example_inputs, open_data
-from echelon.data.base import Batch, DataInfo
+from echelon.data.base import Batch
 from echelon.data.loader import EvalLoader, TrainLoader
 from echelon.observe.phases import Phase, PhaseClock, make_clock
 from echelon.ps.worker_rank import WorkerRank
+from echelon.tasks import Task
 from echelon.trainer.assemble import Given, _rank_seed, _step_settings, check_enough
 from echelon.trainer.evaluate import EvaluationReport, evaluate
-from echelon.trainer.losses import build_loss
+from echelon.trainer.inputs import run_task, units_of
 from echelon.trainer.parts import Work, build_computing, build_split, build_whole
 from echelon.trainer.precision import set_numerics
 from echelon.trainer.replica import Replica, Sums
@@ -39,7 +39,7 @@ class WorkerModel:
     source: Source
     model: nn.Module | None
     replica: Replica | None
-    loss: Callable[[Tensor, Tensor], Tensor]
+    task: Task
     step: Step
     clock: PhaseClock
     train_loader: TrainLoader
@@ -63,7 +63,7 @@ class WorkerModel:
 
     def evaluate(self, module: nn.Module) -> EvaluationReport:
         """Evaluate a module that holds what is to be evaluated; all ranks of a worker call it together."""
-        return evaluate(module, self.eval_loader, self.loss, self.world, self.source.info.classes)
+        return evaluate(module, self.eval_loader, self.task, self.world)
 
     def close(self) -> list[tuple[str, str]]:
         """End the loaders; returns the images that could not be decoded, and why."""
@@ -86,33 +86,34 @@ def build_bench(config: RunConfig, seat: WorkerRank, world: World, given: Given)
     fsdp = world.placement.layout.fsdp if world.placement else 1
     check_enough(source.info, seat.workers * fsdp)
     clock = make_clock(world.device.type)
-    loss = build_loss(config.optimizer, source.info.class_counts)
-    model = _build_model(config, source.info, seat, world, given.model) if seat.leads else None
+    work = Work(source.info, run_task(config, source.info, given.task), given.model)
+    model = _build_model(config, work, seat, world) if seat.leads else None
     replica = None
     if seat.size > 1:
         seed_everything(seed)
-        work = Work(source.info, loss, given.model, example_inputs(source))
+        work = replace(work, example=example_inputs(source))
         split = build_split(config, work, world, batch_parts(config, seat.workers, fsdp))
         replica = Replica(split, model, parse_seconds(config.launch.timeout))
     settings = LoaderConfig.of(config.data, seed, world.device)
     scaler = torch.amp.GradScaler(world.device.type, enabled=False)
     bench = WorkerModel(
-        config, world, source, model, replica, loss,
-        Step(loss, _step_settings(config, world.device), clock, scaler, replica.split if replica else None), clock,
-        TrainLoader(source, settings, Shard(0, 1)),
+        config, world, source, model, replica, work.task,
+        Step(work.task, _step_settings(config, world), clock, scaler, replica.split if replica else None), clock,
+        TrainLoader(source, settings, Shard(0, 1), units_of(work.task)),
         EvalLoader(source, settings, Shard(world.data_rank, world.data_size) if replica else Shard(0, 1)),
     )  # fmt: skip
     seed_everything(_rank_seed(seed, seat.number * fsdp + (world.data_rank if replica else 0)))
     return bench
 
 
-def _build_model(config: RunConfig, info: DataInfo, seat: WorkerRank, world: World, own: nn.Module | None) -> nn.Module:
+def _build_model(config: RunConfig, work: Work, seat: WorkerRank, world: World) -> nn.Module:
     """Build the whole model; beside pieces, a plain one in the processor's memory, which nothing computes with."""
     if seat.size == 1:
-        return build_computing(config, info, world, own)
+        return build_computing(config, work, world)
     plain = replace(
         config,
         model=replace(config.model, channels_last="off"),
         training=replace(config.training, precision="fp32"),
     )
-    return build_whole(plain, info, World(0, 1, 0, torch.device("cpu"), None), copy.deepcopy(own))
+    work = replace(work, own=copy.deepcopy(work.own))
+    return build_whole(plain, work, World(0, 1, 0, torch.device("cpu"), None))

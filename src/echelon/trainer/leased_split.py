@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from echelon.data.base import Batch
 from echelon.observe.phases import Phase
+from echelon.tasks import Batch
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.leased_assemble import LeasedWorker
 from echelon.trainer.leased_bench import WorkerModel
@@ -33,7 +33,7 @@ def lead_lease(worker: LeasedWorker, replica: Replica, task: dict[str, Any], bat
     _take_values(replica, not worker.shared_buffers)
     worker.shared_buffers = True
     sums = bench.compute(batch)
-    strategy.begin_step(sums.samples, batch.global_size)
+    strategy.begin_step(sums.units, sums.global_units)
     if worker.seat.number == 0:
         record_pipeline(worker.record, replica.split, task["step"])
     return sums

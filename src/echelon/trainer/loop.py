@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
-
-from torch import Tensor
 
 from echelon.config.validate import CheckpointInterval
 from echelon.data.base import Batch
@@ -15,6 +13,7 @@ from echelon.data.loader import EvalLoader, TrainLoader
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.optim.build import Schedule
 from echelon.sync.base import StepAbandoned
+from echelon.tasks.base import Task
 from echelon.trainer.evaluate import EvaluationReport, evaluate
 from echelon.trainer.progress import RunProgress
 from echelon.trainer.saving import Saver
@@ -41,11 +40,10 @@ class TrainingRun:
     world: World
     parts: RunParts
     step: Step
-    loss: Callable[[Tensor, Tensor], Tensor]
+    task: Task
     schedule: Schedule
     train_loader: TrainLoader
     eval_loader: EvalLoader
-    classes: tuple[str, ...]
     clock: PhaseClock
     saver: Saver
     progress: RunProgress
@@ -90,7 +88,7 @@ def evaluate_agreed(run: TrainingRun) -> EvaluationReport:
     """Evaluate what the replicas agree on, its moving average where there is one; all ranks call it together."""
     averaged: AbstractContextManager[object] = run.parts.ema.swapped(run.parts.held) if run.parts.ema else nullcontext()
     with averaged, run.parts.sync.agreed(averages=run.parts.ema is not None):
-        report = evaluate(run.parts.model, run.eval_loader, run.loss, run.world, run.classes)
+        report = evaluate(run.parts.model, run.eval_loader, run.task, run.world)
         if run.parts.split:
             run.parts.split.settle()
     return report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -22,6 +21,8 @@ from echelon.parallel.split import SplitModel, SplitOptions, recompute_model, sp
 from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
 from echelon.parallel.zero import DividedUpdate
 from echelon.sync import Sync, SyncContext, build_sync
+from echelon.tasks import Task, nest
+from echelon.tasks.nest import Nest
 from echelon.trainer.inputs import any_inputs, model_input
 from echelon.trainer.layouts import read_cuts, read_tensor_plan
 from echelon.trainer.precision import PRECISIONS, build_scaler, to_fp8
@@ -30,8 +31,6 @@ from echelon.trainer.state import RunParts
 from echelon.trainer.step import make_update
 from echelon.trainer.world import World
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-
 
 @dataclass(frozen=True)
 class Work:
@@ -39,20 +38,22 @@ class Work:
 
     Attributes:
         info: of the data.
-        loss: sums over samples.
+        task: fitted to it.
         own: the caller's own module, in place of the described one.
         example: two samples' inputs of any values, the same on every rank; None: made as `info` says.
     """
 
     info: DataInfo
-    loss: Loss
+    task: Task
     own: nn.Module | None = None
-    example: Tensor | None = None
+    example: Nest = None
 
-    def inputs(self, like: Tensor) -> Tensor:
+    def inputs(self, like: Tensor) -> Nest:
         """Return the example, the same on every rank; drawn without touching the run's generators."""
         example = any_inputs(self.info, 2, like.dtype) if self.example is None else self.example
-        return example.to(like.device, like.dtype) if example.is_floating_point() else example.to(like.device)
+        return nest.map_leaves(
+            lambda leaf: leaf.to(like.device, like.dtype) if leaf.is_floating_point() else leaf.to(like.device), example
+        )
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def build_parts(config: RunConfig, work: Work, world: World, clock: PhaseClock) 
         split = build_split(config, work, world, world.data_size)
         model = split.module
     else:
-        model = build_computing(config, work.info, world, work.own)
+        model = build_computing(config, work, world)
         split = _divided(model, world) if _is_divided(world) else None
     held = split.pieces if split else model
     optimizer = build_optimizer(held, config.optimizer, config.data.batch_size)
@@ -101,13 +102,13 @@ def channels_last(config: RunConfig, device: torch.device) -> bool:
     return wanted == "on" or (wanted == "auto" and device.type == "cuda")
 
 
-def build_computing(config: RunConfig, info: DataInfo, world: World, own: nn.Module | None) -> nn.Module:
+def build_computing(config: RunConfig, work: Work, world: World) -> nn.Module:
     """Build the whole model as this rank computes with it: activations computed again, parameters cast, as described.
 
     Raises:
         UserError: the model cannot be built, or has no blocks to compute again.
     """
-    model = build_whole(config, info, world, own)
+    model = build_whole(config, work, world)
     param_dtype = PRECISIONS[config.training.precision].parameters
     recompute_model(model, hints_for(model), config.training.recompute, param_dtype)
     if param_dtype is not None:
@@ -115,11 +116,11 @@ def build_computing(config: RunConfig, info: DataInfo, world: World, own: nn.Mod
     return model
 
 
-def build_whole(config: RunConfig, info: DataInfo, world: World, own: nn.Module | None) -> nn.Module:
+def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
     """Build the whole model on this rank's device, the same values on every rank."""
-    model = own or build_model(config.model, model_input(info))
-    if own is not None:
-        give_logits(own)
+    model = work.own or build_model(config.model, model_input(work.info, work.task))
+    if work.own is not None:
+        give_logits(work.own)
     if config.model.sync_batchnorm and world.data_group is not None and not _is_split(world):
         model = convert_sync_batchnorm(model, world.data_group)
     if any(tensor.device != world.device for tensor in (*model.parameters(), *model.buffers())):
@@ -142,7 +143,7 @@ def build_split(config: RunConfig, work: Work, world: World, parts: int) -> Spli
         UserError: the model cannot be built, or not be split like this.
     """
     unmade = _build_unmade(config, work, world)
-    model = unmade[0] if unmade else build_whole(config, work.info, world, work.own)
+    model = unmade[0] if unmade else build_whole(config, work, world)
     return _split(config, model, world, work, unmade[1] if unmade else None, parts)
 
 
@@ -158,9 +159,8 @@ def _build_unmade(config: RunConfig, work: Work, world: World) -> tuple[nn.Modul
     if config.strategy.tensor_plan or config.training.precision == "fp8":
         return None
     state = torch.get_rng_state()
-    info = work.info
     with without_memory() as recording:
-        model = build_model(config.model, model_input(info))
+        model = build_model(config.model, model_input(work.info, work.task))
     hints = hints_for(model)
     tied = len(list(model.parameters())) < len(dict(model.named_parameters(remove_duplicate=False)))
     if tied or hints is None or (layout.tp > 1 and not hints.tensor_plan):
@@ -205,7 +205,8 @@ def _split(
         samples=config.data.batch_size // parts // config.training.accumulate,
         autocast=PRECISIONS[config.training.precision].autocast,
         parameters=PRECISIONS[config.training.precision].parameters,
-        loss=work.loss,
+        loss=work.task.loss_sum,
+        score=work.task.training_score,
     )
     return split_model(model, world.placement, hints_for(model), options)
 

@@ -56,7 +56,7 @@ class RunProgress:
             epoch=end.epoch,
             step=end.step,
             losses=totals.losses,
-            correct=totals.correct,
+            correct=round(totals.score) if self.display.task.score_label else None,
             samples=totals.samples,
             lr=end.lr,
             seconds=totals.seconds,

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.core.axes import Axis
-from echelon.data.base import Batch
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.parallel.shard_gather import ShardGather
 from echelon.parallel.split import SplitModel
 from echelon.sync.buffers import averaged_buffers
+from echelon.tasks import SAMPLE, Batch
 from echelon.torch_compat import same_ranks_group
 from echelon.trainer.step import Step
 from echelon.trainer.team import CommandChannel
@@ -24,11 +24,13 @@ from echelon.trainer.team import CommandChannel
 
 @dataclass(frozen=True)
 class Sums:
-    """Over the samples of a worker: loss divided by the global batch, and correct predictions."""
+    """Over the samples of a worker: loss divided by the units of the global batch, and the task's training score."""
 
     loss: float
-    correct: int
+    score: float
     samples: int
+    units: int
+    global_units: int
 
 
 class Replica:
@@ -66,9 +68,9 @@ class Replica:
         """What forward goes through."""
         return self.split.module
 
-    def begin_step(self, samples: int, global_size: int) -> int:
-        """Gradients are sums over samples divided by the batch, whichever worker has them."""
-        return global_size
+    def begin_step(self, units: int, global_units: int) -> int:
+        """Gradients are sums over units divided by those of the batch, whichever worker has them."""
+        return global_units
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Nothing leaves the replica during backward."""
@@ -91,7 +93,7 @@ class Replica:
         """Forward and backward; then the whole model has the gradients and buffers of the replica."""
         result = step.forward_backward(batch, self)
         clock.enter(Phase.COMMUNICATE)
-        sums = torch.tensor([float(result.loss), int(result.correct), result.samples], dtype=torch.float64)
+        sums = torch.tensor([float(result.loss), float(result.score), result.samples], dtype=torch.float64)
         if self._fsdp is not None:
             sums = sums.to(result.loss.device)
             dist.all_reduce(sums, group=self._fsdp)
@@ -99,8 +101,9 @@ class Replica:
         if self._has_buffers:
             with averaged_buffers(self.split.pieces, self._fsdp):
                 self._of_buffers.gather(self._buffers, self._whole_buffers())
-        loss, correct, samples = sums.tolist()
-        return Sums(loss, round(correct), round(samples))
+        loss, score, samples = sums.tolist()
+        units = round(samples) if step.task.unit == SAMPLE else result.units
+        return Sums(loss, score, round(samples), units, result.global_units)
 
     @contextmanager
     def as_whole(self) -> Iterator[nn.Module]:

@@ -29,6 +29,7 @@ from echelon.parallel.local_shards import LocalShards
 from echelon.records.events import CheckpointRejected
 from echelon.records.file import Recorder
 from echelon.records.kinds import Checkpoint
+from echelon.tasks import Metric
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.sharded_state import list_groups, to_parts
 from echelon.trainer.state import (
@@ -124,18 +125,16 @@ class Saver:
             "layout": layout_of(self._world),
         }
 
-    def consider_best(self, cursor: Cursor, report: EvaluationReport) -> None:
-        """Keep a checkpoint, and the detail of the evaluation, when top-1 is the best so far."""
-        value = report.metrics["top1"]
-        if value is None:
-            return
-        if self._best is not None and value <= self._best:
+    def consider_best(self, cursor: Cursor, report: EvaluationReport, primary: Metric) -> None:
+        """Keep a checkpoint, and the detail of the evaluation, when the task's primary metric is the best so far."""
+        value = report.metrics[primary.name]
+        if value is None or not primary.better(value, self._best):
             return
         self._best = value
         if self._world.leads:
             detail = {**report.detail, "epoch": cursor.epoch, "step": cursor.step}
             write_atomic(self._folder / EVALUATION_FILE, json.dumps(detail))
-        self.save(cursor, "best", metric=value)
+        self.save(cursor, "best", metric=primary.score(value))
 
     def restore(self) -> Cursor | None:
         """Restore the newest whole checkpoint that any rank sees; None when there is none.

@@ -44,9 +44,9 @@ class SplitSync:
         """The pieces have their own, inside the first step."""
         return False
 
-    def begin_step(self, samples: int, global_size: int) -> int:
-        """Return what the inner strategy divides by; it hears of the samples of the whole replica."""
-        return self._inner.begin_step(replica_samples(self._placement, global_size), global_size)
+    def begin_step(self, units: int, global_units: int) -> int:
+        """Return what the inner strategy divides by."""
+        return self._inner.begin_step(units, global_units)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Nothing between replicas happens during backward."""
@@ -123,10 +123,3 @@ class SplitSync:
     def close(self) -> None:
         """End the inner strategy's threads."""
         self._inner.close()
-
-
-def replica_samples(placement: Placement, global_size: int) -> int:
-    """Return how many samples of a global batch this rank's replica has: those of its fsdp ranks together."""
-    size, more = divmod(global_size, placement.data_size)
-    first = placement.data_rank - placement.data_rank % placement.layout.fsdp
-    return sum(size + (rank < more) for rank in range(first, first + placement.layout.fsdp))

@@ -25,6 +25,7 @@ from echelon.optim.build import EMA
 from echelon.parallel.base import ORDER
 from echelon.parallel.split import SplitModel
 from echelon.sync.base import Sync
+from echelon.tasks import Task
 from echelon.trainer.resharded import mean_of
 from echelon.trainer.sharded_state import to_own
 from echelon.trainer.world import World
@@ -56,9 +57,10 @@ class RunParts:
         return self.split.pieces if self.split else self.model
 
 
-def fingerprint(config: RunConfig, info: DataInfo) -> dict[str, Any]:
+def fingerprint(config: RunConfig, info: DataInfo, task: Task) -> dict[str, Any]:
     """Return what must be the same for a checkpoint to continue this run: model, data, order of samples, optimizer."""
     return {
+        "task": task.name,
         "model": config.model.name,
         "optimizer": config.optimizer.name,
         "data": info.name,
@@ -76,7 +78,7 @@ def check_fingerprint(saved: Mapping[str, Any], present: Mapping[str, Any]) -> N
         UserError: names the first thing that differs.
     """
     for key, value in present.items():
-        if saved.get(key) != value:
+        if key in saved and saved[key] != value:  # what checkpoints of before did not know is not looked at
             raise UserError(
                 f"the checkpoint is of another run: its {key} is {saved.get(key)!r}, here it is {value!r}; "
                 "resume with the same description, or start a new run with --weights"

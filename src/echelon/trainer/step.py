@@ -7,35 +7,47 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.data.base import Batch
 from echelon.observe.phases import Phase, PhaseClock
+from echelon.parallel.base import Placement
 from echelon.parallel.local_shards import LocalShards, clip_by_norm
 from echelon.parallel.pipeline import Pipeline
 from echelon.parallel.split import SplitModel
 from echelon.parallel.sync_batchnorm import has_sync_batchnorm
 from echelon.sync.base import StepSync
+from echelon.tasks import SAMPLE, Batch, Task, nest
+from echelon.tasks.nest import Nest
 
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What a step needs to know of the description: device, autocast type, micro-batches, clipping."""
+    """What a step needs to know of the description: device, autocast type, micro-batches, clipping.
+
+    `data_group` are the ranks that divide a batch's samples: they add up its units where these are not samples.
+    """
 
     device: torch.device
     autocast: torch.dtype | None
     accumulate: int
     clip_norm: float
     channels_last: bool
+    data_group: dist.ProcessGroup | None = None
 
 
 @dataclass
 class StepResult:
-    """Sums over this rank's samples, on the device: loss over the global batch size, and correct predictions."""
+    """Sums over this rank's samples, on the device: loss over the units of the global batch, and the task's score.
+
+    `units` and `global_units` are those of the loss: of this rank's replica, and of all ranks.
+    """
 
     loss: Tensor
-    correct: Tensor
+    score: Tensor
     samples: int
+    units: int
+    global_units: int
 
 
 class Step:
@@ -43,13 +55,13 @@ class Step:
 
     def __init__(
         self,
-        loss: Callable[[Tensor, Tensor], Tensor],
+        task: Task,
         settings: StepSettings,
         clock: PhaseClock,
         scaler: torch.amp.GradScaler,
         split: SplitModel | None = None,
     ) -> None:
-        self._loss, self._settings, self._clock, self._scaler = loss, settings, clock, scaler
+        self.task, self._settings, self._clock, self._scaler = task, settings, clock, scaler
         self._split = split
         self._begun = False
 
@@ -57,20 +69,20 @@ class Step:
         """Accumulate the gradients of a batch; replicas may communicate during the last micro-batch's backward.
 
         Args:
-            batch: this rank's part, inputs `(B, ...)`, targets `(B,)`; B may be 0 at the end of an epoch.
+            batch: this rank's part; B may be 0 at the end of an epoch.
         """
         inputs, targets = self._to_device(batch)
         if sync.needs_warmup_backward and not self._begun:
-            warmup_backward(sync.module, inputs.new_zeros((1, *inputs.shape[1:])))
+            warmup_backward(sync.module, blank_like(inputs))
         self._begun = True
         count = self._settings.accumulate
         zero = torch.zeros((), device=self._settings.device)
-        result = StepResult(zero, zero.clone(), len(targets))
-        divisor = sync.begin_step(len(targets), batch.global_size)
+        result = StepResult(zero, zero.clone(), nest.rows(targets), *self._count_units(batch))
+        divisor = sync.begin_step(result.units, result.global_units)
         if self._split is not None and self._split.pipeline is not None:
-            return self._pipelined(self._split.pipeline, inputs, targets, (divisor, batch.global_size))
-        share = divisor / batch.global_size
-        parts = zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)
+            return self._pipelined(self._split.pipeline, inputs, targets, divisor, result)
+        share = divisor / result.global_units
+        parts = zip(nest.tensor_split(inputs, count), nest.tensor_split(targets, count), strict=True)
         for i, (part, wanted) in enumerate(parts):
             last = i == count - 1
             with sync.micro_batch(last):
@@ -80,17 +92,39 @@ class Step:
                 self._clock.split(Phase.COMMUNICATE, began)
         return result
 
-    def _pipelined(self, pipeline: Pipeline, inputs: Tensor, targets: Tensor, sizes: tuple[int, int]) -> StepResult:
-        """Let the pipeline run each part of the batch, in micro-batches of its own; `sizes`: divisor, global batch."""
+    def _count_units(self, batch: Batch) -> tuple[int, int]:
+        """Return the loss's units in the part of this rank's replica, and in the global batch.
+
+        Samples are known; other units are counted and added up, unless the loader knows those of the global batch.
+        """
+        task, placement = self.task, self._split.pieces.placement if self._split is not None else None
+        if task.unit == SAMPLE:
+            split = placement is not None and placement.layout.splits
+            own = replica_samples(placement, batch.global_size) if split and placement else nest.rows(batch.targets)
+            return own, batch.global_size
+        own, group = task.units(batch.targets) if nest.rows(batch.targets) else 0, self._settings.data_group
+        fsdp = placement.layout.fsdp if placement is not None else 1
+        if group is None or (batch.global_units is not None and fsdp == 1):
+            return own, max(1, own if batch.global_units is None else batch.global_units)
+        rank = dist.get_rank(group)
+        counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=self._settings.device)
+        counts[rank] = own
+        dist.all_reduce(counts, group=group)
+        first = rank - rank % fsdp
+        total = int(counts.sum()) if batch.global_units is None else batch.global_units
+        return int(counts[first : first + fsdp].sum()), max(1, total)
+
+    def _pipelined(
+        self, pipeline: Pipeline, inputs: Nest, targets: Nest, divisor: int, result: StepResult
+    ) -> StepResult:
+        """Let the pipeline run each part of the batch, in micro-batches of its own."""
         self._clock.enter(Phase.COMMUNICATE)
         count = self._settings.accumulate
-        zero = torch.zeros((), device=self._settings.device)
-        result = StepResult(zero, zero.clone(), len(targets))
-        for part, wanted in zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True):
+        for part, wanted in zip(nest.tensor_split(inputs, count), nest.tensor_split(targets, count), strict=True):
             with pipeline.telling(self._pipeline_computes):
-                done = pipeline.forward_backward(part, wanted, sizes[0], self._scaler.scale)
-            result.loss = result.loss + done.loss * (sizes[0] / sizes[1])
-            result.correct = result.correct + done.correct
+                done = pipeline.forward_backward(part, wanted, divisor, self._scaler.scale)
+            result.loss = result.loss + done.loss * (divisor / result.global_units)
+            result.score = result.score + done.score
         return result
 
     def _pipeline_computes(self, kind: str | None) -> None:
@@ -98,44 +132,61 @@ class Step:
         phase = Phase.COMMUNICATE if kind is None else Phase.FORWARD if kind == "forward" else Phase.BACKWARD
         self._clock.enter(phase)
 
-    def _micro_batch(self, sync: StepSync, inputs: Tensor, targets: Tensor, divisor: int, result: StepResult) -> Tensor:
+    def _micro_batch(self, sync: StepSync, inputs: Nest, targets: Nest, divisor: int, result: StepResult) -> Tensor:
         self._clock.enter(Phase.FORWARD)
+        samples = nest.rows(targets)
         with self._autocast():
-            logits = self._forward(sync.module, inputs)
-            exact = logits if logits.dtype == torch.float64 else logits.float()
-            total = self._loss(exact, targets) / divisor if len(targets) else logits.sum() * 0.0
+            outputs = self._forward(sync.module, inputs)
+            exact = nest.exact(outputs)
+            total = self.task.loss_sum(exact, targets) / divisor if samples else nest.zero_of(outputs)
         self._clock.enter(Phase.BACKWARD)
         self._scaler.scale(total).backward()
-        if len(targets):
-            result.correct = result.correct + (logits.detach().argmax(-1) == targets).sum()
+        if samples and (score := self.task.training_score(outputs, targets)) is not None:
+            result.score = result.score + score
         return total.detach()
 
-    def _forward(self, module: nn.Module, inputs: Tensor) -> Tensor:
+    def _forward(self, module: nn.Module, inputs: Nest) -> Nest:
         """Run the model; a rank without samples takes part with one blank sample of weight zero.
 
         With SyncBatchNorm it runs its empty batch instead, for the others wait for its statistics.
         """
-        if len(inputs) or has_sync_batchnorm(module):
-            return module(inputs)
+        if nest.rows(inputs) or has_sync_batchnorm(module):
+            return nest.call(module, inputs)
         with evaluating(module):
-            return module(inputs.new_zeros((1, *inputs.shape[1:])))
+            return nest.call(module, blank_like(inputs))
 
     def _autocast(self) -> torch.autocast:
         dtype = self._settings.autocast
         return torch.autocast(self._settings.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
-    def _to_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _to_device(self, batch: Batch) -> tuple[Nest, Nest]:
         settings = self._settings
-        inputs = batch.inputs.to(settings.device, non_blocking=True)
-        if settings.channels_last and inputs.ndim == 4:
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
-        return inputs, batch.targets.to(settings.device, non_blocking=True)
+        inputs = nest.to_device(batch.inputs, settings.device)
+        if settings.channels_last:
+            inputs = nest.map_leaves(_channels_last, inputs)
+        return inputs, nest.to_device(batch.targets, settings.device)
 
 
-def warmup_backward(module: nn.Module, inputs: Tensor) -> None:
+def _channels_last(inputs: Tensor) -> Tensor:
+    return inputs.contiguous(memory_format=torch.channels_last) if inputs.ndim == 4 else inputs
+
+
+def blank_like(inputs: Nest) -> Nest:
+    """Return one sample of zeros with the shapes and types of a batch's inputs."""
+    return nest.map_leaves(lambda leaf: leaf.new_zeros((1, *leaf.shape[1:])), inputs)
+
+
+def replica_samples(placement: Placement, global_size: int) -> int:
+    """Return how many samples of a global batch this rank's replica has: those of its fsdp ranks together."""
+    size, more = divmod(global_size, placement.data_size)
+    first = placement.data_rank - placement.data_rank % placement.layout.fsdp
+    return sum(size + (rank < more) for rank in range(first, first + placement.layout.fsdp))
+
+
+def warmup_backward(module: nn.Module, inputs: Nest) -> None:
     """Send blank samples through forward and backward, which changes nothing (see `Sync.needs_warmup_backward`)."""
     with evaluating(module):
-        (module(inputs).sum() * 0.0).backward()
+        nest.zero_of(nest.call(module, inputs)).backward()
     for parameter in module.parameters():
         parameter.grad = None
 

@@ -43,7 +43,7 @@ class WindowTotals:
     """
 
     losses: list[float]
-    correct: int
+    score: float
     samples: int
     seconds: float
     phases: list[list[float]]
@@ -99,13 +99,13 @@ class Window:
     def _begin(self, now_s: float) -> None:
         self._began = now_s
         self._losses: list[Tensor] = []
-        self._correct: list[Tensor] = []
+        self._scores: list[Tensor] = []
         self._samples = 0
 
     def add(self, result: StepResult) -> None:
         """Add one step."""
         self._losses.append(result.loss)
-        self._correct.append(result.correct)
+        self._scores.append(result.score)
         self._samples += result.samples
 
     def end_step(self) -> None:
@@ -157,7 +157,7 @@ class Window:
             checkpoint_due: a checkpoint is due by the clock; rank 0's word counts.
         """
         world, steps, watch = self._world, self.steps, self.watch
-        numbers = [x * world.counts for x in _read([*self._losses, *self._correct])]
+        numbers = [x * world.counts for x in _read([*self._losses, *self._scores])]
         now = time.perf_counter()
         seconds, phases = now - self._began, self._clock.drain()
         self._clock.enter(None)
@@ -181,7 +181,7 @@ class Window:
         self._begin(now)
         return WindowTotals(
             losses=numbers[:steps],
-            correct=round(sum(numbers[steps:])),
+            score=sum(numbers[steps:]),
             samples=round(head[0]),
             seconds=head[4],
             phases=[row[: len(PHASES)] for row in ranks],

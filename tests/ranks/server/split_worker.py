@@ -32,7 +32,7 @@ from echelon.trainer.replica import Replica
 from echelon.trainer.state import seed_everything
 from echelon.trainer.step import Step, StepSettings
 from echelon.trainer.world import World
-from tests.ranks.layouts import INFO, MODELS, Trial, loss_sum, make_world
+from tests.ranks.layouts import INFO, MODELS, TASK, Trial, make_world
 from tests.ranks.server.roles import KEYS
 from tests.ranks.spawn import Rank
 
@@ -76,18 +76,18 @@ def work_split(rank: Rank, work: Work4) -> list[Tensor]:
     config = work.trial.config()
     example = work.trial.global_batch(0)[0][:2]
     leads = world.rank == 0
-    split = build_split(config, Work(INFO, loss_sum, whole_model(work.trial), example), world, 1)
+    split = build_split(config, Work(INFO, TASK, whole_model(work.trial), example), world, 1)
     model = whole_model(work.trial) if leads else None
     replica = Replica(split, model, TIMEOUT_S)
     step = Step(
-        loss_sum,
+        TASK,
         StepSettings(world.device, None, config.training.accumulate, 0.0, False),
         clock,
         torch.amp.GradScaler("cpu", enabled=False),
         split,
     )
     loader = cast(Any, _Loader(work.trial))
-    bench = WorkerModel(config, world, cast(Any, None), model, replica, loss_sum, step, clock, loader, cast(Any, None))
+    bench = WorkerModel(config, world, cast(Any, None), model, replica, TASK, step, clock, loader, cast(Any, None))
     if not leads:
         follow(bench, replica)
         return []

@@ -17,6 +17,8 @@ from echelon.data import Source, check_source, from_datasets, open_data
 from echelon.data.folder import open_folder
 from echelon.data.images import FileNames, ImageArray
 from echelon.data.statistics import IMAGENET_MEAN
+from echelon.tasks import TaskSettings
+from echelon.tasks.image_classification import ImageClassification
 from tests.unit.data.images import SHARED, make_folder, make_image
 
 
@@ -176,12 +178,15 @@ def test_own_data_sets() -> None:
         (TensorDataset(torch.zeros(0, 3), torch.zeros(0)), "length above 0"),
         ([1, 2], r"items must be \(tensor, label\), not int"),
         (TensorDataset(torch.zeros(2, 3), torch.tensor([0, -1])), "labels must be"),
+        (TensorDataset(torch.zeros(2, 3), torch.tensor([0.5, 1.5])), "targets are .* of float32"),
+        (TensorDataset(torch.zeros(2, 3), torch.tensor([[0], [1]])), "targets are .* of int64"),
         (TensorDataset(torch.zeros(2, 3, 4, 5, dtype=torch.uint8), torch.tensor([0, 1])), "must be square"),
     ],
 )
 def test_own_data_sets_that_do_not_fit(data: object, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        from_datasets(data, data)  # type: ignore[arg-type]
+        info = from_datasets(data, data).info  # type: ignore[arg-type]
+        ImageClassification().fitted(info, TaskSettings())
 
 
 def test_file_names_of_any_bytes() -> None:

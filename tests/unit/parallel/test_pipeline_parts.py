@@ -72,7 +72,7 @@ def test_the_stages_one_after_the_other_are_the_model(family: str) -> None:
     x = images = torch.randn(2, 3, side, side)
     units = units_of(find_chain(model, hints_for(model)))
     stages = stages_of(units, range(1, len(units)))
-    between = Skeleton(model, stages, CPU).boundaries(x.shape, x.dtype)
+    between = [each for (each,) in Skeleton(model, stages, x).boundaries(x)]
     names: list[str] = []
     with torch.no_grad():
         for number, steps in enumerate(stages):
@@ -89,15 +89,14 @@ def test_shapes_under_autocast_are_those_of_the_type() -> None:
     """A stage sends what autocast makes of it."""
     model = SmallViT(IMAGES, Size(depth=1))
     units = units_of(find_chain(model, hints_for(model)))
-    skeleton = Skeleton(model, stages_of(units, [1]), CPU)
-    images = torch.Size((4, 3, 32, 32))
+    skeleton = Skeleton(model, stages_of(units, [1]), images := torch.zeros(4, 3, 32, 32))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        sent = model.embed(torch.zeros(images))
+        sent = model.embed(images)
     for types in ((torch.bfloat16, None), (None, torch.bfloat16)):
-        narrow = skeleton.boundaries(images, torch.float32, types)
+        narrow = [each for (each,) in skeleton.boundaries(images, types)]
         assert narrow[1].dtype == (sent.dtype if types[0] else torch.bfloat16)
         assert narrow[2].dtype == torch.bfloat16
-    assert skeleton.boundaries(images, torch.float32)[2].dtype == torch.float32
+    assert skeleton.boundaries(images)[2][0].dtype == torch.float32
 
 
 def test_a_model_on_the_meta_device_is_measured_and_cut() -> None:
@@ -258,8 +257,8 @@ def cut_at(*names: str) -> PipelineSettings:
 def shapes_of(model: nn.Module) -> object:
     """Find the shapes between a model's children."""
     units = units_of(find_chain(model, None))
-    skeleton = Skeleton(model, stages_of(units, [1]), CPU)
-    return skeleton.boundaries(torch.Size((2, 4)), torch.float32)
+    inputs = torch.zeros(2, 4)
+    return Skeleton(model, stages_of(units, [1]), inputs).boundaries(inputs)
 
 
 @pytest.mark.parametrize("what", REFUSALS)

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from echelon.tasks import nest
+from echelon.tasks.nest import Nest
 from echelon.torch_compat import BatchNormBase
 
 
@@ -17,21 +19,29 @@ from echelon.torch_compat import BatchNormBase
 class MicroBatches:
     """Inputs of one size, and the targets of those of them that count: fewer in the last ones, perhaps none."""
 
-    inputs: tuple[Tensor, ...]
-    targets: tuple[Tensor, ...]
+    inputs: tuple[Nest, ...]
+    targets: tuple[Nest, ...]
 
 
-def cut_batch(inputs: Tensor, targets: Tensor, count: int) -> MicroBatches:
+def cut_batch(inputs: Nest, targets: Nest, count: int) -> MicroBatches:
     """Cut inputs (N, ...) and targets (N, ...) into `count` micro-batches of ceil(N / count), at least 1.
 
     What is missing is filled up with copies of the last sample (blank ones when there is none), without targets.
     """
-    size = max(1, -(-len(inputs) // count))
-    missing = size * count - len(inputs)
+    samples = nest.rows(inputs)
+    size = max(1, -(-samples // count))
+    missing = size * count - samples
+
+    def filled(leaf: Tensor) -> Tensor:
+        last = leaf[-1:] if samples else leaf.new_zeros((1, *leaf.shape[1:]))
+        return torch.cat([leaf, last.expand(missing, *leaf.shape[1:])])
+
     if missing:
-        last = inputs[-1:] if len(inputs) else inputs.new_zeros((1, *inputs.shape[1:]))
-        inputs = torch.cat([inputs, last.expand(missing, *inputs.shape[1:])])
-    return MicroBatches(inputs.split(size), tuple(targets[i * size : (i + 1) * size] for i in range(count)))
+        inputs = nest.map_leaves(filled, inputs)
+    parts = [slice(i * size, (i + 1) * size) for i in range(count)]
+    return MicroBatches(
+        tuple(nest.take(inputs, part) for part in parts), tuple(nest.take(targets, part) for part in parts)
+    )
 
 
 def has_batchnorm(modules: Sequence[nn.Module]) -> bool:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from echelon.core.errors import UserError, nearest
 from echelon.parallel.pipeline.chain import ChainStep, Unit
 from echelon.parallel.pipeline.stage import make_stage
+from echelon.tasks import nest
+from echelon.tasks.nest import Nest
 
 ROUNDS = 3  # measured forwards and backwards of each unit, after one that is not
 
@@ -68,7 +70,7 @@ def stages_of(units: Sequence[Unit], cuts: Sequence[int]) -> tuple[tuple[ChainSt
     return tuple(tuple(step for unit in units[start:stop] for step in unit.steps) for start, stop in pairwise(edges))
 
 
-def measure_units(model: nn.Module, units: Sequence[Unit], example: Tensor) -> list[float]:
+def measure_units(model: nn.Module, units: Sequence[Unit], example: Nest) -> list[float]:
     """Return the seconds of each unit's forward and backward for one micro-batch.
 
     One unit at a time is copied, so that a model on the meta device can be measured, and the model keeps its state.
@@ -77,14 +79,15 @@ def measure_units(model: nn.Module, units: Sequence[Unit], example: Tensor) -> l
     Args:
         example: inputs of a micro-batch, of any values, on the device to measure.
     """
-    x, device = example, example.device
+    x: Nest = example
+    device: torch.device = nest.leaves(example)[0].device
     known: dict[object, float] = {}
     times = []
     for i, unit in enumerate(units):
-        copied = _materialised(make_stage(model, unit.steps, i == 0, i == len(units) - 1), device)
+        copied = _materialised(make_stage(model, unit.steps, i == 0, i == len(units) - 1, example), device)
         signature = _signature(copied, unit, x)
         with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):
-            out = copied(x)
+            out = copied(*nest.leaves(x))
             if signature not in known:
                 known[signature] = median(_seconds(copied, x) for _ in range(ROUNDS))
         times.append(known[signature])
@@ -92,14 +95,14 @@ def measure_units(model: nn.Module, units: Sequence[Unit], example: Tensor) -> l
     return times
 
 
-def _seconds(unit: nn.Module, x: Tensor) -> float:
-    given = x.clone().requires_grad_() if x.is_floating_point() else x
-    _wait(x.device)
+def _seconds(unit: nn.Module, x: Nest) -> float:
+    given = [each.clone().requires_grad_() if each.is_floating_point() else each for each in nest.leaves(x)]
+    _wait(given[0].device)
     began = time.perf_counter()
-    out = unit(given)
+    out = unit(*given)
     if out.requires_grad:
         out.sum().backward()
-    _wait(x.device)
+    _wait(given[0].device)
     return time.perf_counter() - began
 
 
@@ -119,7 +122,7 @@ def _materialised(unit: nn.Module, device: torch.device) -> nn.Module:
     return copy.deepcopy(unit, memo)
 
 
-def _signature(unit: nn.Module, steps: Unit, x: Tensor) -> object:
+def _signature(unit: nn.Module, steps: Unit, x: Nest) -> object:
     shapes = tuple(tuple(tensor.shape) for tensor in (*unit.parameters(), *unit.buffers()))
     settings = tuple(str(unit.get_submodule(s.name)) if s.name[0] not in ":=" else s.name for s in steps.steps)
-    return shapes, settings, tuple(x.shape), x.dtype
+    return shapes, settings, tuple((each.shape, each.dtype) for each in nest.leaves(x))

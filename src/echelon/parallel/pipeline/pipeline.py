@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +25,12 @@ from echelon.parallel.pipeline.settings import PipelineResult, PipelineSettings,
 from echelon.parallel.pipeline.shapes import Boundary, Skeleton
 from echelon.parallel.pipeline.stage import make_stage, set_types
 from echelon.parallel.pipeline.timeline import Action, Kind, Recorder
+from echelon.tasks import nest
+from echelon.tasks.nest import Nest
 from echelon.torch_compat import detect_fake_mode
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Tensor, Any], Tensor]
+Score = Callable[[Tensor, Any], Tensor | None]
 Scale = Callable[[Tensor], Tensor]
 FIRST_RECORDED = 2  # the steps before it also start things up
 MOST_SHAPES = 16  # of micro-batches whose schedules are kept
@@ -39,6 +44,14 @@ def batchnorm_notes(has_batchnorm: bool, microbatches: int) -> tuple[str, ...]:
         f"BatchNorm takes its statistics over each of the {microbatches} micro-batches by itself, as in "
         "GPipe: losses differ a little from those of one process; pp with microbatches=1 has the same",
     )
+
+
+@dataclass(frozen=True)
+class Judge:
+    """What the last stage makes of outputs and targets of samples: the sum of their losses, and their score."""
+
+    loss: Loss
+    score: Score
 
 
 class Pipeline(nn.Module):
@@ -59,35 +72,40 @@ class Pipeline(nn.Module):
         mesh: DeviceMesh,
         settings: PipelineSettings,
         loss: Loss,
-        example: Tensor,
+        example: Nest,
+        score: Score | None = None,
     ) -> None:
         """Cut a model; all ranks of the world call it together. The model's other parts are the caller's to let go.
 
         Args:
             model: the whole, the same on every rank, on its device or on meta, not yet split in another way.
             mesh: of the pipeline, 1-D.
-            loss: sums over samples; gets logits in float32 (float64 of a float64 model).
+            loss: sums over units; gets outputs in float32 (float64 of a float64 model).
             example: inputs of at least one sample, of any values, on the device.
+            score: a number summed over samples, such as correct predictions.
 
         Raises:
             UserError: the model cannot be cut so, or the schedule does not take what is asked of it.
         """
         super().__init__()
-        self._group, self._device, self._loss, self._settings = mesh.get_group(), example.device, loss, settings
+        self._group, self._device, self._settings = mesh.get_group(), nest.leaves(example)[0].device, settings
+        self._judge = Judge(loss, score or _no_score)
         self.plan: tuple[StagePlan, ...] = plan_stages(model, hints, settings, mesh.size(), example)
         self.schedule = settings.schedule
         self.microbatches = microbatch_count(settings, mesh.size(), len(self.plan))
         steps = tuple(stage.steps for stage in self.plan)
-        self._skeleton = Skeleton(model, steps, self._device)
+        self._skeleton = Skeleton(model, steps, example)
         self._boundaries(example, training=True)
         rank, last = mesh.get_local_rank(), len(steps) - 1
         self._mine = [number for number, stage in enumerate(self.plan) if stage.rank == rank]
-        self._modules_of_stages = nn.ModuleList(make_stage(model, steps[i], i == 0, i == last) for i in self._mine)
+        self._modules_of_stages = nn.ModuleList(
+            make_stage(model, steps[i], i == 0, i == last, example) for i in self._mine
+        )
         self._mixes_samples = has_batchnorm([model])
         self._schedules: dict[tuple[object, ...], pipelining.schedules._PipelineSchedule] = {}
         self._recorder = Recorder(self._device)
         self._done = 0
-        self._job = _Job(loss, 1, _identity, self._device)
+        self._job = _Job(self._judge, 1, _identity, self._device)
         self.timelines: list[list[Action]] = []
 
     @property
@@ -101,49 +119,52 @@ class Pipeline(nn.Module):
         return batchnorm_notes(self._mixes_samples, self.microbatches)
 
     def forward_backward(
-        self, inputs: Tensor, targets: Tensor, divisor: float, scale: Scale | None = None
+        self, inputs: Nest, targets: Nest, divisor: float, scale: Scale | None = None
     ) -> PipelineResult:
         """Add the gradients of sum(losses) / divisor to those of the parameters; every rank gets the result.
 
         Args:
-            inputs: (N, ...), targets: (N, ...), the same on all ranks of the pipeline; N may be 0.
+            inputs: nest of (N, ...), targets: nest of (N, ...), the same on all ranks of the pipeline; N may be 0.
             scale: applied to each micro-batch's loss before its backward.
         """
         count = self.microbatches
         if self._mixes_samples:
-            count = dividing_count(len(inputs), count, self._settings.data_group, self._device)
+            count = dividing_count(nest.rows(inputs), count, self._settings.data_group, self._device)
         parts = cut_batch(inputs, targets, count)
-        self._job = _Job(self._loss, divisor, scale or _identity, self._device)
+        self._job = _Job(self._judge, divisor, scale or _identity, self._device)
         recorded = FIRST_RECORDED <= self._done < FIRST_RECORDED + self._settings.recorded
-        recorded = recorded and detect_fake_mode(inputs) is None  # a rehearsal takes no time
+        recorded = recorded and detect_fake_mode(nest.leaves(inputs)) is None  # a rehearsal takes no time
         schedule = self._schedule(parts, training=True)
         if recorded:
             self._recorder.start()
-        with evaluating(self.stage_modules, blank=not len(inputs)):
+        with evaluating(self.stage_modules, blank=not nest.rows(inputs)):
             self._run(schedule, parts, training=True)
         if recorded:
             self.timelines.append(self._recorder.finish(self._group))
         self._done += 1
         sums = self._job.sums
         self._broadcast(sums)
-        logits = self._boundaries(parts.inputs[0], training=True)[-1]
+        (logits,) = self._boundaries(parts.inputs[0], training=True)[-1]
         loss = sums[0].to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
-        return PipelineResult(loss, sums[1].round().to(torch.int64), len(targets))
+        return PipelineResult(loss, sums[1], nest.rows(targets))
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Return logits (N, ...) on every rank, for inputs (N, ...); no gradients."""
-        parts = cut_batch(inputs, inputs.new_zeros(0), min(self.microbatches, max(1, len(inputs))))
+    def forward(self, *by_position: Nest, **by_name: Nest) -> Tensor:
+        """Return logits (N, ...) on every rank, for inputs of N samples as the model takes them; no gradients."""
+        inputs: Nest = by_name or (by_position if len(by_position) > 1 else by_position[0])
+        samples, first = nest.rows(inputs), nest.leaves(inputs)[0]
+        parts = cut_batch(inputs, first.new_zeros(0), min(self.microbatches, max(1, samples)))
         with torch.no_grad():
             outputs = self._run(self._schedule(parts, training=False), parts, training=False)
-            last = self._boundaries(parts.inputs[0], training=False)[-1]
+            (last,) = self._boundaries(parts.inputs[0], training=False)[-1]
             shape = (len(parts.inputs) * last.shape[0], *last.shape[1:])
-            logits = outputs.contiguous() if outputs is not None else inputs.new_empty(shape, dtype=last.dtype)
+            logits = outputs.contiguous() if outputs is not None else first.new_empty(shape, dtype=last.dtype)
             self._broadcast(logits)
-        return logits[: len(inputs)]
+        return logits[:samples]
 
-    def evaluate(self, inputs: Tensor) -> Tensor:
+    def evaluate(self, inputs: Nest) -> Tensor:
         """Return logits as `forward` does."""
-        return self.forward(inputs)
+        found: Tensor = nest.call(self.forward, inputs)
+        return found
 
     @contextmanager
     def telling(self, on_change: Callable[[Kind | None], None]) -> Iterator[None]:
@@ -154,8 +175,8 @@ class Pipeline(nn.Module):
         finally:
             self._recorder.on_change = before
 
-    def _boundaries(self, inputs: Tensor, training: bool) -> tuple[Boundary, ...]:
-        return self._skeleton.boundaries(inputs.shape, inputs.dtype, self._settings.types(training))
+    def _boundaries(self, inputs: Nest, training: bool) -> tuple[tuple[Boundary, ...], ...]:
+        return self._skeleton.boundaries(inputs, self._settings.types(training))
 
     def _broadcast(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, group_src=self.plan[-1].rank, group=self._group)
@@ -163,7 +184,7 @@ class Pipeline(nn.Module):
     def _run(
         self, schedule: pipelining.schedules._PipelineSchedule, parts: MicroBatches, training: bool
     ) -> Tensor | None:
-        given = [(part,) for part in parts.inputs] if 0 in self._mine else None
+        given = [tuple(nest.leaves(part)) for part in parts.inputs] if 0 in self._mine else None
         wanted = list(parts.targets) if training and len(self.plan) - 1 in self._mine else None
         autocast, parameters = self._settings.types(training)
         for stage in self._modules_of_stages:
@@ -173,14 +194,14 @@ class Pipeline(nn.Module):
 
     def _schedule(self, parts: MicroBatches, training: bool) -> pipelining.schedules._PipelineSchedule:
         first = parts.inputs[0]
-        key = (len(parts.inputs), *first.shape, first.dtype, training)
+        key = (len(parts.inputs), training, *((leaf.shape, leaf.dtype) for leaf in nest.leaves(first)))
         if key not in self._schedules:
             if len(self._schedules) == MOST_SHAPES:
                 self._schedules.clear()
             self._schedules[key] = self._new_schedule(first, len(parts.inputs), training)
         return self._schedules[key]
 
-    def _new_schedule(self, first: Tensor, count: int, training: bool) -> pipelining.schedules._PipelineSchedule:
+    def _new_schedule(self, first: Nest, count: int, training: bool) -> pipelining.schedules._PipelineSchedule:
         between = self._boundaries(first, training)
         stages = [
             EarlyStage(
@@ -188,8 +209,8 @@ class Pipeline(nn.Module):
                 number,
                 len(self.plan),
                 self._device,
-                input_args=between[number].blank(),
-                output_args=between[number + 1].blank(),
+                input_args=tuple(each.blank() for each in between[number]),
+                output_args=tuple(each.blank() for each in between[number + 1]),
                 group=self._group,
             )
             for number, module in zip(self._mine, self._modules_of_stages, strict=True)
@@ -205,27 +226,34 @@ class Pipeline(nn.Module):
         assert isinstance(schedule, pipelining.schedules._PipelineSchedule)
         return schedule
 
-    def _micro_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def _micro_loss(self, logits: Tensor, targets: Nest) -> Tensor:
         with self._recorder.telling("forward"):
             return self._job.loss_of(logits, targets)
+
+
+def _no_score(outputs: Tensor, targets: Nest) -> None:
+    return None
 
 
 class _Job:
     """The losses of one batch, in the order in which micro-batches reach the last stage."""
 
-    def __init__(self, loss: Loss, divisor: float, scale: Scale, device: torch.device) -> None:
-        self._loss, self._divisor, self._scale = loss, divisor, scale
+    def __init__(self, judge: Judge, divisor: float, scale: Scale, device: torch.device) -> None:
+        self._judge, self._divisor, self._scale = judge, divisor, scale
         self.sums = torch.zeros(2, dtype=torch.float64, device=device)
 
-    def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def loss_of(self, logits: Tensor, targets: Nest) -> Tensor:
         """Return the scaled loss of a micro-batch, whose samples beyond its targets have weight zero."""
         exact = logits if logits.dtype == torch.float64 else logits.float()
-        if not len(targets):
+        samples = nest.rows(targets)
+        if not samples:
             return exact.sum() * 0.0
-        kept = exact[: len(targets)]
-        total = self._loss(kept, targets) / self._divisor
-        correct = (kept.detach().argmax(-1) == targets).sum()
-        self.sums += torch.stack([total.detach().double(), correct.double()])
+        known = exact[:samples]
+        total = self._judge.loss(known, targets) / self._divisor
+        score = self._judge.score(known, targets)
+        self.sums[0] += total.detach().double()
+        if score is not None:
+            self.sums[1] += score.double()
         return self._scale(total)
 
 

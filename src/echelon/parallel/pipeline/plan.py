@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from echelon.core.hints import Hints
 from echelon.parallel.pipeline.chain import ChainStep, Unit, check_tied, find_chain, units_of
@@ -20,6 +20,8 @@ from echelon.parallel.pipeline.settings import (
     stage_count,
     stage_ranks,
 )
+from echelon.tasks import nest
+from echelon.tasks.nest import Nest
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class StagePlan:
 
 
 def plan_stages(
-    model: nn.Module, hints: Hints | None, settings: PipelineSettings, ranks: int, example: Tensor
+    model: nn.Module, hints: Hints | None, settings: PipelineSettings, ranks: int, example: Nest
 ) -> tuple[StagePlan, ...]:
     """Decide where a model is cut; with a process group, all ranks call it and take rank 0's measurement.
 
@@ -78,17 +80,19 @@ def plan_stages(
     )
 
 
-def _as_microbatch(example: Tensor, samples: int) -> Tensor:
+def _as_microbatch(example: Nest, samples: int) -> Nest:
     """Repeat samples until there are as many as in a micro-batch: small ones would show overheads alone."""
-    return example[torch.arange(samples, device=example.device) % len(example)] if samples else example
+    device = nest.leaves(example)[0].device
+    return nest.take(example, torch.arange(samples, device=device) % nest.rows(example)) if samples else example
 
 
-def _shared_times(model: nn.Module, units: Sequence[Unit], example: Tensor) -> list[float]:
+def _shared_times(model: nn.Module, units: Sequence[Unit], example: Nest) -> list[float]:
     """Measure on rank 0 of the world: every replica has to be cut alike, whatever the load on its machine."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    times = torch.zeros(len(units), device=example.device)
+    device = nest.leaves(example)[0].device
+    times = torch.zeros(len(units), device=device)
     if alone or dist.get_rank() == 0:
-        times += torch.tensor(measure_units(model, units, example), device=example.device)
+        times += torch.tensor(measure_units(model, units, example), device=device)
     if not alone:
         dist.broadcast(times, src=0)
     return [float(each) for each in times.tolist()]

@@ -100,12 +100,12 @@ class PipelineResult(NamedTuple):
 
     Attributes:
         loss: the sum of the losses over the divisor, in float32 (float64 of a float64 model).
-        correct: predictions, as a number on the device.
+        score: the task's training score, as a number on the device.
         samples: targets.
     """
 
     loss: Tensor
-    correct: Tensor
+    score: Tensor
     samples: int
 
 

@@ -12,6 +12,8 @@ from echelon.core.errors import UserError
 from echelon.parallel.pipeline.chain import ChainStep
 from echelon.parallel.pipeline.settings import Types
 from echelon.parallel.pipeline.stage import make_stage, set_types
+from echelon.tasks import nest
+from echelon.tasks.nest import Nest
 from echelon.torch_compat import FakeTensorMode, detect_fake_mode
 
 Stages = tuple[tuple[ChainStep, ...], ...]
@@ -33,15 +35,15 @@ class Boundary:
 class Skeleton:
     """All stages of a model without their data, made before it is split; every rank has one."""
 
-    def __init__(self, model: nn.Module, stages: Stages, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, stages: Stages, example: Nest) -> None:
         self._mode = detect_fake_mode(list(model.parameters())) or FakeTensorMode(allow_non_fake_inputs=True)
-        self._device = device
+        self._device: torch.device = nest.leaves(example)[0].device
         self._name = type(model).__name__
         with self._mode:
             whole = copy.deepcopy(model, self._without_data(model)).eval()
             last = len(stages) - 1
-            self._stages = [make_stage(whole, steps, i == 0, i == last) for i, steps in enumerate(stages)]
-        self._known: dict[tuple[object, ...], tuple[Boundary, ...]] = {}
+            self._stages = [make_stage(whole, steps, i == 0, i == last, example) for i, steps in enumerate(stages)]
+        self._known: dict[tuple[object, ...], tuple[tuple[Boundary, ...], ...]] = {}
 
     def _without_data(self, model: nn.Module) -> dict[int, object]:
         """Return what `deepcopy` is to take in place of each parameter and buffer, and of hooks."""
@@ -53,32 +55,37 @@ class Skeleton:
             memo.setdefault(id(buffer), torch.empty_like(buffer, device=self._device))
         return memo
 
-    def boundaries(self, shape: torch.Size, dtype: torch.dtype, types: Types = (None, None)) -> tuple[Boundary, ...]:
-        """Return what enters each stage, and at the end the logits, for a micro-batch of inputs of this shape.
+    def boundaries(self, inputs: Nest, types: Types = (None, None)) -> tuple[tuple[Boundary, ...], ...]:
+        """Return what enters each stage, and at the end the logits, for a micro-batch of inputs of these shapes.
+
+        The first stage gets as many tensors as the model has inputs, the others one.
 
         Raises:
             UserError: the forward pass depends on values, or a stage lacks a part that it uses.
         """
-        key = (*shape, dtype, *types)
+        leaves = nest.leaves(inputs)
+        key = (*((leaf.shape, leaf.dtype) for leaf in leaves), *types)
         if key not in self._known:
-            found = [Boundary(tuple(shape), dtype, False)]
+            found = [tuple(Boundary(tuple(leaf.shape), leaf.dtype, False) for leaf in leaves)]
             with self._mode, torch.enable_grad():
-                x = torch.empty(shape, dtype=dtype, device=self._device)
+                given = [torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device) for leaf in leaves]
                 for i, stage in enumerate(self._stages):
                     set_types(stage, *types)
-                    x = self._through(stage, i, x.detach().requires_grad_(x.requires_grad))
-                    found.append(Boundary(tuple(x.shape), x.dtype, x.requires_grad))
+                    x = self._through(stage, i, [each.detach().requires_grad_(each.requires_grad) for each in given])
+                    found.append((Boundary(tuple(x.shape), x.dtype, x.requires_grad),))
+                    given = [x]
             self._known[key] = tuple(found)
         return self._known[key]
 
-    def _through(self, stage: nn.Module, number: int, x: Tensor) -> Tensor:
+    def _through(self, stage: nn.Module, number: int, given: list[Tensor]) -> Tensor:
         try:
-            out = stage(x)
+            out = stage(*given)
         except Exception as error:
             reason = str(error).partition("\n")[0]
+            shapes = " and ".join(str(tuple(each.shape)) for each in given)
             raise UserError(
                 f"--parallel pp: stage {number} of {self._name} cannot run by itself on inputs of shape "
-                f"{tuple(x.shape)}: {reason}; use fsdp=N or tp=N for this model"
+                f"{shapes}: {reason}; use fsdp=N or tp=N for this model"
             ) from error
         if not isinstance(out, Tensor):
             raise UserError(

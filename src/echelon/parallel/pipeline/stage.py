@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from echelon.parallel.pipeline.chain import ChainStep, is_under
 from echelon.parallel.precision import computing_in
+from echelon.tasks import nest
+from echelon.tasks.nest import Nest
 from echelon.torch_compat import copy_with, registered_modules, registered_tensors
 
 
-def make_stage(model: nn.Module, steps: tuple[ChainStep, ...], first: bool, last: bool) -> nn.Module:
+def make_stage(
+    model: nn.Module, steps: tuple[ChainStep, ...], first: bool, last: bool, example: Nest = None
+) -> nn.Module:
     """Return a module that shares a model's submodules and tensors of some steps, and runs these.
 
     It is of a class derived from the model's own, so that the model's methods and plain attributes are there; all
@@ -23,6 +29,7 @@ def make_stage(model: nn.Module, steps: tuple[ChainStep, ...], first: bool, last
     Args:
         first: whether inputs come from the data; else from another stage, with a gradient to give back.
         last: whether outputs are logits; else they are sent on, as contiguous plain tensors.
+        example: inputs of the model, whose containers those of the first stage have; None: one tensor.
     """
     keep = tuple(name for step in steps for name in step.owns)
     stage = _without_others(model, "", keep)
@@ -30,6 +37,7 @@ def make_stage(model: nn.Module, steps: tuple[ChainStep, ...], first: bool, last
     stage.__class__ = type(f"{kind.__name__}Stage", (_Stage, kind), {"__doc__": kind.__doc__})
     stage._stage_steps = steps
     stage._stage_ends = (first, last)
+    stage._stage_inputs = nest.map_leaves(lambda _: None, example) if first else None
     set_types(stage, None, None)
     return stage
 
@@ -43,33 +51,42 @@ class _Stage(nn.Module):
     _stage_steps: tuple[ChainStep, ...]
     _stage_ends: tuple[bool, bool]
     _stage_types: tuple[torch.dtype | None, torch.dtype | None]
+    _stage_inputs: Nest
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the stage's steps."""
-        first = self._stage_ends[0]
-        if not first and x.requires_grad:
+    def forward(self, *given: Tensor) -> Tensor:
+        """Run the stage's steps on the leaves of the model's inputs, or on what the stage before gives."""
+        x: Nest = given[0]
+        if not self._stage_ends[0] and x.requires_grad:
             x.register_hook(_contiguous)  # what is sent back must be, and the gradient of a mean is not
         dtype, param_dtype = self._stage_types
-        if param_dtype is not None and x.is_floating_point():
-            x = x.to(param_dtype)
+        if param_dtype is not None:
+            given = tuple(each.to(param_dtype) if each.is_floating_point() else each for each in given)
         autocast = torch.autocast(x.device.type, dtype or torch.bfloat16, enabled=dtype is not None)
+        x = nest.rebuild(self._stage_inputs, iter(given))
         with autocast, computing_in(self, param_dtype):
-            for step in self._stage_steps:
-                x = _run(self, step, x)
+            for number, step in enumerate(self._stage_steps):
+                x = _run(self, step, x, nest.call if self._stage_ends[0] and not number else _call_with_one)
         return _plain(x)
 
 
-def _run(stage: Any, step: ChainStep, x: Tensor) -> Tensor:
+def _run(stage: Any, step: ChainStep, x: Nest, call: Callable[[Any, Nest], Any]) -> Tensor:
+    """Run a step; several inputs of the model reach its first step as the model itself takes them."""
     name = step.name
     if name == "=flatten":
-        return x.flatten(1)
+        flat: Tensor = x.flatten(1)
+        return flat
     if name == "=relu":
         return F.relu(x)
+    found: Tensor | tuple[Tensor]
     if step.function is not None:
-        found: Tensor | tuple[Tensor] = step.function(stage, x)
+        found = call(partial(step.function, stage), x)
     else:
-        found = getattr(stage, name[1:])(x) if name.startswith(":") else stage.get_submodule(name)(x)
+        found = call(getattr(stage, name[1:]) if name.startswith(":") else stage.get_submodule(name), x)
     return found[0] if isinstance(found, tuple) and len(found) == 1 else found
+
+
+def _call_with_one(function: Any, x: Nest) -> Any:
+    return function(x)
 
 
 def _contiguous(gradient: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.core.errors import UserError
+from echelon.tasks import nest
+from echelon.tasks.nest import Nest
 from echelon.torch_compat import FAKE_TENSOR_LOGGER, detect_fake_mode
 
 # Sums over ranks are made in another order: some ulps of a network's depth; a wrong split is off by the whole.
@@ -28,20 +30,21 @@ def _quiet(name: str) -> Iterator[None]:
 
 
 @torch.no_grad()
-def answer(model: nn.Module, example: Tensor) -> Tensor:
-    """Return the model's logits for an example, in evaluation mode; all ranks of the group call it together."""
+def answer(model: nn.Module, example: Nest) -> Tensor:
+    """Return the model's first output for an example, in evaluation mode; all ranks of the group call it together."""
     was_training = model.training
     model.eval()
     try:
-        result = model(example)
+        result = nest.call(model, example)
     finally:
         model.train(was_training)
-    logits = result if isinstance(result, Tensor) else result.logits
-    assert isinstance(logits, Tensor)
+    logits = getattr(result, "logits", None)
+    if not isinstance(logits, Tensor):
+        logits = next(leaf for leaf in nest.leaves(result) if isinstance(leaf, Tensor))
     return logits
 
 
-def same_function(model: nn.Module, example: Tensor, before: Tensor) -> None:
+def same_function(model: nn.Module, example: Nest, before: Tensor) -> None:
     """Check that the split model answers an example as it did `before` it was split.
 
     Use it where the plan was found or written by the user; the example should be random, not blank.

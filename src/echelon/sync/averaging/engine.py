@@ -27,8 +27,8 @@ from echelon.torch_compat import same_ranks_group
 class Averaging:
     """A `Sync` that follows a plan (when) and a rule (how).
 
-    A replica steps by the mean gradient of its own samples; one that has none in a step takes none. An agreement
-    averages parameters, buffers and, on request, moments, weighted by the samples seen since the last one.
+    A replica steps by the mean gradient of its own units (samples, tokens); one that has none in a step takes none. An
+    agreement averages parameters, buffers and, on request, moments, weighted by the units seen since the last one.
     """
 
     def __init__(self, context: SyncContext, plan: Plan, rule: Rule) -> None:
@@ -80,10 +80,10 @@ class Averaging:
         """Only synchronous steps go through DDP's buckets."""
         return self._first is not None and self._first.needs_warmup_backward
 
-    def begin_step(self, samples: int, global_size: int) -> int:
-        """Return what losses are divided by: the replica's own samples, so that its gradient is their mean."""
-        self._now = (samples, global_size)
-        return self._first.begin_step(samples, global_size) if self._first else max(1, samples)
+    def begin_step(self, units: int, global_units: int) -> int:
+        """Return what losses are divided by: the replica's own units, so that its gradient is their mean."""
+        self._now = (units, global_units)
+        return self._first.begin_step(units, global_units) if self._first else max(1, units)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Only synchronous steps communicate in backward."""

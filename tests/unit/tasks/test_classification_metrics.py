@@ -12,7 +12,7 @@ import torch
 from sklearn import metrics as sk
 from torch import Tensor
 
-from echelon.trainer.metrics import Evaluation
+from echelon.tasks.classification_metrics import ClassificationMetrics
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ def draw(n: int, classes: int, seed: int = 0, present: int | None = None) -> tup
 
 
 def evaluate(logits: Tensor, targets: Tensor, batch: int = 37, **options: Any) -> dict[str, Any]:
-    evaluation = Evaluation(logits.shape[1], CPU, **options)
+    evaluation = ClassificationMetrics([str(c) for c in range(logits.shape[1])], CPU, **options)
     for part in range(0, len(targets), batch):
         evaluation.update(logits[part : part + batch], targets[part : part + batch])
     result = evaluation.compute()
@@ -131,7 +131,7 @@ def test_one_class_alone_has_no_curve() -> None:
 
 def test_wrong_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="do not fit 6 classes"):
-        Evaluation(6, CPU).update(torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64))
+        ClassificationMetrics("abcdef", CPU).update(torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64))
 
 
 def test_logits_that_look_like_probabilities_are_logits() -> None:
@@ -158,7 +158,7 @@ def test_one_class_and_nothing_to_warn_of() -> None:
 
 def test_imports_wait_until_they_are_needed() -> None:
     code = (
-        "import sys, torch; from echelon.optim import build; from echelon.trainer import metrics, losses;"
+        "import sys, torch; from echelon.optim import build; from echelon.tasks import image_classification;"
         "print([m for m in ('torchmetrics', 'sklearn', 'scipy', 'sympy', 'timm', 'torchvision') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -1,4 +1,4 @@
-"""Classification metrics over ranks: each sample counted once, whatever the world size and however uneven the parts.
+"""Metrics of classification over ranks: each sample counted once, whatever the world size and however uneven the parts.
 
 The numbers are torchmetrics'. What is ours: states are added over ranks by one all-reduce of integers (torchmetrics
 would gather every state of every metric by itself), a class without samples is left out of the ROC mean (torchmetrics
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -29,19 +30,19 @@ CURVE_POINTS_IN_ALL = 20_000
 TOP_K = 5
 
 
-class Evaluation:
+class ClassificationMetrics:
     """Collects logits and targets of this rank's part of the evaluation set, then computes metrics over all ranks.
 
     Args:
-        classes: number of classes C.
+        classes: names of the C classes.
         device: where the logits are.
         exact_roc_limit: with at most this many scores (n * C) in all, ROC curves are exact; beyond, they are
             computed at 200 thresholds from counts, and no scores are kept.
     """
 
-    def __init__(self, classes: int, device: torch.device, exact_roc_limit: int = EXACT_ROC_LIMIT) -> None:
-        self._classes, self._device, self._limit = classes, device, exact_roc_limit
-        self._counters = _counters(classes, device)
+    def __init__(self, classes: Sequence[str], device: torch.device, exact_roc_limit: int = EXACT_ROC_LIMIT) -> None:
+        self._names, self._classes, self._device, self._limit = list(classes), len(classes), device, exact_roc_limit
+        self._counters = _counters(self._classes, device)
         # Samples, and samples with an output that is not finite.
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)
         self._scores: list[Tensor] = []
@@ -100,7 +101,8 @@ class Evaluation:
             per_class: precision, recall, f1, roc_auc, support, each a list over classes;
             confusion: C lists of C counts, row the true class, column the predicted one;
             roc: "macro" and the number of each class, to {"fpr": [...], "tpr": [...]} of at most 200 points;
-            notes: sentences on how numbers were made where that matters.
+            notes: sentences on how numbers were made where that matters;
+            classes: their names.
 
             Macro means follow scikit-learn's defaults: a class that is neither present nor predicted is left out, one
             that is predicted but not present counts as 0. roc_auc is the mean of one-against-rest areas over the
@@ -125,6 +127,7 @@ class Evaluation:
             "confusion": confusion.tolist(),
             "roc": _drawn(curves),
             "notes": notes,
+            "classes": self._names,
         }
 
     def _notes(self, samples: int, broken: int, confusion: Tensor) -> list[str]:

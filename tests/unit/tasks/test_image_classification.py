@@ -1,16 +1,27 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from sklearn.utils.class_weight import compute_class_weight
 
-from echelon.config.schema import OptimizerConfig
 from echelon.core.errors import UserError
-from echelon.trainer.losses import build_loss
+from echelon.data.base import DataInfo
+from echelon.tasks import TaskSettings
+from echelon.tasks.image_classification import ImageClassification
 
 COUNTS = (30, 10, 60)
+
+
+def build_loss(
+    counts: tuple[int, ...] = COUNTS, weights: str = "none", smoothing: float = 0.0
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    names = tuple("abcdefgh"[: len(counts)])
+    info = DataInfo("any", names, 1, 8, sum(counts), 10, counts)
+    return ImageClassification().fitted(info, TaskSettings(smoothing, weights)).loss_sum
 
 
 def draw(n: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,14 +33,14 @@ def draw(n: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weights", ["none", "balanced", "1,0.5,2"])
 def test_the_sum_over_parts_is_the_sum_over_the_batch(weights: str, smoothing: float) -> None:
-    loss = build_loss(OptimizerConfig(class_weights=weights, label_smoothing=smoothing), COUNTS)
+    loss = build_loss(weights=weights, smoothing=smoothing)
     logits, targets = draw()
     parts = sum(loss(logits[a:b], targets[a:b]) for a, b in ((0, 5), (5, 5), (5, 12)))
     torch.testing.assert_close(parts, loss(logits, targets))
 
 
 def test_the_documented_formula() -> None:
-    loss = build_loss(OptimizerConfig(class_weights="1,0.5,2", label_smoothing=0.2), COUNTS)
+    loss = build_loss(weights="1,0.5,2", smoothing=0.2)
     logits, targets = draw()
     smoothed = 0.8 * F.one_hot(targets, 3) + 0.2 / 3
     each = -(smoothed * logits.log_softmax(1)).sum(1)
@@ -37,7 +48,7 @@ def test_the_documented_formula() -> None:
 
 
 def test_balanced_weights_are_scikit_learns() -> None:
-    loss = build_loss(OptimizerConfig(class_weights="balanced"), COUNTS)
+    loss = build_loss(weights="balanced")
     labels = np.repeat([0, 1, 2], COUNTS)
     expected = compute_class_weight("balanced", classes=np.arange(3), y=labels)
     one_by_one = [float(loss(torch.zeros(1, 3), torch.tensor([c]))) / np.log(3) for c in range(3)]
@@ -45,20 +56,20 @@ def test_balanced_weights_are_scikit_learns() -> None:
 
 
 def test_a_class_without_samples_is_no_class() -> None:
-    loss = build_loss(OptimizerConfig(class_weights="balanced"), (30, 0, 60))
+    loss = build_loss((30, 0, 60), weights="balanced")
     weights = [float(loss(torch.zeros(1, 3), torch.tensor([c]))) / np.log(3) for c in range(3)]
     assert weights == pytest.approx([1.5, 0, 0.75], rel=1e-6)
 
 
 def test_half_precision_logits_are_summed_in_single() -> None:
-    loss = build_loss(OptimizerConfig(), COUNTS)
+    loss = build_loss()
     assert loss(torch.zeros(1000, 3, dtype=torch.bfloat16), torch.zeros(1000, dtype=torch.int64)).dtype == torch.float32
 
 
 def test_no_samples_cost_nothing_and_have_a_gradient() -> None:
     logits = torch.zeros(0, 3, requires_grad=True)
     for weights in ("none", "1,2,3"):
-        total = build_loss(OptimizerConfig(class_weights=weights), COUNTS)(logits, torch.zeros(0, dtype=torch.int64))
+        total = build_loss(weights=weights)(logits, torch.zeros(0, dtype=torch.int64))
         total.backward()
         assert float(total.detach()) == 0
 
@@ -75,4 +86,4 @@ def test_no_samples_cost_nothing_and_have_a_gradient() -> None:
 )
 def test_refused(text: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        build_loss(OptimizerConfig(class_weights=text), COUNTS)
+        build_loss(weights=text)

@@ -1,0 +1,74 @@
+"""What others than the engine know of a task: its name and unit, and the metrics that count, with their direction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number that an evaluation gives.
+
+    Attributes:
+        name: as in the record and in `summary.json`: `top1`, `rmse`.
+        direction: `max` or `min`, the better side.
+        label: for people, in tables; empty: the name.
+        percent: whether it lies in 0..1 and is a share of samples.
+        chance: what guessing gives; None: not known.
+        noun: the word for it in sentences; empty: the label.
+    """
+
+    name: str
+    direction: str
+    label: str = ""
+    percent: bool = False
+    chance: float | None = None
+    noun: str = ""
+
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        return self.label or self.name
+
+    def better(self, value: float, than: float | None) -> bool:
+        """Whether a value is better than another; any is better than none."""
+        if than is None:
+            return True
+        return value > than if self.direction == "max" else value < than
+
+    def score(self, value: float) -> float:
+        """Return a number that is higher where the value is better."""
+        return value if self.direction == "max" else -value
+
+
+@dataclass(frozen=True)
+class TaskFacts:
+    """A task in a run's record.
+
+    Attributes:
+        name: `image_classification`, or what a task of the user's own calls itself.
+        spec: by which the task is found again: its name, or `module:Class`.
+        unit: what the loss is a sum over: sample, token.
+        primary: the metric by which checkpoints and candidates are compared.
+        headlines: further metrics that people look at first.
+        score_label: the share of samples that is counted in training; empty: nothing is.
+    """
+
+    name: str
+    spec: str
+    unit: str
+    primary: Metric
+    headlines: Sequence[Metric] = ()
+    score_label: str = ""
+
+
+BEFORE_TASKS = TaskFacts(
+    "image_classification",
+    "image_classification",
+    "sample",
+    Metric("top1", "max", "top-1", percent=True, noun="accuracy"),
+    (Metric("macro_f1", "max", "macro F1"), Metric("roc_auc", "max", "ROC AUC")),
+    "top-1",
+)
+"""What records that name no task are of."""
