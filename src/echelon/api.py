@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
+    from echelon.tasks.base import Task
     from echelon.trainer.assemble import Given
 
 RESUMABLE = (
@@ -30,14 +31,17 @@ def train(
     model: str | nn.Module = "auto",
     data: str | tuple[Dataset[Any], Dataset[Any]] = "digits",
     run: str | Path = "",
+    task: str | Task = "auto",
     **settings: Any,
 ) -> Outcome:
     """Train a model on data and return how it went.
 
     Args:
         model: a name as on the command line, or a module (with several workers it is sent to them: it must pickle).
-        data: a name or folder as on the command line, or (training, evaluation) map-style data sets of (input, label).
+        data: a name or folder as on the command line, or (training, evaluation) map-style data sets of (input, target),
+            (input, input, ..., target), or dicts with a target.
         run: the run's folder; empty: `runs/DATA-MODEL-NUMBER`.
+        task: a name as on the command line, or a task of your own (see `echelon.tasks.base.Task`).
         settings: any other setting by its command-line name: `epochs=5, batch_size=64, workers=2, sync="allreduce"`.
 
     Raises:
@@ -50,10 +54,10 @@ def train(
     overrides = {_dotted(name): value for name, value in settings.items()}
     overrides |= {"run": str(run), "model.name": model if isinstance(model, str) else type(model).__name__}
     overrides["data.source"] = data if isinstance(data, str) else type(data[0]).__name__
+    overrides["task"] = task if isinstance(task, str) else task.facts().spec
     config = build(None, overrides).config
-    given = None
-    if not isinstance(model, str) or not isinstance(data, str):
-        given = _given(None if isinstance(model, str) else model, None if isinstance(data, str) else data)
+    own = [None if isinstance(each, str) else each for each in (model, data, task)]
+    given = _given(*own) if any(each is not None for each in own) else None
     return start(config, given)
 
 
@@ -117,11 +121,11 @@ def _dotted(setting: str) -> str:
     return flags[setting]
 
 
-def _given(model: nn.Module | None, data: tuple[Dataset[Any], Dataset[Any]] | None) -> Given:
+def _given(model: Any, data: Any, task: Any) -> Given:
     from echelon.data import from_datasets
     from echelon.trainer.assemble import Given
 
-    return Given(model, from_datasets(*data) if data else None)
+    return Given(model, from_datasets(*data) if data is not None else None, task)
 
 
 def _config_of(path: Path) -> RunConfig:

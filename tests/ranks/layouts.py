@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from echelon.config import RunConfig, build
 from echelon.config.validate import check_world
+from echelon.core.task import Metric
 from echelon.data.base import Batch, DataInfo, Shard
 from echelon.data.order import local_part
 from echelon.models import ModelInput
@@ -22,7 +23,7 @@ from echelon.models.builtin.small_gpt import SmallGPT, TextSize
 from echelon.models.builtin.small_vit import Size
 from echelon.observe.phases import HostClock
 from echelon.parallel.base import alone, place
-from echelon.tasks import Metric, Metrics, Task
+from echelon.tasks.base import Metrics, Task
 from echelon.trainer.parts import Work, build_parts
 from echelon.trainer.state import RunParts, seed_everything
 from echelon.trainer.step import Step, StepSettings

@@ -20,7 +20,7 @@ from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig,
 from echelon.coordinator.window import WindowSums
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import write_atomic
-from echelon.core.task import TaskFacts
+from echelon.core.task import BEFORE_TASKS, TaskFacts
 from echelon.core.units import parse_seconds
 from echelon.messages.identity import derive_keys, read_secret
 from echelon.observe.scalars import Scalars
@@ -30,7 +30,7 @@ from echelon.ps.server import Server, ServerConfig
 from echelon.ps.serving import coordination_policy
 from echelon.records.decode import decode
 from echelon.records.events import Refusal, RoleFailed
-from echelon.records.file import Recorder
+from echelon.records.file import Recorder, read_records
 from echelon.records.going import read_launch
 from echelon.records.kinds import End, Start
 from echelon.reporting.report import write_report
@@ -147,7 +147,8 @@ class Chronicle:
     def __init__(self, config: RunConfig, path: Path, record: Recorder) -> None:
         self._config, self._path, self._record = config, path, record
         # A scheduler that came back does not know how long the run is: it records, and shows nothing.
-        self._progress = RunProgress(record, Scalars(path), Display(RunLength(0, 0), False))
+        task = next((start.task for start in reversed(read_records(path, Start))), BEFORE_TASKS)
+        self._progress = RunProgress(record, Scalars(path), Display(RunLength(0, 0), task, False))
 
     def callbacks(self) -> Callbacks:
         """Return what the scheduler calls."""

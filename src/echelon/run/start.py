@@ -91,8 +91,11 @@ def check(config: RunConfig, given: Given | None = None) -> None:
         with naming("--link"):
             check_link(parse_link(config.launch.link))
     from echelon.data import check_source
+    from echelon.tasks.registry import check_task
     from echelon.trainer.compatibility import check_strategies
 
+    if given is None or given.task is None:
+        check_task(config.task)
     if given is None or given.source is None:
         check_source(config.data.source)
     if uses_servers(config) and is_worker():

@@ -47,6 +47,7 @@ class DataFacts(Protocol):
     """What a task asks of the data.
 
     Attributes:
+        task: that the data is for.
         classes: names by label; empty where targets are no classes.
         class_counts: training samples of each class.
         targets: a nest of `TensorSpec`.
@@ -54,6 +55,8 @@ class DataFacts(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def task(self) -> str: ...
     @property
     def classes(self) -> tuple[str, ...]: ...
     @property

@@ -13,7 +13,8 @@ from torch import nn
 
 from echelon.core.axes import Axis
 from echelon.data.loader import EvalLoader
-from echelon.tasks import Task, nest
+from echelon.tasks import nest
+from echelon.tasks.base import Task
 from echelon.tasks.nest import Nest
 from echelon.trainer.step import evaluating
 from echelon.trainer.world import World

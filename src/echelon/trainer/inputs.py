@@ -10,8 +10,10 @@ from torch import Tensor
 from echelon.config import RunConfig
 from echelon.data.base import DataInfo
 from echelon.models import ModelInput
-from echelon.tasks import SAMPLE, Task, TaskSettings, nest, task_of
+from echelon.tasks import nest
+from echelon.tasks.base import SAMPLE, Task, TaskSettings
 from echelon.tasks.nest import Nest
+from echelon.tasks.registry import task_of
 
 
 def run_task(config: RunConfig, info: DataInfo, own: Task | None = None) -> Task:
@@ -24,7 +26,7 @@ def run_task(config: RunConfig, info: DataInfo, own: Task | None = None) -> Task
         UserError: there is no such task, or it does not fit the data.
     """
     settings = TaskSettings(config.optimizer.label_smoothing, config.optimizer.class_weights)
-    return task_of(own or config.task, info, settings, info.task)
+    return task_of(own or config.task, info, settings)
 
 
 def units_of(task: Task) -> Callable[[Nest], int] | None:

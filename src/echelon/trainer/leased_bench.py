@@ -17,7 +17,7 @@ from echelon.data.base import Batch
 from echelon.data.loader import EvalLoader, TrainLoader
 from echelon.observe.phases import Phase, PhaseClock, make_clock
 from echelon.ps.worker_rank import WorkerRank
-from echelon.tasks import Task
+from echelon.tasks.base import Task
 from echelon.trainer.assemble import Given, _rank_seed, _step_settings, check_enough
 from echelon.trainer.evaluate import EvaluationReport, evaluate
 from echelon.trainer.inputs import run_task, units_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from echelon.observe.phases import Phase
-from echelon.tasks import Batch
+from echelon.tasks.base import Batch
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.leased_assemble import LeasedWorker
 from echelon.trainer.leased_bench import WorkerModel

@@ -21,7 +21,8 @@ from echelon.parallel.split import SplitModel, SplitOptions, recompute_model, sp
 from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
 from echelon.parallel.zero import DividedUpdate
 from echelon.sync import Sync, SyncContext, build_sync
-from echelon.tasks import Task, nest
+from echelon.tasks import nest
+from echelon.tasks.base import Task
 from echelon.tasks.nest import Nest
 from echelon.trainer.inputs import any_inputs, model_input
 from echelon.trainer.layouts import read_cuts, read_tensor_plan

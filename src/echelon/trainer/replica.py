@@ -16,7 +16,7 @@ from echelon.observe.phases import Phase, PhaseClock
 from echelon.parallel.shard_gather import ShardGather
 from echelon.parallel.split import SplitModel
 from echelon.sync.buffers import averaged_buffers
-from echelon.tasks import SAMPLE, Batch
+from echelon.tasks.base import SAMPLE, Batch
 from echelon.torch_compat import same_ranks_group
 from echelon.trainer.step import Step
 from echelon.trainer.team import CommandChannel

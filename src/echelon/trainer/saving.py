@@ -25,11 +25,11 @@ from echelon.checkpoint import (
 )
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
+from echelon.core.task import Metric
 from echelon.parallel.local_shards import LocalShards
 from echelon.records.events import CheckpointRejected
 from echelon.records.file import Recorder
 from echelon.records.kinds import Checkpoint
-from echelon.tasks import Metric
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.sharded_state import list_groups, to_parts
 from echelon.trainer.state import (

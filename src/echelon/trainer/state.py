@@ -25,7 +25,7 @@ from echelon.optim.build import EMA
 from echelon.parallel.base import ORDER
 from echelon.parallel.split import SplitModel
 from echelon.sync.base import Sync
-from echelon.tasks import Task
+from echelon.tasks.base import Task
 from echelon.trainer.resharded import mean_of
 from echelon.trainer.sharded_state import to_own
 from echelon.trainer.world import World

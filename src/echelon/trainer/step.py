@@ -17,7 +17,8 @@ from echelon.parallel.pipeline import Pipeline
 from echelon.parallel.split import SplitModel
 from echelon.parallel.sync_batchnorm import has_sync_batchnorm
 from echelon.sync.base import StepSync
-from echelon.tasks import SAMPLE, Batch, Task, nest
+from echelon.tasks import nest
+from echelon.tasks.base import SAMPLE, Batch, Task
 from echelon.tasks.nest import Nest
 
 

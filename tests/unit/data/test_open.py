@@ -17,7 +17,7 @@ from echelon.data import Source, check_source, from_datasets, open_data
 from echelon.data.folder import open_folder
 from echelon.data.images import FileNames, ImageArray
 from echelon.data.statistics import IMAGENET_MEAN
-from echelon.tasks import TaskSettings
+from echelon.tasks.base import TaskSettings
 from echelon.tasks.image_classification import ImageClassification
 from tests.unit.data.images import SHARED, make_folder, make_image
 

@@ -10,7 +10,7 @@ from sklearn.utils.class_weight import compute_class_weight
 
 from echelon.core.errors import UserError
 from echelon.data.base import DataInfo
-from echelon.tasks import TaskSettings
+from echelon.tasks.base import TaskSettings
 from echelon.tasks.image_classification import ImageClassification
 
 COUNTS = (30, 10, 60)
