@@ -92,6 +92,10 @@ def train(case: Case, model: nn.Module, add_gradients: Callable[[Tensor, Tensor,
     return found
 
 
+def correct_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return (logits.argmax(-1) == targets).sum()
+
+
 def one_process(case: Case) -> tuple[list[tuple[float, int]], dict[str, Tensor], Tensor]:
     """Return losses, the final state and logits of one process."""
     model = make(case)
@@ -117,7 +121,7 @@ def run_case(case: Case, mesh: Any) -> tuple[list[tuple[float, int]], dict[str, 
     """Train one case."""
     model = make(case)
     settings = PipelineSettings(case.schedule, case.microbatches, case.cuts)
-    pipeline = Pipeline(model, hints_for(model), mesh, settings, loss_of, batch(case, 0, 2)[0])
+    pipeline = Pipeline(model, hints_for(model), mesh, settings, loss_of, batch(case, 0, 2)[0], correct_of)
     told: list[str | None] = []
     with pipeline.telling(told.append):
         losses = train(case, pipeline, pipeline.forward_backward)
