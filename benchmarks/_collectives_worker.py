@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._common import interleave
-from echelon.collectives import Route, open_route
+from echelon.collectives import Route, build, open_route
 from echelon.launch.link import Host, enter
 
 MAX_REPEATS = 50
@@ -59,7 +59,7 @@ def main(plan: RankPlan, pipe: Connection) -> None:
 
 
 def _measure(plan: RankPlan) -> dict[tuple[str, int], list[float]]:
-    routes = {path: open_route(path) for path in plan.paths}
+    routes = {path: open_route(build(path)) for path in plan.paths}
     seconds: dict[tuple[str, int], list[float]] = {(path, size): [] for size in plan.sizes for path in plan.paths}
     for size in plan.sizes:
         vector = torch.zeros(size // 4)

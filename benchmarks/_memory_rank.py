@@ -117,13 +117,13 @@ def _train(case: Case, world: Any, small: bool) -> tuple[str, ...]:
 
     from echelon.data.base import Batch
     from echelon.observe.phases import HostClock
-    from echelon.trainer.compatibility import assign_momentum
+    from echelon.run.resolve import resolve
     from echelon.trainer.inputs import run_task
     from echelon.trainer.parts import Work, build_parts
     from echelon.trainer.state import seed_everything
     from echelon.trainer.step import Step, StepSettings
 
-    config, data = assign_momentum(config_of(case)), info()
+    run, data = resolve(config_of(case)), info()
     seed_everything(0)
     if small:
         from echelon.models import ModelInput
@@ -132,9 +132,9 @@ def _train(case: Case, world: Any, small: bool) -> tuple[str, ...]:
         model = SmallViT(ModelInput(CLASSES, CHANNELS, SIDE), Size(depth=2, width=32, heads=4, hidden=64))
     else:
         model = MODELS[case.model]()
-    task = run_task(config, data)
+    task = run_task(run.config, data)
     clock = HostClock()
-    parts = build_parts(config, Work(data, task, model), world, clock)
+    parts = build_parts(run, Work(data, task, model), world, clock)
     del model
     step = Step(task, StepSettings(world.device, None, 1, 0.0, False), clock, parts.scaler, parts.split)
     samples = case.batch // world.data_size

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from echelon.compression import read
 from echelon.launch.link import Host, enter
 
 SECRET = b"b" * 32
@@ -133,7 +134,9 @@ def _ps_server(pipe: Connection, case: Case, index: int) -> None:
     folder = Path(tempfile.mkdtemp(prefix="bench-"))
     where = _address(case.servers[index]) if case.encrypted else f"ipc://{folder}/server{index}"
     settings = ServerSettings(servers=len(case.servers), snapshot_every=10**9)
-    config = ServerConfig(f"server{index}", index, settings, derive_keys(SECRET), NOBODY, where, "none", 0, folder, sgd)
+    config = ServerConfig(
+        f"server{index}", index, settings, derive_keys(SECRET), NOBODY, where, read("none"), 0, folder, sgd
+    )
     server = Server(config)
     pipe.send(server.listener.address)
     server.run()
@@ -194,7 +197,7 @@ class _PushPull:
         from echelon.ps.table import Cut, ParameterInfo, cut_table
 
         self.table = cut_table([ParameterInfo("w", (case.n_bytes // 4,), True)], Cut(len(addresses), case.chunk))
-        config = ClientConfig(f"worker{index}", derive_keys(SECRET), NOBODY, "none", 0, index, 60.0, keeps=False)
+        config = ClientConfig(f"worker{index}", derive_keys(SECRET), NOBODY, read("none"), 0, index, 60.0, keeps=False)
         self.client = Client(config)
         self.client.set_table(self.table)
         entries = {str(i): {"address": a, "life": 1, "ready": True, "standby": "", "empty": False}

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._cifar import DEVIATION, MEAN, arrays
+from echelon.collectives.paths.backend import Backend
+from echelon.compression import read as read_codec
 from echelon.launch.link import Host, enter
-from echelon.sync import SyncContext, build_sync
-from echelon.sync.base import Sync
+from echelon.sync.base import Sync, SyncContext
+from echelon.sync.registry import read as read_sync
 
 ONE_BUCKET_MB = 1000
 POST_LOCAL_START = 7  # averages after steps 8, 16, ...: windows and evaluations stand at multiples of 8
@@ -149,12 +151,12 @@ def _loop_of_strategy(plan: RankPlan, model: nn.Module, argument: str) -> Loop:
         optimizer=optimizer,
         group=dist.group.WORLD,
         device=torch.device("cpu"),
-        compression=codec or "none",
-        collective="backend",
+        compression=read_codec(codec or "none"),
+        path=Backend(),
         seed=plan.seed,
         clock=HostClock(),
     )
-    sync = build_sync(strategy, context)
+    sync = read_sync(strategy).build(context)
     return Loop(sync.module, optimizer, _batches(plan), lambda: sum(sync.bytes_sent().values()), sync)
 
 
@@ -169,9 +171,8 @@ def _same(optimizer: Any) -> Any:
 def _attach_ours(net: DistributedDataParallel, spec: str, plan: RankPlan) -> tuple[Callable[[], int | None], float]:
     """Attach our hook; returns its byte count, and the momentum that is left for the optimizer."""
     from echelon.collectives.hook import GradientHook
-    from echelon.compression.registry import place_momentum
 
-    compression, momentum = place_momentum(spec, plan.momentum)
+    compression, momentum = read_codec(spec).with_momentum(plan.momentum)
     hook = GradientHook(None, compression, average=True, seed=plan.seed)
     hook.attach(net)
     return lambda: hook.wire.total, momentum

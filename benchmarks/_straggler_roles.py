@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from echelon.compression import read
 from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig, TrainingPlan
 from echelon.core.spec import bind, parse_spec
 from echelon.launch.preload import start_import_server
@@ -125,8 +126,8 @@ def _serve(job: Job, folder: str, address: Any) -> None:
     thread = threading.Thread(target=scheduler.run, daemon=True)
     thread.start()
     where = f"ipc://{folder}/server0"
-    server = Server(ServerConfig("server0", 0, job.settings, keys, scheduler.listener.address, where, "none", 0, path,
-                                 lambda tensors, decay: torch.optim.SGD(tensors, lr=job.lr)))  # fmt: skip
+    server = Server(ServerConfig("server0", 0, job.settings, keys, scheduler.listener.address, where, read("none"), 0,
+                                 path, lambda tensors, decay: torch.optim.SGD(tensors, lr=job.lr)))  # fmt: skip
     address.send(scheduler.listener.address)
     server.run()
     thread.join(5)
@@ -147,7 +148,7 @@ def lease_worker(rank: int, job: Job, address: str, work: Work) -> Client:
     """Be a worker until the run ends, or `work.over`; returns the client, which is to be closed."""
     torch.set_num_threads(1)
     settings, module = job.settings, work.model()
-    client = Client(ClientConfig(f"worker{rank}", derive_keys(SECRET), address, "none", 0, rank, DEADLINE_S,
+    client = Client(ClientConfig(f"worker{rank}", derive_keys(SECRET), address, read("none"), 0, rank, DEADLINE_S,
                                  aggregates=settings.aggregates))  # fmt: skip
     table = model_table(module, Cut(1, settings.chunk_bytes))
     client.set_table(table)

@@ -98,12 +98,12 @@ def predicted(case: Case, cuts: tuple[str, ...]) -> list[int]:
     import torch
 
     from echelon.forecast.memory import forecast
+    from echelon.run.resolve import resolve
 
-    config = config_of(case)
-    config = replace(config, strategy=replace(config.strategy, cuts=",".join(cuts)))
+    run = replace(resolve(config_of(case)), cuts=tuple(cuts))
     with torch.device("meta"):
         model = MODELS[case.model]()
-    memory = forecast(config, info(), case.ranks, model).memory
+    memory = forecast(run, info(), case.ranks, model).memory
     return [each.peak for each in memory] if len(memory) == case.ranks else [memory[0].peak] * case.ranks
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from echelon.config import build
 from echelon.observe.phases import HostClock
+from echelon.run.resolve import resolve
 from echelon.trainer.parts import Work, build_parts
 from echelon.trainer.state import seed_everything
 from tests.ranks.layouts import INFO, TASK, CodecShard, Trial, assemble, held, make_trainer, make_world
@@ -108,7 +109,7 @@ def _start(rank: Rank | None, models: Sequence[tuple[str, str]]) -> list[dict[st
     for model, layout in models:
         config = build(None, {"model.name": model, "strategy.parallel": layout}).config
         seed_everything(7)
-        parts = build_parts(config, Work(INFO, TASK), make_world(config, rank), HostClock())
+        parts = build_parts(resolve(config), Work(INFO, TASK), make_world(config, rank), HostClock())
         found.append(held(parts))
         parts.sync.close()
     return found
@@ -133,7 +134,7 @@ def _grown(rank: Rank, layout: str) -> tuple[int, int]:
         config = build(None, {**settings, "model.name": model}).config
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = _peak()
-        parts = build_parts(config, Work(photos, TASK), make_world(config, rank), HostClock())
+        parts = build_parts(resolve(config), Work(photos, TASK), make_world(config, rank), HostClock())
         grown = _peak() - before
         pieces = sum(each.nbytes for each in parts.held.parameters())
         parts.sync.close()

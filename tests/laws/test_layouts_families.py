@@ -15,6 +15,7 @@ from echelon.config import build
 from echelon.data.base import Batch, DataInfo, Shard
 from echelon.data.order import local_part
 from echelon.observe.phases import HostClock
+from echelon.run.resolve import resolve
 from echelon.trainer.parts import Work, build_parts
 from echelon.trainer.state import seed_everything
 from echelon.trainer.step import Step, StepSettings
@@ -51,7 +52,7 @@ def train(rank: Rank | None, name: str, layout: str, recompute: str = "none") ->
         torch.nn.init.normal_(parameter.data, std=0.1) if not parameter.any() else None
     inputs, targets = example(name)
     clock = HostClock()
-    parts = build_parts(config, Work(INFO, TASK, model, inputs[:2]), world, clock)
+    parts = build_parts(resolve(config), Work(INFO, TASK, model, inputs[:2]), world, clock)
     step = Step(TASK, StepSettings(world.device, None, 1, 0.0, False), clock, parts.scaler, parts.split)
     own = torch.from_numpy(local_part(np.arange(len(inputs)), Shard(world.data_rank, world.data_size)))
     losses = []

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from echelon.checkpoint.tree import flatten
+from echelon.compression import read as read_codec
 from echelon.core.errors import UserError
-from echelon.sync import check_sync, kept_memory
-from echelon.sync.registry import names
+from echelon.sync.registry import names, read
 from echelon.sync.state_bytes import Piece
 from echelon.trainer.state import RunParts, load_rank_state, load_shared_state
 from tests.ranks.replicas import Quadratic, Trial, copy, load, make_parts, save, train, world_of
@@ -55,7 +55,7 @@ def test_every_strategy_has_specs() -> None:
     own_roles = {"ps"}  # no ranks of one group: tests/ranks/server holds what it must obey
     assert set(names()) - own_roles == set(SPECS), "give the specs of a new strategy in SPECS"
     for spec in ALL:
-        check_sync(spec)
+        read(spec).check(read_codec("none"))
 
 
 def _look(rank: Rank) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
@@ -306,7 +306,7 @@ def _kept_and_reckoned(rank: Rank, specs: list[tuple[str, str]]) -> list[tuple[i
         piece = Piece(list(parts.model.parameters()), optimizer_bytes(parts), 2)
         tensors = flatten(parts.sync.state_dict())[1]
         kept = sum(tensor.nbytes for name, tensor in tensors.items() if "flight" not in name)
-        found.append((kept, kept_memory(spec, codec, piece).saved))
+        found.append((kept, read(spec).state_bytes(read_codec(codec), piece).saved))
         parts.sync.close()
     return found
 
@@ -361,4 +361,4 @@ def test_a_dead_peer_never_hangs_an_average(spec: str) -> None:
 def test_what_cannot_work_is_refused_in_words(spec: str, compression: str, words: str) -> None:
     """Law 8."""
     with pytest.raises(UserError, match=words.replace("(", r"\(")):
-        check_sync(spec, compression)
+        read(spec).check(read_codec(compression))

@@ -23,6 +23,7 @@ from echelon.models.builtin.small_gpt import SmallGPT, TextSize
 from echelon.models.builtin.small_vit import Size
 from echelon.observe.phases import HostClock
 from echelon.parallel.base import alone, place
+from echelon.run.resolve import resolve
 from echelon.tasks.base import Metrics, Task
 from echelon.trainer.parts import Work, build_parts
 from echelon.trainer.state import RunParts, seed_everything
@@ -148,7 +149,7 @@ def make_trainer(trial: Trial, rank: Rank | None) -> Trainer:
     clock = HostClock()
     example = trial.global_batch(0)[0][:2]
     work = Work(INFO, TASK, MODELS[trial.model]().double(), example)
-    parts = build_parts(config, work, world, clock)
+    parts = build_parts(resolve(config), work, world, clock)
     settings = StepSettings(
         device=world.device,
         autocast=None,

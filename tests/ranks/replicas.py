@@ -11,9 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.checkpoint.tree import State, flatten, unflatten
+from echelon.collectives import registry as paths
+from echelon.compression import read as read_codec
 from echelon.observe.phases import HostClock
 from echelon.optim.build import EMA
-from echelon.sync import SyncContext, build_sync
+from echelon.sync.base import SyncContext
+from echelon.sync.registry import read as read_sync
 from echelon.trainer.state import (
     Cursor,
     RunParts,
@@ -127,13 +130,13 @@ def make_parts(trial: Trial) -> RunParts:
         optimizer=optimizer,
         group=None if alone else dist.group.WORLD,
         device=torch.device("cpu"),
-        compression=trial.compression,
-        collective=trial.collective,
+        compression=read_codec(trial.compression),
+        path=paths.build(trial.collective),
         seed=3,
         clock=HostClock(),
         loss_scale=scaler.get_scale,
     )
-    sync = build_sync(trial.sync, context)
+    sync = read_sync(trial.sync).build(context)
     if sync.needs_warmup_backward:
         warmup_backward(sync.module, torch.zeros(2, FEATURES, dtype=torch.float64))
     return RunParts(model, optimizer, scaler, EMA(model, 0.9) if trial.ema else None, sync)

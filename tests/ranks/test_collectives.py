@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from echelon import compression
 from echelon.collectives import all_reduce, open_route
+from echelon.collectives import registry as paths
 from echelon.collectives.reducer import Coding, make_reducer
 from echelon.collectives.registry import examples
 from echelon.collectives.rounds import Piece
@@ -110,7 +111,7 @@ def code_everything(rank: Rank, path: str, codecs: list[str]) -> dict[str, tuple
     numel = 8_000
     for spec in codecs:
         codec = compression.build(spec)
-        route = open_route(path)
+        route = open_route(paths.build(path))
         shape = (100, 80)
         pieces = [Piece("w", (0, numel), shape)]
         reducer = make_reducer(Coding(codec, route, average=True, seed=3), pieces, "w", torch.empty(numel))
@@ -171,7 +172,7 @@ def reduce_odd_lengths(rank: Rank) -> list[str]:
     for spec in ("int8", "topk(density=0.5)", "threshold(density=0.5)", "bf16", "qsgd(levels=7)+huffman"):
         for path in ("backend", "hierarchical(group=2)"):
             for numel in (1, 2, 4, 7):
-                coding = Coding(compression.build(spec), open_route(path), average=False)
+                coding = Coding(compression.build(spec), open_route(paths.build(path)), average=False)
                 x = torch.arange(1.0, numel + 1) * (rank.index + 1)
                 make_reducer(coding, _whole("w", numel), "w", x).reduce_(x)
                 other = x.clone()
@@ -190,7 +191,7 @@ def overflow(rank: Rank) -> dict[str, bool]:
     seen = {}
     for spec in ("int8", "sign", "threshold(density=0.5)", "powersgd(rank=1)", "fp16"):
         for path in ("backend", "hierarchical(group=2)"):
-            coding = Coding(compression.build(spec), open_route(path), average=True)
+            coding = Coding(compression.build(spec), open_route(paths.build(path)), average=True)
             x = torch.ones(4000)
             if rank.index == 1:
                 x[17] = torch.inf

@@ -16,8 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import echelon
 from echelon.collectives import GradientHook
+from echelon.collectives import registry as paths
 from echelon.collectives.ddp import DdpHook
 from echelon.collectives.registry import examples
+from echelon.compression import read
 from echelon.core.errors import UserError
 from tests.ranks.spawn import Rank, Struck, fail_at, run_ranks
 
@@ -63,7 +65,7 @@ def like_plain_ddp(rank: Rank, hooks: list[tuple[str, str]]) -> list[tuple[bool,
     found = []
     for compression, collective in hooks:
         ddp = DistributedDataParallel(_model(), bucket_cap_mb=0.05)
-        hook = GradientHook(None, compression, collective, average=True)
+        hook = GradientHook(None, read(compression), paths.build(collective), average=True)
         hook.attach(ddp)
         _train(ddp, rank, range(5))
         near = torch.allclose(_flat(ddp), _flat(plain), atol=1e-6 if compression == "none" else 2e-2)
@@ -96,7 +98,7 @@ def test_codecs_train_with_many_buckets_and_send_less() -> None:
 
 def entropy_coded(rank: Rank, compression: str) -> dict[str, int]:
     ddp = DistributedDataParallel(_model())
-    hook = GradientHook(None, compression, average=True)
+    hook = GradientHook(None, read(compression), average=True)
     hook.attach(ddp)
     _train(ddp, rank, range(3))
     return hook.entropy_coded()
@@ -111,7 +113,7 @@ def test_what_entropy_coding_saved_is_counted() -> None:
 
 def density(rank: Rank, compression: str) -> float | None:
     ddp = DistributedDataParallel(_model())
-    hook = GradientHook(None, compression, average=True)
+    hook = GradientHook(None, read(compression), average=True)
     hook.attach(ddp)
     assert hook.density() is None, "nothing was sent yet"
     _train(ddp, rank, range(3))
@@ -130,7 +132,7 @@ def sums(rank: Rank, compression: str) -> float:
     model = nn.Linear(64, 64, bias=False)
     nn.init.zeros_(model.weight)
     ddp = DistributedDataParallel(model)
-    GradientHook(None, compression, average=False).attach(ddp)
+    GradientHook(None, read(compression), average=False).attach(ddp)
     ddp(torch.full((1, 64), rank.index + 1.0)).sum().backward()
     assert model.weight.grad is not None
     return float(model.weight.grad.mean())
@@ -144,18 +146,18 @@ def test_the_sum_is_not_divided(compression: str) -> None:
 def resume(rank: Rank, compression: str) -> tuple[bool, bool]:
     """Six steps in a row, or three and, with another model, other buckets and what was saved, three more."""
     whole = DistributedDataParallel(_model(), bucket_cap_mb=0.05)
-    GradientHook(None, compression, average=True).attach(whole)
+    GradientHook(None, read(compression), average=True).attach(whole)
     _train(whole, rank, range(6))
 
     before = DistributedDataParallel(_model())
-    hook = GradientHook(None, compression, average=True)
+    hook = GradientHook(None, read(compression), average=True)
     hook.attach(before)
     _train(before, rank, range(3))
     saved = {k: v.clone() if isinstance(v, Tensor) else v for k, v in hook.state_dict().items()}
 
     after = DistributedDataParallel(_model(1), bucket_cap_mb=0.02)
     after.load_state_dict(before.state_dict())
-    again = GradientHook(None, compression, average=True)
+    again = GradientHook(None, read(compression), average=True)
     again.attach(after)
     again.load_state_dict(saved)
     _train(after, rank, range(3, 6))
@@ -172,7 +174,7 @@ def test_a_resumed_run_has_the_same_bits_whatever_the_buckets(compression: str) 
 def overflow(rank: Rank, compression: str) -> tuple[bool, bool, bool, str]:
     """One rank's gradient overflows in one step: everyone must see it, and no memory may change."""
     ddp = DistributedDataParallel(_model())
-    hook = GradientHook(None, compression, average=True)
+    hook = GradientHook(None, read(compression), average=True)
     hook.attach(ddp)
     _train(ddp, rank, range(2))
     before = {k: v.clone() if isinstance(v, Tensor) else v for k, v in hook.state_dict().items()}
@@ -198,7 +200,7 @@ def test_an_overflow_is_seen_everywhere_and_forgotten(compression: str) -> None:
 def beyond_half(rank: Rank) -> str:
     """A gradient of rank 1 is finite, but more than half precision can hold."""
     ddp = DistributedDataParallel(_model())
-    GradientHook(None, "fp16", average=True).attach(ddp)
+    GradientHook(None, read("fp16"), average=True).attach(ddp)
     scale = 1e8 if rank.index == 1 else 1.0
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", UserWarning)
@@ -248,7 +250,7 @@ class _HoldBackward(torch.autograd.Function):
 
 
 def hold(rank: Rank, compression: str) -> list[bool]:
-    hook, seen = GradientHook(None, compression, average=True), []
+    hook, seen = GradientHook(None, read(compression), average=True), []
     early, late = nn.Linear(512, 512), nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
 
     class Net(nn.Module):
@@ -292,7 +294,7 @@ def placement(rank: Rank) -> list[tuple[str, float, float, int]]:
 def test_momentum_goes_where_the_codec_wants_it_or_a_warning_says_so() -> None:
     assert run_ranks(placement, 2)[0] == [
         *[("sign(momentum=0.9)", 0.0, 1.0, 0), ("sign", 0.9, 0.1, 1)],
-        *[("topk(0.05, momentum=0.9)+huffman", 0.0, 1.0, 0), ("topk(0.05)+huffman", 0.9, 0.1, 1)],
+        *[("topk(density=0.05, momentum=0.9)+huffman", 0.0, 1.0, 0), ("topk(density=0.05)+huffman", 0.9, 0.1, 1)],
         *[("sign(momentum=0.9)", 0.0, 1.0, 0), ("sign(momentum=0.9)", 0.9, 0.1, 0)],
         *[("powersgd(rank=1)", 0.9, 0.1, 0)] * 2,
         *[("none", 0.9, 0.1, 0)] * 2,
@@ -333,7 +335,9 @@ def test_a_plain_ddp_user_needs_one_line() -> None:
 def die(rank: Rank, compression: str) -> str:
     """Without buffers, and after DDP has settled its buckets, only the hook communicates."""
     ddp = DistributedDataParallel(nn.Linear(64, 64))
-    GradientHook(None, compression, "ring" if compression == "none" else "backend", average=True).attach(ddp)
+    GradientHook(
+        None, read(compression), paths.build("ring" if compression == "none" else "backend"), average=True
+    ).attach(ddp)
     for step in range(3):
         if step == 2:
             rank.reach(1)
@@ -353,7 +357,7 @@ def test_a_dead_peer_ends_backward_with_an_error(compression: str) -> None:
 
 def ends(rank: Rank) -> list[str]:
     ddp = DistributedDataParallel(_model())
-    hook: Any = GradientHook(None, "int8", average=True)
+    hook: Any = GradientHook(None, read("int8"), average=True)
     hook.attach(ddp)
     _train(ddp, rank, range(1))
     assert any(t.name == "echelon-lane" for t in threading.enumerate())
@@ -372,7 +376,7 @@ def refused(rank: Rank) -> list[str]:
     words = []
     for compression, collective in [("topk(0.1)", "ring"), ("tpok(0.1)", "backend"), ("int8", "rign")]:
         try:
-            GradientHook(None, compression, collective, average=True)
+            GradientHook(None, read(compression), paths.build(collective), average=True)
         except UserError as error:
             words.append(str(error))
     return words

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.collectives import GradientHook
-from echelon.compression.registry import examples
+from echelon.compression.registry import examples, read
 from echelon.core.errors import UserError
 from echelon.launch.link import Host, ShapedNetwork, enter, parse_link, read_counters
 from tests.ranks.spawn import Rank, run_ranks
@@ -27,7 +27,7 @@ def count(rank: Rank, hosts: list[Host]) -> dict[str, tuple[int, int]]:
     for spec in CODECS:
         torch.manual_seed(0)
         ddp = DistributedDataParallel(nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 256)))
-        hook = GradientHook(None, spec, average=True)
+        hook = GradientHook(None, read(spec), average=True)
         hook.attach(ddp)
         x = torch.randn(8, 512, generator=torch.Generator().manual_seed(rank.index))
         for _ in range(2):  # connections, buckets

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from echelon.config import Resolved, RunConfig
-from echelon.config.validate import check_world
+from echelon.config import Resolved
 from echelon.core.axes import Axis
-from echelon.core.spec import parse_spec
 from echelon.core.units import format_bytes
+from echelon.run.resolve import check_names
 from echelon.run.start import check, plan_of
 from echelon.trainer.folder import check_new, default_folder
 
 if TYPE_CHECKING:
     from echelon.forecast.memory import Forecast
+    from echelon.trainer.resolved import ResolvedRun
 
 _TOLD_APART = ("checkpoint", "peak")
 
@@ -35,12 +35,13 @@ def show(resolved: Resolved) -> None:
     from echelon.trainer.compatibility import interplay_notes
 
     config = resolved.config
+    check_names(config)
     folder = Path(config.run) if config.run else default_folder(config)
     plan = plan_of(config, folder)
-    check(config)
+    run = check(config)
     check_new(folder, config)
     ranks = plan.workers * plan.nodes.most
-    found = try_out(config, plan.workers, ranks)
+    tried = try_out(run, plan.workers, ranks)
     console = Console(soft_wrap=True)
     table = Table("setting", "value", "from", box=None)
     for name, origin in resolved.origins.items():
@@ -55,30 +56,30 @@ def show(resolved: Resolved) -> None:
         f"restarting at most {_many(plan.max_restarts, 'time')}; run folder {folder}",
         highlight=False,
     )
-    if note := size_note(found.info, config.data.batch_size):
+    if note := size_note(tried.info, config.data.batch_size):
         console.print(note, highlight=False, markup=False)
-    for note in interplay_notes(config, ranks):
+    for note in interplay_notes(run, ranks):
         console.print(note, highlight=False, markup=False)
-    _show_layout(console, config, found.forecast, ranks)
+    _show_layout(console, run, tried.forecast, ranks)
 
 
 def _many(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def _show_layout(console: Console, config: RunConfig, found: Forecast, ranks: int) -> None:
+def _show_layout(console: Console, run: ResolvedRun, forecast: Forecast, ranks: int) -> None:
     """Print what each rank would have of the model, and the memory that this takes."""
-    layout = check_world(config, ranks)
-    parts = " x ".join(f"{axis}={layout.size(axis)}" for axis in Axis if layout.size(axis) > 1) or "one process"
-    console.print(f"layout: {parts}; a replica of the model is {_many(layout.model_size, 'rank')}", highlight=False)
-    for number, stage in enumerate(found.stages):
+    layout = run.layout_for(ranks)
+    sizes = " x ".join(f"{axis}={layout.size(axis)}" for axis in Axis if layout.size(axis) > 1) or "one process"
+    console.print(f"layout: {sizes}; a replica of the model is {_many(layout.model_size, 'rank')}", highlight=False)
+    for number, stage in enumerate(forecast.stages):
         console.print(f"stage {number}: {stage}", highlight=False)
-    for note in found.notes:
+    for note in forecast.notes:
         console.print(note, highlight=False, markup=False)
-    if found.unknown:
-        console.print(f"memory per rank cannot be predicted: values matter to this model ({found.unknown})")
-    for rank, memory in enumerate(found.memory):
-        of = f" of pipeline rank {rank}" if found.stages else ""
+    if forecast.unknown:
+        console.print(f"memory per rank cannot be predicted: values matter to this model ({forecast.unknown})")
+    for rank, memory in enumerate(forecast.memory):
+        of = f" of pipeline rank {rank}" if forecast.stages else ""
         kinds = [
             f"{item.name} {format_bytes(getattr(memory, item.name))}"
             for item in fields(memory)
@@ -89,16 +90,16 @@ def _show_layout(console: Console, config: RunConfig, found: Forecast, ranks: in
             "beyond what the process and its libraries take",
             highlight=False,
         )
-    if found.leader:
+    if forecast.leader:
         console.print(
             "each replica is one worker of the parameter server; its first rank has the whole model with gradients "
-            f"beside its piece, in the processor's memory: {format_bytes(found.leader)} more",
+            f"beside its piece, in the processor's memory: {format_bytes(forecast.leader)} more",
             highlight=False,
         )
-    if found.memory:
-        copy = format_bytes(max(memory.checkpoint for memory in found.memory))
+    if forecast.memory:
+        copy = format_bytes(max(memory.checkpoint for memory in forecast.memory))
         console.print(f"while a checkpoint is written, its copy of up to {copy} comes on top of it", highlight=False)
-    if found.memory and parse_spec(config.strategy.sync).name == "ps":
+    if forecast.memory and run.sync.uses_servers:
         console.print(
             "the servers hold the parameters and the optimizer's state, which the workers do not", highlight=False
         )

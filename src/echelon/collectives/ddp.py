@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon import compression as codecs
 from echelon.collectives import registry
+from echelon.collectives.base import Path
 from echelon.collectives.hook import GradientHook
 from echelon.collectives.wire import WireCount
+from echelon.compression import Compression, read
 from echelon.core.errors import UserError
 
 
@@ -29,17 +30,13 @@ class DdpHook:
         hook.attach(accelerator.prepare(model), optimizer)                          # Accelerate
 
     Registered without `attach` it sees no names: parameters are then numbered in the order of the first backward.
-
-    Attributes:
-        compression: the codec's spec, with the momentum that it took over.
     """
 
-    def __init__(self, compression: str, collective: str, seed: int) -> None:
-        self.compression, self._collective, self._seed = compression, collective, seed
+    def __init__(self, compression: Compression, path: Path, seed: int) -> None:
+        self._compression, self._path, self._seed = compression, path, seed
         self._inner: GradientHook | None = None
         self._saved: Mapping[str, Any] = {}
-        self._placed = compression == "none" or not codecs.leaves_momentum(compression)
-        registry.build(collective)
+        self._placed = not compression.leaves_momentum
 
     def attach(self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Register on a model, for the ranks that it is wrapped for.
@@ -55,8 +52,8 @@ class DdpHook:
         Raises:
             UserError: the codec's momentum contradicts the optimizer's, or parameters differ in theirs.
         """
-        if optimizer is not None and self.compression != "none":
-            self.compression = _take_momentum(self.compression, optimizer)
+        if optimizer is not None and self._compression.encodes:
+            self._compression = _take_momentum(self._compression, optimizer)
             self._placed = True
         self._open(ddp.process_group).attach(ddp)
 
@@ -65,6 +62,11 @@ class DdpHook:
         """The hook as `register_comm_hook` wants it, with the DdpHook as its state."""
         inner = state._inner if state._inner is not None else state._open(None)
         return inner(inner, bucket)
+
+    @property
+    def compression(self) -> str:
+        """The codec's spec, with the momentum that it took over."""
+        return str(self._compression)
 
     @property
     def wire(self) -> WireCount:
@@ -93,8 +95,8 @@ class DdpHook:
 
     def _open(self, group: dist.ProcessGroup | None) -> GradientHook:
         if not self._placed:
-            warnings.warn(_WHERE_IS_MOMENTUM.format(self.compression), UserWarning, stacklevel=3)
-        self._inner = GradientHook(group, self.compression, self._collective, average=True, seed=self._seed)
+            warnings.warn(_WHERE_IS_MOMENTUM.format(str(self._compression)), UserWarning, stacklevel=3)
+        self._inner = GradientHook(group, self._compression, self._path, average=True, seed=self._seed)
         if self._saved:
             self._inner.load_state_dict(self._saved)
         return self._inner
@@ -107,8 +109,8 @@ _WHERE_IS_MOMENTUM = (
 )
 
 
-def _take_momentum(compression: str, optimizer: torch.optim.Optimizer) -> str:
-    """Move an optimizer's momentum into the codec where that is its place; returns the spec with it."""
+def _take_momentum(compression: Compression, optimizer: torch.optim.Optimizer) -> Compression:
+    """Move an optimizer's momentum into the codec where that is its place; returns what travels then."""
     groups = optimizer.param_groups
     found = {(float(group.get("momentum", 0.0)), bool(group.get("nesterov", False))) for group in groups}
     if len(found) > 1:
@@ -117,13 +119,13 @@ def _take_momentum(compression: str, optimizer: torch.optim.Optimizer) -> str:
             f"{', '.join(str(each) for each in sorted(found))}): use one for all groups"
         )
     asked, nesterov = found.pop()
-    spec, left = codecs.place_momentum(compression, asked, nesterov)
+    settled, left = compression.with_momentum(asked, nesterov)
     for group in groups:
         if left != asked and isinstance(optimizer, torch.optim.SGD):
-            group["weight_decay"] *= codecs.decay_factor(spec, asked)
+            group["weight_decay"] *= settled.decay_factor(asked)
         if "momentum" in group:
             group["momentum"] = left
-    return spec
+    return settled
 
 
 def ddp_hook(compression: str, collective: str = "backend", seed: int = 0) -> DdpHook:
@@ -138,4 +140,4 @@ def ddp_hook(compression: str, collective: str = "backend", seed: int = 0) -> Dd
     Raises:
         UserError: a spec cannot be read.
     """
-    return DdpHook(compression, collective, seed)
+    return DdpHook(read(compression), registry.build(collective), seed)

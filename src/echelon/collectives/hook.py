@@ -12,15 +12,17 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon import compression as codecs
 from echelon.collectives import memory
+from echelon.collectives.base import Path
 from echelon.collectives.buckets import lay_out
 from echelon.collectives.comm_thread import BucketWork, CommThread, DdpBucket
+from echelon.collectives.paths.backend import Backend
 from echelon.collectives.reducer import Coding, check_combination
 from echelon.collectives.route import Route, open_route
 from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import WireCount, numel_by_group, ring_bytes
 from echelon.collectives.work import CellWork, PathWork
+from echelon.compression import Compression
 from echelon.compression.base import Codec
 from echelon.torch_compat import same_ranks_group
 
@@ -28,7 +30,7 @@ from echelon.torch_compat import same_ranks_group
 class GradientHook:
     """Reduces the gradients of a DDP model: sums them, or averages them as plain DDP does.
 
-        hook = GradientHook(group, "topk(0.01)", average=True)
+        hook = GradientHook(group, read("topk(0.01)"), average=True)
         hook.attach(ddp)                                              # or, where only these two can be handed over:
         ddp.register_comm_hook(state=hook, hook=hook.function)
 
@@ -43,8 +45,8 @@ class GradientHook:
     def __init__(
         self,
         group: dist.ProcessGroup | None,
-        compression: str = "none",
-        collective: str = "backend",
+        compression: Compression | None = None,
+        path: Path | None = None,
         *,
         average: bool,
         seed: int = 0,
@@ -53,21 +55,21 @@ class GradientHook:
 
         Args:
             group: ranks to reduce over, whose timeout holds for every wait; None: all.
-            compression: spec of the codec.
-            collective: spec of the path.
+            compression: what travels; None: the gradients as they are.
+            path: along which it travels; None: as the backend chooses.
             average: divide the sum by the number of ranks.
             seed: of the codec's draws, the same on every rank.
 
         Raises:
-            UserError: a spec cannot be read, or the codec cannot travel along the path.
+            UserError: the codec cannot travel along the path.
         """
-        self.codec: Codec | None = None if compression == "none" else codecs.build(compression)
+        self.codec: Codec | None = compression.build() if compression and compression.encodes else None
         self.average, self.seed = average, seed
         self.wire = WireCount()
         self.times = ReduceTimes()
         self.last_ready_s = 0.0
         self.last_ready_event: torch.cuda.Event | None = None
-        self._route = open_route(collective, group)
+        self._route = open_route(path or Backend(), group)
         self._counts: dict[tuple[int, int], dict[str, int]] = {}
         self._names: dict[int, str] = {}
         self._lane: CommThread | None = None

@@ -73,15 +73,11 @@ class Route:
             raise PeerLostError(f"rank {self.rank} of the group lost {other} that it sums with: {error}") from error
 
 
-def open_route(path: str, group: dist.ProcessGroup | None = None) -> Route:
-    """Open the path that a spec names for a group (None: all ranks).
-
-    Raises:
-        UserError: an unknown path or setting.
-    """
+def open_route(path: Path, group: dist.ProcessGroup | None = None) -> Route:
+    """Open a path for a group (None: all ranks)."""
     chosen = group if group is not None else dist.group.WORLD
     assert chosen is not None, "torch.distributed.init_process_group comes first"
-    return Route(registry.build(path), chosen)
+    return Route(path, chosen)
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None, path: str = "backend") -> int:
@@ -95,4 +91,4 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None, path: str
         UserError: an unknown path or setting.
         PeerLostError: a rank did not answer before the group's timeout.
     """
-    return open_route(path, group).sum_(tensor)
+    return open_route(registry.build(path), group).sum_(tensor)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from echelon.compression.registry import build, decay_factor, leaves_momentum, names, place_momentum
+from echelon.compression.registry import Compression, build, names, read
 
-__all__ = ["build", "decay_factor", "leaves_momentum", "names", "place_momentum"]
+__all__ = ["Compression", "build", "names", "read"]

@@ -70,7 +70,7 @@ class Codec(ABC):
         direction: the result of a compressed all-reduce is a direction of fixed size (majority vote), neither a sum
             nor a mean: do not divide it by the number of workers.
         absorbs_momentum: the momentum that the codec applies in the worker before encoding: the optimizer's must be
-            0 (`registry.place_momentum` sees to it). None: it leaves momentum to the optimizer.
+            0 (`Compression.with_momentum` sees to it). None: it leaves momentum to the optimizer.
         looks_ahead: that momentum is Nesterov's: g + m u is encoded, not u.
         momentum_inside: momentum after decoding spoils training, also where the codec itself applies none.
         mask_below: the density below which momentum is zeroed where values were sent (DGC's momentum factor masking);

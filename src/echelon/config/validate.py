@@ -79,13 +79,22 @@ def check_world(config: RunConfig, world_size: int) -> Layout:
         UserError: the layout is not the world, or the batch is smaller than the ranks that share it.
     """
     layout = parse_layout(config.strategy.parallel).resolve(world_size)
+    check_batch(config, layout)
+    return layout
+
+
+def check_batch(config: RunConfig, layout: Layout) -> None:
+    """Refuse a batch that is smaller than the ranks that share it.
+
+    Raises:
+        UserError: names both numbers.
+    """
     sharing = layout.dp * layout.fsdp
     if config.data.batch_size < sharing:
         raise UserError(
             f"--batch-size {config.data.batch_size} is smaller than the {sharing} workers that share it; "
             f"use at least {sharing}, or fewer workers"
         )
-    return layout
 
 
 def check(config: RunConfig) -> None:

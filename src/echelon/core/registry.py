@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,26 @@ class Argument:
     kw_only: bool = False
     help: str = ""
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether it is a class variable, which no spec can set."""
+        return self.type.startswith("ClassVar")
+
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a file says of its implementation: the first line of its docstring, and the settings in order."""
+    """What a file says of its implementation.
+
+    Attributes:
+        summary: the first line of its docstring.
+        arguments: the settings, in order.
+        constants: class variables of the settings, their values as written.
+    """
 
     name: str
     summary: str
     arguments: tuple[Argument, ...]
+    constants: Mapping[str, str] = field(default_factory=dict)
 
 
 class Registry:
@@ -73,8 +85,10 @@ class Registry:
         tree = ast.parse(self._files()[name].read_text(encoding="utf-8"))
         target = next(_assigned(node) for node in tree.body if _assigns(node, self.marker))
         summary = (ast.get_docstring(tree) or "").partition("\n")[0]
-        arguments = {a.name: a for a in _fields_of(tree, target)}
-        return Declaration(name, summary, tuple(arguments.values()))
+        declared = {a.name: a for a in _fields_of(tree, target)}
+        arguments = tuple(a for a in declared.values() if not a.is_constant)
+        constants = {a.name: a.default for a in declared.values() if a.is_constant and a.default is not None}
+        return Declaration(name, summary, arguments, constants)
 
     def resolve_name(self, name: str) -> str:
         """Return the name that a name or an alias stands for.
@@ -163,16 +177,17 @@ def _file_of(module: str) -> Path | None:
 
 
 def _own_fields(node: ast.ClassDef) -> Iterator[Argument]:
-    decorators = [d for d in node.decorator_list if isinstance(d, ast.Call)]
-    kw_only = any(k.arg == "kw_only" and ast.unparse(k.value) == "True" for d in decorators for k in d.keywords)
+    options = [ast.unparse(decorator) for decorator in node.decorator_list]
+    is_dataclass = any(option.startswith("dataclass") for option in options)
+    kw_only = any("kw_only=True" in option for option in options)
     described = _described(ast.get_docstring(node) or "")
     for item in node.body:
         if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
             continue
-        annotation = ast.unparse(item.annotation)
-        if not annotation.startswith("ClassVar"):
-            name, default = item.target.id, None if item.value is None else ast.unparse(item.value)
-            yield Argument(name, annotation, default, kw_only, described.get(name, ""))
+        name, default = item.target.id, None if item.value is None else ast.unparse(item.value)
+        argument = Argument(name, ast.unparse(item.annotation), default, kw_only, described.get(name, ""))
+        if is_dataclass or argument.is_constant:
+            yield argument
 
 
 def _described(docstring: str) -> dict[str, str]:

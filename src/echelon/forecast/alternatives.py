@@ -8,8 +8,9 @@ shapes, and what they send comes straight back.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, cast
@@ -18,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon import compression
 from echelon.collectives import memory
 from echelon.collectives.buckets import Bucket, lay_out
 from echelon.collectives.compressed_all_reduce import CompressedAllReduce
@@ -27,13 +27,14 @@ from echelon.collectives.reducer import is_finite
 from echelon.collectives.rounds import LinearAllReduce, Piece
 from echelon.collectives.schedule import Ring
 from echelon.collectives.wire import framing_bytes, ring_bytes
+from echelon.compression import Compression
+from echelon.compression import read as read_codec
 from echelon.compression.base import Codec
-from echelon.config import RunConfig
 from echelon.core.errors import UserError
 from echelon.records.kinds import Alternative, Alternatives
-from echelon.sync import check_sync
-from echelon.trainer.compatibility import assign_momentum
+from echelon.sync.registry import read as read_sync
 from echelon.trainer.loop import TrainingRun
+from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.world import World
 
 CODECS = ("none", "bf16", "int8", "sign", "topk(density=0.01)", "powersgd(rank=2)")
@@ -61,42 +62,39 @@ class Cost:
     tail: float
 
 
-def record_alternatives(run: TrainingRun, config: RunConfig) -> int:
+def record_alternatives(run: TrainingRun, resolved: ResolvedRun) -> int:
     """Record what other codecs and periods would cost; all ranks call it together. Returns the bytes that it sent.
 
     Only for replicas that are whole models and reduce gradients in each step; for others nothing is written.
     """
-    world, codec = run.world, config.strategy.compression
-    if world.group is None or run.parts.split is not None or config.strategy.sync != "allreduce":
+    world, described = run.world, resolved.described.strategy.compression
+    if world.group is None or run.parts.split is not None or not resolved.sync.sums_in_backward:
         return 0
     meeting = _Meeting(world)
     latency_s = meeting.latency_s()
     parameters = {n: p for n, p in run.parts.held.named_parameters() if p.requires_grad}
-    costs = _measure_codecs(parameters, meeting, _settled(config, (codec, *CODECS)), latency_s)
+    costs = _measure_codecs(parameters, meeting, _settled(resolved), latency_s)
     if world.leads:
         rows = [_row(compression=spec, cost=cost) for spec, cost in costs.items()]
         for spec, times in PERIODS.items():
             for encoded in [e for e in ("none", "int8", "sign") if e in costs and _go_together(spec, e)]:
                 rows.append(_row(sync=spec, compression=encoded, cost=replace(costs[encoded], tail=1.0), times=times))
-        run.progress.record.write(Alternatives({"strategy.compression": codec}, latency_s, rows))
+        run.progress.record.write(Alternatives({"strategy.compression": described}, latency_s, rows))
     return meeting.sent_bytes
 
 
-def _settled(config: RunConfig, specs: Sequence[str]) -> dict[str, str]:
-    """Return, for each codec that goes with the optimizer, the spec to build: with momentum where it wants it."""
-    found = {}
-    for spec in specs:
-        try:
-            settled = assign_momentum(replace(config, strategy=replace(config.strategy, compression=spec)))
-        except UserError:  # a combination that a run would be refused for is no alternative to this one
-            continue
-        found[spec] = settled.strategy.compression
-    return found
+def _settled(run: ResolvedRun) -> dict[str, Compression]:
+    """Return the run's codec and the others that go with the optimizer, with momentum where they want it, by spec."""
+    settled = {run.described.strategy.compression: run.compression}
+    for spec in CODECS:
+        with suppress(UserError):  # a combination that a run would be refused for is no alternative to this one
+            settled.setdefault(spec, run.compressed_by(read_codec(spec)).compression)
+    return settled
 
 
 def _go_together(sync: str, codec: str) -> bool:
     try:
-        check_sync(sync, codec)
+        read_sync(sync).check(read_codec(codec))
     except UserError:  # a combination that a run would be refused for is no alternative to this one
         return False
     return True
@@ -147,12 +145,12 @@ class _Meeting:
 
 @torch.no_grad()
 def _measure_codecs(
-    parameters: Mapping[str, Tensor], meeting: _Meeting, specs: Mapping[str, str], latency_s: float
+    parameters: Mapping[str, Tensor], meeting: _Meeting, codecs: Mapping[str, Compression], latency_s: float
 ) -> dict[str, Cost]:
     """Measure what each codec costs for gradients like these parameters, within about a second; all ranks call it.
 
     Args:
-        specs: what to build, by name.
+        codecs: what travels, by spec.
         latency_s: of a round, which `Cost.coding_s` does not hold.
     """
     world = meeting.world
@@ -164,19 +162,19 @@ def _measure_codecs(
     tail = weights[-1].numel / sum(c.numel for c in weights) if weights else 1.0
     on_gpu = world.device.type == "cuda"
     costs: dict[str, Cost] = {}
-    for name, spec in specs.items():
-        if spec == "none":
-            whole = sum(c.numel * c.dtype.itemsize for c in weights) + small
-            costs[name] = Cost(ring_bytes(whole, world.size, on_gpu), len(cells), 0.0, tail)
+    for spec, compression in codecs.items():
+        if not compression.encodes:
+            total = sum(c.numel * c.dtype.itemsize for c in weights) + small
+            costs[spec] = Cost(ring_bytes(total, world.size, on_gpu), len(cells), 0.0, tail)
             continue
-        trials = [_Trial(compression.build(spec), cell, meeting) for cell in chosen]
-        turn_s = _time(trials, meeting, _BUDGET_S / len(specs))
+        trials = [_Trial(compression.build(), cell, meeting) for cell in chosen]
+        turn_s = _time(trials, meeting, _BUDGET_S / len(codecs))
         coding_s = max(0.0, turn_s - latency_s * sum(t.rounds for t in trials)) * scale
         n_bytes = sum(t.n_bytes for t in trials) * scale
         rounds = round(sum(t.rounds for t in trials) * scale)
         if small:
             n_bytes, rounds = n_bytes + ring_bytes(small, world.size, on_gpu), rounds + 1
-        costs[name] = Cost(n_bytes, rounds, coding_s, tail)
+        costs[spec] = Cost(n_bytes, rounds, coding_s, tail)
     return costs
 
 

@@ -13,10 +13,8 @@ import torch
 from torch import nn
 
 from echelon.config import RunConfig
-from echelon.config.validate import check_world
 from echelon.core.axes import Axis
 from echelon.core.layout import Layout
-from echelon.core.spec import parse_spec
 from echelon.data.base import DataInfo
 from echelon.forecast.rehearsal import Peaks, Role, rehearse
 from echelon.models import build_model, hints_for
@@ -27,14 +25,11 @@ from echelon.parallel.pipeline.plan import StagePlan, plan_stages
 from echelon.parallel.pipeline.settings import PipelineSettings, microbatch_count
 from echelon.parallel.tensor import plan_tensor
 from echelon.parallel.zero import divide
-from echelon.sync import kept_memory
 from echelon.sync.state_bytes import Piece, StateBytes
 from echelon.tasks.nest import Nest
 from echelon.torch_compat import NEEDS_VALUES
-from echelon.trainer.compatibility import assign_momentum
 from echelon.trainer.inputs import any_inputs, model_input, run_task
-from echelon.trainer.layouts import read_cuts, read_tensor_plan
-from echelon.trainer.server_checks import batch_parts, uses_servers
+from echelon.trainer.resolved import ResolvedRun
 
 _SAMPLES = 2  # of the forward pass by which a pipeline is cut
 
@@ -78,104 +73,101 @@ class Forecast:
     notes: tuple[str, ...] = ()
 
 
-def forecast(config: RunConfig, info: DataInfo, ranks: int, own: nn.Module | None = None) -> Forecast:
+def forecast(run: ResolvedRun, info: DataInfo, ranks: int, model: nn.Module | None = None) -> Forecast:
     """Predict the memory of each rank.
 
     Args:
-        own: the caller's model, in place of the described one; it may be on the meta device.
+        model: the caller's, in place of the described one; it may be on the meta device.
 
     Raises:
         UserError: the model cannot be built, or not be split as described.
     """
-    layout = check_world(config, ranks)
-    config = assign_momentum(config)
-    model = own or _build(config, info, layout)
+    config, layout, servers = run.config, run.layout_for(ranks), run.sync.uses_servers
+    model = model or _build(config, info, layout)
     example = any_inputs(info, _SAMPLES, next(model.parameters()).dtype)
-    leased = uses_servers(config)
-    parts = batch_parts(config, layout.dp, layout.fsdp) if leased else layout.dp * layout.fsdp
-    samples = max(1, config.data.batch_size // parts)
-    leader = _leader_bytes(config, model) if leased and layout.splits else 0
-    stages, notes = _stages(config, layout, model, example, samples // config.training.accumulate)
+    samples = max(1, config.data.batch_size // run.batch_parts(layout))
+    leader = _leader_bytes(run, model) if servers and layout.splits else 0
+    stages, notes = _stages(run, layout, model, example, samples // config.training.accumulate)
     cuts = tuple(stage.steps[0].name for stage in stages[1:])
     alone = replace(layout, sizes={**layout.sizes, Axis.DP: 1}, zero1=False)
     try:
-        peaks = [rehearse(config, info, model, Role(alone, rank, cuts), samples) for rank in range(layout.pp)]
+        peaks = [rehearse(run, info, model, Role(alone, rank, cuts), samples) for rank in range(layout.pp)]
     except NEEDS_VALUES as error:
         return Forecast(stages, (), f"{type(error).__name__}: {' '.join(str(error).split())[:100]}", leader, notes)
-    return Forecast(stages, tuple(_memory(config, layout, each) for each in peaks), leader=leader, notes=notes)
+    return Forecast(stages, tuple(_memory(run, layout, of_rank) for of_rank in peaks), leader=leader, notes=notes)
 
 
 def _build(config: RunConfig, info: DataInfo, layout: Layout) -> nn.Module:
     """Build the model; where it is to be split, without memory, as ranks do: it may be larger than one process's."""
     described = replace(config.model, weights="")
-    given = model_input(info, run_task(config, info))
+    data = model_input(info, run_task(config, info))
     if not layout.splits or ":" in described.name:
-        return build_model(described, given)
+        return build_model(described, data)
     with without_memory():
-        return build_model(described, given)
+        return build_model(described, data)
 
 
-def _leader_bytes(config: RunConfig, model: nn.Module) -> int:
+def _leader_bytes(run: ResolvedRun, model: nn.Module) -> int:
     """Return the bytes of a whole model, its gradients, and what a worker of a parameter server keeps of it."""
     tensors = (*model.parameters(), *model.buffers())
     trainable = [p for p in model.parameters() if p.requires_grad]
-    kept = _kept(config, [(tuple(p.shape), p.dtype) for p in trainable], 0, 1)
+    kept = _kept(run, [(tuple(p.shape), p.dtype) for p in trainable], 0, 1)
     return sum(t.nbytes for t in tensors) + kept.between + kept.agreeing
 
 
 def _kept(
-    config: RunConfig, shapes: Iterable[tuple[tuple[int, ...], torch.dtype]], optimizer: int, ranks: int
+    run: ResolvedRun, shapes: Iterable[tuple[tuple[int, ...], torch.dtype]], optimizer: int, ranks: int
 ) -> StateBytes:
     parameters = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
-    return kept_memory(config.strategy.sync, config.strategy.compression, Piece(parameters, optimizer, ranks))
+    return run.sync.state_bytes(run.compression, Piece(parameters, optimizer, ranks))
 
 
-def _memory(config: RunConfig, layout: Layout, found: Peaks) -> Memory:
+def _memory(run: ResolvedRun, layout: Layout, peaks: Peaks) -> Memory:
     """Add what replicas have beyond a single one: what their strategy keeps, and where they reduce gradients (DDP) a
     place for these all of the time.
     """
-    in_backward = parse_spec(config.strategy.sync).name == "allreduce"
-    gradients, optimizer = sum(found.gradients), found.optimizer
-    working = found.without_gradients - found.held - found.optimizer
-    peak = found.peak
+    gradients, optimizer = sum(peaks.gradients), peaks.optimizer
+    working = peaks.without_gradients - peaks.held - peaks.optimizer
+    peak = peaks.peak
     if layout.zero1:
-        optimizer, sent = _divided(found, layout.dp)
-        before = found.without_gradients - found.optimizer + optimizer + gradients
-        peak = max(before, found.held + gradients + optimizer + sent)
-    elif layout.dp > 1 and in_backward:
-        peak = (found.peak if layout.splits else found.without_gradients) + gradients
-    ours = not (uses_servers(config) and layout.splits)  # there, the leader has it
-    kept = _kept(config, found.shapes, optimizer, layout.dp) if ours else StateBytes()
+        optimizer, sent = _divided(peaks, layout.dp)
+        before = peaks.without_gradients - peaks.optimizer + optimizer + gradients
+        peak = max(before, peaks.held + gradients + optimizer + sent)
+    elif layout.dp > 1 and run.sync.sums_in_backward:
+        peak = (peaks.peak if layout.splits else peaks.without_gradients) + gradients
+    ours = not (run.sync.uses_servers and layout.splits)  # there, the leader has it
+    kept = _kept(run, peaks.shapes, optimizer, layout.dp) if ours else StateBytes()
     return Memory(
-        parameters=found.parameters,
+        parameters=peaks.parameters,
         gradients=gradients,
         optimizer=optimizer,
-        buffers=found.buffers,
-        averages=found.held - found.parameters - found.buffers,
+        buffers=peaks.buffers,
+        averages=peaks.held - peaks.parameters - peaks.buffers,
         activations=max(0, working),
         sync=kept.between,
-        checkpoint=found.held + optimizer + kept.saved,
-        peak=max(peak, found.held + optimizer + kept.agreeing) + kept.between,
+        checkpoint=peaks.held + optimizer + kept.saved,
+        peak=max(peak, peaks.held + optimizer + kept.agreeing) + kept.between,
     )
 
 
-def _divided(found: Peaks, replicas: int) -> tuple[int, int]:
+def _divided(peaks: Peaks, replicas: int) -> tuple[int, int]:
     """Return the most that a replica has of the optimizer's state, and of parameters that it sends, when divided."""
-    owners = divide(found.gradients, replicas)
-    shares = [sum(s for s, o in zip(found.gradients, owners, strict=True) if o == each) for each in range(replicas)]
-    total = max(1, sum(found.gradients))
-    return round(found.optimizer * max(shares) / total), max(shares)
+    owners = divide(peaks.gradients, replicas)
+    shares = [
+        sum(s for s, o in zip(peaks.gradients, owners, strict=True) if o == replica) for replica in range(replicas)
+    ]
+    total = max(1, sum(peaks.gradients))
+    return round(peaks.optimizer * max(shares) / total), max(shares)
 
 
 def _stages(
-    config: RunConfig, layout: Layout, model: nn.Module, example: Nest, samples: int
+    run: ResolvedRun, layout: Layout, model: nn.Module, example: Nest, samples: int
 ) -> tuple[tuple[StagePlan, ...], tuple[str, ...]]:
     if layout.pp == 1:
         return (), ()
-    hints, own = hints_for(model), read_tensor_plan(config.strategy.tensor_plan)
-    styles = plan_tensor(model, layout.tp, hints, own, layout.sequence).styles if layout.tp > 1 else {}
-    cuts = read_cuts(config.strategy.cuts)
-    settings = PipelineSettings(layout.schedule, layout.microbatches, cuts, samples, styles=styles)
+    hints = hints_for(model)
+    styles = plan_tensor(model, layout.tp, hints, run.tensor_plan, layout.sequence).styles if layout.tp > 1 else {}
+    settings = PipelineSettings(layout.schedule, layout.microbatches, run.cuts, samples, styles=styles)
     stages = plan_stages(model, hints, settings, layout.pp, example)
     count = microbatch_count(settings, layout.pp, len(stages))
     return stages, batchnorm_notes(has_batchnorm([model]), count)

@@ -20,11 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from echelon.config import RunConfig
+from echelon.collectives.paths.backend import Backend
+from echelon.compression import Compression
+from echelon.compression.codecs.none import Uncompressed
 from echelon.core.layout import Layout
 from echelon.data.base import Batch, DataInfo
 from echelon.observe.phases import HostClock
 from echelon.parallel.base import alone, place
+from echelon.sync.allreduce import AllReduceSettings
 from echelon.torch_compat import (
     GATHERS,
     FakeTensorMode,
@@ -36,7 +39,7 @@ from echelon.torch_compat import (
 from echelon.trainer.inputs import any_inputs, blank_targets, run_task
 from echelon.trainer.parts import Work, build_parts
 from echelon.trainer.precision import PRECISIONS
-from echelon.trainer.server_checks import uses_servers
+from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.state import RunParts
 from echelon.trainer.step import Step, StepSettings
 from echelon.trainer.world import World
@@ -155,20 +158,21 @@ class Role:
     cuts: tuple[str, ...]
 
 
-def rehearse(config: RunConfig, info: DataInfo, model: nn.Module, role: Role, samples: int) -> Peaks:
+def rehearse(run: ResolvedRun, info: DataInfo, model: nn.Module, role: Role, samples: int) -> Peaks:
     """Take steps without data; returns the bytes that they take on this rank.
 
     Args:
         model: the whole one, on any device; it stays as it is.
         samples: of this rank, in one optimizer step.
     """
-    config = _alone(config, role)
+    run = _alone(run, role)
+    config = run.config
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     counter = Counter()
     with _world(role) as world, torch.random.fork_rng(), real_meshes(), mode:
         work = Work(info, run_task(config, info), without_data(model, world.device))
         clock = HostClock()
-        parts = build_parts(config, work, world, clock)
+        parts = build_parts(run, work, world, clock)
         settings = StepSettings(
             device=world.device,
             autocast=PRECISIONS[config.training.precision].autocast,
@@ -201,26 +205,25 @@ def rehearse(config: RunConfig, info: DataInfo, model: nn.Module, role: Role, sa
         )
 
 
-def _alone(config: RunConfig, role: Role) -> RunConfig:
+def _alone(run: ResolvedRun, role: Role) -> ResolvedRun:
     """Leave out what acts between replicas, what a CPU does not have, and scaling, which looks at values.
 
     8-bit layers and float16 train as bfloat16. Workers of a parameter server have no optimizer and no average:
     these are the servers'; plain SGD is the least.
     """
+    config = run.config
     optimizer, ema = config.optimizer, config.training.ema
-    if uses_servers(config):
+    if run.sync.uses_servers:
         optimizer, ema = replace(optimizer, name="sgd", momentum=0.0, weight_decay=0.0), 0.0
-    strategy = replace(
-        config.strategy, cuts=",".join(role.cuts), sync="allreduce", compression="none", collective="backend"
-    )
     precision = "bf16" if config.training.precision in ("fp8", "fp16") else config.training.precision
-    return replace(
+    config = replace(
         config,
-        strategy=strategy,
         optimizer=optimizer,
         model=replace(config.model, compile=False),
         training=replace(config.training, precision=precision, ema=ema),
     )
+    plain = Compression(Uncompressed())
+    return replace(run, config=config, sync=AllReduceSettings(), compression=plain, path=Backend(), cuts=role.cuts)
 
 
 def without_data(model: nn.Module, device: torch.device) -> nn.Module:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from echelon.config import RunConfig
-from echelon.config.validate import check_world
 from echelon.data import LoaderConfig, open_data
 from echelon.data.base import DataInfo
 from echelon.data.recipe import make_rows
@@ -16,6 +15,7 @@ from echelon.models import build_model
 from echelon.trainer.assemble import check_enough
 from echelon.trainer.inputs import model_input, run_task
 from echelon.trainer.precision import to_fp8
+from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.world import choose_device
 
 
@@ -27,7 +27,7 @@ class Findings:
     forecast: Forecast
 
 
-def try_out(config: RunConfig, workers: int, ranks: int) -> Findings:
+def try_out(run: ResolvedRun, workers: int, ranks: int) -> Findings:
     """Open the data, find the devices, and rehearse the model, as workers will.
 
     Args:
@@ -37,8 +37,9 @@ def try_out(config: RunConfig, workers: int, ranks: int) -> Findings:
     Raises:
         UserError: a worker would refuse this.
     """
-    devices = [choose_device(config.training.device, each, workers) for each in range(workers)]
-    layout = check_world(config, ranks)
+    config = run.config
+    devices = [choose_device(config.training.device, local_rank, workers) for local_rank in range(workers)]
+    layout = run.layout_for(ranks)
     source = open_data(config.data, config.training.seed)
     check_enough(source.info, layout.dp * layout.fsdp)
     settings = LoaderConfig.of(config.data, config.training.seed, devices[0])
@@ -46,7 +47,7 @@ def try_out(config: RunConfig, workers: int, ranks: int) -> Findings:
     make_rows(source.evaluation, source.info, settings, training=False)
     run_task(config, source.info)
     _try_model(config, source.info, devices[0])
-    return Findings(source.info, forecast(config, source.info, ranks))
+    return Findings(source.info, forecast(run, source.info, ranks))
 
 
 def _try_model(config: RunConfig, info: DataInfo, device: torch.device) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon.compression import Compression
 from echelon.compression.base import Codec, Meta, State
 from echelon.compression.transforms import without_transforms
 from echelon.ps.blob import as_frame, copied_frame, read_frame, sent_frame
@@ -110,7 +111,7 @@ class References:
             del self._held[held]
 
 
-def upward(compression: str, dtype: torch.dtype) -> Coding:
+def upward(compression: Compression, dtype: torch.dtype) -> Coding:
     """Build the coding of gradients.
 
     Raises:
@@ -119,7 +120,7 @@ def upward(compression: str, dtype: torch.dtype) -> Coding:
     return Coding(server_codec(compression), dtype)
 
 
-def downward(compression: str, dtype: torch.dtype) -> Coding:
+def downward(compression: Compression, dtype: torch.dtype) -> Coding:
     """Build the coding of parameters on their way back: the same codec without feedback, which `References` is."""
     codec = upward(compression, dtype).codec
     return Coding(None if codec is None else without_transforms(codec.relay()), dtype)

@@ -22,7 +22,7 @@ from torch import Tensor
 from echelon.messages.endpoint import Channel, Sender, SocketTraffic
 from echelon.messages.protocol import Kind, Malformed, Message, pull_behind
 from echelon.messages.sockets import Limits
-from echelon.ps.coding import downward, upward
+from echelon.ps.coding import Coding, downward, upward
 from echelon.ps.keystore import PushOutcome
 from echelon.ps.pushes import Outgoing, ServerLink
 from echelon.ps.table import KeyRange, KeyTable
@@ -349,7 +349,7 @@ class Connection:
         if body["key"] not in self.slots or self.table is None:
             raise Malformed("content")
         key, slot = self.table.keys[body["key"]], self.slots[body["key"]]
-        coding = self.down if body["delta"] else upward("none", self.down.dtype)
+        coding = self.down if body["delta"] else Coding(None, self.down.dtype)
         try:
             value = coding.decode(message.frames, key)
         except ValueError as error:

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from echelon.compression import Compression
 from echelon.coordinator.scheduling import CoordinationPolicy
 from echelon.messages.identity import RunKeys
 from echelon.ps.keystore import MakeOptimizer
@@ -22,7 +23,7 @@ class ServerConfig:
     keys: RunKeys
     scheduler: str
     address: str
-    compression: str
+    compression: Compression
     seed: int
     folder: Path
     make_optimizer: MakeOptimizer

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from echelon.compression import Compression
 from echelon.messages.identity import RunKeys
 from echelon.sync.base import StepAbandoned
 
@@ -30,7 +31,7 @@ class ClientConfig:
     name: str
     keys: RunKeys
     scheduler: str
-    compression: str
+    compression: Compression
     seed: int
     stream: int
     timeout_s: float

@@ -16,7 +16,7 @@ from echelon.ps.worker_rank import WorkerRank
 RANK = "echelon.run.worker:run_worker"
 SCHEDULER = "echelon.run.served:run_scheduler"
 SERVER = "echelon.run.served:run_server"
-WORKER = "echelon.trainer.leased:run_leased"
+WORKER = "echelon.run.worker:run_leased"
 _NEAR = {  # between ranks of one machine
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",

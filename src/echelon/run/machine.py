@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.config import RunConfig
-from echelon.config.validate import check_world, parse_rendezvous
+from echelon.config.validate import parse_rendezvous
 from echelon.coordinator.addresses import ADDRESS_FILE, ROLES_FOLDER, SchedulerLine, note_address, prepare_roles
-from echelon.core.units import parse_seconds
 from echelon.launch.link import ShapedNetwork, parse_link
 from echelon.launch.places.base import Job
 from echelon.launch.plan import LaunchPlan
@@ -23,11 +22,12 @@ from echelon.ps.worker_rank import worker_name
 from echelon.records.file import Recorder
 from echelon.records.kinds import LinkTraffic
 from echelon.run.job import ServerPart, ranks_job, server_job
-from echelon.trainer.server_checks import server_settings, uses_servers
+from echelon.sync.ps import server_settings
 
 if TYPE_CHECKING:
     from echelon.launch.machines import FirstMachine, OtherMachine
     from echelon.launch.meeting import Arrival
+    from echelon.trainer.resolved import ResolvedRun
 
 SECRET_FOLDER = "machines"
 ARRIVAL_S = 600.0
@@ -49,17 +49,17 @@ class Machine:
     number: int = 0
 
 
-def this_machine(config: RunConfig, plan: LaunchPlan, path: Path, record: Recorder) -> AbstractContextManager[Machine]:
+def this_machine(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Recorder) -> AbstractContextManager[Machine]:
     """Prepare what this machine runs, for as long as the block takes.
 
     Raises:
         UserError: the machines do not meet, or the links cannot be shaped.
     """
-    if not uses_servers(config):
+    if not run.sync.uses_servers:
         if plan.nodes.most > 1:
-            return _ranks_among_machines(config, plan, path)
+            return _ranks_among_machines(run, plan, path)
         return _ranks_on_links(plan, record) if plan.link else _ranks(plan)
-    return _with_servers(config, plan, path, record)
+    return _with_servers(run, plan, path, record)
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def _ranks_on_links(plan: LaunchPlan, record: Recorder) -> Iterator[Machine]:
 
 
 @contextmanager
-def _ranks_among_machines(config: RunConfig, plan: LaunchPlan, path: Path) -> Iterator[Machine]:
+def _ranks_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Iterator[Machine]:
     """Meet the other machines at the rendezvous, and agree with them on every start of the ranks."""
     from echelon.launch.addresses import interface_of, is_own, own_address
     from echelon.launch.machines import FirstMachine, OtherMachine
@@ -95,8 +95,8 @@ def _ranks_among_machines(config: RunConfig, plan: LaunchPlan, path: Path) -> It
     from echelon.messages.identity import make_secret
 
     own, folder = own_address(plan.rendezvous), path / SECRET_FOLDER
-    arrival = _arrival(plan, common_settings(config), own)
-    terms = Terms(plan.nodes.least, plan.nodes.most, plan.max_restarts, ARRIVAL_S, parse_seconds(config.launch.timeout))
+    arrival = _arrival(plan, common_settings(run.described), own)
+    terms = Terms(plan.nodes.least, plan.nodes.most, plan.max_restarts, ARRIVAL_S, run.timeout_s)
     job = ranks_job(plan, interface=interface_of(own))
     machine: FirstMachine | OtherMachine
     meeting: AbstractContextManager[object] = nullcontext()
@@ -119,11 +119,11 @@ def _ranks_among_machines(config: RunConfig, plan: LaunchPlan, path: Path) -> It
 
 
 @contextmanager
-def _with_servers(config: RunConfig, plan: LaunchPlan, path: Path, record: Recorder) -> Iterator[Machine]:
+def _with_servers(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Recorder) -> Iterator[Machine]:
     if plan.nodes.most > 1:
-        around = _servers_among_machines(config, plan, path)
+        around = _servers_among_machines(run, plan, path)
     else:
-        around = _servers_on_links(config, plan, path, record) if plan.link else _servers(config, plan, path)
+        around = _servers_on_links(run, plan, path, record) if plan.link else _servers(run, plan, path)
     with around as part:
         scheduler = SchedulerLine(path / ROLES_FOLDER)
         try:
@@ -133,17 +133,17 @@ def _with_servers(config: RunConfig, plan: LaunchPlan, path: Path, record: Recor
 
 
 @contextmanager
-def _servers(config: RunConfig, plan: LaunchPlan, path: Path) -> Iterator[ServerPart]:
+def _servers(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Iterator[ServerPart]:
     prepare_roles(path)
-    settings, layout = server_settings(config), check_world(config, plan.workers * plan.nodes.most)
+    settings, layout = server_settings(run.sync), run.layout_for(plan.workers * plan.nodes.most)
     numbers = tuple(range(settings.servers))
     yield ServerPart(layout.model_size, layout.dp, numbers, numbers if settings.replicas else ())
 
 
 @contextmanager
-def _servers_on_links(config: RunConfig, plan: LaunchPlan, path: Path, record: Recorder) -> Iterator[ServerPart]:
+def _servers_on_links(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Recorder) -> Iterator[ServerPart]:
     """Give each worker, server and standby a network namespace; the scheduler stays outside, on the control links."""
-    with _servers(config, plan, path) as part:
+    with _servers(run, plan, path) as part:
         workers = [worker_name(i) for i in range(part.workers)]
         servers = [*(f"server{i}" for i in part.servers), *(f"standby{i}" for i in part.standbys)]
         names = [*workers, *servers]
@@ -160,16 +160,16 @@ def _servers_on_links(config: RunConfig, plan: LaunchPlan, path: Path, record: R
 
 
 @contextmanager
-def _servers_among_machines(config: RunConfig, plan: LaunchPlan, path: Path) -> Iterator[ServerPart]:
+def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Iterator[ServerPart]:
     """Meet the other machines at the rendezvous: the first one has the scheduler, servers are spread over all."""
     from echelon.launch.addresses import is_own, own_address
     from echelon.launch.meeting import Admission, Meeting, Register, Shape, join_meeting
     from echelon.messages.identity import read_secret
 
-    own, settings = own_address(plan.rendezvous), server_settings(config)
-    layout = check_world(config, plan.workers * plan.nodes.most)
+    own, settings = own_address(plan.rendezvous), server_settings(run.sync)
+    layout = run.layout_for(plan.workers * plan.nodes.most)
     shape = Shape(plan.nodes.least, plan.nodes.most, settings.servers, settings.replicas)
-    arrival = _arrival(plan, common_settings(config), own)
+    arrival = _arrival(plan, common_settings(run.described), own)
 
     def part(admission: Admission) -> ServerPart:
         machine = admission.machine
@@ -189,7 +189,7 @@ def _servers_among_machines(config: RunConfig, plan: LaunchPlan, path: Path) -> 
             yield part(Admission())
         return
     admission = join_meeting(
-        plan.rendezvous, path / ROLES_FOLDER, arrival, parse_seconds(config.launch.timeout), say
+        plan.rendezvous, path / ROLES_FOLDER, arrival, run.timeout_s, say
     )  # fmt: skip
     note_address(path / ROLES_FOLDER, admission.scheduler)
     yield part(admission)

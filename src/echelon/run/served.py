@@ -14,14 +14,12 @@ import torch
 from torch import nn
 
 from echelon.config import RunConfig, load_run_config
-from echelon.config.validate import parse_interval, parse_nodes
 from echelon.coordinator.addresses import ADDRESS_FILE, ROLES_FOLDER, STATUS_FILE, own_address, wait_for_address
 from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig, TrainingPlan
 from echelon.coordinator.window import WindowSums
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import write_atomic
 from echelon.core.task import BEFORE_TASKS, TaskFacts
-from echelon.core.units import parse_seconds
 from echelon.messages.identity import derive_keys, read_secret
 from echelon.observe.scalars import Scalars
 from echelon.optim.build import build_optimizer
@@ -34,12 +32,13 @@ from echelon.records.file import Recorder, read_records
 from echelon.records.going import read_launch
 from echelon.records.kinds import End, Start
 from echelon.reporting.report import write_report
-from echelon.trainer.compatibility import assign_momentum
+from echelon.run.resolve import resolve
+from echelon.sync.ps import server_settings
 from echelon.trainer.display import Display, RunLength
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.process import leave, log_to, one_line
 from echelon.trainer.progress import RunProgress, WindowEnd
-from echelon.trainer.server_checks import server_settings
+from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.step_watch import RankFacts
 from echelon.trainer.window import WindowTotals
 
@@ -49,14 +48,14 @@ _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 def run_server(folder: str, name: str, index: int, host: str = "") -> None:
     """Be a server, or its standby, to the end of the run; `host` is where it listens for other machines."""
 
-    def serve(path: Path, config: RunConfig) -> None:
+    def serve(path: Path, run: ResolvedRun) -> None:
         roles = path / ROLES_FOLDER
         keys = derive_keys(read_secret(roles))
-        address = wait_for_address(roles, parse_seconds(config.launch.timeout))
+        address = wait_for_address(roles, run.timeout_s)
         Server(
             ServerConfig(
-                name, index, server_settings(config), keys, address, own_address(roles, name, host),
-                config.strategy.compression, config.training.seed, roles, optimizer_maker(config),
+                name, index, server_settings(run.sync), keys, address, own_address(roles, name, host),
+                run.compression, run.config.training.seed, roles, optimizer_maker(run.config),
             )
         ).run()  # fmt: skip
 
@@ -66,17 +65,16 @@ def run_server(folder: str, name: str, index: int, host: str = "") -> None:
 def run_scheduler(folder: str, host: str = "") -> None:
     """Be the scheduler to the end of the run: it records, and shows the progress."""
 
-    def schedule(path: Path, config: RunConfig) -> None:
+    def schedule(path: Path, run: ResolvedRun) -> None:
         roles = path / ROLES_FOLDER
         former, address = roles / ADDRESS_FILE, own_address(roles, "scheduler", host)
         if former.exists():  # it died here: the others know it at the old address
             address = json.loads(former.read_text())["address"]
-        timeout_s = parse_seconds(config.launch.timeout)
         keys = derive_keys(read_secret(roles))
         record = Recorder(path)
-        chronicle = Chronicle(config, path, record)
-        plan = _plan(config)
-        settings = SchedulerConfig(coordination_policy(server_settings(config)), keys, address, roles, plan, timeout_s)
+        chronicle = Chronicle(run, path, record)
+        policy = coordination_policy(server_settings(run.sync))
+        settings = SchedulerConfig(policy, keys, address, roles, _plan(run), run.timeout_s)
         scheduler = Scheduler(settings, record, chronicle.callbacks())
         write_atomic(former, json.dumps({"address": scheduler.listener.address, "pid": os.getpid()}))
         status = scheduler.run()
@@ -90,13 +88,13 @@ def run_scheduler(folder: str, host: str = "") -> None:
     _as_role(folder, "scheduler", schedule)
 
 
-def _as_role(folder: str, name: str, run: Callable[[Path, RunConfig], None]) -> None:
+def _as_role(folder: str, name: str, role: Callable[[Path, ResolvedRun], None]) -> None:
     path = Path(folder)
     record = Recorder(path)
     try:
         log_to(path / "logs" / f"{name}.log")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        run(path, assign_momentum(load_run_config(path / "config.yaml")))
+        role(path, resolve(load_run_config(path / "config.yaml")))
     except UserError as error:
         record.write(Refusal(str(error), role=name))
         leave(USER_ERROR_EXIT_CODE)
@@ -108,9 +106,8 @@ def _as_role(folder: str, name: str, run: Callable[[Path, RunConfig], None]) -> 
     sys.stdout.flush()
 
 
-def _plan(config: RunConfig) -> TrainingPlan:
-    interval = parse_interval(config.checkpoint.every)
-    training = config.training
+def _plan(run: ResolvedRun) -> TrainingPlan:
+    interval, training = run.checkpoint_every, run.config.training
     return TrainingPlan(training.epochs, training.max_steps, training.eval_every, interval.steps, interval.seconds)
 
 
@@ -144,8 +141,8 @@ def optimizer_maker(config: RunConfig) -> MakeOptimizer:
 class Chronicle:
     """Tells what the scheduler knows, as rank 0 of other runs tells it."""
 
-    def __init__(self, config: RunConfig, path: Path, record: Recorder) -> None:
-        self._config, self._path, self._record = config, path, record
+    def __init__(self, run: ResolvedRun, path: Path, record: Recorder) -> None:
+        self._run, self._path, self._record = run, path, record
         # A scheduler that came back does not know how long the run is: it records, and shows nothing.
         task = next((start.task for start in reversed(read_records(path, Start))), BEFORE_TASKS)
         self._progress = RunProgress(record, Scalars(path), Display(RunLength(0, 0), task, False))
@@ -155,7 +152,7 @@ class Chronicle:
         return Callbacks(self._started, self._window, self._reviewed)
 
     def _started(self, info: dict[str, Any]) -> None:
-        config, per_epoch = self._config, info["steps_per_epoch"]
+        config, per_epoch = self._run.config, info["steps_per_epoch"]
         runs = info["done_beyond"]
         done = info["done_below"] + sum(b - a + 1 for a, b in zip(runs[::2], runs[1::2], strict=True))
         steps = config.training.epochs * per_epoch
@@ -163,7 +160,7 @@ class Chronicle:
         progress = self._progress
         progress.display = Display(length, decode(TaskFacts, info["task"]), True, done)
         progress.display.__enter__()
-        workers = (config.launch.workers or 1) * parse_nodes(config.launch.nodes).least
+        workers = (config.launch.workers or 1) * self._run.nodes.least
         start = {
             **info, "world_size": workers, "backend": "zmq", "start_step": done, "start_epoch": done // per_epoch,
             "batch_size": config.data.batch_size, "epochs": config.training.epochs, "served": True,

@@ -26,12 +26,13 @@ from echelon.records.file import Recorder, read_records
 from echelon.records.kinds import End, ProcessStarted
 from echelon.run.job import RANK
 from echelon.run.machine import Machine, say, this_machine
+from echelon.run.resolve import check_names, resolve, uses_servers
 from echelon.trainer import folder as folders
-from echelon.trainer.server_checks import uses_servers
 
 if TYPE_CHECKING:
     from echelon.coordinator.addresses import SchedulerLine
     from echelon.trainer.assemble import Given
+    from echelon.trainer.resolved import ResolvedRun
 
 PRELOAD = (
     "torch",
@@ -62,13 +63,15 @@ def start(config: RunConfig, given: Given | None = None) -> Outcome:
     """
     if is_worker():
         return _start_as_worker(config, given)
+    check_names(config)  # at once, before anything heavy is imported
     path = Path(config.run) if config.run else folders.default_folder(config)
     config = replace(config, run=str(path))
-    _begin_imports(plan_of(config, path, given))
-    check(config, given)  # before there is a folder: what is refused leaves nothing behind
+    plan = plan_of(config, path, given)
+    _begin_imports(plan)
+    run = check(config, given)  # before there is a folder: what is refused leaves nothing behind
     folders.create(path, config)
     with _lock(path, config):
-        return _start_in(path, config, given, fresh=True)
+        return _run_here(run, plan, path)
 
 
 def start_again(path: Path, config: RunConfig) -> Outcome:
@@ -78,11 +81,22 @@ def start_again(path: Path, config: RunConfig) -> Outcome:
         UserError: it cannot start as described, or goes on already.
     """
     with _lock(path, config):
-        return _start_in(path, config, None, fresh=False)
+        folders.prepare(path, config)
+        if is_worker():
+            from echelon.run.worker import train_rank
+
+            return _outcome(path, train_rank(path))
+        check_names(config)
+        plan = plan_of(config, path)
+        _begin_imports(plan)
+        return _run_here(check(config), plan, path)
 
 
-def check(config: RunConfig, given: Given | None = None) -> None:
+def check(config: RunConfig, given: Given | None = None) -> ResolvedRun:
     """Refuse what this machine, or the combination of the four choices, cannot do, and data that is not there.
+
+    Returns:
+        the run as typed objects.
 
     Raises:
         UserError: names the setting, the reason, and what works.
@@ -98,10 +112,12 @@ def check(config: RunConfig, given: Given | None = None) -> None:
         check_task(config.task)
     if given is None or given.source is None:
         check_source(config.data.source)
-    if uses_servers(config) and is_worker():
+    run = resolve(config)
+    if run.sync.uses_servers and is_worker():
         raise UserError(f"--sync {config.strategy.sync} starts roles of its own: run `echelon train` without torchrun")
     ranks = _workers(config) * nodes_of(config.launch).most
-    check_strategies(config, int(os.environ["WORLD_SIZE"]) if is_worker() else ranks)
+    check_strategies(run, int(os.environ["WORLD_SIZE"]) if is_worker() else ranks)
+    return run
 
 
 def plan_of(config: RunConfig, path: Path, given: Given | None = None) -> LaunchPlan:
@@ -159,21 +175,12 @@ def _start_as_worker(config: RunConfig, given: Given | None) -> Outcome:
     return _outcome(path, status)
 
 
-def _start_in(path: Path, config: RunConfig, given: Given | None, fresh: bool) -> Outcome:
-    if not fresh:
-        folders.prepare(path, config)
-    if is_worker():
-        from echelon.run.worker import train_rank
-
-        return _outcome(path, train_rank(path, given))
-    plan = plan_of(config, path, given)
-    if not fresh:
-        _begin_imports(plan)
-        check(config, given)
+def _run_here(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Outcome:
+    """Run this machine's processes to the end."""
     with full_disk_in_words(path):
         record = Recorder(path)
         try:
-            status = _run(config, plan, path, record)
+            status = _run(run, plan, path, record)
         finally:
             record.close()
             folders.mark_ended(path)
@@ -190,14 +197,14 @@ def _begin_imports(plan: LaunchPlan) -> None:
     start_import_server(plan.preload)
 
 
-def _run(config: RunConfig, plan: LaunchPlan, path: Path, record: Recorder) -> str:
+def _run(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Recorder) -> str:
     """Run this machine's processes to the end of the run; returns `completed`, `stopped` or `failed`.
 
     Raises:
         UserError: a process refused its input, or the machines do not meet.
     """
     plan.log_dir.mkdir(parents=True, exist_ok=True)
-    with closing(build_place(config.launch.on)) as place, this_machine(config, plan, path, record) as machine:
+    with closing(build_place(run.config.launch.on)) as place, this_machine(run, plan, path, record) as machine:
         try:
             stopped = supervise(machine.job, place, _watch(path, record, machine.scheduler), machine.rounds)
         except Refused:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -11,16 +12,20 @@ import torch
 import torch.distributed as dist
 
 from echelon.config import load_run_config
+from echelon.coordinator.addresses import ROLES_FOLDER, note_status
 from echelon.core.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import full_disk_in_words, is_full
 from echelon.forecast.alternatives import record_alternatives
+from echelon.ps.worker_rank import WorkerRank
 from echelon.records.events import BadImage, RankFailed, Refusal
 from echelon.records.file import Recorder
 from echelon.records.going import read_launch
 from echelon.records.kinds import End
 from echelon.reporting.report import write_report
+from echelon.run.resolve import resolve
 from echelon.trainer.assemble import Given, assemble
 from echelon.trainer.batches import EpochOrder
+from echelon.trainer.leased import train_leased
 from echelon.trainer.loop import TrainingRun, fit
 from echelon.trainer.precision import set_numerics
 from echelon.trainer.process import leave, log_to, one_line
@@ -50,6 +55,32 @@ def run_worker(folder: str, given: Given | None = None) -> None:
         leave(STOPPED_EXIT_CODE)
 
 
+def run_leased(folder: str, seat: WorkerRank, given: Given | None = None) -> None:
+    """Be a worker of a parameter server to the end of the run that a folder describes.
+
+    A user's mistake is written to the record and ends the process with exit code 2; any other error with 1.
+    """
+    path, name = Path(folder), seat.name
+    record = Recorder(path)
+    try:
+        log_to(path / "logs" / f"{name}.log")
+        run = resolve(load_run_config(path / "config.yaml"))
+        status = train_leased(run, path, seat, record, given.unshared() if given else Given())
+    except UserError as error:
+        record.write(Refusal(str(error), role=name))
+        leave(USER_ERROR_EXIT_CODE)
+    except Exception as error:
+        logging.exception("this worker failed")
+        rank = seat.number * seat.size + seat.rank
+        record.write(RankFailed(one_line(error), rank, os.getpid(), name))
+        leave(1)
+    record.close()
+    if seat.machine and seat.leads:
+        note_status(path / ROLES_FOLDER, status)
+    if status == "refused":
+        sys.exit(USER_ERROR_EXIT_CODE)
+
+
 def train_rank(path: Path, given: Given | None = None) -> str:
     """Train one rank of the run that a folder describes; returns `completed` or `stopped`.
 
@@ -57,12 +88,12 @@ def train_rank(path: Path, given: Given | None = None) -> str:
         UserError: something in the description cannot be used.
     """
     log_to(path / "logs" / f"rank{os.environ.get('RANK', '0')}.log")
-    config = load_run_config(path / "config.yaml")
+    resolved = resolve(load_run_config(path / "config.yaml"))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    with full_disk_in_words(path), stop_on_signals() as stop, join_world(config) as world:
-        set_numerics(config.training)
+    with full_disk_in_words(path), stop_on_signals() as stop, join_world(resolved) as world:
+        set_numerics(resolved.config.training)
         record = Recorder(path if world.leads else None)
-        run, cursor = assemble(config, path, world, record, given or Given())
+        run, cursor = assemble(resolved, path, world, record, given or Given())
         try:
             with run.progress.display:
                 status = fit(run, EpochOrder(run, cursor, stop))
@@ -75,7 +106,7 @@ def train_rank(path: Path, given: Given | None = None) -> str:
         run.eval_loader.close()
         run.progress.scalars.close()
         if status == "completed":
-            run.saver.bytes_sent += record_alternatives(run, config)
+            run.saver.bytes_sent += record_alternatives(run, resolved)
         _end(run, path, status)
         record.close()
     return status

@@ -201,7 +201,7 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def check_settings(study: Study, check: Callable[[RunConfig], None]) -> dict[str, str]:
+def check_settings(study: Study, check: Callable[[RunConfig], object]) -> dict[str, str]:
     """Return why runs cannot start, by candidate (and terms), as far as that is known before anything starts.
 
     Args:

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,18 +21,34 @@ from echelon.collectives.hook import GradientHook
 from echelon.collectives.memory import left_out, merge, velocity_of
 from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import is_small, ring_bytes
+from echelon.compression import Compression
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.buffers import averaged_buffers
+from echelon.sync.settings import SyncSettings
 from echelon.sync.state_bytes import Piece, StateBytes, by_hook
 from echelon.torch_compat import is_compiled
 
 
 @dataclass(frozen=True)
-class Settings:
+class AllReduceSettings(SyncSettings):
     """`allreduce` has no settings."""
 
+    name: ClassVar[str] = "allreduce"
+    sums_in_backward: ClassVar[bool] = True
 
-SETTINGS = Settings
+    def check(self, compression: Compression) -> None:
+        """Every codec can carry gradients."""
+
+    def state_bytes(self, compression: Compression, piece: Piece) -> StateBytes:
+        """Return the memory of the codec and of the vectors that gradients are reduced in."""
+        return by_hook(compression, piece)
+
+    def build(self, context: SyncContext) -> Sync:
+        """Build the strategy."""
+        return AllReduce(context)
+
+
+STRATEGY = AllReduceSettings
 
 
 class AllReduce:
@@ -55,9 +71,7 @@ class AllReduce:
             gradient_as_bucket_view=True,
             **_no_buffers_in_steps(),
         )
-        self._hook = GradientHook(
-            context.group, context.compression, context.collective, average=False, seed=context.seed
-        )
+        self._hook = GradientHook(context.group, context.compression, context.path, average=False, seed=context.seed)
         self._hook.attach(self._ddp)
         self.module = self._ddp
         # DDP orders its buckets anew after its first backward, and more than two ranks round differently in another
@@ -203,13 +217,3 @@ def _no_buffers_in_steps() -> dict[str, Any]:
     """Buffers are averaged for evaluation instead; torch 2.15 renamed the argument."""
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
-
-
-def kept(settings: Settings, compression: str, piece: Piece) -> StateBytes:
-    """Reckon the memory that it keeps (see `sync.kept`)."""
-    return by_hook(compression, piece)
-
-
-def build(settings: Settings, context: SyncContext) -> Sync:
-    """Build the strategy."""
-    return AllReduce(context)

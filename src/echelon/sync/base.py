@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from echelon.collectives.base import Path
 from echelon.collectives.times import ReduceTimes
+from echelon.compression import Compression
 from echelon.observe.phases import PhaseClock
 
 
@@ -28,6 +30,9 @@ class SyncContext:
         update: applies the gradients to the parameters (clipping, optimizer, scaler) and clears them.
         optimizer: whose moments may be averaged; `update` steps it.
         group: the ranks that hold the same piece of the model in other replicas; None for a single process.
+        compression: what travels between the replicas.
+        path: along which it travels.
+        seed: of the codec's draws, the same on every rank.
         clock: told when a strategy communicates outside of backward.
         loss_scale: by what gradients are multiplied until the update (half precision).
     """
@@ -37,8 +42,8 @@ class SyncContext:
     optimizer: torch.optim.Optimizer
     group: dist.ProcessGroup | None
     device: torch.device
-    compression: str
-    collective: str
+    compression: Compression
+    path: Path
     seed: int
     clock: PhaseClock
     loss_scale: Callable[[], float] = lambda: 1.0

@@ -19,24 +19,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from echelon.compression import registry as codecs
+from echelon.compression import Compression
 from echelon.core.errors import UserError
 from echelon.sync.averaging.engine import Averaging
 from echelon.sync.averaging.plan import Plan, check_deltas
 from echelon.sync.base import Sync, SyncContext
+from echelon.sync.settings import SyncSettings
 from echelon.sync.state_bytes import Piece, StateBytes, by_averaging
 
-ENCODES = "deltas"
 OVERLAPPED_ALPHA = 0.5
 
 
 @dataclass(frozen=True)
-class Settings:
+class DilocoSettings(SyncSettings):
     """When replicas agree, and the outer optimizer.
 
     Attributes:
@@ -49,6 +49,8 @@ class Settings:
         optimizer_state: what becomes of the inner optimizer's moments: keep, average or reset.
     """
 
+    name: ClassVar[str] = "diloco"
+    encodes_gradients: ClassVar[bool] = False
     period: int
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
@@ -75,8 +77,25 @@ class Settings:
             optimizer_state=self.optimizer_state,
         )
 
+    def check(self, compression: Compression) -> None:
+        """Refuse a codec that deltas, or the momentum after them, cannot go with (UserError)."""
+        check_deltas(compression)
+        if self.outer_momentum and compression.codec.momentum_inside:
+            raise UserError(
+                f"--compression {compression}: momentum after decoding, together with error feedback, spoils training; "
+                "write diloco(outer_momentum=0), or use int8"
+            )
 
-SETTINGS = Settings
+    def state_bytes(self, compression: Compression, piece: Piece) -> StateBytes:
+        """Return the memory of what was agreed on last, of the outer momentum and of the codec."""
+        return by_averaging(self.plan(), compression, piece, momenta=self.outer_momentum > 0)
+
+    def build(self, context: SyncContext) -> Sync:
+        """Build the strategy."""
+        return Averaging(context, self.plan(), OuterNesterov(self.outer_lr, self.outer_momentum))
+
+
+STRATEGY = DilocoSettings
 
 
 class OuterNesterov:
@@ -104,23 +123,3 @@ class OuterNesterov:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back the momenta."""
         self._velocity = {name: tensor.clone() for name, tensor in state.items()}
-
-
-def check(settings: Settings, compression: str) -> None:
-    """Refuse a codec that deltas, or the momentum after them, cannot go with (UserError)."""
-    check_deltas(compression)
-    if settings.outer_momentum and codecs.build(compression).momentum_inside:
-        raise UserError(
-            f"--compression {compression}: momentum after decoding, together with error feedback, spoils training; "
-            "write diloco(outer_momentum=0), or use int8"
-        )
-
-
-def kept(settings: Settings, compression: str, piece: Piece) -> StateBytes:
-    """Reckon the memory that it keeps (see `sync.kept`)."""
-    return by_averaging(settings.plan(), compression, piece, momenta=settings.outer_momentum > 0)
-
-
-def build(settings: Settings, context: SyncContext) -> Sync:
-    """Build the strategy."""
-    return Averaging(context, settings.plan(), OuterNesterov(settings.outer_lr, settings.outer_momentum))

@@ -14,24 +14,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.compression import Compression
 from echelon.core.errors import UserError
 from echelon.sync.averaging.engine import Averaging
 from echelon.sync.averaging.plan import Plan, check_deltas
 from echelon.sync.base import Sync, SyncContext
+from echelon.sync.settings import SyncSettings
 from echelon.sync.state_bytes import Piece, StateBytes, by_averaging
 
-ENCODES = "deltas"
 PAPERS_BETA = 0.9
 
 
 @dataclass(frozen=True)
-class Settings:
+class EasgdSettings(SyncSettings):
     """When and how strongly replicas are drawn to the centre.
 
     Attributes:
@@ -41,6 +42,8 @@ class Settings:
         optimizer_state: what becomes of moments at an agreement: keep, average or reset.
     """
 
+    name: ClassVar[str] = "easgd"
+    encodes_gradients: ClassVar[bool] = False
     period: int
     beta: float | None = None
     rho: float | None = None
@@ -59,8 +62,37 @@ class Settings:
         """Return when what is averaged."""
         return Plan(self.period, optimizer_state=self.optimizer_state)
 
+    def check(self, compression: Compression) -> None:
+        """Refuse a codec that deltas cannot go through (UserError)."""
+        check_deltas(compression)
 
-SETTINGS = Settings
+    def state_bytes(self, compression: Compression, piece: Piece) -> StateBytes:
+        """Return the memory of the centre and of the codec."""
+        return by_averaging(self.plan(), compression, piece)
+
+    def build(self, context: SyncContext) -> Sync:
+        """Build the strategy.
+
+        Raises:
+            UserError: rho is too large for this learning rate and number of replicas.
+        """
+        replicas = dist.get_world_size(context.group) if context.group is not None else 1
+
+        def alpha() -> float:
+            if self.rho is None:
+                return (self.beta or PAPERS_BETA) / replicas
+            return float(context.optimizer.param_groups[0]["lr"]) * self.rho
+
+        lr = float(context.optimizer.defaults["lr"])
+        if self.rho is not None and replicas * lr * self.rho > 1:
+            raise UserError(
+                f"easgd(rho={self.rho:g}): {replicas} workers x lr {lr:g} x rho is above 1: "
+                f"the centre would overshoot; use rho up to {1 / (replicas * lr):g}"
+            )
+        return Averaging(context, self.plan(), Elastic(alpha, replicas))
+
+
+STRATEGY = EasgdSettings
 
 
 class Elastic:
@@ -84,35 +116,3 @@ class Elastic:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take nothing back."""
-
-
-def check(settings: Settings, compression: str) -> None:
-    """Refuse a codec that deltas cannot go through (UserError)."""
-    check_deltas(compression)
-
-
-def kept(settings: Settings, compression: str, piece: Piece) -> StateBytes:
-    """Reckon the memory that it keeps (see `sync.kept`)."""
-    return by_averaging(settings.plan(), compression, piece)
-
-
-def build(settings: Settings, context: SyncContext) -> Sync:
-    """Build the strategy.
-
-    Raises:
-        UserError: rho is too large for this learning rate and number of replicas.
-    """
-    replicas = dist.get_world_size(context.group) if context.group is not None else 1
-
-    def alpha() -> float:
-        if settings.rho is None:
-            return (settings.beta or PAPERS_BETA) / replicas
-        return float(context.optimizer.param_groups[0]["lr"]) * settings.rho
-
-    lr = float(context.optimizer.defaults["lr"])
-    if settings.rho is not None and replicas * lr * settings.rho > 1:
-        raise UserError(
-            f"easgd(rho={settings.rho:g}): {replicas} workers x lr {lr:g} x rho is above 1: "
-            f"the centre would overshoot; use rho up to {1 / (replicas * lr):g}"
-        )
-    return Averaging(context, settings.plan(), Elastic(alpha, replicas))

@@ -18,17 +18,18 @@ with `period=1` and SGD both take the same steps.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from echelon.compression import Compression
 from echelon.sync.averaging.engine import Averaging
 from echelon.sync.averaging.plan import MeanRule, Plan, check_deltas
 from echelon.sync.base import Sync, SyncContext
+from echelon.sync.settings import SyncSettings
 from echelon.sync.state_bytes import Piece, StateBytes, by_averaging
-
-ENCODES = "deltas"
 
 
 @dataclass(frozen=True)
-class Settings:
+class LocalSettings(SyncSettings):
     """When replicas average.
 
     Attributes:
@@ -38,6 +39,8 @@ class Settings:
         overlap: steps that an average travels behind the computation, less than the period.
     """
 
+    name: ClassVar[str] = "local"
+    encodes_gradients: ClassVar[bool] = False
     period: int
     start: int = 0
     optimizer_state: str = "keep"
@@ -56,20 +59,22 @@ class Settings:
             keep_progress=self.overlap > 0,
         )
 
+    @property
+    def synchronous_steps(self) -> int:
+        """Steps before the first local one."""
+        return self.start
 
-SETTINGS = Settings
+    def check(self, compression: Compression) -> None:
+        """Refuse a codec that deltas cannot go through (UserError)."""
+        check_deltas(compression)
+
+    def state_bytes(self, compression: Compression, piece: Piece) -> StateBytes:
+        """Return the memory of what was agreed on last, and of the codec."""
+        return by_averaging(self.plan(), compression, piece)
+
+    def build(self, context: SyncContext) -> Sync:
+        """Build the strategy."""
+        return Averaging(context, self.plan(), MeanRule())
 
 
-def check(settings: Settings, compression: str) -> None:
-    """Refuse a codec that deltas cannot go through (UserError)."""
-    check_deltas(compression)
-
-
-def kept(settings: Settings, compression: str, piece: Piece) -> StateBytes:
-    """Reckon the memory that it keeps (see `sync.kept`)."""
-    return by_averaging(settings.plan(), compression, piece)
-
-
-def build(settings: Settings, context: SyncContext) -> Sync:
-    """Build the strategy."""
-    return Averaging(context, settings.plan(), MeanRule())
+STRATEGY = LocalSettings

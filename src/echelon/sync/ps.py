@@ -6,12 +6,14 @@ stale synchronous (Ho et al. 2013). This is its declaration; servers and the wor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
+from echelon.compression import Compression
 from echelon.compression.base import Codec
-from echelon.compression.registry import build as build_codec
 from echelon.core.errors import UserError, nearest
 from echelon.sync.base import Sync, SyncContext
+from echelon.sync.settings import SyncSettings
 from echelon.sync.state_bytes import Piece, StateBytes, pushed, whole
 
 MODES = ("sync", "async", "ssp")
@@ -21,7 +23,7 @@ STRENGTH = {"none": 0.0, "constant": 0.04, "adaptive": 2.0}
 
 
 @dataclass(frozen=True)
-class ServerSettings:
+class ServerSettings(SyncSettings):
     """`ps(mode=async, servers=2, ...)`.
 
     Attributes:
@@ -42,6 +44,8 @@ class ServerSettings:
         ema: decay of a moving average of the parameters on the servers; set by --ema; 0: off.
     """
 
+    name: ClassVar[str] = "ps"
+    uses_servers: ClassVar[bool] = True
     mode: str = "async"
     servers: int = 1
     staleness: int = 3
@@ -95,52 +99,80 @@ class ServerSettings:
         """Lambda, or lambda_0 of the adaptive form."""
         return STRENGTH[self.compensation] if self.strength is None else self.strength
 
+    def with_ema(self, decay: float) -> ServerSettings:
+        """Return the settings with the decay of the average that the servers keep.
 
-SETTINGS = ServerSettings
+        Raises:
+            UserError: the spec names one itself.
+        """
+        if self.ema:
+            raise UserError(f"--sync {self}: the average is asked for by --ema {self.ema:g}")
+        return replace(self, ema=decay)
+
+    def batch_parts(self, replicas: int) -> int:
+        """Return how many leases a batch is: one for each worker where gradients are summed, else one."""
+        return replicas if self.aggregates else 1
+
+    def check_run(self, workers: int, clips: bool, has_momentum: bool) -> None:
+        """Refuse a norm that no server sees, more backups than workers, and a correction of no momentum (UserError)."""
+        if clips and self.aggregates:
+            raise UserError(
+                f"--sync {self}: no server sees the norm of the whole gradient: leave out --clip-norm, or mode=async"
+            )
+        if self.backup >= workers:
+            raise UserError(f"--sync {self}: with {workers} workers at most {workers - 1} are backups")
+        if self.momentum_correction and not has_momentum:
+            raise UserError(
+                f"--sync {self}: there is no momentum on the servers to correct: use --optimizer sgd with "
+                "--momentum and a --compression that leaves it to the optimizer, or leave momentum_correction out"
+            )
+
+    def check(self, compression: Compression) -> None:
+        """Refuse codecs that cannot serve a server.
+
+        Raises:
+            UserError: says what works instead.
+        """
+        server_codec(compression)
+
+    def state_bytes(self, compression: Compression, piece: Piece) -> StateBytes:
+        """Return what a worker keeps: parameters as they came from the servers, and the states of what it pushes.
+
+        At the end of backward all gradients are there, and uncompressed copies of them on their way.
+        """
+        size, states = whole(piece.parameters), pushed(compression, piece.parameters)
+        return StateBytes(size + states, (1 if compression.encodes else 2) * size, states)
+
+    def build(self, context: SyncContext) -> Sync:
+        """Refuse: a parameter server is more than one process's strategy.
+
+        Raises:
+            UserError: always; says how to start it.
+        """
+        raise UserError(
+            "--sync ps(...) has roles of its own (scheduler, servers, workers): start it with `echelon train` "
+            "and without torchrun"
+        )
 
 
-def build(settings: ServerSettings, context: SyncContext) -> Sync:
-    """Refuse: a parameter server is more than one process's strategy.
-
-    Raises:
-        UserError: always; says how to start it.
-    """
-    raise UserError(
-        "--sync ps(...) has roles of its own (scheduler, servers, workers): start it with `echelon train` "
-        "and without torchrun"
-    )
+STRATEGY = ServerSettings
 
 
-def check(settings: ServerSettings, compression: str) -> None:
-    """Refuse codecs that cannot serve a server.
-
-    Raises:
-        UserError: says what works instead.
-    """
-    server_codec(compression)
+def server_settings(sync: SyncSettings) -> ServerSettings:
+    """Return the settings of a run that has servers."""
+    assert isinstance(sync, ServerSettings), f"{sync.name} has no servers"
+    return sync
 
 
-def server_codec(compression: str) -> Codec | None:
+def server_codec(compression: Compression) -> Codec | None:
     """Build the codec of what is pushed; None: values travel as they are.
 
     Raises:
         UserError: the codec cannot serve a server.
     """
-    if compression == "none":
-        return None
-    codec = build_codec(compression)
-    if codec.direction:
+    if compression.codec.direction:
         raise UserError(
             f"--compression {compression} gives the direction of a vote over all workers, and a server has no vote: "
             "use --sync allreduce with it, or sign without vote"
         )
-    return codec
-
-
-def kept(settings: ServerSettings, compression: str, piece: Piece) -> StateBytes:
-    """Reckon what a worker keeps: parameters as they came from the servers, and the states of what it pushes.
-
-    At the end of backward all gradients are there, and uncompressed copies of them on their way.
-    """
-    size, own = whole(piece.parameters), pushed(compression, piece.parameters)
-    return StateBytes(size + own, (2 if compression == "none" else 1) * size, own)
+    return compression.build() if compression.encodes else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from echelon.collectives.wire import is_small
-from echelon.compression import registry as codecs
+from echelon.compression import Compression
 from echelon.compression.base import Codec
 from echelon.compression.state import working_dtype
 from echelon.sync.averaging.plan import Plan
@@ -49,15 +49,15 @@ def whole(parameters: Sequence[Tensor]) -> int:
     return sum(p.numel() * working_dtype(p.dtype).itemsize for p in parameters)
 
 
-def states(compression: str, piece: Piece) -> int:
+def states(compression: Compression, piece: Piece) -> int:
     """Return the bytes of a codec's states in an all-reduce: error feedback, momentum, factors.
 
     Small parameters are not encoded, but have the codec's momentum. Each rank encodes the sum of its chunk again,
     unless sums travel as they are.
     """
-    if compression == "none" or piece.ranks == 1:
+    if not compression.encodes or piece.ranks == 1:
         return 0
-    codec = codecs.build(compression)
+    codec = compression.build()
     large = [p for p in piece.parameters if not is_small(p)]
     own = sum(_state(codec, p) for p in large)
     if codec.absorbs_momentum:
@@ -65,9 +65,9 @@ def states(compression: str, piece: Piece) -> int:
     return own if codec.linear else own + sum(_state(codec.relay(), p) for p in large) // piece.ranks
 
 
-def pushed(compression: str, parameters: Sequence[Tensor]) -> int:
+def pushed(compression: Compression, parameters: Sequence[Tensor]) -> int:
     """Return the bytes of a codec's states at the sender of all parameters' gradients."""
-    return 0 if compression == "none" else sum(_state(codecs.build(compression), p) for p in parameters)
+    return sum(_state(compression.build(), p) for p in parameters) if compression.encodes else 0
 
 
 def _state(codec: Codec, like: Tensor) -> int:
@@ -75,18 +75,18 @@ def _state(codec: Codec, like: Tensor) -> int:
     return sum(tensor.nbytes for tensor in (*state.memory.values(), *state.factors.values()))
 
 
-def by_hook(compression: str, piece: Piece) -> StateBytes:
+def by_hook(compression: Compression, piece: Piece) -> StateBytes:
     """Reckon gradients that are reduced through a codec: vectors that they are copied into, states and their copies.
 
     States are copied before a step, which is undone when a gradient is not finite.
     """
-    if compression == "none" or piece.ranks == 1:
+    if not compression.encodes or piece.ranks == 1:
         return StateBytes()
     own = states(compression, piece)
     return StateBytes(sum(p.nbytes for p in piece.parameters) + 2 * own, saved=own)
 
 
-def by_averaging(plan: Plan, compression: str, piece: Piece, momenta: bool = False) -> StateBytes:
+def by_averaging(plan: Plan, compression: Compression, piece: Piece, momenta: bool = False) -> StateBytes:
     """Reckon values that are averaged now and then: what was agreed on last, and what the codec remembers.
 
     Deltas and the vectors in which they are reduced are there for a moment; with `overlap` while steps go on.

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.config import RunConfig
-from echelon.config.validate import parse_interval
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.data import LoaderConfig, Shard, Source, example_inputs, open_data
@@ -29,7 +28,7 @@ from echelon.records.file import Recorder
 from echelon.records.going import read_launch
 from echelon.records.kinds import Start
 from echelon.tasks.base import Task
-from echelon.trainer.compatibility import assign_momentum, interplay_notes, settle_single_worker
+from echelon.trainer.compatibility import interplay_notes
 from echelon.trainer.cuts import keep_cuts, with_kept_cuts
 from echelon.trainer.display import Display, RunLength
 from echelon.trainer.inputs import model_input, run_task, units_of
@@ -37,6 +36,7 @@ from echelon.trainer.loop import LoopSettings, TrainingRun
 from echelon.trainer.parts import Work, build_parts, channels_last
 from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.progress import RunProgress
+from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.saving import Saver, tensor_bytes
 from echelon.trainer.state import Cursor, RunParts, fingerprint, layout_of, seed_everything
 from echelon.trainer.step import Step, StepSettings
@@ -60,25 +60,27 @@ class Given:
         return replace(self, model=copy.deepcopy(self.model))
 
 
-def assemble(config: RunConfig, path: Path, world: World, record: Recorder, given: Given) -> tuple[TrainingRun, Cursor]:
-    """Build the parts of a run from its description, and restore the newest checkpoint.
+def assemble(
+    resolved: ResolvedRun, path: Path, world: World, record: Recorder, given: Given
+) -> tuple[TrainingRun, Cursor]:
+    """Build the parts of a run, and restore the newest checkpoint.
 
     Raises:
         UserError: something in the description cannot be built.
     """
-    training = config.training
-    notes = interplay_notes(config, world.size)
-    config = settle_single_worker(config) if world.group is None else assign_momentum(config)
+    notes = interplay_notes(resolved, world.size)
+    if world.group is None:
+        resolved = resolved.for_single_worker()
+    config, training = resolved.config, resolved.config.training
     seed_everything(training.seed)
     source = given.source or open_data(config.data, training.seed)
     check_enough(source.info, world.data_size)
     task = run_task(config, source.info, given.task)
     train_loader, eval_loader = _loaders(config, source, world, task)
     clock = make_clock(world.device.type)
-    config = with_kept_cuts(config, world, path)
     splits = world.placement is not None and world.placement.layout.splits
     work = Work(source.info, task, given.model, example_inputs(source) if splits else None)
-    parts = build_parts(config, work, world, clock)
+    parts = build_parts(with_kept_cuts(resolved, world, path), work, world, clock)
     keep_cuts(parts, world, path)
     saver = Saver(path, config.checkpoint.keep, parts, world, record, fingerprint(config, source.info, task))
     restored = saver.restore()
@@ -101,9 +103,7 @@ def assemble(config: RunConfig, path: Path, world: World, record: Recorder, give
             Scalars(path if world.leads else None),
             _display(config, train_loader.batches_per_epoch, world, cursor, task),
         ),
-        settings=LoopSettings(
-            training.epochs, training.max_steps, training.eval_every, parse_interval(config.checkpoint.every)
-        ),
+        settings=LoopSettings(training.epochs, training.max_steps, training.eval_every, resolved.checkpoint_every),
     )
     _record_start(config, run, source, cursor, path)
     for name, note in run_notes(config, source.info, parts.split.notes if parts.split else (), notes):

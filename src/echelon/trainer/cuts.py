@@ -9,26 +9,26 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from echelon.config import RunConfig
 from echelon.core.files import write_atomic
+from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.state import RunParts
 from echelon.trainer.world import World
 
 FILE = "stages.json"
 
 
-def with_kept_cuts(config: RunConfig, world: World, folder: Path) -> RunConfig:
-    """Return the description with the cuts that the run had before in a pipeline of this size and schedule.
+def with_kept_cuts(run: ResolvedRun, world: World, folder: Path) -> ResolvedRun:
+    """Return the run with the cuts that the run had before in a pipeline of this size and schedule.
 
     All ranks call it before the pipeline is built, which is before any rank keeps new ones.
     """
     file = folder / FILE
-    if config.strategy.cuts or world.placement is None or world.placement.layout.pp == 1 or not file.exists():
-        return config
+    if run.cuts or world.placement is None or world.placement.layout.pp == 1 or not file.exists():
+        return run
     kept = json.loads(file.read_text())
     if kept["pipeline"] != _pipeline(world):
-        return config
-    return replace(config, strategy=replace(config.strategy, cuts=",".join(kept["cuts"])))
+        return run
+    return replace(run, cuts=tuple(kept["cuts"]))
 
 
 def keep_cuts(parts: RunParts, world: World, folder: Path) -> None:

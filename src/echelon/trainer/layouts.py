@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-from echelon.config import RunConfig
-from echelon.config.validate import check_world
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.core.layout import Layout
-from echelon.core.spec import parse_spec
 from echelon.optim.traits import is_elementwise
 from echelon.parallel.pipeline.settings import schedule_kind
+from echelon.trainer.resolved import ResolvedRun
 
 
-def check_layout(config: RunConfig, ranks: int) -> None:
+def check_layout(run: ResolvedRun, ranks: int) -> None:
     """Refuse what a layout cannot be combined with.
 
     Raises:
         UserError: names the settings, the reason, and what works.
     """
-    layout = check_world(config, ranks)
-    given = f"--parallel {config.strategy.parallel}"
-    read_tensor_plan(config.strategy.tensor_plan)
-    read_cuts(config.strategy.cuts)
-    for flag, value, axis in (
-        ("--tensor-plan", config.strategy.tensor_plan, Axis.TP),
-        ("--cuts", config.strategy.cuts, Axis.PP),
-    ):
+    layout, strategy = run.layout_for(ranks), run.described.strategy
+    given = f"--parallel {strategy.parallel}"
+    for flag, value, axis in (("--tensor-plan", strategy.tensor_plan, Axis.TP), ("--cuts", strategy.cuts, Axis.PP)):
         if value and layout.size(axis) == 1:
             raise UserError(f"{flag} {value}: it belongs to --parallel {axis}=N with N above 1")
     if layout.splits:
-        _check_split(config, layout, given)
+        _check_split(run, layout, given)
     if layout.zero1:
-        _check_zero(config, given)
+        _check_zero(run, given)
     if layout.pp > 1:
         schedule_kind(layout.schedule)
 
 
-def _check_split(config: RunConfig, layout: Layout, given: str) -> None:
+def _check_split(run: ResolvedRun, layout: Layout, given: str) -> None:
+    config = run.config
     optimizer = config.optimizer.name.lower()
-    on_servers = parse_spec(config.strategy.sync).name == "ps"  # they hold whole tensors
-    if (layout.fsdp > 1 or layout.tp > 1) and not is_elementwise(optimizer) and not on_servers:
+    if (layout.fsdp > 1 or layout.tp > 1) and not is_elementwise(optimizer) and not run.sync.uses_servers:
         raise UserError(
             f"{given} with --optimizer {optimizer}: it needs whole tensors (norms or products of them), and each rank "
             "has rows of them; use adamw, sgd, momentum, lion or another that works element by element, or dp=N"
@@ -61,13 +54,13 @@ def _check_split(config: RunConfig, layout: Layout, given: str) -> None:
         raise UserError(f"{given} with --compile: a split model is not compiled; leave --compile out, or use dp=N")
 
 
-def _check_zero(config: RunConfig, given: str) -> None:
-    if config.strategy.sync != "allreduce":
+def _check_zero(run: ResolvedRun, given: str) -> None:
+    if not run.sync.sums_in_backward:
         raise UserError(
-            f"{given} with --sync {config.strategy.sync}: zero1 divides one common update among the replicas; "
+            f"{given} with --sync {run.described.strategy.sync}: zero1 divides one common update among the replicas; "
             "use --sync allreduce, or leave zero1 out"
         )
-    if config.optimizer.name.lower().startswith("lamb"):
+    if run.config.optimizer.name.lower().startswith("lamb"):
         raise UserError(f"{given} with --optimizer lamb: it needs the norm over all of the model; use adamw")
 
 

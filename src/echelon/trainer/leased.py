@@ -3,79 +3,50 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
-import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from echelon.config import load_run_config
-from echelon.coordinator.addresses import ROLES_FOLDER, note_status
+from echelon.coordinator.addresses import ROLES_FOLDER
 from echelon.core.axes import Axis
-from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
-from echelon.core.units import parse_seconds
+from echelon.core.errors import UserError
 from echelon.models import parameter_count
 from echelon.observe.environment import allowed_cores, environment
 from echelon.observe.phases import Phase
 from echelon.ps.client import PushInfo, RunOver, TagLost
 from echelon.ps.pulls import BUFFERS_KEY
 from echelon.ps.worker_rank import WorkerRank
-from echelon.records.events import BadImage, RankFailed, Refusal
+from echelon.records.events import BadImage
 from echelon.records.file import Recorder
 from echelon.records.going import read_launch
 from echelon.trainer.assemble import Given, run_notes
-from echelon.trainer.compatibility import assign_momentum, interplay_notes
+from echelon.trainer.compatibility import interplay_notes
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.leased_assemble import LeasedWorker, assemble_worker
 from echelon.trainer.leased_bench import WorkerModel, build_bench
 from echelon.trainer.leased_saving import average_state, flat_averages, flat_values, run_state
 from echelon.trainer.leased_split import begin_lease, follow, lead_evaluation, lead_lease
-from echelon.trainer.process import leave, log_to, one_line
 from echelon.trainer.replica import Sums
+from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.state import layout_sizes
 from echelon.trainer.step import StepResult
 from echelon.trainer.team import join_team
 from echelon.trainer.window import resident_bytes
 
 
-def run_leased(folder: str, seat: WorkerRank, given: Given | None = None) -> None:
-    """Be a worker of the run that a folder describes, to its end.
+def train_leased(run: ResolvedRun, path: Path, seat: WorkerRank, record: Recorder, given: Given) -> str:
+    """Be a worker of a run to its end; returns how it ended, which only a worker's first rank knows.
 
-    A user's mistake is written to the record and ends the process with exit code 2; any other error with 1.
+    Raises:
+        UserError: something in the description cannot be built.
     """
-    path, name = Path(folder), seat.name
-    record = Recorder(path)
-    try:
-        log_to(path / "logs" / f"{name}.log")
-        status = _train(path, seat, record, given.unshared() if given else Given())
-    except UserError as error:
-        record.write(Refusal(str(error), role=name))
-        leave(USER_ERROR_EXIT_CODE)
-    except Exception as error:
-        logging.exception("this worker failed")
-        rank = seat.number * seat.size + seat.rank
-        record.write(RankFailed(one_line(error), rank, os.getpid(), name))
-        leave(1)
-    record.close()
-    if seat.machine and seat.leads:
-        note_status(path / ROLES_FOLDER, status)
-    if status == "refused":
-        _leave_refused()
-
-
-def _leave_refused() -> NoReturn:
-    sys.exit(USER_ERROR_EXIT_CODE)
-
-
-def _train(path: Path, seat: WorkerRank, record: Recorder, given: Given) -> str:
-    config = assign_momentum(load_run_config(path / "config.yaml"))
-    with join_team(config, seat, path / ROLES_FOLDER) as world:
-        bench = build_bench(config, seat, world, given)
+    with join_team(run, seat, path / ROLES_FOLDER) as world:
+        bench = build_bench(run, seat, world, given)
         if seat.leads:
             status = _lead(path, seat, record, bench)
         else:
@@ -178,7 +149,7 @@ def set_up(worker: LeasedWorker) -> dict[str, Any]:
 
 def _put(worker: LeasedWorker, states: dict[int, dict[str, Any]]) -> None:
     """Give the servers their keys; one that dies over it gets its own again."""
-    deadline_s = parse_seconds(worker.config.launch.timeout)
+    deadline_s = worker.bench.run.timeout_s
     ends = time.monotonic() + deadline_s
     while True:
         try:
@@ -206,10 +177,10 @@ def _start_info(worker: LeasedWorker) -> dict[str, Any]:
 
 
 def _notes(worker: LeasedWorker) -> list[tuple[str, str]]:
-    replica, config = worker.bench.replica, load_run_config(worker.path / "config.yaml")
+    replica, run = worker.bench.replica, worker.bench.run
     layout = replica.split.notes if replica else ()
-    settings = interplay_notes(config, worker.seat.workers)
-    return run_notes(config, worker.bench.source.info, layout, settings)
+    settings = interplay_notes(run, worker.seat.workers)
+    return run_notes(run.config, worker.bench.source.info, layout, settings)
 
 
 def _layout_info(worker: LeasedWorker) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from echelon.config import RunConfig
 from echelon.coordinator.addresses import ROLES_FOLDER, wait_for_address
-from echelon.core.units import parse_seconds
 from echelon.messages.identity import derive_keys, read_secret
 from echelon.observe.resources import Sampler
 from echelon.optim.build import Schedule, build_optimizer, build_schedule
@@ -18,11 +17,11 @@ from echelon.ps.strategy import ParameterServer, WorkerOptions
 from echelon.ps.table import Cut, KeyTable
 from echelon.ps.worker_rank import WorkerRank, worker_name
 from echelon.records.file import Recorder
-from echelon.sync.ps import ServerSettings
+from echelon.sync.ps import ServerSettings, server_settings
 from echelon.trainer.leased_bench import WorkerModel
 from echelon.trainer.leased_saving import LeasedSaver
 from echelon.trainer.precision import PRECISIONS
-from echelon.trainer.server_checks import server_settings
+from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.state import fingerprint
 from echelon.trainer.window import gpu_uuid
 
@@ -47,7 +46,7 @@ class LeasedWorker:
     @property
     def config(self) -> RunConfig:
         """The run's description."""
-        return self.bench.config
+        return self.bench.run.config
 
 
 def assemble_worker(path: Path, seat: WorkerRank, record: Recorder, bench: WorkerModel) -> LeasedWorker:
@@ -56,10 +55,10 @@ def assemble_worker(path: Path, seat: WorkerRank, record: Recorder, bench: Worke
     Raises:
         UserError: something in the description cannot be built.
     """
-    config, model = bench.config, bench.model
+    config, model = bench.run.config, bench.model
     assert model is not None
-    settings = server_settings(config)
-    client = Client(_client_config(config, settings, path, seat.number))
+    settings = server_settings(bench.run.sync)
+    client = Client(_client_config(bench.run, path, seat.number))
     table = model_table(model, _cut(config, settings, client))
     client.set_table(table)
     if bench.replica is not None:
@@ -83,12 +82,11 @@ def _reads_ahead(config: RunConfig) -> bool:
     return PRECISIONS[config.training.precision].parameters is not None
 
 
-def _client_config(config: RunConfig, settings: ServerSettings, path: Path, number: int) -> ClientConfig:
-    roles = path / ROLES_FOLDER
-    timeout_s = parse_seconds(config.launch.timeout)
+def _client_config(run: ResolvedRun, path: Path, number: int) -> ClientConfig:
+    roles, timeout_s, settings = path / ROLES_FOLDER, run.timeout_s, server_settings(run.sync)
     return ClientConfig(
         worker_name(number), derive_keys(read_secret(roles)), wait_for_address(roles, timeout_s),
-        config.strategy.compression, config.training.seed, number, timeout_s, keeps=settings.replicas == 0,
+        run.compression, run.config.training.seed, number, timeout_s, keeps=settings.replicas == 0,
         aggregates=settings.aggregates,
     )  # fmt: skip
 

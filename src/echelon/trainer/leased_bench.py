@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from echelon.config import RunConfig
-from echelon.core.units import parse_seconds
 from echelon.data import LoaderConfig, Shard, Source, example_inputs, open_data
 from echelon.data.base import Batch
 from echelon.data.loader import EvalLoader, TrainLoader
@@ -24,7 +23,7 @@ from echelon.trainer.inputs import run_task, units_of
 from echelon.trainer.parts import Work, build_computing, build_split, build_whole
 from echelon.trainer.precision import set_numerics
 from echelon.trainer.replica import Replica, Sums
-from echelon.trainer.server_checks import batch_parts
+from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.state import seed_everything
 from echelon.trainer.step import Step
 from echelon.trainer.world import World
@@ -34,7 +33,7 @@ from echelon.trainer.world import World
 class WorkerModel:
     """The parts of one process. `model` is whole, and there where the process leads; `replica` where it is split."""
 
-    config: RunConfig
+    run: ResolvedRun
     world: World
     source: Source
     model: nn.Module | None
@@ -72,12 +71,13 @@ class WorkerModel:
         return self.train_loader.bad_images + self.eval_loader.bad_images
 
 
-def build_bench(config: RunConfig, seat: WorkerRank, world: World, given: Given) -> WorkerModel:
+def build_bench(run: ResolvedRun, seat: WorkerRank, world: World, given: Given) -> WorkerModel:
     """Build what a process computes with; all ranks of a worker call it together.
 
     Raises:
         UserError: something in the description cannot be built.
     """
+    config = run.config
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     set_numerics(config.training)
     seed = config.training.seed
@@ -92,12 +92,12 @@ def build_bench(config: RunConfig, seat: WorkerRank, world: World, given: Given)
     if seat.size > 1:
         seed_everything(seed)
         work = replace(work, example=example_inputs(source))
-        split = build_split(config, work, world, batch_parts(config, seat.workers, fsdp))
-        replica = Replica(split, model, parse_seconds(config.launch.timeout))
+        split = build_split(run, work, world, run.sync.batch_parts(seat.workers) * fsdp)
+        replica = Replica(split, model, run.timeout_s)
     settings = LoaderConfig.of(config.data, seed, world.device)
     scaler = torch.amp.GradScaler(world.device.type, enabled=False)
     bench = WorkerModel(
-        config, world, source, model, replica, work.task,
+        run, world, source, model, replica, work.task,
         Step(work.task, _step_settings(config, world), clock, scaler, replica.split if replica else None), clock,
         TrainLoader(source, settings, Shard(0, 1), units_of(work.task)),
         EvalLoader(source, settings, Shard(world.data_rank, world.data_size) if replica else Shard(0, 1)),

@@ -20,13 +20,13 @@ from echelon.parallel.precision import cast_parameters
 from echelon.parallel.split import SplitModel, SplitOptions, recompute_model, split_model
 from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
 from echelon.parallel.zero import DividedUpdate
-from echelon.sync import Sync, SyncContext, build_sync
+from echelon.sync.base import Sync, SyncContext
 from echelon.tasks import nest
 from echelon.tasks.base import Task
 from echelon.tasks.nest import Nest
 from echelon.trainer.inputs import any_inputs, model_input
-from echelon.trainer.layouts import read_cuts, read_tensor_plan
 from echelon.trainer.precision import PRECISIONS, build_scaler, to_fp8
+from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.split_sync import SplitSync
 from echelon.trainer.state import RunParts
 from echelon.trainer.step import make_update
@@ -61,7 +61,7 @@ class Work:
 class _Built:
     """What the strategy acts on: `held` are the tensors of this rank, which `optimizer` updates."""
 
-    config: RunConfig
+    run: ResolvedRun
     world: World
     clock: PhaseClock
     held: nn.Module
@@ -69,15 +69,15 @@ class _Built:
     scaler: torch.amp.GradScaler
 
 
-def build_parts(config: RunConfig, work: Work, world: World, clock: PhaseClock) -> RunParts:
+def build_parts(run: ResolvedRun, work: Work, world: World, clock: PhaseClock) -> RunParts:
     """Build what a run's state is made of; all ranks call it together.
 
     Raises:
         UserError: the model cannot be built, or not be split like this.
     """
-    split = None
+    config, split = run.config, None
     if _is_split(world):
-        split = build_split(config, work, world, world.data_size)
+        split = build_split(run, work, world, world.data_size)
         model = split.module
     else:
         model = build_computing(config, work, world)
@@ -87,7 +87,7 @@ def build_parts(config: RunConfig, work: Work, world: World, clock: PhaseClock) 
     if split and split.pieces.divided:
         split.pieces.divided.keep_own(optimizer)
     scaler = build_scaler(config.training.precision, world.device, _overflows_together(world))
-    built = _Built(config, world, clock, held, optimizer, scaler)
+    built = _Built(run, world, clock, held, optimizer, scaler)
     ema = EMA(held, config.training.ema) if config.training.ema else None
     if split and not split.pieces.divided:
         sync: Sync = SplitSync(model, split.pieces, lambda: _sync(built, held), clock)
@@ -134,7 +134,7 @@ def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
     return model
 
 
-def build_split(config: RunConfig, work: Work, world: World, parts: int) -> SplitModel:
+def build_split(run: ResolvedRun, work: Work, world: World, parts: int) -> SplitModel:
     """Build this rank's pieces of the model; all ranks call it together.
 
     Args:
@@ -143,21 +143,21 @@ def build_split(config: RunConfig, work: Work, world: World, parts: int) -> Spli
     Raises:
         UserError: the model cannot be built, or not be split like this.
     """
-    unmade = _build_unmade(config, work, world)
-    model = unmade[0] if unmade else build_whole(config, work, world)
-    return _split(config, model, world, work, unmade[1] if unmade else None, parts)
+    unmade = _build_unmade(run, work, world)
+    model = unmade[0] if unmade else build_whole(run.config, work, world)
+    return _split(run, model, world, work, unmade[1] if unmade else None, parts)
 
 
-def _build_unmade(config: RunConfig, work: Work, world: World) -> tuple[nn.Module, DeferredInit] | None:
+def _build_unmade(run: ResolvedRun, work: Work, world: World) -> tuple[nn.Module, DeferredInit] | None:
     """Build the model without memory where it is to be split as its family says: each rank then makes its pieces alone.
 
     None where values are needed before: they are the caller's or a file's, tied (memory would be given twice), or a
     plan that nobody declared is tried on them.
     """
-    layout = world.placement.layout if world.placement is not None else None
+    layout, config = world.placement.layout if world.placement is not None else None, run.config
     if layout is None or not layout.splits or work.own is not None or config.model.weights or ":" in config.model.name:
         return None
-    if config.strategy.tensor_plan or config.training.precision == "fp8":
+    if run.tensor_plan or config.training.precision == "fp8":
         return None
     state = torch.get_rng_state()
     with without_memory() as recording:
@@ -193,12 +193,13 @@ def _divided(model: nn.Module, world: World) -> SplitModel:
 
 
 def _split(
-    config: RunConfig, model: nn.Module, world: World, work: Work, unmade: DeferredInit | None, parts: int
+    run: ResolvedRun, model: nn.Module, world: World, work: Work, unmade: DeferredInit | None, parts: int
 ) -> SplitModel:
     assert world.placement is not None
+    config = run.config
     options = SplitOptions(
-        tensor_plan=read_tensor_plan(config.strategy.tensor_plan),
-        cuts=read_cuts(config.strategy.cuts),
+        tensor_plan=run.tensor_plan,
+        cuts=run.cuts,
         recompute=config.training.recompute,
         example=work.inputs(torch.empty(0, dtype=next(model.parameters()).dtype, device=world.device)),
         unmade=unmade,
@@ -213,17 +214,17 @@ def _split(
 
 
 def _sync(built: _Built, model: nn.Module) -> Sync:
-    config, world = built.config, built.world
+    run, world = built.run, built.world
     context = SyncContext(
         model=model,
-        update=make_update(built.held, built.optimizer, built.scaler, config.optimizer.clip_norm),
+        update=make_update(built.held, built.optimizer, built.scaler, run.config.optimizer.clip_norm),
         optimizer=built.optimizer,
         group=world.placement.replica_group if world.placement else world.group,
         device=world.device,
-        compression=config.strategy.compression,
-        collective=config.strategy.collective,
-        seed=config.training.seed,
+        compression=run.compression,
+        path=run.path,
+        seed=run.config.training.seed,
         clock=built.clock,
         loss_scale=built.scaler.get_scale,
     )
-    return build_sync(config.strategy.sync, context)
+    return run.sync.build(context)

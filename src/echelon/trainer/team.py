@@ -14,12 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from echelon.config import RunConfig
-from echelon.config.validate import check_world
 from echelon.core.axes import Axis
-from echelon.core.units import parse_seconds
 from echelon.parallel.base import Group, place
 from echelon.ps.worker_rank import WorkerRank
+from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.world import World, _device
 
 STORES_FOLDER = "teams"
@@ -29,7 +27,7 @@ _WORDS_A_TIMEOUT = 4
 
 
 @contextmanager
-def join_team(config: RunConfig, seat: WorkerRank, roles: Path) -> Iterator[World]:
+def join_team(run: ResolvedRun, seat: WorkerRank, roles: Path) -> Iterator[World]:
     """Join the other ranks of a worker, and leave them at the end; a worker that is one rank is its own world.
 
     They meet by a file that is named after this start of theirs, so that nothing of an earlier one is read.
@@ -37,18 +35,18 @@ def join_team(config: RunConfig, seat: WorkerRank, roles: Path) -> Iterator[Worl
     Raises:
         UserError: there is no GPU for this rank.
     """
-    device = _device(config.training.device, seat.local)
+    device = _device(run.config.training.device, seat.local)
     if seat.size == 1:
         yield World(seat.number, 1, seat.local, device, None)
         return
-    timeout = timedelta(seconds=parse_seconds(config.launch.timeout))
+    timeout = timedelta(seconds=run.timeout_s)
     folder = roles / STORES_FOLDER
     folder.mkdir(exist_ok=True)
     store = dist.FileStore(str(folder / f"worker{seat.number}-{os.environ['ECHELON_ROUND']}"), seat.size)
     store.set_timeout(timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=timeout)
-    whole = check_world(config, seat.workers * seat.size)
+    whole = run.layout_for(seat.workers * seat.size)
     placement = place(replace(whole, sizes={**whole.sizes, Axis.DP: 1}), seat.rank, device.type, timeout)
     yield World(seat.rank, seat.size, seat.local, device, dist.group.WORLD, placement)
     dist.destroy_process_group()  # not after an error: that is recorded first, and then the process ends at once

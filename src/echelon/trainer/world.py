@@ -12,12 +12,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from echelon.config import RunConfig
-from echelon.config.validate import check_world
 from echelon.core.errors import UserError
-from echelon.core.units import parse_seconds
 from echelon.observe.environment import allowed_cores
 from echelon.parallel.base import Placement, alone, place
+from echelon.trainer.resolved import ResolvedRun
 
 _HOST_BYTES = 64  # the longest host name on Linux
 _CORES_BYTES = 192
@@ -64,7 +62,7 @@ class World:
 
 
 @contextmanager
-def join_world(config: RunConfig) -> Iterator[World]:
+def join_world(run: ResolvedRun) -> Iterator[World]:
     """Join the process group of the run and leave it at the end.
 
     Raises:
@@ -72,12 +70,12 @@ def join_world(config: RunConfig) -> Iterator[World]:
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    layout = check_world(config, size)
-    device = _device(config.training.device, local_rank)
+    layout = run.layout_for(size)
+    device = _device(run.config.training.device, local_rank)
     if size == 1:
         yield World(rank, size, local_rank, device, None, alone())
         return
-    timeout = timedelta(seconds=parse_seconds(config.launch.timeout))
+    timeout = timedelta(seconds=run.timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     round_name = os.environ.get("ECHELON_ROUND") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -14,6 +14,7 @@ import torch
 import zmq
 from torch import Tensor, nn
 
+from echelon.compression import read
 from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig, TrainingPlan
 from echelon.coordinator.window import WindowSums
 from echelon.messages.endpoint import Channel, Sender
@@ -65,7 +66,7 @@ class Cluster:
         """Start one server."""
         config = ServerConfig(
             name or f"server{index}", index, self.settings, self.keys, self.scheduler.listener.address,
-            "tcp://127.0.0.1:0", self.compression, 0, self.folder, lambda tensors, decay: self.optimizer(tensors),
+            "tcp://127.0.0.1:0", read(self.compression), 0, self.folder, lambda tensors, decay: self.optimizer(tensors),
         )  # fmt: skip
         server = Server(config)
         self._spawn(server.run)
@@ -75,8 +76,8 @@ class Cluster:
     def client(self, number: int) -> Client:
         """Connect a worker."""
         return Client(
-            ClientConfig(f"worker{number}", self.keys, self.scheduler.listener.address, self.compression, 0, number,
-                         20.0, keeps=self.settings.replicas == 0, aggregates=self.settings.aggregates)
+            ClientConfig(f"worker{number}", self.keys, self.scheduler.listener.address, read(self.compression), 0,
+                         number, 20.0, keeps=self.settings.replicas == 0, aggregates=self.settings.aggregates)
         )  # fmt: skip
 
     def work(self, number: int, model: nn.Module, gradient: Callable[[nn.Module, dict[str, Any]], float],

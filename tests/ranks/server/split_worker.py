@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from echelon.compression import read
 from echelon.core.axes import Axis
 from echelon.data.base import Batch, Shard
 from echelon.data.order import local_part
@@ -22,6 +23,7 @@ from echelon.ps.strategy import ParameterServer, WorkerOptions
 from echelon.ps.table import Cut
 from echelon.ps.worker_rank import WorkerRank
 from echelon.records.file import Recorder
+from echelon.run.resolve import resolve
 from echelon.sync.ps import ServerSettings
 from echelon.trainer.leased import train_task
 from echelon.trainer.leased_assemble import LeasedWorker
@@ -76,7 +78,7 @@ def work_split(rank: Rank, work: Work4) -> list[Tensor]:
     config = work.trial.config()
     example = work.trial.global_batch(0)[0][:2]
     leads = world.rank == 0
-    split = build_split(config, Work(INFO, TASK, whole_model(work.trial), example), world, 1)
+    split = build_split(resolve(config), Work(INFO, TASK, whole_model(work.trial), example), world, 1)
     model = whole_model(work.trial) if leads else None
     replica = Replica(split, model, TIMEOUT_S)
     step = Step(
@@ -87,7 +89,8 @@ def work_split(rank: Rank, work: Work4) -> list[Tensor]:
         split,
     )
     loader = cast(Any, _Loader(work.trial))
-    bench = WorkerModel(config, world, cast(Any, None), model, replica, TASK, step, clock, loader, cast(Any, None))
+    nothing = cast(Any, None)
+    bench = WorkerModel(resolve(config), world, nothing, model, replica, TASK, step, clock, loader, nothing)
     if not leads:
         follow(bench, replica)
         return []
@@ -111,7 +114,7 @@ def _lead(work: Work4, bench: WorkerModel, number: int, folder: Path) -> list[Te
     assert model is not None and replica is not None
     table = model_table(model, Cut(work.settings.servers, work.settings.chunk_bytes))
     client = Client(
-        ClientConfig(f"worker{number}", KEYS, work.address, work.compression, 0, number, TIMEOUT_S,
+        ClientConfig(f"worker{number}", KEYS, work.address, read(work.compression), 0, number, TIMEOUT_S,
                      keeps=work.settings.replicas == 0, aggregates=work.settings.aggregates)
     )  # fmt: skip
     client.set_table(table)

@@ -11,9 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from echelon.collectives.paths.backend import Backend
+from echelon.compression import read
 from echelon.coordinator.scheduler import TrainingPlan
 from echelon.observe.phases import HostClock
-from echelon.sync import SyncContext, build_sync
+from echelon.sync.allreduce import AllReduceSettings
+from echelon.sync.base import SyncContext
 from echelon.sync.ps import ServerSettings
 from echelon.trainer.step import make_update
 from tests.ranks.server.roles import Cluster, Optimizer
@@ -60,8 +63,8 @@ def reduced(rank: Rank, name: str) -> list[Tensor]:
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     update = make_update(module, optimizer, scaler, 0.0)
     group, clock = dist.group.WORLD, HostClock()
-    sync = build_sync(
-        "allreduce", SyncContext(module, update, optimizer, group, torch.device("cpu"), "none", "auto", 0, clock)
+    sync = AllReduceSettings().build(
+        SyncContext(module, update, optimizer, group, torch.device("cpu"), read("none"), Backend(), 0, clock)
     )
     seen = []
     for step in range(STEPS):

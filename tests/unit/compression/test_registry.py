@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from echelon.compression.registry import build, codec_class, decay_factor, examples, names, place_momentum
+from echelon.compression.registry import build, codec_class, examples, names, read
 from echelon.compression.transforms import ErrorFeedback, Huffman, Transformed
 from echelon.core.errors import UserError
 
@@ -38,6 +38,13 @@ def test_wrappers_stand_in_order() -> None:
     assert codec.inner.transforms == (ErrorFeedback(),)
     assert codec.name == "topk+huffman" and codec.biased and not codec.fixed_size
     assert not isinstance(build("int8"), Transformed)
+
+
+@pytest.mark.parametrize("text", ["none", "topk(0.01)+huffman", "sign(vote=true, momentum=0.9)", "powersgd", "int8"])
+def test_what_travels_is_written_as_the_spec_that_it_is_read_from(text: str) -> None:
+    compression = read(text)
+    assert read(str(compression)) == compression
+    assert compression.encodes == (text != "none")
 
 
 @pytest.mark.parametrize(
@@ -79,28 +86,31 @@ def test_refused_in_words(text: str, words: str) -> None:
 
 
 def test_weight_decay_stays_as_strong_when_momentum_leaves_the_optimizer() -> None:
-    assert decay_factor("topk(0.01, momentum=0.9)", 0.9) == pytest.approx(10)
-    assert decay_factor("sign(vote=true, momentum=0.9)", 0.9) == 1
+    assert read("topk(0.01, momentum=0.9)").decay_factor(0.9) == pytest.approx(10)
+    assert read("sign(vote=true, momentum=0.9)").decay_factor(0.9) == 1
 
 
 def test_momentum_goes_inside_where_the_codec_applies_it() -> None:
-    assert place_momentum("topk(0.01)", 0.9) == ("topk(0.01, momentum=0.9)", 0.0)
-    assert place_momentum("sign+huffman", 0.9) == ("sign(momentum=0.9)+huffman", 0.0)
-    assert place_momentum("topk(0.01, momentum=0)", 0.9) == ("topk(0.01, momentum=0)", 0.9)
-    assert place_momentum("topk(0.01, momentum=0.9)", 0.9) == ("topk(0.01, momentum=0.9)", 0.0)
-    assert place_momentum("powersgd(rank=2)", 0.9) == ("powersgd(rank=2)", 0.9)
-    assert place_momentum("topk(0.01)", 0.0) == ("topk(0.01)", 0.0)
+    assert read("topk(0.01)").with_momentum(0.9) == (read("topk(0.01, momentum=0.9)"), 0.0)
+    assert read("sign+huffman").with_momentum(0.9) == (read("sign(momentum=0.9)+huffman"), 0.0)
+    assert read("topk(0.01, momentum=0)").with_momentum(0.9) == (read("topk(0.01, momentum=0)"), 0.9)
+    assert read("topk(0.01, momentum=0.9)").with_momentum(0.9) == (read("topk(0.01, momentum=0.9)"), 0.0)
+    assert read("powersgd(rank=2)").with_momentum(0.9) == (read("powersgd(rank=2)"), 0.9)
+    assert read("topk(0.01)").with_momentum(0.0) == (read("topk(0.01)"), 0.0)
     looking = "topk(0.01, momentum=0.9, nesterov=true)"
-    assert place_momentum("topk(0.01)", 0.9, nesterov=True) == (looking, 0.0)
-    assert place_momentum("topk(0.01, momentum=0.9)", 0.0, nesterov=True) == (looking, 0.0)
-    assert place_momentum("topk(0.01, nesterov=true)", 0.9) == ("topk(0.01, nesterov=true, momentum=0.9)", 0.0)
+    assert read("topk(0.01)").with_momentum(0.9, nesterov=True) == (read(looking), 0.0)
+    assert read("topk(0.01, momentum=0.9)").with_momentum(0.0, nesterov=True) == (read(looking), 0.0)
+    assert read("topk(0.01, nesterov=true)").with_momentum(0.9) == (
+        read("topk(0.01, nesterov=true, momentum=0.9)"),
+        0.0,
+    )
     without = "topk(0.01, nesterov=false, momentum=0.9)"
-    assert place_momentum("topk(0.01, nesterov=false)", 0.9, nesterov=True) == (without, 0.0)
-    assert place_momentum("powersgd(2)", 0.9, nesterov=True) == ("powersgd(2)", 0.9)
-    assert place_momentum("topk(0.01, momentum=0)", 0.9, nesterov=True) == ("topk(0.01, momentum=0)", 0.9)
+    assert read("topk(0.01, nesterov=false)").with_momentum(0.9, nesterov=True) == (read(without), 0.0)
+    assert read("powersgd(2)").with_momentum(0.9, nesterov=True) == (read("powersgd(2)"), 0.9)
+    assert read("topk(0.01, momentum=0)").with_momentum(0.9, nesterov=True) == (read("topk(0.01, momentum=0)"), 0.9)
     with pytest.raises(UserError, match="there is none: leave nesterov out"):
-        place_momentum("topk(0.01, nesterov=true)", 0.0)
+        read("topk(0.01, nesterov=true)").with_momentum(0.0)
     with pytest.raises(UserError, match="make them equal"):
-        place_momentum("topk(0.01, momentum=0.8)", 0.9)
+        read("topk(0.01, momentum=0.8)").with_momentum(0.9)
     with pytest.raises(UserError, match="spoils training"):
-        place_momentum("sign(momentum=0.0)", 0.9)
+        read("sign(momentum=0.0)").with_momentum(0.9)

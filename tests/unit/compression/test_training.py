@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from echelon.compression.base import Codec, State
-from echelon.compression.registry import build, place_momentum
+from echelon.compression.registry import read
 
 SPECS = [
     "fp16",
@@ -116,6 +116,6 @@ def plain() -> float:
 @pytest.mark.parametrize("spec", SPECS)
 def test_accuracy_is_kept(spec: str, plain: float) -> None:
     """Within 1 point of the uncompressed accuracy (360 digits: three of them), as `--compression` would run."""
-    text, momentum = place_momentum(spec, 0.9)
-    reached = accuracy(Compressed(build(text)), momentum)
+    compression, momentum = read(spec).with_momentum(0.9)
+    reached = accuracy(Compressed(compression.build()), momentum)
     assert reached > plain - 0.011, f"{spec}: {reached:.4f}, uncompressed {plain:.4f}"

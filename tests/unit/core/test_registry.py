@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from echelon.collectives.registry import PATHS
+from echelon.compression.registry import CODECS
 from echelon.core.errors import UserError
 from echelon.core.registry import Argument, Registry
 from echelon.core.spec import parse_spec
+from echelon.sync.registry import STRATEGIES
 
 CODE = '''"""Waits.
 
@@ -20,8 +24,13 @@ from typing import ClassVar
 import a_module_that_does_not_exist
 
 
+class Plain:
+    share: str  # of no dataclass: no setting
+    kind: ClassVar[str] = "plain"
+
+
 @dataclass(frozen=True)
-class Base:
+class Base(Plain):
     period: int
 
 
@@ -65,6 +74,7 @@ def test_settings_are_known_without_importing_the_file(registry: Registry) -> No
         Argument("period", "int", None),
         Argument("share", "float | None", "None", True, "of the batch, above 0."),
     )
+    assert declaration.constants == {"kind": "'plain'", "name": "'waits'"}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +101,17 @@ def test_registries_of_the_package_import_no_torch() -> None:
         "import sys\n"
         "from echelon.collectives.registry import PATHS\n"
         "from echelon.compression.registry import CODECS\n"
-        "assert [r.declaration(n) for r in (PATHS, CODECS) for n in r.names()]\n"
+        "from echelon.sync.registry import STRATEGIES\n"
+        "assert [r.declaration(n) for r in (PATHS, CODECS, STRATEGIES) for n in r.names()]\n"
         "sys.exit('torch' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("registry", [PATHS, CODECS, STRATEGIES], ids=lambda r: r.kind)
+def test_what_is_declared_is_what_the_class_has(registry: Registry) -> None:
+    for name in registry.names():
+        fields = dataclasses.fields(registry.settings_class(name))
+        arguments = registry.declaration(name).arguments
+        assert [(a.name, a.kw_only) for a in arguments] == [(f.name, f.kw_only) for f in fields]
+        assert [a.default is None for a in arguments] == [f.default is dataclasses.MISSING for f in fields]

@@ -15,6 +15,7 @@ from echelon.data.base import DataInfo
 from echelon.forecast.memory import Memory, forecast
 from echelon.models import Hints, ModelInput
 from echelon.models.builtin.small_vit import Size, SmallViT
+from echelon.run.resolve import resolve
 
 INFO = DataInfo("any", tuple("abcdefghij"), 3, 32, 64, 16, (8,) * 10)
 SIZE = Size(depth=3, width=128, heads=4, hidden=512)
@@ -27,7 +28,7 @@ def predict(
     given |= {name.replace("__", "."): value for name, value in settings.items()}
     with torch.device("meta"):
         whole = model or SmallViT(ModelInput(10, 3, 32), SIZE)
-    found = forecast(build(None, given).config, info, ranks, whole)
+    found = forecast(resolve(build(None, given).config), info, ranks, whole)
     assert not dist.is_initialized() and not found.unknown
     return found.memory
 
@@ -162,5 +163,5 @@ class Picky(nn.Module):
 
 
 def test_a_model_to_which_values_matter_is_not_predicted() -> None:
-    found = forecast(build(None, {"strategy.parallel": "dp=1"}).config, INFO, 1, Picky())
+    found = forecast(resolve(build(None, {"strategy.parallel": "dp=1"}).config), INFO, 1, Picky())
     assert not found.memory and "DataDependent" in found.unknown

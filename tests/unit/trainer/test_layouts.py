@@ -9,7 +9,8 @@ import pytest
 
 from echelon.config import build
 from echelon.core.errors import UserError
-from echelon.trainer.compatibility import check_strategies, interplay_notes, settle_single_worker
+from echelon.run.resolve import resolve
+from echelon.trainer.compatibility import check_strategies, interplay_notes
 from echelon.trainer.layouts import read_cuts, read_tensor_plan
 
 
@@ -46,7 +47,7 @@ from echelon.trainer.layouts import read_cuts, read_tensor_plan
 )
 def test_what_cannot_be_combined_is_refused(parallel: str, ranks: int, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        check_strategies(build(None, {"strategy.parallel": parallel, **settings}).config, ranks)
+        check_strategies(resolve(build(None, {"strategy.parallel": parallel, **settings}).config), ranks)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_what_cannot_be_combined_is_refused(parallel: str, ranks: int, settings:
     ],
 )
 def test_what_can_be_combined_is_not(parallel: str, settings: dict[str, Any]) -> None:
-    check_strategies(build(None, {"strategy.parallel": parallel, **settings}).config, 4)
+    check_strategies(resolve(build(None, {"strategy.parallel": parallel, **settings}).config), 4)
 
 
 def test_plans_and_cuts_are_read() -> None:
@@ -82,18 +83,18 @@ def test_plans_and_cuts_are_read() -> None:
 )
 def test_a_codec_that_would_do_harm_or_nothing_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        check_strategies(build(None, settings).config, 2)
+        check_strategies(resolve(build(None, settings).config), 2)
 
 
 def test_a_codecs_own_momentum_is_the_optimizers_in_a_single_worker() -> None:
     config = build(None, {"strategy.compression": "topk(0.01, momentum=0.9)", "optimizer.momentum": 0.0}).config
-    alone = settle_single_worker(config).optimizer
+    alone = resolve(config).for_single_worker().config.optimizer
     assert alone.name == "sgd"
     asked = build(None, {"strategy.compression": "topk(0.01, nesterov=true)", "optimizer.name": "momentum"}).config
-    both = settle_single_worker(asked).optimizer
+    both = resolve(asked).for_single_worker().config.optimizer
     assert (both.name, both.momentum, both.weight_decay) == ("sgd", 0.9, asked.optimizer.weight_decay)
     plain = build(None, {"strategy.compression": "topk(0.01, momentum=0.9, nesterov=false)", "optimizer.momentum": 0.0})
-    assert settle_single_worker(plain.config).optimizer.name == "momentum"
+    assert resolve(plain.config).for_single_worker().config.optimizer.name == "momentum"
     assert (alone.momentum, alone.weight_decay) == (0.9, pytest.approx(config.optimizer.weight_decay / 10))
 
 
@@ -113,7 +114,7 @@ def test_a_codecs_own_momentum_is_the_optimizers_in_a_single_worker() -> None:
     ],
 )
 def test_what_one_setting_does_to_another_is_said(settings: dict[str, Any], ranks: int, words: list[str]) -> None:
-    notes = interplay_notes(build(None, settings).config, ranks)
+    notes = interplay_notes(resolve(build(None, settings).config), ranks)
     assert len(notes) == len(words)
     assert all(re.search(word, note) for word, note in zip(words, notes, strict=True)), notes
 
@@ -131,4 +132,4 @@ def test_what_one_setting_does_to_another_is_said(settings: dict[str, Any], rank
 )
 def test_a_refused_setting_of_a_server_is_named(sync: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        check_strategies(build(None, {"strategy.sync": sync, "optimizer.name": "adamw"}).config, 2)
+        check_strategies(resolve(build(None, {"strategy.sync": sync, "optimizer.name": "adamw"}).config), 2)

@@ -38,7 +38,7 @@ class RandomK(Codec):
 
     Attributes:
         density: share of elements sent, above 0 and at most 1.
-        momentum: applied in the worker, as in topk; left out: `registry.place_momentum` fills it in.
+        momentum: applied in the worker, as in topk; left out: `Compression.with_momentum` fills it in.
         nesterov: as in topk.
 
     Papers: Stich et al. 2018, "Sparsified SGD with Memory", arXiv:1809.07599 (random-k with memory).

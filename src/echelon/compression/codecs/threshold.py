@@ -34,7 +34,7 @@ class Threshold(Sparse):
     Attributes:
         tau: the fixed threshold, in gradient units.
         density: target share of elements; give exactly one of the two.
-        momentum: applied in the worker, as in topk; left out: `registry.place_momentum` fills it in.
+        momentum: applied in the worker, as in topk; left out: `Compression.with_momentum` fills it in.
         nesterov: as in topk.
         values: how values travel: bf16, fp32 or sign.
 

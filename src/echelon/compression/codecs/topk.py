@@ -28,7 +28,7 @@ class TopK(Sparse):
     Attributes:
         density: share of elements sent, above 0 and at most 1.
         momentum: applied in the worker, before choosing; the optimizer's must be 0. 0: the optimizer keeps its own.
-            Left out: `registry.place_momentum` fills in the optimizer's.
+            Left out: `Compression.with_momentum` fills in the optimizer's.
         nesterov: u looks ahead, v = v + g + m u (the paper's appendix B); left out: as the optimizer's momentum does.
         clip: Euclidean norm that each vector which a worker encodes is scaled down to: in an all-reduce the chunk of a
             cell that goes to one owner, so that a global limit L is about L / (workers sqrt(cells)); 0: none.

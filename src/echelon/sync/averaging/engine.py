@@ -12,7 +12,6 @@ from echelon.collectives import memory
 from echelon.collectives.route import Route, open_route
 from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import SHOWN, WireCount
-from echelon.compression import registry as compression
 from echelon.observe.phases import Phase
 from echelon.sync.allreduce import AllReduce
 from echelon.sync.averaging.background import Background
@@ -40,7 +39,7 @@ class Averaging:
         self._first: AllReduce | None = None
         if plan.start:
             self._step, self._first = -plan.start, AllReduce(context)
-        self._route = open_route(context.collective, context.group) if context.group is not None else None
+        self._route = open_route(context.path, context.group) if context.group is not None else None
         self._background: Background | None = None
         runs = cut(model_values(context.model), plan.fragments)
         link = self._link()
@@ -56,8 +55,8 @@ class Averaging:
         if self._plan.overlap:
             self._background = Background(self._context.device)
             route = Route(route.path, same_ranks_group(route.group))
-        spec = self._context.compression
-        codec = None if spec == "none" else compression.build(spec)
+        compression = self._context.compression
+        codec = compression.build() if compression.encodes else None
         return Link(route, codec, self._context.seed, self._wire)
 
     @property

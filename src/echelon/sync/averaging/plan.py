@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from echelon.compression import registry as compression
+from echelon.compression import Compression
 from echelon.core.errors import UserError
 
 OPTIMIZER_STATES = ("keep", "average", "reset")
@@ -99,20 +99,20 @@ class MeanRule:
         """Take nothing back."""
 
 
-def check_deltas(spec: str) -> None:
+def check_deltas(compression: Compression) -> None:
     """Refuse a codec that gradients can go through, but deltas of parameters cannot.
 
     Raises:
         UserError: names the nearest that works.
     """
-    codec = compression.build(spec)
+    codec = compression.codec
     if codec.direction:
         raise UserError(
-            f"--compression {spec} gives directions of a fixed size, but deltas of parameters have sizes: "
+            f"--compression {compression} gives directions of a fixed size, but deltas of parameters have sizes: "
             "use sign (with scales), or --sync allreduce"
         )
     if codec.absorbs_momentum or codec.looks_ahead:
         raise UserError(
-            f"--compression {spec} applies momentum to what it encodes, but the optimizer of each replica applies it "
-            "before: leave momentum out of the compression, and nesterov with it, or use --sync allreduce"
+            f"--compression {compression} applies momentum to what it encodes, but the optimizer of each replica "
+            "applies it before: leave momentum out of the compression, and nesterov with it, or use --sync allreduce"
         )

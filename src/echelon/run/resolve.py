@@ -1,0 +1,74 @@
+"""From a description's text to typed objects, once. Checking names and settings imports no torch; resolving does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from echelon.collectives.registry import PATHS
+from echelon.compression import registry as codecs
+from echelon.config import RunConfig
+from echelon.config.validate import parse_interval, parse_nodes
+from echelon.core.errors import naming
+from echelon.core.layout import parse_layout
+from echelon.core.spec import parse_spec
+from echelon.core.units import parse_seconds
+from echelon.sync.registry import STRATEGIES
+
+if TYPE_CHECKING:
+    from echelon.trainer.resolved import ResolvedRun
+
+
+def check_names(config: RunConfig) -> None:
+    """Refuse strategies that do not exist, and settings that they do not have, without importing torch.
+
+    Raises:
+        UserError: names the setting, and the nearest that exists.
+    """
+    strategy = config.strategy
+    with naming("--parallel"):
+        parse_layout(strategy.parallel)
+    with naming("--sync"):
+        STRATEGIES.check(parse_spec(strategy.sync))
+    with naming("--compression"):
+        codecs.check(strategy.compression)
+    with naming("--collective"):
+        PATHS.check(parse_spec(strategy.collective))
+
+
+def uses_servers(config: RunConfig) -> bool:
+    """Whether a run's parameters are held by servers, as its strategy's file declares; imports no torch."""
+    return STRATEGIES.declaration(parse_spec(config.strategy.sync).name).constants.get("uses_servers") == "True"
+
+
+def resolve(config: RunConfig) -> ResolvedRun:
+    """Return a description as typed objects.
+
+    Raises:
+        UserError: a text cannot be read, or codec and optimizer contradict each other; names the setting and the fix.
+    """
+    from echelon.sync import registry as strategies
+    from echelon.trainer.layouts import read_cuts, read_tensor_plan
+    from echelon.trainer.resolved import ResolvedRun
+
+    check_names(config)
+    strategy = config.strategy
+    with naming("--sync"):
+        sync = strategies.read(strategy.sync).with_ema(config.training.ema)
+    with naming("--compression"):
+        compression = codecs.read(strategy.compression)
+    with naming("--collective"):
+        path = PATHS.build(strategy.collective)
+    run = ResolvedRun(
+        config=config,
+        described=config,
+        layout=parse_layout(strategy.parallel),
+        sync=sync,
+        compression=compression,
+        path=path,
+        tensor_plan=read_tensor_plan(strategy.tensor_plan),
+        cuts=read_cuts(strategy.cuts),
+        nodes=parse_nodes(config.launch.nodes),
+        timeout_s=parse_seconds(config.launch.timeout),
+        checkpoint_every=parse_interval(config.checkpoint.every),
+    )
+    return run.compressed_by(compression)

@@ -1,0 +1,82 @@
+"""What every strategy declares: its settings, and what others may ask of it before it is built."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from echelon.core.spec import spec_of
+
+if TYPE_CHECKING:
+    from echelon.compression import Compression
+    from echelon.sync.base import Sync, SyncContext
+    from echelon.sync.state_bytes import Piece, StateBytes
+
+
+class SyncSettings(ABC):
+    """Settings of a strategy. Subclasses are frozen dataclasses; their file assigns them to `STRATEGY`.
+
+    Attributes:
+        name: the spec name (the file's name).
+        uses_servers: servers hold the parameters, and workers train on leases.
+        encodes_gradients: gradients go through the codec, which may then apply momentum; else deltas of parameters,
+            which have had theirs.
+        sums_in_backward: every step ends in one common update, of gradients that are summed during backward.
+    """
+
+    name: ClassVar[str]
+    uses_servers: ClassVar[bool] = False
+    encodes_gradients: ClassVar[bool] = True
+    sums_in_backward: ClassVar[bool] = False
+
+    @property
+    def synchronous_steps(self) -> int:
+        """For how many steps a strategy that averages parameters reduces gradients at first."""
+        return 0
+
+    def with_ema(self, decay: float) -> SyncSettings:
+        """Return the settings of a run whose weights are averaged with this decay (0: not at all).
+
+        Raises:
+            UserError: the settings name another one.
+        """
+        return self
+
+    def batch_parts(self, replicas: int) -> int:
+        """Return how many parts a global batch is cut into."""
+        return replicas
+
+    def check_run(self, workers: int, clips: bool, has_momentum: bool) -> None:  # noqa: B027 (most have no servers)
+        """Refuse what servers that hold the parameters cannot do.
+
+        Args:
+            workers: the least number of them.
+            clips: gradients are clipped to a norm.
+            has_momentum: the optimizer has one.
+
+        Raises:
+            UserError: names both settings and what works.
+        """
+
+    @abstractmethod
+    def check(self, compression: Compression) -> None:
+        """Refuse what the strategy cannot send through.
+
+        Raises:
+            UserError: names a combination that works.
+        """
+
+    @abstractmethod
+    def state_bytes(self, compression: Compression, piece: Piece) -> StateBytes:
+        """Return the memory that the strategy and its codec keep on a rank from step to step."""
+
+    @abstractmethod
+    def build(self, context: SyncContext) -> Sync:
+        """Build the strategy.
+
+        Raises:
+            UserError: it cannot work in this run.
+        """
+
+    def __str__(self) -> str:
+        return str(spec_of(self.name, self))

@@ -1,0 +1,88 @@
+"""A run as typed objects: what every room below `run` gets instead of a description's text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from echelon.collectives.base import Path as CollectivePath
+from echelon.compression import Compression
+from echelon.config import RunConfig
+from echelon.config.validate import CheckpointInterval, Nodes, check_batch
+from echelon.core.layout import Layout
+from echelon.optim.traits import NESTEROV, is_nesterov, is_sgd
+from echelon.sync.settings import SyncSettings
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """One run, its text read once (`echelon.run.resolve`).
+
+    Attributes:
+        config: the plain values as they are used: `optimizer.momentum` is what the codec leaves to the optimizer.
+        described: the description as the user wrote it, for words about it.
+        layout: as described; sizes may be left open (see `layout_for`).
+        sync: how replicas agree; of a parameter server with the moving average that `--ema` asks for.
+        compression: what travels, with the momentum that the codec applies.
+        path: along which it travels.
+        tensor_plan: patterns of module names to styles, over the model's own hints.
+        cuts: the blocks that stages but the first begin with; empty: balanced.
+        nodes: how many machines take part.
+        timeout_s: how long any rank waits for another.
+        checkpoint_every: between checkpoints.
+    """
+
+    config: RunConfig
+    described: RunConfig
+    layout: Layout
+    sync: SyncSettings
+    compression: Compression
+    path: CollectivePath
+    tensor_plan: Mapping[str, str]
+    cuts: tuple[str, ...]
+    nodes: Nodes
+    timeout_s: float
+    checkpoint_every: CheckpointInterval
+
+    def layout_for(self, ranks: int) -> Layout:
+        """Return the layout with every size known, for this number of ranks.
+
+        Raises:
+            UserError: the layout is not the world, or the batch is smaller than the ranks that share it.
+        """
+        layout = self.layout.resolve(ranks)
+        check_batch(self.config, layout)
+        return layout
+
+    def batch_parts(self, layout: Layout) -> int:
+        """Return how many ranks' parts a global batch is cut into."""
+        return self.sync.batch_parts(layout.dp) * layout.fsdp
+
+    def compressed_by(self, compression: Compression) -> ResolvedRun:
+        """Return the run with another codec, and momentum where this one wants it.
+
+        That is in the worker before encoding, or the optimizer. Where it leaves the optimizer, the weight decay that it
+        has multiplied until then becomes larger by as much.
+
+        Raises:
+            UserError: compression and optimizer contradict each other.
+        """
+        optimizer = self.described.optimizer
+        if not self.sync.encodes_gradients:
+            return replace(self, compression=compression)
+        asked = optimizer.momentum if is_sgd(optimizer.name) else 0.0
+        settled, left = compression.with_momentum(asked, is_nesterov(optimizer.name))
+        if is_sgd(optimizer.name) and left != asked:
+            decay = optimizer.weight_decay * settled.decay_factor(asked)
+            optimizer = replace(optimizer, momentum=left, weight_decay=decay)
+        return replace(self, compression=settled, config=replace(self.config, optimizer=optimizer))
+
+    def for_single_worker(self) -> ResolvedRun:
+        """Return the run of a single worker, which encodes nothing: a momentum in the codec is the optimizer's."""
+        asked, momentum = self.described.optimizer, self.compression.codec.absorbs_momentum
+        if not momentum or not self.sync.encodes_gradients or not is_sgd(asked.name):
+            return replace(self, config=replace(self.config, optimizer=asked))
+        decay = asked.weight_decay / (1.0 if asked.momentum else self.compression.decay_factor(momentum))
+        name = NESTEROV[0] if self.compression.codec.looks_ahead else "momentum"
+        optimizer = replace(asked, name=name, momentum=momentum, weight_decay=decay)
+        return replace(self, config=replace(self.config, optimizer=optimizer))
