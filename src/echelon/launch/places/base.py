@@ -79,7 +79,8 @@ def _from_json(values: dict[str, Any]) -> Any:
     if _DATACLASS not in values:
         return values
     module, _, name = values.pop(_DATACLASS).partition(":")
-    return getattr(importlib.import_module(module), name)(**values)
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}  # text knows no tuples
+    return getattr(importlib.import_module(module), name)(**fields)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,96 @@
+"""Law 11: a place adds nothing. The same description gives the same bits wherever its processes run.
+
+Places of the registry are tried, and one of a user's own that is as foreign as a place on the same machine can be: each
+process is started by a shell, in another folder, with an empty environment, from its description as text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from echelon.checkpoint import CheckpointStore
+from echelon.launch.places import registry
+from tests.ranks.run_many import run_many
+from tests.ranks.runs import SMALL, losses_of
+
+pytestmark = pytest.mark.timeout(400)
+STEPS = 12
+SETTINGS = (*SMALL, "--workers", "2", "--max-steps", str(STEPS), "--batch-size", "100", "--eval-every", "0",
+            "--model", "mlp")  # fmt: skip
+OWN = "shell_place:Shell"
+SHELL = """
+from __future__ import annotations
+
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+from echelon.launch.places.base import Exited, Place, Started
+
+
+class Shell(Place):
+    name = "shell"
+
+    def __init__(self):
+        self._running, self._started = {}, []
+        self._folder = tempfile.TemporaryDirectory()
+
+    def start(self, processes):
+        for process in processes:
+            python = f"env -i PATH=/usr/bin:/bin {shlex.quote(sys.executable)} -m echelon.launch.process"
+            command = ["sh", "-c", f"cd {shlex.quote(self._folder.name)} && exec {python}"]
+            child = subprocess.Popen(command, stdin=subprocess.PIPE, cwd="/", text=True)
+            child.stdin.write(process.to_json())
+            child.stdin.close()
+            self._running[process.name] = child
+            self._started.append(Started(process.name, child.pid, socket.gethostname()))
+
+    def events(self, timeout_s):
+        events, self._started = self._started, []
+        ends = time.monotonic() + timeout_s
+        while not events:
+            ended = [name for name, child in self._running.items() if child.poll() is not None]
+            events = [Exited(name, self._running.pop(name).returncode) for name in ended]
+            if time.monotonic() > ends:
+                break
+            time.sleep(0.01)
+        return events
+
+    def signal(self, names, signum):
+        for name in names:
+            if name in self._running:
+                self._running[name].send_signal(signum)
+
+    def close(self):
+        for child in self._running.values():
+            child.kill()
+            child.wait()
+        self._folder.cleanup()
+"""
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    newest = CheckpointStore(folder / "checkpoints", keep=1).newest()
+    assert newest is not None and newest[0] == STEPS
+    return {name: value for name, value in newest[1]["model"].items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sync", ["allreduce", "ps(mode=sync)"])
+@pytest.mark.parametrize("place", [*registry.names(), OWN])
+def test_the_same_description_gives_the_same_bits(tmp_path: Path, place: str, sync: str) -> None:
+    (tmp_path / "shell_place.py").write_text(SHELL)
+    run = ["train", "digits", *SETTINGS, "--sync", sync]
+    here, there = run_many(tmp_path, [[*run, "--run", "here"], [*run, "--on", place, "--run", "there"]])
+    assert (here.code, there.code) == (0, 0), (here, there)
+    assert list(losses_of(tmp_path / "here")) == list(range(1, STEPS + 1))
+    assert losses_of(tmp_path / "there") == losses_of(tmp_path / "here")
+    ours, theirs = _tensors(tmp_path / "here"), _tensors(tmp_path / "there")
+    assert ours and ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []

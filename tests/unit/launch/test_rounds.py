@@ -1,0 +1,168 @@
+"""Who starts when: deaths, machines that come, go and are lost, and the end; the clock is the test's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+
+from echelon.core.errors import UserError
+from echelon.launch.rounds import (
+    LAST_CALL_S,
+    LOST_S,
+    Continue,
+    Finished,
+    Go,
+    Leave,
+    Left,
+    Order,
+    Over,
+    OwnRounds,
+    Ready,
+    Rendezvous,
+    Restarts,
+    Running,
+    State,
+    Terms,
+)
+
+
+class Machines:
+    """A rendezvous, a clock, and the state of each machine's processes."""
+
+    def __init__(self, least: int, most: int, max_restarts: int = 3) -> None:
+        self.now = 0.0
+        self.ports: Iterator[int] = count(1)
+        terms = Terms(least, most, max_restarts, arrival_s=100.0, return_s=20.0)
+        self.rendezvous = Rendezvous(terms, 0.0, lambda: ("first", next(self.ports)))
+
+    def ask(self, name: str, state: State) -> Order:
+        self.rendezvous.admit(name, 2, self.now)
+        return self.rendezvous.handle(name, state, self.now)
+
+    def begin(self, *names: str) -> int:
+        """Bring machines into a round; returns its number."""
+        for name in names:
+            self.ask(name, Ready())
+        self.now += LAST_CALL_S
+        orders = [self.ask(name, Ready()) for name in names]
+        assert all(isinstance(order, Go) for order in orders[-1:])
+        orders = [self.ask(name, Ready()) for name in names]
+        (number,) = {order.round.number for order in orders if isinstance(order, Go)}
+        assert [self.ask(name, Running(number)) for name in names] == [Continue()] * len(names)
+        return number
+
+    def wait(self, seconds: float, *states: tuple[str, State]) -> None:
+        """Let time pass, in which some machines go on asking."""
+        ends = self.now + seconds
+        while self.now < ends:
+            self.now += 1.0
+            for name, state in states:
+                self.ask(name, state)
+
+
+def test_ranks_and_the_store_are_the_same_for_all_and_new_in_each_round() -> None:
+    machines = Machines(2, 2)
+    assert isinstance(machines.ask("a", Ready()), Continue)
+    second = machines.ask("b", Ready())
+    first = machines.ask("a", Ready())
+    assert isinstance(first, Go) and isinstance(second, Go)
+    assert (first.round.first_rank, second.round.first_rank) == (0, 2)
+    assert first.round.environment == second.round.environment
+    assert first.round.environment["WORLD_SIZE"] == "4" and first.round.environment["MASTER_PORT"] == "1"
+    machines.ask("a", Running(1)), machines.ask("b", Running(1))
+    assert isinstance(machines.ask("b", Ready(1, "rank 3 died")), Continue)
+    assert machines.ask("a", Running(1)) == Leave(gracefully=False)
+    again = machines.ask("a", Ready(1))
+    assert isinstance(again, Go) and again.round.environment["MASTER_PORT"] == "2"
+    assert again.round.environment["TORCHELASTIC_RESTART_COUNT"] == "1"
+
+
+def test_a_death_that_another_one_led_to_uses_up_no_restart() -> None:
+    machines = Machines(2, 2, max_restarts=1)
+    number = machines.begin("a", "b")
+    machines.ask("b", Ready(number, "rank 3 died"))
+    assert isinstance(machines.ask("a", Ready(number, "rank 0 lost its peer")), Go)
+    number = machines.begin("b", "a")
+    assert machines.ask("a", Ready(number, "rank 1 died")) == Over("failed", "rank 1 died")
+    assert machines.ask("b", Running(number)) == Over("failed", "rank 1 died")
+
+
+def test_a_machine_that_comes_joins_after_a_checkpoint_of_the_others() -> None:
+    machines = Machines(1, 2)
+    number = machines.begin("a")
+    assert isinstance(machines.ask("b", Ready()), Continue)
+    assert machines.ask("a", Running(number)) == Leave(gracefully=True)
+    assert machines.ask("a", Finished(number, stopped=True)) == Leave(gracefully=True)
+    order = machines.ask("a", Ready(number))
+    assert isinstance(order, Go) and order.round.environment["WORLD_SIZE"] == "4"
+    with pytest.raises(UserError, match="has its 2 machines"):
+        machines.ask("c", Ready())
+
+
+def test_the_others_go_on_without_a_lost_machine_where_they_are_enough() -> None:
+    machines = Machines(1, 2)
+    number = machines.begin("a", "b")
+    machines.wait(LOST_S + 2, ("a", Running(number)))
+    assert machines.ask("a", Running(number)) == Leave(gracefully=False)
+    machines.wait(LAST_CALL_S + 1, ("a", Ready(number)))
+    order = machines.ask("a", Ready(number))
+    assert isinstance(order, Go) and order.round.environment["WORLD_SIZE"] == "2"
+    machines.ask("a", Running(2))
+    assert isinstance(machines.ask("b", Ready()), Continue)
+    assert machines.ask("a", Running(2)) == Leave(gracefully=True)
+
+
+def test_a_run_without_a_machine_that_it_needs_waits_for_it_and_then_fails_and_names_it() -> None:
+    machines = Machines(2, 2)
+    number = machines.begin("a", "b")
+    machines.wait(LOST_S + 2, ("a", Running(number)))
+    machines.ask("a", Ready(number))
+    machines.wait(5.0, ("a", Ready(number)))
+    assert isinstance(machines.ask("b", Ready()), Go), "it came back in time"
+    machines.ask("a", Running(2)), machines.ask("b", Running(2))
+    machines.wait(LOST_S + 2, ("a", Running(2)))
+    machines.wait(25.0, ("a", Ready(2)))
+    order = machines.ask("a", Ready(2))
+    assert isinstance(order, Over) and order.status == "failed" and "b is lost" in order.reason
+
+
+def test_a_run_that_never_has_its_machines_fails() -> None:
+    machines = Machines(2, 2)
+    machines.wait(90.0, ("a", Ready()))
+    assert isinstance(machines.ask("a", Ready()), Continue)
+    machines.wait(20.0, ("a", Ready()))
+    order = machines.ask("a", Ready())
+    assert isinstance(order, Over) and "1 more of 2 machines" in order.reason
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_end_is_that_of_all_machines(stopped: bool) -> None:
+    machines = Machines(2, 2)
+    number = machines.begin("a", "b")
+    assert isinstance(machines.ask("a", Finished(number, stopped)), Continue)
+    assert not machines.rendezvous.all_know()
+    over = Over("stopped" if stopped else "completed")
+    assert machines.ask("b", Finished(number, stopped)) == over == machines.ask("a", Finished(number, stopped))
+    assert machines.rendezvous.all_know()
+
+
+def test_a_machine_that_leaves_ends_a_run_that_needs_it() -> None:
+    machines = Machines(2, 2)
+    number = machines.begin("a", "b")
+    machines.ask("b", Left("a setting is refused there"))
+    order = machines.ask("a", Running(number))
+    assert isinstance(order, Over) and "b left the run: a setting is refused there" in order.reason
+
+
+def test_groups_of_their_own_share_the_restarts() -> None:
+    restarts = Restarts(1)
+    one, other = OwnRounds(restarts), OwnRounds(restarts)
+    names = {
+        order.round.environment["ECHELON_ROUND"] for r in (one, other) if isinstance(order := r.order(Ready()), Go)
+    }
+    assert len(names) == 2
+    assert isinstance(one.order(Ready(1, "died")), Go)
+    assert other.order(Ready(1, "died")) == Over("failed", "died")
+    assert one.order(Finished(2, stopped=False)) == Over("completed")

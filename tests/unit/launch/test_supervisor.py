@@ -1,0 +1,149 @@
+"""What the supervisor starts, ends and tells, at a place where nothing runs and the test says what happens."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import pytest
+
+from echelon.core.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
+from echelon.launch.link import Host
+from echelon.launch.places.base import Event, Exited, Group, Job, Place, Process, Restart, Started
+from echelon.launch.places.registry import build_place
+from echelon.launch.supervisor import Death, Refused, RunFailed, Watch, supervise
+
+
+class Script(Place):
+    """A place whose processes end as a script says: one list of events for each wait."""
+
+    name: ClassVar[str] = "script"
+
+    def __init__(self, *script: list[tuple[str, int]]) -> None:
+        self.script = list(script)
+        self.starts: list[str] = []
+        self.signals: list[tuple[str, int]] = []
+        self.queue: list[Event] = []
+        self.alive: set[str] = set()
+        self.silent: set[str] = set()
+
+    def start(self, processes: Sequence[Process]) -> None:
+        for process in processes:
+            self.starts.append(process.name)
+            self.alive.add(process.name)
+            self.queue.append(Started(process.name, 100 + len(self.starts), "here"))
+
+    def events(self, timeout_s: float) -> list[Event]:
+        events, self.queue = self.queue, []
+        if not events and self.script:
+            events = [Exited(name, code) for name, code in self.script.pop(0)]
+            self.alive -= {event.name for event in events}
+        return events
+
+    def signal(self, names: Sequence[str], signum: int) -> None:
+        for name in names:
+            self.signals.append((name, signum))
+            if signum == signal.SIGKILL and name in self.alive:
+                self.alive.discard(name)
+                self.queue.append(Exited(name, -signum))
+
+    def is_silent(self, name: str) -> bool:
+        return name in self.silent
+
+    def close(self) -> None:
+        self.alive.clear()
+
+
+def _group(*names: str, restart: Restart = Restart.TOGETHER, **settings: bool) -> Group:
+    return Group(tuple(Process(name, "module:function", **settings) for name in names), restart)
+
+
+def _run(place: Script, *groups: Group, max_restarts: int = 1) -> tuple[bool, list[tuple[Death, bool]]]:
+    deaths: list[tuple[Death, bool]] = []
+    watch = Watch(lambda death, goes_on: deaths.append((death, goes_on)))
+    return supervise(Job(groups, max_restarts), place, watch), deaths
+
+
+def test_a_group_restarts_together_and_processes_alone() -> None:
+    place = Script([("b", -9)], [("a", 0), ("b", 0)])
+    stopped, [(death, goes_on)] = _run(place, _group("a", "b"))
+    assert not stopped and goes_on and place.starts == ["a", "b", "a", "b"]
+    assert str(death) == "b (pid 102 on here) died: SIGKILL" and death.others == (("a", 101),)
+
+    place = Script([("b", -9)], [("a", 0), ("b", 0)])
+    _, [(death, _)] = _run(place, _group("a", "b", restart=Restart.ALONE))
+    assert place.starts == ["a", "b", "b"] and death.others == ()
+
+
+def test_the_run_ends_with_those_that_lead() -> None:
+    place = Script([("leads", 0)], [("serves", 0)])
+    assert _run(place, _group("leads"), _group("serves", leads=False)) == (False, [])
+
+
+@pytest.mark.parametrize(
+    "exits, silent, culprit",
+    [
+        ([("a", 1), ("b", -11)], set(), ("b", -11)),  # a signal came from outside
+        ([("b", 1), ("a", 1)], set(), ("b", 1)),  # who was first
+        ([("a", 1)], {"b"}, ("b", None)),  # who does not answer made the other fail
+    ],
+)
+def test_who_died_first_is_named(
+    exits: list[tuple[str, int]], silent: set[str], culprit: tuple[str, int | None]
+) -> None:
+    place = Script(exits, [("a", 0), ("b", 0)])
+    place.silent = silent
+    _, [(death, _)] = _run(place, _group("a", "b"))
+    assert (death.name, death.exit_code) == culprit
+
+
+def test_restarts_are_used_up_over_all_processes() -> None:
+    place = Script([("a", 1)], [("b", 1)])
+    deaths: list[bool] = []
+    watch = Watch(lambda death, goes_on: deaths.append(goes_on))
+    with pytest.raises(RunFailed):
+        supervise(Job((_group("a", "b", restart=Restart.ALONE),), 1), place, watch)
+    assert deaths == [True, False] and not place.alive
+
+
+def test_what_refuses_the_input_is_not_restarted() -> None:
+    place = Script([("a", 1), ("b", USER_ERROR_EXIT_CODE)])
+    with pytest.raises(Refused, match="b"):
+        _run(place, _group("a", "b"))
+    assert place.starts == ["a", "b"] and not place.alive
+
+
+def test_who_stops_after_a_checkpoint_stops_the_run() -> None:
+    stopped, deaths = _run(Script([("a", STOPPED_EXIT_CODE)], [("b", STOPPED_EXIT_CODE)]), _group("a", "b"))
+    assert stopped and not deaths
+
+
+@pytest.mark.parametrize("heeds, told", [(True, [("a", signal.SIGTERM)]), (False, [])])
+def test_a_stop_is_a_signal_or_a_message(heeds: bool, told: list[tuple[str, int]]) -> None:
+    class Asked(Script):
+        def events(self, timeout_s: float) -> list[Event]:
+            if self.starts and not messages and not self.queue:
+                signal.raise_signal(signal.SIGTERM)
+            return super().events(timeout_s) if messages or self.queue else []
+
+    messages: list[str] = []
+    place = Asked([("a", STOPPED_EXIT_CODE if heeds else 0)])
+    on_stop: Callable[[], None] = lambda: messages.append("stop")  # noqa: E731
+    assert supervise(Job((_group("a", stops_on_signal=heeds),)), place, Watch(lambda *_: None, on_stop))
+    assert place.signals == told and messages == ["stop"]
+
+
+def test_a_process_is_the_same_as_text() -> None:
+    host = Host("/n", "/s", "10.0.0.1", "10.128.0.1", ("data0",), ("port0",))
+    process = Process("a", "m:f", ("run", host, None, 3), {"OMP_NUM_THREADS": "1"}, host, "a.out", folder="/work")
+    assert Process.from_json(process.to_json()) == Process(
+        "a", "m:f", ("run", host, None, 3), {"OMP_NUM_THREADS": "1"}, host, "a.out", folder="/work"
+    )
+    with pytest.raises(UserError, match="module:function"):
+        Process("a", "m:f", (object(),)).to_json()
+
+
+def test_an_unknown_place_is_refused() -> None:
+    with pytest.raises(UserError, match="did you mean local"):
+        build_place("locl")
