@@ -87,22 +87,27 @@ class Codec(ABC):
 
     @property
     def biased(self) -> bool:
+        """Whether the decoded tensor differs from the encoded one on average; a codec says yes by overriding it."""
         return False
 
     @property
     def direction(self) -> bool:
+        """Whether the sum over workers is a direction of fixed size, as that of a vote."""
         return False
 
     @property
     def absorbs_momentum(self) -> float | None:
+        """Coefficient of the momentum that the worker applies before encoding; None: it applies none."""
         return None
 
     @property
     def looks_ahead(self) -> bool:
+        """Whether that momentum has Nesterov's form."""
         return False
 
     @property
     def local_clip(self) -> float:
+        """Euclidean norm to which a worker's tensor is clipped before encoding; 0: it is not."""
         return 0.0
 
     @property

@@ -20,17 +20,21 @@ class Cast(Codec):
 
     @property
     def largest(self) -> float:
+        """The largest finite value of the dtype on the wire."""
         return float(torch.finfo(self.wire_dtype).max)
 
     def layout(self, numel: int) -> Layout:
+        """Return one tensor of the wire dtype [numel]."""
         return ((self.wire_dtype, numel),)
 
     def compress(self, tensor: Tensor, state: State) -> Payload:
+        """Round every element to the wire dtype."""
         payload = self.payload((self._cast(tensor, state),), Meta.of(tensor))
         state.numbers["step"] += 1
         return payload
 
     def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
+        """Return the elements in the dtype and shape that the payload stands for."""
         (short,) = payload.tensors
         if out is None:
             return short.to(payload.meta.dtype, copy=True).view(payload.meta.shape)
@@ -38,9 +42,11 @@ class Cast(Codec):
         return out
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
+        """Add `alpha` times the elements to `target`, in place."""
         target.view(-1).add_(payload.tensors[0], alpha=alpha)
 
     def reduce_rounds(self, tensor: Tensor, state: State) -> Rounds:
+        """Yield the rounded elements [numel] once; the mean over workers is taken in the wire dtype."""
         short = self._cast(tensor, state)
         state.numbers["step"] += 1
         mean = yield short

@@ -49,6 +49,7 @@ class Sparse(Codec):
 
     @property
     def biased(self) -> bool:
+        """True: what is not chosen is left out."""
         return True
 
     @abstractmethod
@@ -60,6 +61,7 @@ class Sparse(Codec):
         """Return the indices to send of x [n]: ascending, int64. Raises NonFiniteError."""
 
     def layout(self, numel: int) -> Layout:
+        """Return the count where it varies, the packed indices, and the values."""
         count = self.count(numel)
         head: Layout = ((torch.int64, 1),) if count is None else ()
         indices: Layout = ((torch.uint8, None if count is None else index_bytes(numel, count)),)
@@ -71,6 +73,7 @@ class Sparse(Codec):
         return ((_FLOATS[self.values], count),)
 
     def compress(self, tensor: Tensor, state: State) -> Payload:
+        """Choose elements of a tensor of any shape, and pack their indices and values."""
         x = flat(tensor)
         indices = self.choose(x, state)
         head = [torch.tensor([indices.numel()], device=x.device)] if self.count(x.numel()) is None else []
@@ -118,6 +121,7 @@ class Sparse(Codec):
         return indices, values[0].float()
 
     def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
+        """Write the values at their indices of a tensor of zeros."""
         indices, values = self.chosen(payload)
         meta = payload.meta
         if out is None:
@@ -127,12 +131,14 @@ class Sparse(Codec):
         return out
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
+        """Add `alpha` times the values at their indices of `target`, in place."""
         indices, values = self.chosen(payload)
         # Indices are distinct: reading, adding and writing back is index_add_ without its slow, ordered loop.
         view = target.view(-1)
         scatter(view, indices, gather(view, indices).add_(values.to(view.dtype), alpha=alpha))
 
     def clear_sent(self, target: Tensor, payload: Payload) -> None:
+        """Zero `target` at the indices that the payload carries."""
         indices, values = self.chosen(payload)
         scatter(target.view(-1), indices, torch.zeros_like(values))
 
@@ -156,6 +162,7 @@ class Sparse(Codec):
         return tuple(planes)
 
     def from_planes(self, planes: tuple[Tensor, ...], meta: Meta) -> Payload:
+        """Build the payload from its tensors, values of several bytes put together again."""
         rest, tensors = list(planes), []
         for dtype, _ in self.layout(meta.numel):
             if dtype in (torch.uint8, torch.int64):

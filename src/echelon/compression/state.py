@@ -28,10 +28,12 @@ class Meta:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @staticmethod
     def of(tensor: Tensor) -> Meta:
+        """Return a tensor's."""
         return Meta(tuple(tensor.shape), tensor.dtype)
 
 
@@ -76,6 +78,7 @@ class State:
 
     @property
     def step(self) -> int:
+        """Messages encoded so far."""
         return int(self.numbers["step"])
 
     def shared_key(self) -> int:

@@ -33,15 +33,19 @@ class Int8(Quantiser):
 
     @property
     def grid(self) -> Grid:
+        """127 levels on each side of 0."""
         return Grid(127, self.block)
 
     def packed_size(self, numel: int) -> int:
+        """Return `numel`: one byte per code."""
         return numel
 
     def pack(self, codes: Tensor) -> Tensor:
+        """Return the codes as they are."""
         return codes
 
     def unpack(self, packed: Tensor, n: int) -> Tensor:
+        """Return the codes as they are."""
         return packed
 
 

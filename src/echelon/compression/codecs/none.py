@@ -23,13 +23,16 @@ class Uncompressed(Codec):
     linear: ClassVar[bool] = True
 
     def layout(self, numel: int) -> Layout:
+        """Return one float32 tensor [numel]."""
         return ((torch.float32, numel),)
 
     def compress(self, tensor: Tensor, state: State) -> Payload:
+        """Copy the elements as float32."""
         state.numbers["step"] += 1
         return self.payload((tensor.detach().reshape(-1).to(torch.float32, copy=True),), Meta.of(tensor))
 
     def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
+        """Return the elements in the dtype and shape that the payload stands for."""
         (values,) = payload.tensors
         if out is None:
             return values.to(payload.meta.dtype, copy=True).view(payload.meta.shape)
@@ -37,6 +40,7 @@ class Uncompressed(Codec):
         return out
 
     def reduce_rounds(self, tensor: Tensor, state: State) -> Rounds:
+        """Yield the tensor [numel] in its own dtype once."""
         state.numbers["step"] += 1
         mean = yield tensor.detach().reshape(-1)
         return mean.view(tensor.shape)

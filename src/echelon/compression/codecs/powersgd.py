@@ -52,13 +52,16 @@ class PowerSgd(Codec):
 
     @property
     def biased(self) -> bool:
+        """True: M^ has rank r only."""
         return True
 
     def layout(self, numel: int) -> Layout:
+        """Return P [n r] and Q [m r], or the matrix [n m] and an empty Q; which, follows from the shape."""
         # The matrix, or P and an empty Q, or P and Q: which follows from the shape, the lengths are sent.
         return ((torch.float32, None), (torch.float32, None))
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
+        """Return a state with the factor "q" [m, r], random and the same on all workers; none where M travels whole."""
         state = State(name, seed, stream)
         _, m, r = self._sizes(tuple(like.shape))
         if r:
@@ -68,6 +71,7 @@ class PowerSgd(Codec):
         return state
 
     def compress(self, tensor: Tensor, state: State) -> Payload:
+        """Factor the worker's own matrix into P and Q, and keep Q for the next step."""
         refuse_nonfinite_elements(tensor, state)
         matrix = _matrix(tensor)
         if "q" in state.factors:
@@ -80,6 +84,11 @@ class PowerSgd(Codec):
         return self.payload(tensors, Meta.of(tensor))
 
     def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
+        """Return P Q^T, or the matrix that travelled whole.
+
+        Raises:
+            ValueError: the numbers in the message do not fit the shape.
+        """
         p, q = payload.tensors
         meta = payload.meta
         n, m, r = self._sizes(meta.shape)
@@ -94,6 +103,7 @@ class PowerSgd(Codec):
         return out
 
     def reduce_rounds(self, tensor: Tensor, state: State) -> Rounds:
+        """Yield M Q [n r], then M^T P [m r], whose means give the same P Q^T on all workers."""
         refuse_nonfinite_elements(tensor, state)
         matrix = _matrix(tensor)
         state.numbers["step"] += 1
@@ -107,6 +117,7 @@ class PowerSgd(Codec):
         return (p @ q.t()).view(tensor.shape).to(tensor.dtype)
 
     def bits_per_element(self, numel: int, state: State | None = None) -> float:
+        """32 r (n + m) / (n m), or 32 where the matrix travels whole; NaN without a state, which holds the shape."""
         if state is None or numel == 0:
             return math.nan
         if "q" not in state.factors:

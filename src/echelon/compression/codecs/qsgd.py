@@ -43,6 +43,7 @@ class Qsgd(Quantiser):
 
     @property
     def grid(self) -> Grid:
+        """`levels` on each side of 0, one scale per bucket."""
         return Grid(self.levels, self.bucket)
 
     @property
@@ -51,12 +52,15 @@ class Qsgd(Quantiser):
         return (2 * self.levels).bit_length()
 
     def packed_size(self, numel: int) -> int:
+        """Return the bytes of `numel` codes of `width` bits."""
         return numel if self.width == 8 else self.width * bits.packed_size(numel)
 
     def pack(self, codes: Tensor) -> Tensor:
+        """Pack codes of `width` bits: one plane of bits after the other."""
         return bits.pack_codes(codes, self.width)
 
     def unpack(self, packed: Tensor, n: int) -> Tensor:
+        """Undo `pack`; returns uint8 codes [n]."""
         return bits.unpack_codes(packed, self.width, n)
 
 

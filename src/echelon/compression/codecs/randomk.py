@@ -59,10 +59,12 @@ class RandomK(Codec):
 
     @property
     def absorbs_momentum(self) -> float | None:
+        """`momentum`, where it is above 0."""
         return self.momentum or None
 
     @property
     def looks_ahead(self) -> bool:
+        """Whether momentum has Nesterov's form: `nesterov`."""
         return bool(self.nesterov)
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
@@ -72,20 +74,25 @@ class RandomK(Codec):
         return state
 
     def relay(self) -> Codec:
+        """Return the codec without momentum."""
         return RandomK(self.density, 0.0)
 
     @property
     def biased(self) -> bool:
+        """True: values are not scaled up for those that stay behind."""
         return True
 
     def layout(self, numel: int) -> Layout:
+        """Return the draw's key, so that a receiver needs no state, and one float32 value per stretch [k]."""
         # The draw's key travels with the message, so that a receiver needs no state.
         return ((torch.int64, 1), (torch.float32, count_for(self.density, numel)))
 
     def share_sent(self, state: State) -> float:
+        """Return `density`."""
         return self.density
 
     def compress(self, tensor: Tensor, state: State) -> Payload:
+        """Gather the elements that this step draws."""
         x = flat(tensor)
         refuse_nonfinite_elements(x, state)
         key = state.shared_key()
@@ -94,6 +101,7 @@ class RandomK(Codec):
         return self.payload((torch.tensor([key], device=x.device), values), Meta.of(tensor))
 
     def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
+        """Write the values at the drawn indices of a tensor of zeros."""
         key, values = payload.tensors
         meta = payload.meta
         if out is None:
@@ -103,16 +111,19 @@ class RandomK(Codec):
         return out
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
+        """Add `alpha` times the values at the drawn indices of `target`, in place."""
         key, values = payload.tensors
         indices = self._drawn(payload.meta.numel, int(key), values.device)
         view = target.view(-1)
         scatter(view, indices, gather(view, indices).add_(values.to(view.dtype), alpha=alpha))
 
     def clear_sent(self, target: Tensor, payload: Payload) -> None:
+        """Zero `target` at the drawn indices."""
         key, values = payload.tensors
         target.view(-1)[self._drawn(payload.meta.numel, int(key), values.device)] = 0
 
     def reduce_rounds(self, tensor: Tensor, state: State) -> Rounds:
+        """Yield the drawn values [k] once: all workers draw the same indices."""
         x = flat(tensor)
         refuse_nonfinite_elements(x, state)
         indices = self._drawn(x.numel(), state.shared_key(), x.device)
@@ -123,9 +134,11 @@ class RandomK(Codec):
         return result
 
     def subtract_reduced(self, pending: Tensor, mean: Tensor, state: State) -> None:
+        """Zero what was sent: its values travelled exactly."""
         self.clear_reduced(pending, state)
 
     def clear_reduced(self, target: Tensor, state: State) -> None:
+        """Zero `target` at the indices of the step that was just reduced."""
         before = State(state.name, state.seed, numbers={"step": state.step - 1})
         target[self._drawn(target.numel(), before.shared_key(), target.device)] = 0
 

@@ -70,29 +70,36 @@ class Sign(Codec):
 
     @property
     def biased(self) -> bool:
+        """True without a vote: a block keeps its mean magnitude only."""
         return not self.vote
 
     @property
     def direction(self) -> bool:
+        """True for a vote."""
         return self.vote
 
     @property
     def absorbs_momentum(self) -> float | None:
+        """`momentum`, where it is above 0."""
         return self.momentum or None
 
     @property
     def looks_ahead(self) -> bool:
+        """Whether momentum has Nesterov's form: `nesterov`."""
         return bool(self.nesterov)
 
     def relay(self) -> Codec:
+        """Return the codec without momentum; of a vote the one that sends its outcome."""
         plain = {**vars(self), "momentum": 0.0}
         return Majority(**plain) if self.vote else Sign(**plain)
 
     def layout(self, numel: int) -> Layout:
+        """Return one float32 scale per block, but for a vote, and one bit per element."""
         signs: Layout = ((torch.uint8, packed_size(numel)),)
         return signs if self.vote else ((torch.float32, block_count(numel, self.block)), *signs)
 
     def compress(self, tensor: Tensor, state: State) -> Payload:
+        """Encode each element's sign, and each block's mean magnitude."""
         x = flat32(tensor)
         packed = empty(packed_size(x.numel()), torch.uint8, x.device)
         scales = torch.empty(block_count(x.numel(), self.block), device=x.device)
@@ -125,15 +132,19 @@ class Sign(Codec):
             means /= part.block
 
     def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
+        """Return the signs times the scales of their blocks (a vote: times what a sign is worth)."""
         return write(lambda into: self._pieces(payload, into), payload, out, payload.tensors[-1].device)
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
+        """Add `alpha` times the decoded tensor to `target`, block by block, in place."""
         accumulate(lambda into: self._pieces(payload, into), target, alpha)
 
     def planes(self, payload: Payload) -> tuple[Tensor, ...]:
+        """Return the bytes of the scales and of the signs."""
         return tuple(t.view(torch.uint8) for t in payload.tensors)
 
     def from_planes(self, planes: tuple[Tensor, ...], meta: Meta) -> Payload:
+        """Build the payload from scales and signs."""
         dtypes = [dtype for dtype, _ in self.layout(meta.numel)]
         return self.payload([plane.view(dtype) for plane, dtype in zip(planes, dtypes, strict=True)], meta)
 
@@ -178,6 +189,7 @@ class Majority(Sign):
     """The way back of a vote: the sign of the sum of signs, worth `magnitude`."""
 
     def relay(self) -> Codec:
+        """Return itself: the outcome is not voted on again."""
         return self
 
     def _unit(self) -> float:

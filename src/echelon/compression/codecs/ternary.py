@@ -41,12 +41,15 @@ class Ternary(Quantiser):
 
     @property
     def grid(self) -> Grid:
+        """One level on each side of 0, values clipped at `clip` root mean squares."""
         return Grid(1, self.block, self.clip)
 
     def packed_size(self, numel: int) -> int:
+        """Return the bytes of `numel` codes, five a byte."""
         return -(-numel // _DIGITS)
 
     def pack(self, codes: Tensor) -> Tensor:
+        """Pack codes 0, 1, 2 as base-3 digits."""
         # Byte i holds elements i, i + m, ..., i + 4m in base 3, so that packing adds up whole contiguous stretches.
         m = self.packed_size(codes.numel())
         padded = torch.nn.functional.pad(codes, (0, _DIGITS * m - codes.numel()))
@@ -56,6 +59,7 @@ class Ternary(Quantiser):
         return packed
 
     def unpack(self, packed: Tensor, n: int) -> Tensor:
+        """Undo `pack`; returns uint8 codes [n]."""
         m = packed.numel()
         codes = empty(_DIGITS * m, torch.uint8, packed.device)
         rest = packed

@@ -66,27 +66,34 @@ class Threshold(Sparse):
 
     @property
     def absorbs_momentum(self) -> float | None:
+        """`momentum`, where it is above 0."""
         return self.momentum or None
 
     @property
     def looks_ahead(self) -> bool:
+        """Whether momentum has Nesterov's form: `nesterov`."""
         return bool(self.nesterov)
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
+        """Return a state with the last "threshold" and the "slope" d log(count) / d log(threshold) there."""
         state = super().init_state(name, like, seed, stream)
         state.numbers |= {"threshold": 0.0, "slope": 1.0}
         return state
 
     def relay(self) -> Codec:
+        """Return the codec without momentum."""
         return replace(self, momentum=0.0)
 
     def count(self, numel: int) -> int | None:
+        """Return None: it depends on the values."""
         return None
 
     def share_sent(self, state: State) -> float:
+        """Return `density`, or with a fixed threshold the last message's."""
         return self.density if self.density is not None else max(state.numbers["sent"], 0.0)
 
     def choose(self, x: Tensor, state: State) -> Tensor:
+        """Return the indices of the elements above the threshold in magnitude."""
         if self.tau is not None or not x.numel():
             return above(x, self.tau or 0.0, state)
         return self._follow(x, state)
@@ -126,6 +133,7 @@ class Threshold(Sparse):
         return threshold
 
     def bits_per_element(self, numel: int, state: State | None = None) -> float:
+        """By the share that the last message carried, else by `density`; NaN where neither is known."""
         density = state.numbers["sent"] if state and state.numbers["sent"] >= 0 else self.density
         if density is None:
             return math.nan

@@ -64,32 +64,40 @@ class TopK(Sparse):
 
     @property
     def absorbs_momentum(self) -> float | None:
+        """`momentum`, where it is above 0."""
         return self.momentum or None
 
     @property
     def looks_ahead(self) -> bool:
+        """Whether momentum has Nesterov's form: `nesterov`."""
         return bool(self.nesterov)
 
     @property
     def local_clip(self) -> float:
+        """Euclidean norm of clipping: `clip`."""
         return self.clip
 
     def relay(self) -> Codec:
+        """Return the codec without momentum and clipping."""
         return replace(self, momentum=0.0, clip=0.0)
 
     def share_sent(self, state: State) -> float:
+        """Return `density`, or within the warm-up its stage: density^(1/stages), density^(2/stages), ..."""
         if state.step >= self.warmup_steps:
             return self.density
         stage = state.step * (_STAGES - 1) // self.warmup_steps
         return float(self.density ** ((stage + 1) / _STAGES))
 
     def count(self, numel: int) -> int | None:
+        """Return the number of elements sent; None with a warm-up."""
         return None if self.warmup_steps else count_for(self.density, numel)
 
     def choose(self, x: Tensor, state: State) -> Tensor:
+        """Return the indices of the largest elements in magnitude."""
         return largest(x, count_for(self.share_sent(state), x.numel()), state)
 
     def bits_per_element(self, numel: int, state: State | None = None) -> float:
+        """By the next message's density; without a state by `density`."""
         density = self.share_sent(state) if state else self.density
         return self.bits_for(numel, count_for(density, numel))
 

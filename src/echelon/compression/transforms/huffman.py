@@ -118,24 +118,30 @@ class Huffman(Wrapper):
 
     @property
     def takes_entropy_coding(self) -> bool:
+        """False: symbols are coded once."""
         return False
 
     def relay(self) -> Codec:
+        """Return the relay of the codec inside, coded too, by the same measurements."""
         return Huffman(self.inner.relay(), self.pace)
 
     def transferred(self, n_bytes: int, seconds: float) -> None:
+        """Note how long a message was under way."""
         self.pace.sent(n_bytes, seconds)
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
+        """Return the state of the codec inside, with counters at zero."""
         state = self.inner.init_state(name, like, seed, stream)
         state.numbers |= dict.fromkeys((*ENTROPY_COUNTERS, _RATE, "sent_bits"), 0)
         return state
 
     def layout(self, numel: int) -> Layout:
+        """Return, for each plane, whether it is coded, its symbols and bytes; then the planes, one after another."""
         # Per plane: 1 if coded, symbols, bytes; then the planes, one after another.
         return ((torch.int64, None), (torch.uint8, None))
 
     def compress(self, tensor: Tensor, state: State) -> Payload:
+        """Encode with the codec inside, and code each plane of symbols where that pays."""
         plain = self.inner.compress(tensor, state)
         heads: list[int] = []
         bodies: list[Tensor] = []
@@ -176,15 +182,19 @@ class Huffman(Wrapper):
         return self.inner.from_planes(tuple(planes), payload.meta)
 
     def extract(self, payload: Payload, out: Tensor | None = None) -> Tensor:
+        """Decode the planes, then as the codec inside does."""
         return self.inner.extract(self.decoded(payload), out)
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
+        """Decode the planes, then add as the codec inside does."""
         self.inner.add_to(target, self.decoded(payload), alpha)
 
     def clear_sent(self, target: Tensor, payload: Payload) -> None:
+        """Zero what the codec inside sent."""
         self.inner.clear_sent(target, self.decoded(payload))
 
     def n_bytes(self, numel: int) -> int | None:
+        """Return None: it depends on the values."""
         return None
 
     def bits_per_element(self, numel: int, state: State | None = None) -> float:
@@ -194,6 +204,7 @@ class Huffman(Wrapper):
 
     @property
     def fixed_size(self) -> bool:
+        """False: the size depends on the values."""
         return False
 
     def _shorter(self, plane: Tensor, state: State, trial: bool) -> Tensor | None:
