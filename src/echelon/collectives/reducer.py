@@ -63,6 +63,7 @@ class PlainReducer(Reducer):
         self.held = []
 
     def reduce_(self, flat: Tensor) -> int:
+        """Divide, then sum along the route."""
         if self._divisor != 1:
             flat.div_(self._divisor)
         return self._route.sum_(flat)
@@ -82,6 +83,7 @@ class MomentumReducer(Reducer):
         self.held = [CodecShard(state, (0, like.numel()), holders)]
 
     def reduce_(self, flat: Tensor) -> int:
+        """Apply the momentum in place, then reduce as without a codec."""
         self._velocity.mul_(self._momentum).add_(flat)
         if self._looks_ahead:
             flat.add_(self._velocity, alpha=self._momentum)
@@ -100,6 +102,7 @@ class LinearReducer(Reducer):
         self.held = self._sum.held
 
     def reduce_(self, flat: Tensor) -> int:
+        """Sum the codec's rounds along the route."""
         return self._sum.sum_(flat, self._route.sum_, self._average)
 
 
@@ -114,6 +117,7 @@ class CodedReducer(Reducer):
         self.held = self._sum.held
 
     def reduce_(self, flat: Tensor) -> int:
+        """Exchange encoded chunks, add them up, and exchange the encoded sums."""
         return self._sum.sum_(flat, self._divisor)
 
 
@@ -138,6 +142,7 @@ class TieredReducer(Reducer):
         self.held = [replace(h, span=(h.span[0] + start, h.span[1] + start)) for h in held]
 
     def reduce_(self, flat: Tensor) -> int:
+        """Scatter sums inside the group, reduce this rank's piece between groups with the codec, gather inside."""
         inside, pieces = self._tiers.inside, self._tiers.pieces
         sent = run_schedule(flat, reduce_scatter(inside, pieces, 0), self._group)
         if self._tiers.between is not None:

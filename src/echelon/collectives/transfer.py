@@ -100,6 +100,7 @@ class _Pipeline:
         self._scratch = [torch.empty(longest, dtype=flat.dtype) for _ in range(min(WINDOW, len(self._receipts)))]
 
     def run(self) -> int:
+        """Send, receive and sum all segments; returns the bytes sent."""
         waiting = list(self._sends[::-1])
         under_way: list[tuple[_Segment, dist.Work]] = []
         arrivals = deque(self._post(n) for n in range(min(WINDOW, len(self._receipts))))

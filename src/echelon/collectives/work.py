@@ -29,6 +29,7 @@ class PathWork:
         self._wire = wire
 
     def work(self, bucket: DdpBucket) -> None:
+        """Sum a bucket in place and complete its future."""
         sent = self._reducer.reduce_(bucket.buffer)
         small = sum(g.numel() for g in bucket.gradients if is_small(g))
         small_bytes = sent * small // max(bucket.buffer.numel(), 1)
@@ -37,12 +38,19 @@ class PathWork:
         bucket.future.set_result(bucket.buffer)
 
     def fail(self, bucket: DdpBucket, error: BaseException) -> None:
+        """Raise an error in a bucket's future."""
         _raise_in(bucket, error)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return nothing: a path keeps no state."""
         return {}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Accept an empty state.
+
+        Raises:
+            ValueError: it is of a codec.
+        """
         if saved:
             raise ValueError(f"without a codec there is no state to restore, but there is {sorted(saved)[0]!r}")
 
@@ -66,6 +74,7 @@ class _Filling:
     came: list[tuple[_Arrival, Tensor, Member]] = field(default_factory=list)
 
     def view(self, member: Member) -> Tensor:
+        """Return a gradient's part of the vector, in its own shape."""
         return self.flat[slice(*member.span)].view(member.shape)
 
 
@@ -87,6 +96,7 @@ class CellWork:
         self._broken: BaseException | None = None
 
     def work(self, bucket: DdpBucket) -> None:
+        """Copy a bucket's gradients into their cells, and reduce each cell that is full."""
         if self._broken is not None:
             raise RuntimeError(f"gradients cannot be reduced after an earlier failure: {self._broken}")
         if bucket.first:
@@ -104,12 +114,14 @@ class CellWork:
         self._take(bucket)
 
     def fail(self, bucket: DdpBucket, error: BaseException) -> None:
+        """Raise an error in the futures of this bucket and of all that wait, and refuse all later ones."""
         # Ranks may now be at different collectives: nothing can be reduced in this group any more.
         self._broken = self._broken or error
         self._drop(error)
         _raise_in(bucket, error)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the codec's states by parameter and place; before the first backward, what was loaded."""
         if self._layout is None:
             return dict(self._saved or {})
         flat: dict[str, Any] = {}
@@ -118,6 +130,7 @@ class CellWork:
         return flat
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; before the cells are laid out it is kept until they are."""
         if self._layout is None:
             self._saved = saved
             return
@@ -145,6 +158,7 @@ class CellWork:
         self._arrivals, self._early = [], []
 
     def build(self, layout: Layout) -> None:
+        """Allocate the cells' vectors and their reducers, and restore what was loaded before."""
         for cell in layout.cells:
             flat = torch.empty(cell.numel, dtype=cell.dtype, device=cell.device)
             reducer = self._reducer(cell, flat)

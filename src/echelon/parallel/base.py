@@ -78,6 +78,7 @@ def place(layout: Layout, rank: int, device_type: str, timeout: timedelta) -> Pl
     made: dict[tuple[int, ...], Group] = {}
 
     def group(*axes: Axis) -> Group | None:
+        """Return the process group of the ranks that differ from this one along `axes` alone; None: it is alone."""
         ranks = _ranks_along(axes, coordinates, layout)
         if len(ranks) == 1:
             return None

@@ -78,6 +78,7 @@ class _Recorder(TorchDispatchMode):
         recording = self._recording
 
         def described(value: Any) -> Any:
+            """Return the place of a meta tensor in the recording; other values as they are."""
             return recording.view(value) if isinstance(value, Tensor) and value.is_meta else value
 
         reads = frozenset(recording.view(t).storage for t in _meta_tensors((args, kwargs)))
@@ -115,6 +116,7 @@ def _truncated_normals(recording: Recording) -> Iterator[None]:
     draw = nn.init._no_grad_trunc_normal_
 
     def noted(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
+        """Record the draw on a meta tensor; draw at once on another."""
         if not tensor.is_meta:
             return draw(tensor, mean, std, a, b, generator)
         view = recording.view(tensor)
@@ -192,12 +194,14 @@ def _touched(operation: _Operation) -> frozenset[int]:
 
 def _perform(operation: _Operation, recording: Recording, real: dict[int, Tensor]) -> None:
     def tensor_of(view: _View) -> Tensor:
+        """Return the real tensor of a recorded place; its storage is allocated at first use."""
         if view.storage not in real:
             n_bytes = recording.storages[view.storage].nbytes()
             real[view.storage] = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
         return _as_view(real[view.storage], view)
 
     def actual(value: Any) -> Any:
+        """Return the real tensor, or the host for the meta device."""
         if isinstance(value, _View):
             return tensor_of(value)
         return torch.device("cpu") if isinstance(value, torch.device) and value.type == "meta" else value

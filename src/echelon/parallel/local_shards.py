@@ -152,12 +152,14 @@ class LocalShards(nn.Module):
 class _HandOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        """Return a zero that depends on the parameters."""
         ctx.gradients = gradients
         return parameters[0].new_zeros(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the pending gradients, whatever the gradient of the zero."""
         return None, *ctx.gradients
 
 

@@ -60,6 +60,7 @@ def _forward(module: nn.Module, forward: Any, dtype: torch.dtype, *args: Any, **
         return forward(*args, **kwargs)
 
     def cast(tensor: Tensor) -> Tensor:
+        """Return a floating-point tensor in the dtype of the computation."""
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))

@@ -66,6 +66,7 @@ class _Activated(BatchNormBase):
     act: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (N, C, ...), then apply dropout and activation."""
         return self.act(self.drop(super().forward(x)))
 
 
@@ -148,6 +149,7 @@ class _Normalise(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Normalise x (N, C, ...) by the moments of all ranks; returns y and mean, variance (C,) and count."""
         channels = x.shape[1]
         sums = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
         if x.numel():
@@ -173,6 +175,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, weight and bias; those of weight and bias are of this rank's samples."""
         x, weight, mean, inverse_std, total = ctx.saved_tensors
         shape = (1, -1, *[1] * (x.ndim - 2))
         grad_ = grad.to(mean.dtype)

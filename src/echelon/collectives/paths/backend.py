@@ -17,6 +17,7 @@ class Backend(Path):
     by_backend: ClassVar[bool] = True
 
     def schedule(self, rank: int, size: int, numel: int) -> list[Step]:
+        """Return no steps: the backend has its own."""
         raise TypeError("the backend's own all-reduce has no schedule")
 
 

@@ -21,6 +21,7 @@ class HalvingDoubling(Path):
     name: ClassVar[str] = "halving_doubling"
 
     def schedule(self, rank: int, size: int, numel: int) -> list[Step]:
+        """Return the halving and the doubling, and before and after them what folds odd ranks into their neighbours."""
         active = 1 << (size.bit_length() - 1)
         folded = 2 * (size - active)
         rounds = active.bit_length() - 1

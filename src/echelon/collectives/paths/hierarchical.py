@@ -32,6 +32,7 @@ class Hierarchical(Path):
             raise ValueError(f"group must be at least 1, not {self.group}")
 
     def tiers(self, rank: int, size: int, numel: int) -> Tiers:
+        """Return the ring of this rank's group, the ring between groups that it is in, and the spans of the pieces."""
         groups = [range(first, min(first + self.group, size)) for first in range(0, size, self.group)]
         owners = min(len(members) for members in groups)
         mine, index = groups[rank // self.group], rank % self.group
@@ -43,6 +44,7 @@ class Hierarchical(Path):
         return min(self.group, size) - 1
 
     def schedule(self, rank: int, size: int, numel: int) -> list[Step]:
+        """Return a reduce-scatter in the group, a sum of a piece between groups, and an all-gather in the group."""
         tiers = self.tiers(rank, size, numel)
         steps = reduce_scatter(tiers.inside, tiers.pieces, first_round=0)
         if tiers.between is not None:

@@ -53,6 +53,7 @@ def balanced(times: Sequence[float], parts: int) -> tuple[int, ...]:
 
     @cache
     def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
+        """Return the least longest sum of `left` runs over times[start:], and the cuts that give it."""
         if left == 1:
             return sums[-1] - sums[start], ()
         found = []
@@ -113,6 +114,7 @@ def _wait(device: torch.device) -> None:
 
 def _materialised(unit: nn.Module, device: torch.device) -> nn.Module:
     def blank(tensor: Tensor) -> Tensor:
+        """Return a small constant of the same shape and dtype on the device."""
         return torch.full_like(tensor, 0.01 if tensor.is_floating_point() else 0, device=device)
 
     memo: dict[int, object] = {}

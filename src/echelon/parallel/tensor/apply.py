@@ -153,6 +153,11 @@ def _bound(modules: Mapping[str, nn.Module], plan: TensorPlan, where: _Where) ->
     assert region is not None
 
     def begin(x: Tensor) -> Tensor:
+        """Return this rank's tokens of x (N, T, D).
+
+        Raises:
+            UserError: x holds no tokens, or random numbers would differ between ranks.
+        """
         if x.ndim != 3:
             raise UserError(f"sequence: the first block gets {x.ndim} dims, not tokens (N, T, D): leave sequence away")
         if random and x.shape[TOKENS] % plan.tp:
@@ -164,6 +169,7 @@ def _bound(modules: Mapping[str, nn.Module], plan: TensorPlan, where: _Where) ->
         return split(x, TOKENS, where.group)
 
     def end(_: nn.Module, __: Any, result: Any) -> Any:
+        """Join the ranks' tokens of the last block's result."""
         y = result[0] if isinstance(result, tuple) else result
         whole = gather(y, TOKENS, region.tokens, where.group, shares=False)
         return (whole, *result[1:]) if isinstance(result, tuple) else whole
@@ -180,6 +186,7 @@ def _on_first(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     """Return a hook that changes a module's first input, given by place or by name."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Change the first argument, or the first named one that is a tensor."""
         if args:
             return (change(args[0]), *args[1:]), kwargs
         name = next(key for key, value in kwargs.items() if isinstance(value, torch.Tensor))

@@ -61,35 +61,41 @@ def chunk_of(total: int, parts: int, index: int) -> tuple[int, int]:
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        """Return x."""
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Sum the ranks' gradients."""
         return _sum(grad, ctx.group), None
 
 
 class _Add(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        """Sum the ranks' x."""
         return _sum(x, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient."""
         return grad, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, total: int, group: Group, shares: bool) -> Tensor:
+        """Join the ranks' parts of x along `dim`, `total` long in all."""
         ctx.dim, ctx.group, ctx.shares = dim, group, shares
         return _join(x, dim, total, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return this rank's part of the gradient; with `shares`, of the sum of the ranks' gradients."""
         cut = _sum_part if ctx.shares else _part
         return cut(grad, ctx.dim, ctx.group), None, None, None, None
 
@@ -97,24 +103,28 @@ class _Gather(torch.autograd.Function):
 class _ScatterAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
+        """Return this rank's part of the sum of the ranks' x along `dim`."""
         ctx.dim, ctx.group, ctx.total = dim, group, x.shape[dim]
         return _sum_part(x, dim, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Join the ranks' parts of the gradient."""
         return _join(grad, ctx.dim, ctx.total, ctx.group), None, None
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Group) -> Tensor:
+        """Return this rank's part of x along `dim`."""
         ctx.dim, ctx.group, ctx.total = dim, group, x.shape[dim]
         return _part(x, dim, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Join the ranks' parts of the gradient."""
         return _join(grad, ctx.dim, ctx.total, ctx.group), None, None
 
 

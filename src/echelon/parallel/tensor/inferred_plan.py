@@ -103,6 +103,7 @@ class _Tracer(fx.Tracer):
         self.attention_only = attention_only
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whether a module is one step of the graph: torch's own and attention; without `attention_only` every one."""
         known = super().is_leaf_module(m, module_qualified_name) or bool(_attention(module_qualified_name, m))
         return known or not self.attention_only
 

@@ -63,6 +63,11 @@ class _Case:
     tp: int
 
     def local(self, size: int, what: str) -> int:
+        """Return the size on one rank.
+
+        Raises:
+            UserError: it does not divide.
+        """
         if size % self.tp:
             everywhere = re.sub(r"\.\d+(?=\.|$)", ".*", self.name)
             raise UserError(
@@ -72,6 +77,7 @@ class _Case:
         return size // self.tp
 
     def misfit(self, fits: str) -> UserError:
+        """Return the refusal of a style that does not fit the module."""
         kind = type(self.module).__name__
         return UserError(f"--tensor-plan: {self.style} is a style of {fits}; {self.name} is a {kind}")
 

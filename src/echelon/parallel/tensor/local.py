@@ -59,6 +59,7 @@ def _subclass(kind: Any, sights: tuple[tuple[str, Sight], ...]) -> Any:
 
 def _attribute(name: str, sight: Sight) -> property:
     def see(module: nn.Module) -> Tensor | None:
+        """Return the tensor as the layer's computation sees it."""
         held = registered_tensors(module)[name]
         if isinstance(held, DTensor) and held.device_mesh.ndim > 1:
             return held  # sharded as well, and not gathered: fully_shard looks for its own parameter
@@ -73,6 +74,7 @@ def _attribute(name: str, sight: Sight) -> property:
 @cache
 def _embedding(kind: Any) -> Any:
     def forward(self: Any, ids: Tensor) -> Tensor:
+        """Look up ids (N, T) in this rank's rows; the ranks' results (N, T, D) are added."""
         weight, table = self.weight, registered_tensors(self)["weight"]
         assert isinstance(table, DTensor)
         mine = ids - self._first_row
