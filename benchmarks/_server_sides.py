@@ -192,6 +192,7 @@ class _PushPull:
     def __init__(self, case: Case, index: int, addresses: list[str]) -> None:
         import torch
 
+        from echelon.coordinator.messages import ServerEntry
         from echelon.messages.identity import derive_keys
         from echelon.ps.client import Client, ClientConfig
         from echelon.ps.table import Cut, ParameterInfo, cut_table
@@ -200,10 +201,9 @@ class _PushPull:
         config = ClientConfig(f"worker{index}", derive_keys(SECRET), NOBODY, read("none"), 0, index, 60.0, keeps=False)
         self.client = Client(config)
         self.client.set_table(self.table)
-        entries = {str(i): {"address": a, "life": 1, "ready": True, "standby": "", "empty": False}
-                   for i, a in enumerate(addresses)}  # fmt: skip
-        self.client.talk.members(entries)  # its thread does not run yet
-        self.client.talk.thread.start()
+        connection = self.client.connection
+        connection.meet_servers([ServerEntry(a, 1, True, "", False) for a in addresses])  # its thread does not run yet
+        connection.start()
         self.client.put(
             self.table, {k.index: {"value": torch.zeros(k.numel), "version": 0} for k in self.table.keys}, 60.0
         )

@@ -21,6 +21,7 @@ from torch.nn import functional
 from benchmarks import _common as common
 from benchmarks._cifar import DEVIATION, MEAN, arrays
 from benchmarks._straggler_roles import DEADLINE_S, WORKERS, Job, Work, lease_worker, process, queue, roles, staleness
+from echelon.coordinator.messages import TrainTask
 
 TRAIN, BATCH, EPOCHS, LR = 25_600, 64, 3, 0.2
 STEP_S, SLOW = 0.06, 4.0
@@ -57,11 +58,11 @@ def _worker(rank: int, job: Job, seed: int, address: str, results: Any) -> None:
         torch.manual_seed(seed)
         return model()
 
-    def compute(module: nn.Module, task: dict[str, Any]) -> int:
+    def compute(module: nn.Module, task: TrainTask) -> int:
         ends = time.perf_counter() + (0.0 if job.settings.aggregates else STEP_S * (SLOW if rank == 0 else 1.0))
-        order = np.random.default_rng([seed, task["epoch"]]).permutation(TRAIN)
-        batch = order[task["batch"] * BATCH : (task["batch"] + 1) * BATCH]
-        rows = np.sort(drawn[batch[task["share"] :: task["shares"]]])
+        order = np.random.default_rng([seed, task.epoch]).permutation(TRAIN)
+        batch = order[task.batch * BATCH : (task.batch + 1) * BATCH]
+        rows = np.sort(drawn[batch[task.share :: task.shares]])
         inputs, targets = _batch(images, labels, rows)
         (functional.cross_entropy(module(inputs), targets, reduction="sum") / BATCH).backward()
         time.sleep(max(0.0, ends - time.perf_counter()))
@@ -71,7 +72,7 @@ def _worker(rank: int, job: Job, seed: int, address: str, results: Any) -> None:
         results.put(_top1(module))
         return {}
 
-    client = lease_worker(rank, job, address, Work(build, compute, lambda task: BATCH // task["shares"], review=review))
+    client = lease_worker(rank, job, address, Work(build, compute, lambda task: BATCH // task.shares, review=review))
     client.close()
 
 

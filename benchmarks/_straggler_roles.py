@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,17 @@ import torch
 from torch import nn
 
 from echelon.compression import read
-from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig, TrainingPlan
+from echelon.coordinator.config import CoordinatorConfig, TrainingPlan
+from echelon.coordinator.messages import (
+    EvaluateTask,
+    EvaluationDone,
+    JoinWorker,
+    SetupDone,
+    SetupTask,
+    TaskReport,
+    TrainTask,
+)
+from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig
 from echelon.core.spec import bind, parse_spec
 from echelon.launch.preload import start_import_server
 from echelon.messages.identity import derive_keys
@@ -60,8 +70,8 @@ class Work:
     """What a worker does: `compute` makes gradients of a lease and returns samples; `review` looks at a copy."""
 
     model: Callable[[], nn.Module]
-    compute: Callable[[nn.Module, dict[str, Any]], int]
-    samples_per_step: Callable[[dict[str, Any]], int]
+    compute: Callable[[nn.Module, TrainTask], int]
+    samples_per_step: Callable[[TrainTask], int]
     over: Callable[[int, int], bool] = lambda done, late: False
     review: Callable[[nn.Module], dict[str, Any]] = lambda module: {}
 
@@ -119,9 +129,8 @@ def _serve(job: Job, folder: str, address: Any) -> None:
         pass
 
     plan = TrainingPlan(job.epochs, 0, 0, None, None)
-    config = SchedulerConfig(
-        coordination_policy(job.settings), keys, f"ipc://{folder}/scheduler", path, plan, DEADLINE_S
-    )
+    coordinator = CoordinatorConfig(coordination_policy(job.settings), plan, DEADLINE_S)
+    config = SchedulerConfig(coordinator, keys, f"ipc://{folder}/scheduler", path)
     scheduler = Scheduler(config, Recorder(path), Callbacks(nothing, nothing, nothing))
     thread = threading.Thread(target=scheduler.run, daemon=True)
     thread.start()
@@ -152,19 +161,18 @@ def lease_worker(rank: int, job: Job, address: str, work: Work) -> Client:
                                  aggregates=settings.aggregates))  # fmt: skip
     table = model_table(module, Cut(1, settings.chunk_bytes))
     client.set_table(table)
-    client.join({"fingerprint": table.fingerprint})
+    client.join(JoinWorker(table.fingerprint))
     strategy = ParameterServer(module, table, client, WorkerOptions(settings, 0.0, HostClock()))
     done = 0
     while (task := client.next_task()) is not None:
-        if task["kind"] == "setup":
+        if isinstance(task, SetupTask):
             client.wait_for_servers(1)
             client.put(table, {k: {"value": v, "version": 0} for k, v in strategy.key_values().items()}, DEADLINE_S)
-            client.result(task["task"], {"fingerprint": table.fingerprint, "steps_per_epoch": job.steps_per_epoch,
-                                         "done_below": 0, "done_beyond": []})  # fmt: skip
-        elif task["kind"] == "review":
-            states = client.fetch(table, [k.index for k in table.keys], task["tag"], full=False)
+            client.report(SetupDone(task.task, table.fingerprint, job.steps_per_epoch, 0, []))
+        elif isinstance(task, EvaluateTask):
+            states = client.fetch(table, [k.index for k in table.keys], task.tag, full=False)
             strategy.set_parameters({index: state["value"] for index, state in states.items()})
-            client.result(task["task"], work.review(module))
+            client.report(EvaluationDone(task.task, about=work.review(module)))
         else:
             _train(client, strategy, work, task, job.lr)
             done += 1
@@ -173,11 +181,10 @@ def lease_worker(rank: int, job: Job, address: str, work: Work) -> Client:
     return client
 
 
-def _train(client: Client, strategy: ParameterServer, work: Work, task: dict[str, Any], lr: float) -> None:
-    strategy.begin(PushInfo(task["task"], task["step"], task["share"], task["shares"], 0, 0, lr))
-    strategy.begin_step(work.samples_per_step(task), work.samples_per_step({**task, "shares": 1}))
+def _train(client: Client, strategy: ParameterServer, work: Work, task: TrainTask, lr: float) -> None:
+    strategy.begin(PushInfo(task.task, task.step, task.share, task.shares, 0, 0, lr))
+    strategy.begin_step(work.samples_per_step(task), work.samples_per_step(replace(task, shares=1)))
     with strategy.micro_batch(True):
         samples = work.compute(strategy.module, task)
     strategy.step()
-    client.finish_task(task["task"], {"loss": 0.0, "correct": 0, "samples": samples, "lr": lr, "phases": [],
-                                      "memory_bytes": 0})  # fmt: skip
+    client.finish_task(task.task, TaskReport(0.0, 0.0, samples, lr, [], 0))

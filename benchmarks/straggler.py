@@ -27,6 +27,7 @@ from torch import nn
 from benchmarks import _common as common
 from benchmarks import _straggler_accuracy as accuracy
 from benchmarks._straggler_roles import DEADLINE_S, WORKERS, Job, Work, lease_worker, process, queue, ready, roles
+from echelon.coordinator.messages import TrainTask
 
 TITLE = "A straggler: 4 workers, one 4x slower"
 SAMPLES = 32
@@ -101,7 +102,7 @@ def _leaser(rank: int, job: Job, pace: Pace, address: str, results: Any) -> None
     """Train on leases; reports samples/s that were counted."""
     began: list[float] = []
 
-    def compute(module: nn.Module, task: dict[str, Any]) -> int:
+    def compute(module: nn.Module, task: TrainTask) -> int:
         began.append(time.perf_counter())
         return _compute(module, pace.of(rank))
 

@@ -6,12 +6,13 @@ import json
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from echelon.core.files import write_atomic
 
 if TYPE_CHECKING:
     from echelon.messages.endpoint import Channel
+    from echelon.messages.framing import Content
 
 ROLES_FOLDER = "ps"
 ADDRESS_FILE = "scheduler.json"
@@ -64,25 +65,25 @@ class SchedulerLine:
 
     def __init__(self, roles: Path) -> None:
         self._roles = roles
-        self._line: Channel | None = None
+        self._channel: Channel | None = None
 
     def died(self, name: str, how: str, pid: int) -> None:
         """Tell that a process of this machine ended."""
-        from echelon.messages.protocol import Kind
+        from echelon.coordinator.messages import Died
 
-        self._send(Kind.DIED, {"name": name, "info": {"how": how, "pid": pid}})
+        self._send(Died(name, how, pid))
 
     def stop(self) -> None:
         """Tell that the run shall stop after a checkpoint."""
-        from echelon.messages.protocol import Kind
+        from echelon.coordinator.messages import Stop
 
-        self._send(Kind.STOP, {"reason": "stop"})
+        self._send(Stop("stop"))
 
-    def _send(self, kind: Any, body: dict[str, Any]) -> None:
-        if self._line is None:
-            self._line = self._connect()
-        if self._line is not None:
-            self._line.send(kind, body)
+    def _send(self, content: Content) -> None:
+        if self._channel is None:
+            self._channel = self._connect()
+        if self._channel is not None:
+            self._channel.send(content)
 
     def _connect(self) -> Channel | None:
         import zmq
@@ -96,7 +97,7 @@ class SchedulerLine:
             return None  # it has not begun to listen: there is nobody to tell, and nothing that it could miss
         keys = derive_keys(read_secret(self._roles))
         address = json.loads(file.read_text())["address"]
-        return Channel(zmq.Context.instance(), Sender(keys, "launcher"), address, Limits(1 << 20))
+        return Channel(zmq.Context.instance(), Sender(keys, "launcher"), address, Limits(1 << 20), {})
 
     def status(self) -> str:
         """Return how the run ended, as the scheduler wrote it."""
@@ -105,9 +106,9 @@ class SchedulerLine:
 
     def close(self) -> None:
         """Let what was sent leave."""
-        if self._line is not None:
-            self._line.socket.close(linger=int(1000 * _TELL_S))
-            self._line = None
+        if self._channel is not None:
+            self._channel.close(linger_ms=int(1000 * _TELL_S))
+            self._channel = None
 
 
 def wait_for_address(roles: Path, deadline_s: float) -> str:

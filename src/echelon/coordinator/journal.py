@@ -1,4 +1,4 @@
-"""The scheduler's journal: one JSON line per thing that must survive its death, appended with one write each."""
+"""The coordinator's journal: one JSON line per thing that must survive its death, appended with one write each."""
 
 from __future__ import annotations
 
@@ -6,14 +6,94 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
+from echelon.coordinator.messages import SetupDone
 from echelon.core.files import write_whole
+from echelon.messages.plain import AnyFloat, Malformed, from_plain, to_plain
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the journal."""
+
+    kind: ClassVar[str]
+
+
+@dataclass(frozen=True, slots=True)
+class SetUp(Entry):
+    """The servers hold what the run begins with."""
+
+    kind: ClassVar[str] = "setup"
+    setup: SetupDone
+
+
+@dataclass(frozen=True, slots=True)
+class Begun(Entry):
+    """A gradient may have been given out."""
+
+    kind: ClassVar[str] = "begun"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut(Entry):
+    """A step was cut into shares."""
+
+    kind: ClassVar[str] = "shares"
+    step: int
+    shares: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counted(Entry):
+    """A task is done; `late`: its step was complete without it."""
+
+    kind: ClassVar[str] = "done"
+    task: int
+    worker: str
+    samples: int
+    late: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EpochSeen(Entry):
+    """So many epochs are done, and what is due after them was asked for."""
+
+    kind: ClassVar[str] = "epoch"
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Best(Entry):
+    """The best result of an evaluation so far."""
+
+    kind: ClassVar[str] = "best"
+    best: AnyFloat
+
+
+@dataclass(frozen=True, slots=True)
+class Saved(Entry):
+    """A checkpoint of a step is on the disk."""
+
+    kind: ClassVar[str] = "saved"
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended(Entry):
+    """The run is over."""
+
+    kind: ClassVar[str] = "ended"
+    status: str
+
+
+_KINDS = {entry.kind: entry for entry in (SetUp, Begun, Cut, Counted, EpochSeen, Best, Saved, Ended)}
 
 
 class Journal:
-    """Appends entries to a file; `read` returns those of former lives."""
+    """Appends entries to a file; `read` returns those that earlier processes wrote."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -21,19 +101,17 @@ class Journal:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         self._end_torn_line()
 
-    def write(self, kind: str, **values: Any) -> None:
+    def write(self, entry: Entry) -> None:
         """Append one entry. It survives the death of this process when this returns."""
-        write_whole(self._fd, json.dumps({"t": round(time.time(), 6), "kind": kind, **values}).encode() + b"\n")
+        line = {"t": round(time.time(), 6), "kind": entry.kind, **to_plain(entry)}
+        write_whole(self._fd, json.dumps(line).encode() + b"\n")
 
-    def read(self) -> Iterator[dict[str, Any]]:
+    def read(self) -> Iterator[Entry]:
         """Yield the whole entries, oldest first."""
         with self._path.open("rb") as file:
             for line in file:
-                try:
-                    entry = json.loads(line)
-                except ValueError:
-                    continue  # the line on which a former life ended
-                if isinstance(entry, dict) and "kind" in entry:
+                entry = read_entry(line)
+                if entry is not None:
                     yield entry
 
     def close(self) -> None:
@@ -44,3 +122,13 @@ class Journal:
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
             os.write(self._fd, b"\n")
+
+
+def read_entry(line: bytes) -> Entry | None:
+    """Read one line of a journal; None where it is not whole: the one on which its writer died."""
+    try:
+        fields = json.loads(line)
+        fields.pop("t")
+        return from_plain(_KINDS[fields.pop("kind")], fields)
+    except (ValueError, KeyError, AttributeError, Malformed):
+        return None

@@ -7,11 +7,14 @@ steps are given out as fast as workers ask.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
+
+from echelon.coordinator.messages import TrainTask
 
 _FIRST_GUESS_S = 10.0
 
@@ -34,16 +37,16 @@ class Lease:
 
 
 class Leases(Protocol):
-    """What the scheduler asks of either book."""
+    """What the coordinator asks of either way to give out work."""
 
-    def take(self, worker: str, now_s: float) -> dict[str, Any] | None:
+    def take(self, worker: str, now_s: float) -> TrainTask | None:
         """Give a worker a task, or None when it must wait."""
 
     def finish(self, task: int, worker: str, now_s: float, late: bool) -> bool:
         """Count a task; whether it is the first time."""
 
-    def join(self, worker: str, held: Iterable[int], now_s: float) -> None:
-        """Let a worker take part; `held` is what it works on already (after a restart of the scheduler)."""
+    def join(self, worker: str, holding: Iterable[int], now_s: float) -> None:
+        """Let a worker take part; `holding` is what it works on already (after a restart of the coordinator)."""
 
     def leave(self, worker: str) -> list[int]:
         """Take back what a worker has; returns those tasks."""
@@ -51,9 +54,48 @@ class Leases(Protocol):
     def pause(self, worker: str, paused: bool) -> None:
         """Do not count on a worker for a while: it evaluates."""
 
+    def hold_back(self, wanted: bool) -> None:
+        """Begin no further step until a copy is kept, where steps have a boundary at which all servers agree."""
+
+    def restore(self, below: int, done: Iterable[int]) -> None:
+        """Begin where a checkpoint ended: steps below `below` are done, and those of `done`."""
+
+    def replay(self, done: Iterable[int], shares: Mapping[int, int]) -> None:
+        """Count the tasks of a journal; `shares` says into how many each step was cut."""
+
+    def lost(self, stored: set[int], least: int) -> list[int]:
+        """Give out again what a server lacks that has the tasks `stored` and all below `least`; returns those tasks."""
+
+    def step_of(self, task: int) -> int:
+        """Return the step that a task is part of."""
+
+    @property
+    def clocks(self) -> dict[str, int]:
+        """How far each worker is, in steps."""
+
+    @property
+    def shares(self) -> int:
+        """Into how many shares the present step is cut; 0: not yet."""
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether no step is half done, where that matters."""
+
     @property
     def done_steps(self) -> int:
         """Steps before which all are done."""
+
+    @property
+    def done_beyond(self) -> set[int]:
+        """Steps done beyond `done_steps`."""
+
+    @property
+    def watermark(self) -> int:
+        """Tasks before which servers need not remember each one: all are done, and will not be given out again."""
+
+    @property
+    def incomplete_from(self) -> float:
+        """The step from which on steps may have shares that are not done; infinite where steps have none."""
 
     @property
     def complete(self) -> bool:
@@ -75,7 +117,7 @@ class FreeLeases:
     """Asynchronous: each lease is a step; with a bound, no worker starts one further ahead of the slowest (Ho 2013)."""
 
     def __init__(self, work: StepCount, bound: int | None = None) -> None:
-        self.work, self._bound = work, bound
+        self._work, self._bound = work, bound
         self._next = 0
         self._returned: deque[int] = deque()
         self._out: dict[int, Lease] = {}
@@ -83,13 +125,41 @@ class FreeLeases:
         self._below = 0
         self._clocks: dict[str, int] = {}
         self._paused: set[str] = set()
-        self.pace = Pace()
+        self._pace = Pace()
 
     def restore(self, below: int, done: Iterable[int]) -> None:
-        """Begin where a checkpoint or a journal ended."""
         self._below, self._done = below, {t for t in done if t >= below}
         self._next = below
         self._advance()
+
+    def replay(self, done: Iterable[int], shares: Mapping[int, int]) -> None:
+        self.restore(self._below, self._done | set(done))
+
+    def hold_back(self, wanted: bool) -> None:
+        """Do nothing: a copy may be of any moment."""
+
+    def lost(self, stored: set[int], least: int) -> list[int]:
+        """Give nothing out again: workers push again what a server lacks. Returns what is done and is not there."""
+        return sorted((set(range(least, self._below)) | self._done) - stored)
+
+    def step_of(self, task: int) -> int:
+        return task
+
+    @property
+    def shares(self) -> int:
+        return 1
+
+    @property
+    def at_boundary(self) -> bool:
+        return True
+
+    @property
+    def watermark(self) -> int:
+        return self._below
+
+    @property
+    def incomplete_from(self) -> float:
+        return math.inf
 
     @property
     def clocks(self) -> dict[str, int]:
@@ -102,17 +172,16 @@ class FreeLeases:
 
     @property
     def done_beyond(self) -> set[int]:
-        """Steps done beyond `done_steps`."""
         return set(self._done)
 
     @property
     def complete(self) -> bool:
-        return self._below >= self.work.steps
+        return self._below >= self._work.steps
 
-    def join(self, worker: str, held: Iterable[int], now_s: float) -> None:
+    def join(self, worker: str, holding: Iterable[int], now_s: float) -> None:
         self._clocks[worker] = max(self._slowest(), self._clocks.get(worker, 0))
-        for task in held:
-            if not self._is_done(task) and task < self.work.steps:
+        for task in holding:
+            if not self._is_done(task) and task < self._work.steps:
                 self._out.setdefault(task, Lease(worker, now_s))
 
     def leave(self, worker: str) -> list[int]:
@@ -133,7 +202,7 @@ class FreeLeases:
             if worker in self._clocks:
                 self._clocks[worker] = max(self._clocks[worker], others)
 
-    def take(self, worker: str, now_s: float) -> dict[str, Any] | None:
+    def take(self, worker: str, now_s: float) -> TrainTask | None:
         # What a worker has been given counts: it asks for the next task while it works on one.
         ahead = self._clocks[worker] + sum(lease.worker == worker for lease in self._out.values())
         if self._bound is not None and ahead - self._slowest() > self._bound:
@@ -142,20 +211,20 @@ class FreeLeases:
         if step is None:
             return None
         self._out[step] = Lease(worker, now_s)
-        epoch, batch = divmod(step, self.work.steps_per_epoch)
-        return {"task": step, "kind": "train", "step": step, "epoch": epoch, "batch": batch, "share": 0, "shares": 1}
+        epoch, batch = divmod(step, self._work.steps_per_epoch)
+        return TrainTask(step, step, epoch, batch)
 
     def _pick(self, worker: str, now_s: float) -> int | None:
         while self._returned:
             step = self._returned.popleft()
             if not self._is_done(step) and step not in self._out:
                 return step
-        while self._next < self.work.steps and (self._is_done(self._next) or self._next in self._out):
+        while self._next < self._work.steps and (self._is_done(self._next) or self._next in self._out):
             self._next += 1
-        if self._next < self.work.steps:
+        if self._next < self._work.steps:
             self._next += 1
             return self._next - 1
-        deadline_s = self.pace.deadline_s()
+        deadline_s = self._pace.deadline_s()
         for step, lease in self._out.items():  # nothing else is left: do over what takes too long
             if now_s - lease.since_s > deadline_s and lease.worker != worker and not lease.again:
                 lease.again = True
@@ -167,8 +236,8 @@ class FreeLeases:
         if worker in self._clocks:
             self._clocks[worker] += 1
         if lease is not None and lease.worker == worker:
-            self.pace.seconds.append(now_s - lease.since_s)
-        if self._is_done(task) or task >= self.work.steps:
+            self._pace.seconds.append(now_s - lease.since_s)
+        if self._is_done(task) or task >= self._work.steps:
             return False
         self._done.add(task)
         self._advance()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+
+from echelon.coordinator.messages import JoinServer, JoinWorker, ServerEntry, WorkerBeat
+from echelon.records.kinds import ServerWindow
 
 BEATS = 10
 LEAST_S = 2.0
@@ -14,29 +16,29 @@ class RunMember:
     """One process: its connection, its session (drawn at its start), when it was last heard, what it said."""
 
     name: str
-    role: str
     peer: bytes
     session: int
     heard_s: float
-    address: str = ""
-    info: dict[str, Any] = field(default_factory=dict)
-    beat: dict[str, Any] = field(default_factory=dict)
+    join: JoinWorker | JoinServer
+    beat: WorkerBeat | ServerWindow | None = None
     gap_s: float = 0.2
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether it is a worker, not a server."""
+        return isinstance(self.join, JoinWorker)
 
     @property
     def is_home(self) -> bool:
         """Whether it is on the first machine: only that one's disk surely holds the run's checkpoints."""
-        return self.info.get("machine", 0) == 0
+        return isinstance(self.join, JoinWorker) and self.join.machine == 0
 
 
-class Members:
+class MemberList:
     """The processes that live, by name. A deadline follows from how often each one was heard while it lived."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, RunMember] = {}
-
-    def __getitem__(self, name: str) -> RunMember:
-        return self._by_name[name]
 
     def get(self, name: str) -> RunMember | None:
         """Return a member, or None."""
@@ -60,9 +62,15 @@ class Members:
         member.heard_s, member.peer = now_s, peer
         return member
 
-    def of_role(self, role: str) -> list[RunMember]:
-        """Return the members of a role by name."""
-        return sorted((m for m in self._by_name.values() if m.role == role), key=lambda m: m.name)
+    @property
+    def workers(self) -> list[RunMember]:
+        """The workers by name."""
+        return sorted((m for m in self._by_name.values() if m.is_worker), key=lambda m: m.name)
+
+    @property
+    def servers(self) -> list[RunMember]:
+        """The servers and their standbys by name."""
+        return sorted((m for m in self._by_name.values() if not m.is_worker), key=lambda m: m.name)
 
     def all(self) -> list[RunMember]:
         """Return all members."""
@@ -79,10 +87,46 @@ def deadline_s(member: RunMember) -> float:
 
 
 @dataclass
-class Serving:
-    """Who serves one index: the primary and, where there is one, its standby."""
+class ServingPair:
+    """Who serves one index: the primary and, where there is one, its standby; empty names: nobody."""
 
     primary: str = ""
     standby: str = ""
     ready: bool = False
     standby_ready: bool = False
+
+    def takes_as_standby(self, name: str, join: JoinServer) -> bool:
+        """Whether a server that joins is the standby: it says so, or another one serves already."""
+        return self.primary != name and (join.standby or bool(self.primary))
+
+    def join_primary(self, name: str, ready: bool) -> None:
+        """Let a server serve; where it was the standby there is none now."""
+        self.primary, self.ready = name, ready
+        if self.standby == name:
+            self.standby, self.standby_ready = "", False
+
+    def join_standby(self, name: str, ready: bool) -> None:
+        """Let a server stand by."""
+        self.standby, self.standby_ready = name, ready
+
+    def leave(self, name: str) -> bool:
+        """Let a server go; returns whether it was the primary. A standby that is ready takes its place."""
+        if self.standby == name:
+            self.standby, self.standby_ready = "", False
+        if self.primary != name:
+            return False
+        if self.standby_ready:
+            self.primary, self.ready = self.standby, False
+            self.standby, self.standby_ready = "", False
+        else:
+            self.primary, self.ready = "", False
+        return True
+
+
+def server_entry(pair: ServingPair, members: MemberList, set_up: bool) -> ServerEntry:
+    """Return what all are told of an index. A server without anything is told of as such until the run is set up."""
+    primary = members.get(pair.primary)
+    standby = pair.standby if members.get(pair.standby) is not None else ""
+    if primary is None or not isinstance(primary.join, JoinServer):
+        return ServerEntry("", 0, False, standby, False)
+    return ServerEntry(primary.join.address, primary.session, pair.ready, standby, primary.join.empty and not set_up)

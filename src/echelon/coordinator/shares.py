@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
 
-from echelon.coordinator.leases import Lease, Pace, StepCount
+from echelon.coordinator.config import CoordinationPolicy
+from echelon.coordinator.leases import FreeLeases, Lease, Leases, Pace, StepCount
+from echelon.coordinator.messages import TrainTask
 
 MAX_SHARES = 4096
 
@@ -14,7 +15,7 @@ class SharedLeases:
     """Synchronous: a step is cut into one share per worker; `backup` of them need not come (Chen et al. 2016)."""
 
     def __init__(self, work: StepCount, backup: int = 0) -> None:
-        self.work, self._backup = work, backup
+        self._work, self._backup = work, backup
         self._step = 0
         self._shares = 0
         self._free: list[int] = []
@@ -23,12 +24,37 @@ class SharedLeases:
         self._workers: set[str] = set()
         self._paused: set[str] = set()
         self._had: set[str] = set()
-        self.held_back = False
-        self.pace = Pace()
+        self._held_back = False
+        self._pace = Pace()
 
     def restore(self, below: int, done: Iterable[int]) -> None:
-        """Begin where a checkpoint or a journal ended; a step that was half done begins anew."""
+        """Begin at a step; one that was half done begins anew."""
         self._begin(below)
+
+    def replay(self, done: Iterable[int], shares: Mapping[int, int]) -> None:
+        by_step: dict[int, set[int]] = {}
+        for task in done:
+            by_step.setdefault(self.step_of(task), set()).add(task)
+        step = self._step
+        while step in shares and len(by_step.get(step, ())) >= max(1, shares[step] - self._backup):
+            step += 1
+        self._begin(step)
+        if step in shares:
+            self.cut(step, shares[step], by_step.get(step, set()))
+
+    def hold_back(self, wanted: bool) -> None:
+        self._held_back = wanted
+
+    def step_of(self, task: int) -> int:
+        return task // MAX_SHARES
+
+    @property
+    def incomplete_from(self) -> float:
+        return self._step
+
+    @property
+    def watermark(self) -> int:
+        return 0  # servers know what they have counted by their versions
 
     def _begin(self, step: int) -> None:
         self._step, self._shares = step, 0
@@ -50,16 +76,15 @@ class SharedLeases:
 
     @property
     def complete(self) -> bool:
-        return self._step >= self.work.steps
+        return self._step >= self._work.steps
 
     @property
     def at_boundary(self) -> bool:
-        """Whether no step is half done."""
         return self._shares == 0
 
-    def join(self, worker: str, held: Iterable[int], now_s: float) -> None:
+    def join(self, worker: str, holding: Iterable[int], now_s: float) -> None:
         self._workers.add(worker)
-        for task in held:
+        for task in holding:
             self._reopen(task, worker, now_s)
 
     def _reopen(self, task: int, worker: str, now_s: float) -> None:
@@ -95,11 +120,10 @@ class SharedLeases:
 
     @property
     def shares(self) -> int:
-        """Into how many shares the present step is cut; 0: not yet."""
         return self._shares
 
-    def take(self, worker: str, now_s: float) -> dict[str, Any] | None:
-        if self.complete or self.held_back:
+    def take(self, worker: str, now_s: float) -> TrainTask | None:
+        if self.complete or self._held_back:
             return None
         if self._shares == 0:
             self._shares = max(1, len(self._workers - self._paused))
@@ -117,13 +141,12 @@ class SharedLeases:
         task = self._step * MAX_SHARES + share
         self._out[task] = Lease(worker, now_s)
         self._had.add(worker)
-        epoch, batch = divmod(self._step, self.work.steps_per_epoch)
-        return {"task": task, "kind": "train", "step": self._step, "epoch": epoch, "batch": batch, "share": share,
-                "shares": self._shares}  # fmt: skip
+        epoch, batch = divmod(self._step, self._work.steps_per_epoch)
+        return TrainTask(task, self._step, epoch, batch, share, self._shares)
 
     def _overdue(self, now_s: float) -> None:
         """Offer to others what takes too long."""
-        deadline_s = self.pace.deadline_s()
+        deadline_s = self._pace.deadline_s()
         for task, lease in self._out.items():
             if now_s - lease.since_s > deadline_s and not lease.again:
                 lease.again = True
@@ -132,7 +155,7 @@ class SharedLeases:
     def finish(self, task: int, worker: str, now_s: float, late: bool) -> bool:
         lease = self._out.pop(task, None)
         if lease is not None and lease.worker == worker:
-            self.pace.seconds.append(now_s - lease.since_s)
+            self._pace.seconds.append(now_s - lease.since_s)
         if task // MAX_SHARES != self._step or task in self._done:
             return False
         if task % MAX_SHARES in self._free:
@@ -145,12 +168,17 @@ class SharedLeases:
         if self._shares and len(self._done) >= max(1, self._shares - self._backup):
             self._begin(self._step + 1)
 
-    def lost(self, held: set[int], least: int) -> list[int]:
+    def lost(self, stored: set[int], least: int) -> list[int]:
         """Give out again the shares of the present step that a server has not, though they were done; returns them.
 
-        The server has the tasks `held`, and is complete before the step `least`.
+        The server has the tasks `stored`, and is complete before the step `least`.
         """
-        back = sorted(self._done - held) if self._step >= least else []
+        back = sorted(self._done - stored) if self._step >= least else []
         self._done.difference_update(back)
         self._free.extend(task % MAX_SHARES for task in back)
         return back
+
+
+def make_leases(work: StepCount, policy: CoordinationPolicy) -> Leases:
+    """Return the way to give out work that a policy asks for."""
+    return SharedLeases(work, policy.backup) if policy.shared else FreeLeases(work, policy.bound)

@@ -1,13 +1,12 @@
-"""What a run's record shows of leased training: losses in order of the steps, samples, phases per worker."""
+"""Sums of finished tasks for the run's record: losses in order of the steps, samples, phases by worker."""
 
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
 
+from echelon.coordinator.messages import MovedBytes, TaskReport
 from echelon.observe.phases import PHASES
 from echelon.records.kinds import RESOURCE_NAMES
 
@@ -20,7 +19,7 @@ class WindowSums:
 
     So has `resources`; a row is empty where a worker sampled nothing new. `gc_s`: by worker, in garbage collections.
     `density`: share of elements that the workers' last pushes carried, their mean; None without a sparse codec.
-    `other_bytes`: of copies of the servers' keys that workers gave or read, for the setup, evaluations and checkpoints.
+    `other_bytes`: of copies that workers gave or read, for the setup, evaluations and checkpoints.
     """
 
     epoch: int
@@ -42,52 +41,47 @@ class WindowSums:
 
 @dataclass
 class WindowAccumulator:
-    """Sums of finished tasks. Shares of one step are added to one loss."""
+    """Adds up finished tasks from `began_s` on. Shares of one step are added to one loss."""
 
+    began_s: float
     losses: dict[int, float] = field(default_factory=dict)
     score: float | None = None
     samples: int = 0
     lr: float = 0.0
+    moved: MovedBytes = field(default_factory=MovedBytes)
     phases: dict[str, list[float]] = field(default_factory=dict)
-    memory: dict[str, int] = field(default_factory=dict)
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    other_bytes: int = 0
-    density: dict[str, float] = field(default_factory=dict)
+    latest: dict[str, TaskReport] = field(default_factory=dict)
     resources: dict[str, list[float]] = field(default_factory=dict)
     gc_s: dict[str, float] = field(default_factory=dict)
-    began_s: float = field(default_factory=time.monotonic)
+    coded: dict[str, dict[str, float]] = field(default_factory=dict)
 
-    def add(self, worker: str, step: int, info: dict[str, Any], counted: bool) -> None:
+    def add(self, worker: str, step: int, report: TaskReport, counted: bool) -> None:
         """Add a finished task; one that was not counted into the parameters adds only its time."""
         if counted:
-            self.losses[step] = self.losses.get(step, 0.0) + float(info["loss"])
-            if (score := info.get("score")) is not None:
-                self.score = (self.score or 0.0) + float(score)
-            self.samples += int(info["samples"])
-            self.lr = float(info["lr"])
+            self.losses[step] = self.losses.get(step, 0.0) + report.loss
+            if report.score is not None:
+                self.score = (self.score or 0.0) + report.score
+            self.samples += report.samples
+            self.lr = report.lr
         row = self.phases.setdefault(worker, [0.0] * len(PHASES))
-        for i, seconds in enumerate(info["phases"][: len(PHASES)]):
-            row[i] += float(seconds)
-        self.gc_s[worker] = self.gc_s.get(worker, 0.0) + float(info.get("gc_s", 0.0))
-        self.memory[worker] = int(info["memory_bytes"])
-        self.add_bytes(info["bytes"])
-        if (share := info.get("density")) is not None:
-            self.density[worker] = float(share)
-        if own := info.get("resources"):
-            self.resources[worker] = [float(v) for v in own[: len(RESOURCE_NAMES)]]
+        for i, seconds in enumerate(report.phases[: len(PHASES)]):
+            row[i] += seconds
+        self.gc_s[worker] = self.gc_s.get(worker, 0.0) + report.gc_s
+        self.latest[worker] = report
+        if report.resources:
+            self.resources[worker] = report.resources[: len(RESOURCE_NAMES)]
+        if report.entropy_coded:
+            self.coded[worker] = report.entropy_coded
 
-    def add_bytes(self, moved: dict[str, Any]) -> None:
+    def add_bytes(self, moved: MovedBytes) -> None:
         """Add what a worker moved since its last report."""
-        sent, received, other = int(moved["sent"]), int(moved["received"]), int(moved["other"])
-        self.sent_bytes += sent
-        self.received_bytes += received
-        self.other_bytes += other
+        now = self.moved
+        self.moved = MovedBytes(now.sent + moved.sent, now.received + moved.received, now.other + moved.other)
 
     @property
-    def bytes(self) -> int:
+    def all_bytes(self) -> int:
         """All bytes of no window so far."""
-        return self.sent_bytes + self.received_bytes + self.other_bytes
+        return self.moved.sent + self.moved.received + self.moved.other
 
     def has_steps(self, below: float = math.inf) -> bool:
         """Whether a step before `below` was finished."""
@@ -95,23 +89,30 @@ class WindowAccumulator:
 
     def due(self, now_s: float, below: float = math.inf) -> bool:
         """Whether it is time to close the window."""
-        return self.has_steps(below) and now_s - self.began_s >= WINDOW_S
+        return now_s - self.began_s >= WINDOW_S and self.has_steps(below)
 
-    def close(self, epoch: int, step: int, workers: list[str], below: float = math.inf) -> WindowSums:
-        """Return the sums and begin anew.
+    def close(
+        self, epoch: int, step: int, workers: list[str], now_s: float, below: float = math.inf
+    ) -> tuple[WindowSums, WindowAccumulator]:
+        """Return the sums, with a row for each of the workers, in their order, and the next window's accumulator.
 
         Args:
             below: steps from here on are not complete: their loss waits for the window in which they are.
         """
         zeros = [0.0] * len(PHASES)
+        latest = self.latest
+        densities = [report.density for report in latest.values() if report.density is not None]
         waiting = {s: loss for s, loss in self.losses.items() if s >= below}
         sums = WindowSums(
             epoch, step, [self.losses[s] for s in sorted(self.losses.keys() - waiting.keys())],
-            self.score, self.samples,
-            time.monotonic() - self.began_s, self.lr, [self.phases.get(w, zeros) for w in workers],
-            [self.memory.get(w, 0) for w in workers], self.sent_bytes, self.received_bytes, self.other_bytes,
-            fmean(self.density.values()) if self.density else None, [self.resources.get(w, []) for w in workers],
-            [self.gc_s.get(w, 0.0) for w in workers],
+            self.score, self.samples, now_s - self.began_s, self.lr, [self.phases.get(w, zeros) for w in workers],
+            [latest[w].memory_bytes if w in latest else 0 for w in workers],
+            self.moved.sent, self.moved.received, self.moved.other, fmean(densities) if densities else None,
+            [self.resources.get(w, []) for w in workers], [self.gc_s.get(w, 0.0) for w in workers],
         )  # fmt: skip
-        self.__init__(waiting)  # type: ignore[misc]
-        return sums
+        return sums, WindowAccumulator(now_s, waiting, coded=self.coded)
+
+    def entropy_coded(self) -> dict[str, float]:
+        """Return what entropy coding did to all workers' messages since they began; empty without it."""
+        names = sorted({name for coded in self.coded.values() for name in coded})
+        return {name: sum(coded.get(name, 0.0) for coded in self.coded.values()) for name in names}

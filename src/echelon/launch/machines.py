@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 
 from echelon.core.errors import UserError
-from echelon.launch.meeting import LIMITS, NO_ANSWER, Arrival, check_settings
+from echelon.launch.meeting import LIMITS, NO_ANSWER, Arrival, MeetingAnswer, MeetingRequest, check_settings
 from echelon.launch.rounds import (
     LOST_S,
     Continue,
@@ -31,8 +31,9 @@ from echelon.launch.rounds import (
 )
 from echelon.launch.store import StoreHost
 from echelon.messages.endpoint import Channel, Sender
+from echelon.messages.framing import Message, vocabulary
 from echelon.messages.identity import derive_keys, read_secret
-from echelon.messages.protocol import Kind, Malformed, Message
+from echelon.messages.plain import Malformed
 
 BEAT_S = 0.5
 AGAIN_S = 2.0
@@ -157,19 +158,19 @@ class OtherMachine:
         except UserError as error:
             self._reason = str(error)
             return
-        self._channel = Channel(self._context, Sender(keys, "machine"), f"tcp://{self._rendezvous}", LIMITS)
+        known = vocabulary(MeetingAnswer)
+        self._channel = Channel(self._context, Sender(keys, "machine"), f"tcp://{self._rendezvous}", LIMITS, known)
         self._connected, self._sent = now, 0.0
 
     def _send(self, state: State, now: float) -> None:
         assert self._channel is not None
         self._number, self._sent = self._number + 1, now
         info = {**self._arrival.to_info(), "state": _to_info(state), "number": self._number}
-        self._channel.send(Kind.JOIN, {"role": "machine", "address": "", "info": info})
+        self._channel.send(MeetingRequest(info))
 
     def _take(self, message: Message) -> None:
-        if message.kind is not Kind.WELCOME:
-            raise Malformed("unexpected")
-        info = message.body["info"]
+        assert isinstance(message.content, MeetingAnswer)
+        info = message.content.info
         if "refused" in info:
             raise UserError(str(info["refused"]))
         try:

@@ -13,15 +13,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import zmq
 
 from echelon.config.validate import parse_rendezvous
 from echelon.core.errors import UserError
 from echelon.messages.endpoint import Channel, Listener, Sender, ask_once
+from echelon.messages.framing import Content, Message, vocabulary
 from echelon.messages.identity import SECRET_VARIABLE, derive_keys, read_secret
-from echelon.messages.protocol import Kind, Malformed, Message
+from echelon.messages.plain import Malformed
 from echelon.messages.sockets import Limits
 
 LIMITS = Limits(1 << 20, queued=1000)
@@ -32,6 +33,22 @@ NO_ANSWER = (
     f"no answer: the run must go on there, and the secret ({SECRET_VARIABLE}, else the file in {{folder}}) "
     "must be the one of the first machine"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class MeetingRequest(Content):
+    """A machine says who it is (`Arrival.to_info`) and asks for its place."""
+
+    kind: ClassVar[int] = 60
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MeetingAnswer(Content):
+    """What the first machine says to it."""
+
+    kind: ClassVar[int] = 61
+    info: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -152,7 +169,7 @@ class Meeting:
         self._sender = Sender(derive_keys(secret), "meeting")
         try:
             address = f"tcp://*:{parse_rendezvous(rendezvous)[1]}"
-            self.listener = Listener(self._context, self._sender, address, LIMITS)
+            self.listener = Listener(self._context, self._sender, address, LIMITS, vocabulary(MeetingRequest))
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             taken = error.errno == zmq.EADDRINUSE
@@ -179,9 +196,8 @@ class Meeting:
         self._context.term()
 
     def _take(self, peer: bytes, message: Message) -> None:
-        if message.kind is not Kind.JOIN:
-            raise Malformed("unexpected")
-        info = message.body["info"]
+        assert isinstance(message.content, MeetingRequest)
+        info = message.content.info
         try:
             settings = {str(name): str(value) for name, value in info["settings"].items()}
             arrival = Arrival(str(info["machine"]), int(info["workers"]), settings)
@@ -191,7 +207,7 @@ class Meeting:
             answer = self._answer(arrival, info)
         except UserError as refusal:
             answer = {"refused": str(refusal)}
-        self._sender.reply(self.listener.socket, peer, Kind.WELCOME, {"info": answer})
+        self._sender.reply(self.listener.socket, peer, MeetingAnswer(answer))
 
 
 def join_meeting(
@@ -230,14 +246,12 @@ def _attempt(rendezvous: str, folder: Path, arrival: Arrival) -> tuple[dict[str,
     except UserError as error:
         return {}, str(error)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-    line = Channel(context, Sender(keys, "machine"), f"tcp://{rendezvous}", LIMITS)
+    line = Channel(context, Sender(keys, "machine"), f"tcp://{rendezvous}", LIMITS, vocabulary(MeetingAnswer))
     try:
-        body = {"role": "machine", "address": "", "info": arrival.to_info()}
-        answer = ask_once(line, Kind.JOIN, body, Kind.WELCOME, _ASK_S)
+        info = ask_once(line, MeetingRequest(arrival.to_info()), MeetingAnswer, _ASK_S).info
     except TimeoutError:
         return {}, NO_ANSWER.format(folder=folder)
     finally:
         line.close()
         context.term()
-    info = answer.body["info"]
     return info, "its scheduler is not there yet" if info.get("wait") else ""

@@ -8,13 +8,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
+from echelon.messages.framing import Content, Message, ReplayGuard, Vocabulary, decode, encode_header
 from echelon.messages.identity import PeerCheck, RunKeys
-from echelon.messages.protocol import Kind, Malformed, Message, ReplayGuard, decode, encode_header
+from echelon.messages.plain import Malformed
 from echelon.messages.sockets import Context, Limits, Socket, connect, give, has_message, listen, take
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -32,32 +35,32 @@ class Sender:
     def __init__(self, keys: RunKeys, name: str) -> None:
         self.keys, self.name = keys, name
         self.session = secrets.randbits(61)
-        self._lines = 0
-        self._sequence = 0
+        self._connections = 0
+        self.sequence = 0
         self.traffic = SocketTraffic()
 
     def new_identity(self) -> bytes:
-        """Return a line's own name: a line to a peer's next life must not be taken for the one to its last life.
+        """Return a connection's own name: one to a peer's next life must not be taken for that to its last.
 
         With one name for both, the old one, connecting again just before it is closed, would take the new one's place,
         and what had been sent on the new one would be lost.
         """
-        self._lines += 1
-        return f"{self.name}:{self.session:x}:{self._lines}".encode()
+        self._connections += 1
+        return f"{self.name}:{self.session:x}:{self._connections}".encode()
 
-    def frames(self, kind: Kind, body: dict[str, Any], frames: Sequence[Any] = ()) -> list[Any]:
+    def frames(self, content: Content, frames: Sequence[Any] = ()) -> list[Any]:
         """Return a message's frames."""
-        self._sequence += 1
-        message = Message(kind, self.name, self.session, self._sequence, body)
+        self.sequence += 1
+        message = Message(content, self.name, self.session, self.sequence)
         return [encode_header(self.keys.run_id, message), *frames]
 
-    def send(self, socket: Socket, kind: Kind, body: dict[str, Any], frames: Sequence[Any] = ()) -> None:
+    def send(self, socket: Socket, content: Content, frames: Sequence[Any] = ()) -> None:
         """Send on a DEALER without waiting; a full queue means that the peer is gone, and drops it."""
-        self._send(socket, self.frames(kind, body, frames))
+        self._send(socket, self.frames(content, frames))
 
-    def reply(self, socket: Socket, to: bytes, kind: Kind, body: dict[str, Any], frames: Sequence[Any] = ()) -> None:
+    def reply(self, socket: Socket, to: bytes, content: Content, frames: Sequence[Any] = ()) -> None:
         """Send on a ROUTER to a peer without waiting; a peer that is gone, or does not read, loses it."""
-        self._send(socket, [to, *self.frames(kind, body, frames)])
+        self._send(socket, [to, *self.frames(content, frames)])
 
     def _send(self, socket: Socket, frames: list[Any]) -> None:
         try:
@@ -81,11 +84,11 @@ Handler = Callable[[bytes, Message], None]
 class Listener:
     """A ROUTER with its checks: gives every sound message to a handler, counts the others."""
 
-    def __init__(self, context: Context, voice: Sender, address: str, limits: Limits) -> None:
-        self.voice = voice
-        self.check = PeerCheck(context, voice.keys)
-        self.socket, self.address = listen(context, voice.keys, address, limits)
-        self._guard = ReplayGuard()
+    def __init__(self, context: Context, sender: Sender, address: str, limits: Limits, known: Vocabulary) -> None:
+        self.sender = sender
+        self.check = PeerCheck(context, sender.keys)
+        self.socket, self.address = listen(context, sender.keys, address, limits)
+        self._guard, self._known = ReplayGuard(), known
         self._limit = limits.frame_bytes
         self.messages = 0
 
@@ -104,41 +107,41 @@ class Listener:
         return taken
 
     def _take(self, frames: list[zmq.Frame], handle: Handler) -> None:
-        traffic = self.voice.traffic
+        traffic = self.sender.traffic
         self.messages += 1
         sizes = [len(f) for f in frames]
         traffic.received_bytes += sum(sizes)
         try:
             if len(sizes) > 2 and max(sizes[2:]) > self._limit:
                 raise Malformed("oversized")
-            message = decode(self.voice.keys.run_id, frames[1:])
+            message = decode(self.sender.keys.run_id, frames[1:], self._known)
             self._guard.admit(message)
             handle(frames[0].bytes, message)
         except Malformed as error:
             _drop(traffic, error)
 
-    def close(self) -> None:
-        """Close the sockets."""
-        self.socket.close()
+    def close(self, linger_ms: int = 0) -> None:
+        """Close the sockets; what was sent last has so long to leave."""
+        self.socket.close(linger=linger_ms)
         self.check.socket.close()
 
 
 class Channel:
     """A DEALER to one address with its checks; `message_bytes` is the size of the message that was taken last."""
 
-    def __init__(self, context: Context, voice: Sender, address: str, limits: Limits) -> None:
-        self.voice, self.address = voice, address
-        self.socket = connect(context, voice.keys, address, limits, voice.new_identity())
-        self._guard = ReplayGuard()
+    def __init__(self, context: Context, sender: Sender, address: str, limits: Limits, known: Vocabulary) -> None:
+        self.sender, self.address = sender, address
+        self.socket = connect(context, sender.keys, address, limits, sender.new_identity())
+        self._guard, self._known = ReplayGuard(), known
         self.message_bytes = 0
 
-    def send(self, kind: Kind, body: dict[str, Any], frames: Sequence[Any] = ()) -> None:
+    def send(self, content: Content, frames: Sequence[Any] = ()) -> None:
         """Send without waiting."""
-        self.voice.send(self.socket, kind, body, frames)
+        self.sender.send(self.socket, content, frames)
 
     def pump(self, handle: Callable[[Message], None], most: int = 256) -> int:
         """Take the messages that wait; returns how many."""
-        traffic = self.voice.traffic
+        traffic = self.sender.traffic
         taken = 0
         while taken < most and has_message(self.socket):
             frames = take(self.socket)
@@ -146,29 +149,35 @@ class Channel:
             self.message_bytes = sum(map(len, frames))
             traffic.received_bytes += self.message_bytes
             try:
-                message = decode(self.voice.keys.run_id, frames)
+                message = decode(self.sender.keys.run_id, frames, self._known)
                 self._guard.admit(message)
                 handle(message)
             except Malformed as error:
                 _drop(traffic, error)
         return taken
 
-    def close(self) -> None:
-        """Close the socket."""
-        self.socket.close()
+    def close(self, linger_ms: int = 0) -> None:
+        """Close the socket; what was sent last has so long to leave."""
+        self.socket.close(linger=linger_ms)
 
 
-def ask_once(line: Channel, kind: Kind, body: dict[str, Any], answer: Kind, deadline_s: float) -> Message:
-    """Send a request and wait for its answer.
+def ask_once(channel: Channel, request: Content, answer: type[T], deadline_s: float) -> T:
+    """Send a request and wait for the content that answers it.
 
     Raises:
         TimeoutError: none came.
     """
-    found: list[Message] = []
-    line.send(kind, body)
+    answers: list[T] = []
+
+    def take_answer(message: Message) -> None:
+        if isinstance(message.content, answer):
+            answers.append(message.content)
+
+    channel.send(request)
     ends = time.monotonic() + deadline_s
-    while not found:
-        if not line.socket.poll(max(0, int(1000 * (ends - time.monotonic())))):
-            raise TimeoutError(f"{line.address} gave no answer to {kind.name} within {deadline_s:g} s")
-        line.pump(lambda message: found.append(message) if message.kind is answer else None, most=1)
-    return found[0]
+    while not answers:
+        if not channel.socket.poll(max(0, int(1000 * (ends - time.monotonic())))):
+            name = type(request).__name__
+            raise TimeoutError(f"{channel.address} gave no answer to {name} within {deadline_s:g} s")
+        channel.pump(take_answer, most=1)
+    return answers[0]

@@ -15,6 +15,9 @@ from echelon.checkpoint.tree import flatten, slots, unflatten
 
 COPIED_BYTES = 256 * 1024
 
+KeyState = dict[str, Any]
+"""A tree of tensors and plain values, as checkpoints hold it: what there is to know of one key."""
+
 
 def as_frame(tensor: Tensor) -> Any:
     """Return a contiguous CPU tensor's memory, not copied; the tensor must not change until it was sent."""
@@ -36,13 +39,13 @@ def copied_frame(tensor: Tensor) -> zmq.Frame:
     return zmq.Frame(as_frame(tensor), copy=True)
 
 
-def pack_state(state: dict[str, Any]) -> tuple[bytes, list[Any]]:
+def pack_state(state: KeyState) -> tuple[bytes, list[Any]]:
     """Write a tree of tensors and plain values as a description and frames (not copied where contiguous)."""
     tree, tensors = flatten(state)
     return json.dumps(tree).encode(), [as_frame(t.detach().contiguous()) for t in tensors.values()]
 
 
-def unpack_state(meta: bytes, frames: Sequence[Any]) -> dict[str, Any]:
+def unpack_state(meta: bytes, frames: Sequence[Any]) -> KeyState:
     """Undo `pack_state`; tensors are copies of the frames.
 
     Raises:

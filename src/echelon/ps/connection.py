@@ -1,7 +1,7 @@
-"""A worker's conversation with scheduler and servers: sockets that two threads use, one at a time.
+"""A worker's connection to scheduler and servers: sockets that two threads use, one at a time.
 
 Waking a thread costs more than a message. So the training thread sends by itself, and takes what comes while it waits;
-while it computes, a thread of the conversation's own does. Whoever holds `turn` may use the sockets, and before letting
+while it computes, a thread of the connection's own does. Whoever holds `turn` may use the sockets, and before letting
 go takes all that waits there: a socket's descriptor tells of what is new only.
 """
 
@@ -11,7 +11,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,346 +20,434 @@ import torch
 import zmq
 from torch import Tensor
 
+from echelon.compression.base import State
+from echelon.coordinator.messages import (
+    TO_WORKER,
+    AskTask,
+    End,
+    EvaluateTask,
+    EvaluationDone,
+    JoinAgain,
+    JoinWorker,
+    Leave,
+    Members,
+    MovedBytes,
+    ServerEntry,
+    SetupDone,
+    SetupTask,
+    Task,
+    TaskDone,
+    TaskHeard,
+    TaskReport,
+    TrainTask,
+    Welcome,
+    WorkerBeat,
+)
 from echelon.messages.endpoint import Channel, Sender, SocketTraffic
-from echelon.messages.protocol import Kind, Malformed, Message, pull_behind
+from echelon.messages.framing import Content, Message
+from echelon.messages.plain import Malformed
 from echelon.messages.sockets import Limits
 from echelon.ps.coding import Coding, downward, upward
 from echelon.ps.keystore import PushOutcome
+from echelon.ps.messages import TO_PS_WORKER, Durable, Pull, PushAck, PushGradient, PutDone, StateOf, Value
 from echelon.ps.pushes import Outgoing, ServerLink
 from echelon.ps.table import KeyRange, KeyTable
 from echelon.ps.wakeups import ThreadWakeups
-from echelon.ps.worker_state import Bytes, CachedValue, ClientConfig, ClientFailed, ClientStats, OpenTask, PushInfo
+from echelon.ps.worker_state import CachedValue, ClientConfig, ClientFailed, ClientStats, OpenTask, PushInfo
 
 BEAT_S = 0.1
+_MOST_HELD = 1024
+Report = TaskDone | SetupDone | EvaluationDone
 
 
 class Connection:
-    """State that both threads see, and what the thread with the sockets does; `do` hands it a command."""
+    """What both threads see, and what the thread with the sockets does; `do` hands it a command.
+
+    The training thread reads `stats`, `status`, `tasks`, `welcome`, `fetched` and `changes`; all else goes through
+    methods. `changes` counts servers that came, or came back.
+    """
 
     def __init__(self, config: ClientConfig) -> None:
         self.config = config
         self.stats = ClientStats()
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self.voice = Sender(config.keys, config.name)
-        self.limits = Limits(1 << 30, queued=20_000)
-        self.scheduler = Channel(self.context, self.voice, config.scheduler, self.limits)
-        self.scheduler_session = 0
-        self.links: dict[int, ServerLink] = {}
-        self.slots: dict[int, CachedValue] = {}
-        self.table: KeyTable | None = None
-        self.open: dict[int, OpenTask] = {}
-        self.unconfirmed: dict[int, tuple[Kind, dict[str, Any]]] = {}
-        self.tasks: deque[dict[str, Any]] = deque()
-        self.held: set[int] = set()
-        self.asking = False
-        self.fetched: dict[int, Message] = {}
-        self.apart = SocketTraffic()
-        self._told = Bytes()
-        self.changes = 0
-        self.welcome: dict[str, Any] | None = None
-        self.join_info: dict[str, Any] = {}
-        self.commands: deque[Callable[[], None]] = deque()
-        self.turn = threading.RLock()
-        self.watch = ThreadWakeups()
-        self.watch.add(self.scheduler.socket)
+        self.sender = Sender(config.keys, config.name)
         self.status = ""
-        self.failure: BaseException | None = None
-        self.closing = False
-        self.over = False
+        self.tasks: deque[Task] = deque()
+        self.welcome: Welcome | None = None
+        self.fetched: dict[int, Message] = {}
+        self.changes = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._limits = Limits(1 << 30, queued=20_000)
+        self._scheduler = Channel(self._context, self.sender, config.scheduler, self._limits, TO_WORKER)
+        self._links: dict[int, ServerLink] = {}
+        self._cached: dict[int, CachedValue] = {}
+        self._table: KeyTable | None = None
+        self._open: dict[int, OpenTask] = {}
+        self._unconfirmed: dict[int, Report] = {}
+        self._holding: set[int] = set()
+        self._asking = False
+        self._apart = SocketTraffic()
+        self._told = MovedBytes()
+        self._join: JoinWorker | None = None
+        self._commands: deque[Callable[[], None]] = deque()
+        self._turn = threading.RLock()
+        self._wakeups = ThreadWakeups()
+        self._wakeups.add(self._scheduler.socket)
+        self._failure: BaseException | None = None
+        self._closing = self._over = False
         self._awaited: Callable[[], bool] | None = None
-        self.while_waiting: Callable[[], None] | None = None
-        self.while_waiting_s = self.next_call_s = math.inf
-        self.thread = threading.Thread(target=self.run, name="echelon-client", daemon=True)
+        self._while_waiting: Callable[[], None] | None = None
+        self._while_waiting_s = self._next_call_s = math.inf
+        self._thread = threading.Thread(target=self._run, name="echelon-client", daemon=True)
 
     def set_table(self, table: KeyTable) -> None:
-        """Take the table of keys: their coding and their slots."""
-        self.up = upward(self.config.compression, table.torch_dtype)
-        self.down = downward(self.config.compression, table.torch_dtype)
-        self.states = {k.index: self.up.states(k, self.config.seed, self.config.stream) for k in table.keys}
-        self.slots = {k.index: CachedValue(torch.zeros(k.numel, dtype=table.torch_dtype)) for k in table.keys}
-        self.table = table
+        """Take the table of keys: their coding and their values, which are not there yet."""
+        self._up = upward(self.config.compression, table.torch_dtype)
+        self._down = downward(self.config.compression, table.torch_dtype)
+        self._plain = Coding(None, table.torch_dtype)
+        self._states = {k.index: self._up.states(k, self.config.seed, self.config.stream) for k in table.keys}
+        self._cached = {k.index: CachedValue(torch.zeros(k.numel, dtype=table.torch_dtype)) for k in table.keys}
+        self._table = table
 
     # Between the threads
 
-    def stop(self) -> None:
-        self.closing = True
-        self.watch.rouse()
+    def start(self) -> None:
+        """Start the connection's own thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Leave the run, and end the thread."""
+        if self._thread.is_alive():
+            self.later(lambda: self._scheduler.send(Leave(self._moved())))
+            self.later(self._stop)
+            self._thread.join(5)
+        self._wakeups.close()
+
+    def call_while_waiting(self, call: Callable[[], None], every_s: float) -> None:
+        """Let the training thread call something now and then while it waits."""
+        self._while_waiting, self._while_waiting_s, self._next_call_s = call, every_s, 0.0
+
+    def _stop(self) -> None:
+        self._closing = True
+        self._wakeups.rouse()
 
     def later(self, command: Callable[[], None]) -> None:
         """Hand a command to the other thread: what computes for long."""
-        self.commands.append(command)
-        self.watch.rouse()
+        self._commands.append(command)
+        self._wakeups.rouse()
 
     def do(self, command: Callable[[], None]) -> None:
-        """Run a command now, behind those that wait, and take what came."""
-        with self.turn:
-            self.commands.append(command)
+        """Run a command now, behind those that wait, and take what came.
+
+        Raises:
+            ClientFailed: the connection cannot go on.
+        """
+        with self._turn:
+            self._commands.append(command)
             self._take_turn()
         self._raise_failure()
 
     def _take_turn(self) -> None:
-        if self.over:
+        if self._over:
             return
         try:
-            self._turn()
+            self._exchange()
         except Exception as error:  # noqa: BLE001 - raised at the training thread's next word
-            self.failure = self.failure or error
-            self.stop()
+            self._failure = self._failure or error
+            self._stop()
 
     def _raise_failure(self) -> None:
-        if self.failure is not None:
-            raise ClientFailed(f"{self.config.name}: {self.failure}") from self.failure
+        if self._failure is not None:
+            raise ClientFailed(f"{self.config.name}: {self._failure}") from self._failure
 
-    def wait_until(self, done: Callable[[], bool], what: str, deadline_s: float = 0.0, idle: bool = False) -> None:
+    def wait_until(self, done: Callable[[], bool], what: str, deadline_s: float = 0.0) -> None:
+        """Take what comes until something is done; 0: the run's own deadline.
+
+        Raises:
+            ClientFailed: it was not in time, or the connection cannot go on.
+        """
         if done():
             return
         deadline_s = deadline_s or self.config.timeout_s
         ends = time.monotonic() + deadline_s
-        self._awaited = lambda: done() or self.failure is not None
-        with self.watch.by_training_thread():
+        self._awaited = lambda: done() or self._failure is not None
+        with self._wakeups.by_training_thread():
             while not self._came():
                 now_s = time.monotonic()
                 if now_s >= ends:
                     raise ClientFailed(f"{self.config.name} waited {deadline_s:g} s for {what}; use a longer --timeout")
-                if self.while_waiting is not None and now_s >= self.next_call_s:
-                    self.while_waiting()
-                    self.next_call_s = now_s + self.while_waiting_s
-                self.watch.wait(min(ends, self.next_call_s) - now_s)
+                if self._while_waiting is not None and now_s >= self._next_call_s:
+                    self._while_waiting()
+                    self._next_call_s = now_s + self._while_waiting_s
+                self._wakeups.wait(min(ends, self._next_call_s) - now_s)
         self._awaited = None
         self._raise_failure()
 
     def _came(self) -> bool:
-        with self.turn:
+        with self._turn:
             self._take_turn()
             return self._awaited is None or self._awaited()
 
-    def is_there(self, slot: CachedValue, version: int) -> bool:
-        return slot.valid and (version in (slot.version, slot.serves) or not self.config.aggregates)
-
-    # The thread's side
-
-    def run(self) -> None:
+    def _run(self) -> None:
         try:
             self._loop()
         except BaseException as error:  # noqa: BLE001 - raised again in the training thread
-            self.failure = self.failure or error
+            self._failure = self._failure or error
         finally:
-            with self.turn:
-                self.over = True
-                self.watch.call()
-                for link in self.links.values():
-                    link.line.close()
-                self.scheduler.socket.close(linger=1000)  # the farewell may leave
-            self.context.term()
+            with self._turn:
+                self._over = True
+                self._wakeups.call()
+                for link in self._links.values():
+                    link.channel.close()
+                self._scheduler.close(linger_ms=1000)  # the farewell may leave
+            self._context.term()
 
     def _loop(self) -> None:
         beat_s = 0.0
-        while not self.closing or self.commands:
-            with self.turn:
+        while not self._closing or self._commands:
+            with self._turn:
                 if time.monotonic() >= beat_s:
-                    self.scheduler.send(Kind.BEAT, {"info": self._beat()})
+                    traffic = self.sender.traffic
+                    beat = WorkerBeat(dict(self.stats.waited_s), traffic.sent_bytes, traffic.received_bytes)
+                    self._scheduler.send(beat)
                     beat_s = time.monotonic() + BEAT_S
-                self._turn()
+                self._exchange()
                 if self._awaited is not None and self._awaited():
-                    self.watch.call()
-            if not self.closing:
-                self.watch.sleep(max(0.0, beat_s - time.monotonic()))
+                    self._wakeups.call()
+            if not self._closing:
+                self._wakeups.sleep(max(0.0, beat_s - time.monotonic()))
 
-    def _turn(self) -> None:
+    def _exchange(self) -> None:
         """Run commands, and take messages until none is left; with `turn` held."""
-        while self.commands:
-            self.commands.popleft()()
+        while self._commands:
+            self._commands.popleft()()
         heard = -1
         while heard:
-            heard = self.scheduler.pump(self._from_scheduler)
-            for link in list(self.links.values()):
+            heard = self._scheduler.pump(self._from_scheduler)
+            for link in list(self._links.values()):
                 link.flush()  # before the look: a send swallows the descriptor's word on what came meanwhile
-                heard += link.line.pump(partial(self._from_server, link))
+                heard += link.channel.pump(partial(self._from_server, link))
 
-    def _beat(self) -> dict[str, Any]:
-        return {
-            "held": sorted(self.held)[:64], "sent_bytes": self.voice.traffic.sent_bytes,
-            "received_bytes": self.voice.traffic.received_bytes, "late": self.stats.late,
-            "waited_s": dict(self.stats.waited_s), "forgotten": sum(s.forgotten for s in self.links.values()),
-        }  # fmt: skip
+    # To the scheduler: commands
 
-    def send_join(self) -> None:
-        info = {**self.join_info, "held": sorted(self.held)[:1024]}
-        self.scheduler.send(Kind.JOIN, {"role": "worker", "address": "", "info": info})
+    def join(self, join: JoinWorker) -> None:
+        """Join the run."""
+        self._join = join
+        self._send_join()
+
+    def _send_join(self) -> None:
+        if self._join is not None:
+            self._scheduler.send(replace(self._join, holding=sorted(self._holding)[:_MOST_HELD]))
 
     def ask(self) -> None:
-        if not self.tasks and not self.status and not self.asking:
-            self.asking = True
-            self.scheduler.send(Kind.ASK, {"held": sorted(self.held)[:1024]})
+        """Ask for a task, unless one is there or asked for."""
+        if not self.tasks and not self.status and not self._asking:
+            self._asking = True
+            self._scheduler.send(AskTask())
 
-    def send_apart(self, send: Callable[[], None]) -> None:
-        """Send what is no training's: requests for a copy of the keys, or a copy."""
-        before = self.voice.traffic.sent_bytes
-        send()
-        self.apart.sent_bytes += self.voice.traffic.sent_bytes - before
+    def open_task(self, task: int, pushes: int) -> None:
+        """Announce how many pushes a task will have."""
+        self._open[task] = OpenTask(pushes)
 
-    def bytes_since(self) -> dict[str, int]:
+    def finish(self, task: int, report: TaskReport | None = None) -> None:
+        """Report a task once all its pushes are acknowledged."""
+        entry = self._open[task]
+        entry.report = report or entry.report
+        if entry.unacked == 0 and entry.report is not None:
+            del self._open[task]
+            self.report(TaskDone(task, entry.late, entry.report, MovedBytes()))
+
+    def report(self, result: Report) -> None:
+        """Report a task, with the bytes since the report before: by now all of its own are among them."""
+        result = replace(result, moved=self._moved())
+        self._unconfirmed[result.task] = result
+        self._scheduler.send(result)
+
+    def _moved(self) -> MovedBytes:
         """Return what went over the sockets since the last call."""
-        all_of_it, apart = self.voice.traffic, self.apart
-        now = Bytes(
-            all_of_it.sent_bytes - apart.sent_bytes, all_of_it.received_bytes - apart.received_bytes,
+        traffic, apart, told = self.sender.traffic, self._apart, self._told
+        self._told = MovedBytes(
+            traffic.sent_bytes - apart.sent_bytes, traffic.received_bytes - apart.received_bytes,
             apart.sent_bytes + apart.received_bytes,
         )  # fmt: skip
-        before, self._told = self._told, now
-        return now.since(before)
+        now = self._told
+        return MovedBytes(now.sent - told.sent, now.received - told.received, now.other - told.other)
 
-    def report(self, task: int, kind: Kind, info: dict[str, Any]) -> None:
-        """Report a task, with the bytes since the report before: by now all of its own are among them."""
-        body = {"task": task, "info": {**info, "bytes": self.bytes_since()}}
-        self.unconfirmed[task] = (kind, body)
-        self.scheduler.send(kind, body)
+    # To the servers: commands
 
-    def finish(self, task: int, info: dict[str, Any] | None) -> None:
-        entry = self.open[task]
-        entry.info = info if info is not None else entry.info
-        if entry.unacked == 0 and entry.info is not None:
-            del self.open[task]
-            self.report(task, Kind.DONE, {**entry.info, "late": entry.late})
+    def send_apart(self, messages: Iterable[tuple[int, Content, list[Any]]]) -> None:
+        """Send what is no training's, by server: requests for a copy of the keys, or a copy."""
+        before = self.sender.traffic.sent_bytes
+        for server, content, frames in messages:
+            self._links[server].channel.send(content, frames)
+        self._apart.sent_bytes += self.sender.traffic.sent_bytes - before
+
+    def send_if_known(self, server: int, content: Content, frames: list[Any]) -> None:
+        """Send to a server, if it has been heard of."""
+        if server in self._links:
+            self._links[server].channel.send(content, frames)
 
     def queue_push(self, key: KeyRange, gradient: Tensor, info: PushInfo) -> None:
-        link, slot = self.links[key.server], self.slots[key.index]
-        frames = self.up.encode(gradient, key, self.states[key.index])
-        body = {
-            "key": key.index, "task": info.task, "step": info.step, "share": info.share, "shares": info.shares,
-            "samples": info.samples, "batch": info.batch, "base": max(0, slot.version), "lr": info.lr, "number": 0,
-            "pull": True,
-        }  # fmt: skip
-        slot.pull = pull_behind(body, self.config.aggregates)
-        link.queue(key.index, Outgoing(body, frames))
+        """Let a gradient leave when it is its turn, and the key's next value be asked for with it."""
+        link, cached = self._links[key.server], self._cached[key.index]
+        frames = self._up.encode(gradient, key, self._states[key.index])
+        push = PushGradient(
+            key.index, info.task, info.step, info.share, info.shares, info.samples, info.batch,
+            max(0, cached.version), 0, info.lr, True,
+        )  # fmt: skip
+        cached.pull = push.pull_behind(self.config.aggregates)
+        link.queue(key.index, Outgoing(push, frames))
         link.flush()
 
     def want(self, key: KeyRange, version: int) -> None:
         """Ask for a version, unless it is on its way."""
-        slot = self.slots[key.index]
-        if slot.pull is not None and (slot.pull["version"] == version or not self.config.aggregates):
+        cached = self._cached[key.index]
+        if cached.pull is not None and (cached.pull.version == version or not self.config.aggregates):
             return
-        if self.is_there(slot, version):
+        if self.has(key, version):
             return
-        full = slot.version < 0
-        slot.pull = {"key": key.index, "version": version, "exact": self.config.aggregates, "full": full, "tag": 0}
-        if key.server in self.links:
-            self.links[key.server].line.send(Kind.PULL, slot.pull)
+        cached.pull = Pull(key.index, version, self.config.aggregates, cached.version < 0, 0)
+        if key.server in self._links:
+            self._links[key.server].channel.send(cached.pull)
+
+    # What is known
+
+    @property
+    def encodes(self) -> bool:
+        """Whether what is pushed goes through a codec."""
+        return self._up.codec is not None
+
+    @property
+    def servers(self) -> list[int]:
+        """The servers that have been heard of."""
+        return list(self._links)
+
+    def cached(self, key: KeyRange) -> CachedValue:
+        """Return the newest value of a key that is here."""
+        return self._cached[key.index]
+
+    def has(self, key: KeyRange, version: int) -> bool:
+        """Whether a value is here: of exactly a version where gradients are aggregated, else the newest asked for."""
+        cached = self._cached[key.index]
+        return cached.valid and (version in (cached.version, cached.serves) or not self.config.aggregates)
+
+    def sent_states(self) -> list[tuple[State, int]]:
+        """Return the codec's states of what is pushed, each with its number of elements."""
+        states: list[tuple[State, int]] = []
+        for key in self._table.keys if self._table and self._up.codec else ():
+            sizes = [stop - start for start, stop, _ in self._up.pieces(key)]
+            states += zip(self._states[key.index], sizes, strict=True)
+        return states
+
+    # From the scheduler
 
     def _from_scheduler(self, message: Message) -> None:
-        body = message.body
-        match message.kind:
-            case Kind.WELCOME:
-                if body["info"].get("again"):
-                    self._rejoin()
-                else:
-                    self.welcome = body["info"]
-            case Kind.MEMBERS:
-                self.members(body["servers"])
-            case Kind.TASK:
-                self.asking = False
-                if body["info"]["task"] not in self.held:
-                    self.held.add(body["info"]["task"])
-                    self.tasks.append(body["info"])
-            case Kind.DONE:
-                self.unconfirmed.pop(body["task"], None)
-                self.held.discard(body["task"])
-            case Kind.END:
-                self.status = body["status"]
-            case _:
-                raise Malformed("unexpected")
+        match message.content:
+            case Welcome() as welcome:
+                self.welcome = welcome
+            case JoinAgain():
+                self._rejoin()
+            case Members(servers=servers):
+                self.meet_servers(servers)
+            case SetupTask() | TrainTask() | EvaluateTask() as task:
+                self._asking = False
+                if task.task not in self._holding:
+                    self._holding.add(task.task)
+                    self.tasks.append(task)
+            case TaskHeard(task=number):
+                self._unconfirmed.pop(number, None)
+                self._holding.discard(number)
+            case End(status=status):
+                self.status = status
 
     def _rejoin(self) -> None:
         """The scheduler is new: tell it again what it may not know."""
-        self.send_join()
-        for kind, body in self.unconfirmed.values():
-            self.scheduler.send(kind, body)
-        if self.asking:
-            self.scheduler.send(Kind.ASK, {"held": sorted(self.held)[:1024]})
+        self._send_join()
+        for report in self._unconfirmed.values():
+            self._scheduler.send(report)
+        if self._asking:
+            self._scheduler.send(AskTask())
 
-    def members(self, servers: dict[str, Any]) -> None:
-        for name, entry in servers.items():
-            index, link = int(name), self.links.get(int(name))
-            if not entry["address"] or (link is not None and link.life == entry["life"]):
+    def meet_servers(self, servers: Iterable[ServerEntry]) -> None:
+        """Connect to the servers, in order of their index, and to those that came back."""
+        for index, entry in enumerate(servers):
+            link = self._links.get(index)
+            if not entry.address or (link is not None and link.life == entry.life):
                 continue
             if link is None:
-                line = self._line(entry["address"])
-                self.links[index] = ServerLink(line, entry["life"], keeps=self.config.keeps)
-            elif entry["ready"] or entry["empty"]:  # an empty one is to be set up
-                self.watch.remove(link.line.socket)
-                line = self._line(entry["address"])
-                link.restart(line, entry["life"])
+                self._links[index] = ServerLink(self._connect(entry.address), entry.life, keeps=self.config.keeps)
+            elif entry.ready or entry.empty:  # an empty one is to be set up
+                self._wakeups.remove(link.channel.socket)
+                link.restart(self._connect(entry.address), entry.life)
                 self._pull_again(index)
             else:
                 continue
             self.changes += 1
 
-    def _line(self, address: str) -> Channel:
-        line = Channel(self.context, self.voice, address, self.limits)
-        self.watch.add(line.socket)
-        return line
+    def _connect(self, address: str) -> Channel:
+        channel = Channel(self._context, self.sender, address, self._limits, TO_PS_WORKER)
+        self._wakeups.add(channel.socket)
+        return channel
 
     def _pull_again(self, server: int) -> None:
-        for index, slot in self.slots.items():
-            assert self.table is not None
-            if self.table.keys[index].server == server and slot.pull is not None:
-                slot.pull = {**slot.pull, "full": True}
-                self.links[server].line.send(Kind.PULL, slot.pull)
+        for index, cached in self._cached.items():
+            assert self._table is not None
+            if self._table.keys[index].server == server and cached.pull is not None:
+                cached.pull = replace(cached.pull, full=True)
+                self._links[server].channel.send(cached.pull)
+
+    # From the servers
 
     def _from_server(self, link: ServerLink, message: Message) -> None:
-        body = message.body
-        if message.kind is Kind.VALUE:
-            self._acknowledged_with(link, body["acks"])
-        match message.kind:
-            case Kind.ACK:
-                self._acknowledged(link, body["number"], body["fate"])
-            case Kind.DURABLE:
-                link.durable(body["number"])
-            case Kind.VALUE if body["tag"] or body["key"] not in self.slots:
-                self._take_apart(link, message)
-            case Kind.VALUE:
-                self._take_value(message)
-            case Kind.PUT_DONE | Kind.STATE_OF:
-                self._take_apart(link, message)
-            case _:
-                raise Malformed("unexpected")
+        match message.content:
+            case Value() as value:
+                self._acknowledged_with(link, value.acks)
+                if value.tag or value.key not in self._cached:
+                    self._take_apart(link, value.key, message)
+                else:
+                    self._take_value(value, message)
+            case PushAck() as ack:
+                self._acknowledged(link, ack.number, ack.outcome)
+            case Durable(number=number):
+                link.durable(number)
+            case PutDone(key=key) | StateOf(key=key):
+                self._take_apart(link, key, message)
 
-    def _take_apart(self, link: ServerLink, message: Message) -> None:
-        self.apart.received_bytes += link.line.message_bytes
-        self.fetched[message.body["key"]] = message
+    def _take_apart(self, link: ServerLink, key: int, message: Message) -> None:
+        self._apart.received_bytes += link.channel.message_bytes
+        self.fetched[key] = message
 
-    def _acknowledged_with(self, link: ServerLink, acks: list[Any]) -> None:
-        if len(acks) % 2 or any(type(number) is not int for number in acks):
+    def _acknowledged_with(self, link: ServerLink, acks: list[int]) -> None:
+        if len(acks) % 2:
             raise Malformed("content")
-        for number, fate in zip(acks[::2], acks[1::2], strict=True):
-            self._acknowledged(link, number, fate)
+        for number, outcome in zip(acks[::2], acks[1::2], strict=True):
+            self._acknowledged(link, number, outcome)
 
-    def _acknowledged(self, link: ServerLink, number: int, fate: int) -> None:
+    def _acknowledged(self, link: ServerLink, number: int, outcome: int) -> None:
         push = link.acknowledged(number)
-        if push is None or push.body["task"] not in self.open:
+        if push is None or push.content.task not in self._open:
             return
-        entry = self.open[push.body["task"]]
+        entry = self._open[push.content.task]
         entry.unacked -= 1
-        self.stats.duplicates += fate == PushOutcome.DUPLICATE
-        if fate == PushOutcome.LATE:
+        self.stats.duplicates += outcome == PushOutcome.DUPLICATE
+        if outcome == PushOutcome.LATE:
             entry.late = True
             self.stats.late += 1
-        self.finish(push.body["task"], None)
+        self.finish(push.content.task)
 
-    def _take_value(self, message: Message) -> None:
-        body = message.body
-        if body["key"] not in self.slots or self.table is None:
-            raise Malformed("content")
-        key, slot = self.table.keys[body["key"]], self.slots[body["key"]]
-        coding = self.down if body["delta"] else Coding(None, self.down.dtype)
+    def _take_value(self, content: Value, message: Message) -> None:
+        assert self._table is not None
+        key, cached = self._table.keys[content.key], self._cached[content.key]
+        coding = self._down if content.delta else self._plain
         try:
             value = coding.decode(message.frames, key)
         except ValueError as error:
             raise Malformed("content") from error
-        if body["delta"]:
-            slot.value += value
+        if content.delta:
+            cached.value += value
         else:
-            slot.value = value
-        slot.serves = -1
-        if slot.pull is not None and (not self.config.aggregates or body["version"] >= slot.pull["version"]):
-            slot.serves, slot.pull = slot.pull["version"], None
-        slot.version, slot.valid = body["version"], True
+            cached.value = value
+        cached.serves = -1
+        if cached.pull is not None and (not self.config.aggregates or content.version >= cached.pull.version):
+            cached.serves, cached.pull = cached.pull.version, None
+        cached.version, cached.valid = content.version, True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from echelon.coordinator.shares import MAX_SHARES
 from echelon.ps import staleness
+from echelon.ps.blob import KeyState
 from echelon.ps.table import KeyRange
 from echelon.sync.ps import ServerSettings
 
@@ -113,14 +113,14 @@ class KeyStore:
         """Return how many updates came between the pull that a gradient was computed on and now."""
         return max(0, self.version - push.base)
 
-    def scale_of(self, push: Push) -> float:
+    def scale_of(self, push: Push, now_s: float) -> float:
         """Return the factor of the learning rate for a gradient, from its staleness and age."""
         scale = 1.0
         if self.settings.by_staleness:
             scale *= staleness.by_staleness(self.staleness_of(push))
         pulled = self._pulled.get(push.worker)
         if self.settings.decay_s > 0 and pulled is not None:
-            scale *= staleness.by_age(time.monotonic() - pulled[1], self.settings.decay_s)
+            scale *= staleness.by_age(now_s - pulled[1], self.settings.decay_s)
         return scale
 
     def take(self, push: Push) -> PushOutcome:
@@ -224,10 +224,10 @@ class KeyStore:
             group["lr"] = lr
         self._step(self.optimizer)
 
-    def note_pull(self, worker: str) -> None:
+    def note_pull(self, worker: str, now_s: float) -> None:
         """Remember which version a worker has, and where compensation needs it, the value."""
         wanted = self.settings.compensation != "none"
-        self._pulled[worker] = (self.version, time.monotonic(), self.value.clone() if wanted else None)
+        self._pulled[worker] = (self.version, now_s, self.value.clone() if wanted else None)
 
     def forget(self, worker: str) -> None:
         """Drop what is remembered of a worker that is gone."""
@@ -241,9 +241,9 @@ class KeyStore:
                 if wanted is not None:
                     group["momentum"] = staleness.corrected_momentum(wanted, workers)
 
-    def state(self, full: bool) -> dict[str, Any]:
+    def state(self, full: bool) -> KeyState:
         """Return a copy of the state: the value, and with `full` all that an update or a count depends on."""
-        state: dict[str, Any] = {"value": self.value.clone(), "version": self.version}
+        state: KeyState = {"value": self.value.clone(), "version": self.version}
         if self.average is not None:
             state |= {"average": self.average.clone(), "averaged": self.averaged}
         if full:
@@ -262,7 +262,7 @@ class KeyStore:
         """Return the shares of versions that are not complete, as tasks."""
         return {step * MAX_SHARES + share for step, g in self._gathered.items() for share in g.shares}
 
-    def whole_state(self) -> dict[str, Any]:
+    def whole_state(self) -> KeyState:
         """Return the state with what is gathered for versions that wait: what acknowledged pushes left here."""
         gathered = {
             step: {"wanted": g.wanted, "batch": g.batch, "samples": g.samples, "lr": g.lr, "shares": sorted(g.shares),
@@ -271,8 +271,8 @@ class KeyStore:
         }  # fmt: skip
         return {**self.state(full=True), "gathered": gathered}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what `state` returned.
+    def load_state(self, state: KeyState, now_s: float) -> None:
+        """Take over what `state` returned; workers count as having pulled now.
 
         Raises:
             ValueError: it is of another key.
@@ -297,8 +297,7 @@ class KeyStore:
         whole = self.optimizer.state_dict()
         self.optimizer.load_state_dict({**whole, "state": state["optimizer"]})
         self.applied = Applied(int(state["watermark"]), set(state["tasks"]))
-        now = time.monotonic()
-        self._pulled = {w: (v, now, state["then"].get(w)) for w, v in state["pulled"].items()}
+        self._pulled = {w: (v, now_s, state["then"].get(w)) for w, v in state["pulled"].items()}
         self._mean_square = dict(state["mean_square"])
 
 

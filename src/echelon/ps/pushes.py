@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from echelon.messages.endpoint import Channel
-from echelon.messages.protocol import Kind
+from echelon.ps.messages import PushGradient, Repushed
 
 WINDOW_BYTES = 8 << 20
 KEPT_BYTES = 256 << 20
@@ -15,9 +15,9 @@ KEPT_BYTES = 256 << 20
 
 @dataclass
 class Outgoing:
-    """A push: header fields and frames."""
+    """A push and its frames; numbered when it leaves."""
 
-    body: dict[str, Any]
+    content: PushGradient
     frames: list[Any]
 
     @property
@@ -30,7 +30,7 @@ class Outgoing:
 class ServerLink:
     """One server as a worker sees it. Pushes are numbered as they leave; numbers survive the server's restart."""
 
-    line: Channel
+    channel: Channel
     life: int = 0
     keeps: bool = True
     forgotten: int = 0
@@ -52,12 +52,12 @@ class ServerLink:
         """Send what the window has room for."""
         while self._heap and self._in_flight < WINDOW_BYTES:
             push = heapq.heappop(self._heap)[2]
-            if not push.body["number"]:
+            if not push.content.number:
                 self._number += 1
-                push.body["number"] = self._number
-            self._unacked[push.body["number"]] = push
+                push.content = replace(push.content, number=self._number)
+            self._unacked[push.content.number] = push
             self._in_flight += push.n_bytes
-            self.line.send(Kind.PUSH, push.body, push.frames)
+            self.channel.send(push.content, push.frames)
 
     def acknowledged(self, number: int) -> Outgoing | None:
         """Note that a push was counted; returns it, or None when that was known."""
@@ -74,7 +74,7 @@ class ServerLink:
         if number in self._repushing:
             self._repushing.discard(number)
             if not self._repushing:
-                self.line.send(Kind.REPUSHED, {"life": self.life})
+                self.channel.send(Repushed(self.life))
         return push
 
     def durable(self, number: int) -> None:
@@ -85,18 +85,18 @@ class ServerLink:
     def _drop(self, number: int) -> None:
         self._kept_bytes -= self._kept.pop(number).n_bytes
 
-    def restart(self, line: Channel, life: int) -> None:
-        """Turn to the server's next life: push again what was not durable, in the former order."""
-        if line is not self.line:
-            self.line.close()
-        self.line, self.life = line, life
+    def restart(self, channel: Channel, life: int) -> None:
+        """Turn to the server's next life: push again what was not durable, in the order of before."""
+        if channel is not self.channel:
+            self.channel.close()
+        self.channel, self.life = channel, life
         again = {**self._kept, **self._unacked}
         self._kept, self._unacked = {}, {}
         self._kept_bytes = self._in_flight = 0
         self._repushing = set(again)
         for number in sorted(again):
-            again[number].body["pull"] = False  # what is wanted is asked for apart
+            again[number].content = replace(again[number].content, pull=False)  # what is wanted is asked for apart
             self.queue(-1, again[number])
         if not again:
-            self.line.send(Kind.REPUSHED, {"life": life})
+            self.channel.send(Repushed(life))
         self.flush()

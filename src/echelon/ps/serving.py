@@ -1,14 +1,18 @@
-"""What a server is told when it starts, and what it counts of its work."""
+"""What a server is told when it starts, what it counts of its work, and what it wants done."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from echelon.compression import Compression
-from echelon.coordinator.scheduling import CoordinationPolicy
+from echelon.coordinator.config import CoordinationPolicy
+from echelon.messages.framing import Content
 from echelon.messages.identity import RunKeys
+from echelon.ps.blob import KeyState
 from echelon.ps.keystore import MakeOptimizer
 from echelon.sync.ps import ServerSettings
 
@@ -31,7 +35,7 @@ class ServerConfig:
 
 
 @dataclass
-class Load:
+class ServerLoad:
     """What a server did since its start."""
 
     updates: int = 0
@@ -39,6 +43,48 @@ class Load:
     late: int = 0
     busy_s: float = 0.0
     staleness: Counter[int] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Send to a worker or to the standby."""
+
+    peer: bytes
+    content: Content
+    frames: Sequence[Any] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TellScheduler:
+    """Send to the scheduler."""
+
+    content: Content
+
+
+@dataclass(frozen=True, slots=True)
+class TellPrimary:
+    """Send to the server that this one stands by."""
+
+    content: Content
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Connect to the server at an address, to stand by it, and to no other; empty: to none."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSnapshot:
+    """Write a state to the disk; `numbers` are the pushes, by peer, that are durable then."""
+
+    count: int
+    state: KeyState
+    numbers: dict[bytes, int]
+
+
+Effect = Reply | TellScheduler | TellPrimary | Follow | SaveSnapshot
 
 
 def coordination_policy(settings: ServerSettings) -> CoordinationPolicy:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
 from echelon.compression import Compression
+from echelon.coordinator.messages import TaskReport
 from echelon.messages.identity import RunKeys
+from echelon.ps.messages import Pull
 from echelon.sync.base import StepAbandoned
 
 
@@ -64,7 +65,7 @@ class CachedValue:
     version: int = -1
     valid: bool = False
     serves: int = -1
-    pull: dict[str, Any] | None = None
+    pull: Pull | None = None
 
 
 @dataclass
@@ -72,22 +73,8 @@ class OpenTask:
     """A task whose pushes are not all acknowledged."""
 
     unacked: int = 0
-    info: dict[str, Any] | None = None
+    report: TaskReport | None = None
     late: bool = False
-
-
-@dataclass
-class Bytes:
-    """Bytes that a worker moved: for training by direction, and `other`: copies that it gave or read."""
-
-    sent: int = 0
-    received: int = 0
-    other: int = 0
-
-    def since(self, before: Bytes) -> dict[str, int]:
-        """Return what came after another count, as reports have it."""
-        sent, received = self.sent - before.sent, self.received - before.received
-        return {"sent": sent, "received": received, "other": self.other - before.other}
 
 
 @dataclass

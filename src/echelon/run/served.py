@@ -8,14 +8,16 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from echelon.config import RunConfig, load_run_config
 from echelon.coordinator.addresses import ADDRESS_FILE, ROLES_FOLDER, STATUS_FILE, own_address, wait_for_address
-from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig, TrainingPlan
+from echelon.coordinator.config import CoordinatorConfig, TrainingPlan
+from echelon.coordinator.messages import EvaluationDone, SetupDone
+from echelon.coordinator.runs import count_of
+from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig
 from echelon.coordinator.window import WindowSums
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import write_atomic
@@ -73,13 +75,12 @@ def run_scheduler(folder: str, host: str = "") -> None:
         keys = derive_keys(read_secret(roles))
         record = Recorder(path)
         chronicle = Chronicle(run, path, record)
-        policy = coordination_policy(server_settings(run.sync))
-        settings = SchedulerConfig(policy, keys, address, roles, _plan(run), run.timeout_s)
-        scheduler = Scheduler(settings, record, chronicle.callbacks())
+        plan = CoordinatorConfig(coordination_policy(server_settings(run.sync)), _plan(run), run.timeout_s)
+        scheduler = Scheduler(SchedulerConfig(plan, keys, address, roles), record, chronicle.callbacks())
         write_atomic(former, json.dumps({"address": scheduler.listener.address, "pid": os.getpid()}))
         status = scheduler.run()
         chronicle.close()
-        seconds, others = read_launch(path).seconds_since(), scheduler.bookkeeping.bytes_left
+        seconds, others = read_launch(path).seconds_since(), scheduler.state.bytes_left
         record.write(End(status, seconds=seconds, other_wire_bytes=others))
         record.close()
         write_report(path)
@@ -149,26 +150,24 @@ class Chronicle:
 
     def callbacks(self) -> Callbacks:
         """Return what the scheduler calls."""
-        return Callbacks(self._started, self._window, self._reviewed)
+        return Callbacks(self._started, self._window, self._evaluated)
 
-    def _started(self, info: dict[str, Any]) -> None:
-        config, per_epoch = self._run.config, info["steps_per_epoch"]
-        runs = info["done_beyond"]
-        done = info["done_below"] + sum(b - a + 1 for a, b in zip(runs[::2], runs[1::2], strict=True))
-        steps = config.training.epochs * per_epoch
-        length = RunLength(min(steps, config.training.max_steps or steps), config.training.epochs)
-        progress = self._progress
-        progress.display = Display(length, decode(TaskFacts, info["task"]), True, done)
+    def _started(self, setup: SetupDone) -> None:
+        config, per_epoch, progress = self._run.config, setup.steps_per_epoch, self._progress
+        done = setup.done_below + count_of(setup.done_beyond)
+        length = RunLength(_plan(self._run).steps(per_epoch), config.training.epochs)
+        progress.display = Display(length, decode(TaskFacts, setup.about["task"]), True, done)
         progress.display.__enter__()
         workers = (config.launch.workers or 1) * self._run.nodes.least
         start = {
-            **info, "world_size": workers, "backend": "zmq", "start_step": done, "start_epoch": done // per_epoch,
-            "batch_size": config.data.batch_size, "epochs": config.training.epochs, "served": True,
+            **setup.about, "world_size": workers, "backend": "zmq", "start_step": done,
+            "start_epoch": done // per_epoch, "batch_size": config.data.batch_size, "epochs": config.training.epochs,
+            "served": True,
         }  # fmt: skip
         self._record.write(decode(Start, start))
-        for name, note in info["notes"]:
+        for name, note in setup.about.get("notes", []):
             progress.note(name, note)
-        if info["resumed"]:
+        if setup.resumed:
             progress.resumed(done, self._path)
 
     def _window(self, sums: WindowSums) -> None:
@@ -181,7 +180,8 @@ class Chronicle:
         )  # fmt: skip
         self._progress.window(WindowEnd(sums.epoch, sums.step, sums.lr, sums.density), totals)
 
-    def _reviewed(self, epoch: int, info: dict[str, Any]) -> None:
+    def _evaluated(self, epoch: int, result: EvaluationDone) -> None:
+        info = result.about
         if "metrics" not in info:
             return
         report = EvaluationReport(info["loss"], info["samples"], info["seconds"], info["metrics"], {})

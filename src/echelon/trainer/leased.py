@@ -13,13 +13,22 @@ from typing import Any
 import torch
 
 from echelon.coordinator.addresses import ROLES_FOLDER
+from echelon.coordinator.messages import (
+    EvaluateTask,
+    EvaluationDone,
+    JoinWorker,
+    SetupDone,
+    SetupTask,
+    TaskReport,
+    TrainTask,
+)
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.models import parameter_count
 from echelon.observe.environment import allowed_cores, environment
 from echelon.observe.phases import Phase
 from echelon.ps.client import PushInfo, RunOver, TagLost
-from echelon.ps.pulls import BUFFERS_KEY
+from echelon.ps.messages import BUFFERS_KEY
 from echelon.ps.worker_rank import WorkerRank
 from echelon.records.events import BadImage
 from echelon.records.file import Recorder
@@ -60,8 +69,7 @@ def train_leased(run: ResolvedRun, path: Path, seat: WorkerRank, record: Recorde
 
 def _lead(path: Path, seat: WorkerRank, record: Recorder, bench: WorkerModel) -> str:
     worker = assemble_worker(path, seat, record, bench)
-    welcome = worker.client.join({**_join_info(worker), "machine": seat.machine})
-    if welcome["set_up"]:
+    if worker.client.join(_join(worker)).set_up:
         _take_buffers(worker)
     status = work(worker)
     if bench.replica is not None:
@@ -71,9 +79,9 @@ def _lead(path: Path, seat: WorkerRank, record: Recorder, bench: WorkerModel) ->
     return status
 
 
-def _join_info(worker: LeasedWorker) -> dict[str, Any]:
-    who = {"host": socket.gethostname(), "pid": os.getpid(), "affinity": allowed_cores()}
-    return {"fingerprint": worker.table.fingerprint, **who}
+def _join(worker: LeasedWorker) -> JoinWorker:
+    about = {"host": socket.gethostname(), "affinity": allowed_cores()}
+    return JoinWorker(worker.table.fingerprint, machine=worker.seat.machine, pid=os.getpid(), about=about)
 
 
 def work(worker: LeasedWorker) -> str:
@@ -81,12 +89,12 @@ def work(worker: LeasedWorker) -> str:
     clock, trained = worker.bench.clock, False
     while (task := worker.client.next_task()) is not None:
         clock.enter(Phase.OTHER)  # unless it trains
-        match task["kind"]:
-            case "setup":
-                worker.client.result(task["task"], set_up(worker))
-            case "review":
-                worker.client.result(task["task"], review(worker, task))
-            case _:
+        match task:
+            case SetupTask():
+                worker.client.report(set_up(worker, task))
+            case EvaluateTask():
+                worker.client.report(evaluate_copy(worker, task))
+            case TrainTask():
                 if not trained:
                     clock.drain()  # what came before the first lease is no step's time
                 trained = True
@@ -96,15 +104,15 @@ def work(worker: LeasedWorker) -> str:
     return worker.client.status
 
 
-def train_task(worker: LeasedWorker, task: dict[str, Any]) -> None:
+def train_task(worker: LeasedWorker, task: TrainTask) -> None:
     """Forward and backward of a lease; its report leaves once all of its gradients are acknowledged."""
     bench, clock, strategy = worker.bench, worker.bench.clock, worker.strategy
     if bench.replica is not None:
         begin_lease(bench.replica, task)
     batch = bench.part(task)
-    worker.schedule.set_step(task["step"])
+    worker.schedule.set_step(task.step)
     lr = worker.schedule.lr
-    strategy.begin(PushInfo(task["task"], task["step"], task["share"], task["shares"], 0, 0, lr))
+    strategy.begin(PushInfo(task.task, task.step, task.share, task.shares, 0, 0, lr))
     result: StepResult | Sums
     if bench.replica is not None:
         result = lead_lease(worker, bench.replica, task, batch)
@@ -115,18 +123,16 @@ def train_task(worker: LeasedWorker, task: dict[str, Any]) -> None:
     clock.enter(Phase.COMMUNICATE)
     buffers = strategy.flat_buffers()
     if len(buffers):
-        worker.client.send_buffers(task["task"], buffers)
-    info = {
-        "loss": float(result.loss), "score": float(result.score) if bench.task.score_label else None,
-        "samples": result.samples, "lr": lr,
-        "phases": clock.drain(), "memory_bytes": resident_bytes(bench.world.device),
-        "density": strategy.density(), "entropy_coded": dict(strategy.entropy_coded()),
-        "resources": worker.sampler.row if worker.sampler.sample() else [],
-    }  # fmt: skip
-    worker.client.finish_task(task["task"], info)
+        worker.client.send_buffers(task.task, buffers)
+    report = TaskReport(
+        float(result.loss), float(result.score) if bench.task.score_label else None, result.samples, lr,
+        clock.drain(), resident_bytes(bench.world.device), strategy.density(), dict(strategy.entropy_coded()),
+        worker.sampler.row if worker.sampler.sample() else [],
+    )  # fmt: skip
+    worker.client.finish_task(task.task, report)
 
 
-def set_up(worker: LeasedWorker) -> dict[str, Any]:
+def set_up(worker: LeasedWorker, task: SetupTask) -> SetupDone:
     """Give the servers what they begin with: a checkpoint's state, or the parameters of this worker's new model."""
     strategy, table = worker.strategy, worker.table
     worker.client.wait_for_servers(worker.settings.servers)
@@ -143,8 +149,10 @@ def set_up(worker: LeasedWorker) -> dict[str, Any]:
         if len(part["buffers"]):
             states[BUFFERS_KEY] = {"value": part["buffers"], "version": 0}
     _put(worker, states)
-    return {**_start_info(worker), "fingerprint": table.fingerprint, "done_below": below, "done_beyond": beyond,
-            "best": best, "resumed": saved is not None}  # fmt: skip
+    per_epoch = worker.bench.train_loader.batches_per_epoch
+    return SetupDone(
+        task.task, table.fingerprint, per_epoch, below, beyond, best, saved is not None, _start_info(worker)
+    )
 
 
 def _put(worker: LeasedWorker, states: dict[int, dict[str, Any]]) -> None:
@@ -206,42 +214,42 @@ def _take_buffers(worker: LeasedWorker) -> None:
         worker.strategy.load_buffers(got)
 
 
-def review(worker: LeasedWorker, task: dict[str, Any]) -> dict[str, Any]:
+def evaluate_copy(worker: LeasedWorker, task: EvaluateTask) -> EvaluationDone:
     """Evaluate and save the servers' copy that a task names."""
     strategy, indices = worker.strategy, [k.index for k in worker.table.keys]
     own = strategy.flat_buffers()
     try:
-        keys = worker.client.fetch(worker.table, indices, task["tag"], full=True)
-        buffers = worker.client.fetch(worker.table, [BUFFERS_KEY], task["tag"], full=True)[BUFFERS_KEY]["value"]
+        keys = worker.client.fetch(worker.table, indices, task.tag, full=True)
+        buffers = worker.client.fetch(worker.table, [BUFFERS_KEY], task.tag, full=True)[BUFFERS_KEY]["value"]
     except TagLost:
-        return {"lost": True}
+        return EvaluationDone(task.task, lost=True)
     averages = bool(worker.settings.ema)
     strategy.set_parameters(flat_averages(keys) if averages else flat_values(keys))
     if len(buffers) == len(own) and len(own):
         strategy.load_buffers(buffers)
-    info: dict[str, Any] = {"step": task["step"], "reason": task["reason"]}
-    best, metric = task["best"], None
-    if task["evaluate"]:
+    about: dict[str, Any] = {}
+    best, metric = None, None
+    if task.evaluate:
         report = _evaluate(worker)
-        info |= {"loss": report.loss, "metrics": report.metrics, "seconds": report.seconds, "samples": report.samples}
+        about = {"loss": report.loss, "metrics": report.metrics, "seconds": report.seconds, "samples": report.samples}
         primary = worker.bench.task.primary
         value = report.metrics[primary.name]
-        if value is not None and primary.better(value, task["best"]):
-            best = info["best"] = value
-            metric = primary.score(value)
+        if value is not None and primary.better(value, task.best):
+            best, metric = value, primary.score(value)
             worker.saver.write_detail(task, report)
-    if task["reason"] or metric is not None:
+    if task.reason or metric is not None:
         ema = average_state(strategy.held, keys) if averages else None
         strategy.set_parameters(flat_values(keys))
         state = run_state(strategy.held, worker.table, keys, buffers, ema)
         per_epoch = worker.bench.train_loader.batches_per_epoch
-        below = task["step"] if worker.settings.aggregates else state["ps"]["below"]
+        below = task.step if worker.settings.aggregates else state["ps"]["below"]
         state["ps"]["below"] = below
-        cursor = {"epoch": below // per_epoch, "batch": below % per_epoch, "step": task["step"]}
-        worker.saver.save(task, {**state, "cursor": cursor, "best": best}, metric)
+        cursor = {"epoch": below // per_epoch, "batch": below % per_epoch, "step": task.step}
+        newest = task.best if best is None else best
+        worker.saver.save(task, {**state, "cursor": cursor, "best": newest}, metric)
     if len(own):
         strategy.load_buffers(own)
-    return info
+    return EvaluationDone(task.task, best=best, about={"step": task.step, **about} if about else {})
 
 
 def _evaluate(worker: LeasedWorker) -> EvaluationReport:

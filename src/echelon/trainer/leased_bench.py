@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import os
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from echelon.config import RunConfig
+from echelon.coordinator.messages import TrainTask
 from echelon.data import LoaderConfig, Shard, Source, example_inputs, open_data
 from echelon.data.base import Batch
 from echelon.data.loader import EvalLoader, TrainLoader
@@ -48,12 +48,12 @@ class WorkerModel:
     def _fsdp(self) -> int:
         return self.world.placement.layout.fsdp if self.world.placement else 1
 
-    def part(self, task: dict[str, Any]) -> Batch:
+    def part(self, task: TrainTask) -> Batch:
         """Return this process's part of a lease: with fsdp the ranks of a worker divide it."""
         self.clock.enter(Phase.DATA)
         own = self.world.data_rank if self._fsdp > 1 else 0
-        shard = Shard(task["share"] * self._fsdp + own, task["shares"] * self._fsdp)
-        return self.train_loader.part(task["epoch"], task["batch"], shard)
+        shard = Shard(task.share * self._fsdp + own, task.shares * self._fsdp)
+        return self.train_loader.part(task.epoch, task.batch, shard)
 
     def compute(self, batch: Batch) -> Sums:
         """Forward and backward of a worker that is split, as all of its ranks."""

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from echelon.checkpoint import RANKS, CheckpointStore
+from echelon.coordinator.messages import EvaluateTask
+from echelon.coordinator.runs import to_runs
 from echelon.core.files import write_atomic
-from echelon.ps.snapshots import ranges
 from echelon.ps.table import KeyTable
 from echelon.records.file import Recorder
 from echelon.trainer.evaluate import EvaluationReport
@@ -28,14 +29,14 @@ class LeasedSaver:
         self._folder, self._fingerprint = folder, fingerprint
         self._store = CheckpointStore(folder / "checkpoints", keep, partial(record_saved, record))
 
-    def save(self, task: dict[str, Any], state: dict[str, Any], metric: float | None) -> None:
+    def save(self, task: EvaluateTask, state: dict[str, Any], metric: float | None) -> None:
         """Write a checkpoint in the background."""
         whole = {**state, "fingerprint": self._fingerprint}
-        self._store.save(task["step"], whole, metric=metric, reason=task["reason"] or "best")
+        self._store.save(task.step, whole, metric=metric, reason=task.reason or "best")
 
-    def write_detail(self, task: dict[str, Any], report: EvaluationReport) -> None:
+    def write_detail(self, task: EvaluateTask, report: EvaluationReport) -> None:
         """Write the detail of the best evaluation."""
-        detail = {**report.detail, "epoch": task["epoch"], "step": task["step"]}
+        detail = {**report.detail, "epoch": task.epoch, "step": task.step}
         write_atomic(self._folder / EVALUATION_FILE, json.dumps(detail))
 
     def restore(self) -> dict[str, Any] | None:
@@ -80,7 +81,7 @@ def run_state(
             "keys": dict(keys),
             "buffers": buffers,
             "below": below,
-            "beyond": ranges(beyond),
+            "beyond": to_runs(beyond),
         },
     }
 

@@ -6,8 +6,8 @@ now and then that it does -> `values`, its pieces to each rank -> forward and ba
 
 from __future__ import annotations
 
-from typing import Any
-
+from echelon.coordinator.messages import TrainTask
+from echelon.messages.plain import from_plain, to_plain
 from echelon.observe.phases import Phase
 from echelon.tasks.base import Batch
 from echelon.trainer.evaluate import EvaluationReport
@@ -16,18 +16,16 @@ from echelon.trainer.leased_bench import WorkerModel
 from echelon.trainer.progress import record_pipeline
 from echelon.trainer.replica import Replica, Sums
 
-_PART = ("epoch", "batch", "share", "shares")
 
-
-def begin_lease(replica: Replica, task: dict[str, Any]) -> None:
+def begin_lease(replica: Replica, task: TrainTask) -> None:
     """Let the other ranks make their parts of a lease's batch."""
-    replica.words.tell("train", **{name: task[name] for name in _PART})
+    replica.words.tell("train", task=to_plain(task))
 
 
-def lead_lease(worker: LeasedWorker, replica: Replica, task: dict[str, Any], batch: Batch) -> Sums:
+def lead_lease(worker: LeasedWorker, replica: Replica, task: TrainTask, batch: Batch) -> Sums:
     """Forward and backward of a lease on all ranks; the leader's whole model then has the gradients."""
     bench, strategy = worker.bench, worker.strategy
-    strategy.load_all(task["step"])
+    strategy.load_all(task.step)
     bench.clock.enter(Phase.COMMUNICATE)
     replica.words.tell("values", buffers=not worker.shared_buffers)
     _take_values(replica, not worker.shared_buffers)
@@ -35,7 +33,7 @@ def lead_lease(worker: LeasedWorker, replica: Replica, task: dict[str, Any], bat
     sums = bench.compute(batch)
     strategy.begin_step(sums.units, sums.global_units)
     if worker.seat.number == 0:
-        record_pipeline(worker.record, replica.split, task["step"])
+        record_pipeline(worker.record, replica.split, task.step)
     return sums
 
 
@@ -52,7 +50,7 @@ def follow(bench: WorkerModel, replica: Replica) -> None:
     while word["kind"] != "over":
         match word["kind"]:
             case "train":
-                batch = bench.part(word)
+                batch = bench.part(from_plain(TrainTask, word["task"]))
                 word = replica.words.hear()
                 if word["kind"] != "values":
                     continue  # the run ended while the leader waited for parameters

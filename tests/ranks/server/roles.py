@@ -15,11 +15,21 @@ import zmq
 from torch import Tensor, nn
 
 from echelon.compression import read
-from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig, TrainingPlan
+from echelon.coordinator.config import CoordinatorConfig, TrainingPlan
+from echelon.coordinator.messages import (
+    Died,
+    EvaluateTask,
+    EvaluationDone,
+    JoinWorker,
+    SetupDone,
+    SetupTask,
+    TaskReport,
+    TrainTask,
+)
+from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig
 from echelon.coordinator.window import WindowSums
 from echelon.messages.endpoint import Channel, Sender
 from echelon.messages.identity import RunKeys, derive_keys
-from echelon.messages.protocol import Kind
 from echelon.messages.sockets import Limits
 from echelon.observe.phases import HostClock
 from echelon.ps.client import Client, ClientConfig, PushInfo, RunOver
@@ -54,8 +64,9 @@ class Cluster:
     def start(self) -> None:
         """Start scheduler and servers."""
         config = SchedulerConfig(
-            coordination_policy(self.settings), self.keys, "tcp://127.0.0.1:0", self.folder, self.plan, self.timeout_s
-        )
+            CoordinatorConfig(coordination_policy(self.settings), self.plan, self.timeout_s), self.keys,
+            "tcp://127.0.0.1:0", self.folder,
+        )  # fmt: skip
         ignore = lambda *_: None  # noqa: E731
         self.record = Recorder(self.folder)
         self.scheduler = Scheduler(config, self.record, Callbacks(ignore, self.windows.append, ignore))
@@ -80,7 +91,7 @@ class Cluster:
                          number, 20.0, keeps=self.settings.replicas == 0, aggregates=self.settings.aggregates)
         )  # fmt: skip
 
-    def work(self, number: int, model: nn.Module, gradient: Callable[[nn.Module, dict[str, Any]], float],
+    def work(self, number: int, model: nn.Module, gradient: Callable[[nn.Module, TrainTask], float],
              lr: float, seen: list[Any]) -> None:  # fmt: skip
         """Run one worker to the end of the run, in a thread."""
         self._spawn(lambda: self._work(number, model, gradient, lr, seen))
@@ -96,34 +107,32 @@ class Cluster:
     def _tasks(
         self, client: Client, model: nn.Module, table: KeyTable, gradient: Any, lr: float, seen: list[Any]
     ) -> None:
-        client.join({"fingerprint": table.fingerprint})
+        client.join(JoinWorker(table.fingerprint))
         client.set_table(table)
         strategy = ParameterServer(model, table, client, WorkerOptions(self.settings, 0.0, HostClock()))
         while (task := client.next_task()) is not None:
-            if task["kind"] == "setup":
+            if isinstance(task, SetupTask):
                 client.wait_for_servers(self.settings.servers)
                 states = {k: {"value": v, "version": 0} for k, v in strategy.key_values().items()}
                 client.put(table, states, 10.0)
-                client.result(task["task"], {"fingerprint": table.fingerprint, "steps_per_epoch": self.plan.max_steps,
-                                             "done_below": 0, "done_beyond": []})  # fmt: skip
-            elif task["kind"] == "review":
-                values = client.fetch(table, [k.index for k in table.keys], task["tag"], full=False)
+                client.report(SetupDone(task.task, table.fingerprint, self.plan.max_steps, 0, []))
+            elif isinstance(task, EvaluateTask):
+                values = client.fetch(table, [k.index for k in table.keys], task.tag, full=False)
                 seen.append((task, torch.cat([values[k.index]["value"] for k in table.keys])))
-                client.result(task["task"], {})
+                client.report(EvaluationDone(task.task))
             else:
                 with contextlib.suppress(RunOver):
                     self._train(client, strategy, task, gradient, lr)
 
-    def _train(self, client: Client, strategy: ParameterServer, task: dict[str, Any], gradient: Any, lr: float) -> None:
-        info = PushInfo(task["task"], task["step"], task["share"], task["shares"], 0, 1, lr)
+    def _train(self, client: Client, strategy: ParameterServer, task: TrainTask, gradient: Any, lr: float) -> None:
+        info = PushInfo(task.task, task.step, task.share, task.shares, 0, 1, lr)
         strategy.begin(info)
         strategy.begin_step(1, 1)
         with strategy.micro_batch(True):
             loss = gradient(strategy.module, task)
         strategy.step()
-        stats = {"loss": loss, "correct": 0, "samples": 1, "lr": lr, "phases": [], "memory_bytes": 0,
-                 "density": strategy.density(), "entropy_coded": dict(strategy.entropy_coded())}  # fmt: skip
-        client.finish_task(task["task"], stats)
+        report = TaskReport(loss, 0.0, 1, lr, [], 0, strategy.density(), dict(strategy.entropy_coded()))
+        client.finish_task(task.task, report)
 
     def _spawn(self, run: Callable[[], Any]) -> None:
         def guarded() -> None:
@@ -137,15 +146,15 @@ class Cluster:
 
     def kill(self, server: Server) -> None:
         """End a server at once, without a word; the launcher tells the scheduler."""
-        server.ended = True
+        server.state.ended = True
         self.serving[server.config.name].join(10)  # threads of one process share the lock of the snapshots' folder
         line = Channel(
-            zmq.Context.instance(), Sender(self.keys, "launcher"), self.scheduler.listener.address, Limits(1 << 20)
+            zmq.Context.instance(), Sender(self.keys, "launcher"), self.scheduler.listener.address, Limits(1 << 20), {}
         )
-        line.send(Kind.DIED, {"name": server.config.name, "info": {}})
-        line.socket.close(linger=1000)
+        line.send(Died(server.config.name))
+        line.close(linger_ms=1000)
         ends = time.monotonic() + 10
-        while self.scheduler.roster.members.get(server.config.name) is not None:  # its next life comes after its death
+        while self.scheduler.state.members.get(server.config.name) is not None:  # its next life comes after its death
             assert time.monotonic() < ends, "the scheduler did not hear of a death"
             time.sleep(0.001)
 

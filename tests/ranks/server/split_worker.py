@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.compression import read
+from echelon.coordinator.messages import EvaluateTask, EvaluationDone, JoinWorker, SetupDone, SetupTask
 from echelon.core.axes import Axis
 from echelon.data.base import Batch, Shard
 from echelon.data.order import local_part
@@ -125,7 +126,7 @@ def _lead(work: Work4, bench: WorkerModel, number: int, folder: Path) -> list[Te
         bench, work.settings, strategy, table, client, cast(Any, schedule), cast(Any, None), folder, Sampler(""),
         Recorder(None), WorkerRank(number, 0),
     )  # fmt: skip
-    client.join({"fingerprint": table.fingerprint})
+    client.join(JoinWorker(table.fingerprint))
     seen = _tasks(worker)
     replica.words.tell("over")
     client.close()
@@ -135,16 +136,15 @@ def _lead(work: Work4, bench: WorkerModel, number: int, folder: Path) -> list[Te
 def _tasks(worker: LeasedWorker) -> list[Tensor]:
     client, table, seen = worker.client, worker.table, list[Tensor]()
     while (task := client.next_task()) is not None:
-        if task["kind"] == "setup":
+        if isinstance(task, SetupTask):
             client.wait_for_servers(worker.settings.servers)
             states = {k: {"value": v, "version": 0} for k, v in worker.strategy.key_values().items()}
             client.put(table, states, 10.0)
-            client.result(task["task"], {"fingerprint": table.fingerprint, "steps_per_epoch": 10**6,
-                                         "done_below": 0, "done_beyond": []})  # fmt: skip
-        elif task["kind"] == "review":
-            values = client.fetch(table, [k.index for k in table.keys], task["tag"], full=False)
+            client.report(SetupDone(task.task, table.fingerprint, 10**6, 0, []))
+        elif isinstance(task, EvaluateTask):
+            values = client.fetch(table, [k.index for k in table.keys], task.tag, full=False)
             seen.append(torch.cat([values[k.index]["value"] for k in table.keys]))
-            client.result(task["task"], {})
+            client.report(EvaluationDone(task.task))
         else:
             train_task(worker, task)
     return seen

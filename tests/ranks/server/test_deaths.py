@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.coordinator.scheduler import TrainingPlan
+from echelon.coordinator.config import TrainingPlan
+from echelon.coordinator.messages import TrainTask
 from echelon.sync.ps import ServerSettings
 from tests.ranks.server.roles import Cluster
 
@@ -32,8 +33,8 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 2))
 
 
-def gradient(module: nn.Module, task: dict[str, Any]) -> float:
-    generator = torch.Generator().manual_seed(task["step"])
+def gradient(module: nn.Module, task: TrainTask) -> float:
+    generator = torch.Generator().manual_seed(task.step)
     loss = module(torch.randn(4, 5, generator=generator)).square().sum() / 4
     loss.backward()
     return float(loss.detach())
@@ -74,8 +75,8 @@ def test_every_batch_once(tmp_path: Path, settings: ServerSettings, compression:
         run.work(worker, model(), gradient, 0.01, seen)
     run.stop()
     assert done_tasks(tmp_path) == Counter(range(STEPS))
-    assert all(sum(s.load.staleness.values()) == STEPS * len(s.stores) for s in run.servers)
-    assert not any(s.voice.traffic.dropped for s in run.servers)
+    assert all(sum(s.state.load.staleness.values()) == STEPS * len(s.state.stores) for s in run.servers)
+    assert not any(s.sender.traffic.dropped for s in run.servers)
 
 
 def test_what_pushes_carry_and_what_entropy_coding_did_is_recorded(tmp_path: Path) -> None:
@@ -99,22 +100,22 @@ def test_a_slow_backup_worker_holds_nobody_back(tmp_path: Path) -> None:
     seen: list[Any] = []
     reached, moved = [0], threading.Condition()
 
-    def quick(module: nn.Module, task: dict[str, Any]) -> float:
+    def quick(module: nn.Module, task: TrainTask) -> float:
         with moved:
-            reached[0] = max(reached[0], task["step"])
+            reached[0] = max(reached[0], task.step)
             moved.notify_all()
         return gradient(module, task)
 
-    def slow(module: nn.Module, task: dict[str, Any]) -> float:
+    def slow(module: nn.Module, task: TrainTask) -> float:
         with moved:  # the others go three steps ahead of it each time
-            assert moved.wait_for(lambda: reached[0] >= min(task["step"] + 3, STEPS - 1), 20)
+            assert moved.wait_for(lambda: reached[0] >= min(task.step + 3, STEPS - 1), 20)
         return gradient(module, task)
 
     for worker, way in enumerate((quick, quick, slow)):
         run.work(worker, model(), way, 0.01, seen)
     run.stop()
     assert len({task // 4096 for task in done_tasks(tmp_path)}) == STEPS
-    assert run.servers[0].load.late > 0
+    assert run.servers[0].state.load.late > 0
 
 
 def test_a_worker_that_vanishes_in_the_middle_of_its_pushes(tmp_path: Path) -> None:
@@ -123,8 +124,8 @@ def test_a_worker_that_vanishes_in_the_middle_of_its_pushes(tmp_path: Path) -> N
     seen: list[Any] = []
     vanished = threading.Event()
 
-    def vanish(module: nn.Module, task: dict[str, Any]) -> float:
-        if task["step"] > 10:
+    def vanish(module: nn.Module, task: TrainTask) -> float:
+        if task.step > 10:
             next(module.parameters()).register_hook(_walk)
             vanished.set()
         return gradient(module, task)
@@ -145,8 +146,8 @@ def test_a_server_that_dies_comes_back(tmp_path: Path, replicas: int) -> None:
     seen: list[Any] = []
     struck = threading.Event()
 
-    def strike(module: nn.Module, task: dict[str, Any]) -> float:
-        if task["step"] > 20 and not struck.is_set():
+    def strike(module: nn.Module, task: TrainTask) -> float:
+        if task.step > 20 and not struck.is_set():
             struck.set()
             run.kill(run.servers[0])
             if not replicas:
@@ -171,9 +172,9 @@ def struck_sync(folder: Path, settings: ServerSettings, struck: threading.Event)
         run.server(index, f"standby{index}")
     lock, seen = threading.Lock(), list[Any]()
 
-    def strike(module: nn.Module, task: dict[str, Any]) -> float:
+    def strike(module: nn.Module, task: TrainTask) -> float:
         with lock:
-            if task["step"] > 20 and not struck.is_set():
+            if task.step > 20 and not struck.is_set():
                 struck.set()
                 run.kill(run.servers[0])
                 if not settings.replicas:
@@ -187,9 +188,9 @@ def struck_sync(folder: Path, settings: ServerSettings, struck: threading.Event)
     return values
 
 
-def share_gradient(module: nn.Module, task: dict[str, Any]) -> float:
+def share_gradient(module: nn.Module, task: TrainTask) -> float:
     """The gradient of a share of a step's batch."""
-    inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(task["step"]))[task["share"] :: task["shares"]]
+    inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(task.step))[task.share :: task.shares]
     loss = module(inputs).square().sum() / 4
     loss.backward()
     return float(loss.detach())
@@ -214,16 +215,16 @@ def test_a_worker_and_then_a_server_die_in_synchronous_mode(tmp_path: Path) -> N
     seen: list[Any] = []
     pushed, vanished, struck = threading.Event(), threading.Event(), threading.Event()
 
-    def vanish(module: nn.Module, task: dict[str, Any]) -> float:
-        if task["step"] > 0:
+    def vanish(module: nn.Module, task: TrainTask) -> float:
+        if task.step > 0:
             pushed.set()
-        if task["step"] > 10:
+        if task.step > 10:
             vanished.set()
             raise Walks
         return share_gradient(module, task)
 
-    def strike(module: nn.Module, task: dict[str, Any]) -> float:
-        if task["step"] > 20 and not struck.is_set():
+    def strike(module: nn.Module, task: TrainTask) -> float:
+        if task.step > 20 and not struck.is_set():
             struck.set()
             run.kill(run.servers[0])
             run.server(0)
@@ -246,6 +247,6 @@ def test_standby_holds_what_its_primary_held(tmp_path: Path) -> None:
     for worker in range(2):
         run.work(worker, model(), gradient, 0.01, seen)
     run.stop()
-    for index, store in run.servers[0].stores.items():
-        assert torch.equal(store.value, standby.stores[index].value)
-        assert standby.stores[index].version == store.version
+    for index, store in run.servers[0].state.stores.items():
+        assert torch.equal(store.value, standby.state.stores[index].value)
+        assert standby.state.stores[index].version == store.version

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from echelon.collectives.paths.backend import Backend
 from echelon.compression import read
-from echelon.coordinator.scheduler import TrainingPlan
+from echelon.coordinator.config import TrainingPlan
+from echelon.coordinator.messages import TrainTask
 from echelon.observe.phases import HostClock
 from echelon.sync.allreduce import AllReduceSettings
 from echelon.sync.base import SyncContext
@@ -90,9 +91,9 @@ def test_sync_follows_allreduce(tmp_path: Path, name: str, settings: ServerSetti
     cluster = Cluster(tmp_path, settings, OPTIMIZERS[name], TrainingPlan(1, STEPS, 0, None, None))
     begun: dict[tuple[int, int], Tensor] = {}
 
-    def gradient(module: nn.Module, task: dict[str, Any]) -> float:
-        loss = share_loss(module, task["step"], task["share"], task["shares"]) / BATCH
-        begun[task["step"], task["share"]] = flat(module)  # forward has loaded the parameters of this step
+    def gradient(module: nn.Module, task: TrainTask) -> float:
+        loss = share_loss(module, task.step, task.share, task.shares) / BATCH
+        begun[task.step, task.share] = flat(module)  # forward has loaded the parameters of this step
         loss.backward()
         return float(loss.detach())
 

@@ -9,7 +9,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any, get_origin, get_type_hints
 
 import msgpack
 import psutil
@@ -17,12 +19,26 @@ import pytest
 import torch
 import zmq
 
-from echelon.coordinator.scheduler import TrainingPlan
+from echelon.coordinator.config import TrainingPlan
+from echelon.coordinator.messages import (
+    TO_COORDINATOR,
+    TO_SERVER,
+    TO_WORKER,
+    JoinServer,
+    JoinWorker,
+    Leave,
+    ServerBeat,
+    Stop,
+    TaskDone,
+    Welcome,
+    WorkerBeat,
+)
 from echelon.messages.endpoint import Channel, Listener, Sender, ask_once
+from echelon.messages.framing import VERSION, Content
 from echelon.messages.identity import derive_keys
-from echelon.messages.protocol import SCHEMAS, VERSION, Kind
 from echelon.messages.sockets import Limits
 from echelon.ps.keystore import KeyStore
+from echelon.ps.messages import TO_PS_SERVER, TO_PS_WORKER, Pull, PushGradient, PutState
 from echelon.ps.server import Server
 from echelon.ps.table import Cut, ParameterInfo, cut_table
 from echelon.sync.ps import ServerSettings
@@ -33,6 +49,7 @@ from tests.ranks.server.test_deaths import cluster as goes
 MESSAGES = 10_000
 WAITING = 500
 STRANGERS = ("worker5", "server7")
+KINDS = sorted({*TO_COORDINATOR, *TO_WORKER, *TO_SERVER, *TO_PS_SERVER, *TO_PS_WORKER})
 
 
 def served(tmp_path: Path) -> tuple[Cluster, Server]:
@@ -43,15 +60,15 @@ def served(tmp_path: Path) -> tuple[Cluster, Server]:
     cluster.start()
     server = cluster.servers[0]
     table = cut_table([ParameterInfo("w", (100,), False)], Cut(1, 4096))
-    server.set_table(table)
-    server.stores[0] = KeyStore(table.keys[0], torch.ones(100), cluster.settings, server.config.make_optimizer)
+    server.state.set_table(table)
+    server.state.stores[0] = KeyStore(table.keys[0], torch.ones(100), cluster.settings, server.config.make_optimizer)
     return cluster, server
 
 
 def fuzz(draw: random.Random) -> list[bytes]:
     """One message: bytes at random, a header with random fields, or sound ones that say impossible things."""
-    kind = draw.choice(list(Kind))
-    header = [VERSION, KEYS.run_id, int(kind), "worker0", draw.randrange(9), draw.randrange(10**6), {}]
+    kind = draw.choice(KINDS)
+    header = [VERSION, KEYS.run_id, kind, "worker0", draw.randrange(9), draw.randrange(10**6), {}]
     match draw.randrange(5):
         case 0:
             return [draw.randbytes(draw.randrange(1, 200)) for _ in range(draw.randrange(1, 5))]
@@ -72,29 +89,36 @@ def fuzz(draw: random.Random) -> list[bytes]:
                 "pull": True,
             }
             header[6] = {**body, "key": draw.randrange(3), "lr": draw.choice([1.0, float("inf")])}
-            header[2] = int(Kind.PUSH)
+            header[2] = PushGradient.kind
             wrong_sizes = [n for n in range(1, 700) if n != 400]
             return [msgpack.packb(header), draw.randbytes(draw.choice(wrong_sizes))]
         case 4:
             header[6] = {"key": 0, "meta": draw.randbytes(50)}
-            header[2] = int(Kind.PUT)
+            header[2] = PutState.kind
     raw = bytearray(msgpack.packb(header))
     for _ in range(draw.randrange(3)):
         raw[draw.randrange(len(raw))] = draw.randrange(256)
     return [bytes(raw), *(draw.randbytes(draw.randrange(100)) for _ in range(draw.randrange(3)))]
 
 
-def value_of(kind: type, draw: random.Random, depth: int = 0) -> object:
+def plain_value(kind: Any, draw: random.Random, depth: int = 0) -> object:
     """Return some value of a field's type, sound or strange."""
+    if is_dataclass(kind):
+        return {name: plain_value(hint, draw, depth) for name, hint in get_type_hints(kind).items() if name != "kind"}
+    kind = get_origin(kind) or kind
     names = ["index", "task", "samples", "loss", "standby", "life", "held", "fingerprint", "ready", "tasks", "empty"]
     if kind is int:
         return draw.choice([0, 1, 7, 2**40, 2**61])
     if kind is str:
         return draw.choice(["", "worker", "server", "worker0", "x" * 64, "standby", "machine"])
     if kind is list:
-        return [value_of(draw.choice([int, str, dict]), draw, depth + 1) for _ in range(draw.randrange(3))]
+        return [plain_value(draw.choice([int, str, dict]), draw, depth + 1) for _ in range(draw.randrange(3))]
+    if kind is float:
+        return draw.choice([0.0, 0.5, 1, float("nan"), float("inf")])
+    if kind is bool:
+        return draw.choice([True, False, 1])
     if kind is dict and depth < 3:
-        return {n: value_of(draw.choice([int, str, list, dict]), draw, depth + 1) for n in draw.sample(names, 4)}
+        return {n: plain_value(draw.choice([int, str, list, dict]), draw, depth + 1) for n in draw.sample(names, 4)}
     return {}
 
 
@@ -102,15 +126,26 @@ def scheduler_fuzz(draw: random.Random, number: int) -> list[bytes]:
     """One message for the scheduler: as for a server, or a sound kind with strange fields from a strange sender."""
     if draw.randrange(4) == 0:
         return fuzz(draw)
-    kind = draw.choice([k for k in Kind if k >= Kind.JOIN and k is not Kind.STOP])  # with the key, stop is an order
-    body = {name: value_of(wanted, draw) for name, wanted in SCHEMAS[kind].fields.items()}
+    content = draw.choice([c for c in TO_COORDINATOR.values() if c is not Stop])  # with the key, stop is an order
+    body = plain_value(content, draw)
+    assert isinstance(body, dict)
+    if content is JoinServer or draw.randrange(2):  # with the key, a sound one takes a server's place
+        body.pop(draw.choice(sorted(body)), None)
     sender = draw.choice(["worker0", "worker7", "server0", "server1", "standby0", "scheduler", "?"])
-    return [msgpack.packb([VERSION, KEYS.run_id, int(kind), sender, draw.randrange(3), 10**6 + number, body])]
+    return [msgpack.packb([VERSION, KEYS.run_id, content.kind, sender, draw.randrange(3), 10**6 + number, body])]
+
+
+def send_raw(line: Channel, content: type[Content], body: dict[str, Any]) -> None:
+    """Send a content of which nobody checked what it says."""
+    sender = line.sender
+    sender.sequence += 1
+    header = [VERSION, KEYS.run_id, content.kind, sender.name, sender.session, sender.sequence, body]
+    line.socket.send_multipart([msgpack.packb(header)])
 
 
 def finish(cluster: Cluster, server: Server) -> None:
-    server.ended = True
-    cluster.scheduler.status = "stopped"
+    server.state.ended = True
+    cluster.scheduler.state.status = "stopped"
     cluster.stop()
 
 
@@ -118,15 +153,15 @@ def test_with_the_key(tmp_path: Path) -> None:
     cluster, server = served(tmp_path)
     draw = random.Random(1)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    line = Channel(context, Sender(KEYS, "worker0"), server.listener.address, Limits(1 << 20))
-    before, used = server.stores[0].value.clone(), 0
+    line = Channel(context, Sender(KEYS, "worker0"), server.listener.address, Limits(1 << 20), {})
+    before, used = server.state.stores[0].value.clone(), 0
     for i in range(MESSAGES):
         _pace(i, server.listener)
         line.socket.send_multipart(fuzz(draw))
         if i == MESSAGES // 5:
             used = psutil.Process(os.getpid()).memory_info().rss
-    _until(lambda: sum(server.voice.traffic.dropped.values()) >= 0.9 * MESSAGES)
-    assert torch.equal(server.stores[0].value, before)
+    _until(lambda: sum(server.sender.traffic.dropped.values()) >= 0.9 * MESSAGES)
+    assert torch.equal(server.state.stores[0].value, before)
     assert psutil.Process(os.getpid()).memory_info().rss - used < 32 << 20
     assert all(t.is_alive() for t in cluster.threads) and not cluster.failures
     line.close()
@@ -138,9 +173,9 @@ def test_the_scheduler_with_the_key(tmp_path: Path) -> None:
     cluster, server = served(tmp_path)
     draw = random.Random(4)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    scheduler, before = cluster.scheduler, server.stores[0].value.clone()
-    line = Channel(context, Sender(KEYS, "worker0"), scheduler.listener.address, Limits(1 << 20))
-    line.send(Kind.JOIN, {"role": "worker", "address": "", "info": {"fingerprint": "", "held": []}})
+    scheduler, before = cluster.scheduler, server.state.stores[0].value.clone()
+    line = Channel(context, Sender(KEYS, "worker0"), scheduler.listener.address, Limits(1 << 20), {})
+    line.send(JoinWorker(""))
     used = 0
     for i in range(MESSAGES):
         _pace(i, scheduler.listener)
@@ -150,11 +185,10 @@ def test_the_scheduler_with_the_key(tmp_path: Path) -> None:
     _until(lambda: scheduler.listener.messages >= MESSAGES)
     line.close()
     assert psutil.Process(os.getpid()).memory_info().rss - used < 32 << 20
-    assert torch.equal(server.stores[0].value, before)
+    assert torch.equal(server.state.stores[0].value, before)
     assert all(t.is_alive() for t in cluster.threads) and not cluster.failures
-    sound = Channel(context, Sender(KEYS, "worker9"), scheduler.listener.address, Limits(1 << 20))
-    info = {"fingerprint": "", "held": []}
-    ask_once(sound, Kind.JOIN, {"role": "worker", "address": "", "info": info}, Kind.WELCOME, 5)
+    sound = Channel(context, Sender(KEYS, "worker9"), scheduler.listener.address, Limits(1 << 20), TO_WORKER)
+    ask_once(sound, JoinWorker(""), Welcome, 5)
     sound.close()
     context.term()
     finish(cluster, server)
@@ -165,28 +199,34 @@ def test_strange_reports_of_a_member_while_a_run_goes(tmp_path: Path) -> None:
     run = goes(tmp_path, ServerSettings("async"))
     run.start()
     run.work(0, model(), gradient, 0.01, [])
-    _until(lambda: run.scheduler.assignment.setup is not None)
+    _until(lambda: run.scheduler.state.setup is not None)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     lines = [
-        Channel(context, Sender(KEYS, name), run.scheduler.listener.address, Limits(1 << 20)) for name in STRANGERS
+        Channel(context, Sender(KEYS, name), run.scheduler.listener.address, Limits(1 << 20), {}) for name in STRANGERS
     ]
-    counts = dict.fromkeys(("correct", "samples", "memory_bytes"), 1)
+    counts = dict.fromkeys(("score", "samples", "memory_bytes"), 1)
     moved = dict.fromkeys(("sent", "received", "other"), 1)
-    sound = {"loss": 1.0, "lr": 0.1, "phases": [], "bytes": moved, **counts}
+    sound = {"loss": 1.0, "lr": 0.1, "phases": [], **counts}
     before = run.scheduler.listener.messages
     for line, name in zip(lines, STRANGERS, strict=True):
-        info = {"fingerprint": run.scheduler.assignment.setup["fingerprint"], "held": [], "index": 7}
-        line.send(Kind.JOIN, {"role": name[:-1], "address": "", "info": info})
+        setup = run.scheduler.state.setup
+        assert setup is not None
+        server = JoinServer(7, "", 1, ready=True, standby=False, restored=False, empty=False)
+        line.send(JoinWorker(setup.fingerprint) if name.startswith("worker") else server)
         for strange in (float("inf"), float("nan"), 2**63, -1, "x", [{}], {b"x": 1}, {"x": {1: 2}}):
+            done = {"task": 2**40, "late": False, "report": sound, "moved": moved}
+            beat = {"waited_s": {}, "sent_bytes": 1, "received_bytes": 1}
             for field in (*sound, "density", "entropy_coded", "resources", "late", "held", "waited_s", "name", "kind"):
-                line.send(Kind.DONE, {"task": 2**40, "info": {**sound, field: strange}})
-                line.send(Kind.BEAT, {"info": {field: strange}})
+                send_raw(line, TaskDone, {**done, "report": {**sound, field: strange}})
+                send_raw(line, TaskDone, {**done, field: strange})
+                send_raw(line, WorkerBeat, {**beat, field: strange})
+                send_raw(line, ServerBeat, {"numbers": {field: strange}})
             for field in moved:
-                line.send(Kind.DONE, {"task": 2**40, "info": {**sound, "bytes": {**moved, field: strange}}})
+                send_raw(line, TaskDone, {**done, "moved": {**moved, field: strange}})
     _until(lambda: run.scheduler.listener.messages > before + 200)
     for line in lines:
         for strange in (float("inf"), "x", {}, moved["sent"]):
-            line.send(Kind.LEAVE, {"bytes": {**moved, "other": strange}})
+            send_raw(line, Leave, {"moved": {**moved, "other": strange}})
     run.stop()
     assert done_tasks(tmp_path) == Counter(range(STEPS))
     for line in lines:
@@ -201,14 +241,14 @@ def test_without_the_key(tmp_path: Path, secret: bytes | None, port: str) -> Non
     listener = server.listener if port == "server" else cluster.scheduler.listener
     came = listener.messages
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    before = server.stores[0].value.clone()
+    before = server.state.stores[0].value.clone()
     if secret is None:
         socket = context.socket(zmq.DEALER)
         socket.linger = 0
         monitor = socket.get_monitor_socket()  # before it connects: a refusal may come once only
         socket.connect(listener.address)
     else:
-        socket = Channel(context, Sender(derive_keys(secret), "worker0"), listener.address, Limits(1 << 20)).socket
+        socket = Channel(context, Sender(derive_keys(secret), "worker0"), listener.address, Limits(1 << 20), {}).socket
         monitor = socket.get_monitor_socket()
     draw = random.Random(2)
     socket.sndhwm = 100
@@ -219,8 +259,9 @@ def test_without_the_key(tmp_path: Path, secret: bytes | None, port: str) -> Non
             break
     assert monitor.poll(20_000), "the handshake was neither refused nor tried again"
     assert port == "scheduler" or listener.messages == came  # the scheduler hears its own server meanwhile
-    assert set(cluster.scheduler.roster.serving) == {0} and not cluster.scheduler.roster.members.of_role("worker")
-    assert torch.equal(server.stores[0].value, before)
+    members = cluster.scheduler.state.members
+    assert {m.name for m in members.all()} <= {"server0"}
+    assert torch.equal(server.state.stores[0].value, before)
     socket.disable_monitor()
     monitor.close()
     socket.close()
@@ -238,8 +279,8 @@ def test_bytes_that_are_no_zeromq(tmp_path: Path) -> None:
             raw.sendall(draw.choice([b"", b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03"]) + draw.randbytes(300))
     assert server.listener.messages == 0
     assert psutil.Process(os.getpid()).memory_info().rss - used < 32 << 20
-    line = Channel(server.context, Sender(KEYS, "worker0"), server.listener.address, Limits(1 << 20))
-    line.send(Kind.PULL, {"key": 0, "version": 0, "exact": False, "full": True, "tag": 0})
+    line = Channel(zmq.Context.instance(), Sender(KEYS, "worker0"), server.listener.address, Limits(1 << 20), {})
+    line.send(Pull(0, 0, exact=False, full=True, tag=0))
     assert line.socket.poll(20_000), "the server no longer answers"
     line.close()
     finish(cluster, server)

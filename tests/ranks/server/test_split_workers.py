@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.coordinator.scheduler import TrainingPlan
+from echelon.coordinator.config import TrainingPlan
+from echelon.coordinator.messages import TrainTask
 from echelon.data.base import Shard
 from echelon.data.order import local_part
 from echelon.sync.ps import ServerSettings
@@ -45,9 +46,9 @@ def cluster(folder: Path, settings: ServerSettings, optimizer: Optimizer, compre
 def with_whole_workers(folder: Path, settings: ServerSettings, trial: Trial, optimizer: Optimizer) -> Tensor:
     """Train with two whole workers; returns the parameters."""
 
-    def gradient(module: nn.Module, task: dict[str, Any]) -> float:
-        inputs, targets = trial.global_batch(task["step"])
-        own = torch.from_numpy(local_part(np.arange(len(inputs)), Shard(task["share"], task["shares"])))
+    def gradient(module: nn.Module, task: TrainTask) -> float:
+        inputs, targets = trial.global_batch(task.step)
+        own = torch.from_numpy(local_part(np.arange(len(inputs)), Shard(task.share, task.shares)))
         loss = loss_sum(module(inputs[own]), targets[own]) / len(inputs)
         loss.backward()
         return float(loss.detach())

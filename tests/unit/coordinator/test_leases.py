@@ -26,7 +26,7 @@ def test_every_step_once_under_random_deaths(seed: int) -> None:
             leases.leave(worker)
             del out[worker]
         elif event < 0.5 and (lease := leases.take(worker, turn)) is not None:
-            out[worker].append(lease["task"])
+            out[worker].append(lease.task)
         elif out[worker] and leases.finish(task := out[worker].pop(0), worker, turn, False):
             done.append(task)
     assert leases.complete
@@ -40,11 +40,11 @@ def test_nobody_runs_further_ahead_than_the_bound() -> None:
     stuck = leases.take("slow", 0)
     taken = 0
     while (task := leases.take("fast", 0)) is not None:
-        leases.finish(task["task"], "fast", 0, False)
+        leases.finish(task.task, "fast", 0, False)
         taken += 1
     assert taken == 3  # clocks 0, 1 and 2 while the slowest is at 0
     assert stuck is not None
-    leases.finish(stuck["task"], "slow", 0, False)
+    leases.finish(stuck.task, "slow", 0, False)
     assert leases.take("fast", 0) is not None
 
 
@@ -56,7 +56,7 @@ def test_who_evaluates_holds_nobody_back() -> None:
     for _ in range(10):
         task = leases.take("fast", 0)
         assert task is not None
-        leases.finish(task["task"], "fast", 0, False)
+        leases.finish(task.task, "fast", 0, False)
     leases.pause("lead", False)
     assert leases.clocks["lead"] == 10
 
@@ -67,12 +67,12 @@ def test_what_takes_too_long_is_given_to_another_and_counts_once() -> None:
         leases.join(worker, (), 0)
     first, second = leases.take("a", 0), leases.take("b", 0)
     assert first and second
-    assert leases.finish(second["task"], "b", 1, False)
+    assert leases.finish(second.task, "b", 1, False)
     assert leases.take("b", 2) is None
     again = leases.take("b", 100)
-    assert again is not None and again["task"] == first["task"]
-    assert leases.finish(again["task"], "b", 101, False)
-    assert not leases.finish(first["task"], "a", 102, False)
+    assert again is not None and again.task == first.task
+    assert leases.finish(again.task, "b", 101, False)
+    assert not leases.finish(first.task, "a", 102, False)
 
 
 def test_shares_of_the_dead_go_to_others() -> None:
@@ -80,16 +80,16 @@ def test_shares_of_the_dead_go_to_others() -> None:
     for worker in ("a", "b"):
         leases.join(worker, (), 0)
     mine, other = leases.take("a", 0), leases.take("b", 0)
-    assert mine and other and {mine["share"], other["share"]} == {0, 1}
-    assert leases.finish(mine["task"], "a", 0, False)
+    assert mine and other and {mine.share, other.share} == {0, 1}
+    assert leases.finish(mine.task, "a", 0, False)
     assert leases.take("a", 0) is None  # b has the other share
-    assert leases.leave("b") == [other["task"]]
+    assert leases.leave("b") == [other.task]
     again = leases.take("a", 0)
-    assert again is not None and again["task"] == other["task"]
-    leases.finish(again["task"], "a", 0, False)
+    assert again is not None and again.task == other.task
+    leases.finish(again.task, "a", 0, False)
     assert leases.done_steps == 1
     task = leases.take("a", 0)
-    assert task is not None and task["shares"] == 1
+    assert task is not None and task.shares == 1
 
 
 def test_backup_shares_may_be_late() -> None:
@@ -98,9 +98,9 @@ def test_backup_shares_may_be_late() -> None:
         leases.join(worker, (), 0)
     tasks = {w: leases.take(w, 0) for w in ("a", "b", "slow")}
     for worker in ("a", "b"):
-        assert leases.finish(tasks[worker]["task"], worker, 0, False)  # type: ignore[index]
+        assert leases.finish(tasks[worker].task, worker, 0, False)  # type: ignore[union-attr]
     assert leases.done_steps == 1
-    assert not leases.finish(tasks["slow"]["task"], "slow", 0, True)  # type: ignore[index]
+    assert not leases.finish(tasks["slow"].task, "slow", 0, True)  # type: ignore[union-attr]
 
 
 def test_backup_shares_of_the_dead_are_done_by_others_where_too_few_are_left() -> None:
@@ -126,7 +126,7 @@ def test_a_restart_goes_on_where_the_journal_ends() -> None:
     free = FreeLeases(WORK)
     free.restore(3, {5, 6})
     free.join("a", (), 0)
-    assert [free.take("a", 0)["task"] for _ in range(3)] == [3, 4, 7]  # type: ignore[index]
+    assert [free.take("a", 0).task for _ in range(3)] == [3, 4, 7]  # type: ignore[union-attr]
 
 
 def test_shares_that_a_server_lost_are_done_again() -> None:
@@ -135,13 +135,13 @@ def test_shares_that_a_server_lost_are_done_again() -> None:
         leases.join(worker, (), 0)
     tasks = {worker: leases.take(worker, 0) for worker in ("a", "b")}
     assert tasks["a"] is not None and tasks["b"] is not None
-    leases.finish(tasks["a"]["task"], "a", 0, False)
+    leases.finish(tasks["a"].task, "a", 0, False)
     leases.leave("a")
-    assert leases.lost({tasks["a"]["task"]}, 0) == []
+    assert leases.lost({tasks["a"].task}, 0) == []
     assert leases.lost(set(), 1) == []  # complete there
-    assert leases.lost(set(), 0) == [tasks["a"]["task"]]
-    leases.finish(tasks["b"]["task"], "b", 0, False)
+    assert leases.lost(set(), 0) == [tasks["a"].task]
+    leases.finish(tasks["b"].task, "b", 0, False)
     again = leases.take("b", 0)
-    assert again is not None and again["task"] == tasks["a"]["task"]
-    leases.finish(again["task"], "b", 0, False)
+    assert again is not None and again.task == tasks["a"].task
+    leases.finish(again.task, "b", 0, False)
     assert leases.done_steps == 1

@@ -10,12 +10,14 @@ import pytest
 import zmq
 
 from echelon.core.errors import UserError
+from echelon.messages.framing import VERSION, Message, ReplayGuard, decode, encode_header
 from echelon.messages.identity import SECRET_VARIABLE, derive_keys, make_secret, read_secret
-from echelon.messages.protocol import VERSION, Kind, Malformed, Message, ReplayGuard, decode, encode_header
+from echelon.messages.plain import Malformed
 from echelon.ps.blob import pack_state, unpack_state
+from echelon.ps.messages import TO_PS_SERVER, Pull
 
 RUN = b"12345678"
-PULL = {"key": 1, "version": 2, "exact": False, "full": False, "tag": 0}
+PULL: dict[str, Any] = {"key": 1, "version": 2, "exact": False, "full": False, "tag": 0}
 
 
 def raw(*values: Any) -> list[zmq.Frame]:
@@ -23,9 +25,9 @@ def raw(*values: Any) -> list[zmq.Frame]:
 
 
 def test_round_trip() -> None:
-    message = Message(Kind.PULL, "worker0", 5, 6, PULL)
-    read = decode(RUN, [zmq.Frame(encode_header(RUN, message))])
-    assert (read.kind, read.sender, read.session, read.sequence, read.body) == (Kind.PULL, "worker0", 5, 6, PULL)
+    message = Message(Pull(**PULL), "worker0", 5, 6)
+    read = decode(RUN, [zmq.Frame(encode_header(RUN, message))], TO_PS_SERVER)
+    assert (read.content, read.sender, read.session, read.sequence) == (Pull(**PULL), "worker0", 5, 6)
 
 
 @pytest.mark.parametrize(
@@ -49,29 +51,29 @@ def test_round_trip() -> None:
 )
 def test_malformed(frames: list[zmq.Frame], reason: str) -> None:
     with pytest.raises(Malformed) as caught:
-        decode(RUN, frames)
+        decode(RUN, frames, TO_PS_SERVER)
     assert caught.value.reason == reason
 
 
 def test_mutated_headers_never_raise_anything_else() -> None:
     draw = random.Random(0)
-    sound = encode_header(RUN, Message(Kind.PULL, "worker0", 5, 6, PULL))
+    sound = encode_header(RUN, Message(Pull(**PULL), "worker0", 5, 6))
     for _ in range(3000):
         mutated = bytearray(sound)
         for _ in range(draw.randrange(1, 6)):
             mutated[draw.randrange(len(mutated))] = draw.randrange(256)
         try:
-            decode(RUN, [zmq.Frame(bytes(mutated[: draw.randrange(1, len(mutated) + 1)]))])
+            decode(RUN, [zmq.Frame(bytes(mutated[: draw.randrange(1, len(mutated) + 1)]))], TO_PS_SERVER)
         except Malformed:
             continue
 
 
 def test_repeated_messages_are_known() -> None:
     guard = ReplayGuard()
-    guard.admit(Message(Kind.PULL, "a", 1, 5, PULL))
-    guard.admit(Message(Kind.PULL, "b", 1, 5, PULL))
+    guard.admit(Message(Pull(**PULL), "a", 1, 5))
+    guard.admit(Message(Pull(**PULL), "b", 1, 5))
     with pytest.raises(Malformed, match="replayed"):
-        guard.admit(Message(Kind.PULL, "a", 1, 5, PULL))
+        guard.admit(Message(Pull(**PULL), "a", 1, 5))
 
 
 def test_states_are_checked() -> None:

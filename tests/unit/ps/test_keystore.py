@@ -48,7 +48,7 @@ def test_average_is_that_of_the_training_loop(mode: str) -> None:
         model.weight.data = key.value[None].clone()
         wanted.update(model)
         if task == 10:
-            again.load_state(key.state(full=True))
+            again.load_state(key.state(full=True), 0.0)
         elif task > 10:
             again.take(push(task))
     average = wanted.state_dict()["average"]["weight"][0]
@@ -96,7 +96,7 @@ def test_plain_sgd_writes_the_value_into_the_gradients_message_and_leaves_what_w
     usual.take(push(4))
     assert key.memory is None and message.bytes == sent
     torch.testing.assert_close(key.value, usual.value)
-    key.load_state(usual.state(full=True))
+    key.load_state(usual.state(full=True), 0.0)
     torch.testing.assert_close(key.value, usual.value)
 
 

@@ -54,13 +54,13 @@ def test_golden_trajectory(kind: str) -> None:
     one.value /= 3
     pulled = []
     for m in range(WORKERS):
-        one.note_pull(f"w{m}")
+        one.note_pull(f"w{m}", 0.0)
         pulled.append(one.value.clone())
     for step in range(STEPS):
         m = step % WORKERS
         gradient = torch.from_numpy(gradient_at(pulled[m].numpy()))
         assert one.take(push(f"w{m}", step, gradient)) is PushOutcome.APPLIED
-        one.note_pull(f"w{m}")
+        one.note_pull(f"w{m}", 0.0)
         pulled[m] = one.value.clone()
     np.testing.assert_allclose(one.value.numpy(), reference(kind, settings.compensation_strength), atol=1e-12)
 
@@ -77,26 +77,24 @@ def test_a_stale_gradient_moves_the_parameters_by_less() -> None:
     """Divided by its staleness, in versions since its worker's pull; at staleness 0 and 1 not at all."""
     one = store(ServerSettings(by_staleness=True))
     gradient = torch.ones(4, dtype=torch.float64)
-    one.note_pull("slow")
+    one.note_pull("slow", 0.0)
     moved = []
     for task, worker in enumerate(["a", "a", "a", "slow"]):
         if worker == "a":
-            one.note_pull("a")
+            one.note_pull("a", 0.0)
         before = one.value.clone()
         came = push(worker, task, gradient, base=0 if worker == "slow" else one.version)
-        one.take(came._replace(scale=one.scale_of(came)))
+        one.take(came._replace(scale=one.scale_of(came, 0.0)))
         moved.append(float((before - one.value).mean()) / LR)
     assert moved == pytest.approx([1, 1, 1, 1 / 3])
 
 
-def test_an_old_gradient_weighs_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, now_s = store(ServerSettings(decay_s=2.0)), [5.0]
-    monkeypatch.setattr("echelon.ps.keystore.time.monotonic", lambda: now_s[0])
-    one.note_pull("a")
-    now_s[0] = 8.0
+def test_an_old_gradient_weighs_less() -> None:
+    one = store(ServerSettings(decay_s=2.0))
+    one.note_pull("a", 5.0)
     before = one.value.clone()
     came = push("a", 0, torch.ones(4, dtype=torch.float64))
-    one.take(came._replace(scale=one.scale_of(came)))
+    one.take(came._replace(scale=one.scale_of(came, 8.0)))
     assert (before - one.value).numpy() == pytest.approx(LR * math.exp(-1.5))
 
 
@@ -150,9 +148,9 @@ def test_pushes_of_later_versions_wait_for_their_turn() -> None:
 def test_state_goes_round() -> None:
     settings = ServerSettings(compensation="adaptive")
     one, other = store(settings), store(settings)
-    one.note_pull("a")
+    one.note_pull("a", 0.0)
     one.take(push("a", 0, torch.ones(4, dtype=torch.float64)))
-    other.load_state(one.state(full=True))
+    other.load_state(one.state(full=True), 0.0)
     for each in (one, other):
         each.take(push("a", 1, torch.full((4,), 2.0, dtype=torch.float64)))
         assert each.take(push("a", 0, torch.ones(4, dtype=torch.float64))) is PushOutcome.DUPLICATE

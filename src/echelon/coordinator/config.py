@@ -1,16 +1,8 @@
-"""What the scheduler is told, and whom it tells."""
+"""What the coordinator is told when it starts: how long to train, which servers there are, how work is given out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from echelon.coordinator.window import WindowSums
-from echelon.messages.identity import RunKeys
-
-SETUP_TASK = 2**50
 
 
 @dataclass(frozen=True)
@@ -22,6 +14,11 @@ class TrainingPlan:
     eval_every: int
     save_steps: int | None
     save_s: float | None
+
+    def steps(self, steps_per_epoch: int) -> int:
+        """Return the steps of the whole run."""
+        steps = self.epochs * steps_per_epoch
+        return min(steps, self.max_steps or steps)
 
 
 @dataclass(frozen=True)
@@ -45,21 +42,9 @@ class CoordinationPolicy:
 
 
 @dataclass(frozen=True)
-class SchedulerConfig:
-    """What the scheduler is told when it starts."""
+class CoordinatorConfig:
+    """What the coordinator is told when it starts; without a worker for `timeout_s` it gives the run up."""
 
     policy: CoordinationPolicy
-    keys: RunKeys
-    address: str
-    folder: Path
     plan: TrainingPlan
     timeout_s: float
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """What others do with what happens: the run's record, the display."""
-
-    started: Callable[[dict[str, Any]], None]
-    window: Callable[[WindowSums], None]
-    reviewed: Callable[[int, dict[str, Any]], None]

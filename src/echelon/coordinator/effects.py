@@ -1,0 +1,58 @@
+"""What the coordinator wants done: its state decides, and the scheduler's shell does it, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echelon.coordinator.journal import Entry
+from echelon.coordinator.messages import EvaluationDone, SetupDone
+from echelon.coordinator.window import WindowSums
+from echelon.messages.framing import Content
+from echelon.records.kinds import Record
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send to a peer."""
+
+    peer: bytes
+    content: Content
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write to the journal, before anything that follows is done."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Write a line of the run's record."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """The run begins; not again after a setup that had to be repeated."""
+
+    setup: SetupDone
+
+
+@dataclass(frozen=True, slots=True)
+class WindowClosed:
+    """A window of steps is full, or work ends."""
+
+    sums: WindowSums
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """A copy was evaluated, or only saved, after an epoch."""
+
+    epoch: int
+    result: EvaluationDone
+
+
+Effect = Send | Save | Tell | Began | WindowClosed | Evaluated

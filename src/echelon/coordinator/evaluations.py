@@ -1,0 +1,192 @@
+"""Copies of the state that are evaluated or saved while training goes on: when they are due, and whose turn it is.
+
+An evaluation goes: every server keeps a copy of now (`KeepCopy`, `CopyKept`) -> a worker reads the copies, evaluates,
+writes the checkpoint (`EvaluateTask`) -> the copies are dropped. One at a time. Pure; time comes in as an argument.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from echelon.coordinator.config import TrainingPlan
+from echelon.coordinator.members import RunMember
+from echelon.coordinator.messages import EVALUATION_TASKS, EvaluateTask
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training stands: all steps before `done_steps` are done, `steps` in all."""
+
+    done_steps: int
+    steps: int
+    steps_per_epoch: int
+    complete: bool
+
+    @property
+    def epochs(self) -> int:
+        """Whole epochs that are done."""
+        return self.done_steps // self.steps_per_epoch
+
+
+@dataclass
+class EvaluationJob:
+    """What is to be done with a copy: evaluate it, save it (and why), after which epoch and step.
+
+    Attributes:
+        tag: names the copies; 0: it has not begun.
+        missing: servers that have not kept theirs.
+        worker: who does it; empty: nobody yet.
+    """
+
+    epoch: int
+    step: int
+    evaluate: bool
+    reason: str
+    tag: int = 0
+    missing: set[int] = field(default_factory=set)
+    worker: str = ""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the run is over after it."""
+        return self.reason in ("end", "stop")
+
+    @property
+    def waits_for_worker(self) -> bool:
+        """Whether every server has kept its copy, and nobody reads them."""
+        return self.tag > 0 and not self.missing and not self.worker
+
+
+@dataclass(frozen=True)
+class Due:
+    """What a look at the progress found: an epoch that is done since the last look, and whether something is due."""
+
+    epoch: int | None = None
+    asked: bool = False
+
+
+class Evaluations:
+    """The evaluation that goes on, those that wait, and the best result so far.
+
+    Args:
+        first_tag: a number that no coordinator of this run has used.
+    """
+
+    def __init__(self, plan: TrainingPlan, first_tag: int, now_s: float) -> None:
+        self._plan, self._tag = plan, first_tag
+        self.present: EvaluationJob | None = None
+        self._waiting: deque[EvaluationJob] = deque()
+        self._last_asked = False
+        self._epochs_seen = self._saved_step = 0
+        self._saved_s = now_s
+        self.best: float | None = None
+        self._lead = ""
+
+    def restore(self, epochs_seen: int, best: float | None, saved_step: int) -> None:
+        """Take up what a journal says."""
+        self._epochs_seen, self.best, self._saved_step = epochs_seen, best, saved_step
+
+    def begin_at(self, steps: int, per_epoch: int) -> None:
+        """Begin at a step: what lies before it was evaluated and saved."""
+        self._epochs_seen = max(self._epochs_seen, steps // per_epoch)
+        self._saved_step = max(self._saved_step, steps)
+
+    def set_up(self, best: float | None, now_s: float) -> None:
+        """Begin with the best result of the checkpoint that the run resumes; time counts from now."""
+        self.best, self._saved_s = best, now_s
+
+    # What is due
+
+    def look(self, progress: Progress, now_s: float) -> Due:
+        """Let what is due wait for its turn."""
+        if self._last_asked:
+            return Due()
+        due = self._save_is_due(progress.steps, now_s)
+        if progress.complete:
+            self._last_asked = True
+            self._ask(EvaluationJob(max(0, progress.epochs - 1), progress.steps, True, "end"), now_s)
+            return Due(asked=True)
+        epoch = None
+        if progress.epochs > self._epochs_seen:
+            self._epochs_seen = epoch = progress.epochs
+            if self._plan.eval_every and epoch % self._plan.eval_every == 0:
+                self._ask(EvaluationJob(epoch - 1, progress.steps, True, "interval" if due else ""), now_s)
+                return Due(epoch, True)
+        asked = due and self.present is None and not self._waiting
+        if asked:
+            self._ask(EvaluationJob(progress.epochs, progress.steps, False, "interval"), now_s)
+        return Due(epoch, asked)
+
+    def _save_is_due(self, steps: int, now_s: float) -> bool:
+        every, seconds = self._plan.save_steps, self._plan.save_s
+        return (every is not None and steps // every > self._saved_step // every) or (
+            seconds is not None and now_s - self._saved_s >= seconds
+        )
+
+    def _ask(self, job: EvaluationJob, now_s: float) -> None:
+        if job.reason:
+            self._saved_step, self._saved_s = job.step, now_s
+        self._waiting.append(job)
+
+    def stop_early(self, epoch: int, step: int) -> bool:
+        """Let a last checkpoint wait for its turn; whether it did not already."""
+        if self._last_asked:
+            return False
+        self._last_asked = True
+        self._waiting.append(EvaluationJob(epoch, step, False, "stop"))
+        return True
+
+    # The present one
+
+    @property
+    def waiting(self) -> bool:
+        """Whether one wants to begin."""
+        return self.present is None and bool(self._waiting)
+
+    def begin(self, servers: Iterable[int]) -> EvaluationJob:
+        """Begin the next one: all servers are to keep a copy."""
+        self.present = self._waiting.popleft()
+        return self.begin_again(self.present, servers)
+
+    def begin_again(self, job: EvaluationJob, servers: Iterable[int]) -> EvaluationJob:
+        """Begin the present one anew: a copy was lost with its server."""
+        self._tag += 1
+        job.tag, job.missing, job.worker = self._tag, set(servers), ""
+        return job
+
+    def kept(self, tag: int, index: int) -> bool:
+        """Note that a server has kept its copy; whether now all have."""
+        if self.present is None or self.present.tag != tag:
+            return False
+        self.present.missing.discard(index)
+        return not self.present.missing
+
+    def task_for(self, member: RunMember, workers: Sequence[RunMember]) -> EvaluateTask | None:
+        """Return the present one as a task, when it waits for this worker."""
+        job = self.present
+        if job is None or not job.waits_for_worker or member.name != self._leader(workers):
+            return None
+        job.worker = self._lead = member.name
+        return EvaluateTask(
+            EVALUATION_TASKS + job.tag, job.tag, job.epoch, job.step, job.evaluate, job.reason, self.best
+        )
+
+    def _leader(self, workers: Sequence[RunMember]) -> str:
+        """Return the worker that evaluates: the one that did so last, else the first of the first machine."""
+        names = [m.name for m in workers if m.is_home] or [m.name for m in workers]
+        return self._lead if self._lead in names else names[0]
+
+    def worker_gone(self, name: str) -> None:
+        """Let another worker take the task that one had."""
+        if self.present is not None and self.present.worker == name:
+            self.present.worker = ""
+
+    def is_present(self, task: int) -> bool:
+        """Whether a task is the present evaluation."""
+        return self.present is not None and task == EVALUATION_TASKS + self.present.tag
+
+    def end(self) -> None:
+        """The present one is done."""
+        self.present = None

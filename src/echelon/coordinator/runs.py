@@ -1,0 +1,41 @@
+"""Sets of numbers as first, last, first, last, ... of their runs: short on the wire where most numbers are in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from echelon.messages.plain import Malformed
+
+_MOST = 10**7
+
+
+def to_runs(numbers: Iterable[int]) -> list[int]:
+    """Write a set as its runs.
+
+    >>> to_runs({1, 2, 3, 7})
+    [1, 3, 7, 7]
+    """
+    runs: list[int] = []
+    for number in sorted(numbers):
+        if runs and runs[-1] == number - 1:
+            runs[-1] = number
+        else:
+            runs += [number, number]
+    return runs
+
+
+def from_runs(runs: Sequence[int]) -> set[int]:
+    """Undo `to_runs`.
+
+    Raises:
+        Malformed: they are none, or hold more numbers than a run has steps.
+    """
+    pairs = list(zip(runs[::2], runs[1::2], strict=False))
+    if len(runs) % 2 or any(last < first for first, last in pairs) or count_of(runs) > _MOST:
+        raise Malformed("content")
+    return {number for first, last in pairs for number in range(first, last + 1)}
+
+
+def count_of(runs: Sequence[int]) -> int:
+    """Return how many numbers runs hold."""
+    return sum(last - first + 1 for first, last in zip(runs[::2], runs[1::2], strict=False))

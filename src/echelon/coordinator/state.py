@@ -1,0 +1,583 @@
+"""The coordinator's state: members, leases, evaluations. `handle` and `tick` change it and return what is to be done.
+
+Nothing here touches a socket, a file or a clock: time comes in as an argument, effects go out as values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from echelon.coordinator.config import CoordinatorConfig
+from echelon.coordinator.effects import Began, Effect, Evaluated, Save, Send, Tell, WindowClosed
+from echelon.coordinator.evaluations import Evaluations, Progress
+from echelon.coordinator.journal import Begun, Best, Counted, Cut, Ended, Entry, EpochSeen, Saved, SetUp
+from echelon.coordinator.leases import Leases, StepCount
+from echelon.coordinator.members import MemberList, RunMember, ServingPair, server_entry
+from echelon.coordinator.messages import (
+    SETUP_TASK,
+    AskTask,
+    BecomeStandby,
+    CatchUp,
+    CopyKept,
+    Died,
+    DropCopy,
+    End,
+    EvaluationDone,
+    JoinAgain,
+    JoinServer,
+    JoinWorker,
+    KeepCopy,
+    Leave,
+    Members,
+    Promote,
+    ServerBeat,
+    ServerHolds,
+    ServerLacked,
+    SetupDone,
+    SetupTask,
+    Stop,
+    Task,
+    TaskDone,
+    TaskHeard,
+    Welcome,
+    WorkerBeat,
+)
+from echelon.coordinator.runs import from_runs
+from echelon.coordinator.shares import make_leases
+from echelon.coordinator.window import WindowAccumulator
+from echelon.messages.framing import Content, Message
+from echelon.messages.plain import Malformed
+from echelon.records.decode import decode
+from echelon.records.events import (
+    Event,
+    SchedulerRestored,
+    ServerGone,
+    ServerLost,
+    ServerSettled,
+    SharesAgain,
+    WorkerGone,
+)
+from echelon.records.kinds import EntropyCoding, Record, ServerWindow, WorkerJoined, WorkerWindow
+
+REPORT_S = 2.0
+R = TypeVar("R", bound=Record)
+
+
+class Coordinator:
+    """Who takes part, who works on what, when copies are evaluated and saved, and when the run is over.
+
+    `status` is empty until the run is over: `completed`, `stopped` or `failed`. `begun`: a gradient may have been given
+    out; until then a server that comes back empty is set up again.
+
+    Args:
+        first_tag: a number that no coordinator of this run has used for copies.
+    """
+
+    def __init__(self, config: CoordinatorConfig, first_tag: int, now_s: float) -> None:
+        self.status = self.stopping = ""
+        self.members = MemberList()
+        self.setup: SetupDone | None = None
+        self._config = config
+        self._pairs = [ServingPair() for _ in range(config.policy.servers)]
+        self._leases: Leases | None = None
+        self._evaluations = Evaluations(config.plan, first_tag, now_s)
+        self._window = WindowAccumulator(now_s)
+        self._setup_worker = ""
+        self._asking: dict[str, None] = {}
+        self._begun = self._recorded = False
+        self._late = 0
+        self._settled_lives = set[int]()
+        self._last_worker_s = now_s
+        self._report_s = self._members_s = 0.0
+        self._effects: list[Effect] = []
+
+    # In and out
+
+    def restore(self, entries: Iterable[Entry], now_s: float) -> list[Effect]:
+        """Take up the journal of an earlier coordinator of this run."""
+        done, shares, epochs, best, saved = set[int](), dict[int, int](), 0, None, 0
+        for entry in entries:
+            match entry:
+                case SetUp():
+                    self.setup = entry.setup
+                case Begun():
+                    self._begun = True
+                case Cut():
+                    shares[entry.step] = entry.shares
+                case Counted():
+                    done.add(entry.task)
+                case EpochSeen():
+                    epochs = entry.epoch
+                case Best():
+                    best = entry.best
+                case Saved():
+                    saved = entry.step
+                case Ended():
+                    self.status = entry.status
+        self._evaluations.restore(epochs, best, saved)
+        if self.setup is not None:
+            leases = self._make_leases(self.setup)
+            leases.replay(done, shares)
+            steps = self._steps()
+            self._tell(SchedulerRestored(f"the scheduler came back at step {steps}", steps))
+        return self._drain()
+
+    def handle(self, message: Message, peer: bytes, now_s: float) -> list[Effect]:
+        """Take a message that a peer sent.
+
+        Raises:
+            Malformed: it says what cannot be.
+        """
+        if self.status:
+            self._farewell(message, peer)
+        else:
+            self._take(message, peer, now_s)
+        return self._drain()
+
+    def tick(self, now_s: float) -> list[Effect]:
+        """Do what time asks for: who is silent is gone, what is due is begun, written and told."""
+        for member in self.members.silent(now_s):
+            self._gone(member.name, f"was silent for {now_s - member.heard_s:.1f} s", now_s)
+        if self.stopping and self.setup is None:
+            self._end("stopped")
+        if self._leases is not None:
+            self._turn_evaluations(self._leases, now_s)
+        self._give_all(now_s)
+        if self._leases is not None and self._window.due(now_s, self._leases.incomplete_from):
+            self._close_window(now_s)
+        if now_s >= self._report_s:
+            self._report_s = now_s + REPORT_S
+            self._tell_server_loads()
+        if now_s >= self._members_s and self.setup is not None:
+            self._members_s = now_s + REPORT_S
+            self._tell_members()
+        if self.members.workers:
+            self._last_worker_s = now_s
+        elif now_s - self._last_worker_s > self._config.timeout_s:
+            words = f"no worker for {self._config.timeout_s:g} s: the run is given up"
+            self._tell(Event(words, name="no_workers"))
+            self._end("failed")
+        return self._drain()
+
+    def say_farewell(self, now_s: float) -> list[Effect]:
+        """Close the window, and tell everyone that the run is over."""
+        self._close_window(now_s)
+        for member in self.members.all():
+            self._send(member, End(self.status))
+        return self._drain()
+
+    def last_words(self) -> list[Effect]:
+        """Write what the servers said last."""
+        self._tell_server_loads()
+        return self._drain()
+
+    @property
+    def bytes_left(self) -> int:
+        """What workers moved that is in no window: after the last one, for the last evaluation and checkpoint."""
+        return self._window.all_bytes
+
+    def _drain(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _send(self, member: RunMember, content: Content) -> None:
+        self._effects.append(Send(member.peer, content))
+
+    def _tell(self, record: Record) -> None:
+        self._effects.append(Tell(record))
+
+    def _save(self, entry: Entry) -> None:
+        self._effects.append(Save(entry))
+
+    def _end(self, status: str) -> None:
+        self.status = status
+        self._save(Ended(status))
+
+    # Messages
+
+    def _farewell(self, message: Message, peer: bytes) -> None:
+        match message.content:
+            case Leave(moved=moved):
+                if self.members.remove(message.sender) is not None:
+                    self._window.add_bytes(moved)
+            case AskTask() | JoinWorker() | JoinServer() | WorkerBeat() | ServerBeat() | TaskDone():
+                self._effects.append(Send(peer, End(self.status)))
+
+    def _take(self, message: Message, peer: bytes, now_s: float) -> None:
+        content = message.content
+        match content:
+            case JoinWorker() | JoinServer():
+                self._join(RunMember(message.sender, peer, message.session, now_s, content), now_s)
+            case Stop():
+                self.stopping = self.stopping or content.reason or "stop"
+            case Died():
+                self._died(content, now_s)
+            case _:
+                member = self.members.heard(message.sender, peer, message.session, now_s)
+                if member is not None:
+                    self._from_member(member, content, now_s)
+                elif isinstance(content, WorkerBeat | ServerBeat):
+                    self._effects.append(Send(peer, JoinAgain()))
+
+    def _from_member(self, member: RunMember, content: Content, now_s: float) -> None:
+        match content:
+            case WorkerBeat():
+                member.beat = content
+            case ServerBeat():
+                member.beat = _decoded(ServerWindow, {**content.numbers, "name": member.name})
+            case AskTask():
+                self._asking[member.name] = None
+                self._give_all(now_s)
+            case TaskDone():
+                self._task_done(member, content, now_s)
+            case SetupDone() | EvaluationDone():
+                self._send(member, TaskHeard(content.task))
+                if isinstance(content, SetupDone):
+                    self._set_up(content, now_s)
+                else:
+                    self._evaluated(member, content, now_s)
+                self._window.add_bytes(content.moved)  # what is counted begins with the setup
+            case CopyKept():
+                if self._evaluations.kept(content.tag, content.index):
+                    if self._leases is not None:
+                        self._leases.hold_back(False)
+                    self._give_all(now_s)
+            case ServerHolds():
+                self._server_holds(content)
+            case ServerLacked():
+                self._tell_lost(content.index, content.lacking, [])
+            case Leave():
+                self._window.add_bytes(content.moved)
+                self._gone(member.name, "left", now_s)
+            case _:
+                raise Malformed("unexpected")
+
+    def _died(self, word: Died, now_s: float) -> None:
+        member = self.members.get(word.name)
+        if member is not None and word.pid in (0, member.join.pid):  # not one that took its place
+            self._gone(word.name, word.how, now_s)
+
+    # Who takes part
+
+    def _join(self, member: RunMember, now_s: float) -> None:
+        join = member.join
+        if isinstance(join, JoinServer) and join.index >= len(self._pairs):
+            raise Malformed("content")
+        known = self.members.get(member.name)
+        if known is not None and (known.session != member.session or known.is_worker != member.is_worker):
+            self._gone(member.name, "was replaced", now_s)
+            known = None
+        joined = None
+        if known is None and isinstance(join, JoinWorker):
+            joined = _decoded(WorkerJoined, {**join.about, "name": member.name, "pid": join.pid or None})
+        self.members.add(member)
+        self._last_worker_s = now_s
+        if isinstance(join, JoinServer):
+            self._server_joined(member, join)
+        else:
+            if joined is not None:
+                self._tell(joined)
+            self._worker_joined(member, join, now_s)
+        self._tell_members()
+
+    def _worker_joined(self, member: RunMember, join: JoinWorker, now_s: float) -> None:
+        self._send(member, Welcome(self.setup is not None))
+        if self.setup is None or self._leases is None:
+            return
+        if self.setup.fingerprint != join.fingerprint:
+            self._tell(Event(f"{member.name} has another model or data and was sent away", name="refused_worker"))
+            self._send(member, End("refused"))
+            self.members.remove(member.name)
+            return
+        self._leases.join(member.name, join.holding, now_s)
+
+    def _server_joined(self, member: RunMember, join: JoinServer) -> None:
+        pair = self._pairs[join.index]
+        if pair.takes_as_standby(member.name, join):
+            pair.join_standby(member.name, join.ready)
+            if not join.standby:  # its standby has taken over: now it is the standby
+                self._send(member, BecomeStandby())
+        else:
+            if join.empty and not join.standby:
+                self._came_back_empty(member.name, join.index)
+            pair.join_primary(member.name, join.ready)
+            self._ask_for_copy(join.index)
+        if join.restored and join.ready:
+            words = f"{member.name} took its snapshot and waits for what workers kept"
+            self._tell(Event(words, name="server_restored"))
+
+    def _came_back_empty(self, name: str, index: int) -> None:
+        if self.setup is None:
+            return
+        if not self._begun:  # it is set up again
+            self.setup, self._leases, self._setup_worker = None, None, ""
+            return
+        words = f"what {name} held is lost: it has neither a snapshot nor a standby; resume the run"
+        self._tell(ServerLost(words, index))
+        self._end("failed")
+
+    def _tell_members(self) -> None:
+        """Tell all who serves what, where."""
+        servers = [server_entry(pair, self.members, self.setup is not None) for pair in self._pairs]
+        workers = [m.name for m in self.members.workers]
+        content = Members(servers, workers, 0 if self._leases is None else self._leases.watermark)
+        for member in self.members.all():
+            self._send(member, content)
+
+    def _gone(self, name: str, how: str, now_s: float) -> None:
+        """Let a member go that left, died or is silent; its work goes to others."""
+        member = self.members.remove(name)
+        self._asking.pop(name, None)
+        if member is None:
+            return
+        if member.is_worker:
+            self._worker_gone(name, how)
+        else:
+            self._server_gone(name, how)
+        self._tell_members()
+        self._give_all(now_s)
+
+    def _worker_gone(self, name: str, how: str) -> None:
+        if self._setup_worker == name and self.setup is None:
+            self._setup_worker = ""
+        back = len(self._leases.leave(name)) if self._leases is not None else 0
+        self._evaluations.worker_gone(name)
+        if how != "left":
+            self._tell(WorkerGone(f"{name} {how}; {back} of its leases go to others", name, back))
+
+    def _server_gone(self, name: str, how: str) -> None:
+        for index, pair in enumerate(self._pairs):
+            if not pair.leave(name):
+                continue
+            then, successor = "waits for its next life", self.members.get(pair.primary)
+            if successor is not None:
+                self._send(successor, Promote())
+                then = f"{successor.name} takes over"
+            self._tell(ServerGone(f"{name} {how}; {then}", index))
+            self._copies_again()
+
+    def _server_holds(self, word: ServerHolds) -> None:
+        """Take what a server says that came back: what was done and is not there is lost, or done again."""
+        if word.index >= len(self._pairs):
+            raise Malformed("content")
+        if self._leases is None:
+            return
+        lost = self._leases.lost(from_runs(word.tasks), word.watermark)
+        server = self.members.get(self._pairs[word.index].primary)
+        if self._config.policy.shared:
+            if lost:
+                words = f"server{word.index} lacks {len(lost)} shares of the present step: they are done again"
+                self._tell(SharesAgain(words, len(lost)))
+        elif word.life not in self._settled_lives:
+            self._settled_lives.add(word.life)
+            self._tell_lost(word.index, len(lost), lost[:100])
+        if server is not None:
+            self._send(server, CatchUp(self._leases.done_steps if self._config.policy.shared else 0))
+
+    def _tell_lost(self, index: int, lost: int, tasks: Sequence[int]) -> None:
+        """Say in the record what a server's death cost."""
+        words = f"{lost} updates are lost: nobody could push them again" if lost else "nothing is lost"
+        self._tell(ServerSettled(f"server{index} is back; {words}", index, lost, tasks))
+
+    # Who works on what
+
+    def _steps(self) -> int:
+        """Return how many steps are done."""
+        return 0 if self._leases is None else self._leases.done_steps + len(self._leases.done_beyond)
+
+    def _make_leases(self, setup: SetupDone) -> Leases:
+        work = StepCount(self._config.plan.steps(setup.steps_per_epoch), setup.steps_per_epoch)
+        leases = self._leases = make_leases(work, self._config.policy)
+        leases.restore(setup.done_below, from_runs(setup.done_beyond))
+        self._evaluations.begin_at(self._steps(), setup.steps_per_epoch)
+        return leases
+
+    def _set_up(self, setup: SetupDone, now_s: float) -> None:
+        """The servers hold what they begin with."""
+        if setup.task != SETUP_TASK or not setup.steps_per_epoch:
+            raise Malformed("content")
+        if self.setup is not None:
+            return
+        leases = self._make_leases(setup)
+        self.setup = setup
+        self._save(SetUp(setup))
+        self._evaluations.set_up(setup.best, now_s)
+        self._window = WindowAccumulator(now_s)
+        if not self._recorded:
+            self._recorded = True
+            self._effects.append(Began(setup))
+        for member in self.members.workers:
+            leases.join(member.name, (), now_s)
+        self._look(leases, now_s)
+        self._give_all(now_s)
+
+    def _give_all(self, now_s: float) -> None:
+        """Give every worker that asks a task, where there is one."""
+        for name in list(self._asking):
+            member = self.members.get(name)
+            task = None if member is None else self._task_for(member, now_s)
+            if member is None:
+                del self._asking[name]
+            elif task is not None:
+                del self._asking[name]
+                self._send(member, task)
+
+    def _task_for(self, member: RunMember, now_s: float) -> Task | None:
+        if self.setup is None:
+            if self._setup_worker or not all(pair.primary for pair in self._pairs) or not member.is_home:
+                return None
+            self._setup_worker = member.name
+            return SetupTask()
+        if self._leases is None:
+            return None
+        evaluation = self._evaluations.task_for(member, self.members.workers)
+        if evaluation is not None:
+            self._leases.pause(member.name, True)
+            return evaluation
+        if self.stopping or not self._servers_ready():
+            return None
+        before = self._leases.shares
+        task = self._leases.take(member.name, now_s)
+        if task is not None and not before:
+            self._save(Cut(task.step, task.shares))
+        return task
+
+    def _servers_ready(self) -> bool:
+        """Whether every server can take gradients; before the first of them, also whether every standby is there."""
+        ready = all(pair.ready for pair in self._pairs)
+        standbys = not self._config.policy.standbys or all(pair.standby_ready for pair in self._pairs)
+        if ready and standbys and not self._begun:
+            self._begun = True
+            self._save(Begun())
+        return ready and self._begun
+
+    def _task_done(self, member: RunMember, done: TaskDone, now_s: float) -> None:
+        leases = self._leases
+        if leases is not None:
+            counted = leases.finish(done.task, member.name, now_s, done.late)
+            if counted or (done.late and self._config.policy.shared):
+                self._save(Counted(done.task, member.name, done.report.samples, done.late))
+            self._late += done.late
+            self._window.add(member.name, leases.step_of(done.task), done.report, counted)
+        self._window.add_bytes(done.moved)
+        self._send(member, TaskHeard(done.task))
+        if leases is not None:
+            if leases.complete:
+                self._close_window(now_s)
+            self._look(leases, now_s)
+            self._give_all(now_s)
+
+    # Evaluations and checkpoints
+
+    def _turn_evaluations(self, leases: Leases, now_s: float) -> None:
+        if self.stopping and self.setup is not None:
+            epoch = self._steps() // self.setup.steps_per_epoch
+            # A half-done step is not in the checkpoint; it is trained again after a resume.
+            if self._evaluations.stop_early(epoch, self._steps()) and not leases.at_boundary:
+                leases.restore(leases.done_steps, ())
+        self._look(leases, now_s)
+        self._advance(leases)
+
+    def _look(self, leases: Leases, now_s: float) -> None:
+        assert self.setup is not None
+        progress = Progress(leases.done_steps, self._steps(), self.setup.steps_per_epoch, leases.complete)
+        due = self._evaluations.look(progress, now_s)
+        if due.epoch is not None:
+            self._save(EpochSeen(due.epoch))
+            self._tell_members()  # with the new watermark
+        if due.asked:
+            leases.hold_back(True)
+            self._advance(leases)
+
+    def _advance(self, leases: Leases) -> None:
+        """Begin what waits, once every server can keep a copy."""
+        if self._evaluations.waiting and leases.at_boundary and all(pair.ready for pair in self._pairs):
+            self._evaluations.begin(range(len(self._pairs)))
+            for index in range(len(self._pairs)):
+                self._ask_for_copy(index)
+
+    def _copies_again(self) -> None:
+        """A copy was lost with its server: let all keep new ones."""
+        job = self._evaluations.present
+        if job is not None:
+            self._drop_copies(job.tag)
+            self._evaluations.begin_again(job, range(len(self._pairs)))
+            for index in range(len(self._pairs)):
+                self._ask_for_copy(index)
+
+    def _ask_for_copy(self, index: int) -> None:
+        """Let a server keep its copy for the present evaluation, where it owes one and can."""
+        job, server = self._evaluations.present, self.members.get(self._pairs[index].primary)
+        if job is not None and index in job.missing and server is not None and self._pairs[index].ready:
+            # The best checkpoint is whole, and whether this is the best only the evaluation tells.
+            self._send(server, KeepCopy(job.tag, full=True))
+
+    def _drop_copies(self, tag: int) -> None:
+        for server in self.members.servers:
+            self._send(server, DropCopy(tag))
+
+    def _evaluated(self, member: RunMember, result: EvaluationDone, now_s: float) -> None:
+        if self._leases is None:
+            return
+        self._leases.pause(member.name, False)
+        job = self._evaluations.present
+        if job is None or not self._evaluations.is_present(result.task):
+            return
+        if result.lost:
+            self._copies_again()
+            return
+        self._drop_copies(job.tag)
+        self._evaluations.end()
+        if result.best is not None:
+            self._evaluations.best = result.best
+            self._save(Best(result.best))
+        self._effects.append(Evaluated(job.epoch, result))
+        if job.reason:
+            self._save(Saved(job.step))
+        if job.is_last:
+            self._end("completed" if job.reason == "end" else "stopped")
+        self._advance(self._leases)
+        self._give_all(now_s)
+
+    # The record
+
+    def _close_window(self, now_s: float) -> None:
+        """Write what is summed of whole steps, however short, and begin the next window."""
+        if self.setup is None or self._leases is None or not self._window.has_steps(self._leases.incomplete_from):
+            return
+        step = self._steps()
+        epoch = max(0, step - 1) // self.setup.steps_per_epoch
+        workers = self.members.workers
+        names, below = [m.name for m in workers], self._leases.incomplete_from
+        sums, self._window = self._window.close(epoch, step, names, now_s, below)
+        self._effects.append(WindowClosed(sums))
+        beats = {m.name: m.beat for m in workers if isinstance(m.beat, WorkerBeat)}
+        window = WorkerWindow(
+            step=step, clocks=self._leases.clocks, late=self._late,
+            waited_s={name: beat.waited_s for name, beat in beats.items()},
+            sent_bytes={name: beat.sent_bytes for name, beat in beats.items()},
+            received_bytes={name: beat.received_bytes for name, beat in beats.items()},
+        )  # fmt: skip
+        self._tell(window)
+        if coded := self._window.entropy_coded():
+            self._tell(_decoded(EntropyCoding, {**coded, "step": step}))
+
+    def _tell_server_loads(self) -> None:
+        """Write the servers' last numbers."""
+        for server in self.members.servers:
+            if isinstance(server.beat, ServerWindow) and self.setup is not None:
+                self._tell(replace(server.beat, step=self._steps()))
+
+
+def _decoded(kind: type[R], values: Mapping[str, Any]) -> R:
+    """Return a record of what a member said.
+
+    Raises:
+        Malformed: it is none.
+    """
+    try:
+        return decode(kind, values)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Malformed("content") from error

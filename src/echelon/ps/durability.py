@@ -1,0 +1,121 @@
+"""What survives the death of a server without a standby: when it saves itself, and how it comes back.
+
+A push is durable when a snapshot that holds it is on the disk; workers keep what is not, and push it again to the
+server's next life. What no living worker can push again is lost, and is told. Pure; time comes in as an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from echelon.coordinator.shares import MAX_SHARES
+from echelon.ps.keystore import KeyStore
+
+SETTLE_S = 20.0
+TELL_AGAIN_S = 1.0
+
+
+class Durability:
+    """Snapshots every `every` tasks' worth of updates; after a restart, who has yet to push again.
+
+    Attributes:
+        safe: what workers have put is on the disk, or need not be.
+        restored: this server began with a snapshot.
+        behind: versions wait for gradients that may not come again (where gradients are aggregated).
+        delayed_copies: copies that are wanted and cannot be kept yet: tag, and whether they are to be whole.
+    """
+
+    def __init__(self, enabled: bool, every: int) -> None:
+        self.enabled, self._every = enabled, every
+        self.safe = not enabled
+        self.restored = self.behind = False
+        self.delayed_copies: dict[int, bool] = {}
+        self._writing = False
+        self._count = self._at_updates = 0
+        self._settle_by = self._told_s = 0.0
+        self._untold = False
+        self._missing: set[str] | None = None
+        self._repushed: set[str] = set()
+
+    # Snapshots
+
+    def due(self, updates: int, keys: int) -> bool:
+        """Whether a snapshot is to be written, after so many updates of so many keys."""
+        due = self._count == 0 or updates - self._at_updates >= self._every * keys
+        return due and not self._writing and not self.settling and not self.behind
+
+    def begin(self, updates: int) -> int:
+        """Begin a snapshot; returns its number."""
+        self._count += 1
+        self._at_updates, self._writing = updates, True
+        return self._count
+
+    def written(self) -> bool:
+        """Note that the snapshot is on the disk; whether it is the first."""
+        self._writing = False
+        first, self.safe = not self.safe, True
+        return first
+
+    # After a restart
+
+    def restore(self, count: int, aggregates: bool, now_s: float) -> None:
+        """Begin with snapshot number `count`: workers have some time to push again what came after it."""
+        self._count = count
+        self.restored = self.safe = self._untold = True
+        self.behind = aggregates
+        self._settle_by = now_s + SETTLE_S
+
+    @property
+    def settling(self) -> bool:
+        """Whether workers may still push again what the last life lost."""
+        return self._settle_by > 0
+
+    @property
+    def delays_copies(self) -> bool:
+        """Whether a copy would lack what can come again."""
+        return self.settling or self.behind
+
+    def members(self, workers: set[str]) -> None:
+        """Learn who may push again; who vanishes may only have been silent on a busy machine, and is waited for too."""
+        if self.settling:
+            self._missing = ((self._missing or set()) | workers) - self._repushed
+
+    def repushed(self, worker: str) -> None:
+        """Note that a worker has pushed again all that it kept."""
+        self._repushed.add(worker)
+        if self._missing is not None:
+            self._missing.discard(worker)
+
+    def settles(self, now_s: float) -> bool:
+        """Whether just now everything has come that can come again, or the time for it is over."""
+        if not self.settling or (self._missing != set() and now_s <= self._settle_by):
+            return False
+        self._settle_by = 0.0
+        return True
+
+    def tells_again(self, now_s: float) -> bool:
+        """Whether the scheduler has not answered: it was gone too, or did not know this life yet."""
+        return self._untold and not self.settling and now_s > self._told_s + TELL_AGAIN_S
+
+    def told(self, now_s: float) -> None:
+        """Note when the scheduler was told what is held; 0: what it was told last may have been dropped."""
+        self._told_s = now_s
+
+    def heard(self) -> None:
+        """The scheduler knows what is held."""
+        self._untold = False
+
+
+def held_by_all(stores: Sequence[KeyStore]) -> tuple[int, set[int]]:
+    """Return what every key has counted: all tasks before a number, and these.
+
+    Where gradients are aggregated the number is that of a step, and the tasks are shares of steps from there on.
+    """
+    if not stores:
+        return 0, set()
+    if not stores[0].settings.aggregates:
+        return min(s.applied.watermark for s in stores), set.intersection(*(s.applied.tasks for s in stores))
+    waiting = [(store.version, store.gathered_tasks()) for store in stores]
+    tasks = set().union(*(gathered for _, gathered in waiting))
+    common = {t for t in tasks if all(t in gathered or t // MAX_SHARES < version for version, gathered in waiting)}
+    return min(version for version, _ in waiting), common

@@ -1,0 +1,548 @@
+"""A server's state: it counts gradients into its keys, and gives out their values.
+
+`handle`, `from_scheduler`, `from_primary` and `tick` change it and return what is to be done, in order. Nothing here
+touches a socket, a file or a clock: time comes in as an argument, effects go out as values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echelon.coordinator.messages import (
+    BecomeStandby,
+    CatchUp,
+    CopyKept,
+    DropCopy,
+    End,
+    JoinAgain,
+    JoinServer,
+    KeepCopy,
+    Members,
+    Promote,
+    ServerHolds,
+    ServerLacked,
+)
+from echelon.coordinator.runs import to_runs
+from echelon.messages.framing import Content, Message
+from echelon.messages.plain import Malformed
+from echelon.ps.blob import KeyState, as_frame, message_of, pack_state, read_frame, unpack_state
+from echelon.ps.coding import References, downward, upward
+from echelon.ps.durability import Durability, held_by_all
+from echelon.ps.keystore import KeyStore, Push, PushOutcome
+from echelon.ps.messages import (
+    BUFFERS_KEY,
+    Attach,
+    Durable,
+    OperationDone,
+    Pull,
+    PushAck,
+    PushGradient,
+    PutDone,
+    PutState,
+    ReadState,
+    ReplicatedBuffers,
+    ReplicatedPull,
+    ReplicatedPush,
+    Repushed,
+    SendBuffers,
+    SetTable,
+    StateOf,
+    Value,
+)
+from echelon.ps.replication import ReplicationLog
+from echelon.ps.serving import Effect, Follow, Reply, SaveSnapshot, ServerConfig, ServerLoad, TellPrimary, TellScheduler
+from echelon.ps.table import KeyTable, table_from_bytes
+
+ACKS = 4  # sent together, so that a worker's window of pushes never runs dry
+UNSOUND = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What the use of frames raises that hold no table, state or gradient of this server."""
+
+
+class ServerState:
+    """The keys of one server. `life` is its session, `address` where it listens."""
+
+    def __init__(self, config: ServerConfig, life: int, address: str, pid: int) -> None:
+        self.config, self._settings = config, config.settings
+        self._life, self._address, self._pid, self._primary_address = life, address, pid, ""
+        self.table: KeyTable | None = None
+        self.stores: dict[int, KeyStore] = {}
+        self.load = ServerLoad()
+        self.is_standby = config.name.startswith("standby")
+        self.ended = False
+        self._buffers: dict[str, Tensor] = {}
+        self._copies: dict[int, dict[int, KeyState]] = {}
+        self._parked: dict[int, list[tuple[bytes, str, Pull]]] = {}
+        self._acks: list[tuple[bytes, PushAck]] = []
+        self._numbers: dict[bytes, int] = {}
+        self._workers: set[str] = set()
+        self._watermark = 0
+        self._replication = ReplicationLog()
+        self._durability = Durability(config.settings.replicas == 0, config.settings.snapshot_every)
+        self._effects: list[Effect] = []
+        self._handlers: dict[type[Content], Callable[[bytes, Message, float], None]] = {
+            PushGradient: self._push, Pull: self._pull, SetTable: self._set_table, PutState: self._put_state,
+            ReadState: self._read_state, SendBuffers: self._send_buffers, Repushed: self._repushed,
+            Attach: self._attach, OperationDone: self._operation_done,
+        }  # fmt: skip
+
+    # In and out
+
+    def handle(self, message: Message, peer: bytes, now_s: float) -> list[Effect]:
+        """Take a message of a worker, or of the standby.
+
+        Raises:
+            Malformed: it cannot be, or not now.
+        """
+        handler = self._handlers.get(type(message.content))
+        if handler is None:
+            raise Malformed("unexpected")
+        try:
+            handler(peer, message, now_s)
+        except Malformed:
+            raise
+        except UNSOUND as error:
+            raise Malformed("content") from error
+        return self._drain()
+
+    def from_scheduler(self, message: Message, now_s: float) -> list[Effect]:
+        """Take a message of the scheduler."""
+        match message.content:
+            case Members() as members:
+                self._take_members(members)
+            case KeepCopy(tag=tag, full=full):
+                if self._durability.delays_copies:  # until all that can come again has come
+                    self._durability.delayed_copies[tag] = full
+                else:
+                    self._keep_copy(tag, full)
+            case DropCopy(tag=tag):
+                self._durability.delayed_copies.pop(tag, None)
+                self._copies.pop(tag, None)
+            case CatchUp(step=step):
+                self._catch_up(step, now_s)
+            case Promote():
+                self._promote()
+            case BecomeStandby():
+                self._demote()
+            case JoinAgain():
+                self._join()
+                self._durability.told(0.0)
+            case End():
+                self.ended = True
+        return self._drain()
+
+    def from_primary(self, message: Message, now_s: float) -> list[Effect]:
+        """Do what the server did that this one stands by.
+
+        Raises:
+            Malformed: it cannot be.
+        """
+        try:
+            self._replay(message, now_s)
+        except Malformed:
+            raise
+        except UNSOUND as error:
+            raise Malformed("content") from error
+        return self._drain()
+
+    def tick(self, now_s: float) -> list[Effect]:
+        """Send the acknowledgements that no value took along, and do what time asks for."""
+        self._flush_acks()
+        durability = self._durability
+        if durability.enabled and self.ready:
+            if durability.due(self.load.updates, len(self.stores)):
+                self._effects.append(self._snapshot(durability.begin(self.load.updates)))
+            if durability.settles(now_s):
+                self._tell_held(now_s)
+                if not durability.behind:
+                    self._keep_delayed_copies()
+            elif durability.tells_again(now_s):
+                self._tell_held(now_s)
+        return self._drain()
+
+    def begin(self) -> list[Effect]:
+        """Join the run."""
+        self._join()
+        return self._drain()
+
+    def restore(self, count: int, saved: Mapping[str, Any], now_s: float) -> None:
+        """Begin with a snapshot of an earlier life, where this server has snapshots."""
+        if not self._durability.enabled:
+            return
+        self.set_table(table_from_bytes(saved["table"].encode()))
+        for index, state in saved["keys"].items():
+            self.put(index, state, now_s)
+        self._buffers = dict(saved["buffers"])
+        self._durability.restore(count, self._settings.aggregates, now_s)
+
+    def snapshot_written(self, numbers: dict[bytes, int]) -> list[Effect]:
+        """Tell the workers which of their pushes are durable now."""
+        for peer, number in numbers.items():
+            self._reply(peer, Durable(number, self._life))
+        if self._durability.written():
+            self._join()
+        return self._drain()
+
+    @property
+    def ready(self) -> bool:
+        """Whether every key is here."""
+        return self.table is not None and len(self.stores) == self._keys
+
+    def numbers(self) -> dict[str, Any]:
+        """Return what the run's record shows of this server's work."""
+        load = self.load
+        return {
+            "index": self.config.index, "updates": load.updates, "duplicates": load.duplicates, "late": load.late,
+            "busy_s": load.busy_s, "staleness": {str(k): v for k, v in sorted(load.staleness.items())[:512]},
+            "ready": self.ready, "standby": self.is_standby, "attached": self._replication.attached,
+            "address": self._address, "life": self._life,
+        }  # fmt: skip
+
+    def _drain(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _reply(self, peer: bytes, content: Content, frames: list[Any] | None = None) -> None:
+        self._effects.append(Reply(peer, content, frames or ()))
+
+    def _join(self) -> None:
+        ready = self.ready and (self._durability.safe or self.is_standby)
+        join = JoinServer(
+            self.config.index, self._address, self._pid, ready, self.is_standby, self._durability.restored,
+            not self.stores,
+        )  # fmt: skip
+        self._effects.append(TellScheduler(join))
+
+    # What it holds
+
+    def _set_table(self, peer: bytes, message: Message, now_s: float) -> None:
+        self.set_table(table_from_bytes(bytes(message.frames[0])))
+
+    def set_table(self, table: KeyTable) -> None:
+        """Take the table of keys; the first one stays.
+
+        Raises:
+            ValueError: it is another one than before.
+        """
+        if self.table is not None:
+            if self.table.fingerprint != table.fingerprint:
+                raise ValueError("another table of keys")
+            return
+        self.table = table
+        self._keys = len(table.of_server(self.config.index))
+        self._coding = upward(self.config.compression, table.torch_dtype)
+        self._references = References(downward(self.config.compression, table.torch_dtype), self.config.seed)
+
+    def _put_state(self, peer: bytes, message: Message, now_s: float) -> None:
+        """Take a key's state; a key that is held already stays as it is: who sent it comes too late."""
+        content = message.content
+        assert isinstance(content, PutState)
+        self.put(content.key, unpack_state(content.meta, message.frames), now_s)
+        self._reply(peer, PutDone(content.key))
+        if self.ready and self._durability.safe:
+            self._join()  # otherwise once the first snapshot is written
+
+    def put(self, index: int, state: KeyState, now_s: float) -> None:
+        """Take a key's state where the key is not held yet.
+
+        Raises:
+            ValueError: not a key of this server, or not its state.
+        """
+        if index == BUFFERS_KEY:
+            self._buffers.setdefault("", state["value"])
+            return
+        if self.table is None or index >= len(self.table.keys) or self.table.keys[index].server != self.config.index:
+            raise ValueError(f"key {index} is not of this server")
+        if index in self.stores:
+            return
+        key = self.table.keys[index]
+        value = torch.zeros(key.numel, dtype=self.table.torch_dtype)
+        store = KeyStore(key, value, self._settings, self.config.make_optimizer)
+        store.load_state(state, now_s)
+        self.stores[index] = store
+
+    def _store_of(self, index: int) -> KeyStore:
+        if index not in self.stores:
+            raise ValueError(f"key {index} is not held here")
+        return self.stores[index]
+
+    def _send_buffers(self, peer: bytes, message: Message, now_s: float) -> None:
+        self._take_buffers(message.sender, message.frames[0])
+        if self._replication.attached:
+            number = self._replication.next_number()
+            operation = ReplicatedBuffers(number, message.sender)
+            self._reply(self._replication.standby, operation, list(message.frames))
+
+    def _take_buffers(self, worker: str, frame: Any) -> None:
+        values = read_frame(frame, torch.float32).clone()
+        if any(len(values) != len(other) for other in self._buffers.values()) or not bool(torch.isfinite(values).all()):
+            raise ValueError("not this model's statistics")
+        self._buffers.pop("", None)
+        self._buffers[worker] = values
+
+    def _mean_buffers(self) -> Tensor:
+        """Return the mean over workers of their statistics, 1-D; empty where there are none."""
+        return torch.stack(list(self._buffers.values())).mean(0) if self._buffers else torch.empty(0)
+
+    # Pushes
+
+    def _push(self, peer: bytes, message: Message, now_s: float) -> None:
+        """Count a gradient and tell its worker what became of it, once it is held safely."""
+        content = message.content
+        assert isinstance(content, PushGradient)
+        self._refuse_unless_serving()
+        store = self._store_of(content.key)
+        push = self._decoded(message, content, message.sender, 1.0)
+        if not self._settings.aggregates and (scale := store.scale_of(push, now_s)) != 1.0:
+            push = push._replace(scale=scale)
+        stale = store.staleness_of(push)
+        outcome = self._apply(store, push)
+        counted = outcome in (PushOutcome.APPLIED, PushOutcome.PENDING)
+        if counted:
+            self.load.staleness[stale] += 1
+        self._numbers[peer] = max(self._numbers.get(peer, 0), content.number)
+        ack = PushAck(content.key, content.task, content.number, int(outcome), store.version, self._life)
+        if counted and self._replication.attached:
+            number = self._replication.next_number()
+            operation = ReplicatedPush(number, message.sender, content, push.scale)
+            self._reply(self._replication.standby, operation, list(message.frames))
+            self._replication.owe(number, peer, ack)
+        else:
+            self._acks.append((peer, ack))
+        if outcome is PushOutcome.APPLIED:
+            self._answer_parked(store, now_s)
+        if content.pull:
+            self._give(peer, message.sender, store, content.pull_behind(self._settings.aggregates), now_s)
+        if len(self._acks) >= ACKS:
+            self._flush_acks()
+
+    def _refuse_unless_serving(self) -> None:
+        if self.is_standby or not self.ready:
+            raise Malformed("not ready")
+
+    def _decoded(self, message: Message, content: PushGradient, worker: str, scale: float) -> Push:
+        key = self._store_of(content.key).key
+        gradient = self._coding.decode(message.frames, key)
+        needed_again = self._coding.codec is not None or self._replication.attached
+        memory = None if needed_again else message_of(message.frames[0], gradient)
+        return Push(
+            worker, content.task, content.step, content.share, content.shares, content.samples, content.base,
+            content.lr, content.batch, gradient, scale, memory,
+        )  # fmt: skip
+
+    def _apply(self, store: KeyStore, push: Push) -> PushOutcome:
+        outcome = store.take(push)
+        self.load.updates += outcome is PushOutcome.APPLIED
+        self.load.duplicates += outcome is PushOutcome.DUPLICATE
+        self.load.late += outcome is PushOutcome.LATE
+        return outcome
+
+    def _take_acks(self, peer: bytes) -> list[int]:
+        """Return what a value's message tells its worker of its pushes; so most need no message of their own."""
+        taken: list[int] = []
+        others = []
+        for to, ack in self._acks:
+            if to == peer:
+                taken += (ack.number, ack.outcome)
+            else:
+                others.append((to, ack))
+        self._acks = others
+        return taken
+
+    def _flush_acks(self) -> None:
+        for peer, ack in self._acks:
+            self._reply(peer, ack)
+        self._acks.clear()
+
+    # Pulls
+
+    def _pull(self, peer: bytes, message: Message, now_s: float) -> None:
+        pull = message.content
+        assert isinstance(pull, Pull)
+        if pull.tag:
+            state = self._copies.get(pull.tag, {}).get(pull.key)
+            if state is not None:
+                acks = self._take_acks(peer)
+                value = Value(pull.key, state["version"], False, pull.tag, self._life, acks)
+                self._reply(peer, value, [as_frame(state["value"])])
+        elif pull.key == BUFFERS_KEY:
+            value = Value(BUFFERS_KEY, 0, False, 0, self._life, self._take_acks(peer))
+            self._reply(peer, value, [as_frame(self._mean_buffers())])
+        else:
+            self._refuse_unless_serving()
+            self._give(peer, message.sender, self._store_of(pull.key), pull, now_s)
+
+    def _give(self, peer: bytes, worker: str, store: KeyStore, pull: Pull, now_s: float) -> None:
+        """Answer a pull with a key's value, now or once its version is there."""
+        if pull.version > store.version and self._settings.aggregates:
+            self._parked.setdefault(pull.key, []).append((peer, worker, pull))
+            return
+        exact = pull.exact and pull.version == store.version - 1 and store.before is not None
+        value = store.before if exact and store.before is not None else store.value
+        memory = store.memory if value is store.value else None
+        delta, frames = self._references.encode(worker, store.key, value, pull.full, memory)
+        if not exact:
+            self._note_pull(worker, store, now_s)
+        content = Value(store.key.index, store.version - exact, delta, 0, self._life, self._take_acks(peer))
+        self._reply(peer, content, frames)
+
+    def _note_pull(self, worker: str, store: KeyStore, now_s: float) -> None:
+        """Remember what a worker has now; the standby does where later updates depend on it."""
+        if not self._settings.aggregates:
+            store.note_pull(worker, now_s)
+        if self._replication.attached and self._settings.compensation != "none":
+            operation = ReplicatedPull(self._replication.next_number(), worker, store.key.index)
+            self._reply(self._replication.standby, operation)
+
+    def _answer_parked(self, store: KeyStore, now_s: float) -> None:
+        """Answer the pulls that waited for a key's version."""
+        for peer, worker, pull in self._parked.pop(store.key.index, []):
+            self._give(peer, worker, store, pull, now_s)
+
+    def _read_state(self, peer: bytes, message: Message, now_s: float) -> None:
+        content = message.content
+        assert isinstance(content, ReadState)
+        state = self._copies.get(content.tag, {}).get(content.key)
+        if state is None:
+            raise ValueError(f"no copy {content.tag} of key {content.key}")
+        meta, frames = pack_state(state)
+        self._reply(peer, StateOf(content.key, content.tag, meta), frames)
+
+    # Copies and snapshots
+
+    def _keep_copy(self, tag: int, full: bool) -> None:
+        if tag not in self._copies:
+            copies = {index: store.state(full) for index, store in self.stores.items()}
+            self._copies[tag] = {**copies, BUFFERS_KEY: {"value": self._mean_buffers(), "version": 0}}
+        self._effects.append(TellScheduler(CopyKept(tag, self.config.index)))
+
+    def _keep_delayed_copies(self) -> None:
+        while self._durability.delayed_copies:
+            self._keep_copy(*self._durability.delayed_copies.popitem())
+
+    def _snapshot(self, count: int) -> SaveSnapshot:
+        assert self.table is not None
+        state = {
+            "table": self.table.to_bytes().decode(),
+            "keys": {index: store.whole_state() for index, store in self.stores.items()},
+            "buffers": dict(self._buffers),
+        }
+        return SaveSnapshot(count, state, dict(self._numbers))
+
+    def _repushed(self, peer: bytes, message: Message, now_s: float) -> None:
+        self._durability.repushed(message.sender)
+
+    def _tell_held(self, now_s: float) -> None:
+        """Say what the keys hold, so that the scheduler knows what is lost."""
+        self._durability.told(now_s)
+        watermark, tasks = held_by_all(list(self.stores.values()))
+        word = ServerHolds(self.config.index, watermark, to_runs(tasks), self._life)
+        self._effects.append(TellScheduler(word))
+
+    def _catch_up(self, step: int, now_s: float) -> None:
+        """The scheduler knows what is held. Aggregating modes: complete what waits for gradients that nobody has any
+        more, and say how much lacked.
+        """
+        self._durability.heard()
+        if not self._durability.behind:
+            return
+        lacking = 0
+        for store in self.stores.values():
+            lacking = max(lacking, store.catch_up(step))
+            self._answer_parked(store, now_s)
+        self._effects.append(TellScheduler(ServerLacked(self.config.index, lacking)))
+        self._durability.behind = False
+        self._keep_delayed_copies()
+
+    # Members
+
+    def _take_members(self, members: Members) -> None:
+        workers = set(members.workers)
+        for gone in self._workers - workers:
+            for store in self.stores.values():
+                store.forget(gone)
+            if self.table is not None:
+                self._references.forget(gone)
+            self._buffers.pop(gone, None)
+        self._workers, self._watermark = workers, members.watermark
+        for store in self.stores.values():
+            store.set_workers(max(1, len(workers)))
+            if not self._durability.settling:
+                store.applied.raise_to(self._watermark)
+        if self.config.index < len(members.servers):
+            entry = members.servers[self.config.index]
+            if self.is_standby and entry.ready:
+                self._follow(entry.address)
+            elif self._replication.attached and entry.standby != self._replication.standby_name:
+                self._detach()
+        self._durability.members(workers)
+
+    def _detach(self) -> None:
+        """Have no standby any more, so nothing waits for one."""
+        self._replication.detach()
+        for peer, ack in self._replication.release():
+            self._reply(peer, ack)
+
+    def _attach(self, peer: bytes, message: Message, now_s: float) -> None:
+        """Give a new standby everything, then every operation."""
+        self._refuse_unless_serving()
+        assert self.table is not None
+        self._detach()
+        self._replication.attach(peer, message.sender)
+        self._reply(peer, SetTable(), [self.table.to_bytes()])
+        for index, store in self.stores.items():
+            meta, frames = pack_state(store.whole_state())
+            self._reply(peer, PutState(index, meta), frames)
+
+    def _operation_done(self, peer: bytes, message: Message, now_s: float) -> None:
+        """Send the acknowledgements that waited for the standby."""
+        content = message.content
+        assert isinstance(content, OperationDone)
+        if peer == self._replication.standby:
+            for to, ack in self._replication.release(content.number):
+                self._reply(to, ack)
+                self._reply(to, Durable(ack.number, self._life))
+
+    # As a standby
+
+    def _follow(self, address: str) -> None:
+        if not address or address in (self._address, self._primary_address):
+            return
+        if self._primary_address:
+            self.stores.clear()  # of a primary that is gone, and that another standby has followed
+        self._primary_address = address
+        self._effects.append(Follow(address))
+
+    def _replay(self, message: Message, now_s: float) -> None:
+        match message.content:
+            case SetTable():
+                self.set_table(table_from_bytes(bytes(message.frames[0])))
+            case PutState(key=key, meta=meta):
+                self.put(key, unpack_state(meta, message.frames), now_s)
+                if self.ready:
+                    self._join()
+            case ReplicatedPush(number=number, worker=worker, push=push, scale=scale):
+                self._apply(self._store_of(push.key), self._decoded(message, push, worker, scale))
+                self._effects.append(TellPrimary(OperationDone(number)))
+            case ReplicatedPull(number=number, worker=worker, key=key):
+                self._note_pull(worker, self._store_of(key), now_s)
+                self._effects.append(TellPrimary(OperationDone(number)))
+            case ReplicatedBuffers(number=number, worker=worker):
+                self._take_buffers(worker, message.frames[0])
+                self._effects.append(TellPrimary(OperationDone(number)))
+
+    def _promote(self) -> None:
+        if self.is_standby:
+            self.is_standby, self._primary_address = False, ""
+            self._effects.append(Follow(""))
+            self._join()
+
+    def _demote(self) -> None:
+        """Become a standby: another server has taken over, and what this one holds may differ from it."""
+        if not self.is_standby:
+            self.is_standby = True
+            self._replication.forget()
+            self.stores.clear()
