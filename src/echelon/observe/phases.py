@@ -26,6 +26,7 @@ class Phase(StrEnum):
 
 
 PHASES = list(Phase)
+PHASE_NAMES = tuple(phase.value for phase in PHASES)
 
 
 class PhaseClock(Protocol):

@@ -23,6 +23,7 @@ from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import write_atomic
 from echelon.core.task import BEFORE_TASKS, TaskFacts
 from echelon.messages.identity import derive_keys, read_secret
+from echelon.observe.phases import PHASE_NAMES
 from echelon.observe.scalars import Scalars
 from echelon.optim.build import build_optimizer
 from echelon.ps.keystore import MakeOptimizer
@@ -32,17 +33,15 @@ from echelon.records.decode import decode
 from echelon.records.events import Refusal, RoleFailed
 from echelon.records.file import Recorder, read_records
 from echelon.records.going import read_launch
-from echelon.records.kinds import End, Start
+from echelon.records.kinds import End, Start, Steps
 from echelon.reporting.report import write_report
 from echelon.run.resolve import resolve
 from echelon.sync.ps import server_settings
 from echelon.trainer.display import Display, RunLength
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.process import leave, log_to, one_line
-from echelon.trainer.progress import RunProgress, WindowEnd
+from echelon.trainer.progress import RunProgress
 from echelon.trainer.resolved import ResolvedRun
-from echelon.trainer.step_watch import RankFacts
-from echelon.trainer.window import WindowTotals
 
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
@@ -171,14 +170,14 @@ class Chronicle:
             progress.resumed(done, self._path)
 
     def _window(self, sums: WindowSums) -> None:
-        ranks = [RankFacts(gc_s, 0.0, 0.0, [], None) for gc_s in sums.gc_s]
-        totals = WindowTotals(
-            sums.losses, sums.score or 0.0, sums.samples, sums.seconds, sums.phases, sums.memory_bytes,
+        steps = Steps(
+            epoch=sums.epoch, step=sums.step, losses=sums.losses, correct=sums.score, samples=sums.samples,
+            lr=sums.lr, seconds=sums.seconds, phase_names=PHASE_NAMES, phases=sums.phases,
             wire_bytes=sums.pushed_bytes + sums.pulled_bytes,  # servers send what workers pull
-            other_wire_bytes=sums.other_bytes, stop=False, checkpoint_due=False, resources=sums.resources, ranks=ranks,
             wire_bytes_by_group={"pushed": sums.pushed_bytes, "pulled": sums.pulled_bytes},
+            other_wire_bytes=sums.other_bytes, memory_bytes=sums.memory_bytes, density=sums.density, gc_s=sums.gc_s,
         )  # fmt: skip
-        self._progress.window(WindowEnd(sums.epoch, sums.step, sums.lr, sums.density), totals)
+        self._progress.window(steps, sums.resources)
 
     def _evaluated(self, epoch: int, result: EvaluationDone) -> None:
         info = result.about

@@ -12,13 +12,13 @@ from echelon.observe.phases import Phase
 from echelon.records.kinds import EntropyCoding
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.loop import TrainingRun, evaluate_agreed
-from echelon.trainer.progress import WindowEnd, record_pipeline
+from echelon.trainer.progress import record_pipeline
 from echelon.trainer.slow_steps import SlowSteps
 from echelon.trainer.state import Cursor
 from echelon.trainer.step import StepResult
 from echelon.trainer.step_watch import RECORDING
 from echelon.trainer.stop import StopFlag
-from echelon.trainer.window import Sent, Window, WindowTotals
+from echelon.trainer.window import ClosedWindow, Sent, Window, WindowEnd
 
 
 class EpochOrder:
@@ -67,13 +67,13 @@ class EpochOrder:
         epoch_ends = cursor.batch == self._run.train_loader.batches_per_epoch or self._reached
         if not (window.full or self._due or epoch_ends):
             return
-        totals = self._close_window()
-        self._slow.look(cursor.step - len(totals.losses) + 1, totals.ranks, window.watch, totals.pauses)
+        closed = self._close_window()
+        self._slow.look(closed, window.watch)
         window.go_on()
-        if totals.stop:
+        if closed.stop:
             self.status = "stopped"
             return
-        self._due = self._due or totals.checkpoint_due
+        self._due = self._due or closed.checkpoint_due
         if self._due and not epoch_ends:  # at an epoch's end the checkpoint comes after the evaluation
             self._save("interval")
 
@@ -81,17 +81,18 @@ class EpochOrder:
     def _reached(self) -> bool:
         return 0 < self._run.settings.max_steps <= self._cursor.step
 
-    def _close_window(self) -> WindowTotals:
+    def _close_window(self) -> ClosedWindow:
         run, cursor = self._run, self._cursor
         self._trained = True
         every_s = run.settings.checkpoint.seconds
         due = every_s is not None and time.monotonic() - self._saved_s >= every_s
         sync = run.parts.sync
         sent, others = run.traffic.since_last(sync.bytes_sent(), run.saver.bytes_sent)
-        totals = self.window.close(Sent(sent, others), sync.reduce_times(), bool(self._stop), due)
-        run.progress.window(WindowEnd(cursor.epoch, cursor.step, run.schedule.lr, sync.density()), totals)
+        end = WindowEnd(cursor.epoch, cursor.step, run.schedule.lr, sync.density())
+        closed = self.window.close(end, Sent(sent, others), sync.reduce_times(), bool(self._stop), due)
+        run.progress.window(closed.steps, closed.resources)
         record_pipeline(run.progress.record, run.parts.split, cursor.step)
-        return totals
+        return closed
 
     def _end_epoch(self) -> None:
         """Evaluate where it is due, keep the best, move the cursor to the next epoch, and save where that is due."""

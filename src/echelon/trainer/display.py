@@ -12,8 +12,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from echelon.core.task import TaskFacts
 from echelon.core.units import format_seconds
 from echelon.observe.phases import PHASES
+from echelon.records.kinds import Steps
 from echelon.trainer.evaluate import EvaluationReport
-from echelon.trainer.window import WindowTotals
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Display:
         if self._live:
             self._progress.stop()
 
-    def window(self, epoch: int, step: int, totals: WindowTotals) -> None:
+    def window(self, steps: Steps) -> None:
         """Show where the run is."""
         if self._live:
-            where = f"{epoch + 1}/{self._length.epochs}"
-            self._progress.update(self._bar, completed=step, epoch=where, numbers=self._numbers(totals))
+            where = f"{steps.epoch + 1}/{self._length.epochs}"
+            self._progress.update(self._bar, completed=steps.step, epoch=where, numbers=self._numbers(steps))
 
-    def epoch(self, epoch: int, totals: WindowTotals, report: EvaluationReport | None) -> None:
+    def epoch(self, epoch: int, steps: Steps, report: EvaluationReport | None) -> None:
         """Print a line for an epoch's end."""
         result = ""
         if report is not None:
@@ -68,21 +68,20 @@ class Display:
             shown = {f"test {primary.title}": report.metrics.get(primary.name)}
             shown |= {metric.title: report.metrics.get(metric.name) for metric in self.task.headlines[:1]}
             result = "".join(f"  {name} {value:.4f}" for name, value in shown.items() if value is not None)
-        self.say(f"epoch {epoch + 1}/{self._length.epochs}{result}  {self._numbers(totals)}")
+        self.say(f"epoch {epoch + 1}/{self._length.epochs}{result}  {self._numbers(steps)}")
 
-    def _numbers(self, totals: WindowTotals) -> str:
-        busy = [sum(row[i] for row in totals.phases) for i in range(len(PHASES))]
-        whole = sum(busy) or 1.0
+    def _numbers(self, steps: Steps) -> str:
+        busy = [sum(row[i] for row in steps.phases) for i in range(len(PHASES))]
+        total = sum(busy) or 1.0
         shares = " ".join(
-            f"{phase.value} {spent / whole:.0%}"
+            f"{phase.value} {spent / total:.0%}"
             for phase, spent in zip(PHASES, busy, strict=True)
-            if spent / whole >= 0.01
+            if spent / total >= 0.01
         )
-        rate = totals.samples / max(totals.seconds, 1e-9)
-        label, share = self.task.score_label, totals.score / max(1, totals.samples)
-        score = f"  train {label} {share:.3f}" if label else ""
-        loss = sum(totals.losses) / max(1, len(totals.losses))
-        return f"loss {loss:.4f}{score}  {rate:,.0f} samples/s  [{shares}]"
+        label = self.task.score_label
+        score = f"  train {label} {(steps.correct or 0) / max(1, steps.samples):.3f}" if label else ""
+        loss = sum(steps.losses) / max(1, steps.count)
+        return f"loss {loss:.4f}{score}  {steps.samples_per_s:,.0f} samples/s  [{shares}]"
 
     def say(self, text: str) -> None:
         """Print a line above the live one."""

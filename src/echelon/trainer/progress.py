@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from echelon.observe.phases import PHASES
 from echelon.observe.scalars import Scalars
 from echelon.parallel.split import SplitModel
 from echelon.records.events import Event, Resumed
@@ -13,21 +13,6 @@ from echelon.records.file import Recorder, read_records
 from echelon.records.kinds import Evaluation, Pause, PipelineAction, PipelineStep, Resources, Steps
 from echelon.trainer.display import Display
 from echelon.trainer.evaluate import EvaluationReport
-from echelon.trainer.step_watch import PAUSES
-from echelon.trainer.window import WindowTotals
-
-
-@dataclass(frozen=True)
-class WindowEnd:
-    """Where a window of steps ends: the last step's epoch (from 0) and number (from 1), its learning rate.
-
-    `density`: share of the encoded elements that the last message carried; None without a sparse codec.
-    """
-
-    epoch: int
-    step: int
-    lr: float
-    density: float | None
 
 
 class RunProgress:
@@ -35,7 +20,7 @@ class RunProgress:
 
     def __init__(self, record: Recorder, scalars: Scalars, display: Display) -> None:
         self.record, self.scalars, self.display = record, scalars, display
-        self._last: WindowTotals | None = None
+        self._last: Steps | None = None
 
     def note(self, name: str, text: str) -> None:
         """Say what a user has to know of this run before it trains."""
@@ -49,38 +34,21 @@ class RunProgress:
         message = f"resumed at step {step}" + (f"; {lost} steps since the checkpoint are trained again" if lost else "")
         self.record.write(Resumed(message, step, lost))
 
-    def window(self, end: WindowEnd, totals: WindowTotals) -> None:
-        """Tell of a window of steps of all ranks, or of all workers."""
-        self._last = totals
-        steps = Steps(
-            epoch=end.epoch,
-            step=end.step,
-            losses=totals.losses,
-            correct=round(totals.score) if self.display.task.score_label else None,
-            samples=totals.samples,
-            lr=end.lr,
-            seconds=totals.seconds,
-            phase_names=[p.value for p in PHASES],
-            phases=totals.phases,
-            wire_bytes=totals.wire_bytes,
-            wire_bytes_by_group=totals.wire_bytes_by_group,
-            other_wire_bytes=totals.other_wire_bytes,
-            density=end.density,
-            memory_bytes=totals.memory_bytes,
-            gc_s=[r.gc_s for r in totals.ranks],
-            comm_busy_s=[r.busy_s for r in totals.ranks],
-            comm_spread_s=[r.spread_s for r in totals.ranks],
-            pause_names=PAUSES,
-            pauses=[r.pauses for r in totals.ranks if r.pauses],
-            waits=[[round(s, 6) for s in waits] for waits in totals.waits],
-        )
+    def window(self, steps: Steps, resources: Sequence[Sequence[float]]) -> None:
+        """Tell of a window of steps of all ranks, or of all workers.
+
+        Args:
+            resources: a row for each of them, in the order of `RESOURCE_NAMES`; empty where nothing new was sampled.
+        """
+        if not self.display.task.score_label:
+            steps = replace(steps, correct=None)
+        self._last = steps
         self.record.write(steps)
-        if any(totals.resources):
-            self.record.write(Resources.of(end.step, totals.resources))
-        rate = totals.samples / max(totals.seconds, 1e-9)
-        curves = {"train/loss": totals.losses[-1], "train/lr": end.lr, "train/samples_per_s": rate}
-        self.scalars.write(end.step, curves)
-        self.display.window(end.epoch, end.step, totals)
+        if any(resources):
+            self.record.write(Resources.of(steps.step, resources))
+        curves = {"train/loss": steps.losses[-1], "train/samples_per_s": steps.samples_per_s}
+        self.scalars.write(steps.step, curves | ({"train/lr": steps.lr} if steps.lr is not None else {}))
+        self.display.window(steps)
 
     def paused(self, name: str, step: int, seconds: float) -> None:
         """Tell how long something between steps took, for the slowest rank."""

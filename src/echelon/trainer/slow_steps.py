@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from echelon.observe.phases import PHASES
+from echelon.observe.phases import PHASE_NAMES
 from echelon.records.file import Recorder
 from echelon.records.kinds import SlowStep
-from echelon.trainer.step_watch import RankFacts, StepWatch
+from echelon.trainer.step_watch import StepWatch
+from echelon.trainer.window import ClosedWindow
 
 TIMES_MEDIAN = 3.0
 LEAST_OVER_S = 0.02
@@ -24,31 +25,25 @@ class SlowSteps:
         self._record = record
         self._count, self._longest_s = 0, 0.0
 
-    def look(self, first_step: int, ranks: list[RankFacts], watch: StepWatch, pauses: list[list[str]]) -> None:
-        """Look at a window that was just closed.
-
-        Args:
-            first_step: number of its first step, from 1.
-            ranks: what each rank told.
-            watch: of rank 0.
-            pauses: before each step of the window.
-        """
-        own = ranks[0].slowest
-        typical = watch.median_s
-        if own is None or watch.seen < LEAST_SEEN or own.seconds < max(TIMES_MEDIAN * typical, typical + LEAST_OVER_S):
+    def look(self, closed: ClosedWindow, watch: StepWatch) -> None:
+        """Look at a window that was just closed; `watch` is that of rank 0."""
+        slowest, median_s = closed.slowest[0], watch.median_s
+        if slowest is None or watch.seen < LEAST_SEEN:
             return
-        if self._count >= MOST_RECORDED and own.seconds <= self._longest_s:
+        if slowest.seconds < max(TIMES_MEDIAN * median_s, median_s + LEAST_OVER_S):
             return
-        self._count, self._longest_s = self._count + 1, max(own.seconds, self._longest_s)
-        same = [r.slowest if r.slowest and r.slowest.place == own.place else None for r in ranks]
+        if self._count >= MOST_RECORDED and slowest.seconds <= self._longest_s:
+            return
+        self._count, self._longest_s = self._count + 1, max(slowest.seconds, self._longest_s)
+        same = [slow if slow and slow.place == slowest.place else None for slow in closed.slowest]
         self._record.write(
             SlowStep(
-                step=first_step + own.place,
-                seconds=own.seconds,
-                median_s=typical,
-                phase_names=[p.value for p in PHASES],
+                step=closed.steps.step - closed.steps.count + 1 + slowest.place,
+                seconds=slowest.seconds,
+                median_s=median_s,
+                phase_names=PHASE_NAMES,
                 phases=[slow.phases if slow else None for slow in same],
                 gc_s=[slow.gc_s if slow else None for slow in same],
-                after=pauses[own.place],
+                after=closed.pauses[slowest.place],
             )
         )

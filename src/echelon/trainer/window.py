@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 
@@ -18,11 +18,11 @@ from torch import Tensor
 from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import GROUPS, SHOWN
 from echelon.observe.garbage import GarbageClock
-from echelon.observe.phases import PHASES, Phase, PhaseClock
+from echelon.observe.phases import PHASE_NAMES, PHASES, Phase, PhaseClock
 from echelon.observe.resources import Sampler
-from echelon.records.kinds import RESOURCE_NAMES
+from echelon.records.kinds import RESOURCE_NAMES, Steps
 from echelon.trainer.step import StepResult
-from echelon.trainer.step_watch import RECORDING, RankFacts, StepWatch
+from echelon.trainer.step_watch import PAUSES, RECORDING, RankFacts, SlowestStep, StepWatch
 from echelon.trainer.world import World
 
 TARGET_S = 2.0  # closing a window takes some milliseconds: well below 1% of it
@@ -34,33 +34,41 @@ _MOST_WAITS = 1024  # numbers: they are a few KB, which no link feels every two 
 
 
 @dataclass(frozen=True)
-class WindowTotals:
-    """What all ranks did in a window; `phases` has one row per rank, in seconds.
+class WindowEnd:
+    """Where a window of steps ends: the last step's epoch (from 0) and number (from 1), its learning rate.
 
-    `resources` has one row per rank, too (`Resources`); it is empty where nothing new was sampled. `waits` has, for
-    each rank, the seconds that each step waited for others; it is empty where there are too many to gather.
-    `wire_bytes_by_group` holds the parts of `wire_bytes`, of all ranks.
+    `density`: share of the encoded elements that the last message carried; None without a sparse codec.
     """
 
-    losses: list[float]
-    score: float
-    samples: int
-    seconds: float
-    phases: list[list[float]]
-    memory_bytes: list[int]
-    wire_bytes: int
-    other_wire_bytes: int
+    epoch: int
+    step: int
+    lr: float
+    density: float | None
+
+
+@dataclass(frozen=True)
+class ClosedWindow:
+    """What all ranks did in a window, and what they agreed on.
+
+    Attributes:
+        steps: as the record has it.
+        resources: a row for each rank, in the order of `RESOURCE_NAMES`; empty where nothing new was sampled.
+        slowest: each rank's longest step; None where steps are not timed one by one.
+        pauses: what happened before each step since the one before.
+        stop: some rank was asked to stop.
+        checkpoint_due: by rank 0's clock.
+    """
+
+    steps: Steps
+    resources: list[list[float]]
+    slowest: list[SlowestStep | None]
+    pauses: list[list[str]]
     stop: bool
     checkpoint_due: bool
-    resources: list[list[float]] = field(default_factory=list)
-    ranks: list[RankFacts] = field(default_factory=list)
-    waits: list[list[float]] = field(default_factory=list)
-    pauses: list[list[str]] = field(default_factory=list)
-    wire_bytes_by_group: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
-class Pause:
+class TimedPause:
     """A pause between steps, and how long it was once it is over."""
 
     name: str
@@ -123,9 +131,9 @@ class Window:
         return self.steps >= self._length
 
     @contextmanager
-    def pause(self, name: str) -> Iterator[Pause]:
+    def pause(self, name: str) -> Iterator[TimedPause]:
         """Surround what interrupts the steps: it counts for no window and no phase."""
-        pause, began = Pause(name), time.perf_counter()
+        pause, began = TimedPause(name), time.perf_counter()
         self._clock.enter(None)
         try:
             yield pause
@@ -147,16 +155,19 @@ class Window:
         self.meet()
         self._resume(RECORDING, time.perf_counter() - self._began)
 
-    def close(self, sent: Sent, times: ReduceTimes | None, stop: bool, checkpoint_due: bool) -> WindowTotals:
+    def close(
+        self, end: WindowEnd, sent: Sent, times: ReduceTimes | None, stop: bool, checkpoint_due: bool
+    ) -> ClosedWindow:
         """Add up over all ranks and begin anew, with a pause until `go_on`. All ranks call it after the same step.
 
         Args:
+            end: of the window.
             sent: bytes that this rank sent in this window.
             times: of the strategy's communication in backward.
             stop: this rank was asked to stop.
             checkpoint_due: a checkpoint is due by the clock; rank 0's word counts.
         """
-        world, steps, watch = self._world, self.steps, self.watch
+        world, count, watch = self._world, self.steps, self.watch
         numbers = [x * world.counts for x in _read([*self._losses, *self._scores])]
         now = time.perf_counter()
         seconds, phases = now - self._began, self._clock.drain()
@@ -177,25 +188,34 @@ class Window:
         summed = iter(self._sum([*head, *groups, *numbers, *rows, *waits]))
         head, by_group, numbers, rows, waits = (list(islice(summed, size)) for size in sizes)
         ranks = _rows(rows, world.size)
+        facts_by_rank = [RankFacts.of(row[_USED:]) for row in ranks]
         self._length = max(1, int(head[5]))
         self._begin(now)
-        return WindowTotals(
-            losses=numbers[:steps],
-            score=sum(numbers[steps:]),
+        steps = Steps(
+            epoch=end.epoch,
+            step=end.step,
+            losses=numbers[:count],
+            correct=round(sum(numbers[count:])),
             samples=round(head[0]),
+            lr=end.lr,
             seconds=head[4],
+            phase_names=PHASE_NAMES,
             phases=[row[: len(PHASES)] for row in ranks],
-            memory_bytes=[round(row[len(PHASES)]) for row in ranks],
             wire_bytes=round(sum(by_group)),
-            other_wire_bytes=round(head[1]),
-            stop=head[2] > 0,
-            checkpoint_due=head[3] > 0,
-            resources=[row[len(PHASES) + 1 : _USED] for row in ranks] if sampled else [],
-            ranks=[RankFacts.of(row[_USED:]) for row in ranks],
-            waits=_rows(waits, world.size) if waits else [],
-            pauses=pauses,
             wire_bytes_by_group={g: round(n) for g, n in zip(GROUPS, by_group, strict=True) if n},
+            other_wire_bytes=round(head[1]),
+            density=end.density,
+            memory_bytes=[round(row[len(PHASES)]) for row in ranks],
+            gc_s=[facts.gc_s for facts in facts_by_rank],
+            comm_busy_s=[facts.busy_s for facts in facts_by_rank],
+            comm_spread_s=[facts.spread_s for facts in facts_by_rank],
+            pause_names=PAUSES,
+            pauses=[facts.pauses for facts in facts_by_rank],
+            waits=[[round(s, 6) for s in row] for row in _rows(waits, world.size)] if waits else [],
         )
+        resources = [row[len(PHASES) + 1 : _USED] for row in ranks] if sampled else []
+        slowest = [facts.slowest for facts in facts_by_rank]
+        return ClosedWindow(steps, resources, slowest, pauses, stop=head[2] > 0, checkpoint_due=head[3] > 0)
 
     def _sum(self, numbers: list[float]) -> list[float]:
         """Add up over all ranks."""

@@ -12,9 +12,10 @@ from echelon.collectives.times import ReduceTimes
 from echelon.observe.garbage import GarbageClock
 from echelon.observe.phases import PHASES, HostClock, Phase
 from echelon.records.file import Recorder, read_records
-from echelon.records.kinds import SlowStep
+from echelon.records.kinds import SlowStep, Steps
 from echelon.trainer.slow_steps import MOST_RECORDED, SlowSteps
 from echelon.trainer.step_watch import PAUSES, RankFacts, StepWatch
+from echelon.trainer.window import ClosedWindow
 
 WAIT = PHASES.index(Phase.COMMUNICATE)
 
@@ -87,7 +88,8 @@ def test_slow_steps_are_recorded_with_all_ranks_and_bounded(tmp_path: Path) -> N
         steps(watch, clock, [*[0.001] * 9, 0.2])
         pauses = watch.pauses
         facts = watch.close(clock.drain(), None)
-        slow.look(10 * number + 1, [facts, RankFacts(0, 0, 0, [0, 0, 0], None)], watch, pauses)
+        window = Steps(10 * number + 10, [1.0] * 10, 0.3)
+        slow.look(ClosedWindow(window, [], [facts.slowest, None], pauses, False, False), watch)
     record.close()
     found = read_records(tmp_path, SlowStep)
     assert len(found) == MOST_RECORDED
