@@ -112,7 +112,7 @@ class FirstMachine:
 
 
 class OtherMachine:
-    """Asks the first machine, by messages that are sent again and again: they are its signs of life as well."""
+    """Asks the first machine, by messages that a thread sends again and again: they are its signs of life as well."""
 
     def __init__(self, rendezvous: str, folder: Path, arrival: Arrival, terms: Terms) -> None:
         """Take HOST:PORT of the first machine, and where the run's secret lies, which may come later than this."""
@@ -120,12 +120,17 @@ class OtherMachine:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._channel: Channel | None = None
         self._connected = self._sent = 0.0
-        self._heard = self._begun = time.monotonic()
-        self._number = 0
-        self._asked: State | None = None
+        self._number = 0  # of the newest question
+        self._changed = threading.Condition()  # guards what follows
+        self._state: State | None = None
+        self._first_number = 0  # of the questions about this state
         self._order: Order | None = None
+        self._error: Exception | None = None
         self._known = False
+        self._begun = self._heard = time.monotonic()
         self._reason = ""
+        self._over = False
+        self._thread = threading.Thread(target=self._ask, name="echelon-machine", daemon=True)
 
     def order(self, state: State) -> Order:
         """Return what follows from the state of this machine's processes, or to go on while that is not known.
@@ -133,17 +138,46 @@ class OtherMachine:
         Raises:
             UserError: there is no secret, no answer, or the first machine refuses this one.
         """
-        now = time.monotonic()
-        self._connect(now)
-        if self._channel is not None:
-            if state != self._asked:
-                self._asked, self._order, self._sent = state, None, 0.0
-            if now - self._sent > BEAT_S:
-                self._send(state, now)
+        with self._changed:
+            if state != self._state:
+                self._state, self._first_number, self._order = state, self._number + 1, None
+            if not self._thread.is_alive() and self._error is None:
+                self._thread.start()
             if self._order is None:
+                self._changed.wait(_POLL_MS / 1000)
+            if self._error is not None:
+                raise self._error
+            return self._order or self._unanswered(time.monotonic())
+
+    def _unanswered(self, now: float) -> Order:
+        first, silent_s = f"the first machine at {self._rendezvous}", now - self._heard
+        if not self._known and now - self._begun > self._terms.arrival_s:
+            raise UserError(f"--rendezvous {self._rendezvous}: {self._reason}")
+        if self._known and silent_s > self._terms.return_s:
+            return Over("failed", f"{first} gave no answer for {silent_s:.0f} s")
+        if self._known and silent_s > LOST_S:
+            return Continue(f"waiting for {first}, which gives no answer")
+        return Continue(f"waiting for {first}: {self._reason}" if self._reason else "")
+
+    def _ask(self) -> None:
+        """Ask and take answers until the end, in a thread of its own."""
+        try:
+            while not self._over:
+                now = time.monotonic()
+                self._connect(now)
+                if self._channel is None:
+                    time.sleep(_POLL_MS / 1000)
+                    continue
+                with self._changed:
+                    state, is_new = self._state, self._number < self._first_number
+                if state is not None and (is_new or now - self._sent > BEAT_S):
+                    self._send(state, now)
                 self._channel.socket.poll(_POLL_MS)
-            self._channel.pump(self._take)
-        return self._order or self._unanswered(now)
+                self._channel.pump(self._take)
+        except (UserError, OSError, zmq.ZMQError) as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
 
     def _connect(self, now: float) -> None:
         """Open the channel; anew while nothing was ever heard, for the secret may be of an earlier launch."""
@@ -164,7 +198,8 @@ class OtherMachine:
 
     def _send(self, state: State, now: float) -> None:
         assert self._channel is not None
-        self._number, self._sent = self._number + 1, now
+        with self._changed:
+            self._number, self._sent = self._number + 1, now
         info = {**self._arrival.to_info(), "state": _to_info(state), "number": self._number}
         self._channel.send(MeetingRequest(info))
 
@@ -177,22 +212,17 @@ class OtherMachine:
             order, number = _order_of(info), int(info["number"])
         except (KeyError, TypeError, ValueError) as error:
             raise Malformed("content") from error
-        self._known, self._heard, self._reason = True, time.monotonic(), ""
-        if number == self._number:  # an answer to an earlier question may be to another state
-            self._order = order
-
-    def _unanswered(self, now: float) -> Order:
-        first, silent_s = f"the first machine at {self._rendezvous}", now - self._heard
-        if not self._known and now - self._begun > self._terms.arrival_s:
-            raise UserError(f"--rendezvous {self._rendezvous}: {self._reason}")
-        if self._known and silent_s > self._terms.return_s:
-            return Over("failed", f"{first} gave no answer for {silent_s:.0f} s")
-        if self._known and silent_s > LOST_S:
-            return Continue(f"waiting for {first}, which gives no answer")
-        return Continue(f"waiting for {first}: {self._reason}" if self._reason else "")
+        with self._changed:
+            self._known, self._heard, self._reason = True, time.monotonic(), ""
+            if number >= self._first_number:  # not an answer to a state of before
+                self._order = order
+                self._changed.notify_all()
 
     def close(self, reason: str = "") -> None:
         """Tell the first machine that this one goes, unless the run is over."""
+        self._over = True
+        if self._thread.ident is not None:
+            self._thread.join()
         if self._channel is not None:
             if self._known and not isinstance(self._order, Over):
                 self._send(Left(reason), time.monotonic())

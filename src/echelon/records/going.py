@@ -70,7 +70,7 @@ def read_launch(folder: Path) -> Launch:
     """Return how a run was started, as far as its folder says."""
     try:
         return decode(Launch, json.loads((folder / LAUNCH_FILE).read_bytes()))
-    except (FileNotFoundError, AttributeError, TypeError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, AttributeError, TypeError, ValueError):
         return Launch()
 
 
