@@ -32,7 +32,7 @@ from echelon.coordinator.messages import (
 )
 from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig
 from echelon.core.spec import bind, parse_spec
-from echelon.launch.preload import start_import_server
+from echelon.launch.places.local import start_import_server
 from echelon.messages.identity import derive_keys
 from echelon.observe.phases import HostClock
 from echelon.ps.client import Client, ClientConfig, PushInfo

@@ -136,7 +136,11 @@ class LaunchConfig:
     workers: int = setting(0, "processes on this machine; 0: one per GPU, or min(2, cores) on a CPU", above=0)
     threads: int = setting(0, "compute threads per worker; 0: cores / workers", above=0)
     nodes: str = setting("1", "machines: a number, or a range such as 1:4 that may change while the run goes")
-    rendezvous: str = setting("", "HOST:PORT of the first machine, the same on all machines")
+    rendezvous: str = setting(
+        "",
+        "HOST:PORT of the first machine, the same on all machines; they share the run's secret by a common disk, or by "
+        "ECHELON_RUN_SECRET",
+    )
     link: str = setting("", "shape the links between this machine's workers: 100mbit, or 10mbit,20ms; needs root")
     max_restarts: int = setting(3, "restarts after a worker died, before the run is given up", above=0)
     timeout: str = setting("2m", "how long any rank waits for another before the run is restarted")

@@ -7,7 +7,9 @@ its servers find their snapshots and the scheduler knows their names.
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
 import zmq
 
 from echelon.config.validate import parse_rendezvous
@@ -29,6 +32,7 @@ LIMITS = Limits(1 << 20, queued=1000)
 _POLL_MS = 200
 _ASK_S = 2.0
 _AGAIN_S = 0.3
+_ELSEWHERE = "198.51.100.1"  # reserved for documentation: nobody has it
 NO_ANSWER = (
     f"no answer: the run must go on there, and the secret ({SECRET_VARIABLE}, else the file in {{folder}}) "
     "must be the one of the first machine"
@@ -255,3 +259,44 @@ def _attempt(rendezvous: str, folder: Path, arrival: Arrival) -> tuple[dict[str,
         line.close()
         context.term()
     return info, "its scheduler is not there yet" if info.get("wait") else ""
+
+
+def own_address(rendezvous: str) -> str:
+    """Return this machine's address on the way to the rendezvous: host names often lead to loopback.
+
+    Raises:
+        UserError: the host is unknown or there is no way to it.
+    """
+    host, port = parse_rendezvous(rendezvous)
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        own = _address_towards(family, address)
+    except OSError as error:
+        raise UserError(f"--rendezvous {rendezvous}: cannot be reached ({error.strerror})") from None
+    if not ipaddress.ip_address(own).is_loopback:
+        return own
+    try:  # this is the first machine, and knows its own name by loopback: others come by the default route
+        return _address_towards(socket.AF_INET, (_ELSEWHERE, port))
+    except OSError:  # there are no other machines
+        return own
+
+
+def _address_towards(family: int, address: tuple[Any, ...]) -> str:
+    with socket.socket(family, socket.SOCK_DGRAM) as way:
+        way.connect(address)  # chooses a route, sends nothing
+        own: str = way.getsockname()[0]
+        return own
+
+
+def is_own(host: str, address: str) -> bool:
+    """Whether a host is this machine, which has an address."""
+    target = str(socket.getaddrinfo(host, None)[0][4][0])
+    return target == address or ipaddress.ip_address(target).is_loopback
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the network interface that has an address; empty when none has."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.address.partition("%")[0] == address for a in addresses):
+            return name
+    return ""

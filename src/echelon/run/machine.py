@@ -89,9 +89,8 @@ def _ranks_on_links(plan: LaunchPlan, record: Recorder) -> Iterator[Machine]:
 @contextmanager
 def _ranks_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Iterator[Machine]:
     """Meet the other machines at the rendezvous, and agree with them on every start of the ranks."""
-    from echelon.launch.addresses import interface_of, is_own, own_address
     from echelon.launch.machines import FirstMachine, OtherMachine
-    from echelon.launch.meeting import Meeting
+    from echelon.launch.meeting import Meeting, interface_of, is_own, own_address
     from echelon.messages.identity import make_secret
 
     own, folder = own_address(plan.rendezvous), path / SECRET_FOLDER
@@ -162,8 +161,7 @@ def _servers_on_links(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Re
 @contextmanager
 def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Iterator[ServerPart]:
     """Meet the other machines at the rendezvous: the first one has the scheduler, servers are spread over all."""
-    from echelon.launch.addresses import is_own, own_address
-    from echelon.launch.meeting import Admission, Meeting, Register, Shape, join_meeting
+    from echelon.launch.meeting import Admission, Meeting, Register, Shape, is_own, join_meeting, own_address
     from echelon.messages.identity import read_secret
 
     own, settings = own_address(plan.rendezvous), server_settings(run.sync)
@@ -218,6 +216,6 @@ def _say_first(plan: LaunchPlan, folder: Path) -> None:
     )
 
 
-def say(words: str) -> None:
+def say(line: str) -> None:
     """Print a line for the user, beside the progress."""
-    print(f"echelon: {words}", file=sys.stderr, flush=True)
+    print(f"echelon: {line}", file=sys.stderr, flush=True)

@@ -17,9 +17,9 @@ from echelon.core.files import full_disk_in_words
 from echelon.core.layout import parse_layout
 from echelon.launch.link import check_link, parse_link
 from echelon.launch.places.base import Started
+from echelon.launch.places.local import start_import_server
 from echelon.launch.places.registry import build_place
 from echelon.launch.plan import LaunchPlan, is_worker, nodes_of, thread_count, worker_count
-from echelon.launch.preload import start_import_server
 from echelon.launch.supervisor import Death, Refused, RunFailed, Watch, supervise
 from echelon.records.events import MachineLeft, RankFailed, Refusal, RoleFailed, WorkerDied
 from echelon.records.file import Recorder, read_records

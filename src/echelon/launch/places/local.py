@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import ClassVar
@@ -17,7 +18,7 @@ from echelon.launch.process import run_process
 
 
 class Local(Place):
-    """Processes of this machine, children of the fork server (`launch/preload.py`)."""
+    """Processes of this machine, children of the fork server (`start_import_server`)."""
 
     name: ClassVar[str] = "local"
 
@@ -72,3 +73,13 @@ class Local(Place):
         for child in self._running.values():
             child.join()
         self._running.clear()
+
+
+def start_import_server(modules: tuple[str, ...]) -> None:
+    """Start the fork server, importing `modules` in the background; later calls do nothing.
+
+    It runs beside the imports of the calling process, and ends when this process ends. Modules must not start threads
+    or touch a GPU when imported.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["echelon.launch.import_server", *modules])
+    forkserver.ensure_running()
