@@ -13,7 +13,6 @@ from rich.table import Table
 from echelon.config import Resolved
 from echelon.core.axes import Axis
 from echelon.core.units import format_bytes
-from echelon.run.resolve import check_names
 from echelon.run.start import check, plan_of
 from echelon.trainer.folder import check_new, default_folder
 
@@ -35,7 +34,6 @@ def show(resolved: Resolved) -> None:
     from echelon.trainer.compatibility import interplay_notes
 
     config = resolved.config
-    check_names(config)
     folder = Path(config.run) if config.run else default_folder(config)
     plan = plan_of(config, folder)
     run = check(config)

@@ -11,6 +11,7 @@ import typer
 from echelon.cli.app import COMMANDS, as_command
 from echelon.cli.settings import overrides_of, parameter, with_settings
 from echelon.config import build
+from echelon.run.resolve import check_names
 
 if TYPE_CHECKING:
     from echelon.config import RunConfig
@@ -25,6 +26,7 @@ def command() -> Any:
     def train(config: str | None, dry_run: bool, serve: bool, **settings: Any) -> None:
         """Train, or show what would be started."""
         resolved = build(Path(config) if config else None, overrides_of(settings))
+        check_names(resolved.config)  # before what starts runs is imported: a misspelt word is said at once
         if dry_run:
             from echelon.cli.dry_run import show
 

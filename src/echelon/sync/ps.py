@@ -1,20 +1,23 @@
 """Parameter server: workers push gradients to servers that hold the parameters, and pull what changed.
 
 Forms: synchronous, with backup workers (Chen et al. 2016, arXiv:1604.00981), asynchronous (Downpour; Dean et al. 2012),
-stale synchronous (Ho et al. 2013). This is its declaration; servers and the workers' side are in `ps/`.
+stale synchronous (Ho et al. 2013). This is its declaration, which imports no torch; servers
+and the workers' side are in `ps/`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from echelon.compression import Compression
-from echelon.compression.base import Codec
 from echelon.core.errors import UserError, nearest
-from echelon.sync.base import Sync, SyncContext
 from echelon.sync.settings import SyncSettings
-from echelon.sync.state_bytes import Piece, StateBytes, pushed, whole
+
+if TYPE_CHECKING:
+    from echelon.compression.base import Codec
+    from echelon.sync.base import Sync, SyncContext
+    from echelon.sync.state_bytes import Piece, StateBytes
 
 MODES = ("sync", "async", "ssp")
 COMPENSATIONS = ("none", "constant", "adaptive")
@@ -140,6 +143,8 @@ class ServerSettings(SyncSettings):
 
         At the end of backward all gradients are there, and uncompressed copies of them on their way.
         """
+        from echelon.sync.state_bytes import StateBytes, pushed, whole
+
         size, states = whole(piece.parameters), pushed(compression, piece.parameters)
         return StateBytes(size + states, (1 if compression.encodes else 2) * size, states)
 
