@@ -18,7 +18,7 @@ from echelon.observe.phases import HostClock
 from echelon.run.resolve import resolve
 from echelon.trainer.parts import Work, build_parts
 from echelon.trainer.state import seed_everything
-from tests.ranks.layouts import INFO, TASK, CodecShard, Trial, assemble, held, make_trainer, make_world
+from tests.ranks.layouts import INFO, TASK, HeldTensor, Trial, assemble, held, make_trainer, make_world
 from tests.ranks.spawn import Rank, run_ranks
 
 STEPS = 20
@@ -59,7 +59,7 @@ MORE = {
 }
 
 
-def train(rank: Rank, trials: Sequence[Trial], steps: int) -> list[tuple[list[float], dict[str, CodecShard]]]:
+def train(rank: Rank, trials: Sequence[Trial], steps: int) -> list[tuple[list[float], dict[str, HeldTensor]]]:
     """Train each trial; returns its losses and what this rank holds at the end."""
     seen = []
     for trial in trials:
@@ -103,7 +103,7 @@ def test_more_layouts_are_the_same_function(world: int) -> None:
     check_same_function(MORE[world], world, timeout_s=300)
 
 
-def _start(rank: Rank | None, models: Sequence[tuple[str, str]]) -> list[dict[str, CodecShard]]:
+def _start(rank: Rank | None, models: Sequence[tuple[str, str]]) -> list[dict[str, HeldTensor]]:
     """Build models by name, as a run does: in split layouts without memory, each rank making its own pieces."""
     found = []
     for model, layout in models:

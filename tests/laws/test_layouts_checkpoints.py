@@ -13,7 +13,7 @@ from echelon.checkpoint import export_weights
 from echelon.records.file import Recorder
 from echelon.trainer.saving import Saver, best_state
 from echelon.trainer.state import Cursor
-from tests.ranks.layouts import CodecShard, Trainer, Trial, assemble, held, make_trainer
+from tests.ranks.layouts import HeldTensor, Trainer, Trial, assemble, held, make_trainer
 from tests.ranks.spawn import Rank, run_ranks
 
 SETTINGS = {"training.ema": 0.9, "optimizer.name": "adamw", "optimizer.lr": 0.003, "model.sync_batchnorm": True}
@@ -42,17 +42,17 @@ def _load(trial: Trial, rank: Rank | None, folder: Path) -> Trainer:
     return trainer
 
 
-def _everything(trainer: Trainer) -> dict[str, CodecShard]:
+def _everything(trainer: Trainer) -> dict[str, HeldTensor]:
     """Return parameters, buffers, averages and moments, each with where it lies."""
     own = held(trainer.parts)
     found = dict(own)
     assert trainer.parts.ema is not None
     for name, tensor in trainer.parts.ema.state_dict()["average"].items():
-        found[f"{name}:average"] = CodecShard(tensor.numpy().copy(), own[name].shape, own[name].runs)
+        found[f"{name}:average"] = HeldTensor(tensor.numpy().copy(), own[name].region)
     for name, parameter in trainer.parts.held.named_parameters():
         for key, value in trainer.parts.optimizer.state.get(parameter, {}).items():
             if value.ndim:
-                found[f"{name}:{key}"] = CodecShard(value.numpy().copy(), own[name].shape, own[name].runs)
+                found[f"{name}:{key}"] = HeldTensor(value.numpy().copy(), own[name].region)
     return found
 
 
@@ -61,7 +61,7 @@ def _trial(model: str, layout: str) -> Trial:
     return Trial(model, layout, {**SETTINGS, **({"strategy.cuts": CUTS[model]} if "pp" in layout else {})})
 
 
-def _write_all(rank: Rank, model: str, layouts: Sequence[str], folder: Path) -> list[dict[str, CodecShard]]:
+def _write_all(rank: Rank, model: str, layouts: Sequence[str], folder: Path) -> list[dict[str, HeldTensor]]:
     """Load what one process wrote into each layout, write it from there; go on once from there, once after a save."""
     seen = []
     for layout in layouts:
@@ -78,12 +78,12 @@ def _write_all(rank: Rank, model: str, layouts: Sequence[str], folder: Path) -> 
     return seen
 
 
-def _read_all(rank: Rank, model: str, layouts: Sequence[str], folder: Path) -> list[dict[str, CodecShard]]:
+def _read_all(rank: Rank, model: str, layouts: Sequence[str], folder: Path) -> list[dict[str, HeldTensor]]:
     folders = sorted(path for path in folder.iterdir() if path.is_dir())
     return [_everything(_load(_trial(model, layout), rank, path)) for layout in layouts for path in folders]
 
 
-def _compare(expected: dict[str, np.ndarray], ranks: Sequence[Sequence[dict[str, CodecShard]]]) -> None:
+def _compare(expected: dict[str, np.ndarray], ranks: Sequence[Sequence[dict[str, HeldTensor]]]) -> None:
     for i in range(len(ranks[0])):
         whole = assemble([rank[i] for rank in ranks])
         assert whole.keys() >= expected.keys()

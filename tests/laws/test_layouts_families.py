@@ -20,7 +20,7 @@ from echelon.trainer.parts import Work, build_parts
 from echelon.trainer.state import seed_everything
 from echelon.trainer.step import Step, StepSettings
 from tests.laws.test_tensor_parallel import CASES, CLASSES, bert, example, gpt2
-from tests.ranks.layouts import TASK, CodecShard, assemble, held, make_world
+from tests.ranks.layouts import TASK, HeldTensor, assemble, held, make_world
 from tests.ranks.spawn import Rank, run_ranks
 
 STEPS = 4
@@ -37,7 +37,7 @@ ON_FOUR = ("fsdp=2,tp=2", "pp=2,tp=2,microbatches=2", "dp=2,pp=2,microbatches=2"
 INFO = DataInfo("any", tuple("abcdefgh"), 1, 8, 64, 16, (8,) * CLASSES)
 SETTINGS: Mapping[str, Any] = {"optimizer.name": "momentum", "optimizer.lr": 0.02, "data.batch_size": 4}
 
-Found = tuple[list[float], dict[str, CodecShard]]
+Found = tuple[list[float], dict[str, HeldTensor]]
 
 
 def train(rank: Rank | None, name: str, layout: str, recompute: str = "none") -> Found:

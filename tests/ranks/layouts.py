@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from echelon.config import RunConfig, build
 from echelon.config.validate import check_world
+from echelon.core.shards import Region
 from echelon.core.task import Metric
 from echelon.data.base import Batch, DataInfo, Shard
 from echelon.data.order import local_part
@@ -161,34 +162,31 @@ def make_trainer(trial: Trial, rank: Rank | None) -> Trainer:
 
 
 @dataclass(frozen=True)
-class CodecShard:
-    """What a rank holds of a parameter or buffer: its values and where they lie (see `Box`)."""
+class HeldTensor:
+    """What a rank holds of a parameter or buffer: its values and where they lie (see `Region`)."""
 
     values: np.ndarray
-    shape: tuple[int, ...]
-    runs: tuple[tuple[tuple[int, int], ...], ...]
+    region: Region
 
 
-def held(parts: RunParts) -> dict[str, CodecShard]:
+def held(parts: RunParts) -> dict[str, HeldTensor]:
     """Return what this rank holds, for another process to put together."""
-    boxes = parts.split.pieces.boxes if parts.split else {}
+    regions = parts.split.pieces.regions if parts.split else {}
     found = {}
     for name, tensor in parts.held.state_dict().items():
-        shape = boxes[name].shape if name in boxes else tuple(tensor.shape)
-        runs = boxes[name].runs if name in boxes else tuple(((0, size),) for size in shape)
-        found[name] = CodecShard(tensor.detach().clone().numpy(), shape, runs)
+        found[name] = HeldTensor(tensor.detach().clone().numpy(), regions.get(name) or Region.whole(tensor.shape))
     return found
 
 
-def assemble(ranks: Sequence[Mapping[str, CodecShard]]) -> dict[str, np.ndarray]:
+def assemble(ranks: Sequence[Mapping[str, HeldTensor]]) -> dict[str, np.ndarray]:
     """Put the whole tensors together from what all ranks hold; copies must be the same bits."""
     whole: dict[str, np.ndarray] = {}
     filled: dict[str, np.ndarray] = {}
     for rank in ranks:
         for name, piece in rank.items():
-            target = whole.setdefault(name, np.zeros(piece.shape, piece.values.dtype))
-            done = filled.setdefault(name, np.zeros(piece.shape, bool))
-            where = np.ix_(*[np.concatenate([np.arange(*run) for run in runs]) for runs in piece.runs])
+            target = whole.setdefault(name, np.zeros(piece.region.shape, piece.values.dtype))
+            done = filled.setdefault(name, np.zeros(piece.region.shape, bool))
+            where = np.ix_(*[np.concatenate([np.arange(*run) for run in runs]) for runs in piece.region.spans])
             same = target[where] == piece.values
             assert np.all(same | ~done[where]), f"{name}: ranks that hold the same piece differ"
             target[where] = piece.values

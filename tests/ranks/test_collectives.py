@@ -15,8 +15,8 @@ from echelon.collectives import all_reduce, open_route
 from echelon.collectives import registry as paths
 from echelon.collectives.reducer import Coding, make_reducer
 from echelon.collectives.registry import examples
-from echelon.collectives.rounds import Piece
 from echelon.collectives.transfer import PeerLostError
+from echelon.core.shards import FlatTensor
 from tests.ranks.spawn import Rank, Struck, fail_at, run_ranks
 
 PATHS = [spec for specs in examples().values() for spec in specs[:2]]
@@ -44,8 +44,8 @@ REPEATS = 12
 LENGTHS = [0, 1, 3, 1000, 300_001]
 
 
-def _whole(name: str, numel: int) -> list[Piece]:
-    return [Piece(name, (0, numel), (numel,))]
+def _whole(name: str, numel: int) -> list[FlatTensor]:
+    return [FlatTensor(name, (numel,), (0, numel))]
 
 
 def sum_everything(rank: Rank) -> list[str]:
@@ -113,7 +113,7 @@ def code_everything(rank: Rank, path: str, codecs: list[str]) -> dict[str, tuple
         codec = compression.build(spec)
         route = open_route(paths.build(path))
         shape = (100, 80)
-        pieces = [Piece("w", (0, numel), shape)]
+        pieces = [FlatTensor("w", shape, (0, numel))]
         reducer = make_reducer(Coding(codec, route, average=True, seed=3), pieces, "w", torch.empty(numel))
         generator = torch.Generator().manual_seed(rank.index)
         x = torch.randn(numel, generator=generator)
@@ -195,7 +195,7 @@ def overflow(rank: Rank) -> dict[str, bool]:
             x = torch.ones(4000)
             if rank.index == 1:
                 x[17] = torch.inf
-            make_reducer(coding, [Piece("w", (0, 4000), (50, 80))], "w", x).reduce_(x)
+            make_reducer(coding, [FlatTensor("w", (50, 80), (0, 4000))], "w", x).reduce_(x)
             seen[f"{spec} {path}"] = bool(torch.isfinite(x).all())
     return seen
 

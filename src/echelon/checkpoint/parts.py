@@ -11,9 +11,8 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ from torch import Tensor
 
 from echelon.checkpoint.tensors import stage
 from echelon.core.errors import UserError
+from echelon.core.shards import Region
 
-Run = tuple[int, int]
-Runs = tuple[tuple[Run, ...], ...]
 _KEY = "__parts__"
 _POLL_S = 0.02
 _NAMES = {
@@ -34,56 +32,56 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a rank holds of a tensor of `shape`: for each dim the ranges of the whole that its rows come from."""
+class ShardTensor:
+    """What a rank holds of a tensor, and where it lies in the whole one."""
 
     tensor: Tensor
-    shape: tuple[int, ...]
-    runs: Runs
+    region: Region
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor of a checkpoint that lies in parts; nothing is read before `read`."""
+class StoredTensor:
+    """A tensor of a checkpoint that lies in shards, as the checkpoint's tree describes them; nothing is read yet."""
 
     folder: Path
     shape: tuple[int, ...]
-    parts: tuple[Mapping[str, Any], ...]
+    shards: tuple[Mapping[str, Any], ...]
 
-    def read(self, runs: Runs | None = None) -> Tensor:
-        """Read the whole tensor, or what lies in some ranges of each dim.
+    def read(self, region: Region | None = None) -> Tensor:
+        """Return what lies in a region, or the whole tensor, on the CPU.
 
         Raises:
-            ValueError: the parts do not cover it.
+            ValueError: the shards do not cover it.
         """
         from safetensors import safe_open
 
-        wanted = runs if runs is not None else tuple(((0, size),) for size in self.shape)
+        wanted = region if region is not None else Region.whole(self.shape)
         result: Tensor | None = None
         filled = 0
-        for part in self.parts:
-            with safe_open(self.folder / part["file"], "pt") as file:
-                stored = file.get_slice(part["name"])
-                for source, target in _overlaps(part["runs"], wanted):
-                    piece = stored[source] if source else file.get_tensor(part["name"])
+        for shard in self.shards:
+            spans = tuple(tuple((start, stop) for start, stop in dim) for dim in shard["runs"])
+            with safe_open(self.folder / shard["file"], "pt") as file:
+                stored = file.get_slice(shard["name"])
+                for source, target in Region(self.shape, spans).blocks(wanted):
+                    block = stored[source] if source else file.get_tensor(shard["name"])
                     if result is None:
-                        result = torch.empty([_length(dim) for dim in wanted], dtype=piece.dtype)
-                    result[target] = piece
-                    filled += piece.numel()
+                        result = torch.empty(wanted.local_shape, dtype=block.dtype)
+                    result[target] = block
+                    filled += block.numel()
         if result is None or filled < result.numel():
             raise ValueError(f"parts of a tensor of shape {self.shape} are missing")
         return result
 
 
 def take_parts(state: Any, file: str) -> tuple[Any, dict[str, Tensor]]:
-    """Replace every Part in a state by where it will lie in `file`; returns the state and the tensors for the file."""
+    """Return a state with every ShardTensor replaced by where it will lie in `file`, and the tensors for the file."""
     tensors: dict[str, Tensor] = {}
 
     def replaced(value: Any, where: str) -> Any:
-        if isinstance(value, Part):
+        if isinstance(value, ShardTensor):
             tensors[where] = value.tensor
-            runs = [[list(run) for run in dim] for dim in value.runs]
-            return {_KEY: {"shape": list(value.shape), "parts": [{"file": file, "name": where, "runs": runs}]}}
+            runs = [[list(span) for span in dim] for dim in value.region.spans]
+            return {_KEY: {"shape": list(value.region.shape), "parts": [{"file": file, "name": where, "runs": runs}]}}
         if isinstance(value, Mapping):
             return {key: replaced(item, f"{where}.{key}") for key, item in value.items()}
         return value
@@ -103,17 +101,17 @@ def merge(states: list[Any]) -> Any:
 
 
 def join_parts(state: Any, folder: Path) -> Any:
-    """Replace what `take_parts` left by `Stored` tensors of a checkpoint's folder."""
+    """Replace what `take_parts` left by `StoredTensor` tensors of a checkpoint's folder."""
     if isinstance(state, Mapping):
         if _KEY in state:
-            return Stored(folder, tuple(state[_KEY]["shape"]), tuple(state[_KEY]["parts"]))
+            return StoredTensor(folder, tuple(state[_KEY]["shape"]), tuple(state[_KEY]["parts"]))
         return {key: join_parts(value, folder) for key, value in state.items()}
     return state
 
 
 def whole(state: Any) -> Any:
-    """Read every `Stored` tensor of a state in full."""
-    if isinstance(state, Stored):
+    """Read every `StoredTensor` tensor of a state in full."""
+    if isinstance(state, StoredTensor):
         return state.read()
     if isinstance(state, Mapping):
         return {key: whole(value) for key, value in state.items()}
@@ -203,30 +201,3 @@ def collect(source: Path, names: list[str], target: Path, deadline_s: float) -> 
         if missing:
             time.sleep(_POLL_S)
     source.rmdir()
-
-
-def _overlaps(stored: Any, wanted: Runs) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield slices of the stored part and of the wanted tensor that hold the same elements."""
-    by_dim = [list(_common(dim, want)) for dim, want in zip(stored, wanted, strict=True)]
-    for combination in product(*by_dim):
-        yield (
-            tuple(slice(source, source + length) for source, _, length in combination),
-            tuple(slice(target, target + length) for _, target, length in combination),
-        )
-
-
-def _common(stored: Any, wanted: tuple[Run, ...]) -> Iterator[tuple[int, int, int]]:
-    """Yield (start in the stored order, start in the wanted order, length) of the ranges that both hold."""
-    before = 0
-    for start, stop in stored:
-        at = 0
-        for low, high in wanted:
-            first, last = max(start, low), min(stop, high)
-            if first < last:
-                yield before + first - start, at + first - low, last - first
-            at += high - low
-        before += stop - start
-
-
-def _length(runs: tuple[Run, ...]) -> int:
-    return sum(stop - start for start, stop in runs)

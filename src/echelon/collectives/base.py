@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from echelon.collectives.schedule import Ring, Span, Step
+from echelon.collectives.schedule import Ring, Step
+from echelon.core.shards import Span
 
 
 @dataclass(frozen=True)

@@ -13,23 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echelon.collectives.schedule import Span
 from echelon.collectives.wire import is_small
+from echelon.core.shards import FlatTensor
 
 FIRST_CELL_NUMEL = 1 << 18
 """Elements at which the first cell is complete: few, so that the network has work early."""
 CELL_NUMEL = 1 << 20
 """Elements at which any other cell is complete. What follows in backward is left to the next one: a large parameter
 that has arrived never waits for a later one."""
-
-
-@dataclass(frozen=True)
-class Member:
-    """A parameter and its place in a cell."""
-
-    name: str
-    shape: tuple[int, ...]
-    span: Span
 
 
 @dataclass(frozen=True)
@@ -45,7 +36,7 @@ class Bucket:
     group: str
     dtype: torch.dtype
     device: torch.device
-    members: tuple[Member, ...]
+    members: tuple[FlatTensor, ...]
 
     @property
     def numel(self) -> int:
@@ -58,7 +49,7 @@ class Place:
     """Where a parameter's gradient goes."""
 
     cell: int
-    member: Member
+    member: FlatTensor
 
 
 @dataclass(frozen=True)
@@ -91,6 +82,6 @@ def lay_out(parameters: Iterable[tuple[str, Tensor]]) -> Layout:
 def _close(number: int, group: str, run: Sequence[tuple[str, Tensor]]) -> Bucket:
     members, start = [], 0
     for name, parameter in run:
-        members.append(Member(name, tuple(parameter.shape), (start, start + parameter.numel())))
+        members.append(FlatTensor(name, tuple(parameter.shape), (start, start + parameter.numel())))
         start += parameter.numel()
     return Bucket(number, group, run[0][1].dtype, run[0][1].device, tuple(members))

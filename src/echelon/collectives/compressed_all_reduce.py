@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from echelon.collectives.messages import HEADER_BYTES, Mailbox, seal, unseal
-from echelon.collectives.schedule import Span, cut
 from echelon.compression.base import Codec, Meta, NonFiniteError, State
+from echelon.core.shards import Span, cut
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from echelon.collectives.compressed_all_reduce import CodecShard
 from echelon.compression.base import State
 from echelon.compression.sparse import share_carried
 from echelon.compression.transforms import huffman
+from echelon.core.shards import overlaps
 
 StateDict = dict[str, Any]
 
@@ -44,17 +45,17 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _MemoryPart:
     """Where a parameter and a state overlap: elements of the parameter, and of the state."""
 
     parameter: str
-    of_parameter: tuple[int, int]
-    of_state: tuple[int, int]
+    of_parameter: slice
+    of_state: slice
 
     @property
     def key(self) -> str:
         """The parameter and its first element here."""
-        return f"{self.parameter}/{self.of_parameter[0]}"
+        return f"{self.parameter}/{self.of_parameter.start}"
 
 
 def entropy_coded(helds: Iterable[CodecShard]) -> dict[str, float]:
@@ -80,7 +81,7 @@ def state_dict(cell: Bucket, held: Sequence[CodecShard]) -> StateDict:
         flat |= {f"factors.{k}/{h.state.name}": v for k, v in h.state.factors.items()}
         for kind, memory in h.state.memory.items():
             for part in _parts(cell, h):
-                flat[f"{h.role}.{kind}/{part.key}"] = memory[slice(*part.of_state)]
+                flat[f"{h.role}.{kind}/{part.key}"] = memory[part.of_state]
     return flat
 
 
@@ -99,7 +100,7 @@ def load_state_dict(cell: Bucket, held: Sequence[CodecShard], saved: Mapping[str
             copies.append((factor, factor if from_one else _find(saved, f"factors.{name}/{h.state.name}", factor)))
         for kind, memory in h.state.memory.items():
             for part in _parts(cell, h):
-                own = memory[slice(*part.of_state)]
+                own = memory[part.of_state]
                 key = f"{h.role}.{kind}"
                 begins_anew = from_one and f"total.{key}/{part.parameter}" not in saved
                 copies.append((own, torch.zeros_like(own) if begins_anew else _saved_memory(saved, key, part, own, h)))
@@ -111,11 +112,11 @@ def load_state_dict(cell: Bucket, held: Sequence[CodecShard], saved: Mapping[str
             h.state.numbers[name] = h.state.numbers[name] if value is None else value
 
 
-def _saved_memory(saved: Mapping[str, Any], kind: str, part: _Part, own: Tensor, held: CodecShard) -> Tensor:
+def _saved_memory(saved: Mapping[str, Any], kind: str, part: _MemoryPart, own: Tensor, held: CodecShard) -> Tensor:
     total = saved.get(f"total.{kind}/{part.parameter}")
     if total is None:
         return _find(saved, f"{kind}/{part.key}", own)
-    return total[slice(*part.of_parameter)] / held.holders
+    return total[part.of_parameter] / held.holders
 
 
 def _find(saved: Mapping[str, Any], key: str, like: Tensor) -> Tensor:
@@ -137,8 +138,8 @@ def take_velocity(cell: Bucket, held: Sequence[CodecShard], velocity: Mapping[st
     for h in held:
         for part in _parts(cell, h):
             if h.role == "sent" and "velocity" in h.state.memory and part.parameter in velocity:
-                own = velocity[part.parameter].reshape(-1)[slice(*part.of_parameter)]
-                h.state.memory["velocity"][slice(*part.of_state)] = own / h.holders
+                own = velocity[part.parameter].reshape(-1)[part.of_parameter]
+                h.state.memory["velocity"][part.of_state] = own / h.holders
 
 
 def rescale(held: Iterable[CodecShard], factor: float) -> None:
@@ -188,12 +189,9 @@ def merge(saved: Sequence[Mapping[str, Any]], numels: Mapping[str, int]) -> Stat
     return merged
 
 
-def _parts(cell: Bucket, held: CodecShard) -> list[_Part]:
-    first, last = held.span
-    parts = []
-    for member in cell.members:
-        start, stop = max(member.span[0], first), min(member.span[1], last)
-        if start < stop:
-            offset = start - member.span[0]
-            parts.append(_Part(member.name, (offset, stop - member.span[0]), (start - first, stop - first)))
-    return parts
+def _parts(cell: Bucket, shard: CodecShard) -> list[_MemoryPart]:
+    return [
+        _MemoryPart(member.name, both.in_first, both.in_second)
+        for member in cell.members
+        for both in overlaps([member.span], [shard.span])
+    ]

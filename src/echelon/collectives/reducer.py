@@ -10,12 +10,13 @@ from torch import Tensor
 from echelon.collectives.base import Path, Tiers
 from echelon.collectives.compressed_all_reduce import CodecShard, CompressedAllReduce
 from echelon.collectives.messages import Mailbox
-from echelon.collectives.rounds import LinearAllReduce, Piece
+from echelon.collectives.rounds import LinearAllReduce
 from echelon.collectives.route import Route
 from echelon.collectives.schedule import Ring, all_gather, reduce_scatter, ring_sum
 from echelon.collectives.transfer import run_schedule
 from echelon.compression.base import Codec, State, working_dtype
 from echelon.core.errors import UserError
+from echelon.core.shards import FlatTensor
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class MomentumReducer(Reducer):
 class LinearReducer(Reducer):
     """A linear codec: its rounds are summed along the path itself."""
 
-    def __init__(self, coding: Coding, pieces: list[Piece], like: Tensor) -> None:
+    def __init__(self, coding: Coding, pieces: list[FlatTensor], like: Tensor) -> None:
         route = coding.route
         self._sum = LinearAllReduce(coding.codec, pieces, like, (route.rank, route.size), coding.seed)
         self._route, self._average = route, coding.average
@@ -134,7 +135,7 @@ class TieredReducer(Reducer):
         start, stop = self._tiers.pieces[self._tiers.inside.index]
         piece, name = like.view(-1)[start:stop], f"{name}.{self._tiers.inside.index}"
         if coding.codec.linear:
-            whole = Piece(name, (0, piece.numel()), (piece.numel(),))
+            whole = FlatTensor(name, (piece.numel(),), (0, piece.numel()))
             self._linear = LinearAllReduce(coding.codec, [whole], piece, (ring.index, len(ring.members)), coding.seed)
         else:
             self._coded = CompressedAllReduce(coding.codec, Mailbox(route.group, ring), piece, name, coding.seed)
@@ -185,7 +186,7 @@ def make_small_reducer(coding: Coding, name: str, like: Tensor) -> Reducer:
     return MomentumReducer(plain, codec, like, State(name), coding.route.size) if codec.absorbs_momentum else plain
 
 
-def make_reducer(coding: Coding, pieces: list[Piece], name: str, like: Tensor) -> Reducer:
+def make_reducer(coding: Coding, pieces: list[FlatTensor], name: str, like: Tensor) -> Reducer:
     """Build what reduces vectors like `like` (contiguous, 1-D): pieces are the parameters it is made of.
 
     Raises:
@@ -199,7 +200,7 @@ def make_reducer(coding: Coding, pieces: list[Piece], name: str, like: Tensor) -
     if tiers is not None:
         return TieredReducer(coding, tiers, like, name)
     if codec.linear:
-        return LinearReducer(coding, [Piece(name, (0, like.numel()), (like.numel(),))], like)
+        return LinearReducer(coding, [FlatTensor(name, (like.numel(),), (0, like.numel()))], like)
     return CodedReducer(coding, like, name)
 
 

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from echelon.collectives.compressed_all_reduce import CodecShard
-from echelon.collectives.schedule import Span
 from echelon.compression.base import Codec, NonFiniteError, fuse_rounds
+from echelon.core.shards import FlatTensor
 
 SumInPlace = Callable[[Tensor], int]
 """Sums a contiguous 1-D tensor over the ranks, in place, and returns the bytes sent."""
 
 
 FusedRounds = Generator[Tensor, Tensor, list[Tensor]]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of the vector that the codec sees as one tensor: a parameter, or the whole."""
-
-    name: str
-    span: Span
-    shape: tuple[int, ...]
 
 
 class LinearAllReduce:
@@ -35,7 +25,9 @@ class LinearAllReduce:
         held: the states, for snapshots and checkpoints.
     """
 
-    def __init__(self, codec: Codec, pieces: Sequence[Piece], like: Tensor, place: tuple[int, int], seed: int) -> None:
+    def __init__(
+        self, codec: Codec, pieces: Sequence[FlatTensor], like: Tensor, place: tuple[int, int], seed: int
+    ) -> None:
         """Prepare; `place` is this rank's number among those that sum, and how many these are."""
         rank, self._size = place
         self._codec = codec

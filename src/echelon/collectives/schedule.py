@@ -6,12 +6,10 @@ and one executor (`transfer.py`) runs them all.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Span = tuple[int, int]
-"""First element and the one after the last."""
+from echelon.core.shards import Span, cut
 
 
 @dataclass(frozen=True)
@@ -49,18 +47,6 @@ class Ring:
     def preceding(self) -> int:
         """The member this rank receives from."""
         return self.members[(self.index - 1) % len(self.members)]
-
-
-def cut(span: Span, parts: int) -> list[Span]:
-    """Cut a span into parts whose lengths differ by one at most; the longer ones first.
-
-    >>> cut((0, 5), 3)
-    [(0, 2), (2, 4), (4, 5)]
-    """
-    start, stop = span
-    short, longer = divmod(stop - start, parts)
-    bounds = [start + i * short + min(i, longer) for i in range(parts + 1)]
-    return list(itertools.pairwise(bounds))
 
 
 def reduce_scatter(ring: Ring, pieces: Sequence[Span], first_round: int) -> list[Step]:

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.collectives.schedule import Span, Step, cut
+from echelon.collectives.schedule import Step
 from echelon.collectives.wire import framing_bytes
+from echelon.core.shards import Span, cut
 
 SEGMENT_BYTES = (32 * 1024, 512 * 1024)
 """Least and most bytes of a message: Python's part of it stays small, its memory in the cache, and an exchange of

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import memory
-from echelon.collectives.buckets import Bucket, Layout, Member, lay_out
+from echelon.collectives.buckets import Bucket, Layout, lay_out
 from echelon.collectives.comm_thread import DdpBucket
 from echelon.collectives.compressed_all_reduce import CodecShard
 from echelon.collectives.reducer import Coding, PlainReducer, Reducer, is_finite, make_reducer, make_small_reducer
-from echelon.collectives.rounds import Piece
 from echelon.collectives.route import Route
 from echelon.collectives.wire import WireCount, is_small
+from echelon.core.shards import FlatTensor
 
 
 class PathWork:
@@ -71,9 +71,9 @@ class _Filling:
     flat: Tensor
     reducer: Reducer
     snapshot: memory.Snapshot
-    came: list[tuple[_Arrival, Tensor, Member]] = field(default_factory=list)
+    came: list[tuple[_Arrival, Tensor, FlatTensor]] = field(default_factory=list)
 
-    def view(self, member: Member) -> Tensor:
+    def view(self, member: FlatTensor) -> Tensor:
         """Return a gradient's part of the vector, in its own shape."""
         return self.flat[slice(*member.span)].view(member.shape)
 
@@ -173,7 +173,7 @@ class CellWork:
         name = f"cell{cell.number}"
         if cell.group == "small":
             return make_small_reducer(self._coding, name, flat)
-        return make_reducer(self._coding, [Piece(m.name, m.span, m.shape) for m in cell.members], name, flat)
+        return make_reducer(self._coding, list(cell.members), name, flat)
 
     def _take(self, bucket: DdpBucket) -> None:
         assert self._layout is not None

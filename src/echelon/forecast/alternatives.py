@@ -24,13 +24,14 @@ from echelon.collectives.buckets import Bucket, lay_out
 from echelon.collectives.compressed_all_reduce import CompressedAllReduce
 from echelon.collectives.messages import Mailbox
 from echelon.collectives.reducer import is_finite
-from echelon.collectives.rounds import LinearAllReduce, Piece
+from echelon.collectives.rounds import LinearAllReduce
 from echelon.collectives.schedule import Ring
 from echelon.collectives.wire import framing_bytes, ring_bytes
 from echelon.compression import Compression
 from echelon.compression import read as read_codec
 from echelon.compression.base import Codec
 from echelon.core.errors import UserError
+from echelon.core.shards import FlatTensor
 from echelon.records.kinds import Alternative, Alternatives
 from echelon.sync.registry import read as read_sync
 from echelon.trainer.loop import TrainingRun
@@ -258,8 +259,8 @@ class _Trial:
         self._flat = torch.empty_like(self._gradient)
         self._linear: LinearAllReduce | None = None
         if codec.linear:
-            pieces = [Piece(m.name, m.span, m.shape) for m in cell.members]
-            whole = [Piece("cell", (0, usable), (usable,))]
+            pieces = list(cell.members)
+            whole = [FlatTensor("cell", (usable,), (0, usable))]
             self._linear = LinearAllReduce(codec, pieces if codec.shaped else whole, self._flat, (rank, size), 0)
             held = self._linear.held
         else:

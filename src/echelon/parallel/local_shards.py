@@ -6,12 +6,10 @@ and work on a piece as on a whole.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -20,34 +18,23 @@ from torch.distributed.tensor.placement_types import Placement as TensorPlacemen
 from torch.distributed.tensor.placement_types import Shard
 
 from echelon.core.axes import Axis
+from echelon.core.shards import Region, Spans, chunk
 from echelon.parallel.base import Placement
 from echelon.parallel.zero import DividedUpdate
 from echelon.torch_compat import foreach_mul_, foreach_norm, is_persistent, local_tensor
 
-Run = tuple[int, int]
-Index = np.ndarray[Any, np.dtype[np.int64]]
-
 
 @dataclass(frozen=True)
-class Box:
-    """Where a piece lies in its whole tensor.
+class LocalShard(Region):
+    """The region of a tensor that this rank holds.
 
     Attributes:
-        shape: of the whole tensor.
-        runs: for each dim, the ranges [start, stop) of the whole tensor that the piece holds, in its own order.
-        copies: ranks of the replica that hold this same piece.
+        copies: ranks of the replica that hold this same region.
         writes: whether this rank is the one of them that writes it into a checkpoint.
     """
 
-    shape: tuple[int, ...]
-    runs: tuple[tuple[Run, ...], ...]
     copies: int = 1
     writes: bool = True
-
-
-def whole_box(tensor: Tensor, copies: int = 1, writes: bool = True) -> Box:
-    """Return the box of a tensor that is not split."""
-    return Box(tuple(tensor.shape), tuple(((0, size),) for size in tensor.shape), copies, writes)
 
 
 class LocalShards(nn.Module):
@@ -56,7 +43,7 @@ class LocalShards(nn.Module):
     An empty piece (a tensor with fewer rows than ranks) is left out. `hand_over` gives it the gradients.
 
     Attributes:
-        boxes: where each parameter and persistent buffer lies, by name.
+        regions: where each parameter and persistent buffer lies, by name.
         divided: where replicas divide the updates, which ones are this rank's.
     """
 
@@ -64,7 +51,7 @@ class LocalShards(nn.Module):
 
     def __init__(self, modules: Sequence[nn.Module], placement: Placement) -> None:
         super().__init__()
-        self.boxes: dict[str, Box] = {}
+        self.regions: dict[str, LocalShard] = {}
         self.placement = placement
         self._sources: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._no_decay = {n for m in modules for n in getattr(m, "no_weight_decay", tuple)()}
@@ -82,7 +69,7 @@ class LocalShards(nn.Module):
             if piece is not parameter:
                 self._sources.append((piece, parameter))
         if made[id(parameter)].numel():
-            self.boxes[name] = _box(parameter, self.placement)
+            self.regions[name] = _local_shard(parameter, self.placement)
             owner, leaf = self._owner(name)
             owner.register_parameter(leaf, made[id(parameter)])
 
@@ -92,7 +79,7 @@ class LocalShards(nn.Module):
             node, leaf = self._owner(prefix + name)
             node.register_buffer(leaf, local_of(buffer), persistent=persistent)
             if persistent:
-                self.boxes[prefix + name] = _box(buffer, self.placement)
+                self.regions[prefix + name] = _local_shard(buffer, self.placement)
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
         *path, leaf = name.split(".")
@@ -114,7 +101,7 @@ class LocalShards(nn.Module):
         """Take this rank's piece out of a whole tensor, where it has one of that name."""
         held = self._tensors().get(name)
         if held is not None:
-            held.copy_(cut_out(whole, self.boxes[name]) if name in self.boxes else whole)
+            held.copy_(cut_out(whole, self.regions[name]) if name in self.regions else whole)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers())}
@@ -171,7 +158,7 @@ def gradient_norm(parameters: Mapping[str, nn.Parameter], pieces: LocalShards) -
     by_copies: dict[int, list[Tensor]] = {}
     for name, parameter in parameters.items():
         if parameter.grad is not None:
-            by_copies.setdefault(pieces.boxes[name].copies, []).append(parameter.grad)
+            by_copies.setdefault(pieces.regions[name].copies, []).append(parameter.grad)
     example = next(iter(parameters.values()))
     total = torch.zeros((), dtype=torch.float64, device=example.device)
     for copies, gradients in by_copies.items():
@@ -192,10 +179,10 @@ def clip_by_norm(pieces: LocalShards, clip_norm: float) -> None:
         foreach_mul_(gradients, scale.to(gradients[0].dtype))
 
 
-def cut_out(tensor: Tensor, box: Box) -> Tensor:
-    """Return a copy of what lies in a box of a whole tensor."""
-    for dim, runs in enumerate(box.runs):
-        tensor = torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in runs], dim)
+def cut_out(tensor: Tensor, region: Region) -> Tensor:
+    """Return a copy of what lies in a region of a whole tensor."""
+    for dim, spans in enumerate(region.spans):
+        tensor = torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in spans], dim)
     return tensor.clone()
 
 
@@ -220,24 +207,22 @@ def _local_gradient(source: nn.Parameter) -> Tensor:
     return local_tensor(gradient)
 
 
-def _box(tensor: Tensor, placement: Placement) -> Box:
+def _local_shard(tensor: Tensor, placement: Placement) -> LocalShard:
     """Find where this rank's part lies: tensor parallelism splits first, sharding splits what that leaves."""
     layout, at = placement.layout, placement.coordinates
     copies = layout.fsdp * layout.tp
     first = {axis: at[axis] == 0 for axis in (Axis.FSDP, Axis.TP)}
-    indices = [np.arange(size) for size in tensor.shape]
+    spans: list[Spans] = [*Region.whole(tensor.shape).spans]
     by_axis = dict(_placements(tensor))
     for axis in (Axis.TP, Axis.FSDP):
         how = by_axis.get(axis)
         if isinstance(how, Shard) or hasattr(how, "split_factor"):
             dim = how.dim  # type: ignore[union-attr]
             parts = getattr(how, "split_factor", 1) if axis is Axis.TP else 1
-            indices[dim] = _chunk(indices[dim], parts, layout.size(axis), at[axis])
+            spans[dim] = chunk(spans[dim], parts, layout.size(axis), at[axis])
             copies //= layout.size(axis)
             first[axis] = True
-    return Box(
-        tuple(tensor.shape), tuple(_runs(each) for each in indices), copies, at[Axis.DP] == 0 and all(first.values())
-    )
+    return LocalShard(tuple(tensor.shape), tuple(spans), copies, at[Axis.DP] == 0 and all(first.values()))
 
 
 def _placements(tensor: Tensor) -> Iterator[tuple[Axis, TensorPlacement]]:
@@ -245,22 +230,3 @@ def _placements(tensor: Tensor) -> Iterator[tuple[Axis, TensorPlacement]]:
         names = tensor.device_mesh.mesh_dim_names or ()
         for name, how in zip(names, tensor.placements, strict=True):
             yield Axis(name), how
-
-
-def _chunk(index: Index, parts: int, count: int, at: int) -> Index:
-    """Cut each of `parts` equal parts in `count` chunks, as `torch.chunk` does, and take chunk `at` of each."""
-    taken = []
-    for part in np.split(index, parts):
-        size = math.ceil(len(part) / count)
-        taken.append(part[at * size : (at + 1) * size])
-    return np.concatenate(taken)
-
-
-def _runs(index: Index) -> tuple[Run, ...]:
-    """Write ascending numbers as ranges without gaps."""
-    if not len(index):
-        return ((0, 0),)
-    breaks = np.flatnonzero(np.diff(index) != 1).tolist()
-    starts = [0, *(b + 1 for b in breaks)]
-    stops = [*(b + 1 for b in breaks), len(index)]
-    return tuple((int(index[a]), int(index[b - 1]) + 1) for a, b in zip(starts, stops, strict=True))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
 
 from echelon.core.errors import UserError
+from echelon.core.shards import overlaps
 from echelon.ps.table import Cut, KeyRange, KeyTable, ParameterInfo, cut_table
 
 _NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -32,7 +35,7 @@ def model_table(model: nn.Module, cut: Cut) -> KeyTable:
 
 
 @dataclass
-class Span:
+class KeySpan:
     """Which elements of a parameter are which elements of a key."""
 
     key: KeyRange
@@ -41,21 +44,13 @@ class Span:
     in_parameter: slice
 
 
-def spans_of(parameters: list[nn.Parameter], table: KeyTable) -> list[Span]:
+def spans_of(parameters: list[nn.Parameter], table: KeyTable) -> list[KeySpan]:
     """Match the parameters, behind each other, with the keys' ranges."""
-    spans = []
-    keys = iter(table.keys)
-    key = next(keys)
-    start = 0
-    for index, parameter in enumerate(parameters):
-        stop = start + parameter.numel()
-        at = start
-        while at < stop:
-            while at >= key.stop:
-                key = next(keys)
-            end = min(stop, key.stop)
-            in_key = slice(at - key.start, end - key.start)
-            spans.append(Span(key, index, in_key, slice(at - start, end - start)))
-            at = end
-        start = stop
-    return spans
+    bounds = [0, *accumulate(parameter.numel() for parameter in parameters)]
+    starts = [key.start for key in table.keys]
+    return [
+        KeySpan(key, index, both.in_second, both.in_first)
+        for index, span in enumerate(pairwise(bounds))
+        for key in table.keys[bisect_right(starts, span[0]) - 1 : bisect_left(starts, span[1])]
+        for both in overlaps([span], [(key.start, key.stop)])
+    ]

@@ -18,7 +18,7 @@ from echelon.compression.sparse import share_carried
 from echelon.compression.transforms import entropy_coded
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.ps.client import Client, PushInfo
-from echelon.ps.spans import Span, spans_of
+from echelon.ps.spans import KeySpan, spans_of
 from echelon.ps.table import KeyRange, KeyTable
 from echelon.sync.ps import ServerSettings
 
@@ -59,8 +59,8 @@ class ParameterServer:
         self._clip, self._clock = options.clip_norm, options.clock
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._spans = spans_of(self._parameters, table)
-        self._by_parameter: list[list[Span]] = [[] for _ in self._parameters]
-        self._by_key: dict[int, list[Span]] = {}
+        self._by_parameter: list[list[KeySpan]] = [[] for _ in self._parameters]
+        self._by_key: dict[int, list[KeySpan]] = {}
         for span in self._spans:
             self._by_parameter[span.parameter].append(span)
             self._by_key.setdefault(span.key.index, []).append(span)
@@ -274,7 +274,7 @@ class ParameterServer:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _set(parameter: nn.Parameter, values: Iterable[tuple[Span, Tensor]]) -> None:
+def _set(parameter: nn.Parameter, values: Iterable[tuple[KeySpan, Tensor]]) -> None:
     """Write keys' values into a parameter; as a whole where its memory has another order, such as channels_last."""
     own = parameter.detach()
     flat = own.view(-1) if own.is_contiguous() else torch.empty(own.numel(), dtype=own.dtype, device=own.device)

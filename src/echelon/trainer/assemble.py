@@ -210,8 +210,8 @@ def _parameter_count(parts: RunParts, world: World) -> int:
     """Return the trainable numbers of the whole model; all ranks call it together."""
     if parts.split is None:
         return parameter_count(parts.model)
-    boxes = parts.split.pieces.boxes
-    own = {name: boxes[name].shape for name, p in parts.held.named_parameters() if p.requires_grad}
+    regions = parts.split.pieces.regions
+    own = {name: regions[name].shape for name, p in parts.held.named_parameters() if p.requires_grad}
     group = world.placement.group(Axis.PP) if world.placement else None
     count = torch.tensor([sum(math.prod(shape) for shape in own.values())], device=world.device)
     if group is not None:

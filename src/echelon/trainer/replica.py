@@ -54,11 +54,11 @@ class Replica:
         self.split, self.whole, self.words = split, whole, CommandChannel(group, timeout_s)
         self._fsdp = placement.group(Axis.FSDP)
         self._parameters = {n: p for n, p in split.pieces.named_parameters() if p.requires_grad}
-        boxes = split.pieces.boxes
-        self._buffers = {n: b for n, b in split.pieces.named_buffers() if n in boxes}
+        regions = split.pieces.regions
+        self._buffers = {n: b for n, b in split.pieces.named_buffers() if n in regions}
         dtype = next((p.dtype for p in self._parameters.values()), torch.float32)
-        self._of_parameters = ShardGather({n: boxes[n] for n in self._parameters}, dtype, group)
-        self._of_buffers = ShardGather({n: boxes[n] for n in self._buffers}, torch.float64, group)
+        self._of_parameters = ShardGather({n: regions[n] for n in self._parameters}, dtype, group)
+        self._of_buffers = ShardGather({n: regions[n] for n in self._buffers}, torch.float64, group)
         self._has_buffers = _agreed(bool(self._buffers), group)
         if whole is not None:
             self._check(whole)

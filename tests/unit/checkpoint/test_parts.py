@@ -10,9 +10,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from echelon.checkpoint.parts import Part, Stored, collect, join_parts, merge, take_parts, whole, write_file
+from echelon.checkpoint.parts import (
+    ShardTensor,
+    StoredTensor,
+    collect,
+    join_parts,
+    merge,
+    take_parts,
+    whole,
+    write_file,
+)
 from echelon.core.errors import UserError
-from echelon.parallel.local_shards import Box, cut_out
+from echelon.core.shards import Region
+from echelon.parallel.local_shards import cut_out
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -37,29 +47,29 @@ def test_any_division_reads_what_any_other_wrote(
     states = []
     for rank, rows in enumerate(_division(12, parts, ranks)):
         for half, run in enumerate(across):
-            box = Box((12, 5), (rows, (run,)))
+            region = Region((12, 5), (rows, (run,)))
             name = f"part-{rank}-{half}"
-            state, tensors = take_parts({"a": {"w": Part(cut_out(tensor, box), box.shape, box.runs)}, "n": 1}, name)
+            state, tensors = take_parts({"a": {"w": ShardTensor(cut_out(tensor, region), region)}, "n": 1}, name)
             write_file(tmp_path / name, tensors)
             states.append(state)
     joined = join_parts(merge(states), tmp_path)
     assert joined["n"] == 1 and torch.equal(whole(joined)["a"]["w"], tensor)
     stored = joined["a"]["w"]
-    assert isinstance(stored, Stored)
+    assert isinstance(stored, StoredTensor)
     for rows in _division(12, other_parts, other_ranks):
         if not any(start < stop for start, stop in rows):
             continue  # an empty piece is nobody's
-        box = Box((12, 5), (rows, ((1, 4),)))
-        assert torch.equal(stored.read(box.runs), cut_out(tensor, box))
+        region = Region((12, 5), (rows, ((1, 4),)))
+        assert torch.equal(stored.read(region), cut_out(tensor, region))
 
 
 def test_a_missing_part_is_an_error_and_files_are_plain_safetensors(tmp_path: Path) -> None:
     tensor = torch.ones(4, 2, dtype=torch.bfloat16)
-    state, tensors = take_parts({"w": Part(tensor[:2], (4, 2), (((0, 2),), ((0, 2),)))}, "part")
+    state, tensors = take_parts({"w": ShardTensor(tensor[:2], Region((4, 2), (((0, 2),), ((0, 2),))))}, "part")
     write_file(tmp_path / "part", tensors)
     assert torch.equal(load_file(tmp_path / "part")["state.w"], tensor[:2])
     stored = join_parts(state, tmp_path)["w"]
-    assert torch.equal(stored.read((((0, 2),), ((0, 2),))), tensor[:2])
+    assert torch.equal(stored.read(Region((4, 2), (((0, 2),), ((0, 2),)))), tensor[:2])
     with pytest.raises(ValueError, match="missing"):
         stored.read()
 

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from echelon.collectives import build, names
 from echelon.collectives.registry import examples
-from echelon.collectives.schedule import cut, sent_numel
+from echelon.collectives.schedule import sent_numel
 from echelon.collectives.transfer import Plan, make_plan
 from echelon.core.errors import UserError
+from echelon.core.shards import cut
 
 SCHEDULED = [spec for specs in examples().values() for spec in specs[:2] if not build(spec).by_backend]
 """Paths with a schedule of their own: the first two examples of each."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from echelon.collectives.base import Path
-from echelon.collectives.schedule import Span, Step
+from echelon.collectives.schedule import Step
+from echelon.core.shards import Span
 
 
 @dataclass(frozen=True)

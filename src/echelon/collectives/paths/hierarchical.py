@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from echelon.collectives.base import Path, Tiers
-from echelon.collectives.schedule import Ring, Step, all_gather, cut, reduce_scatter, ring_sum
+from echelon.collectives.schedule import Ring, Step, all_gather, reduce_scatter, ring_sum
+from echelon.core.shards import cut
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from echelon.collectives import memory
 from echelon.collectives.buckets import Bucket, lay_out
 from echelon.collectives.compressed_all_reduce import CodecShard
 from echelon.collectives.reducer import Coding, PlainReducer, Reducer, is_finite, make_reducer
-from echelon.collectives.rounds import Piece
 from echelon.collectives.route import Route
 from echelon.collectives.wire import WireCount
 from echelon.compression.base import Codec
@@ -55,8 +54,7 @@ class Exchange:
         if self._link.codec is None:
             return PlainReducer(self._link.route, average=False)
         coding = Coding(self._link.codec, self._link.route, average=False, seed=self._link.seed)
-        pieces = [Piece(m.name, m.span, m.shape) for m in cell.members]
-        return make_reducer(coding, pieces, f"{label}.{cell.number}", _vector(cell))
+        return make_reducer(coding, list(cell.members), f"{label}.{cell.number}", _vector(cell))
 
     def mean(self, values: Sequence[Value], deltas: Mapping[str, Tensor], samples: int) -> dict[str, Tensor] | None:
         """Return the mean of each delta, the same bits on every rank; None when no replica has seen a sample.
