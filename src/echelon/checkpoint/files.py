@@ -35,7 +35,7 @@ class DamagedError(Exception):
 
 
 @dataclass(frozen=True, order=True)
-class Entry:
+class CheckpointEntry:
     """One checkpoint in a folder. `revision` counts saves of the same step; entries sort from old to new."""
 
     step: int
@@ -52,18 +52,18 @@ class Manifest:
     n_bytes: int
 
 
-def entries(folder: Path) -> list[Entry]:
+def entries(folder: Path) -> list[CheckpointEntry]:
     """List the checkpoints in `folder` from old to new, by name alone; none when it does not exist."""
     if not folder.is_dir():
         return []
     found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
-    return sorted(Entry(int(match[1]), int(match[2] or 1), path) for match, path in found if match)
+    return sorted(CheckpointEntry(int(match[1]), int(match[2] or 1), path) for match, path in found if match)
 
 
-def free_entry(folder: Path, step: int) -> Entry:
+def free_entry(folder: Path, step: int) -> CheckpointEntry:
     """Return the entry under which `step` can be saved beside what is there already."""
     revision = max((entry.revision for entry in entries(folder) if entry.step == step), default=0) + 1
-    return Entry(step, revision, folder / (f"step-{step:08d}" + (f".{revision}" if revision > 1 else "")))
+    return CheckpointEntry(step, revision, folder / (f"step-{step:08d}" + (f".{revision}" if revision > 1 else "")))
 
 
 def temporary(target: Path) -> Path:
@@ -143,7 +143,7 @@ def write_durable(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def verify(entry: Entry) -> Manifest:
+def verify(entry: CheckpointEntry) -> Manifest:
     """Compare every byte of a checkpoint with its checksums. Raises DamagedError, or OSError on a failing disk."""
     manifest, files = _read_manifest(entry)
     present = {path.name for path in entry.path.iterdir()} - {MANIFEST, MANIFEST_SUM}
@@ -160,12 +160,12 @@ def verify(entry: Entry) -> Manifest:
     return manifest
 
 
-def read_manifest(entry: Entry) -> Manifest:
+def read_manifest(entry: CheckpointEntry) -> Manifest:
     """Read a checkpoint's manifest alone, verified by its own checksum. Raises DamagedError, OSError."""
     return _read_manifest(entry)[0]
 
 
-def _read_manifest(entry: Entry) -> tuple[Manifest, dict[str, Any]]:
+def _read_manifest(entry: CheckpointEntry) -> tuple[Manifest, dict[str, Any]]:
     try:
         if (entry.path / MANIFEST_SUM).read_bytes() != _sum_line(entry.path / MANIFEST):
             raise DamagedError(f"the checksum of {MANIFEST} does not match {MANIFEST_SUM}")

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from echelon.checkpoint import files
-from echelon.checkpoint.files import DamagedError, Entry, Manifest
+from echelon.checkpoint.files import CheckpointEntry, DamagedError, Manifest
 from echelon.checkpoint.parts import collect, join_parts
 from echelon.checkpoint.tensors import read_tensors, stage, write_tensors
 from echelon.checkpoint.tree import State, flatten, slots, unflatten
@@ -199,7 +199,7 @@ class CheckpointStore:
         except DamagedError as error:
             raise UserError(f"the checkpoint {path} is damaged: {error}; use the one before it") from error
 
-    def _first_whole(self, candidates: list[Entry], rank: int | None) -> tuple[int, State] | None:
+    def _first_whole(self, candidates: list[CheckpointEntry], rank: int | None) -> tuple[int, State] | None:
         for entry in candidates:
             try:
                 return entry.step, _read(entry, rank)
@@ -212,7 +212,7 @@ class CheckpointStore:
             )
         return None
 
-    def _reject(self, entry: Entry, reason: str) -> None:
+    def _reject(self, entry: CheckpointEntry, reason: str) -> None:
         if self._on_rejected is not None:
             self._on_rejected(entry.path, reason)
         else:
@@ -249,7 +249,7 @@ class CheckpointStore:
         blocked_s = job.blocked_s if background else total_s
         return Saved(job.step, target.path, job.metric, manifest.n_bytes, blocked_s, total_s, job.reason)
 
-    def _prune(self, new: Entry, manifest: Manifest) -> None:
+    def _prune(self, new: CheckpointEntry, manifest: Manifest) -> None:
         """Remove what is neither among the newest nor the best, and what the new checkpoint replaces."""
         older = [entry for entry in files.entries(self.folder) if entry.step < new.step]
         scored = [(metric, entry) for entry in older if (metric := _metric(entry)) is not None]
@@ -261,7 +261,7 @@ class CheckpointStore:
                 files.remove(entry.path)
 
 
-def _read(entry: Entry, rank: int | None) -> State:
+def _read(entry: CheckpointEntry, rank: int | None) -> State:
     try:
         files.verify(entry)
         tree = json.loads((entry.path / _TREE).read_bytes())
@@ -286,7 +286,7 @@ def _only_rank(tree: dict[str, Any], rank: int) -> dict[str, Any]:
     return {"dict": [[key, narrowed(key, value)] for key, value in tree["dict"]]}
 
 
-def _metric(entry: Entry) -> float | None:
+def _metric(entry: CheckpointEntry) -> float | None:
     try:
         return files.read_manifest(entry).metric
     except (DamagedError, FileNotFoundError):

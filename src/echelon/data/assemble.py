@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from echelon.core.errors import UserError
 from echelon.data.augment import FLIP_CROP_DRAWS, IMAGENET_DRAWS, flip_crop, random_resized_crop, resize_and_crop
-from echelon.data.base import CLASS_NUMBER, BadImage
+from echelon.data.base import CLASS_NUMBER, BadSample
 from echelon.data.decode import CannotDecode
 from echelon.data.images import ImageArray, Images, TensorArray, TensorItems, random_state_kept
 from echelon.data.order import Indices, item_seeds, uniforms
@@ -68,7 +68,7 @@ class ImageRows:
         self.kept = self._kept is not None  # in memory, at least from the second epoch on
         self.in_memory = self.kept and isinstance(images, ImageArray)
 
-    def fill(self, epoch: int, indices: Indices, inputs: NDArray[Any], targets: NDArray[np.int64]) -> list[BadImage]:
+    def fill(self, epoch: int, indices: Indices, inputs: NDArray[Any], targets: NDArray[np.int64]) -> list[BadSample]:
         """Write the samples of `indices` to `inputs` `(N, C, S, S)` and `targets` `(N,)`; returns those that are bad.
 
         Raises:
@@ -76,7 +76,7 @@ class ImageRows:
         """
         targets[:] = self.labels[indices]
         pixels = np.empty(inputs.shape, dtype=np.uint8) if self._recipe.mean else inputs
-        bad: list[BadImage] = []
+        bad: list[BadSample] = []
         if self._recipe.augment == "imagenet":
             draws = uniforms(self._recipe.seed, epoch, indices, IMAGENET_DRAWS)
             self._decode(indices, pixels, bad, draws)
@@ -89,7 +89,7 @@ class ImageRows:
             normalise(torch.from_numpy(pixels), self._mean, self._std, torch.from_numpy(inputs))
         return bad
 
-    def _plain(self, indices: Indices, pixels: NDArray[np.uint8], bad: list[BadImage]) -> None:
+    def _plain(self, indices: Indices, pixels: NDArray[np.uint8], bad: list[BadSample]) -> None:
         """Write the images before augmentation, from memory where they are there."""
         if self._kept is None or self._known is None:
             self._decode(indices, pixels, bad, None)
@@ -97,20 +97,20 @@ class ImageRows:
         missing = np.flatnonzero(self._known[indices] == 0)
         if len(missing):
             fresh = np.empty((len(missing), *self._shape), dtype=np.uint8)
-            found: list[BadImage] = []
+            found: list[BadSample] = []
             self._decode(indices[missing], fresh, found, None)
             good = np.ones(len(missing), dtype=bool)
             good[[each.position for each in found]] = False
             self._kept[indices[missing[good]]] = fresh[good]
             self._known[indices[missing[good]]] = 1
-            bad += [BadImage(int(missing[b.position]), b.path, b.reason) for b in found]
+            bad += [BadSample(int(missing[b.position]), b.path, b.reason) for b in found]
         pixels[:] = self._kept[indices]
 
     def _decode(
         self,
         indices: Indices,
         pixels: NDArray[np.uint8],
-        bad: list[BadImage],
+        bad: list[BadSample],
         draws: NDArray[np.float64] | None,
     ) -> None:
         side, shorter = self._recipe.side, self._recipe.shorter
@@ -128,7 +128,7 @@ class ImageRows:
                     raise UserError(
                         f"{path}: cannot be decoded ({error}): replace or remove it, or use --on-bad-image skip"
                     ) from error
-                bad.append(BadImage(row, path, str(error)))
+                bad.append(BadSample(row, path, str(error)))
                 rows[row] = 0
 
     def _make_cache(self) -> tuple[NDArray[np.uint8] | None, NDArray[np.uint8] | None]:
@@ -154,7 +154,7 @@ class ArrayRows:
         self._values = array.values
         self.specs: tuple[Nest, Nest] = nest.map_leaves(array_spec, (array.values, array.targets))
 
-    def fill(self, epoch: int, indices: Indices, inputs: Nest, targets: Nest) -> list[BadImage]:
+    def fill(self, epoch: int, indices: Indices, inputs: Nest, targets: Nest) -> list[BadSample]:
         """Copy the inputs and targets of `indices`, N of each."""
 
         def copy(source: NDArray[Any], out: NDArray[Any]) -> None:
@@ -178,7 +178,7 @@ class ItemRows:
         known = wanted if self.targets is None else self.targets
         self.specs: tuple[Nest, Nest] = nest.map_leaves(array_spec, (given, known))
 
-    def fill(self, epoch: int, indices: Indices, inputs: Nest, targets: Nest) -> list[BadImage]:
+    def fill(self, epoch: int, indices: Indices, inputs: Nest, targets: Nest) -> list[BadSample]:
         """Write the items of `indices` to `inputs` and `targets`, `(N, ...)` each.
 
         Raises:

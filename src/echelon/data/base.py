@@ -11,7 +11,7 @@ from echelon.tasks.nest import Nest, TensorSpec
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-__all__ = ["BadImage", "Batch", "DataInfo", "Shard", "Source"]
+__all__ = ["BadSample", "Batch", "DataInfo", "Shard", "Source"]
 
 
 CLASS_NUMBER = TensorSpec((), "int64")
@@ -78,7 +78,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class BadImage:
+class BadSample:
     """An image that could not be decoded: where it stands in its part of the batch, its file, and why."""
 
     position: int

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from echelon.data.assemble import Rows
-from echelon.data.base import BadImage, Batch, DataInfo
+from echelon.data.base import BadSample, Batch, DataInfo
 from echelon.data.device import CudaFeed, Staged
 from echelon.data.order import Indices
 from echelon.data.pool import Pool
@@ -25,7 +25,7 @@ Units = Callable[[Nest], int]
 
 
 @dataclass(frozen=True)
-class Job:
+class BatchJob:
     """A batch to make: its number in the epoch, this rank's indices, and those of all ranks.
 
     `everyone` is None where the indices of all ranks are not known, or nobody asks for the units of the whole batch.
@@ -40,7 +40,7 @@ class Job:
 @dataclass
 class _OnDevice:
     staged: Staged
-    bad: list[BadImage]
+    bad: list[BadSample]
     size: int
 
 
@@ -63,7 +63,7 @@ class Feed:
         self.bad_images: list[tuple[str, str]] = []
         self._bad_paths: set[str] = set()
 
-    def run(self, epoch: int, jobs: Sequence[Job]) -> Iterator[Batch]:
+    def run(self, epoch: int, jobs: Sequence[BatchJob]) -> Iterator[Batch]:
         """Give the batches of `jobs` in order; may be left before its end."""
         if self._device.type == "cuda" and self._cuda is None:
             self._cuda = CudaFeed(self._device, self._info, self.pool.slots if self.pool else None)
@@ -99,7 +99,7 @@ class Feed:
         if self.pool is not None:
             self.pool.close()
 
-    def _ask(self, pool: Pool, epoch: int, jobs: Sequence[Job], asked: int) -> int:
+    def _ask(self, pool: Pool, epoch: int, jobs: Sequence[BatchJob], asked: int) -> int:
         while asked < len(jobs):
             if not len(jobs[asked].indices):
                 asked += 1
@@ -114,7 +114,7 @@ class Feed:
             asked += 1
         return asked
 
-    def _from_slot(self, pool: Pool, job: Job) -> Pair:
+    def _from_slot(self, pool: Pool, job: BatchJob) -> Pair:
         slot, size, bad = pool.take(job.number)
         pair = nest.map_leaves(lambda each: torch.from_numpy(each[:size]), pool.slots[slot])
         # copied, so that a batch stays what it is for as long as its user keeps it
@@ -122,13 +122,13 @@ class Feed:
         pool.release(slot)
         return tensors
 
-    def _stage(self, pool: Pool, cuda: CudaFeed, job: Job) -> _OnDevice:
+    def _stage(self, pool: Pool, cuda: CudaFeed, job: BatchJob) -> _OnDevice:
         slot, size, bad = pool.take(job.number)
         staged = cuda.stage(*nest.take(pool.slots[slot], slice(size)))
         self._copying.append((slot, staged.done))
         return _OnDevice(staged, bad, size)
 
-    def _made_here(self, epoch: int, job: Job) -> Pair:
+    def _made_here(self, epoch: int, job: BatchJob) -> Pair:
         size = len(job.indices)
         inputs, targets = self._empty(size)
         bad = self._rows.fill(epoch, job.indices, inputs, targets) if size else []
@@ -154,7 +154,7 @@ class Feed:
         pair: Pair = nest.map_leaves(lambda spec: np.empty((size, *spec.shape), spec.dtype), self._rows.specs)
         return pair
 
-    def _without_bad(self, inputs: Nest, targets: Nest, bad: Sequence[BadImage], size: int) -> Pair:
+    def _without_bad(self, inputs: Nest, targets: Nest, bad: Sequence[BadSample], size: int) -> Pair:
         if not bad:
             return inputs, targets
         for each in bad:
@@ -174,10 +174,10 @@ class Feed:
             copied.synchronize()
             self.pool.release(slot)
 
-    def _batch(self, job: Job, inputs: Nest, targets: Nest) -> Batch:
+    def _batch(self, job: BatchJob, inputs: Nest, targets: Nest) -> Batch:
         return Batch(inputs, targets, job.global_size, job.number, self._global_units(job))
 
-    def _global_units(self, job: Job) -> int | None:
+    def _global_units(self, job: BatchJob) -> int | None:
         if self._units is None or job.everyone is None or self._rows.targets is None:
             return None
         return self._units(nest.map_leaves(torch.from_numpy, nest.take(self._rows.targets, job.everyone)))

@@ -14,7 +14,7 @@ import numpy as np
 
 from echelon.core.errors import UserError
 from echelon.data.base import Batch, DataInfo, Shard, Source
-from echelon.data.feed import Feed, Job, Units
+from echelon.data.feed import BatchJob, Feed, Units
 from echelon.data.order import Indices, global_batches, local_part
 from echelon.data.recipe import LoaderConfig, make_rows
 from echelon.tasks.nest import Nest
@@ -57,7 +57,7 @@ class TrainLoader:
             LoaderFailed: a loader process died, raised, or gave nothing in time.
         """
         batches = global_batches(self._n, self._config.data.batch_size, self._config.seed, epoch)
-        jobs = [Job(i, local_part(batch, self._shard), len(batch), batch) for i, batch in enumerate(batches)]
+        jobs = [BatchJob(i, local_part(batch, self._shard), len(batch), batch) for i, batch in enumerate(batches)]
         return self._feed.run(epoch, jobs[start_batch:])
 
     def part(self, epoch: int, batch: int, shard: Shard) -> Batch:
@@ -65,7 +65,7 @@ class TrainLoader:
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = epoch, global_batches(self._n, self._config.data.batch_size, self._config.seed, epoch)
         indices = self._epoch[1][batch]
-        (made,) = self._feed.run(epoch, [Job(batch, local_part(indices, shard), len(indices), indices)])
+        (made,) = self._feed.run(epoch, [BatchJob(batch, local_part(indices, shard), len(indices), indices)])
         return made
 
     @property
@@ -111,7 +111,7 @@ class EvalLoader:
         size = data.eval_batch_size or -(-data.batch_size // shard.world_size)
         indices = local_part(np.arange(source.info.eval_size), shard)
         parts = [indices[start : start + size] for start in range(0, len(indices), size)]
-        self._jobs = [Job(i, part, len(part)) for i, part in enumerate(parts)]
+        self._jobs = [BatchJob(i, part, len(part)) for i, part in enumerate(parts)]
         rows = make_rows(source.evaluation, source.info, config, training=False)
         self._feed = Feed(rows, source.info, config, min(size, len(indices)))
 

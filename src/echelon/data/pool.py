@@ -18,7 +18,7 @@ import numpy as np
 
 from echelon.core.errors import UserError
 from echelon.data.assemble import Rows
-from echelon.data.base import BadImage
+from echelon.data.base import BadSample
 from echelon.data.order import Indices
 from echelon.data.process import start_process
 from echelon.data.slots import Slots
@@ -36,7 +36,7 @@ class _Job:
     slot: int
     size: int
     parts: int
-    bad: list[BadImage] = field(default_factory=list)
+    bad: list[BadSample] = field(default_factory=list)
     refused: str = ""
     error: str = ""
 
@@ -98,7 +98,7 @@ class Pool:
         self._receive(0.0)
         return batch in self._jobs and self._jobs[batch].parts == 0
 
-    def take(self, batch: int) -> tuple[int, int, list[BadImage]]:
+    def take(self, batch: int) -> tuple[int, int, list[BadSample]]:
         """Wait for a batch; returns its slot, which the caller gives back with `release`, its size and bad images.
 
         Raises:
@@ -163,7 +163,7 @@ class Pool:
         stale = self._stale.get(slot)
         job = stale or next(each for each in self._jobs.values() if each.slot == slot)
         job.parts -= 1
-        job.bad += [BadImage(**each) for each in reply.get("bad", [])]
+        job.bad += [BadSample(**each) for each in reply.get("bad", [])]
         job.refused = job.refused or reply.get("refused", "")
         job.error = job.error or reply.get("error", "")
         if stale and not stale.parts:

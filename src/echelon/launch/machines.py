@@ -29,9 +29,9 @@ from echelon.launch.rounds import (
     Ready,
     Rendezvous,
     Round,
+    RoundSettings,
     Running,
     State,
-    Terms,
 )
 from echelon.messages.endpoint import Channel, Sender
 from echelon.messages.framing import Message, vocabulary
@@ -125,7 +125,7 @@ class FirstMachine:
     Other machines ask by the meeting's thread (`answer`), the supervisor by its own (`order`).
     """
 
-    def __init__(self, arrival: Arrival, terms: Terms, address: str) -> None:
+    def __init__(self, arrival: Arrival, terms: RoundSettings, address: str) -> None:
         """Open rounds whose stores listen on an address of this machine."""
         self._arrival, self._stores = arrival, StoreHost(address)
         self._rendezvous = Rendezvous(terms, time.monotonic(), self._stores.open)
@@ -174,7 +174,7 @@ class FirstMachine:
 class OtherMachine:
     """Asks the first machine, by messages that a thread sends again and again: they are its signs of life as well."""
 
-    def __init__(self, rendezvous: str, folder: Path, arrival: Arrival, terms: Terms) -> None:
+    def __init__(self, rendezvous: str, folder: Path, arrival: Arrival, terms: RoundSettings) -> None:
         """Take HOST:PORT of the first machine, and where the run's secret lies, which may come later than this."""
         self._rendezvous, self._folder, self._arrival, self._terms = rendezvous, folder, arrival, terms
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)

@@ -141,7 +141,7 @@ class OwnRounds:
 
 
 @dataclass(frozen=True)
-class Terms:
+class RoundSettings:
     """What a run asks of its machines.
 
     Attributes:
@@ -170,7 +170,7 @@ class _Machine:
 class Rendezvous:
     """Which machines are there, and their rounds. `handle(machine, state, now)` is the whole interface."""
 
-    def __init__(self, terms: Terms, now: float, open_store: Callable[[], tuple[str, int]]) -> None:
+    def __init__(self, terms: RoundSettings, now: float, open_store: Callable[[], tuple[str, int]]) -> None:
         """Take the time, in seconds of any clock, and what opens a store for a round: it returns host and port."""
         self._terms, self._open_store = terms, open_store
         self._restarts = Restarts(terms.max_restarts)

@@ -17,7 +17,7 @@ from echelon.coordinator.addresses import ADDRESS_FILE, ROLES_FOLDER, SchedulerL
 from echelon.launch.link import ShapedNetwork, parse_link
 from echelon.launch.places.base import Job
 from echelon.launch.plan import LaunchPlan
-from echelon.launch.rounds import Rounds, Terms
+from echelon.launch.rounds import Rounds, RoundSettings
 from echelon.ps.worker_rank import worker_name
 from echelon.records.file import Recorder
 from echelon.records.kinds import LinkTraffic
@@ -66,7 +66,7 @@ def this_machine(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Recorde
 def _ranks(plan: LaunchPlan) -> Iterator[Machine]:
     from echelon.launch.machines import FirstMachine
 
-    first = FirstMachine(_arrival(plan, {}), Terms(max_restarts=plan.max_restarts), "127.0.0.1")
+    first = FirstMachine(_arrival(plan, {}), RoundSettings(max_restarts=plan.max_restarts), "127.0.0.1")
     try:
         yield Machine(ranks_job(plan), first)
     finally:
@@ -78,7 +78,7 @@ def _ranks_on_links(plan: LaunchPlan, record: Recorder) -> Iterator[Machine]:
     from echelon.launch.machines import FirstMachine
 
     with ShapedNetwork(plan.workers, parse_link(plan.link)) as network:
-        first = FirstMachine(_arrival(plan, {}), Terms(max_restarts=plan.max_restarts), network.host_address)
+        first = FirstMachine(_arrival(plan, {}), RoundSettings(max_restarts=plan.max_restarts), network.host_address)
         try:
             yield Machine(ranks_job(plan, network.hosts), first)
         finally:
@@ -95,7 +95,7 @@ def _ranks_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Ite
 
     own, folder = own_address(plan.rendezvous), path / SECRET_FOLDER
     arrival = _arrival(plan, common_settings(run.described), own)
-    terms = Terms(plan.nodes.least, plan.nodes.most, plan.max_restarts, ARRIVAL_S, run.timeout_s)
+    terms = RoundSettings(plan.nodes.least, plan.nodes.most, plan.max_restarts, ARRIVAL_S, run.timeout_s)
     job = ranks_job(plan, interface=interface_of(own))
     machine: FirstMachine | OtherMachine
     meeting: AbstractContextManager[object] = nullcontext()

@@ -62,7 +62,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Group:
+class ComparisonGroup:
     """Comparisons of all candidates under the same terms.
 
     Attributes:
@@ -115,7 +115,7 @@ def metric_of(runs: Sequence[RunRow]) -> PrimaryMetric:
     return next((r.primary for r in runs if r.status == COMPLETED), PrimaryMetric())
 
 
-def compare(study: Study, runs: Sequence[RunRow]) -> list[Group]:
+def compare(study: Study, runs: Sequence[RunRow]) -> list[ComparisonGroup]:
     """Compare every candidate with the baseline, under each of the terms. `runs` have their targets."""
     groups = []
     for terms in study.terms:
@@ -129,7 +129,7 @@ def compare(study: Study, runs: Sequence[RunRow]) -> list[Group]:
         same_speed = max([SAME_SPEED, *(_chance(c) for c in compared if c.candidate in again)])
         judged = (_judged(study, c, again, same_speed) for c in compared)
         named = (replace(c, terms=terms.label, planned=len(by_candidate[c.candidate])) for c in judged)
-        groups.append(Group(terms.label, target, tuple(named), same_speed, metric_of(mine)))
+        groups.append(ComparisonGroup(terms.label, target, tuple(named), same_speed, metric_of(mine)))
     return groups
 
 

@@ -9,7 +9,7 @@ from statistics import fmean
 from echelon.core.units import format_bytes
 from echelon.launch.link import parse_link
 from echelon.study.base import COMPLETED, Study
-from echelon.study.compare import Comparison, Group, Verdict
+from echelon.study.compare import Comparison, ComparisonGroup, Verdict
 from echelon.study.tables import RunRow
 
 _FEWER_BYTES = 0.9
@@ -37,7 +37,7 @@ class Recommendation:
     changes: tuple[str, ...]
 
 
-def recommend(study: Study, group: Group, runs: Sequence[RunRow]) -> Recommendation:
+def recommend(study: Study, group: ComparisonGroup, runs: Sequence[RunRow]) -> Recommendation:
     """Recommend the candidate whose gain is surest, or the baseline where none brings anything."""
     base = study.baseline.label
     verdicts = {c.candidate: c for c in group.comparisons}
@@ -116,7 +116,7 @@ def _why(best: Comparison, base: str, costs: dict[str, StepCost]) -> str:
     return f"Why: {'; '.join(clauses)}." if clauses else ""
 
 
-def _what_changes(group: Group, base: str, chosen: str, costs: dict[str, StepCost]) -> tuple[str, ...]:
+def _what_changes(group: ComparisonGroup, base: str, chosen: str, costs: dict[str, StepCost]) -> tuple[str, ...]:
     sentences = list(_rates(base, costs, chosen if chosen != base else None))
     losing = [c for c in group.comparisons if c.verdict is Verdict.FASTER_AT_A_LOSS and c.points and c.to_end]
     if losing:

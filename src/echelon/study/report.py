@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from echelon.reporting.report.summary import finite
 from echelon.study.base import COMPLETED, Study
-from echelon.study.compare import Group, compare
+from echelon.study.compare import ComparisonGroup, compare
 from echelon.study.predictions import PredictionCheck, check_predictions
 from echelon.study.recommend import Recommendation, recommend
 from echelon.study.tables import PointRow, RunRow
@@ -23,7 +23,7 @@ class StudyReport:
     study: Study
     runs: list[RunRow]
     points: list[PointRow]
-    groups: list[Group]
+    groups: list[ComparisonGroup]
     predictions: list[PredictionCheck]
     recommended: list[Recommendation]
     words: list[str]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from echelon.study.base import COMPLETED, Study
-from echelon.study.compare import SAME_SPEED, Comparison, Group, Verdict, metric_of
+from echelon.study.compare import SAME_SPEED, Comparison, ComparisonGroup, Verdict, metric_of
 from echelon.study.intervals import Interval, coverage_of
 from echelon.study.metric import PrimaryMetric
 from echelon.study.predictions import check_predictions, prediction_words
@@ -22,7 +22,7 @@ _EQUAL = (
 
 
 def study_words(
-    study: Study, groups: Sequence[Group], recommended: Sequence[Recommendation], runs: Sequence[RunRow]
+    study: Study, groups: Sequence[ComparisonGroup], recommended: Sequence[Recommendation], runs: Sequence[RunRow]
 ) -> list[str]:
     """Return all sentences, the most important first. Plain text, unescaped."""
     words = opening_words(study, recommended, runs)
@@ -44,7 +44,7 @@ def opening_words(study: Study, recommended: Sequence[Recommendation], runs: Seq
     return words
 
 
-def group_words(study: Study, group: Group) -> list[str]:
+def group_words(study: Study, group: ComparisonGroup) -> list[str]:
     """Return a sentence on each candidate under the same terms, and what the target is."""
     metric, base = group.metric, study.baseline.label
     others = [c for c in group.comparisons if c.verdict is not Verdict.BASELINE]

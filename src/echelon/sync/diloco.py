@@ -27,7 +27,7 @@ from torch import Tensor
 from echelon.compression import Compression
 from echelon.core.errors import UserError
 from echelon.sync.averaging.engine import Averaging
-from echelon.sync.averaging.plan import Plan, check_deltas
+from echelon.sync.averaging.plan import AveragingPlan, check_deltas
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.settings import SyncSettings
 from echelon.sync.state_bytes import Piece, StateBytes, by_averaging
@@ -66,10 +66,10 @@ class DilocoSettings(SyncSettings):
             raise ValueError(f"outer_momentum {self.outer_momentum:g}: use 0 to below 1; 0.9 is the paper's")
         self.plan()
 
-    def plan(self) -> Plan:
+    def plan(self) -> AveragingPlan:
         """Return when what is averaged."""
         alpha = self.alpha if self.alpha is not None else (OVERLAPPED_ALPHA if self.overlap else 0.0)
-        return Plan(
+        return AveragingPlan(
             self.period,
             fragments=self.fragments,
             overlap=self.overlap,

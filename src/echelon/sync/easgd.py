@@ -23,7 +23,7 @@ from torch import Tensor
 from echelon.compression import Compression
 from echelon.core.errors import UserError
 from echelon.sync.averaging.engine import Averaging
-from echelon.sync.averaging.plan import Plan, check_deltas
+from echelon.sync.averaging.plan import AveragingPlan, check_deltas
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.settings import SyncSettings
 from echelon.sync.state_bytes import Piece, StateBytes, by_averaging
@@ -58,9 +58,9 @@ class EasgdSettings(SyncSettings):
             raise ValueError(f"rho {self.rho:g}: use a positive number")
         self.plan()
 
-    def plan(self) -> Plan:
+    def plan(self) -> AveragingPlan:
         """Return when what is averaged."""
-        return Plan(self.period, optimizer_state=self.optimizer_state)
+        return AveragingPlan(self.period, optimizer_state=self.optimizer_state)
 
     def check(self, compression: Compression) -> None:
         """Refuse a codec that deltas cannot go through (UserError)."""

@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from echelon.compression import Compression
 from echelon.sync.averaging.engine import Averaging
-from echelon.sync.averaging.plan import MeanRule, Plan, check_deltas
+from echelon.sync.averaging.plan import AveragingPlan, MeanRule, check_deltas
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.settings import SyncSettings
 from echelon.sync.state_bytes import Piece, StateBytes, by_averaging
@@ -49,9 +49,9 @@ class LocalSettings(SyncSettings):
     def __post_init__(self) -> None:
         self.plan()
 
-    def plan(self) -> Plan:
+    def plan(self) -> AveragingPlan:
         """Return when what is averaged."""
-        return Plan(
+        return AveragingPlan(
             self.period,
             start=self.start,
             overlap=self.overlap,

@@ -11,7 +11,7 @@ from echelon.collectives.wire import is_small
 from echelon.compression import Compression
 from echelon.compression.base import Codec
 from echelon.compression.state import working_dtype
-from echelon.sync.averaging.plan import Plan
+from echelon.sync.averaging.plan import AveragingPlan
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def by_hook(compression: Compression, piece: Piece) -> StateBytes:
     return StateBytes(sum(p.nbytes for p in piece.parameters) + 2 * own, saved=own)
 
 
-def by_averaging(plan: Plan, compression: Compression, piece: Piece, momenta: bool = False) -> StateBytes:
+def by_averaging(plan: AveragingPlan, compression: Compression, piece: Piece, momenta: bool = False) -> StateBytes:
     """Reckon values that are averaged now and then: what was agreed on last, and what the codec remembers.
 
     Deltas and the vectors in which they are reduced are there for a moment; with `overlap` while steps go on.

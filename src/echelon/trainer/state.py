@@ -234,7 +234,7 @@ def _load_former_ranks(parts: RunParts, world: World, saved: Mapping[str, int], 
         warnings.warn(
             "what the codec had left out was kept for the pieces of another layout, and is forgotten", stacklevel=2
         )
-    if isinstance(parts.sync, Restarts):
+    if isinstance(parts.sync, Restartable):
         parts.sync.restart()
     elif parts.sync.has_replica_state:
         raise UserError(
@@ -249,7 +249,7 @@ def _left_out_something(sync: Mapping[str, Any]) -> bool:
 
 
 @runtime_checkable
-class Restarts(Protocol):
+class Restartable(Protocol):
     """A strategy that can begin anew from the present parameters."""
 
     def restart(self) -> None:

@@ -22,9 +22,9 @@ from echelon.launch.rounds import (
     Ready,
     Rendezvous,
     Restarts,
+    RoundSettings,
     Running,
     State,
-    Terms,
 )
 
 
@@ -34,7 +34,7 @@ class Machines:
     def __init__(self, least: int, most: int, max_restarts: int = 3) -> None:
         self.now = 0.0
         self.ports: Iterator[int] = count(1)
-        terms = Terms(least, most, max_restarts, arrival_s=100.0, return_s=20.0)
+        terms = RoundSettings(least, most, max_restarts, arrival_s=100.0, return_s=20.0)
         self.rendezvous = Rendezvous(terms, 0.0, lambda: ("first", next(self.ports)))
 
     def ask(self, name: str, state: State) -> Order:

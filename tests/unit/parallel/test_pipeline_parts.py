@@ -24,7 +24,7 @@ from echelon.parallel.pipeline.receive import moved_ahead
 from echelon.parallel.pipeline.settings import SCHEDULES, microbatch_count, stage_count
 from echelon.parallel.pipeline.shapes import Skeleton
 from echelon.parallel.pipeline.stage import make_stage
-from echelon.parallel.pipeline.timeline import Action, Recorder, idle_share
+from echelon.parallel.pipeline.timeline import Action, ActionRecorder, idle_share
 from echelon.parallel.tensor import plan_tensor
 
 IMAGES = ModelInput(10, 3, 32)
@@ -147,7 +147,7 @@ def test_a_batch_is_filled_up_and_targets_are_not() -> None:
 
 
 def test_a_computation_that_fails_is_over_too() -> None:
-    recorder, told = Recorder(CPU), []
+    recorder, told = ActionRecorder(CPU), []
     recorder.on_change = told.append
     with pytest.raises(ZeroDivisionError), recorder.action(0, 0, "backward"):
         raise ZeroDivisionError

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from echelon.collectives.wire import GROUPS, WireCount
-from echelon.sync.averaging.plan import Plan
+from echelon.sync.averaging.plan import AveragingPlan
 from echelon.sync.averaging.values import Value, cut, model_values, moments
 from echelon.trainer.window import Sent
 
@@ -70,7 +70,7 @@ def test_fragments_are_about_equal() -> None:
 
 @pytest.mark.parametrize(("period", "fragments"), [(4, 1), (4, 4), (7, 3), (50, 4)])
 def test_each_fragment_is_due_once_in_any_period(period: int, fragments: int) -> None:
-    plan = Plan(period, fragments=fragments)
+    plan = AveragingPlan(period, fragments=fragments)
     for first in (1, 3, 12):
         window = range(first, first + period)
         assert all(sum(plan.is_due(p, t) for t in window) == 1 for p in range(fragments))

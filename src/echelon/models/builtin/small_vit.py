@@ -61,7 +61,7 @@ class Attention(nn.Module):
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
-class MLP(nn.Module):
+class FeedForward(nn.Module):
     """Two linear layers with GELU between, on each token by itself."""
 
     def __init__(self, size: Size) -> None:
@@ -82,7 +82,7 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(size.width)
         self.attn = Attention(size, causal)
         self.norm2 = nn.LayerNorm(size.width)
-        self.mlp = MLP(size)
+        self.mlp = FeedForward(size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, T, D) to (N, T, D)."""

@@ -34,7 +34,7 @@ class Action:
     end_s: float
 
 
-class Recorder:
+class ActionRecorder:
     """Takes the times of this rank's actions while `recording`; on a GPU by events, which wait for nothing.
 
     Attributes:
@@ -120,7 +120,7 @@ def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.devi
 class RecordedStage(PipelineStage):
     """torch's stage, with each of its computations inside the recorder's marks."""
 
-    recorder: Recorder
+    recorder: ActionRecorder
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run one micro-batch forward."""

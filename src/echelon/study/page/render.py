@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from echelon.core.units import format_seconds
 from echelon.reporting.report import Chart, render_page
 from echelon.reporting.report.tables import Headline, Table
-from echelon.study.compare import Group, Verdict
+from echelon.study.compare import ComparisonGroup, Verdict
 from echelon.study.page.bars import cost_charts, target_charts
 from echelon.study.page.curves import curve_charts
 from echelon.study.page.fronts import front_charts
@@ -63,7 +63,7 @@ def render_study(report: StudyReport, description: str) -> str:
     )
 
 
-def _section(report: StudyReport, place: int, group: Group, styles: dict[str, CandidateStyle]) -> Section:
+def _section(report: StudyReport, place: int, group: ComparisonGroup, styles: dict[str, CandidateStyle]) -> Section:
     runs = [r for r in report.runs if r.terms == group.terms]
     points = [p for p in report.points if p.terms == group.terms]
     shown = [styles[c.candidate] for c in group.comparisons]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from echelon.core.units import format_bytes, format_seconds, rounded
 from echelon.reporting.report.tables import Table
 from echelon.study.base import COMPLETED
-from echelon.study.compare import Comparison, Group, Verdict, metric_of
+from echelon.study.compare import Comparison, ComparisonGroup, Verdict, metric_of
 from echelon.study.intervals import Interval
 from echelon.study.metric import PrimaryMetric
 from echelon.study.page.scene import Scene, spread
@@ -17,7 +17,7 @@ from echelon.study.tables import RunRow
 NONE = "–"
 
 
-def verdict_table(group: Group, scene: Scene) -> Table:
+def verdict_table(group: ComparisonGroup, scene: Scene) -> Table:
     """Return one row per candidate under the same terms: its verdict and the numbers behind it."""
     numbers, metric = {style.label: style.number for style in scene.styles}, scene.metric
     columns = (("final", metric.text), *_COLUMNS)

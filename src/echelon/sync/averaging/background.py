@@ -11,7 +11,7 @@ from torch import Tensor
 Means = dict[str, Tensor] | None
 
 
-class Arrival:
+class PendingMean:
     """A mean on its way, or one that is there.
 
     Attributes:
@@ -23,11 +23,11 @@ class Arrival:
         self.future, self._done, self._keeps = future, done, keeps
 
     @staticmethod
-    def at_once(means: Means) -> Arrival:
+    def at_once(means: Means) -> PendingMean:
         """Wrap a mean that is there."""
         future: Future[Means] = Future()
         future.set_result(means)
-        return Arrival(future)
+        return PendingMean(future)
 
     def result(self) -> Means:
         """Wait for the mean: this thread, and on a GPU its stream.
@@ -52,11 +52,11 @@ class Background:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="echelon-averaging")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def submit(self, work: Callable[[], Means]) -> Arrival:
+    def submit(self, work: Callable[[], Means]) -> PendingMean:
         """Start it; on a GPU after what the present stream has queued."""
         stream = self._stream
         if stream is None:
-            return Arrival(self._executor.submit(work))
+            return PendingMean(self._executor.submit(work))
         ready, done = torch.cuda.Event(), torch.cuda.Event()
         ready.record(torch.cuda.current_stream(stream.device))
 
@@ -67,7 +67,7 @@ class Background:
                 done.record(stream)
                 return means
 
-        return Arrival(self._executor.submit(in_stream), done, keeps=work)
+        return PendingMean(self._executor.submit(in_stream), done, keeps=work)
 
     def close(self) -> None:
         """End the thread; what has not begun is given up."""

@@ -15,9 +15,9 @@ from echelon.collectives.wire import SHOWN, WireCount
 from echelon.observe.phases import Phase
 from echelon.sync.allreduce import AllReduce
 from echelon.sync.averaging.background import Background
-from echelon.sync.averaging.exchange import Exchange, Link, weighted_sum
+from echelon.sync.averaging.exchange import DeltaTransport, Exchange, weighted_sum
 from echelon.sync.averaging.fragment import Fragment
-from echelon.sync.averaging.plan import MeanRule, Plan, Rule
+from echelon.sync.averaging.plan import AveragingPlan, MeanRule, Rule
 from echelon.sync.averaging.values import Value, cut, model_values
 from echelon.sync.base import SyncContext
 from echelon.torch_compat import same_ranks_group
@@ -30,7 +30,7 @@ class Averaging:
     agreement averages parameters, buffers and, on request, moments, weighted by the units seen since the last one.
     """
 
-    def __init__(self, context: SyncContext, plan: Plan, rule: Rule) -> None:
+    def __init__(self, context: SyncContext, plan: AveragingPlan, rule: Rule) -> None:
         self._context, self._plan, self._rule = context, plan, rule
         self._step = 0  # local steps done; negative during the synchronous ones
         self._now = (0, 0)
@@ -47,7 +47,7 @@ class Averaging:
             Fragment(run, Exchange(link, run, f"fragment{i}") if link else None) for i, run in enumerate(runs)
         ]
 
-    def _link(self) -> Link | None:
+    def _link(self) -> DeltaTransport | None:
         """Return how deltas travel: overlapped, in a process group and on a thread of their own."""
         if self._route is None:
             return None
@@ -57,7 +57,7 @@ class Averaging:
             route = Route(route.path, same_ranks_group(route.group))
         compression = self._context.compression
         codec = compression.build() if compression.encodes else None
-        return Link(route, codec, self._context.seed, self._wire)
+        return DeltaTransport(route, codec, self._context.seed, self._wire)
 
     @property
     def module(self) -> nn.Module:

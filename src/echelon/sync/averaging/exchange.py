@@ -21,7 +21,7 @@ from echelon.sync.averaging.values import Value
 
 
 @dataclass(frozen=True)
-class Link:
+class DeltaTransport:
     """How deltas travel.
 
     Attributes:
@@ -44,7 +44,7 @@ class Exchange:
     n_i; what is encoded is delta_i n_i / sum n, so that what the codec left out weighs what it should.
     """
 
-    def __init__(self, link: Link, values: Sequence[Value], label: str) -> None:
+    def __init__(self, link: DeltaTransport, values: Sequence[Value], label: str) -> None:
         """Prepare; `label` tells the exchanges of a model apart."""
         self._link, self._told = link, False
         named = [(v.name, v.tensor) for v in values if v.encoded]

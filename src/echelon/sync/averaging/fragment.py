@@ -11,9 +11,9 @@ from torch import Tensor
 
 from echelon.collectives import memory
 from echelon.collectives.compressed_all_reduce import CodecShard
-from echelon.sync.averaging.background import Arrival, Background, Means
+from echelon.sync.averaging.background import Background, Means, PendingMean
 from echelon.sync.averaging.exchange import Exchange
-from echelon.sync.averaging.plan import MeanRule, Plan, Rule
+from echelon.sync.averaging.plan import AveragingPlan, MeanRule, Rule
 from echelon.sync.averaging.values import Value, moments
 
 
@@ -27,7 +27,7 @@ class PendingAverage:
     """
 
     due: int
-    means: Arrival
+    means: PendingMean
     deltas: dict[str, Tensor]
 
 
@@ -62,7 +62,7 @@ class Fragment:
         """Return what was agreed on last: the tensor itself."""
         return self._anchor[value.name]
 
-    def re_anchor(self, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    def re_anchor(self, optimizer: torch.optim.Optimizer, plan: AveragingPlan) -> None:
         """Take parameters, and moments that are averaged, for agreed on: synchronous steps kept them the same.
 
         Buffers differ by now: what was agreed on stays their first values.
@@ -72,7 +72,9 @@ class Fragment:
             if value.kind != "buffer":
                 self._anchor[value.name] = value.read()
 
-    def start(self, optimizer: torch.optim.Optimizer, plan: Plan, step: int, background: Background | None) -> None:
+    def start(
+        self, optimizer: torch.optim.Optimizer, plan: AveragingPlan, step: int, background: Background | None
+    ) -> None:
         """Take the deltas and let them travel: at once, or in the background."""
         values, samples = self._averaged(optimizer, plan), self.samples
         deltas = {}
@@ -82,7 +84,7 @@ class Fragment:
             deltas[value.name] = _apart(value, own, anchor)
         self.samples = self.expected = 0
         if background is None:
-            means = Arrival.at_once(self._mean(values, deltas, samples))
+            means = PendingMean.at_once(self._mean(values, deltas, samples))
         else:
             means = background.submit(lambda: self._mean(values, deltas, samples))
         self.flight = PendingAverage(step + plan.overlap, means, deltas if plan.keep_progress else {})
@@ -98,7 +100,7 @@ class Fragment:
         left_out, self._left_out = self._left_out, {}
         return {n: d + left_out[n].view_as(d).to(d) if n in left_out else d for n, d in deltas.items()}
 
-    def apply(self, rule: Rule, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    def apply(self, rule: Rule, optimizer: torch.optim.Optimizer, plan: AveragingPlan) -> None:
         """Wait for the mean and apply it: w <- alpha w + (1 - alpha) agreed, or agreed + steps since then."""
         assert self.flight is not None
         means, deltas = self.flight.means.result(), self.flight.deltas
@@ -123,7 +125,7 @@ class Fragment:
                 if value.tensor in optimizer.state:
                     optimizer.state[value.tensor].clear()
 
-    def _averaged(self, optimizer: torch.optim.Optimizer, plan: Plan) -> list[Value]:
+    def _averaged(self, optimizer: torch.optim.Optimizer, plan: AveragingPlan) -> list[Value]:
         extra = moments(optimizer, self.values) if plan.optimizer_state == "average" else []
         return [*self.values, *extra]
 
@@ -190,7 +192,7 @@ class Fragment:
         self.flight = None
         if state["flight"]:
             saved = state["flight"]["means"]
-            means = Arrival.at_once(None if saved is None else {n: t.to(device) for n, t in saved.items()})
+            means = PendingMean.at_once(None if saved is None else {n: t.to(device) for n, t in saved.items()})
             deltas = {n: t.to(device) for n, t in state["flight"].get("deltas", {}).items()}
             self.flight = PendingAverage(int(state["flight"]["due"]), means, deltas)
 

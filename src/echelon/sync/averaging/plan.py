@@ -15,7 +15,7 @@ OPTIMIZER_STATES = ("keep", "average", "reset")
 
 
 @dataclass(frozen=True)
-class Plan:
+class AveragingPlan:
     """When what is averaged. Steps count from 1.
 
     Attributes:
