@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from echelon.coordinator.journal import Entry
+from echelon.coordinator.journal import JournalEntry
 from echelon.coordinator.messages import EvaluationDone, SetupDone
 from echelon.coordinator.window import WindowSums
 from echelon.messages.framing import Content
@@ -23,7 +23,7 @@ class Send:
 class Save:
     """Write to the journal, before anything that follows is done."""
 
-    entry: Entry
+    entry: JournalEntry
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from echelon.coordinator.messages import EVALUATION_TASKS, EvaluateTask
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """Where training stands: all steps before `done_steps` are done, `steps` in all."""
 
     done_steps: int
@@ -99,7 +99,7 @@ class Evaluations:
 
     # What is due
 
-    def look(self, progress: Progress, now_s: float) -> Due:
+    def look(self, progress: TrainingProgress, now_s: float) -> Due:
         """Let what is due wait for its turn."""
         if self._last_asked:
             return Due()

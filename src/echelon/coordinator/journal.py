@@ -16,14 +16,14 @@ from echelon.messages.plain import AnyFloat, Malformed, from_plain, to_plain
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class JournalEntry:
     """One line of the journal."""
 
     kind: ClassVar[str]
 
 
 @dataclass(frozen=True, slots=True)
-class SetUp(Entry):
+class SetUp(JournalEntry):
     """The servers hold what the run begins with."""
 
     kind: ClassVar[str] = "setup"
@@ -31,14 +31,14 @@ class SetUp(Entry):
 
 
 @dataclass(frozen=True, slots=True)
-class Begun(Entry):
+class Begun(JournalEntry):
     """A gradient may have been given out."""
 
     kind: ClassVar[str] = "begun"
 
 
 @dataclass(frozen=True, slots=True)
-class Cut(Entry):
+class StepCut(JournalEntry):
     """A step was cut into shares."""
 
     kind: ClassVar[str] = "shares"
@@ -47,7 +47,7 @@ class Cut(Entry):
 
 
 @dataclass(frozen=True, slots=True)
-class Counted(Entry):
+class Counted(JournalEntry):
     """A task is done; `late`: its step was complete without it."""
 
     kind: ClassVar[str] = "done"
@@ -58,7 +58,7 @@ class Counted(Entry):
 
 
 @dataclass(frozen=True, slots=True)
-class EpochSeen(Entry):
+class EpochSeen(JournalEntry):
     """So many epochs are done, and what is due after them was asked for."""
 
     kind: ClassVar[str] = "epoch"
@@ -66,7 +66,7 @@ class EpochSeen(Entry):
 
 
 @dataclass(frozen=True, slots=True)
-class Best(Entry):
+class Best(JournalEntry):
     """The best result of an evaluation so far."""
 
     kind: ClassVar[str] = "best"
@@ -74,7 +74,7 @@ class Best(Entry):
 
 
 @dataclass(frozen=True, slots=True)
-class Saved(Entry):
+class CheckpointSaved(JournalEntry):
     """A checkpoint of a step is on the disk."""
 
     kind: ClassVar[str] = "saved"
@@ -82,14 +82,14 @@ class Saved(Entry):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended(Entry):
+class Ended(JournalEntry):
     """The run is over."""
 
     kind: ClassVar[str] = "ended"
     status: str
 
 
-_KINDS = {entry.kind: entry for entry in (SetUp, Begun, Cut, Counted, EpochSeen, Best, Saved, Ended)}
+_KINDS = {entry.kind: entry for entry in (SetUp, Begun, StepCut, Counted, EpochSeen, Best, CheckpointSaved, Ended)}
 
 
 class Journal:
@@ -101,12 +101,12 @@ class Journal:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         self._end_torn_line()
 
-    def write(self, entry: Entry) -> None:
+    def write(self, entry: JournalEntry) -> None:
         """Append one entry. It survives the death of this process when this returns."""
         line = {"t": round(time.time(), 6), "kind": entry.kind, **to_plain(entry)}
         write_whole(self._fd, json.dumps(line).encode() + b"\n")
 
-    def read(self) -> Iterator[Entry]:
+    def read(self) -> Iterator[JournalEntry]:
         """Yield the whole entries, oldest first."""
         with self._path.open("rb") as file:
             for line in file:
@@ -124,7 +124,7 @@ class Journal:
             os.write(self._fd, b"\n")
 
 
-def read_entry(line: bytes) -> Entry | None:
+def read_entry(line: bytes) -> JournalEntry | None:
     """Read one line of a journal; None where it is not whole: the one on which its writer died."""
     try:
         fields = json.loads(line)

@@ -202,7 +202,7 @@ class ServerLacked(Content):
 
 
 @dataclass(frozen=True, slots=True)
-class Leave(Content):
+class LeaveRun(Content):
     """A worker goes; the bytes that it has not told yet."""
 
     kind: ClassVar[int] = 30
@@ -359,7 +359,7 @@ class CatchUp(Content):
 
 
 @dataclass(frozen=True, slots=True)
-class End(Content):
+class RunEnded(Content):
     """The run is over: `completed`, `stopped`, `failed`, or `refused` (only this member)."""
 
     kind: ClassVar[int] = 52
@@ -370,7 +370,7 @@ Task = SetupTask | TrainTask | EvaluateTask
 
 TO_COORDINATOR = vocabulary(
     JoinWorker, JoinServer, WorkerBeat, ServerBeat, AskTask, TaskDone, SetupDone, EvaluationDone, CopyKept, ServerHolds,
-    ServerLacked, Leave, Died, Stop,
+    ServerLacked, LeaveRun, Died, Stop,
 )  # fmt: skip
-TO_WORKER = vocabulary(Welcome, JoinAgain, SetupTask, TrainTask, EvaluateTask, TaskHeard, Members, End)
-TO_SERVER = vocabulary(JoinAgain, BecomeStandby, Members, KeepCopy, DropCopy, Promote, CatchUp, End)
+TO_WORKER = vocabulary(Welcome, JoinAgain, SetupTask, TrainTask, EvaluateTask, TaskHeard, Members, RunEnded)
+TO_SERVER = vocabulary(JoinAgain, BecomeStandby, Members, KeepCopy, DropCopy, Promote, CatchUp, RunEnded)

@@ -11,8 +11,18 @@ from typing import Any, TypeVar
 
 from echelon.coordinator.config import CoordinatorConfig
 from echelon.coordinator.effects import Began, Effect, Evaluated, Save, Send, Tell, WindowClosed
-from echelon.coordinator.evaluations import Evaluations, Progress
-from echelon.coordinator.journal import Begun, Best, Counted, Cut, Ended, Entry, EpochSeen, Saved, SetUp
+from echelon.coordinator.evaluations import Evaluations, TrainingProgress
+from echelon.coordinator.journal import (
+    Begun,
+    Best,
+    CheckpointSaved,
+    Counted,
+    Ended,
+    EpochSeen,
+    JournalEntry,
+    SetUp,
+    StepCut,
+)
 from echelon.coordinator.leases import Leases, StepCount
 from echelon.coordinator.members import MemberList, RunMember, ServingPair, server_entry
 from echelon.coordinator.messages import (
@@ -23,15 +33,15 @@ from echelon.coordinator.messages import (
     CopyKept,
     Died,
     DropCopy,
-    End,
     EvaluationDone,
     JoinAgain,
     JoinServer,
     JoinWorker,
     KeepCopy,
-    Leave,
+    LeaveRun,
     Members,
     Promote,
+    RunEnded,
     ServerBeat,
     ServerHolds,
     ServerLacked,
@@ -95,7 +105,7 @@ class Coordinator:
 
     # In and out
 
-    def restore(self, entries: Iterable[Entry], now_s: float) -> list[Effect]:
+    def restore(self, entries: Iterable[JournalEntry], now_s: float) -> list[Effect]:
         """Take up the journal of an earlier coordinator of this run."""
         done, shares, epochs, best, saved = set[int](), dict[int, int](), 0, None, 0
         for entry in entries:
@@ -104,7 +114,7 @@ class Coordinator:
                     self.setup = entry.setup
                 case Begun():
                     self._begun = True
-                case Cut():
+                case StepCut():
                     shares[entry.step] = entry.shares
                 case Counted():
                     done.add(entry.task)
@@ -112,7 +122,7 @@ class Coordinator:
                     epochs = entry.epoch
                 case Best():
                     best = entry.best
-                case Saved():
+                case CheckpointSaved():
                     saved = entry.step
                 case Ended():
                     self.status = entry.status
@@ -165,7 +175,7 @@ class Coordinator:
         """Close the window, and tell everyone that the run is over."""
         self._close_window(now_s)
         for member in self.members.all():
-            self._send(member, End(self.status))
+            self._send(member, RunEnded(self.status))
         return self._drain()
 
     def last_words(self) -> list[Effect]:
@@ -188,7 +198,7 @@ class Coordinator:
     def _tell(self, record: Record) -> None:
         self._effects.append(Tell(record))
 
-    def _save(self, entry: Entry) -> None:
+    def _save(self, entry: JournalEntry) -> None:
         self._effects.append(Save(entry))
 
     def _end(self, status: str) -> None:
@@ -199,11 +209,11 @@ class Coordinator:
 
     def _farewell(self, message: Message, peer: bytes) -> None:
         match message.content:
-            case Leave(moved=moved):
+            case LeaveRun(moved=moved):
                 if self.members.remove(message.sender) is not None:
                     self._window.add_bytes(moved)
             case AskTask() | JoinWorker() | JoinServer() | WorkerBeat() | ServerBeat() | TaskDone():
-                self._effects.append(Send(peer, End(self.status)))
+                self._effects.append(Send(peer, RunEnded(self.status)))
 
     def _take(self, message: Message, peer: bytes, now_s: float) -> None:
         content = message.content
@@ -248,7 +258,7 @@ class Coordinator:
                 self._server_holds(content)
             case ServerLacked():
                 self._tell_lost(content.index, content.lacking, [])
-            case Leave():
+            case LeaveRun():
                 self._window.add_bytes(content.moved)
                 self._gone(member.name, "left", now_s)
             case _:
@@ -288,7 +298,7 @@ class Coordinator:
             return
         if self.setup.fingerprint != join.fingerprint:
             self._tell(Event(f"{member.name} has another model or data and was sent away", name="refused_worker"))
-            self._send(member, End("refused"))
+            self._send(member, RunEnded("refused"))
             self.members.remove(member.name)
             return
         self._leases.join(member.name, join.holding, now_s)
@@ -441,7 +451,7 @@ class Coordinator:
         before = self._leases.shares
         task = self._leases.take(member.name, now_s)
         if task is not None and not before:
-            self._save(Cut(task.step, task.shares))
+            self._save(StepCut(task.step, task.shares))
         return task
 
     def _servers_ready(self) -> bool:
@@ -482,7 +492,7 @@ class Coordinator:
 
     def _look(self, leases: Leases, now_s: float) -> None:
         assert self.setup is not None
-        progress = Progress(leases.done_steps, self._steps(), self.setup.steps_per_epoch, leases.complete)
+        progress = TrainingProgress(leases.done_steps, self._steps(), self.setup.steps_per_epoch, leases.complete)
         due = self._evaluations.look(progress, now_s)
         if due.epoch is not None:
             self._save(EpochSeen(due.epoch))
@@ -535,7 +545,7 @@ class Coordinator:
             self._save(Best(result.best))
         self._effects.append(Evaluated(job.epoch, result))
         if job.reason:
-            self._save(Saved(job.step))
+            self._save(CheckpointSaved(job.step))
         if job.is_last:
             self._end("completed" if job.reason == "end" else "stopped")
         self._advance(self._leases)

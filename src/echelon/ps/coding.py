@@ -21,7 +21,7 @@ from echelon.ps.table import KeyRange
 from echelon.sync.ps import server_codec
 
 
-class Coding:
+class KeyCoding:
     """Encodes and decodes keys of one element type with one codec; None: as they are."""
 
     def __init__(self, codec: Codec | None, dtype: torch.dtype) -> None:
@@ -86,7 +86,7 @@ class Coding:
 class References:
     """What each worker holds of each key, on the server: differences to it travel."""
 
-    def __init__(self, coding: Coding, seed: int) -> None:
+    def __init__(self, coding: KeyCoding, seed: int) -> None:
         self._coding, self._seed = coding, seed
         self._held: dict[tuple[str, int], tuple[Tensor, list[State]]] = {}
 
@@ -111,16 +111,16 @@ class References:
             del self._held[held]
 
 
-def upward(compression: Compression, dtype: torch.dtype) -> Coding:
+def upward(compression: Compression, dtype: torch.dtype) -> KeyCoding:
     """Build the coding of gradients.
 
     Raises:
         UserError: the codec cannot serve a server.
     """
-    return Coding(server_codec(compression), dtype)
+    return KeyCoding(server_codec(compression), dtype)
 
 
-def downward(compression: Compression, dtype: torch.dtype) -> Coding:
+def downward(compression: Compression, dtype: torch.dtype) -> KeyCoding:
     """Build the coding of parameters on their way back: the same codec without feedback, which `References` is."""
     codec = upward(compression, dtype).codec
-    return Coding(None if codec is None else without_transforms(codec.relay()), dtype)
+    return KeyCoding(None if codec is None else without_transforms(codec.relay()), dtype)

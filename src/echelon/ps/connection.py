@@ -24,14 +24,14 @@ from echelon.compression.base import State
 from echelon.coordinator.messages import (
     TO_WORKER,
     AskTask,
-    End,
     EvaluateTask,
     EvaluationDone,
     JoinAgain,
     JoinWorker,
-    Leave,
+    LeaveRun,
     Members,
     MovedBytes,
+    RunEnded,
     ServerEntry,
     SetupDone,
     SetupTask,
@@ -47,9 +47,9 @@ from echelon.messages.endpoint import Channel, Sender, SocketTraffic
 from echelon.messages.framing import Content, Message
 from echelon.messages.plain import Malformed
 from echelon.messages.sockets import Limits
-from echelon.ps.coding import Coding, downward, upward
+from echelon.ps.coding import KeyCoding, downward, upward
 from echelon.ps.keystore import PushOutcome
-from echelon.ps.messages import TO_PS_WORKER, Durable, Pull, PushAck, PushGradient, PutDone, StateOf, Value
+from echelon.ps.messages import TO_PS_WORKER, Durable, KeyValue, Pull, PushAck, PushGradient, PutDone, StateOf
 from echelon.ps.pushes import Outgoing, ServerLink
 from echelon.ps.table import KeyRange, KeyTable
 from echelon.ps.wakeups import ThreadWakeups
@@ -104,7 +104,7 @@ class Connection:
         """Take the table of keys: their coding and their values, which are not there yet."""
         self._up = upward(self.config.compression, table.torch_dtype)
         self._down = downward(self.config.compression, table.torch_dtype)
-        self._plain = Coding(None, table.torch_dtype)
+        self._plain = KeyCoding(None, table.torch_dtype)
         self._states = {k.index: self._up.states(k, self.config.seed, self.config.stream) for k in table.keys}
         self._cached = {k.index: CachedValue(torch.zeros(k.numel, dtype=table.torch_dtype)) for k in table.keys}
         self._table = table
@@ -118,7 +118,7 @@ class Connection:
     def close(self) -> None:
         """Leave the run, and end the thread."""
         if self._thread.is_alive():
-            self.later(lambda: self._scheduler.send(Leave(self._moved())))
+            self.later(lambda: self._scheduler.send(LeaveRun(self._moved())))
             self.later(self._stop)
             self._thread.join(5)
         self._wakeups.close()
@@ -357,7 +357,7 @@ class Connection:
             case TaskHeard(task=number):
                 self._unconfirmed.pop(number, None)
                 self._holding.discard(number)
-            case End(status=status):
+            case RunEnded(status=status):
                 self.status = status
 
     def _rejoin(self) -> None:
@@ -400,7 +400,7 @@ class Connection:
 
     def _from_server(self, link: ServerLink, message: Message) -> None:
         match message.content:
-            case Value() as value:
+            case KeyValue() as value:
                 self._acknowledged_with(link, value.acks)
                 if value.tag or value.key not in self._cached:
                     self._take_apart(link, value.key, message)
@@ -435,7 +435,7 @@ class Connection:
             self.stats.late += 1
         self.finish(push.content.task)
 
-    def _take_value(self, content: Value, message: Message) -> None:
+    def _take_value(self, content: KeyValue, message: Message) -> None:
         assert self._table is not None
         key, cached = self._table.keys[content.key], self._cached[content.key]
         coding = self._down if content.delta else self._plain

@@ -150,7 +150,7 @@ class PushAck(Content):
 
 
 @dataclass(frozen=True, slots=True)
-class Value(Content):
+class KeyValue(Content):
     """A key's value, or with `delta` the difference to what was sent last, in the frames.
 
     `acks`: what became of the peer's pushes: number, outcome, number, outcome, ...
@@ -224,5 +224,5 @@ class ReplicatedBuffers(Content):
 TO_PS_SERVER = vocabulary(
     SetTable, PutState, PushGradient, Pull, ReadState, Repushed, OperationDone, Attach, SendBuffers
 )
-TO_PS_WORKER = vocabulary(PutDone, PushAck, Value, Durable, StateOf)
+TO_PS_WORKER = vocabulary(PutDone, PushAck, KeyValue, Durable, StateOf)
 TO_STANDBY = vocabulary(SetTable, PutState, ReplicatedPush, ReplicatedPull, ReplicatedBuffers)

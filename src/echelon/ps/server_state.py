@@ -17,12 +17,12 @@ from echelon.coordinator.messages import (
     CatchUp,
     CopyKept,
     DropCopy,
-    End,
     JoinAgain,
     JoinServer,
     KeepCopy,
     Members,
     Promote,
+    RunEnded,
     ServerHolds,
     ServerLacked,
 )
@@ -37,6 +37,7 @@ from echelon.ps.messages import (
     BUFFERS_KEY,
     Attach,
     Durable,
+    KeyValue,
     OperationDone,
     Pull,
     PushAck,
@@ -51,10 +52,18 @@ from echelon.ps.messages import (
     SendBuffers,
     SetTable,
     StateOf,
-    Value,
 )
 from echelon.ps.replication import ReplicationLog
-from echelon.ps.serving import Effect, Follow, Reply, SaveSnapshot, ServerConfig, ServerLoad, TellPrimary, TellScheduler
+from echelon.ps.serving import (
+    Effect,
+    Follow,
+    Reply,
+    SaveSnapshot,
+    ServerConfig,
+    ServerCounters,
+    TellPrimary,
+    TellScheduler,
+)
 from echelon.ps.table import KeyTable, table_from_bytes
 
 ACKS = 4  # sent together, so that a worker's window of pushes never runs dry
@@ -70,7 +79,7 @@ class ServerState:
         self._life, self._address, self._pid, self._primary_address = life, address, pid, ""
         self.table: KeyTable | None = None
         self.stores: dict[int, KeyStore] = {}
-        self.load = ServerLoad()
+        self.load = ServerCounters()
         self.is_standby = config.name.startswith("standby")
         self.ended = False
         self._buffers: dict[str, Tensor] = {}
@@ -130,7 +139,7 @@ class ServerState:
             case JoinAgain():
                 self._join()
                 self._durability.told(0.0)
-            case End():
+            case RunEnded():
                 self.ended = True
         return self._drain()
 
@@ -366,10 +375,10 @@ class ServerState:
             state = self._copies.get(pull.tag, {}).get(pull.key)
             if state is not None:
                 acks = self._take_acks(peer)
-                value = Value(pull.key, state["version"], False, pull.tag, self._life, acks)
+                value = KeyValue(pull.key, state["version"], False, pull.tag, self._life, acks)
                 self._reply(peer, value, [as_frame(state["value"])])
         elif pull.key == BUFFERS_KEY:
-            value = Value(BUFFERS_KEY, 0, False, 0, self._life, self._take_acks(peer))
+            value = KeyValue(BUFFERS_KEY, 0, False, 0, self._life, self._take_acks(peer))
             self._reply(peer, value, [as_frame(self._mean_buffers())])
         else:
             self._refuse_unless_serving()
@@ -386,7 +395,7 @@ class ServerState:
         delta, frames = self._references.encode(worker, store.key, value, pull.full, memory)
         if not exact:
             self._note_pull(worker, store, now_s)
-        content = Value(store.key.index, store.version - exact, delta, 0, self._life, self._take_acks(peer))
+        content = KeyValue(store.key.index, store.version - exact, delta, 0, self._life, self._take_acks(peer))
         self._reply(peer, content, frames)
 
     def _note_pull(self, worker: str, store: KeyStore, now_s: float) -> None:

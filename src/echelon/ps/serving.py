@@ -35,7 +35,7 @@ class ServerConfig:
 
 
 @dataclass
-class ServerLoad:
+class ServerCounters:
     """What a server did since its start."""
 
     updates: int = 0

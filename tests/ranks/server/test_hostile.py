@@ -26,7 +26,7 @@ from echelon.coordinator.messages import (
     TO_WORKER,
     JoinServer,
     JoinWorker,
-    Leave,
+    LeaveRun,
     ServerBeat,
     Stop,
     TaskDone,
@@ -226,7 +226,7 @@ def test_strange_reports_of_a_member_while_a_run_goes(tmp_path: Path) -> None:
     _until(lambda: run.scheduler.listener.messages > before + 200)
     for line in lines:
         for strange in (float("inf"), "x", {}, moved["sent"]):
-            send_raw(line, Leave, {"moved": {**moved, "other": strange}})
+            send_raw(line, LeaveRun, {"moved": {**moved, "other": strange}})
     run.stop()
     assert done_tasks(tmp_path) == Counter(range(STEPS))
     for line in lines:

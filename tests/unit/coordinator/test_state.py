@@ -1,0 +1,366 @@
+"""The coordinator's state without sockets, files or sleeps: time is an argument, and what it wants done is returned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+import pytest
+
+from echelon.coordinator.config import CoordinationPolicy, CoordinatorConfig, TrainingPlan
+from echelon.coordinator.effects import Effect, Save, Send, Tell, WindowClosed
+from echelon.coordinator.journal import Counted, JournalEntry
+from echelon.coordinator.messages import (
+    AskTask,
+    BecomeStandby,
+    CatchUp,
+    CopyKept,
+    Died,
+    EvaluateTask,
+    EvaluationDone,
+    JoinAgain,
+    JoinServer,
+    JoinWorker,
+    KeepCopy,
+    LeaveRun,
+    Members,
+    MovedBytes,
+    Promote,
+    RunEnded,
+    ServerHolds,
+    SetupDone,
+    SetupTask,
+    Stop,
+    TaskDone,
+    TaskHeard,
+    TaskReport,
+    TrainTask,
+    Welcome,
+    WorkerBeat,
+)
+from echelon.coordinator.state import Coordinator
+from echelon.messages.framing import Content, Message
+from echelon.messages.plain import Malformed
+from echelon.records.events import ServerGone, ServerLost, ServerSettled, WorkerGone
+
+STEPS = 12
+PLAN = TrainingPlan(2, 0, 1, None, None)
+SHARED = CoordinationPolicy(servers=1, shared=True)
+FREE = CoordinationPolicy(servers=1)
+REPORT = TaskReport(1.0, 1.0, 8, 0.1, [], 0)
+NOTHING = MovedBytes()
+READY = JoinServer(0, "ipc://server0", 1, ready=True, standby=False, restored=False, empty=False)
+
+
+@dataclass
+class Run:
+    """A coordinator, and all that it wanted done since the last look."""
+
+    policy: CoordinationPolicy = FREE
+    plan: TrainingPlan = PLAN
+    journal: list[JournalEntry] = field(default_factory=list)
+    now_s: float = 100.0
+    effects: list[Effect] = field(default_factory=list)
+    sessions: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.state = Coordinator(CoordinatorConfig(self.policy, self.plan, 60.0), 1, self.now_s)
+        self._numbers = count()
+
+    def take(self, effects: list[Effect]) -> None:
+        self.effects += effects
+        self.journal += [effect.entry for effect in effects if isinstance(effect, Save)]
+
+    def say(self, sender: str, content: Content) -> None:
+        message = Message(content, sender, self.sessions[sender], next(self._numbers))
+        self.take(self.state.handle(message, sender.encode(), self.now_s))
+
+    def tick(self, seconds: float = 0.0) -> None:
+        self.now_s += seconds
+        self.take(self.state.tick(self.now_s))
+
+    def sent(self, to: str, kind: type[Content]) -> list[Content]:
+        """Return what was sent to a member since the last look, and forget it."""
+        wanted = [
+            e for e in self.effects if isinstance(e, Send) and e.peer == to.encode() and isinstance(e.content, kind)
+        ]
+        self.effects = [effect for effect in self.effects if effect not in wanted]
+        return [effect.content for effect in wanted if isinstance(effect, Send)]
+
+    def told(self, kind: type) -> list[object]:
+        return [e.record for e in self.effects if isinstance(e, Tell) and isinstance(e.record, kind)]
+
+    def begin(self, *workers: str) -> None:
+        """Let a server and workers join, and the first one set up."""
+        self.say("server0", READY)
+        for worker in workers:
+            self.say(worker, JoinWorker("model"))
+        self.say(workers[0], AskTask())
+        assert self.sent(workers[0], SetupTask)
+        self.say(workers[0], SetupDone(SetupTask().task, "model", STEPS // 2, 0, []))
+
+    def ask(self, worker: str) -> TrainTask:
+        self.say(worker, AskTask())
+        (task,) = self.sent(worker, TrainTask)
+        assert isinstance(task, TrainTask)
+        return task
+
+    def done(self, worker: str, task: int, late: bool = False) -> None:
+        self.say(worker, TaskDone(task, late, REPORT, NOTHING))
+
+    def counted(self) -> list[int]:
+        return [entry.task for entry in self.journal if isinstance(entry, Counted)]
+
+
+def train(run: Run, *workers: str) -> None:
+    """Do all that is asked until the run is over: leases, copies, evaluations."""
+    for worker in workers:
+        run.say(worker, AskTask())
+    for _ in range(20 * STEPS):
+        for copy in run.sent("server0", KeepCopy):
+            assert isinstance(copy, KeepCopy)
+            run.say("server0", CopyKept(copy.tag, 0))
+        for worker in workers:
+            for task in run.sent(worker, TrainTask):
+                assert isinstance(task, TrainTask)
+                run.done(worker, task.task)
+                run.say(worker, AskTask())
+            for evaluation in run.sent(worker, EvaluateTask):
+                assert isinstance(evaluation, EvaluateTask)
+                run.say(worker, EvaluationDone(evaluation.task))
+                run.say(worker, AskTask())
+        run.tick(0.01)
+        if run.state.status:
+            return
+    raise AssertionError("the run did not end")
+
+
+@pytest.mark.parametrize("policy", [FREE, SHARED, replace(FREE, bound=1)], ids=["free", "shared", "bound"])
+def test_a_run_goes_to_its_end_and_counts_every_step_once(policy: CoordinationPolicy) -> None:
+    run = Run(policy)
+    run.begin("a", "b")
+    train(run, "a", "b")
+    assert run.state.status == "completed"
+    steps = {task // 4096 for task in run.counted()} if policy.shared else set(run.counted())
+    assert steps == set(range(STEPS)) and len(run.counted()) == len(set(run.counted()))
+    run.take(run.state.say_farewell(run.now_s))
+    assert all(run.sent(worker, RunEnded)[-1] == RunEnded("completed") for worker in ("a", "b"))
+    losses = [loss for e in run.effects if isinstance(e, WindowClosed) for loss in e.sums.losses]
+    assert len(losses) == STEPS
+    run.say("a", LeaveRun(MovedBytes(1, 2, 3)))
+    assert run.state.bytes_left == 6 and [m.name for m in run.state.members.workers] == ["b"]
+
+
+def test_the_leases_of_a_dead_worker_go_to_another() -> None:
+    run = Run()
+    run.begin("a", "b")
+    lost = run.ask("a")
+    assert run.ask("b").task != lost.task
+    run.say("launcher", Died("a", "died: signal 9"))
+    assert [event.leases for event in run.told(WorkerGone)] == [1]  # type: ignore[attr-defined]
+    assert run.ask("b").task == lost.task
+
+
+def test_a_report_of_another_process_of_the_name_ends_nobody() -> None:
+    run = Run()
+    run.begin("a")
+    run.say("server0", replace(READY, pid=7))
+    run.say("launcher", Died("server0", pid=6))
+    assert [m.name for m in run.state.members.servers] == ["server0"]
+    run.say("launcher", Died("server0", pid=7))
+    assert not run.state.members.servers
+
+
+def test_who_is_silent_is_gone_and_joins_again_with_what_it_holds() -> None:
+    run = Run()
+    run.begin("a", "b")
+    task = run.ask("a")
+    for _ in range(30):
+        run.tick(0.1)
+        for name in ("b", "server0"):
+            run.say(name, WorkerBeat({}, 0, 0) if name == "b" else READY)
+    assert [m.name for m in run.state.members.workers] == ["b"]
+    run.say("a", WorkerBeat({}, 0, 0))
+    assert run.sent("a", JoinAgain) == [JoinAgain()]
+    run.say("a", JoinWorker("model", holding=[task.task]))
+    run.done("a", task.task)
+    run.done("b", task.task)
+    assert run.counted().count(task.task) == 1
+
+
+def test_a_member_that_comes_back_in_another_life_replaces_the_one_before() -> None:
+    run = Run()
+    run.begin("a")
+    task = run.ask("a")
+    run.sessions["a"] += 1
+    run.say("a", JoinWorker("model"))
+    assert run.ask("a").task == task.task
+    assert run.sent("a", Welcome)[-1] == Welcome(set_up=True)
+
+
+def test_a_report_that_comes_twice_counts_once_and_is_confirmed_twice() -> None:
+    run = Run()
+    run.begin("a")
+    task = run.ask("a").task
+    run.done("a", task)
+    run.done("a", task)
+    assert run.counted() == [task]
+    assert run.sent("a", TaskHeard)[-2:] == [TaskHeard(task)] * 2
+
+
+def test_an_overdue_lease_is_offered_to_another_worker() -> None:
+    run = Run(plan=TrainingPlan(1, 1, 0, None, None))
+    run.begin("a", "b")
+    task = run.ask("a")
+    run.say("b", AskTask())
+    assert not run.sent("b", TrainTask)
+    for _ in range(70):
+        run.now_s += 1.0
+        run.say("a", WorkerBeat({}, 0, 0))
+        run.say("b", WorkerBeat({}, 0, 0))
+        run.say("server0", READY)
+        run.tick()
+    assert [t.task for t in run.sent("b", TrainTask)] == [task.task]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("policy", [FREE, SHARED], ids=["free", "shared"])
+@pytest.mark.parametrize("entries", [1, 3, 9, 14])
+def test_a_journal_is_taken_up_wherever_it_ends(policy: CoordinationPolicy, entries: int) -> None:
+    first = Run(policy)
+    first.begin("a", "b")
+    train(first, "a", "b")
+    second = Run(policy, journal=list(first.journal[:entries]))
+    second.take(second.state.restore(list(second.journal), second.now_s))
+    second.say("server0", READY)
+    for worker in ("a", "b"):
+        second.say(worker, JoinWorker("model"))
+    train(second, "a", "b")
+    steps = {task // 4096 for task in second.counted()} if policy.shared else second.counted()
+    assert sorted(steps) == list(range(STEPS))
+
+
+def test_a_run_that_ended_stays_so() -> None:
+    first = Run()
+    first.begin("a")
+    train(first, "a")
+    second = Run()
+    second.state.restore(first.journal, second.now_s)
+    assert second.state.status == "completed"
+    second.say("a", JoinWorker("model"))
+    assert second.sent("a", RunEnded) == [RunEnded("completed")]
+
+
+def test_a_standby_that_is_ready_takes_over() -> None:
+    run = Run(replace(FREE, standbys=1))
+    run.begin("a")
+    run.say("a", AskTask())
+    assert not run.sent("a", TrainTask)  # before the first gradient the standby must be there
+    run.say("standby0", replace(READY, address="ipc://standby0", standby=True))
+    run.tick()
+    assert run.sent("a", TrainTask)
+    run.say("launcher", Died("server0"))
+    assert run.sent("standby0", Promote) and run.told(ServerGone)
+    run.say("standby0", replace(READY, address="ipc://standby0"))
+    run.sessions["server0"] += 1
+    run.say("server0", replace(READY, empty=True))
+    assert run.sent("server0", BecomeStandby)
+    (members,) = run.sent("a", Members)[-1:]
+    assert isinstance(members, Members) and members.servers[0].address == "ipc://standby0"
+    assert members.servers[0].standby == "server0" and not run.state.status
+
+
+def test_an_empty_server_after_the_first_gradient_ends_the_run() -> None:
+    run = Run()
+    run.begin("a")
+    run.ask("a")
+    run.say("launcher", Died("server0"))
+    run.sessions["server0"] += 1
+    run.say("server0", replace(READY, empty=True, ready=False))
+    assert run.state.status == "failed" and run.told(ServerLost)
+
+
+def test_a_server_that_comes_back_says_what_it_holds() -> None:
+    run = Run()
+    run.begin("a")
+    for _ in range(3):
+        run.done("a", run.ask("a").task)
+    run.say("server0", ServerHolds(0, 1, [1, 1], 9))
+    run.say("server0", ServerHolds(0, 1, [1, 1], 9))
+    assert [event.tasks for event in run.told(ServerSettled)] == [[2]]  # type: ignore[attr-defined]
+    assert run.sent("server0", CatchUp) == [CatchUp(0)] * 2
+
+
+def test_a_stop_saves_before_it_ends() -> None:
+    run = Run(SHARED)
+    run.begin("a", "b")
+    run.ask("a")
+    run.say("launcher", Stop("stop"))
+    run.tick()
+    (copy,) = run.sent("server0", KeepCopy)
+    assert isinstance(copy, KeepCopy)
+    run.say("server0", CopyKept(copy.tag, 0))
+    run.say("a", AskTask())
+    (task,) = run.sent("a", EvaluateTask)
+    assert isinstance(task, EvaluateTask) and task.reason == "stop" and not task.evaluate
+    run.say("a", EvaluationDone(task.task))
+    assert run.state.status == "stopped"
+
+
+def test_a_copy_that_is_lost_is_kept_again_and_another_worker_reads_it() -> None:
+    run = Run(plan=TrainingPlan(1, 1, 1, None, None))
+    run.begin("a", "b")
+    run.done("a", run.ask("a").task)
+    (copy,) = run.sent("server0", KeepCopy)
+    assert isinstance(copy, KeepCopy)
+    run.say("server0", CopyKept(copy.tag, 0))
+    run.say("a", AskTask())
+    (task,) = run.sent("a", EvaluateTask)
+    assert isinstance(task, EvaluateTask)
+    run.say("a", EvaluationDone(task.task, lost=True))
+    (again,) = run.sent("server0", KeepCopy)
+    assert isinstance(again, KeepCopy) and again.tag != copy.tag
+    run.say("launcher", Died("a"))
+    run.say("server0", CopyKept(again.tag, 0))
+    run.say("b", AskTask())
+    (task,) = run.sent("b", EvaluateTask)
+    assert isinstance(task, EvaluateTask) and task.tag == again.tag
+
+
+def test_without_workers_the_run_is_given_up() -> None:
+    run = Run()
+    run.say("server0", READY)
+    run.tick(61.0)
+    assert run.state.status == "failed"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        replace(READY, index=1),
+        ServerHolds(7, 0, [], 0),
+        ServerHolds(0, 0, [5], 0),
+        ServerHolds(0, 0, [0, 2**61], 0),
+        ServerHolds(0, 0, [9, 3], 0),
+        SetupDone(0, "model", 4, 0, []),
+        SetupDone(SetupTask().task, "model", 0, 0, []),
+        JoinWorker("model", about={"affinity": {}}),
+    ],
+)
+def test_what_cannot_be_changes_nothing(content: Content) -> None:
+    run = Run()
+    run.begin("a")
+    run.say("b", JoinWorker("model"))
+    with pytest.raises(Malformed):
+        run.say("c" if isinstance(content, JoinWorker | JoinServer) else "b", content)
+    assert sorted(m.name for m in run.state.members.all()) == ["a", "b", "server0"]
+    train(run, "a", "b")
+    assert run.state.status == "completed"
+
+
+def test_a_worker_of_another_model_is_sent_away() -> None:
+    run = Run()
+    run.begin("a")
+    run.say("b", JoinWorker("another"))
+    assert run.sent("b", RunEnded) == [RunEnded("refused")]
+    assert [m.name for m in run.state.members.workers] == ["a"]
