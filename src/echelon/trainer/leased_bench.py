@@ -16,7 +16,7 @@ from echelon.data.base import Batch
 from echelon.data.loader import EvalLoader, TrainLoader
 from echelon.observe.phases import Phase, PhaseClock, make_clock
 from echelon.ps.worker_rank import WorkerRank
-from echelon.tasks.base import Task
+from echelon.tasks.base import SAMPLE, Task
 from echelon.trainer.assemble import Given, _rank_seed, _step_settings, check_enough
 from echelon.trainer.evaluate import EvaluationReport, evaluate
 from echelon.trainer.inputs import run_task, units_of
@@ -53,7 +53,11 @@ class WorkerModel:
         self.clock.enter(Phase.DATA)
         own = self.world.data_rank if self._fsdp > 1 else 0
         shard = Shard(task.share * self._fsdp + own, task.shares * self._fsdp)
-        return self.train_loader.part(task.epoch, task.batch, shard)
+        batch = self.train_loader.part(task.epoch, task.batch, shard)
+        if self.task.unit != SAMPLE and task.shares > 1 and batch.global_units is None:
+            whole = self.train_loader.part(task.epoch, task.batch, Shard(0, 1))  # nobody else can tell its units
+            batch.global_units = self.task.units(whole.targets)
+        return batch
 
     def compute(self, batch: Batch) -> Sums:
         """Forward and backward of a worker that is split, as all of its ranks."""
