@@ -52,6 +52,7 @@ class TaskFacts:
         unit: what the loss is a sum over: sample, token.
         primary: the metric by which checkpoints and candidates are compared.
         headlines: further metrics that people look at first.
+        curves: metrics that are drawn beside the primary one.
         score_label: the share of samples that is counted in training; empty: nothing is.
     """
 
@@ -60,6 +61,7 @@ class TaskFacts:
     unit: str
     primary: Metric
     headlines: Sequence[Metric] = ()
+    curves: Sequence[Metric] = ()
     score_label: str = ""
 
 
@@ -69,6 +71,7 @@ BEFORE_TASKS = TaskFacts(
     "sample",
     Metric("top1", "max", "top-1", percent=True, noun="accuracy"),
     (Metric("macro_f1", "max", "macro F1"), Metric("roc_auc", "max", "ROC AUC")),
+    (Metric("top5", "max", "top-5", percent=True),),
     "top-1",
 )
 """What records that name no task are of."""

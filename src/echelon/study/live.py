@@ -88,7 +88,7 @@ class StudyDisplay:
 def study_table(states: Sequence[RunState], height: int) -> Group:
     """Draw the runs of a study in about `height` rows, and a line with what is left."""
     shown = _around_running(states, max(3, height - 6))
-    table = Table("run", "seed", "status", "done", "accuracy", "samples/s", "took", box=None, pad_edge=False)
+    table = Table("run", "seed", "status", "done", "metric", "samples/s", "took", box=None, pad_edge=False)
     for column in table.columns[3:]:
         column.justify = "right"
     for state in shown:
@@ -122,7 +122,7 @@ def _cells(state: RunState) -> list[Text]:
         str(state.run.seed),
         state.status,
         f"{p.done:.0%}" if state.status in ("running", COMPLETED) else "",
-        f"{p.top1:.4f}" if p.top1 is not None else "",
+        f"{p.value:.4f}" if p.value is not None else "",
         f"{p.samples_per_s:,.0f}" if p.samples_per_s else "",
         format_seconds(state.seconds) if state.seconds else "",
     ]
@@ -132,8 +132,8 @@ def _cells(state: RunState) -> list[Text]:
 def _line(state: RunState, place: str, left_s: float) -> str:
     run, p = state.run, state.progress
     clauses = [f"[{place}] {run.title}, seed {run.seed}: {state.status} in {format_seconds(state.seconds)}"]
-    if state.status == COMPLETED and p.top1 is not None:
-        clauses.append(f"accuracy {p.top1:.4f}")
+    if state.status == COMPLETED and p.value is not None:
+        clauses.append(f"{p.primary.noun or p.primary.title} {p.value:.4f}")
     if state.message:
         clauses.append(state.message)
     if left_s:

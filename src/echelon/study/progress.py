@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 
+from echelon.core.task import BEFORE_TASKS, Metric
 from echelon.records.file import RecordReader
 from echelon.records.kinds import Evaluation, Record, Start, Steps
 from echelon.study.base import COMPLETED, PlannedRun
@@ -17,12 +18,13 @@ UNFINISHED = ("waiting", "running", CUT_SHORT)
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run's record says so far; `done` is a share of the run's steps."""
+    """What a run's record says so far: `value` of its primary metric; `done` is a share of the run's steps."""
 
     done: float = 0.0
-    top1: float | None = None
+    value: float | None = None
     samples_per_s: float | None = None
     total_steps: int = 0
+    primary: Metric = BEFORE_TASKS.primary
 
 
 @dataclass
@@ -56,12 +58,12 @@ class Tail:
 def _after(progress: Progress, record: Record) -> Progress:
     match record:
         case Start():
-            return replace(progress, total_steps=record.steps_per_epoch * record.epochs)
+            return replace(progress, total_steps=record.steps_per_epoch * record.epochs, primary=record.task.primary)
         case Steps():
             done = record.step / progress.total_steps if progress.total_steps else 0.0
             return replace(progress, done=min(1.0, done), samples_per_s=record.samples_per_s)
         case Evaluation():
-            return replace(progress, top1=record.metrics.get("top1", progress.top1))
+            return replace(progress, value=record.metrics.get(progress.primary.name, progress.value))
     return progress
 
 

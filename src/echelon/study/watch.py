@@ -38,7 +38,7 @@ class OverviewRow:
     message: str
     seconds: float
     done: float
-    top1: float | None
+    value: float | None
     samples_per_s: float | None
     there: bool
 
@@ -114,7 +114,7 @@ class StudyWatch:
     def _row(self, state: RunState) -> OverviewRow:
         run, p = state.run, state.progress
         return OverviewRow(
-            run.name, run.candidate, run.terms, run.seed, state.status, state.message, state.seconds, p.done, p.top1,
+            run.name, run.candidate, run.terms, run.seed, state.status, state.message, state.seconds, p.done, p.value,
             p.samples_per_s, self.folder_of(run.name) is not None,
         )  # fmt: skip
 
@@ -135,7 +135,7 @@ class StudyWatch:
 
 def _unrecorded(run: PlannedRun, snapshot: Snapshot) -> RunState:
     """Return the state of a run whose end the study has not recorded: it goes on, or the study was stopped in it."""
-    progress = Progress(snapshot.done, snapshot.top1, snapshot.samples_per_s, snapshot.total_steps)
+    progress = Progress(snapshot.done, snapshot.value, snapshot.samples_per_s, snapshot.total_steps)
     settled = snapshot.status in OVER and snapshot.status != "stopped"
     status = snapshot.status if settled else (CUT_SHORT if snapshot.over else "running")
     message = "it will be repeated from its start" if status == CUT_SHORT else snapshot.message

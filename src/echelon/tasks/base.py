@@ -94,6 +94,7 @@ class Task(ABC):
         name: in specs, records and reports.
         unit: what the loss is a sum over: sample, token, pair.
         primary: the metric by which checkpoints and candidates are compared.
+        curves: metrics that are drawn beside the primary one.
         headlines: further metrics that people look at first, the most telling one first.
         score_label: the share of samples that `training_score` counts, for people; empty: nothing is counted.
     """
@@ -102,6 +103,7 @@ class Task(ABC):
     unit: ClassVar[str] = SAMPLE
     primary: Metric
     headlines: ClassVar[tuple[Metric, ...]] = ()
+    curves: ClassVar[tuple[Metric, ...]] = ()
     score_label: ClassVar[str] = ""
 
     def facts(self) -> TaskFacts:
@@ -109,7 +111,7 @@ class Task(ABC):
         kind = type(self)
         built_in = kind.__module__.startswith("echelon.tasks.")
         spec = kind.__module__.rpartition(".")[2] if built_in else f"{kind.__module__}:{kind.__qualname__}"
-        return TaskFacts(self.name, spec, self.unit, self.primary, self.headlines, self.score_label)
+        return TaskFacts(self.name, spec, self.unit, self.primary, self.headlines, self.curves, self.score_label)
 
     def fitted(self, data: DataFacts, settings: TaskSettings) -> Self:
         """Return the task for some data.

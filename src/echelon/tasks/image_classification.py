@@ -39,7 +39,7 @@ class ImageClassification(Task):
 
     name = "image_classification"
     primary = BEFORE_TASKS.primary
-    headlines = tuple(BEFORE_TASKS.headlines)
+    headlines, curves = tuple(BEFORE_TASKS.headlines), tuple(BEFORE_TASKS.curves)
     score_label = "top-1"
 
     def __init__(self) -> None:

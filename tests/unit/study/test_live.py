@@ -36,10 +36,10 @@ def test_a_record_is_followed_to_its_last_whole_line(tmp_path: Path) -> None:
     assert tail.read().done == 0.0
     (tmp_path / "record.jsonl").write_text("\n".join(lines[:2]) + "\n" + lines[2][:30])
     halfway = tail.read()
-    assert halfway.done == 1 / EPOCHS and halfway.top1 is None and halfway.samples_per_s is not None
+    assert halfway.done == 1 / EPOCHS and halfway.value is None and halfway.samples_per_s is not None
     (tmp_path / "record.jsonl").write_text("\n".join(lines) + "\n")
     whole = tail.read()
-    assert whole.done == 1.0 and whole.top1 is not None
+    assert whole.done == 1.0 and whole.value is not None
 
 
 def test_the_table_shows_all_runs_and_what_is_left(tmp_path: Path) -> None:

@@ -49,9 +49,11 @@ class Snapshot:
     step: int
     total_steps: int
     loss: float | None
-    train_top1: float | None
-    top1: float | None
-    best_top1: float | None
+    metric: str
+    score_label: str
+    train_score: float | None
+    value: float | None
+    best: float | None
     samples_per_s: float | None
     step_s: float | None
     exposed: float | None
@@ -82,7 +84,8 @@ def look(run: LiveRun, now: float | None = None) -> Snapshot:
         elapsed_s=_elapsed_s(run, now, over), eta_s=None if over else _eta_s(state, step_s),
         epoch=state.epoch + 1 if state.step else 0, epochs=state.start.epochs if state.start else 0, step=state.step,
         total_steps=state.total_steps, loss=_mean([x for w in windows for x in w.losses]),
-        train_top1=sum(correct) / samples if correct and samples else None, top1=state.top1, best_top1=state.best_top1,
+        metric=state.task.primary.title, score_label=state.task.score_label,
+        train_score=sum(correct) / samples if correct and samples else None, value=state.value, best=state.best,
         samples_per_s=samples / seconds if seconds else None, step_s=step_s, exposed=_exposed(windows),
         wire_bytes_per_step=sum(w.wire_bytes for w in windows) / steps if steps else None,
         attempts=state.attempts, checkpoints=state.checkpoints, torn=run.torn, ranks=_ranks(state, windows),

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from echelon.core.task import BEFORE_TASKS, TaskFacts
 from echelon.records.events import Event
 from echelon.records.file import RecordReader
 from echelon.records.going import is_deserted
@@ -80,7 +81,7 @@ def _mean(a: tuple[float, list[float], int], b: tuple[float, list[float], int]) 
 
 @dataclass
 class LiveState:
-    """All that was read; curves have optimizer steps as x."""
+    """All that was read; curves have optimizer steps as x. `value` and `best` are of the task's primary metric."""
 
     start: Start | None = None
     attempts: int = 0
@@ -88,8 +89,8 @@ class LiveState:
     epoch: int = 0
     step: int = 0
     windows: deque[Steps] = field(default_factory=deque)
-    top1: float | None = None
-    best_top1: float | None = None
+    value: float | None = None
+    best: float | None = None
     evaluations: int = 0
     checkpoints: int = 0
     events: deque[Entry] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
@@ -98,16 +99,21 @@ class LiveState:
     first_t: float | None = None
     last_t: float | None = None
     loss_curve: Curve = field(default_factory=Curve)
-    top1_curve: Curve = field(default_factory=Curve)
+    value_curve: Curve = field(default_factory=Curve)
     rate_curve: Curve = field(default_factory=Curve)
     cpu_curve: Curve = field(default_factory=Curve)
     gpu_curve: Curve = field(default_factory=Curve)
     memory_curve: Curve = field(default_factory=Curve)
 
+    @property
+    def task(self) -> TaskFacts:
+        """What is learnt."""
+        return self.start.task if self.start else BEFORE_TASKS
+
     def curves(self) -> dict[str, Curve]:
         """All curves by name; memory in GB."""
         return {
-            "loss": self.loss_curve, "top1": self.top1_curve, "rate": self.rate_curve, "cpu": self.cpu_curve,
+            "loss": self.loss_curve, "value": self.value_curve, "rate": self.rate_curve, "cpu": self.cpu_curve,
             "gpu": self.gpu_curve, "memory": self.memory_curve,
         }  # fmt: skip
 
@@ -198,12 +204,13 @@ def _steps(state: LiveState, window: Steps) -> None:
 
 def _evaluation(state: LiveState, evaluation: Evaluation) -> None:
     state.evaluations += 1
-    value = evaluation.metrics.get("top1")
+    primary = state.task.primary
+    value = evaluation.metrics.get(primary.name)
     if value is None or not math.isfinite(value):
         return
-    state.top1 = value
-    state.best_top1 = max(value, state.best_top1 or 0.0)
-    state.top1_curve.add(evaluation.step, [value])
+    state.value = value
+    state.best = value if primary.better(value, state.best) else state.best
+    state.value_curve.add(evaluation.step, [value])
 
 
 def _resources(state: LiveState, record: Resources) -> None:

@@ -84,11 +84,11 @@ def _numbers(s: Snapshot) -> Text:
 
 
 def _shown(s: Snapshot) -> list[tuple[str, str]]:
-    best = f" (best {s.best_top1:.4f})" if s.best_top1 is not None and s.best_top1 != s.top1 else ""
+    best = f" (best {s.best:.4f})" if s.best is not None and s.best != s.value else ""
     found = {
         "loss": _format(s.loss, ".4f"),
-        "train top-1": _format(s.train_top1, ".3f"),
-        "test top-1": _format(s.top1, ".4f") + best,
+        f"train {s.score_label}": _format(s.train_score, ".3f"),
+        f"test {s.metric}": _format(s.value, ".4f") + best,
         "samples/s": _format(s.samples_per_s, ",.0f"),
         "step": format_seconds(s.step_s) if s.step_s is not None else "",
         "exposed communication": _format(s.exposed, ".0%"),

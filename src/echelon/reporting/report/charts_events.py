@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from echelon.core.units import format_bytes, format_seconds
 from echelon.records.events import Event, WorkerDied
 from echelon.records.kinds import Checkpoint, End, Evaluation, Start
@@ -91,4 +93,6 @@ def checkpoint_text(saved: Checkpoint) -> str:
 
 
 def _evaluation_words(record: RunRecord) -> list[str]:
-    return [f"epoch {e.epoch}, top-1 {e.metrics.get('top1', float('nan')):.4f}" for e in record.of(Evaluation)]
+    primary = record.task.primary
+    values = [(e.epoch, e.metrics.get(primary.name)) for e in record.of(Evaluation)]
+    return [f"epoch {epoch}, {primary.title} {math.nan if v is None else v:.4f}" for epoch, v in values]

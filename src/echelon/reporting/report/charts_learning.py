@@ -1,4 +1,4 @@
-"""Charts of learning: loss, accuracy, learning rate over the steps that survived restarts."""
+"""Charts of learning: loss, the primary metric, learning rate over the steps that survived restarts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _SMOOTH_POINTS = 120
 
 
 def learning_charts(record: RunRecord) -> list[Chart]:
-    """Loss, accuracy and learning rate, as far as the record holds them."""
+    """Loss, the primary metric and learning rate, as far as the record holds them."""
     windows = record.kept_windows()
-    return [c for c in (_loss(record, windows), _accuracy(record, windows), _lr(windows)) if c]
+    return [c for c in (_loss(record, windows), _primary(record, windows), _lr(windows)) if c]
 
 
 def _loss(record: RunRecord, windows: list[Steps]) -> Chart | None:
@@ -43,26 +43,34 @@ def _loss(record: RunRecord, windows: list[Steps]) -> Chart | None:
     return Chart("loss", "Loss", caption, said, traces, layout)
 
 
-def _accuracy(record: RunRecord, windows: list[Steps]) -> Chart | None:
-    train = [(float(w.step), w.correct / w.samples) for w in windows if w.correct is not None and w.samples]
-    held = [e for e in record.kept_evaluations() if "top1" in e.metrics]
+def _primary(record: RunRecord, windows: list[Steps]) -> Chart | None:
+    """The primary metric of the task, and the share of training samples that it counts where it counts any."""
+    task = record.task
+    primary, label = task.primary, task.score_label
+    scored = [(float(w.step), w.correct / w.samples) for w in windows if w.correct is not None and w.samples]
+    train = scored if label else []
+    held = [(e, v) for e in record.kept_evaluations() if (v := e.metrics.get(primary.name)) is not None]
     traces = []
     if train:
         x, y = thin([s for s, _ in train], [a for _, a in train], _SMOOTH_POINTS)
-        traces.append(line("training top-1", x, y, "train"))
-    said = f"Training top-1 ends at {train[-1][1]:.3f}. " if train else ""
+        traces.append(line(f"training {label}", x, y, "train"))
+    said = f"Training {label} ends at {train[-1][1]:.3f}. " if train else ""
     if held:
-        steps = [e.step for e in held]
-        traces.append(dots("evaluation top-1", steps, [e.metrics["top1"] for e in held], "eval", symbol="diamond"))
-        top5 = [e.metrics.get("top5") for e in held]
-        if any(v is not None and v < 1 for v in top5):
-            traces.append(dots("evaluation top-5", steps, top5, "muted", dash="dot"))
-        said += f"Evaluation top-1 ends at {held[-1].metrics['top1']:.4f}."
+        steps = [e.step for e, _ in held]
+        traces.append(dots(f"evaluation {primary.title}", steps, [v for _, v in held], "eval", symbol="diamond"))
+        for metric in task.curves:
+            values = [e.metrics.get(metric.name) for e, _ in held]
+            if any(v is not None and v < 1 for v in values):
+                traces.append(dots(f"evaluation {metric.title}", steps, values, "muted", dash="dot"))
+        said += f"Evaluation {primary.title} ends at {held[-1][1]:.4f}."
     if not traces:
         return None
-    layout = {"xaxis": axis("step"), "yaxis": axis("share correct", tickformat=".0%")}
+    noun = primary.noun or primary.title
+    ticks = {"tickformat": ".0%"} if primary.percent else {}
+    layout = {"xaxis": axis("step"), "yaxis": axis("share correct" if primary.percent else primary.title, **ticks)}
     caption = "Training is measured while the weights change and with augmentation, evaluation after."
-    return Chart("accuracy", "Accuracy", caption, said.strip(), traces, layout)
+    chart_id, title = primary.noun or primary.name, f"{noun[:1].upper()}{noun[1:]}"
+    return Chart(chart_id, title, caption if train else "", said.strip(), traces, layout)
 
 
 def _lr(windows: list[Steps]) -> Chart | None:

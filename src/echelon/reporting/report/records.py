@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import yaml
 
 from echelon.core.errors import UserError
+from echelon.core.task import BEFORE_TASKS, TaskFacts
 from echelon.records.events import Event
 from echelon.records.file import RECORD_FILE, RecordReader
 from echelon.records.kinds import Evaluation, Record, ServerWindow, Start, Steps
@@ -76,6 +77,11 @@ class RunRecord:
     def windows(self) -> list[Steps]:
         """All windows of steps, those that a restart undid included."""
         return self.of(Steps)
+
+    @property
+    def task(self) -> TaskFacts:
+        """What was learnt."""
+        return self.last_start.task if self.last_start else BEFORE_TASKS
 
     @property
     def last_start(self) -> Start | None:

@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from echelon.core.task import TaskFacts
 from echelon.observe.phases import PHASES
 from echelon.records.events import BadImage, Event, RankFailed
 from echelon.records.kinds import End, EntropyCoding, Evaluation, ServerWindow, Start
@@ -19,14 +20,13 @@ from echelon.reporting.report.slow_steps import ExplainedStep, find_slow_steps
 from echelon.reporting.report.timing import Timing, measure, timing_notes
 from echelon.reporting.report.waterfall import Waterfall, waterfall_notes, waterfall_of
 
-METRICS = ("top1", "top5", "macro_f1", "roc_auc")
-
 
 @dataclass(frozen=True)
 class Summary:
     """A run in numbers. Seconds unless the name says otherwise; None where the record holds no answer.
 
     Attributes:
+        task: whose metrics they are; `best` is of its primary one, at `best_step`.
         seconds: as the run measured it from the command to its end; without that, as `wall_s`.
         wall_s: from the command to the end of the record, without the pause between a stop and a resume.
     """
@@ -35,7 +35,8 @@ class Summary:
     status: str
     message: str
     metrics: dict[str, float | None]
-    best_top1: float | None
+    task: TaskFacts
+    best: float | None
     best_step: int | None
     eval_samples: int
     seconds: float
@@ -69,6 +70,7 @@ class Summary:
     def to_json(self) -> dict[str, Any]:
         """Plain values for `summary.json`; NaN and infinity become null."""
         values = asdict(self)
+        values[f"best_{self.task.primary.name}"] = values.pop("best")
         values["bound"], values["bound_share"] = self.bound.kind, self.bound.share
         values["predictions"] = [{**asdict(p), "gain": p.gain} for p in self.predictions]
         values["advice"] = [{**asdict(a), "sentence": a.sentence()} for a in self.advice]
@@ -93,7 +95,10 @@ def summarise(record: RunRecord) -> Summary:
     seconds = sum(s.seconds for s in stretches)
     startup_s = _startup_s(record)
     evaluations = record.kept_evaluations()
-    best = max((e for e in evaluations if "top1" in e.metrics), key=lambda e: e.metrics["top1"] or 0.0, default=None)
+    task = record.task
+    primary = task.primary
+    known = [(value, e.step) for e in evaluations if (value := e.metrics.get(primary.name)) is not None]
+    best = max(known, key=lambda pair: primary.score(pair[0]), default=None)
     status, message = _status(record)
     start = record.last_start
     steps = max((w.step for w in record.kept_windows()), default=0)
@@ -103,8 +108,9 @@ def summarise(record: RunRecord) -> Summary:
         status=status,
         message=message,
         metrics=_metrics(record, evaluations),
-        best_top1=best.metrics["top1"] if best else None,
-        best_step=best.step if best else None,
+        task=task,
+        best=best[0] if best else None,
+        best_step=best[1] if best else None,
         eval_samples=evaluations[-1].samples if evaluations else 0,
         seconds=seconds,
         wall_s=wall_seconds(stretches),
@@ -200,7 +206,7 @@ def _status(record: RunRecord) -> tuple[str, str]:
 
 
 def _metrics(record: RunRecord, evaluations: list[Evaluation]) -> dict[str, float | None]:
-    metrics: dict[str, float | None] = dict.fromkeys(METRICS)
+    metrics: dict[str, float | None] = {m.name: None for m in (record.task.primary, *record.task.headlines)}
     if evaluations:
         metrics.update(evaluations[-1].metrics)
     elif isinstance(record.detail.get("metrics"), dict):

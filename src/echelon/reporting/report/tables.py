@@ -36,16 +36,17 @@ class Headline:
 
 def headlines(s: Summary) -> list[Headline]:
     """The numbers that come first; those without a value are left out."""
-    top1, f1, auc = (s.metrics.get(k) for k in ("top1", "macro_f1", "roc_auc"))
-    found = []
-    if top1 is not None:
+    found, primary = [], s.task.primary
+    if (value := s.metrics.get(primary.name)) is not None:
         aside = f"on {s.eval_samples} samples" if s.eval_samples else ""
-        if s.eval_samples and 0 <= top1 <= 1:
-            low, high = wilson_interval(top1, s.eval_samples)
+        if s.eval_samples and primary.percent:
+            low, high = wilson_interval(value, s.eval_samples)
             aside = f"± {(high - low) * 50:.1f} pt (95%)"
-        found.append(Headline("top-1", f"{top1:.4f}", aside))
-    if f1 is not None:
-        found.append(Headline("macro F1", f"{f1:.4f}", f"ROC AUC {auc:.4f}" if auc is not None else ""))
+        found.append(Headline(primary.title, f"{value:.4f}", aside))
+    others = [(m.title, v) for m in s.task.headlines if (v := s.metrics.get(m.name)) is not None]
+    if others:
+        (title, value), *beside = others
+        found.append(Headline(title, f"{value:.4f}", ", ".join(f"{name} {v:.4f}" for name, v in beside)))
     startup = f"{format_seconds(s.startup_s)} to start" if s.startup_s is not None else ""
     found.append(Headline("time", format_seconds(s.seconds), startup))
     if s.samples_per_s is not None and s.step_s is not None:

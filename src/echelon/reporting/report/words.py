@@ -53,16 +53,21 @@ def _accuracy(s: Summary) -> list[str]:
     words = []
     if s.nonfinite_step is not None:
         words.append(f"The loss is not finite from step {s.nonfinite_step} on: a lower --lr, warm-up or clipping.")
-    top1 = s.metrics.get("top1")
-    if top1 is None:
-        return [*words, "No evaluation was recorded: nothing is known of its accuracy."] if s.steps else words
-    said = f"Top-1 {top1:.4f}"
-    if s.eval_samples and 0 <= top1 <= 1:
-        low, high = wilson_interval(top1, s.eval_samples)
-        said += f" on {s.eval_samples} samples (95% interval {low:.4f} to {high:.4f})"
+    primary = s.task.primary
+    value = s.metrics.get(primary.name)
+    if value is None:
+        unknown = f"No evaluation was recorded: nothing is known of its {primary.noun or primary.title}."
+        return [*words, unknown] if s.steps else words
+    said = f"{primary.title[:1].upper()}{primary.title[1:]} {value:.4f}"
+    if s.eval_samples:
+        said += f" on {s.eval_samples} samples"
+    if s.eval_samples and primary.percent:
+        low, high = wilson_interval(value, s.eval_samples)
+        said += f" (95% interval {low:.4f} to {high:.4f})"
     words.append(f"{said}.")
-    if s.best_top1 is not None and s.best_top1 - top1 >= 0.005:
-        words.append(f"The best was {s.best_top1:.4f} at step {s.best_step}: the last is not the best one.")
+    least = 0.005 if primary.percent else 0.005 * abs(value)
+    if s.best is not None and primary.score(s.best) - primary.score(value) >= max(least, 1e-12):
+        words.append(f"The best was {s.best:.4f} at step {s.best_step}: the last is not the best one.")
     return words
 
 

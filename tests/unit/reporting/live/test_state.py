@@ -72,7 +72,7 @@ def test_a_run_that_goes_is_summed_up_over_its_last_seconds(tmp_path: Path) -> N
     assert s.samples_per_s == pytest.approx(320) and s.wire_bytes_per_step == 1000 and s.step_s == pytest.approx(0.1)
     assert s.eta_s == pytest.approx(20 * 1.0 / 5)  # a second for each five steps
     assert s.exposed == pytest.approx(0.2) and s.ranks[1].phases["communicate"] == pytest.approx(0.4)
-    assert s.train_top1 == pytest.approx(0.5) and s.top1 == 0.9
+    assert s.train_score == pytest.approx(0.5) and s.value == 0.9
     assert [r.host for r in s.ranks] == ["a", "a"] and [r.memory_bytes for r in s.ranks] == [1e8, 2e8]
 
 
@@ -173,4 +173,4 @@ def test_a_rank_that_sampled_nothing_new_keeps_what_it_had(tmp_path: Path) -> No
 
 def test_a_whole_recorded_run(tmp_path: Path) -> None:
     s = look(watched(make_live_run(tmp_path / "run")))
-    assert s.status == "completed" and s.over and s.done == 1.0 and s.torn == 0 and s.top1 is not None
+    assert s.status == "completed" and s.over and s.done == 1.0 and s.torn == 0 and s.value is not None

@@ -183,15 +183,16 @@
     headlines([
       ["Step", number(s.step), s.total_steps ? `of ${number(s.total_steps)} (${percent(s.done)}), epoch ${s.epoch} of ${s.epochs}` : ""],
       ["Time", seconds(s.elapsed_s), s.eta_s === null ? "" : `about ${seconds(s.eta_s)} left`],
-      ["Test top-1", number(s.top1, 4), s.best_top1 !== null && s.best_top1 !== s.top1 ? `best ${number(s.best_top1, 4)}` : ""],
-      ["Loss", number(s.loss, 4), s.train_top1 === null ? "" : `train top-1 ${number(s.train_top1, 3)}`],
+      [`Test ${s.metric}`, number(s.value, 4), s.best !== null && s.best !== s.value ? `best ${number(s.best, 4)}` : ""],
+      ["Loss", number(s.loss, 4), s.train_score === null ? "" : `train ${s.score_label} ${number(s.train_score, 3)}`],
       ["Samples/s", number(s.samples_per_s), s.step_s === null ? "" : `a step takes ${seconds(s.step_s)}`],
       ["Exposed communication", percent(s.exposed), s.wire_bytes_per_step === null ? "" : `${bytes(s.wire_bytes_per_step)} sent per step`],
       ["Checkpoints", number(s.checkpoints), s.attempts > 1 ? `begun ${s.attempts} times` : ""],
     ]);
     const colors = ["r0", "r1", "r2", "r3", "r4", "r5", "r6", "r7"];
     chart("loss", s.curves.loss, ["train"]);
-    chart("top1", s.curves.top1, ["eval"], { dots: true });
+    byId("value-title").textContent = `Test ${s.metric}`;
+    chart("value", s.curves.value, ["eval"], { dots: true });
     chart("rate", s.curves.rate, ["forward"], { zero: true });
     chart("cpu", s.curves.cpu, colors, { zero: true });
     chart("memory", s.curves.memory, colors, { zero: true });
@@ -209,10 +210,10 @@
     byId("what").textContent = s.what;
     progress(s.done);
     headlines([["Runs over", `${s.runs_over} of ${s.runs.length}`, ""], s.eta_s ? ["Left", seconds(s.eta_s), "as long as those before took"] : null]);
-    table("runs", [["run"], ["seed", true], ["status"], ["done", true], ["accuracy", true], ["samples/s", true], ["took", true], ["", false, "message"]], s.runs.map((r) => {
+    table("runs", [["run"], ["seed", true], ["status"], ["done", true], ["metric", true], ["samples/s", true], ["took", true], ["", false, "message"]], s.runs.map((r) => {
       const label = r.terms ? `${r.candidate} [${r.terms}]` : r.candidate;
       const name = r.there ? element("a", label, { href: `run/${encodeURIComponent(r.name)}/` }) : label;
-      return { bad: r.status === "failed" || r.status === "refused", cells: [name, String(r.seed), r.status, percent(r.done), number(r.top1, 4), number(r.samples_per_s), r.seconds ? seconds(r.seconds) : "–", r.message] };
+      return { bad: r.status === "failed" || r.status === "refused", cells: [name, String(r.seed), r.status, percent(r.done), number(r.value, 4), number(r.samples_per_s), r.seconds ? seconds(r.seconds) : "–", r.message] };
     }));
     document.title = `${s.runs_over}/${s.runs.length} · ${s.name} · Echelon live`;
     return s.over;
