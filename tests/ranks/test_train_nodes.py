@@ -12,6 +12,7 @@ from echelon.launch.link import ShapedNetwork, parse_link
 from tests.ranks.links import LINK, NEEDS_LINKS, start_machine
 from tests.ranks.runs import Run, Runs, losses_of, marked_processes
 
+SECRET = "5a" * 32
 pytestmark = [*NEEDS_LINKS, pytest.mark.timeout(400)]
 
 
@@ -27,6 +28,18 @@ def test_two_machines_agree_on_one_run_and_its_folder(tmp_path: Path) -> None:
         alone = runs.train("digits", "--workers", "1", "--epochs", "3", "--lr", "0.02", folder="alone")
         assert alone.end() == 0
         assert losses_of(folder) == pytest.approx(alone.losses(), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_machines_with_disks_of_their_own_share_the_secret_by_the_environment(tmp_path: Path) -> None:
+    settings = ("--nodes", "2", "--epochs", "2", "--eval-every", "0")
+    with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:
+        second = start_machine(runs, network, 1, *settings, folder="b", secret=SECRET)  # it may be there first
+        first = start_machine(runs, network, 0, *settings, folder="a", secret=SECRET)
+        assert [first.end(), second.end()] == [0, 0], first.text() + second.text()
+        assert _sizes(first) == [2] and first.summary()["status"] == "completed"
+        assert not list(tmp_path.glob("*/machines/secret"))
+        assert SECRET not in first.text() + second.text()
 
 
 @pytest.mark.slow

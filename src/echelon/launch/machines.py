@@ -56,7 +56,7 @@ def _state_of(info: Mapping[str, Any]) -> State:
 
 
 def _order_of(info: Mapping[str, Any]) -> Order:
-    values = {name: value for name, value in info.items() if name not in ("is", "number")}
+    values = {name: value for name, value in info.items() if name not in ("is", "number", "machine")}
     if "round" in values:
         values["round"] = Round(**values["round"])
     return _ORDERS[info["is"]](**values)
@@ -123,7 +123,12 @@ class FirstMachine:
     """Holds the rendezvous, and the store of each round; a machine that is alone is the first one.
 
     Other machines ask by the meeting's thread (`answer`), the supervisor by its own (`order`).
+
+    Attributes:
+        number: of the machine in the run.
     """
+
+    number = 0
 
     def __init__(self, arrival: Arrival, terms: RoundSettings, address: str) -> None:
         """Open rounds whose stores listen on an address of this machine."""
@@ -154,13 +159,14 @@ class FirstMachine:
             raise Malformed("content") from error
         with self._lock:
             now = time.monotonic()
-            self._rendezvous.admit(arrival.machine, arrival.workers, now)
-            return {**_to_info(self._rendezvous.handle(arrival.machine, state, now)), "number": number}
+            machine = self._rendezvous.admit(arrival.machine, arrival.workers, now)
+            order = self._rendezvous.handle(arrival.machine, state, now)
+        return {**_to_info(order), "number": number, "machine": machine}
 
     def close(self, reason: str = "") -> None:
         """End the run for the other machines, and wait a moment until each has heard it."""
         with self._lock:
-            self._rendezvous.close(f"the first machine left the run: {reason}")
+            self._rendezvous.close(f"the first machine left the run{': ' if reason else ''}{reason}")
         ends = time.monotonic() + GOODBYE_S
         while time.monotonic() < ends and not self._all_know():
             time.sleep(0.05)
@@ -172,7 +178,11 @@ class FirstMachine:
 
 
 class OtherMachine:
-    """Asks the first machine, by messages that a thread sends again and again: they are its signs of life as well."""
+    """Asks the first machine, by messages that a thread sends again and again: they are its signs of life as well.
+
+    Attributes:
+        number: of the machine in the run, as far as it has been told.
+    """
 
     def __init__(self, rendezvous: str, folder: Path, arrival: Arrival, terms: RoundSettings) -> None:
         """Take HOST:PORT of the first machine, and where the run's secret lies, which may come later than this."""
@@ -187,6 +197,7 @@ class OtherMachine:
         self._order: Order | None = None
         self._error: Exception | None = None
         self._known = False
+        self.number = 1
         self._begun = self._heard = time.monotonic()
         self._reason = ""
         self._over = False
@@ -269,11 +280,11 @@ class OtherMachine:
         if "refused" in info:
             raise UserError(str(info["refused"]))
         try:
-            order, number = _order_of(info), int(info["number"])
+            order, number, machine = _order_of(info), int(info["number"]), int(info["machine"])
         except (KeyError, TypeError, ValueError) as error:
             raise Malformed("content") from error
         with self._changed:
-            self._known, self._heard, self._reason = True, time.monotonic(), ""
+            self._known, self._heard, self._reason, self.number = True, time.monotonic(), "", machine
             if number >= self._first_number:  # not an answer to a state of before
                 self._order = order
                 self._changed.notify_all()

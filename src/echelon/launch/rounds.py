@@ -221,7 +221,7 @@ class Rendezvous:
             case Left(reason=reason):
                 self._go(machine, now)
                 if self.over is None and sum(m.present for m in self._machines.values()) < self._terms.least:
-                    self.over = Over("failed", f"{name} left the run: {reason}")
+                    self.over = Over("failed", f"{name} left the run{': ' if reason else ''}{reason}")
                 return Over("stopped")
 
     def close(self, reason: str) -> None:
@@ -265,7 +265,7 @@ class Rendezvous:
         finished = [s for s in states if isinstance(s, Finished) and s.round == self._number]
         if self.over is None and len(finished) == len(states):
             self.over = Over("stopped" if any(s.stopped for s in finished) else "completed")
-        return self.over or Continue("waiting for the other machines to end")
+        return self.over or Continue()
 
     def _break_round(self, now: float, gracefully: bool) -> None:
         self._rounds, self._gracefully = {}, gracefully

@@ -17,7 +17,7 @@ from echelon.coordinator.addresses import ADDRESS_FILE, ROLES_FOLDER, SchedulerL
 from echelon.launch.link import ShapedNetwork, parse_link
 from echelon.launch.places.base import Job
 from echelon.launch.plan import LaunchPlan
-from echelon.launch.rounds import Rounds, RoundSettings
+from echelon.launch.rounds import RoundSettings
 from echelon.ps.worker_rank import worker_name
 from echelon.records.file import Recorder
 from echelon.records.kinds import LinkTraffic
@@ -40,13 +40,18 @@ class Machine:
     Attributes:
         rounds: of ranks that restart together.
         scheduler: who is told of deaths and of a stop, where there is one.
-        number: among the machines; the first one, 0, records how the run ended.
+        server_machine: its number among machines with servers.
     """
 
     job: Job
-    rounds: Rounds | None = None
+    rounds: FirstMachine | OtherMachine | None = None
     scheduler: SchedulerLine | None = None
-    number: int = 0
+    server_machine: int = 0
+
+    @property
+    def number(self) -> int:
+        """The number of this machine; the first one, 0, records how the run ended."""
+        return self.server_machine if self.rounds is None else self.rounds.number
 
 
 def this_machine(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Recorder) -> AbstractContextManager[Machine]:
@@ -109,7 +114,7 @@ def _ranks_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Ite
     with meeting:
         reason = ""
         try:
-            yield Machine(job, machine, number=0 if isinstance(machine, FirstMachine) else 1)
+            yield Machine(job, machine)
         except BaseException as error:
             reason = str(error) or type(error).__name__
             raise

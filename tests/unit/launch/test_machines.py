@@ -1,0 +1,105 @@
+"""Machines that meet on loopback: orders come over an encrypted socket, and only to who has the run's secret."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from echelon.core.errors import UserError
+from echelon.launch.machines import FirstMachine, GroupStore, OtherMachine
+from echelon.launch.meeting import Arrival, Meeting
+from echelon.launch.rounds import Continue, Finished, Go, Order, Over, Ready, RoundSettings, Running
+from echelon.messages.identity import make_secret, read_secret
+
+TERMS = RoundSettings(2, 2, 1, arrival_s=30.0, return_s=5.0)
+ARRIVAL = Arrival("first", 1, {"--lr": "0.1"})
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def rendezvous() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+@pytest.fixture
+def first(tmp_path: Path, rendezvous: str) -> Iterator[FirstMachine]:
+    machine = FirstMachine(ARRIVAL, TERMS, "127.0.0.1")
+    with Meeting(rendezvous, make_secret(tmp_path), machine.answer):
+        yield machine
+        machine.close("the test ends")
+
+
+def _wait(order: Callable[[], Order], kind: type[Order]) -> Order:
+    ends = time.monotonic() + DEADLINE_S
+    while not isinstance(answer := order(), kind):
+        assert time.monotonic() < ends, answer
+        time.sleep(0.01)
+    return answer
+
+
+def test_machines_meet_run_a_round_and_end_together(tmp_path: Path, rendezvous: str, first: FirstMachine) -> None:
+    other = OtherMachine(rendezvous, tmp_path, replace(ARRIVAL, machine="other"), TERMS)
+    assert isinstance(first.order(Ready()), Continue)
+    theirs = _wait(lambda: other.order(Ready()), Go)
+    ours = _wait(lambda: first.order(Ready()), Go)
+    assert isinstance(ours, Go) and isinstance(theirs, Go)
+    assert theirs.round.environment == ours.round.environment
+    assert (ours.round.first_rank, theirs.round.first_rank) == (0, 1)
+    assert isinstance(first.order(Running(1)), Continue) and isinstance(other.order(Running(1)), Continue)
+    assert isinstance(first.order(Finished(1, stopped=True)), Continue)
+    assert _wait(lambda: other.order(Finished(1, stopped=True)), Over) == Over("stopped")
+    assert first.order(Finished(1, stopped=True)) == Over("stopped")
+    other.close()
+
+
+def test_another_setting_is_refused_and_another_secret_is_not_answered(
+    tmp_path: Path, rendezvous: str, first: FirstMachine
+) -> None:
+    other = OtherMachine(rendezvous, tmp_path, Arrival("other", 1, {"--lr": "0.2"}), TERMS)
+    with pytest.raises(UserError, match=r"--lr 0.2, the first machine with 0.1"):
+        _wait(lambda: other.order(Ready()), Go)
+    other.close()
+    (tmp_path / "foreign").mkdir()
+    assert make_secret(tmp_path / "foreign") != read_secret(tmp_path)
+    foreign = OtherMachine(rendezvous, tmp_path / "foreign", replace(ARRIVAL, machine="foreign"), TERMS)
+    ends = time.monotonic() + DEADLINE_S
+    while not isinstance(order := foreign.order(Ready()), Continue) or "secret" not in order.reason:
+        assert time.monotonic() < ends
+    foreign.close()
+    assert isinstance(first.order(Ready()), Continue)
+
+
+def test_a_taken_port_is_refused(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as taken, pytest.raises(UserError, match="taken by another program"):
+        Meeting(f"127.0.0.1:{taken.getsockname()[1]}", make_secret(tmp_path), lambda arrival, info: {})
+
+
+class Trap:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[Path]]:
+        return Path.touch, (self.file,)
+
+
+def test_a_store_listens_on_its_address_alone_and_is_not_unpickled(tmp_path: Path) -> None:
+    from torch.distributed import TCPStore
+
+    store = GroupStore("127.0.0.1")
+    store.serve()
+    client = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    trap = pickle.dumps(Trap(tmp_path / "sprung"))
+    client.set("key", trap)
+    assert client.get("key") == trap and not (tmp_path / "sprung").exists()
+    listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    assert [a for a in listening if a.endswith(f":{store.port:04X}") and not a.startswith("0100007F")] == []
+    store.close()
