@@ -13,11 +13,11 @@ import types
 import typing
 from collections.abc import Callable, Hashable, Mapping
 from functools import cache, partial
+from operator import attrgetter
 from typing import Annotated, Any, TypeVar
 
 _MAX_INT = 2**62
 _DEEPEST = 16
-_PLAIN = (int, float, str, bool, bytes, type(None))
 
 T = TypeVar("T")
 
@@ -35,14 +35,16 @@ class Malformed(ValueError):
 
 def to_plain(content: Any) -> Any:
     """Return a content as maps, lists and scalars."""
-    if isinstance(content, _PLAIN):
-        return content
+    cls: Callable[..., Any] = type(content)
+    if dataclasses.is_dataclass(cls):
+        fields = _fields(cls)
+        values = fields.values(content)
+        return dict(zip(fields.order, values if fields.flat else map(to_plain, values), strict=True))
     if isinstance(content, dict):
         return {name: to_plain(value) for name, value in content.items()}
-    if isinstance(content, list | tuple):
+    if isinstance(content, (list, tuple)):
         return [to_plain(value) for value in content]
-    cls: Callable[..., Any] = type(content)
-    return {name: to_plain(getattr(content, name)) for name, _ in _fields(cls).checks}
+    return content
 
 
 def from_plain(cls: Callable[..., T], data: object) -> T:
@@ -52,16 +54,33 @@ def from_plain(cls: Callable[..., T], data: object) -> T:
         Malformed: `fields`, `type` or `range`: what does not fit.
     """
     fields = _fields(cls)
-    if type(data) is not dict or not fields.required <= data.keys() <= fields.names:
+    if type(data) is not dict:
         raise Malformed("fields")
-    return cls(**{name: check(data[name]) for name, check in fields.checks if name in data})
+    if data.keys() != fields.names:
+        if not fields.required <= data.keys() <= fields.names:
+            raise Malformed("fields")
+        return cls(**{name: check(data[name]) for name, check in fields.checks if name in data})
+    values = []
+    for name, check in fields.checks:
+        value = data[name]
+        if check is not _int:
+            value = check(value)
+        elif type(value) is not int:  # as `_int` does, without a call: most fields are numbers
+            raise Malformed("type")
+        elif not 0 <= value < _MAX_INT:
+            raise Malformed("range")
+        values.append(value)
+    return cls(*values)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Fields:
-    """A content's fields with their checks, all names, and those without a default."""
+    """A content's fields with their checks, all names, those without a default, and whether all are scalars."""
 
     checks: tuple[tuple[str, Callable[[Any], Any]], ...]
+    order: tuple[str, ...]
+    values: Callable[[Any], tuple[Any, ...]]
+    flat: bool
     names: frozenset[str]
     required: frozenset[str]
 
@@ -74,7 +93,10 @@ def _fields(cls: Hashable) -> _Fields:
     missing = dataclasses.MISSING
     required = frozenset(f.name for f in fields if f.default is missing and f.default_factory is missing)
     checks = tuple((f.name, _check_of(hints[f.name])) for f in fields)
-    return _Fields(checks, frozenset(f.name for f in fields), required)
+    flat = all(hints[f.name] in _FLAT for f in fields)
+    order = tuple(f.name for f in fields)
+    values = attrgetter(*order) if len(order) > 1 else lambda content: tuple(getattr(content, n) for n in order)
+    return _Fields(checks, order, values, flat, frozenset(order), required)
 
 
 def _check_of(annotation: Any) -> Callable[[Any], Any]:
@@ -169,3 +191,4 @@ def _has_names(value: Any, deepest: int) -> bool:
 _SCALARS: dict[Any, Callable[[Any], Any]] = {
     int: _int, float: _float, AnyFloat: _any_float, bool: _exactly(bool), str: _exactly(str), bytes: _exactly(bytes),
 }  # fmt: skip
+_FLAT = (*_SCALARS, list[int])
