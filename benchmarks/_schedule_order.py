@@ -7,17 +7,17 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
-from echelon.parallel.pipeline.timeline import Action
+from echelon.records.kinds import PipelineAction
 
 Key = tuple[str, int, int]
 
 
-def _key(action: Action) -> Key:
+def _key(action: PipelineAction) -> Key:
     kind = "backward" if action.kind == "input" else action.kind
     return kind, action.stage, action.microbatch
 
 
-def _needs(action: Action, last: int) -> Key | None:
+def _needs(action: PipelineAction, last: int) -> Key | None:
     """Return the computation that an action waits for; the first stage computes all of its backward as `weight`."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind == "forward":
@@ -27,12 +27,12 @@ def _needs(action: Action, last: int) -> Key | None:
     return ("forward", stage, microbatch) if stage == last else ("backward", stage + 1, microbatch)
 
 
-def _by_rank(actions: Sequence[Action]) -> dict[int, list[Action]]:
+def _by_rank(actions: Sequence[PipelineAction]) -> dict[int, list[PipelineAction]]:
     ordered = sorted(actions, key=lambda action: action.begin_s)
     return {rank: [a for a in ordered if a.rank == rank] for rank in sorted({a.rank for a in actions})}
 
 
-def without_messages(actions: Sequence[Action]) -> list[Action]:
+def without_messages(actions: Sequence[PipelineAction]) -> list[PipelineAction]:
     """Return the actions as early as their order and what they need allow; nothing else takes time.
 
     Raises:
@@ -40,7 +40,7 @@ def without_messages(actions: Sequence[Action]) -> list[Action]:
     """
     last, waiting = max(action.stage for action in actions), _by_rank(actions)
     free, ends = dict.fromkeys(waiting, 0.0), dict[Key, float]()
-    found: list[Action] = []
+    found: list[PipelineAction] = []
     while any(waiting.values()):
         before = len(found)
         for rank, mine in waiting.items():
@@ -54,7 +54,7 @@ def without_messages(actions: Sequence[Action]) -> list[Action]:
     return found
 
 
-def seconds_between(actions: Sequence[Action]) -> float:
+def seconds_between(actions: Sequence[PipelineAction]) -> float:
     """Return the median time between two computations of a rank of which the second had to wait for no other rank's."""
     last = max(action.stage for action in actions)
     ends, ranks = {_key(a): a.end_s for a in actions}, {_key(a): a.rank for a in actions}

@@ -40,7 +40,7 @@ from benchmarks._common import (
 from benchmarks._schedule_order import seconds_between, without_messages
 from echelon.parallel.pipeline import Pipeline, PipelineSettings
 from echelon.parallel.pipeline.settings import SCHEDULES
-from echelon.parallel.pipeline.timeline import Action, idle_share
+from echelon.records.kinds import PipelineAction, idle_share
 
 NAME = "schedules"
 TITLE = "Pipeline schedules: idle share, measured and by formula"
@@ -114,7 +114,7 @@ def _pipeline(plan: Plan, mesh: Any, schedule: str, count: int) -> Pipeline:
     return Pipeline(model, None, mesh, settings, half_square, torch.zeros(plan.samples, plan.width))
 
 
-def _figures(actions: list[Action]) -> dict[str, Any]:
+def _figures(actions: list[PipelineAction]) -> dict[str, Any]:
     kinds = sorted({action.kind for action in actions})
     return {
         "idle": idle_share(actions, RANKS),

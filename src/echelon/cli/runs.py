@@ -59,7 +59,7 @@ def report_command() -> Any:
             print(line)
         print(f"report: {folder / 'report.html'}")
         if trace:
-            from echelon.reporting.report.trace import write_trace
+            from echelon.reporting.report.charts_pipeline import write_trace
 
             write_trace(folder, Path(trace))
             print(f"trace: {trace}")

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from echelon.coordinator.journal import JournalEntry
 from echelon.coordinator.messages import EvaluationDone, SetupDone
-from echelon.coordinator.window import WindowSums
 from echelon.messages.framing import Content
-from echelon.records.kinds import Record
+from echelon.records.kinds import Record, Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +41,10 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class WindowClosed:
-    """A window of steps is full, or work ends."""
+    """A window of steps is full, or work ends; `resources` has a row by worker, empty where nothing new was sampled."""
 
-    sums: WindowSums
+    steps: Steps
+    resources: list[list[float]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ from echelon.coordinator.effects import Began, Effect, Evaluated, Save, Send, Te
 from echelon.coordinator.journal import Journal
 from echelon.coordinator.messages import TO_COORDINATOR, EvaluationDone, SetupDone
 from echelon.coordinator.state import Coordinator
-from echelon.coordinator.window import WindowSums
 from echelon.messages.endpoint import Listener, Sender
 from echelon.messages.framing import Message
 from echelon.messages.identity import RunKeys
 from echelon.messages.sockets import Limits
 from echelon.records.file import Recorder
+from echelon.records.kinds import Steps
 
 _FRAME_BYTES = 1 << 20
 _POLL_MS = 50
@@ -43,7 +43,7 @@ class Callbacks:
     """What others do with what happens: the run's record, the display."""
 
     started: Callable[[SetupDone], None]
-    window: Callable[[WindowSums], None]
+    window: Callable[[Steps, list[list[float]]], None]
     evaluated: Callable[[int, EvaluationDone], None]
 
 
@@ -105,6 +105,6 @@ class Scheduler:
                 case Began():
                     self._callbacks.started(effect.setup)
                 case WindowClosed():
-                    self._callbacks.window(effect.sums)
+                    self._callbacks.window(effect.steps, effect.resources)
                 case Evaluated():
                     self._callbacks.evaluated(effect.epoch, effect.result)

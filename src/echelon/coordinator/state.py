@@ -561,8 +561,9 @@ class Coordinator:
         epoch = max(0, step - 1) // self.setup.steps_per_epoch
         workers = self.members.workers
         names, below = [m.name for m in workers], self._leases.incomplete_from
-        sums, self._window = self._window.close(epoch, step, names, now_s, below)
-        self._effects.append(WindowClosed(sums))
+        resources = [self._window.resources.get(name, []) for name in names]
+        steps, self._window = self._window.close(epoch, step, names, now_s, below)
+        self._effects.append(WindowClosed(steps, resources))
         beats = {m.name: m.beat for m in workers if isinstance(m.beat, WorkerBeat)}
         window = WorkerWindow(
             step=step, clocks=self._leases.clocks, late=self._late,

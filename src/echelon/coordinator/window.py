@@ -7,36 +7,10 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from echelon.coordinator.messages import MovedBytes, TaskReport
-from echelon.observe.phases import PHASES
-from echelon.records.kinds import RESOURCE_NAMES
+from echelon.observe.phases import PHASE_NAMES, PHASES
+from echelon.records.kinds import RESOURCE_NAMES, Steps
 
 WINDOW_S = 0.5
-
-
-@dataclass(frozen=True)
-class WindowSums:
-    """What all workers did since the last window; `phases` has one row per worker, in seconds.
-
-    So has `resources`; a row is empty where a worker sampled nothing new. `gc_s`: by worker, in garbage collections.
-    `density`: share of elements that the workers' last pushes carried, their mean; None without a sparse codec.
-    `other_bytes`: of copies that workers gave or read, for the setup, evaluations and checkpoints.
-    """
-
-    epoch: int
-    step: int
-    losses: list[float]
-    score: float | None
-    samples: int
-    seconds: float
-    lr: float
-    phases: list[list[float]]
-    memory_bytes: list[int]
-    pushed_bytes: int
-    pulled_bytes: int
-    other_bytes: int
-    density: float | None
-    resources: list[list[float]]
-    gc_s: list[float]
 
 
 @dataclass
@@ -93,24 +67,33 @@ class WindowAccumulator:
 
     def close(
         self, epoch: int, step: int, workers: list[str], now_s: float, below: float = math.inf
-    ) -> tuple[WindowSums, WindowAccumulator]:
-        """Return the sums, with a row for each of the workers, in their order, and the next window's accumulator.
+    ) -> tuple[Steps, WindowAccumulator]:
+        """Return the window, with a row for each of the workers, in their order, and the next window's accumulator.
 
         Args:
             below: steps from here on are not complete: their loss waits for the window in which they are.
         """
-        zeros = [0.0] * len(PHASES)
-        latest = self.latest
+        zeros, latest = [0.0] * len(PHASES), self.latest
         densities = [report.density for report in latest.values() if report.density is not None]
         waiting = {s: loss for s, loss in self.losses.items() if s >= below}
-        sums = WindowSums(
-            epoch, step, [self.losses[s] for s in sorted(self.losses.keys() - waiting.keys())],
-            self.score, self.samples, now_s - self.began_s, self.lr, [self.phases.get(w, zeros) for w in workers],
-            [latest[w].memory_bytes if w in latest else 0 for w in workers],
-            self.moved.sent, self.moved.received, self.moved.other, fmean(densities) if densities else None,
-            [self.resources.get(w, []) for w in workers], [self.gc_s.get(w, 0.0) for w in workers],
-        )  # fmt: skip
-        return sums, WindowAccumulator(now_s, waiting, coded=self.coded)
+        steps = Steps(
+            epoch=epoch,
+            step=step,
+            losses=[self.losses[s] for s in sorted(self.losses.keys() - waiting.keys())],
+            correct=self.score,
+            samples=self.samples,
+            lr=self.lr,
+            seconds=now_s - self.began_s,
+            phase_names=PHASE_NAMES,
+            phases=[self.phases.get(w, zeros) for w in workers],
+            wire_bytes=self.moved.sent + self.moved.received,  # servers send what workers pull
+            wire_bytes_by_group={"pushed": self.moved.sent, "pulled": self.moved.received},
+            other_wire_bytes=self.moved.other,
+            density=fmean(densities) if densities else None,
+            memory_bytes=[latest[w].memory_bytes if w in latest else 0 for w in workers],
+            gc_s=[self.gc_s.get(w, 0.0) for w in workers],
+        )
+        return steps, WindowAccumulator(now_s, waiting, coded=self.coded)
 
     def entropy_coded(self) -> dict[str, float]:
         """Return what entropy coding did to all workers' messages since they began; empty without it."""

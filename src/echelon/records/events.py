@@ -70,7 +70,7 @@ class Refusal(Event):
 
 
 @dataclass(frozen=True)
-class BadImage(Event):
+class BadImageSkipped(Event):
     """A file could not be decoded; `count` of them, where one line stands for several."""
 
     path: str = ""
@@ -156,7 +156,7 @@ class SchedulerRestored(Event):
 
 
 EVENTS: tuple[type[Event], ...] = (
-    WorkerDied, Restarted, RankFailed, RoleFailed, Refusal, BadImage, Resumed, CheckpointRejected, MachineLeft,
+    WorkerDied, Restarted, RankFailed, RoleFailed, Refusal, BadImageSkipped, Resumed, CheckpointRejected, MachineLeft,
     WorkerGone, ServerGone, ServerLost, ServerSettled, SharesAgain, SchedulerRestored,
 )  # fmt: skip
 """Events with details, told apart by the default of `name`."""

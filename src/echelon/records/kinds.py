@@ -318,6 +318,16 @@ class PipelineAction:
         return [self.rank, self.stage, self.microbatch, self.kind, self.begin_s, self.end_s]
 
 
+def idle_share(actions: Sequence[PipelineAction], ranks: int) -> float:
+    """Return the share of a step in which ranks computed nothing, from the first computation to the last.
+
+    >>> idle_share([PipelineAction(0, 0, 0, "forward", 0, 1), PipelineAction(1, 1, 0, "forward", 1, 2)], 2)
+    0.5
+    """
+    length = max(a.end_s for a in actions) - min(a.begin_s for a in actions)
+    return 1 - sum(a.end_s - a.begin_s for a in actions) / (ranks * length) if length > 0 else 0.0
+
+
 @dataclass(frozen=True)
 class PipelineStep(Record):
     """What each rank of a pipeline computed when, in one step that was timed."""
@@ -327,6 +337,10 @@ class PipelineStep(Record):
     actions: Annotated[Sequence[PipelineAction], _actions]
     schedule: str = "?"
     microbatches: int | None = None
+
+    def idle_share(self) -> float:
+        """Return the share of the step in which its ranks computed nothing."""
+        return idle_share(self.actions, len({action.rank for action in self.actions}))
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,10 @@ from echelon.coordinator.config import CoordinatorConfig, TrainingPlan
 from echelon.coordinator.messages import EvaluationDone, SetupDone
 from echelon.coordinator.runs import count_of
 from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig
-from echelon.coordinator.window import WindowSums
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import write_atomic
 from echelon.core.task import BEFORE_TASKS, TaskFacts
 from echelon.messages.identity import derive_keys, read_secret
-from echelon.observe.phases import PHASE_NAMES
 from echelon.observe.scalars import Scalars
 from echelon.optim.build import build_optimizer
 from echelon.ps.keystore import MakeOptimizer
@@ -33,7 +31,7 @@ from echelon.records.decode import decode
 from echelon.records.events import Refusal, RoleFailed
 from echelon.records.file import Recorder, read_records
 from echelon.records.going import read_launch
-from echelon.records.kinds import End, Start, Steps
+from echelon.records.kinds import End, Start
 from echelon.reporting.report import write_report
 from echelon.run.resolve import resolve
 from echelon.sync.ps import server_settings
@@ -149,7 +147,7 @@ class Chronicle:
 
     def callbacks(self) -> Callbacks:
         """Return what the scheduler calls."""
-        return Callbacks(self._started, self._window, self._evaluated)
+        return Callbacks(self._started, self._progress.window, self._evaluated)
 
     def _started(self, setup: SetupDone) -> None:
         config, per_epoch, progress = self._run.config, setup.steps_per_epoch, self._progress
@@ -168,16 +166,6 @@ class Chronicle:
             progress.note(name, note)
         if setup.resumed:
             progress.resumed(done, self._path)
-
-    def _window(self, sums: WindowSums) -> None:
-        steps = Steps(
-            epoch=sums.epoch, step=sums.step, losses=sums.losses, correct=sums.score, samples=sums.samples,
-            lr=sums.lr, seconds=sums.seconds, phase_names=PHASE_NAMES, phases=sums.phases,
-            wire_bytes=sums.pushed_bytes + sums.pulled_bytes,  # servers send what workers pull
-            wire_bytes_by_group={"pushed": sums.pushed_bytes, "pulled": sums.pulled_bytes},
-            other_wire_bytes=sums.other_bytes, memory_bytes=sums.memory_bytes, density=sums.density, gc_s=sums.gc_s,
-        )  # fmt: skip
-        self._progress.window(steps, sums.resources)
 
     def _evaluated(self, epoch: int, result: EvaluationDone) -> None:
         info = result.about

@@ -17,7 +17,7 @@ from echelon.core.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserErr
 from echelon.core.files import full_disk_in_words, is_full
 from echelon.forecast.alternatives import record_alternatives
 from echelon.ps.worker_rank import WorkerRank
-from echelon.records.events import BadImage, RankFailed, Refusal
+from echelon.records.events import BadImageSkipped, RankFailed, Refusal
 from echelon.records.file import Recorder
 from echelon.records.going import read_launch
 from echelon.records.kinds import End
@@ -126,7 +126,7 @@ def _end(run: TrainingRun, path: Path, status: str) -> None:
     """Record what each rank saw, then let rank 0 write the report."""
     own = Recorder(path)
     for file, reason in run.train_loader.bad_images + run.eval_loader.bad_images:
-        own.write(BadImage(f"{file}: {reason}", file))
+        own.write(BadImageSkipped(f"{file}: {reason}", file))
     own.close()
     sent, others_sent = run.traffic.since_last(run.parts.sync.bytes_sent(), run.saver.bytes_sent)
     others = torch.tensor([sum(sent.values()) + others_sent], device=run.world.device)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.records.going import is_held
-from echelon.reporting.live.snapshot import Snapshot, look
+from echelon.reporting.live.snapshot import RunView, look
 from echelon.reporting.live.state import LiveRun
 from echelon.study.base import COMPLETED, PlannedRun
 from echelon.study.file import STUDY_FILE, load_study
@@ -133,7 +133,7 @@ class StudyWatch:
         return _unrecorded(run, look(live))
 
 
-def _unrecorded(run: PlannedRun, snapshot: Snapshot) -> RunState:
+def _unrecorded(run: PlannedRun, snapshot: RunView) -> RunState:
     """Return the state of a run whose end the study has not recorded: it goes on, or the study was stopped in it."""
     progress = Progress(snapshot.done, snapshot.value, snapshot.samples_per_s, snapshot.total_steps)
     settled = snapshot.status in OVER and snapshot.status != "stopped"

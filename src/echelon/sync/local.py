@@ -60,6 +60,11 @@ class LocalSettings(SyncSettings):
         )
 
     @property
+    def acts_alone(self) -> bool:
+        """Whether moments are reset: the mean of one replica is itself."""
+        return self.optimizer_state == "reset"
+
+    @property
     def synchronous_steps(self) -> int:
         """Steps before the first local one."""
         return self.start

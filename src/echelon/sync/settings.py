@@ -34,6 +34,11 @@ class SyncSettings(ABC):
         """For how many steps a strategy that averages parameters reduces gradients at first."""
         return 0
 
+    @property
+    def acts_alone(self) -> bool:
+        """Whether it changes the training of a single replica."""
+        return True
+
     def with_ema(self, decay: float) -> SyncSettings:
         """Return the settings of a run whose weights are averaged with this decay (0: not at all).
 

@@ -105,7 +105,7 @@ def assemble(
         ),
         settings=LoopSettings(training.epochs, training.max_steps, training.eval_every, resolved.checkpoint_every),
     )
-    _record_start(config, run, source, cursor, path)
+    _record_start(resolved, run, source, cursor, path)
     for name, note in run_notes(config, source.info, parts.split.notes if parts.split else (), notes):
         run.progress.note(name, note)
     if restored is not None:
@@ -161,8 +161,8 @@ def _rank_seed(seed: int, rank: int) -> int:
     return (seed * 1_000_003 + rank + 1) % 2**63
 
 
-def _record_start(config: RunConfig, run: TrainingRun, source: Source, cursor: Cursor, path: Path) -> None:
-    world, info = run.world, source.info
+def _record_start(resolved: ResolvedRun, run: TrainingRun, source: Source, cursor: Cursor, path: Path) -> None:
+    config, world, info = resolved.config, run.world, source.info
     ranks = roll_call(world)
     parameters = _parameter_count(run.parts, world)
     if not world.leads:
@@ -190,19 +190,19 @@ def _record_start(config: RunConfig, run: TrainingRun, source: Source, cursor: C
         epochs=config.training.epochs,
         start_step=cursor.step,
         start_epoch=cursor.epoch,
-        idle=_idle_settings(config, run),
+        idle=_idle_settings(resolved, world),
         environment=environment(launch.command),
         launched_t=launch.launched_t,
     )
     run.progress.record.write(start)
 
 
-def _idle_settings(config: RunConfig, run: TrainingRun) -> list[str]:
+def _idle_settings(resolved: ResolvedRun, world: World) -> list[str]:
     """Return the settings, as flags, that do nothing with a single worker."""
-    if run.world.size > 1:
+    if world.size > 1:
         return []
-    strategy, acts_alone = config.strategy, getattr(run.parts.sync, "acts_alone", True)
-    idle = [] if acts_alone else [f"--sync {strategy.sync}"]
+    strategy = resolved.described.strategy
+    idle = [] if resolved.sync.acts_alone else [f"--sync {strategy.sync}"]
     return idle + [f"--compression {strategy.compression}"] * (strategy.compression != "none")
 
 

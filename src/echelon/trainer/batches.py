@@ -18,7 +18,7 @@ from echelon.trainer.state import Cursor
 from echelon.trainer.step import StepResult
 from echelon.trainer.step_watch import RECORDING
 from echelon.trainer.stop import StopFlag
-from echelon.trainer.window import ClosedWindow, Sent, Window, WindowEnd
+from echelon.trainer.window import ClosedWindow, Window, WindowEnd, WindowTraffic
 
 
 class EpochOrder:
@@ -89,7 +89,7 @@ class EpochOrder:
         sync = run.parts.sync
         sent, others = run.traffic.since_last(sync.bytes_sent(), run.saver.bytes_sent)
         end = WindowEnd(cursor.epoch, cursor.step, run.schedule.lr, sync.density())
-        closed = self.window.close(end, Sent(sent, others), sync.reduce_times(), bool(self._stop), due)
+        closed = self.window.close(end, WindowTraffic(sent, others), sync.reduce_times(), bool(self._stop), due)
         run.progress.window(closed.steps, closed.resources)
         record_pipeline(run.progress.record, run.parts.split, cursor.step)
         return closed

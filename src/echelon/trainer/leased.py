@@ -30,7 +30,7 @@ from echelon.observe.phases import Phase
 from echelon.ps.client import PushInfo, RunOver, TagLost
 from echelon.ps.messages import BUFFERS_KEY
 from echelon.ps.worker_rank import WorkerRank
-from echelon.records.events import BadImage
+from echelon.records.events import BadImageSkipped
 from echelon.records.file import Recorder
 from echelon.records.going import read_launch
 from echelon.trainer.assemble import Given, run_notes
@@ -63,7 +63,7 @@ def train_leased(run: ResolvedRun, path: Path, seat: WorkerRank, record: Recorde
             follow(bench, bench.replica)
             status = ""
         for file, reason in bench.close():
-            record.write(BadImage(f"{file}: {reason}", file))
+            record.write(BadImageSkipped(f"{file}: {reason}", file))
     return status
 
 

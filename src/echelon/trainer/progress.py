@@ -10,7 +10,7 @@ from echelon.observe.scalars import Scalars
 from echelon.parallel.split import SplitModel
 from echelon.records.events import Event, Resumed
 from echelon.records.file import Recorder, read_records
-from echelon.records.kinds import Evaluation, Pause, PipelineAction, PipelineStep, Resources, Steps
+from echelon.records.kinds import Evaluation, Pause, PipelineStep, Resources, Steps
 from echelon.trainer.display import Display
 from echelon.trainer.evaluate import EvaluationReport
 
@@ -72,6 +72,5 @@ def record_pipeline(record: Recorder, split: SplitModel | None, step: int) -> No
     if pipeline is None:
         return
     for actions in pipeline.timelines:
-        timed = [PipelineAction(a.rank, a.stage, a.microbatch, a.kind, a.begin_s, a.end_s) for a in actions]
-        record.write(PipelineStep(step, timed, pipeline.schedule, pipeline.microbatches))
+        record.write(PipelineStep(step, actions, pipeline.schedule, pipeline.microbatches))
     pipeline.timelines.clear()

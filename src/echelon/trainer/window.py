@@ -76,7 +76,7 @@ class TimedPause:
 
 
 @dataclass(frozen=True)
-class Sent:
+class WindowTraffic:
     """Bytes that this rank sent in a window: so that replicas agree, by group (of `GROUPS`), and for checkpoints."""
 
     by_group: Mapping[str, int]
@@ -156,7 +156,7 @@ class Window:
         self._resume(RECORDING, time.perf_counter() - self._began)
 
     def close(
-        self, end: WindowEnd, sent: Sent, times: ReduceTimes | None, stop: bool, checkpoint_due: bool
+        self, end: WindowEnd, sent: WindowTraffic, times: ReduceTimes | None, stop: bool, checkpoint_due: bool
     ) -> ClosedWindow:
         """Add up over all ranks and begin anew, with a pause until `go_on`. All ranks call it after the same step.
 

@@ -27,7 +27,6 @@ from echelon.coordinator.messages import (
     TrainTask,
 )
 from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig
-from echelon.coordinator.window import WindowSums
 from echelon.messages.endpoint import Channel, Sender
 from echelon.messages.identity import RunKeys, derive_keys
 from echelon.messages.sockets import Limits
@@ -39,6 +38,7 @@ from echelon.ps.spans import model_table
 from echelon.ps.strategy import ParameterServer, WorkerOptions
 from echelon.ps.table import Cut, KeyTable
 from echelon.records.file import Recorder
+from echelon.records.kinds import Steps
 from echelon.sync.ps import ServerSettings
 
 Optimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
@@ -59,7 +59,7 @@ class Cluster:
     threads: list[threading.Thread] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
     serving: dict[str, threading.Thread] = field(default_factory=dict)
-    windows: list[WindowSums] = field(default_factory=list)
+    windows: list[Steps] = field(default_factory=list)
 
     def start(self) -> None:
         """Start scheduler and servers."""
@@ -69,7 +69,9 @@ class Cluster:
         )  # fmt: skip
         ignore = lambda *_: None  # noqa: E731
         self.record = Recorder(self.folder)
-        self.scheduler = Scheduler(config, self.record, Callbacks(ignore, self.windows.append, ignore))
+        self.scheduler = Scheduler(
+            config, self.record, Callbacks(ignore, lambda steps, _: self.windows.append(steps), ignore)
+        )
         self._spawn(self.scheduler.run)
         self.servers = [self.server(i) for i in range(self.settings.servers)]
 

@@ -12,8 +12,7 @@ import types
 import psutil
 import pytest
 
-from echelon.observe.gpu import Gpu
-from echelon.observe.resources import EVERY_S, LIST_CHILDREN_EVERY_S, Sampler
+from echelon.observe.resources import EVERY_S, LIST_CHILDREN_EVERY_S, Gpu, Sampler
 from echelon.records.kinds import RESOURCE_NAMES, RankResources
 
 

@@ -24,8 +24,9 @@ from echelon.parallel.pipeline.receive import moved_ahead
 from echelon.parallel.pipeline.settings import SCHEDULES, microbatch_count, stage_count
 from echelon.parallel.pipeline.shapes import Skeleton
 from echelon.parallel.pipeline.stage import make_stage
-from echelon.parallel.pipeline.timeline import Action, ActionRecorder, idle_share
+from echelon.parallel.pipeline.timeline import ActionRecorder
 from echelon.parallel.tensor import plan_tensor
+from echelon.records.kinds import PipelineAction, idle_share
 
 IMAGES = ModelInput(10, 3, 32)
 CPU = torch.device("cpu")
@@ -156,7 +157,7 @@ def test_a_computation_that_fails_is_over_too() -> None:
 
 def test_idle_share_of_a_timeline() -> None:
     """Two ranks, each busy half of the time."""
-    actions = [Action(0, 0, 0, "forward", 0, 1), Action(1, 1, 0, "forward", 1, 2)]
+    actions = [PipelineAction(0, 0, 0, "forward", 0, 1), PipelineAction(1, 1, 0, "forward", 1, 2)]
     assert idle_share(actions, 2) == 0.5
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from echelon.collectives.wire import GROUPS, WireCount
 from echelon.sync.averaging.plan import AveragingPlan
 from echelon.sync.averaging.values import Value, cut, model_values, moments
-from echelon.trainer.window import Sent
+from echelon.trainer.window import WindowTraffic
 
 
 class Tied(nn.Module):
@@ -83,6 +83,6 @@ def test_bytes_of_every_kind_of_value_are_in_the_sum_over_ranks() -> None:
     wire = WireCount()
     for group in groups:
         wire.add(group, 10)
-    assert sum(Sent({g: wire.by_group[g] for g in GROUPS}, 0).in_order()) == wire.total == 10 * len(groups)
+    assert sum(WindowTraffic({g: wire.by_group[g] for g in GROUPS}, 0).in_order()) == wire.total == 10 * len(groups)
     with pytest.raises(ValueError, match="unknown groups: pulled"):
-        Sent({"pulled": 1}, 0).in_order()
+        WindowTraffic({"pulled": 1}, 0).in_order()

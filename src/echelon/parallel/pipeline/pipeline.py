@@ -24,7 +24,8 @@ from echelon.parallel.pipeline.receive import EarlyStage, receive_early
 from echelon.parallel.pipeline.settings import PipelineResult, PipelineSettings, microbatch_count, schedule_class
 from echelon.parallel.pipeline.shapes import Boundary, Skeleton
 from echelon.parallel.pipeline.stage import make_stage, set_types
-from echelon.parallel.pipeline.timeline import Action, ActionRecorder, Kind
+from echelon.parallel.pipeline.timeline import ActionRecorder, Kind
+from echelon.records.kinds import PipelineAction
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
 from echelon.torch_compat import detect_fake_mode
@@ -106,7 +107,7 @@ class Pipeline(nn.Module):
         self._recorder = ActionRecorder(self._device)
         self._done = 0
         self._job = _Job(self._judge, 1, _identity, self._device)
-        self.timelines: list[list[Action]] = []
+        self.timelines: list[list[PipelineAction]] = []
 
     @property
     def stage_modules(self) -> list[nn.Module]:

@@ -5,33 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
+from echelon.records.kinds import PipelineAction
+
 Kind = Literal["forward", "backward", "input", "weight"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-
-
-@dataclass(frozen=True)
-class Action:
-    """One computation of one micro-batch.
-
-    Attributes:
-        rank: in the pipeline.
-        kind: `forward`; `backward` of both; or its two halves, `input` and `weight`.
-        begin_s, end_s: since the step began on the rank that began first.
-    """
-
-    rank: int
-    stage: int
-    microbatch: int
-    kind: Kind
-    begin_s: float
-    end_s: float
 
 
 class ActionRecorder:
@@ -74,7 +57,7 @@ class ActionRecorder:
         finally:
             self.on_change(None)
 
-    def finish(self, group: dist.ProcessGroup) -> list[Action]:
+    def finish(self, group: dist.ProcessGroup) -> list[PipelineAction]:
         """End the step; return the actions of all ranks, on each of them, by rank and time."""
         self.recording = False
         if self._device.type == "cuda":
@@ -88,7 +71,7 @@ class ActionRecorder:
         tables = _gathered(table, group, self._device)
         zero = min(-each[1].item() for each in sizes)
         return [
-            Action(rank, int(stage), int(microbatch), KINDS[int(kind)], begin - zero, end - zero)
+            PipelineAction(rank, int(stage), int(microbatch), KINDS[int(kind)], begin - zero, end - zero)
             for rank, (each, count) in enumerate(zip(tables, sizes, strict=True))
             for stage, microbatch, kind, begin, end in each[: int(count[0].item())].tolist()
         ]
@@ -150,12 +133,3 @@ class RecordedStage(PipelineStage):
         """Take the gradient from a stage of this rank; in evaluation there is none."""
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
-
-
-def idle_share(actions: list[Action], ranks: int) -> float:
-    """Return the share of a step, from the first action to the last, in which ranks computed nothing.
-
-    1 - sum of the actions' times / (ranks * (last end - first begin))
-    """
-    length = max(a.end_s for a in actions) - min(a.begin_s for a in actions)
-    return 1 - sum(a.end_s - a.begin_s for a in actions) / (ranks * length)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
@@ -24,12 +26,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from echelon.core.errors import UserError
-from echelon.reporting.live.page import render_live
 from echelon.reporting.live.snapshot import look, plain, to_json
 from echelon.reporting.live.state import LiveRun
 
 HOST = "127.0.0.1"
 HOSTS = (HOST, "localhost")
+_TEMPLATES = Path(__file__).parent / "templates"
+_REPORT_STYLE = Path(__file__).parents[1] / "report" / "templates" / "page.css"
 _HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -204,3 +207,24 @@ def _html(kind: str, title: str, parent: str) -> Response:
 
 def _absent(name: str) -> Response:
     return PlainTextResponse(f"No run {name!r} here.\n", 404)
+
+
+def render_live(kind: str, title: str, parent: str, nonce: str) -> str:
+    """Return the page of a run or of a study.
+
+    Args:
+        kind: `run` or `study`.
+        title: its name, escaped here.
+        parent: of a study's run, the study's name; empty otherwise.
+        nonce: what the page's style and script carry, so that no other is obeyed.
+    """
+    environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
+    styles = [_REPORT_STYLE.read_text(encoding="utf-8"), (_TEMPLATES / "live.css").read_text(encoding="utf-8")]
+    return environment.get_template("live.html.j2").render(
+        kind=kind,
+        title=title,
+        parent=parent,
+        nonce=nonce,
+        style=Markup("\n".join(styles)),
+        script=Markup((_TEMPLATES / "live.js").read_text(encoding="utf-8")),
+    )

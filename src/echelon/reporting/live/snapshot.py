@@ -12,7 +12,7 @@ from echelon.core.units import format_seconds
 from echelon.observe.phases import Phase
 from echelon.records.going import Launch, is_held, is_local, read_launch
 from echelon.records.kinds import RankResources, Start, Steps
-from echelon.reporting.live.state import Entry, LiveRun, LiveState
+from echelon.reporting.live.state import LiveRun, LiveState, TimelineEntry
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -33,7 +33,7 @@ class RankView:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RunView:
     """A run now. Shares are of 1, times in seconds; None: not known yet. `over`: nothing more will come."""
 
     name: str
@@ -62,7 +62,7 @@ class Snapshot:
     checkpoints: int
     torn: int
     ranks: list[RankView] = field(default_factory=list)
-    events: list[Entry] = field(default_factory=list)
+    events: list[TimelineEntry] = field(default_factory=list)
 
     @property
     def done(self) -> float:
@@ -70,7 +70,7 @@ class Snapshot:
         return min(1.0, self.step / self.total_steps) if self.total_steps else 0.0
 
 
-def look(run: LiveRun, now: float | None = None) -> Snapshot:
+def look(run: LiveRun, now: float | None = None) -> RunView:
     """Summarise a run as it was last refreshed, at a unix time (default: the present)."""
     state, now = run.state, time.time() if now is None else now
     status, message, over = _status(run, now)
@@ -79,7 +79,7 @@ def look(run: LiveRun, now: float | None = None) -> Snapshot:
     samples, step_s = sum(w.samples for w in windows), seconds / steps if steps and seconds else None
     correct = [w.correct for w in windows if w.correct is not None]
     quiet_s = None if over or state.last_t is None else max(0.0, now - state.last_t)
-    return Snapshot(
+    return RunView(
         name=run.folder.resolve().name, what=_what(state), status=status, message=message, over=over, quiet_s=quiet_s,
         elapsed_s=_elapsed_s(run, now, over), eta_s=None if over else _eta_s(state, step_s),
         epoch=state.epoch + 1 if state.step else 0, epochs=state.start.epochs if state.start else 0, step=state.step,
@@ -93,7 +93,7 @@ def look(run: LiveRun, now: float | None = None) -> Snapshot:
     )  # fmt: skip
 
 
-def to_json(run: LiveRun, snapshot: Snapshot) -> dict[str, Any]:
+def to_json(run: LiveRun, snapshot: RunView) -> dict[str, Any]:
     """Return what the page needs: the snapshot, and curves as lists of [step, value...]; NaN is null."""
     curves = {name: curve.points() for name, curve in run.state.curves().items()}
     values = {**asdict(snapshot), "done": snapshot.done, "curves": curves}

@@ -23,7 +23,7 @@ BAD = ("worker_died", "rank_failed", "role_failed", "refused", "failed")
 
 
 @dataclass(frozen=True)
-class Entry:
+class TimelineEntry:
     """Something that happened at a moment (unix seconds); `bad` when it is a failure."""
 
     t: float
@@ -93,7 +93,7 @@ class LiveState:
     best: float | None = None
     evaluations: int = 0
     checkpoints: int = 0
-    events: deque[Entry] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
+    events: deque[TimelineEntry] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
     resources: list[RankResources] = field(default_factory=list)
     end: End | None = None
     first_t: float | None = None
@@ -170,9 +170,11 @@ class LiveRun:
             case End():
                 state.end = record
                 message = f"{record.status}: {record.message}" if record.message else record.status
-                state.events.append(Entry(record.t, "end", message, record.status in BAD))
+                state.events.append(TimelineEntry(record.t, "end", message, record.status in BAD))
             case Event():
-                state.events.append(Entry(record.t, record.name, record.message or record.name, record.name in BAD))
+                state.events.append(
+                    TimelineEntry(record.t, record.name, record.message or record.name, record.name in BAD)
+                )
             case Resources():
                 _resources(state, record)
         state.first_t = record.t if state.first_t is None else state.first_t
@@ -189,7 +191,9 @@ class LiveRun:
         state.resources = []
         for curve in state.curves().values():
             curve.forget_after(step)
-        state.events.append(Entry(start.t, "start", f"{ranks} rank{'s' * (ranks != 1)} began at step {step}", False))
+        state.events.append(
+            TimelineEntry(start.t, "start", f"{ranks} rank{'s' * (ranks != 1)} began at step {step}", False)
+        )
 
 
 def _steps(state: LiveState, window: Steps) -> None:

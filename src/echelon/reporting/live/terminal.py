@@ -15,8 +15,8 @@ from rich.text import Text
 from echelon.core.units import format_bytes, format_seconds
 from echelon.observe.phases import PHASES
 from echelon.records.kinds import RankResources
-from echelon.reporting.live.snapshot import RankView, Snapshot
-from echelon.reporting.live.state import Entry
+from echelon.reporting.live.snapshot import RankView, RunView
+from echelon.reporting.live.state import TimelineEntry
 
 STYLES = {
     "completed": "bold green", "running": "bold", "starting": "yellow", "quiet": "yellow", "stopped": "yellow",
@@ -31,7 +31,7 @@ def plain_text(text: object) -> str:
     return str(text).translate(_CONTROL)
 
 
-def frame(s: Snapshot, height: int = 40) -> RenderableType:
+def frame(s: RunView, height: int = 40) -> RenderableType:
     """Draw a snapshot in about `height` rows; ranks that have no room are counted."""
     n_events = min(len(s.events), max(2, height // 6))
     room = max(_LEAST_ROWS, height - 12 - n_events)
@@ -47,14 +47,14 @@ def frame(s: Snapshot, height: int = 40) -> RenderableType:
     return Group(*parts)
 
 
-def line(s: Snapshot) -> str:
+def line(s: RunView) -> str:
     """Say in one line where a run is, for a log."""
     numbers = "  ".join(f"{name} {value}" for name, value in _shown(s))
     where = f"step {s.step}/{s.total_steps}" if s.total_steps else "no step yet"
     return plain_text(f"{s.name}: {s.status}{f' ({s.message})' if s.message else ''}  {where}  {numbers}".rstrip())
 
 
-def _head(s: Snapshot) -> Text:
+def _head(s: RunView) -> Text:
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(plain_text(s.name), style="bold").append("  ")
     text.append(plain_text(s.status), style=STYLES.get(s.status, ""))
@@ -63,7 +63,7 @@ def _head(s: Snapshot) -> Text:
     return text.append(f"  {plain_text(s.what)}", style="dim")
 
 
-def _progress(s: Snapshot) -> RenderableType:
+def _progress(s: RunView) -> RenderableType:
     row = Table.grid(padding=(0, 2))
     row.add_row(
         ProgressBar(total=1.0, completed=s.done, width=30),
@@ -76,14 +76,14 @@ def _progress(s: Snapshot) -> RenderableType:
     return row
 
 
-def _numbers(s: Snapshot) -> Text:
+def _numbers(s: RunView) -> Text:
     text = Text()
     for name, value in _shown(s):
         text.append(f"{name} ", style="dim").append(value, style="bold").append("   ")
     return text
 
 
-def _shown(s: Snapshot) -> list[tuple[str, str]]:
+def _shown(s: RunView) -> list[tuple[str, str]]:
     best = f" (best {s.best:.4f})" if s.best is not None and s.best != s.value else ""
     found = {
         "loss": _format(s.loss, ".4f"),
@@ -121,7 +121,7 @@ def _rank_table(ranks: Sequence[RankView]) -> Table:
     return table
 
 
-def _event(e: Entry) -> Text:
+def _event(e: TimelineEntry) -> Text:
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(f"{datetime.fromtimestamp(e.t):%H:%M:%S}  ", style="dim")
     return text.append(f"{plain_text(e.name).replace('_', ' ')}: {plain_text(e.message)}", style="red" if e.bad else "")

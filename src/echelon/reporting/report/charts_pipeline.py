@@ -1,13 +1,17 @@
-"""The timeline of a pipeline: what each rank computed when, micro-batch by micro-batch, in one recorded step."""
+"""The recorded steps of a pipeline by micro-batch: a chart, and a trace file for chrome://tracing and Perfetto."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from echelon.core.errors import UserError
+from echelon.core.files import write_atomic
 from echelon.records.kinds import PipelineAction, PipelineStep
 from echelon.reporting.report.figure import Chart, Json, axis, color, safe
-from echelon.reporting.report.records import RunRecord
+from echelon.reporting.report.records import RunRecord, load_run
 
 TOKENS = {"forward": "forward", "backward": "backward", "input": "backward", "weight": "update"}
 WORDS = {
@@ -17,6 +21,7 @@ WORDS = {
     "weight": "backward, weights' gradient",
 }
 MOST_LABELS = 200
+GAP_US = 1000.0  # between steps, which were not recorded one after the other
 
 
 def pipeline_charts(record: RunRecord) -> list[Chart]:
@@ -31,17 +36,6 @@ def timed_steps(record: RunRecord) -> list[PipelineStep]:
     return [step for step in known if step.actions]
 
 
-def idle_share(done: Sequence[PipelineAction]) -> float:
-    """Return the share of the step in which ranks computed nothing, from the first computation to the last.
-
-    >>> idle_share([PipelineAction(0, 0, 0, "forward", 0, 1), PipelineAction(1, 1, 0, "forward", 1, 2)])
-    0.5
-    """
-    length = max(c.end_s for c in done) - min(c.begin_s for c in done)
-    ranks = len({c.rank for c in done})
-    return 1 - sum(c.end_s - c.begin_s for c in done) / (ranks * length) if length > 0 else 0.0
-
-
 def _chart(step: PipelineStep) -> Chart:
     done = step.actions
     ranks = sorted({c.rank for c in done})
@@ -51,7 +45,7 @@ def _chart(step: PipelineStep) -> Chart:
     traces = [_bars(kind, bars, done) for kind in TOKENS if (bars := [c for c in done if c.kind == kind])]
     words = (
         f"Step {step.step} of {schedule}: {count} micro-batches through {stages} stages on "
-        f"{len(ranks)} ranks; the ranks computed nothing for {idle_share(done):.0%} of it."
+        f"{len(ranks)} ranks; the ranks computed nothing for {step.idle_share():.0%} of it."
     )
     layout = {
         "barmode": "overlay",
@@ -92,3 +86,42 @@ def _bars(kind: str, bars: list[PipelineAction], done: Sequence[PipelineAction])
             "line": {"color": color("paper"), "width": 2 if halves else 1},
         },
     }
+
+
+def write_trace(run: Path, path: Path) -> int:
+    """Write the recorded steps of a run's pipeline in the Trace Event Format, atomically; returns how many.
+
+    Raises:
+        UserError: the folder does not exist, or holds no recorded step of a pipeline.
+    """
+    record = load_run(run)
+    steps = len(timed_steps(record))
+    if not steps:
+        raise UserError(f"{run} has no recorded step of a pipeline: a run with --parallel pp=N records some")
+    write_atomic(path, json.dumps({"traceEvents": trace_events(record), "displayTimeUnit": "ms"}) + "\n")
+    return steps
+
+
+def trace_events(record: RunRecord) -> list[Json]:
+    """Return the events of all recorded steps, one after the other: a thread per rank, times in microseconds."""
+    events: list[Json] = []
+    begin_us = 0.0
+    ranks: set[int] = set()
+    for step in timed_steps(record):
+        ranks |= {action.rank for action in step.actions}
+        for action in step.actions:
+            events.append(
+                {
+                    "name": f"{WORDS[action.kind]} {action.microbatch}",
+                    "cat": action.kind,
+                    "ph": "X",
+                    "ts": begin_us + 1e6 * action.begin_s,
+                    "dur": 1e6 * (action.end_s - action.begin_s),
+                    "pid": 0,
+                    "tid": action.rank,
+                    "args": {"step": step.step, "stage": action.stage, "microbatch": action.microbatch},
+                }
+            )
+        begin_us += 1e6 * max(action.end_s for action in step.actions) + GAP_US
+    names = [("thread_name", rank, f"pipeline rank {rank}") for rank in sorted(ranks)]
+    return [{"name": n, "ph": "M", "pid": 0, "tid": tid, "args": {"name": what}} for n, tid, what in names] + events

@@ -24,7 +24,7 @@ _MOST_POINTS = 400
 
 
 @dataclass
-class ServerLoad:
+class ServerTotals:
     """What one server did over all its lives."""
 
     lives: int = 0
@@ -71,12 +71,12 @@ def server_charts(record: RunRecord) -> list[Chart]:
     return [chart for chart in charts if chart]
 
 
-def server_loads(record: RunRecord) -> dict[str, ServerLoad]:
+def server_loads(record: RunRecord) -> dict[str, ServerTotals]:
     """Sum each server's last numbers over its lives; a standby counts as itself."""
     last = {(window.name, str(window.life)): window for window in record.of(ServerWindow)}
-    loads: dict[str, ServerLoad] = {}
+    loads: dict[str, ServerTotals] = {}
     for (name, _), window in sorted(last.items()):
-        loads.setdefault(name, ServerLoad()).add(window)
+        loads.setdefault(name, ServerTotals()).add(window)
     return loads
 
 
@@ -96,7 +96,7 @@ def server_table(record: RunRecord) -> Table | None:
     return Table("Servers, over all their lives", head, rows)
 
 
-def _staleness(loads: dict[str, ServerLoad]) -> Chart | None:
+def _staleness(loads: dict[str, ServerTotals]) -> Chart | None:
     counts: Counter[int] = sum((load.staleness for load in loads.values()), Counter())
     total = counts.total()
     if not total or set(counts) == {0}:
@@ -151,7 +151,7 @@ def _waiting(windows: Sequence[WorkerWindow]) -> Chart | None:
     return Chart("waiting", "Waiting, by cause", said, said, traces, layout, max(220, 120 + 30 * len(names)))
 
 
-def _bytes(loads: dict[str, ServerLoad], windows: Sequence[WorkerWindow]) -> Chart | None:
+def _bytes(loads: dict[str, ServerTotals], windows: Sequence[WorkerWindow]) -> Chart | None:
     sent = {w: _grown(history) for w, history in _history([w.sent_bytes for w in windows]).items()}
     received = {w: _grown(history) for w, history in _history([w.received_bytes for w in windows]).items()}
     sent |= {name: load.sent_bytes for name, load in loads.items()}

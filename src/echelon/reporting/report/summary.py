@@ -8,15 +8,14 @@ from typing import Any
 
 from echelon.core.task import TaskFacts
 from echelon.observe.phases import PHASES
-from echelon.records.events import BadImage, Event, RankFailed
+from echelon.records.events import BadImageSkipped, Event, RankFailed
 from echelon.records.kinds import End, EntropyCoding, Evaluation, ServerWindow, Start
 from echelon.reporting.report.advice import Advice, Bound, advise, find_bound, shares_of
 from echelon.reporting.report.clock import sittings, wall_seconds
 from echelon.reporting.report.communication import Communication
-from echelon.reporting.report.incidents import Incident, count_restarts, find_incidents
+from echelon.reporting.report.incidents import ExplainedStep, Incident, count_restarts, find_incidents, find_slow_steps
 from echelon.reporting.report.predictions import Prediction, predict
 from echelon.reporting.report.records import RunRecord
-from echelon.reporting.report.slow_steps import ExplainedStep, find_slow_steps
 from echelon.reporting.report.timing import Timing, measure, timing_notes
 from echelon.reporting.report.waterfall import Waterfall, waterfall_notes, waterfall_of
 
@@ -126,7 +125,7 @@ def summarise(record: RunRecord) -> Summary:
         steps=steps,
         measured_steps=timing.steps if timing else 0,
         restarts=count_restarts(record),
-        bad_images=sum(event.count for event in record.of(BadImage)),
+        bad_images=sum(event.count for event in record.of(BadImageSkipped)),
         nonfinite_step=_first_nonfinite(record),
         outlier_windows=timing.outlier_windows if timing else 0,
         bound=find_bound(timing),

@@ -18,17 +18,15 @@ from echelon.reporting.report.records import RunRecord, load_run
 from echelon.reporting.report.summary import Summary, summarise
 from echelon.reporting.report.tables import (
     command,
+    communication_words,
+    critical_table,
     environment_table,
     evaluation_table,
     events,
     headlines,
     link_words,
-    rank_table,
-)
-from echelon.reporting.report.tables_time import (
-    communication_words,
-    critical_table,
     prediction_table,
+    rank_table,
     slow_step_table,
     waterfall_table,
 )

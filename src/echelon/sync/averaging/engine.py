@@ -17,7 +17,7 @@ from echelon.sync.allreduce import AllReduce
 from echelon.sync.averaging.background import Background
 from echelon.sync.averaging.exchange import DeltaTransport, Exchange, weighted_sum
 from echelon.sync.averaging.fragment import Fragment
-from echelon.sync.averaging.plan import AveragingPlan, MeanRule, Rule
+from echelon.sync.averaging.plan import AveragingPlan, Rule
 from echelon.sync.averaging.values import Value, cut, model_values
 from echelon.sync.base import SyncContext
 from echelon.torch_compat import same_ranks_group
@@ -63,11 +63,6 @@ class Averaging:
     def module(self) -> nn.Module:
         """The wrapped model during synchronous steps, then the model itself."""
         return self._first.module if self._first else self._context.model
-
-    @property
-    def acts_alone(self) -> bool:
-        """Whether it changes the training of a single replica: a plain mean does not, unless it resets moments."""
-        return not isinstance(self._rule, MeanRule) or self._plan.optimizer_state == "reset"
 
     @property
     def has_replica_state(self) -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 from echelon.reporting.report import Summary, closing_words, load_run, write_report
 from echelon.reporting.report.predictions import pick_ways
-from echelon.reporting.report.tables_time import slow_step_table
+from echelon.reporting.report.tables import slow_step_table
 from echelon.reporting.report.timing import measure
 from tests.unit.reporting.report.fixtures import LiveState, make_run, tell, write_record
 

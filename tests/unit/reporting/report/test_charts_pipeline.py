@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from echelon.core.errors import UserError
-from echelon.reporting.report.charts_pipeline import pipeline_charts
+from echelon.reporting.report.charts_pipeline import pipeline_charts, write_trace
 from echelon.reporting.report.records import load_run
-from echelon.reporting.report.trace import write_trace
 
 ACTIONS = [
     [0, 0, 0, "forward", 0.0, 0.010],
