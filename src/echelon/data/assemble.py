@@ -158,6 +158,7 @@ class ArrayRows:
         """Copy the inputs and targets of `indices`, N of each."""
 
         def copy(source: NDArray[Any], out: NDArray[Any]) -> None:
+            """Copy the rows of `indices`."""
             np.take(source, indices, axis=0, out=out, mode="clip")  # other modes copy twice
 
         nest.map_leaves(copy, self._values, inputs)

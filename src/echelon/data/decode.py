@@ -105,6 +105,7 @@ def _open_with_pillow(data: bytes) -> Picture:
     width, height = image.size
 
     def load(scale: float) -> Tensor:
+        """Decode the image, a JPEG at the least size that is still useful."""
         try:
             if image.format == "JPEG" and image.mode in ("RGB", "L"):
                 image.draft(None, (max(1, int(width * scale)), max(1, int(height * scale))))

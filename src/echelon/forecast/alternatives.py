@@ -202,10 +202,12 @@ def _time(trials: list[_Trial], meeting: _Meeting, budget_s: float) -> float:
 
     @torch.no_grad()
     def turn() -> None:
+        """Do every trial once."""
         for trial in trials:
             trial.turn()
 
     def timed(thread: Executor) -> float:
+        """Return the seconds of one turn on a thread."""
         other.add_(1.0)
         wait()
         began = time.perf_counter()
@@ -231,11 +233,13 @@ class _Loop(Mailbox):
     meet: Callable[[], None] = lambda: None
 
     def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int]) -> tuple[dict[int, Tensor], int]:
+        """Return the messages that were to be sent, after all ranks have met."""
         self.meet()
         self.sent.append(sum(m.nbytes + framing_bytes(1, m.is_cuda) for m in outgoing.values()))
         return {place: outgoing[place] for place in incoming}, self.sent[-1]
 
     def announce(self, outgoing: Mapping[int, Tensor], senders: Any) -> tuple[dict[int, int], int]:
+        """Return the lengths that were to be announced, after all ranks have met."""
         self.meet()
         self.sent.append(sum(8 + framing_bytes(1, m.is_cuda) for m in outgoing.values()))
         return {place: outgoing[place].numel() for place in senders}, self.sent[-1]

@@ -138,6 +138,7 @@ class Counter(TorchDispatchMode):
         resize = torch.UntypedStorage.resize_
 
         def noted(storage: torch.UntypedStorage, size: int) -> None:
+            """Resize, and count the storage anew."""
             resize(storage, size)
             if storage._cdata in self._sizes:
                 self._resize(storage._cdata, size)
@@ -276,6 +277,7 @@ def real_meshes() -> Iterator[None]:
     join = DeviceMesh._concatenate
 
     def joined(meshes: list[DeviceMesh]) -> DeviceMesh:
+        """Join meshes whose values are known."""
         with unset_fake_temporarily():
             return join(meshes)
 

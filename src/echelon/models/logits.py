@@ -19,14 +19,15 @@ def give_logits(model: nn.Module) -> None:
         model.register_forward_pre_hook(_without_cache, with_kwargs=True)
 
 
-def _logits(model: nn.Module, given: Any, found: Any) -> Any:
-    logits = getattr(found, "logits", None)
-    return logits if not isinstance(found, Tensor) and isinstance(logits, Tensor) else found
+def _logits(model: nn.Module, args: Any, output: Any) -> Any:
+    """Return the logits of an output that is a record of them; a tensor as it is."""
+    logits = getattr(output, "logits", None)
+    return logits if not isinstance(output, Tensor) and isinstance(logits, Tensor) else output
 
 
-def _without_cache(model: nn.Module, given: Any, named: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Keep no keys and values: they serve generating, and a block that is computed again would add its own twice."""
-    return given, ({**named, "use_cache": False} if _can_cache(model) else dict(named))
+def _without_cache(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Turn off the cache of keys and values: a block that is computed again would add its own to it twice."""
+    return args, ({**kwargs, "use_cache": False} if _can_cache(model) else dict(kwargs))
 
 
 def _can_cache(model: nn.Module) -> bool:

@@ -118,6 +118,7 @@ def _try_out(model: nn.Module, name: str, data: ModelInput) -> None:
 
 def _wrong_logits(classes: int) -> Callable[[Any, int], str]:
     def wrong(outputs: Any, samples: int) -> str:
+        """Say what is wrong with outputs for some samples; empty: nothing is."""
         if isinstance(outputs, torch.Tensor) and outputs.shape == (samples, classes):
             return ""
         got = list(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__

@@ -27,12 +27,14 @@ def load_weights(model: nn.Module, path: Path, new_head: bool = False) -> None:
         UserError: the file cannot be read, or does not fit: names the first parameter, both shapes, and the fix.
     """
     state = read_weights(path)
-    own = model.state_dict()
+    model_state = model.state_dict()
     if new_head:
         state |= {
-            name: own[name] for name in _head(own) if name in state and _only_classes_differ(state[name], own[name])
+            name: model_state[name]
+            for name in _head(model_state)
+            if name in state and _only_classes_differ(state[name], model_state[name])
         }
-    _check(state, own, path)
+    _check(state, model_state, path)
     model.load_state_dict(state, strict=False)
 
 
@@ -84,42 +86,45 @@ def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
     return state
 
 
-def _check(state: Mapping[str, Tensor], own: Mapping[str, Tensor], path: Path) -> None:
-    missing = [name for name in own if name not in state and not name.endswith(COUNTER)]
-    unexpected = [name for name in state if name not in own]
+def _check(state: Mapping[str, Tensor], model_state: Mapping[str, Tensor], path: Path) -> None:
+    missing = [name for name in model_state if name not in state and not name.endswith(COUNTER)]
+    unexpected = [name for name in state if name not in model_state]
     if missing or unexpected:
         what = f"has no {missing[0]!r}" if missing else f"has {unexpected[0]!r}, which the model has not"
         raise UserError(
-            f"--weights {path} {what} ({len(missing)} missing, {len(unexpected)} unexpected of {len(own)}): "
+            f"--weights {path} {what} ({len(missing)} missing, {len(unexpected)} unexpected of {len(model_state)}): "
             "it is of another model; name that one with --model"
         )
-    wrong = [name for name in own if name in state and state[name].shape != own[name].shape]
+    wrong = [name for name in model_state if name in state and state[name].shape != model_state[name].shape]
     if not wrong:
         return
     name = wrong[0]
-    shapes = f"{name!r} is {_shape(state[name])} in the file and {_shape(own[name])} in the model"
-    if set(wrong) <= _head(own) and all(_only_classes_differ(state[each], own[each]) for each in wrong):
+    shapes = f"{name!r} is {_shape(state[name])} in the file and {_shape(model_state[name])} in the model"
+    if set(wrong) <= _head(model_state) and all(_only_classes_differ(state[name], model_state[name]) for name in wrong):
         raise UserError(
             f"--weights {path}: {shapes}: its classifier is for {len(state[name])} classes, the data has "
-            f"{len(own[name])}; use weights of as many classes, or load_weights(model, path, new_head=True) from Python"
+            f"{len(model_state[name])}; use weights of as many classes, or load_weights(model, path, new_head=True) "
+            "from Python"
         )
     raise UserError(
-        f"--weights {path}: {shapes} ({len(wrong)} of {len(own)} differ): "
+        f"--weights {path}: {shapes} ({len(wrong)} of {len(model_state)} differ): "
         "use the --model, channels and --image-size that the file was made with"
     )
 
 
-def _head(own: Mapping[str, Tensor]) -> set[str]:
+def _head(model_state: Mapping[str, Tensor]) -> set[str]:
     """Return the names of the last weight and its bias: the classifier in every classification network known here."""
-    last = next((name for name in reversed(list(own)) if name.endswith("weight") and own[name].ndim >= 2), None)
+    last = next(
+        (name for name in reversed(list(model_state)) if name.endswith("weight") and model_state[name].ndim >= 2), None
+    )
     if last is None:
         return set()
     bias = f"{last.removesuffix('weight')}bias"
-    return {last, bias} & set(own)
+    return {last, bias} & set(model_state)
 
 
-def _only_classes_differ(theirs: Tensor, own: Tensor) -> bool:
-    return theirs.ndim == own.ndim > 0 and theirs.shape[1:] == own.shape[1:] and len(theirs) != len(own)
+def _only_classes_differ(a: Tensor, b: Tensor) -> bool:
+    return a.ndim == b.ndim > 0 and a.shape[1:] == b.shape[1:] and len(a) != len(b)
 
 
 def _shape(tensor: Tensor) -> str:

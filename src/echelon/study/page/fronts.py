@@ -47,8 +47,8 @@ def front(costs: Sequence[float], gains: Sequence[float]) -> list[int]:
     return best
 
 
-def _chart(id_: str, words: tuple[str, str], places: list[CostAndValue], metric: PrimaryMetric) -> Chart:
-    title, unit = words
+def _chart(id_: str, labels: tuple[str, str], places: list[CostAndValue], metric: PrimaryMetric) -> Chart:
+    title, unit = labels
     is_time = unit.startswith("seconds")
     scale = 1.0 if is_time else 1e-6
     x = [cost.mean * scale for _, cost, _ in places]
