@@ -141,10 +141,12 @@ class _Group:
 
     @property
     def leads(self) -> bool:
+        """Whether the run waits for this group's end."""
         return any(process.leads for process in self.processes)
 
     @property
     def heeds_signals(self) -> bool:
+        """Whether a signal stops the processes after a checkpoint; else they are told by a message."""
         return all(process.stops_on_signal for process in self.processes)
 
     def begin(self, round_: Round) -> list[Process]:
@@ -195,9 +197,11 @@ class _Supervisor:
         self._waits_for = ""
 
     def ask_to_stop(self, signum: int, frame: FrameType | None) -> None:
+        """Note that the run shall stop; a signal handler."""
         self._asked = True
 
     def run(self) -> bool:
+        """Run until the processes that lead have ended; returns whether the run was stopped."""
         while True:
             for group in self._groups:
                 self._follow(group)

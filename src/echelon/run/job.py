@@ -82,6 +82,7 @@ def server_job(plan: LaunchPlan, part: ServerPart) -> Job:
     environment = _environment(plan) | {"LOCAL_WORLD_SIZE": str(plan.workers)}
 
     def process(name: str, entry: str, args: tuple[Any, ...], leads: bool) -> Process:
+        """Return one of the processes."""
         log = "" if entry == SCHEDULER else str(plan.log_dir.absolute() / f"{name}.out")
         host = part.hosts.get(name.partition(".")[0])
         return Process(

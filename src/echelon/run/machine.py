@@ -175,6 +175,7 @@ def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> I
     arrival = _arrival(plan, common_settings(run.described), own)
 
     def part(admission: Admission) -> ServerPart:
+        """Return the part of the machine with this number."""
         machine = admission.machine
         servers, standbys = tuple(shape.servers_of(machine)), tuple(shape.standbys_of(machine))
         names = ["scheduler", *(f"server{i}" for i in servers), *(f"standby{i}" for i in standbys)]

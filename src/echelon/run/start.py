@@ -224,6 +224,7 @@ def _watch(path: Path, record: Recorder, scheduler: SchedulerLine | None) -> Wat
     """Return what is recorded of the processes, and who else is told of it."""
 
     def on_death(death: Death, goes_on: bool) -> None:
+        """Record a death and what follows."""
         if death.rank is not None:
             then = "the group restarts from the newest checkpoint"
         else:
@@ -237,6 +238,7 @@ def _watch(path: Path, record: Recorder, scheduler: SchedulerLine | None) -> Wat
                 scheduler.died(name, f"ended with {death.name}", pid)
 
     def on_start(started: Started) -> None:
+        """Record a process that is no rank."""
         if scheduler is not None:
             record.write(ProcessStarted(started.name, started.pid))
 
