@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from echelon.collectives.schedule import Ring, Step
+from echelon.collectives.schedule import PathStep, Ring
 from echelon.core.shards import Span
 
 
@@ -42,7 +42,7 @@ class Path(ABC):
     by_backend: ClassVar[bool] = False
 
     @abstractmethod
-    def schedule(self, rank: int, size: int, numel: int) -> list[Step]:
+    def schedule(self, rank: int, size: int, numel: int) -> list[PathStep]:
         """Return this rank's steps to sum vectors of `numel` elements over ranks 0..size-1, for any size and length."""
 
     def tiers(self, rank: int, size: int, numel: int) -> Tiers | None:

@@ -45,7 +45,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Place:
+class BucketPlace:
     """Where a parameter's gradient goes."""
 
     cell: int
@@ -53,14 +53,14 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BucketLayout:
     """All cells of a model, and each parameter's place by its name."""
 
     cells: tuple[Bucket, ...]
-    places: dict[str, Place]
+    places: dict[str, BucketPlace]
 
 
-def lay_out(parameters: Iterable[tuple[str, Tensor]]) -> Layout:
+def lay_out(parameters: Iterable[tuple[str, Tensor]]) -> BucketLayout:
     """Group parameters, given in the order in which backward reaches them, into cells.
 
     A cell holds parameters of one group, dtype and device.
@@ -75,8 +75,8 @@ def lay_out(parameters: Iterable[tuple[str, Tensor]]) -> Layout:
             cells.append(_close(len(cells), key[0], open_runs.pop(key)))
     for key, run in open_runs.items():
         cells.append(_close(len(cells), key[0], run))
-    places = {m.name: Place(c.number, m) for c in cells for m in c.members}
-    return Layout(tuple(cells), places)
+    places = {m.name: BucketPlace(c.number, m) for c in cells for m in c.members}
+    return BucketLayout(tuple(cells), places)
 
 
 def _close(number: int, group: str, run: Sequence[tuple[str, Tensor]]) -> Bucket:

@@ -113,15 +113,15 @@ class CompressedAllReduce:
                 chunk.fill_(torch.nan)
         return sent
 
-    def _encode_total(self, own: Tensor, total: Tensor | None, divisor: int) -> Tensor:
-        if total is None or not own.numel():
-            return seal(_void(self._relay, own), usable=False)
+    def _encode_total(self, chunk: Tensor, total: Tensor | None, divisor: int) -> Tensor:
+        if total is None or not chunk.numel():
+            return seal(_void(self._relay, chunk), usable=False)
         if divisor != 1 and not self._codec.direction:
             total.div_(divisor)
         try:
             return seal(self._relay.to_bytes(self._relay.compress(total, self._relay_state)), usable=True)
         except NonFiniteError:
-            return seal(_void(self._relay, own), usable=False)
+            return seal(_void(self._relay, chunk), usable=False)
 
     def _exchange(
         self, codec: Codec, outgoing: dict[int, Tensor], numels: dict[int, int]

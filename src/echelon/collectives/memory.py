@@ -19,7 +19,7 @@ from echelon.core.shards import overlaps
 StateDict = dict[str, Any]
 
 
-class Snapshot:
+class StateSnapshot:
     """Copies of states, made before a step so that a step that was void can be undone."""
 
     def __init__(self, states: Sequence[State]) -> None:
@@ -68,7 +68,7 @@ def density(helds: Iterable[CodecShard]) -> float | None:
     return share_carried((held.state, held.span[1] - held.span[0]) for held in helds if held.role == "sent")
 
 
-def state_dict(cell: Bucket, held: Sequence[CodecShard]) -> StateDict:
+def state_dict(cell: Bucket, shards: Sequence[CodecShard]) -> StateDict:
     """Return a cell's states as tensors and numbers under flat keys.
 
     - `sent.error/NAME/START`: elements of a parameter from START on, of one memory of what this rank sends;
@@ -76,7 +76,7 @@ def state_dict(cell: Bucket, held: Sequence[CodecShard]) -> StateDict:
     - `factors.q/STATE`, `numbers.step/STATE`: what belongs to a whole state.
     """
     flat: StateDict = {}
-    for h in held:
+    for h in shards:
         flat |= {f"numbers.{k}/{h.state.name}": v for k, v in h.state.numbers.items()}
         flat |= {f"factors.{k}/{h.state.name}": v for k, v in h.state.factors.items()}
         for kind, memory in h.state.memory.items():
@@ -85,7 +85,7 @@ def state_dict(cell: Bucket, held: Sequence[CodecShard]) -> StateDict:
     return flat
 
 
-def load_state_dict(cell: Bucket, held: Sequence[CodecShard], saved: Mapping[str, Any]) -> None:
+def load_state_dict(cell: Bucket, shards: Sequence[CodecShard], saved: Mapping[str, Any]) -> None:
     """Take over, in place, what `state_dict` returned for the same cell, or what `merge` made of several ranks'.
 
     A single worker encodes nothing: of what it saved all but the memories that waited begins anew.
@@ -95,7 +95,7 @@ def load_state_dict(cell: Bucket, held: Sequence[CodecShard], saved: Mapping[str
     """
     copies: list[tuple[Tensor, Tensor]] = []
     from_one = not any(key.startswith("numbers.") for key in saved)
-    for h in held:
+    for h in shards:
         for name, factor in h.state.factors.items():
             copies.append((factor, factor if from_one else _find(saved, f"factors.{name}/{h.state.name}", factor)))
         for kind, memory in h.state.memory.items():
@@ -106,17 +106,17 @@ def load_state_dict(cell: Bucket, held: Sequence[CodecShard], saved: Mapping[str
                 copies.append((own, torch.zeros_like(own) if begins_anew else _saved_memory(saved, key, part, own, h)))
     for own, found in copies:
         own.copy_(found)
-    for h in held:
+    for h in shards:
         for name in h.state.numbers:
             value = saved.get(f"numbers.{name}/{h.state.name}", saved.get(f"numbers.{name}/*"))
             h.state.numbers[name] = h.state.numbers[name] if value is None else value
 
 
-def _saved_memory(saved: Mapping[str, Any], kind: str, part: _MemoryPart, own: Tensor, held: CodecShard) -> Tensor:
+def _saved_memory(saved: Mapping[str, Any], kind: str, part: _MemoryPart, target: Tensor, shard: CodecShard) -> Tensor:
     total = saved.get(f"total.{kind}/{part.parameter}")
     if total is None:
-        return _find(saved, f"{kind}/{part.key}", own)
-    return total[part.of_parameter] / held.holders
+        return _find(saved, f"{kind}/{part.key}", target)
+    return total[part.of_parameter] / shard.holders
 
 
 def _find(saved: Mapping[str, Any], key: str, like: Tensor) -> Tensor:
@@ -129,22 +129,22 @@ def _find(saved: Mapping[str, Any], key: str, like: Tensor) -> Tensor:
     return found
 
 
-def take_velocity(cell: Bucket, held: Sequence[CodecShard], velocity: Mapping[str, Tensor]) -> None:
+def take_velocity(cell: Bucket, shards: Sequence[CodecShard], velocity: Mapping[str, Tensor]) -> None:
     """Share out a velocity, kept until now for the sum of all ranks' gradients, among those who apply it from now on.
 
     Args:
         velocity: by parameter, of its shape.
     """
-    for h in held:
+    for h in shards:
         for part in _parts(cell, h):
             if h.role == "sent" and "velocity" in h.state.memory and part.parameter in velocity:
                 own = velocity[part.parameter].reshape(-1)[part.of_parameter]
                 h.state.memory["velocity"][part.of_state] = own / h.holders
 
 
-def rescale(held: Iterable[CodecShard], factor: float) -> None:
+def rescale(shards: Iterable[CodecShard], factor: float) -> None:
     """Multiply what is remembered of gradients, whose scale has changed by that factor."""
-    for h in held:
+    for h in shards:
         for tensor in h.state.memory.values():
             tensor.mul_(factor)
         if "threshold" in h.state.numbers:

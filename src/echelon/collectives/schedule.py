@@ -13,7 +13,7 @@ from echelon.core.shards import Span, cut
 
 
 @dataclass(frozen=True)
-class Step:
+class PathStep:
     """What one rank does in one round; sender and receiver name the same round and span.
 
     A span is sent as it is after all earlier steps. What is received is added to the span, or replaces it.
@@ -49,11 +49,11 @@ class Ring:
         return self.members[(self.index - 1) % len(self.members)]
 
 
-def reduce_scatter(ring: Ring, pieces: Sequence[Span], first_round: int) -> list[Step]:
+def reduce_scatter(ring: Ring, pieces: Sequence[Span], first_round: int) -> list[PathStep]:
     """N - 1 rounds after which member i holds the sum of piece i; each piece travels once round the ring."""
     steps = range(len(ring.members) - 1)
     return [
-        Step(
+        PathStep(
             first_round + s,
             send_to=ring.following,
             send=ring.piece(pieces, s + 1),
@@ -65,11 +65,11 @@ def reduce_scatter(ring: Ring, pieces: Sequence[Span], first_round: int) -> list
     ]
 
 
-def all_gather(ring: Ring, pieces: Sequence[Span], first_round: int) -> list[Step]:
+def all_gather(ring: Ring, pieces: Sequence[Span], first_round: int) -> list[PathStep]:
     """N - 1 rounds after which every member holds every piece, given that member i held piece i."""
     steps = range(len(ring.members) - 1)
     return [
-        Step(
+        PathStep(
             first_round + s,
             send_to=ring.following,
             send=ring.piece(pieces, s),
@@ -80,13 +80,13 @@ def all_gather(ring: Ring, pieces: Sequence[Span], first_round: int) -> list[Ste
     ]
 
 
-def ring_sum(ring: Ring, span: Span, first_round: int) -> list[Step]:
+def ring_sum(ring: Ring, span: Span, first_round: int) -> list[PathStep]:
     """2 (N - 1) rounds after which every member holds the sum of a span."""
     pieces = cut(span, len(ring.members))
     halfway = first_round + len(ring.members) - 1
     return reduce_scatter(ring, pieces, first_round) + all_gather(ring, pieces, halfway)
 
 
-def sent_numel(steps: Sequence[Step]) -> int:
+def sent_numel(steps: Sequence[PathStep]) -> int:
     """Elements that a schedule makes its rank send."""
     return sum(s.send[1] - s.send[0] for s in steps if s.send_to is not None)

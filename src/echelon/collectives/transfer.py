@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.collectives.schedule import Step
+from echelon.collectives.schedule import PathStep
 from echelon.collectives.wire import framing_bytes
 from echelon.core.shards import Span, cut
 
@@ -53,12 +53,12 @@ class _Receipt:
 class Plan:
     """One rank's part of a schedule as messages: worked out once for vectors of one length, carried out often."""
 
-    steps: Sequence[Step]
+    steps: Sequence[PathStep]
     receipts: Sequence[_Receipt]
     sends: Sequence[_Segment]
 
 
-def make_plan(steps: Sequence[Step], element_size: int) -> Plan:
+def make_plan(steps: Sequence[PathStep], element_size: int) -> Plan:
     """Cut the steps of one rank into messages of elements of so many bytes."""
     return Plan(steps, _ordered_receipts(steps, element_size), _ordered_sends(steps, element_size))
 
@@ -81,7 +81,7 @@ def run_plan(flat: Tensor, plan: Plan, group: dist.ProcessGroup) -> int:
         raise PeerLostError(f"rank {group.rank()} of the group lost a rank that it sums with: {error}") from error
 
 
-def run_schedule(flat: Tensor, steps: Sequence[Step], group: dist.ProcessGroup) -> int:
+def run_schedule(flat: Tensor, steps: Sequence[PathStep], group: dist.ProcessGroup) -> int:
     """Plan and carry out this rank's steps (see `run_plan`)."""
     return run_plan(flat, make_plan(steps, flat.element_size()), group)
 
@@ -160,7 +160,7 @@ def _segments(span: Span, element_size: int) -> list[Span]:
     return [part for part in cut(span, parts) if part[0] < part[1]]
 
 
-def _ordered_receipts(steps: Sequence[Step], element_size: int) -> list[_Receipt]:
+def _ordered_receipts(steps: Sequence[PathStep], element_size: int) -> list[_Receipt]:
     """Return all messages to receive, in the order in which they are summed."""
     return [
         _Receipt(_Segment(s.recv_from, s.round, part), s.add)
@@ -170,7 +170,7 @@ def _ordered_receipts(steps: Sequence[Step], element_size: int) -> list[_Receipt
     ]
 
 
-def _ordered_sends(steps: Sequence[Step], element_size: int) -> list[_Segment]:
+def _ordered_sends(steps: Sequence[PathStep], element_size: int) -> list[_Segment]:
     """Return all messages to send, each after the receipts it depends on and after those before it.
 
     Keeping one order costs nothing (a span is received and sent on front to back) and lets messages of a round
@@ -195,7 +195,7 @@ def _ordered_sends(steps: Sequence[Step], element_size: int) -> list[_Segment]:
     return sends
 
 
-def _run_stepwise(flat: Tensor, steps: Sequence[Step], group: dist.ProcessGroup) -> int:
+def _run_stepwise(flat: Tensor, steps: Sequence[PathStep], group: dist.ProcessGroup) -> int:
     """For a backend that runs messages in the order of one stream (NCCL): one group of messages per round."""
     sent = 0
     for step in sorted(steps, key=lambda s: s.round):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import memory
-from echelon.collectives.buckets import Bucket, Layout, lay_out
+from echelon.collectives.buckets import Bucket, BucketLayout, lay_out
 from echelon.collectives.comm_thread import DdpBucket
 from echelon.collectives.compressed_all_reduce import CodecShard
 from echelon.collectives.reducer import Coding, PlainReducer, Reducer, is_finite, make_reducer, make_small_reducer
@@ -70,7 +70,7 @@ class _Filling:
     cell: Bucket
     flat: Tensor
     reducer: Reducer
-    snapshot: memory.Snapshot
+    snapshot: memory.StateSnapshot
     came: list[tuple[_Arrival, Tensor, FlatTensor]] = field(default_factory=list)
 
     def view(self, member: FlatTensor) -> Tensor:
@@ -90,7 +90,7 @@ class CellWork:
         self._early: list[DdpBucket] = []
         self._arrivals: list[_Arrival] = []
         self._cells: list[_Filling] = []
-        self._layout: Layout | None = None
+        self._layout: BucketLayout | None = None
         self._saved: Mapping[str, Any] | None = None
         self._void, self._reduced, self._told = False, 0, False
         self._broken: BaseException | None = None
@@ -157,12 +157,12 @@ class CellWork:
             _raise_in(bucket, error)
         self._arrivals, self._early = [], []
 
-    def build(self, layout: Layout) -> None:
+    def build(self, layout: BucketLayout) -> None:
         """Allocate the cells' vectors and their reducers, and restore what was loaded before."""
         for cell in layout.cells:
             flat = torch.empty(cell.numel, dtype=cell.dtype, device=cell.device)
             reducer = self._reducer(cell, flat)
-            snapshot = memory.Snapshot([h.state for h in reducer.held])
+            snapshot = memory.StateSnapshot([h.state for h in reducer.held])
             self._cells.append(_Filling(cell, flat, reducer, snapshot))
         self._layout = layout
         if self._saved is not None:

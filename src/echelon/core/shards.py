@@ -95,21 +95,21 @@ def taken(spans: Sequence[Span], start: int, stop: int) -> Iterator[Span]:
         before += high - low
 
 
-def chunk(spans: Sequence[Span], parts: int, count: int, index: int) -> Spans:
-    """Cut each of `parts` equal parts into `count` chunks as `torch.chunk` does, and return chunk `index` of each.
+def chunk(spans: Sequence[Span], groups: int, count: int, index: int) -> Spans:
+    """Cut each of `groups` equal parts into `count` chunks as `torch.chunk` does, and return chunk `index` of each.
 
-    >>> chunk([(0, 12)], parts=3, count=2, index=0)
+    >>> chunk([(0, 12)], groups=3, count=2, index=0)
     ((0, 2), (4, 6), (8, 10))
 
     Raises:
         ValueError: the elements do not divide into equal parts.
     """
-    each, ragged = divmod(numel(spans), parts)
+    each, ragged = divmod(numel(spans), groups)
     if ragged:
-        raise ValueError(f"{numel(spans)} elements do not divide into {parts} equal parts")
+        raise ValueError(f"{numel(spans)} elements do not divide into {groups} equal parts")
     size = math.ceil(each / count)
     joined: list[Span] = []
-    for part in range(parts):
+    for part in range(groups):
         begin, end = part * each + min(index * size, each), part * each + min((index + 1) * size, each)
         for start, stop in taken(spans, begin, end):
             if joined and joined[-1][1] == start:

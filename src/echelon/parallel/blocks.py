@@ -1,13 +1,27 @@
-"""The repeated blocks of a model, found from its hints or its structure: what is sharded and recomputed at a time."""
+"""The repeated blocks of a model: found, sharded over the ranks of a replica, computed again in backward.
+
+Sharding (`fully_shard`; Zhao et al. 2023, arXiv:2304.11277): each rank keeps 1/N of every tensor (rows), gathers a
+block's parameters for its forward and backward, and keeps its part of the summed gradient. Between replicas `sync` acts
+on the shards. Recomputation (Chen et al. 2016, arXiv:1604.06174): backward computes again what forward did not keep.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from echelon.core.errors import UserError
 from echelon.core.hints import Hints, matching
+from echelon.torch_compat import ATTENTION_OPS, BatchNormBase
 
 LEAST_SHARE = 0.5  # of the parameters that repeated classes must hold to count as the model's blocks
 
@@ -57,3 +71,100 @@ def _inside(name: str, blocks: Mapping[str, nn.Module]) -> bool:
 
 def _has_own(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def shard(
+    model: nn.Module, blocks: Mapping[str, nn.Module], mesh: DeviceMesh, param_dtype: torch.dtype | None = None
+) -> None:
+    """Shard a model in place over a 1-D mesh: each block by itself, then what is left with the root.
+
+    Gradients are summed, not averaged: losses are divided by the global batch.
+
+    Args:
+        narrow: type of the gathered copies that forward and backward use; gradients are summed in float32.
+
+    Raises:
+        UserError: a parameter has no rows to share, or narrow ones would be BatchNorm's.
+    """
+    if param_dtype is not None and any(isinstance(m, BatchNormBase) for m in model.modules()):
+        raise UserError(
+            f"--parallel fsdp={mesh.size()} with --precision bf16-params: BatchNorm's statistics would be lost in "
+            "bfloat16; use --precision bf16, or dp=N"
+        )
+    policy = MixedPrecisionPolicy()
+    if param_dtype:
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim:
+            raise UserError(f"--parallel fsdp={mesh.size()}: the parameter {name} is a single number and has no rows")
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+    for block in blocks.values():
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of gathered parameters: a forward pass without backward leaves the root's, which then grow stale."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+Recompute = Literal["none", "blocks", "selective"]
+_ATEN = torch.ops.aten
+# What costs most to compute again for what it takes to keep: products of matrices, convolutions, attention.
+_PRODUCTS = (_ATEN.mm, _ATEN.bmm, _ATEN.addmm, _ATEN.baddbmm, _ATEN.convolution)
+KEPT = frozenset((*(op.default for op in _PRODUCTS), *ATTENTION_OPS))
+
+
+def recompute_blocks(blocks: Mapping[str, nn.Module], how: Recompute) -> None:
+    """Make backward compute each block's activations again, in place; names of parameters stay.
+
+    `blocks` keeps a block's inputs alone; `selective` also the results of matrix products, convolutions and attention.
+    """
+    for block in blocks.values() if how != "none" else ():
+        block.forward = partial(_recomputed, block, block.forward, how == "selective")
+
+
+def _recomputed(block: nn.Module, forward: Callable[..., Any], selective: bool, *args: Any, **kwargs: Any) -> Any:
+    if not (block.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    contexts = partial(_contexts, block, selective)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _contexts(block: nn.Module, selective: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    first: AbstractContextManager[Any] = nullcontext()
+    again: AbstractContextManager[Any] = nullcontext()
+    if selective:
+        first, again = create_selective_checkpoint_contexts(_policy)
+    return first, _both(_keeping_buffers(block), again)
+
+
+@contextmanager
+def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+@contextmanager
+def _keeping_buffers(block: nn.Module) -> Iterator[None]:
+    """Give buffers the values back that they have now: a second pass must not enter BatchNorm's statistics."""
+    own = [(buffer, buffer.clone()) for buffer in block.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in own:
+                buffer.copy_(value)
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -97,11 +97,11 @@ class LocalShards(nn.Module):
         return self._no_decay
 
     @torch.no_grad()
-    def fill(self, name: str, whole: Tensor) -> None:
+    def fill(self, name: str, tensor: Tensor) -> None:
         """Take this rank's piece out of a whole tensor, where it has one of that name."""
         held = self._tensors().get(name)
         if held is not None:
-            held.copy_(cut_out(whole, self.regions[name]) if name in self.regions else whole)
+            held.copy_(cut_out(tensor, self.regions[name]) if name in self.regions else tensor)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers())}

@@ -58,50 +58,50 @@ class ShardGather:
         self.shapes = _complete_shapes(self._of_ranks)
 
     @torch.no_grad()
-    def gather(self, own: Mapping[str, Tensor | None], whole: Mapping[str, Tensor]) -> None:
+    def gather(self, shards: Mapping[str, Tensor | None], tensors: Mapping[str, Tensor]) -> None:
         """Put the pieces of all ranks together; all call it together.
 
         Args:
-            own: this rank's pieces by name, on any device; None: zeros.
-            whole: on the first rank what is written to; others give none.
+            shards: this rank's pieces by name, on any device; None: zeros.
+            tensors: on the first rank what is written to; others give none.
         """
         given = [piece for piece in self._own if piece.region.writes]
-        flat = self._flat(given, own)
+        flat = self._flat(given, shards)
         if self._of_ranks:
             theirs = [[piece for piece in pieces if piece.region.writes] for pieces in self._of_ranks]
             flats = [flat, *(self._blank(pieces) for pieces in theirs[1:])]
             _wait([dist.irecv(each, group=self._group, group_src=r) for r, each in _filled(flats)])
             for pieces, each in zip(theirs, flats, strict=True):
-                _put(pieces, each, whole)
+                _put(pieces, each, tensors)
         elif len(flat):
             dist.send(flat, group=self._group, group_dst=0)
 
     @torch.no_grad()
-    def scatter(self, whole: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    def scatter(self, tensors: Mapping[str, Tensor], shards: Mapping[str, Tensor]) -> None:
         """Give each rank all the pieces that it holds; all call it together.
 
         Args:
-            whole: the first rank's; others give none.
-            own: this rank's pieces by name, on any device; they are written to.
+            tensors: the first rank's; others give none.
+            shards: this rank's pieces by name, on any device; they are written to.
         """
         flat = self._blank(self._own)
         if self._of_ranks:
-            flats = [_cut(pieces, whole, self._blank(pieces)) for pieces in self._of_ranks]
+            flats = [_cut(pieces, tensors, self._blank(pieces)) for pieces in self._of_ranks]
             _wait([dist.isend(each, group=self._group, group_dst=r) for r, each in _filled(flats)])
             flat = flats[0]
         elif len(flat):
             dist.recv(flat, group=self._group, group_src=0)
         if self._own:
-            flat = flat.to(own[self._own[0].name].device)  # at once
+            flat = flat.to(shards[self._own[0].name].device)  # at once
         for piece, part in zip(self._own, _parts(self._own, flat), strict=True):
-            own[piece.name].copy_(part)
+            shards[piece.name].copy_(part)
 
     def _blank(self, pieces: Sequence[GatheredShard]) -> Tensor:
         return torch.empty(sum(piece.region.numel for piece in pieces), dtype=self._dtype)
 
-    def _flat(self, pieces: Sequence[GatheredShard], own: Mapping[str, Tensor | None]) -> Tensor:
+    def _flat(self, pieces: Sequence[GatheredShard], shards: Mapping[str, Tensor | None]) -> Tensor:
         """Put a rank's pieces behind each other: joined where they are, and moved at once."""
-        given = [own[piece.name] for piece in pieces]
+        given = [shards[piece.name] for piece in pieces]
         device = next((tensor.device for tensor in given if tensor is not None), _CPU)
         parts = [
             torch.zeros(piece.region.numel, dtype=self._dtype, device=device) if t is None else t.detach().reshape(-1)
@@ -110,17 +110,17 @@ class ShardGather:
         return torch.cat(parts).to(_CPU, self._dtype) if parts else self._blank([])
 
 
-def _told(own: Sequence[GatheredShard], group: Group) -> list[list[GatheredShard]]:
+def _told(shards: Sequence[GatheredShard], group: Group) -> list[list[GatheredShard]]:
     """Return the pieces of every rank on the first one, and nothing on the others."""
     text = json.dumps(
-        [[piece.name, piece.region.shape, piece.region.spans, piece.region.writes] for piece in own]
+        [[piece.name, piece.region.shape, piece.region.spans, piece.region.writes] for piece in shards]
     ).encode()
     said = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     if dist.get_rank(group):
         dist.send(torch.tensor([len(said)]), group=group, group_dst=0)
         dist.send(said, group=group, group_dst=0)
         return []
-    told = [list(own)]
+    told = [list(shards)]
     for rank in range(1, dist.get_world_size(group)):
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, group=group, group_src=rank)
@@ -158,16 +158,16 @@ def _parts(pieces: Sequence[GatheredShard], flat: Tensor) -> Iterator[Tensor]:
         yield part.view(piece.region.local_shape)
 
 
-def _put(pieces: Sequence[GatheredShard], flat: Tensor, whole: Mapping[str, Tensor]) -> None:
+def _put(pieces: Sequence[GatheredShard], flat: Tensor, tensors: Mapping[str, Tensor]) -> None:
     for piece, part in zip(pieces, _parts(pieces, flat), strict=True):
         for in_whole, in_piece in piece.blocks():
-            whole[piece.name][in_whole] = part[in_piece].to(whole[piece.name].dtype)
+            tensors[piece.name][in_whole] = part[in_piece].to(tensors[piece.name].dtype)
 
 
-def _cut(pieces: Sequence[GatheredShard], whole: Mapping[str, Tensor], flat: Tensor) -> Tensor:
+def _cut(pieces: Sequence[GatheredShard], tensors: Mapping[str, Tensor], flat: Tensor) -> Tensor:
     for piece, part in zip(pieces, _parts(pieces, flat), strict=True):
         for in_whole, in_piece in piece.blocks():
-            part[in_piece] = whole[piece.name][in_whole].to(flat.dtype)
+            part[in_piece] = tensors[piece.name][in_whole].to(flat.dtype)
     return flat
 
 

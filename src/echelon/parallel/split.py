@@ -14,13 +14,11 @@ from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.core.hints import Hints, Style
 from echelon.parallel.base import Placement
-from echelon.parallel.blocks import find_blocks
+from echelon.parallel.blocks import Recompute, find_blocks, recompute_blocks, reshard, shard
 from echelon.parallel.deferred_init import DeferredInit
-from echelon.parallel.fsdp import reshard, shard
 from echelon.parallel.local_shards import LocalShards
 from echelon.parallel.pipeline import Pipeline, PipelineSettings
 from echelon.parallel.precision import cast_blocks, cast_parameters
-from echelon.parallel.recompute import Recompute, recompute_blocks
 from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
 from echelon.parallel.tensor import TensorPlan, answer, apply_plan, plan_tensor, same_function
 from echelon.tasks.nest import Nest

@@ -107,7 +107,7 @@ class OuterNesterov:
         self._lr, self._momentum = lr, momentum
         self._velocity: dict[str, Tensor] = {}
 
-    def agree(self, name: str, own: Tensor, anchor: Tensor, mean: Tensor) -> Tensor:
+    def agree(self, name: str, current: Tensor, anchor: Tensor, mean: Tensor) -> Tensor:
         """Take an outer step from the anchor; replicas go on from there."""
         if not self._momentum:
             return anchor.add_(mean, alpha=self._lr)

@@ -103,10 +103,10 @@ class Elastic:
     def __init__(self, alpha: Callable[[], float], replicas: int) -> None:
         self._alpha, self._replicas = alpha, replicas
 
-    def agree(self, name: str, own: Tensor, anchor: Tensor, mean: Tensor) -> Tensor:
+    def agree(self, name: str, current: Tensor, anchor: Tensor, mean: Tensor) -> Tensor:
         """Move both, each by where the other was."""
         alpha = self._alpha()
-        moved = torch.lerp(own, anchor, alpha)
+        moved = torch.lerp(current, anchor, alpha)
         anchor.add_(mean, alpha=alpha * self._replicas)
         return moved
 

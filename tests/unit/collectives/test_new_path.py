@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from echelon.collectives.base import Path
-from echelon.collectives.schedule import Step
+from echelon.collectives.schedule import PathStep
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Star(Path):
         if rank != centre:
             at = others.index(rank)
             back = len(others) + at
-            return [Step(at, send_to=centre, send=whole), Step(back, recv_from=centre, recv=whole)]
-        gathered = [Step(i, recv_from=r, recv=whole, add=True) for i, r in enumerate(others)]
-        return gathered + [Step(len(others) + i, send_to=r, send=whole) for i, r in enumerate(others)]
+            return [PathStep(at, send_to=centre, send=whole), PathStep(back, recv_from=centre, recv=whole)]
+        gathered = [PathStep(i, recv_from=r, recv=whole, add=True) for i, r in enumerate(others)]
+        return gathered + [PathStep(len(others) + i, send_to=r, send=whole) for i, r in enumerate(others)]
 
 
 PATH = Star

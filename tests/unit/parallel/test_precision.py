@@ -9,8 +9,8 @@ from torch import nn
 from echelon.models.base import ModelInput
 from echelon.models.builtin.resnet20 import build as build_resnet20
 from echelon.models.builtin.small_vit import Size, SmallViT
+from echelon.parallel.blocks import recompute_blocks
 from echelon.parallel.precision import cast_blocks, cast_parameters, computing_in
-from echelon.parallel.recompute import recompute_blocks
 
 IMAGES = ModelInput(10, 1, 8)
 

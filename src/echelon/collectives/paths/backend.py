@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from echelon.collectives.base import Path
-from echelon.collectives.schedule import Step
+from echelon.collectives.schedule import PathStep
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Backend(Path):
     name: ClassVar[str] = "backend"
     by_backend: ClassVar[bool] = True
 
-    def schedule(self, rank: int, size: int, numel: int) -> list[Step]:
+    def schedule(self, rank: int, size: int, numel: int) -> list[PathStep]:
         """Return no steps: the backend has its own."""
         raise TypeError("the backend's own all-reduce has no schedule")
 

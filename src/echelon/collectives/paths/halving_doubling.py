@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from echelon.collectives.base import Path
-from echelon.collectives.schedule import Step
+from echelon.collectives.schedule import PathStep
 from echelon.core.shards import Span
 
 
@@ -21,26 +21,26 @@ class HalvingDoubling(Path):
 
     name: ClassVar[str] = "halving_doubling"
 
-    def schedule(self, rank: int, size: int, numel: int) -> list[Step]:
+    def schedule(self, rank: int, size: int, numel: int) -> list[PathStep]:
         """Return the halving and the doubling, and before and after them what folds odd ranks into their neighbours."""
         active = 1 << (size.bit_length() - 1)
         folded = 2 * (size - active)
         rounds = active.bit_length() - 1
         first, last, whole = 0, 2 * rounds + 1, (0, numel)
         if rank < folded and rank % 2:
-            return [Step(first, send_to=rank - 1, send=whole), Step(last, recv_from=rank - 1, recv=whole)]
+            return [PathStep(first, send_to=rank - 1, send=whole), PathStep(last, recv_from=rank - 1, recv=whole)]
         index = rank // 2 if rank < folded else rank - folded // 2
         steps = _halve_and_double(index, rounds, whole, lambda i: 2 * i if 2 * i < folded else i + folded // 2)
         if rank < folded:
-            fold_in = Step(first, recv_from=rank + 1, recv=whole, add=True)
-            steps = [fold_in, *steps, Step(last, send_to=rank + 1, send=whole)]
+            fold_in = PathStep(first, recv_from=rank + 1, recv=whole, add=True)
+            steps = [fold_in, *steps, PathStep(last, send_to=rank + 1, send=whole)]
         return steps
 
 
-def _halve_and_double(index: int, rounds: int, span: Span, rank_of: Callable[[int], int]) -> list[Step]:
+def _halve_and_double(index: int, rounds: int, span: Span, rank_of: Callable[[int], int]) -> list[PathStep]:
     """Exchange halves with the partner that differs in one bit of the index, highest bit first; then go back."""
-    halving: list[Step] = []
-    doubling: list[Step] = []
+    halving: list[PathStep] = []
+    doubling: list[PathStep] = []
     for r in range(rounds):
         bit = 1 << (rounds - 1 - r)
         partner = rank_of(index ^ bit)
@@ -48,8 +48,8 @@ def _halve_and_double(index: int, rounds: int, span: Span, rank_of: Callable[[in
         kept, given = (span[0], middle), (middle, span[1])
         if index & bit:
             kept, given = given, kept
-        halving.append(Step(1 + r, partner, given, partner, kept, add=True))
-        doubling.append(Step(2 * rounds - r, partner, kept, partner, given))
+        halving.append(PathStep(1 + r, partner, given, partner, kept, add=True))
+        doubling.append(PathStep(2 * rounds - r, partner, kept, partner, given))
         span = kept
     return halving + doubling[::-1]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from echelon.collectives.base import Path, Tiers
-from echelon.collectives.schedule import Ring, Step, all_gather, reduce_scatter, ring_sum
+from echelon.collectives.schedule import PathStep, Ring, all_gather, reduce_scatter, ring_sum
 from echelon.core.shards import cut
 
 
@@ -44,7 +44,7 @@ class Hierarchical(Path):
     def _between_round(self, size: int) -> int:
         return min(self.group, size) - 1
 
-    def schedule(self, rank: int, size: int, numel: int) -> list[Step]:
+    def schedule(self, rank: int, size: int, numel: int) -> list[PathStep]:
         """Return a reduce-scatter in the group, a sum of a piece between groups, and an all-gather in the group."""
         tiers = self.tiers(rank, size, numel)
         steps = reduce_scatter(tiers.inside, tiers.pieces, first_round=0)

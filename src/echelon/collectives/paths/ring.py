@@ -15,7 +15,7 @@ class RingPath(Path):
 
     name: ClassVar[str] = "ring"
 
-    def schedule(self, rank: int, size: int, numel: int) -> list[schedule.Step]:
+    def schedule(self, rank: int, size: int, numel: int) -> list[schedule.PathStep]:
         """Return a reduce-scatter and an all-gather around the ring of all ranks."""
         return schedule.ring_sum(schedule.Ring(range(size), rank), (0, numel), first_round=0)
 

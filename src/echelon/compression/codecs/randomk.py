@@ -154,9 +154,9 @@ def _count_sent(state: State, sent: int, numel: int) -> None:
     state.numbers |= {"step": state.step + 1, "sent": sent / max(numel, 1)}
 
 
-def _hash31(words: Tensor, key: int) -> Tensor:
+def _hash31(numbers: Tensor, key: int) -> Tensor:
     """Hash int64 words below 2**31 to 31 bits: multiply and fold modulo the prime 2**31 - 1, three times."""
-    x = (words + key % _PRIME) % _PRIME
+    x = (numbers + key % _PRIME) % _PRIME
     for factor in (1103515245, 950706376, 1343714438):
         x = (x ^ (x >> 15)) * (factor ^ (key >> 33)) % _PRIME
     return x

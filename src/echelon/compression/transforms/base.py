@@ -20,7 +20,7 @@ Terms = list[tuple[Tensor, float]]
 """Tensors [numel] in the working dtype and their weights: their weighted sum is what the next transform sees."""
 
 
-class Sent(Protocol):
+class SentTensor(Protocol):
     """What a message carried of the tensor that was to be encoded.
 
     Attributes:
@@ -83,7 +83,7 @@ class Transform(ABC):
     def before(self, terms: Terms, state: State) -> Terms:
         """Return what is to be encoded instead; changes its own memory only."""
 
-    def after(self, pending: Tensor, sent: Sent, state: State) -> None:  # noqa: B027 (most keep nothing)
+    def after(self, pending: Tensor, sent: SentTensor, state: State) -> None:  # noqa: B027 (most keep nothing)
         """Learn what of the encoded tensor `pending` [numel] was sent."""
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from echelon.compression.base import State
-from echelon.compression.transforms.base import Sent, Terms, Transform
+from echelon.compression.transforms.base import SentTensor, Terms, Transform
 
 StateDict = dict[str, Tensor | float]
 
@@ -31,7 +31,7 @@ class ErrorFeedback(Transform):
             error.add_(tensor, alpha=weight)
         return [(error, 1.0)]
 
-    def after(self, pending: Tensor, sent: Sent, state: State) -> None:
+    def after(self, pending: Tensor, sent: SentTensor, state: State) -> None:
         """Keep what was not sent."""
         sent.subtract_from(pending)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from echelon.compression.base import State
-from echelon.compression.transforms.base import Sent, Terms, Transform
+from echelon.compression.transforms.base import SentTensor, Terms, Transform
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class MomentumCorrection(Transform):
         velocity = state.memory[self.memory].mul_(self.momentum).add_(gradient)
         return [(gradient, 1.0), (velocity, self.momentum)] if self.nesterov else [(velocity, 1.0)]
 
-    def after(self, pending: Tensor, sent: Sent, state: State) -> None:
+    def after(self, pending: Tensor, sent: SentTensor, state: State) -> None:
         """Forget the velocity of what was sent, where little is."""
         if sent.sparse:
             sent.clear(state.memory[self.memory])

@@ -41,8 +41,8 @@ def cuts_by_hand(names: Sequence[str], units: Sequence[Unit]) -> tuple[int, ...]
     return tuple(found)
 
 
-def balanced(times: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Return the numbers with which all but the first of `parts` contiguous runs begin, their longest sum least.
+def balanced(times: Sequence[float], stages: int) -> tuple[int, ...]:
+    """Return the numbers with which all but the first of `stages` contiguous runs begin, their longest sum least.
 
     Of several best ways, that with the earliest cuts.
 
@@ -62,7 +62,7 @@ def balanced(times: Sequence[float], parts: int) -> tuple[int, ...]:
             found.append((max(sums[cut] - sums[start], rest), (cut, *cuts)))
         return min(found)
 
-    return best(0, parts)[1]
+    return best(0, stages)[1]
 
 
 def stages_of(units: Sequence[Unit], cuts: Sequence[int]) -> tuple[tuple[ChainStep, ...], ...]:

@@ -77,12 +77,12 @@ class Skeleton:
             self._known[key] = tuple(found)
         return self._known[key]
 
-    def _through(self, stage: nn.Module, number: int, given: list[Tensor]) -> Tensor:
+    def _through(self, stage: nn.Module, number: int, inputs: list[Tensor]) -> Tensor:
         try:
-            out = stage(*given)
+            out = stage(*inputs)
         except Exception as error:
             reason = str(error).partition("\n")[0]
-            shapes = " and ".join(str(tuple(each.shape)) for each in given)
+            shapes = " and ".join(str(tuple(each.shape)) for each in inputs)
             raise UserError(
                 f"--parallel pp: stage {number} of {self._name} cannot run by itself on inputs of shape "
                 f"{shapes}: {reason}; use fsdp=N or tp=N for this model"

@@ -47,13 +47,13 @@ def split(x: Tensor, dim: int, group: Group) -> Tensor:
     return _Split.apply(x, dim, group)
 
 
-def chunk_of(total: int, parts: int, index: int) -> tuple[int, int]:
+def chunk_of(total: int, count: int, index: int) -> tuple[int, int]:
     """Return start and length of one part of `total` as `torch.chunk` cuts.
 
     >>> [chunk_of(5, 4, i) for i in range(4)]
     [(0, 2), (2, 2), (4, 1), (5, 0)]
     """
-    size = -(-total // parts)
+    size = -(-total // count)
     start = min(index * size, total)
     return start, min(size, total - start)
 

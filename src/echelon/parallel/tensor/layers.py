@@ -190,9 +190,9 @@ def _channels(case: _Case) -> Split:
     raise case.misfit("BatchNorm, GroupNorm and convolutions with groups")
 
 
-def _shard(dim: int, parts: int) -> Placement:
+def _shard(dim: int, groups: int) -> Placement:
     # Of each of the fused parts one chunk, so that q, k and v of a head stay together.
-    return Shard(dim) if parts == 1 else strided_shard(dim, parts)
+    return Shard(dim) if groups == 1 else strided_shard(dim, groups)
 
 
 _STYLES: Mapping[str, Callable[[_Case], Split]] = {

@@ -97,11 +97,11 @@ def placements_of(model: nn.Module, plan: TensorPlan) -> dict[int, Placement]:
 
 
 def _declared(
-    model: nn.Module, hints: Hints | None, own: Mapping[str, Style], tp: int
+    model: nn.Module, hints: Hints | None, patterns: Mapping[str, Style], tp: int
 ) -> tuple[dict[str, Style], bool]:
     if hints is not None and hints.tensor_plan:
         return parse_tensor_plan(hints.tensor_plan), False
-    if own:
+    if patterns:
         return {}, True
     kind = type(model).__name__
     if hints is not None:
@@ -115,8 +115,8 @@ def _declared(
     return find_plan(model, tp), True
 
 
-def _check_patterns(own: Mapping[str, Style], names: list[str]) -> None:
-    for pattern in own:
+def _check_patterns(patterns: Mapping[str, Style], names: list[str]) -> None:
+    for pattern in patterns:
         if not any(matches(pattern, name) for name in names):
             shown = ", ".join(names[:6])
             raise UserError(

@@ -77,13 +77,13 @@ class Exchange:
             means |= {m.name: flat[slice(*m.span)].view(m.shape) for m in cell.members}
         return means
 
-    def _tell(self, own: Sequence[str]) -> None:
+    def _tell(self, names: Sequence[str]) -> None:
         """Warn once, with the names of this rank's own parameters that are at fault."""
         if self._told:
             return
         self._told = True
-        whose = f"what {', '.join(map(repr, own[:3]))} changed by is" if own else "what a replica changed by is"
-        where = "here" if own else "on another rank"
+        whose = f"what {', '.join(map(repr, names[:3]))} changed by is" if names else "what a replica changed by is"
+        where = "here" if names else "on another rank"
         warnings.warn(
             f"{whose} not finite {where}: the mean over the replicas is not either, and training is lost on all of "
             "them from here; use a smaller learning rate or --clip",

@@ -197,17 +197,17 @@ class Fragment:
             self.flight = PendingAverage(int(state["flight"]["due"]), means, deltas)
 
 
-def _apart(value: Value, own: Tensor, other: Tensor) -> Tensor:
-    """Return own - other, in `own`'s memory; a mask's -inf in a buffer is no distance of NaN."""
-    return torch.where(own == other, 0.0, own - other) if value.kind == "buffer" else own.sub_(other)
+def _apart(value: Value, current: Tensor, other: Tensor) -> Tensor:
+    """Return own - other, in `current`'s memory; a mask's -inf in a buffer is no distance of NaN."""
+    return torch.where(current == other, 0.0, current - other) if value.kind == "buffer" else current.sub_(other)
 
 
-def _moved_on(value: Value, agreed: Tensor, own: Tensor, taken: Tensor) -> Tensor:
-    """Return what was agreed on and the way from `taken` to `own`.
+def _moved_on(value: Value, agreed: Tensor, current: Tensor, taken: Tensor) -> Tensor:
+    """Return what was agreed on and the way from `taken` to `current`.
 
     A variance that another replica's way is added to could turn negative: there the agreed value stays.
     """
-    moved = agreed + _apart(value, own.clone(), taken)
-    if value.kind == "parameter" or not bool((own >= 0).all()):
+    moved = agreed + _apart(value, current.clone(), taken)
+    if value.kind == "parameter" or not bool((current >= 0).all()):
         return moved
     return torch.where((moved < 0) & (agreed >= 0), agreed, moved)

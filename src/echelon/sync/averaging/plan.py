@@ -67,11 +67,11 @@ class Rule(Protocol):
 
     centred: bool
 
-    def agree(self, name: str, own: Tensor, anchor: Tensor, mean: Tensor) -> Tensor:
+    def agree(self, name: str, current: Tensor, anchor: Tensor, mean: Tensor) -> Tensor:
         """Move the anchor, in place, and return the value that this replica goes on from.
 
         Args:
-            own: this replica's value now.
+            current: this replica's value now.
             anchor: what was agreed on last, the same on all replicas; `mean` is of own - anchor.
         """
 
@@ -87,7 +87,7 @@ class MeanRule:
 
     centred = False
 
-    def agree(self, name: str, own: Tensor, anchor: Tensor, mean: Tensor) -> Tensor:
+    def agree(self, name: str, current: Tensor, anchor: Tensor, mean: Tensor) -> Tensor:
         """Move the anchor to the mean of the replicas."""
         return anchor.add_(mean)
 

@@ -83,22 +83,22 @@ def moments(optimizer: torch.optim.Optimizer, parameters: Sequence[Value]) -> li
     return found
 
 
-def cut(values: Sequence[Value], parts: int) -> list[list[Value]]:
+def cut(values: Sequence[Value], count: int) -> list[list[Value]]:
     """Cut values, kept in order, into runs of about as many elements; each has one value at least.
 
     Raises:
         ValueError: there are fewer values than parts.
     """
-    if len(values) < parts:
-        raise ValueError(f"{parts} fragments, but the model has {len(values)} tensors to share among them")
-    runs: list[list[Value]] = [[] for _ in range(parts)]
+    if len(values) < count:
+        raise ValueError(f"{count} fragments, but the model has {len(values)} tensors to share among them")
+    runs: list[list[Value]] = [[] for _ in range(count)]
     total, before = sum(v.tensor.numel() for v in values), 0
     for i, value in enumerate(values):
         middle = before + value.tensor.numel() / 2
-        wanted = int(middle * parts / total)
+        wanted = int(middle * count / total)
         # never so late that a run ahead stays empty, never so early that one behind does
-        latest, earliest = i, parts - (len(values) - i)
-        filled = next((p for p in range(parts) if not runs[p]), parts)
+        latest, earliest = i, count - (len(values) - i)
+        filled = next((p for p in range(count) if not runs[p]), count)
         runs[max(min(wanted, latest, filled), earliest, 0)].append(value)
         before += value.tensor.numel()
     return runs
