@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from echelon.checkpoint.export import export_weights
 from echelon.checkpoint.parts import PartWriter, merge, take_parts, whole
 from echelon.checkpoint.ranks import gather_rank_state, pick_rank_state
 from echelon.checkpoint.store import RANKS, Arriving, CheckpointStore, Saved
+from echelon.checkpoint.tensors import export_weights
 from echelon.checkpoint.tree import State
 
 __all__ = [

@@ -1,8 +1,13 @@
-"""Splits a model as planned: parameters become DTensors, layers compute on their local parts."""
+"""Split a model as planned: parameters become DTensors, layers compute on their local parts.
+
+Whole tensors under plain names come from a split model and go into one; and a plan that nobody declared is tried.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +23,9 @@ from echelon.parallel.tensor.comm import Group, add, enter, gather, scatter_add,
 from echelon.parallel.tensor.layers import Split
 from echelon.parallel.tensor.local import Sight, embed_by_rows, first_row, local_part, localise
 from echelon.parallel.tensor.plan import TensorPlan, placements_of, plan_tensor
-from echelon.torch_compat import is_persistent, registered_tensors
+from echelon.tasks import nest
+from echelon.tasks.nest import Nest
+from echelon.torch_compat import FAKE_TENSOR_LOGGER, detect_fake_mode, is_persistent, registered_tensors
 
 TOKENS = 1  # the dim of tokens in (N, T, D)
 
@@ -193,3 +200,93 @@ def _on_first(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
         return args, {**kwargs, name: change(kwargs[name])}
 
     return hook
+
+
+@torch.no_grad()
+def full_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the whole model's state on every rank, in the original order; all ranks of the mesh call it together."""
+    return {name: _whole(tensor) for name, tensor in model.state_dict().items()}
+
+
+@torch.no_grad()
+def load_full_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy whole tensors, the same on every rank, into a split model.
+
+    Raises:
+        ValueError: names or shapes are not the model's.
+    """
+    own = model.state_dict()
+    if set(own) != set(state):
+        raise ValueError(f"names differ: {sorted(set(own) ^ set(state))[:4]}")
+    for name, tensor in own.items():
+        if tensor.shape != state[name].shape:
+            raise ValueError(f"{name} is {tuple(state[name].shape)}, the model's is {tuple(tensor.shape)}")
+        if isinstance(tensor, DTensor):
+            given = state[name].to(tensor.dtype).to(tensor.to_local().device)
+            part = distribute_tensor(given, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            tensor.to_local().copy_(part.to_local())
+        else:
+            tensor.copy_(state[name])
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+# Sums over ranks are made in another order: some ulps of a network's depth; a wrong split is off by the whole.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@torch.no_grad()
+def answer(model: nn.Module, example: Nest) -> Tensor:
+    """Return the model's first output for an example, in evaluation mode; all ranks of the group call it together."""
+    was_training = model.training
+    model.eval()
+    try:
+        result = nest.call(model, example)
+    finally:
+        model.train(was_training)
+    logits = getattr(result, "logits", None)
+    if not isinstance(logits, Tensor):
+        logits = next(leaf for leaf in nest.leaves(result) if isinstance(leaf, Tensor))
+    return logits
+
+
+def same_function(model: nn.Module, example: Nest, before: Tensor) -> None:
+    """Check that the split model answers an example as it did `before` it was split.
+
+    Use it where the plan was found or written by the user; the example should be random, not blank.
+
+    Raises:
+        UserError: it fails, or answers otherwise.
+    """
+    advice = (
+        "write --tensor-plan by hand, or change yours: layers that follow each other are column and then row, or both "
+        "replicate (a fused qkv ordered by head is column, by q, k, v column(parts=3))"
+    )
+    try:
+        with _quiet(FAKE_TENSOR_LOGGER):  # it logs a traceback of what is refused in words here
+            after = answer(model, example)
+    except (RuntimeError, ValueError, IndexError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"tp: the split model cannot compute one batch ({reason}): {advice}") from error
+    if detect_fake_mode((before, after)) is not None:  # a rehearsal: there are no values
+        return
+    tolerance = TOLERANCE.get(before.dtype, 0.1)
+    scale = before.abs().max().clamp(min=1e-6)
+    difference = float((after - before).abs().max() / scale) if after.shape == before.shape else float("inf")
+    if not difference <= tolerance:
+        raise UserError(
+            f"tp: the split model is not the same function (logits differ by {difference:.1e} of the largest): {advice}"
+        )
