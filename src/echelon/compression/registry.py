@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.core.errors import UserError, unknown
 from echelon.core.registry import Registry
-from echelon.core.spec import Spec, parse_chain, spec_of
+from echelon.core.spec import Spec, spec_of
 
 if TYPE_CHECKING:
     from echelon.compression.base import Codec
@@ -160,7 +160,7 @@ def _chain(text: str) -> Sequence[Spec]:
     Raises:
         UserError: something else follows a codec, or nothing stands before the entropy coder.
     """
-    first, *others = parse_chain(text)
+    first, *others = CODECS.chain(text)
     if first.name == ENTROPY_CODER:
         raise UserError(
             f"compression 'huffman' codes the symbols of another codec: write for example qsgd+{ENTROPY_CODER}"

@@ -10,12 +10,12 @@ from __future__ import annotations
 import ast
 import importlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from echelon.core.errors import unknown
-from echelon.core.spec import Spec, arguments_of, bind, missing_setting, parse_spec
+from echelon.core.spec import Spec, arguments_of, bind, missing_setting, parse_chain, parse_spec
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,28 @@ class Registry:
         values = arguments_of(spec, arguments)
         if any(a.default is None and a.name not in values for a in arguments):
             raise missing_setting(spec, [a.name for a in arguments])
+
+    def chain(self, text: str) -> list[Spec]:
+        """Read specs joined by `+`, with the names that aliases stand for; none of them is checked.
+
+        Raises:
+            UserError: the text is not a spec.
+        """
+        return [replace(spec, name=self.aliases.get(spec.name, spec.name)) for spec in parse_chain(text)]
+
+    def canonical(self, text: str) -> str:
+        """Write specs so that equal ones are written alike: `topk(0.01)` as `topk(density=0.01)`; imports nothing.
+
+        Raises:
+            UserError: the text is not a spec, or has settings that do not exist.
+        """
+        known = self.names()
+        return "+".join(str(self._by_name(spec) if spec.name in known else spec) for spec in self.chain(text))
+
+    def _by_name(self, spec: Spec) -> Spec:
+        arguments = self.declaration(spec.name).arguments
+        values = arguments_of(spec, list(arguments))
+        return Spec(spec.name, (), tuple((a.name, values[a.name]) for a in arguments if a.name in values))
 
     def settings_class(self, name: str) -> type[Any]:
         """Import an implementation's settings dataclass.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from echelon.core.errors import UserError
+from echelon.core.link import Link, parse_link
 from echelon.launch.netns import (
     COMMAND_TIMEOUT_S,
     Host,
@@ -21,7 +22,7 @@ from echelon.launch.netns import (
     read_counters,
     wait_until_gone,
 )
-from echelon.launch.netns_shape import Link, check_link, parse_link
+from echelon.launch.netns_shape import check_link
 from echelon.launch.netns_topology import Topology, build_switch, claim_control_network, connect_host
 
 __all__ = ["Host", "Link", "LinkCounters", "ShapedNetwork", "check_link", "enter", "parse_link", "read_counters"]

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echelon.core.errors import UserError
+from echelon.core.link import Link
 from echelon.launch.netns import CONTROL_INTERFACE, Host, run_in
-from echelon.launch.netns_shape import Link, shaper_lines
+from echelon.launch.netns_shape import shaper_lines
 
 CLAIM_ATTEMPTS = 100
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from echelon.config import LaunchConfig
-from echelon.config.validate import Nodes, parse_nodes
+from echelon.config.validate import Nodes
 from echelon.core.errors import UserError
+from echelon.core.link import Link
 
 ROUND_VARIABLE = "ECHELON_ROUND"  # in a worker's environment: a name that only the ranks started with it know
 
@@ -22,7 +23,7 @@ class LaunchPlan:
         entry: `package.module:function` that each worker calls with `args`.
         preload: modules imported once, before workers are forked: what makes a restart fast.
         log_dir: each rank's output goes to a file here.
-        link: rate of the shaped links between the workers; empty: loopback.
+        link: of the shaped links between the workers; None: loopback.
     """
 
     entry: str
@@ -34,7 +35,7 @@ class LaunchPlan:
     max_restarts: int
     log_dir: Path
     preload: tuple[str, ...] = ()
-    link: str = ""
+    link: Link | None = None
 
 
 def is_worker() -> bool:
@@ -70,8 +71,3 @@ def worker_count(config: LaunchConfig, device: str) -> int:
 def thread_count(config: LaunchConfig, workers: int) -> int:
     """Return compute threads per worker."""
     return config.threads or max(1, usable_cores() // workers)
-
-
-def nodes_of(config: LaunchConfig) -> Nodes:
-    """Return how many machines take part."""
-    return parse_nodes(config.nodes)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from echelon.config import RunConfig
 from echelon.config.validate import parse_rendezvous
 from echelon.coordinator.addresses import ADDRESS_FILE, ROLES_FOLDER, SchedulerLine, note_address, prepare_roles
-from echelon.launch.link import ShapedNetwork, parse_link
+from echelon.core.link import Link
+from echelon.launch.link import ShapedNetwork
 from echelon.launch.places.base import Job
 from echelon.launch.plan import LaunchPlan
 from echelon.launch.rounds import RoundSettings
@@ -63,7 +64,7 @@ def this_machine(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Recorde
     if not run.sync.uses_servers:
         if plan.nodes.most > 1:
             return _ranks_among_machines(run, plan, path)
-        return _ranks_on_links(plan, record) if plan.link else _ranks(plan)
+        return _ranks_on_links(run, plan, plan.link, record) if plan.link else _ranks(plan)
     return _with_servers(run, plan, path, record)
 
 
@@ -79,16 +80,16 @@ def _ranks(plan: LaunchPlan) -> Iterator[Machine]:
 
 
 @contextmanager
-def _ranks_on_links(plan: LaunchPlan, record: Recorder) -> Iterator[Machine]:
+def _ranks_on_links(run: ResolvedRun, plan: LaunchPlan, link: Link, record: Recorder) -> Iterator[Machine]:
     from echelon.launch.machines import FirstMachine
 
-    with ShapedNetwork(plan.workers, parse_link(plan.link)) as network:
+    with ShapedNetwork(plan.workers, link) as network:
         first = FirstMachine(_arrival(plan, {}), RoundSettings(max_restarts=plan.max_restarts), network.host_address)
         try:
             yield Machine(ranks_job(plan, network.hosts), first)
         finally:
             first.close()
-            record.write(LinkTraffic(plan.link, [network.counters(i) for i in range(plan.workers)]))
+            record.write(LinkTraffic(run.described.launch.link, [network.counters(i) for i in range(plan.workers)]))
 
 
 @contextmanager
@@ -126,8 +127,10 @@ def _ranks_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Ite
 def _with_servers(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Recorder) -> Iterator[Machine]:
     if plan.nodes.most > 1:
         around = _servers_among_machines(run, plan, path)
+    elif plan.link:
+        around = _servers_on_links(run, plan, path, record)
     else:
-        around = _servers_on_links(run, plan, path, record) if plan.link else _servers(run, plan, path)
+        around = _servers(run, plan, path)
     with around as part:
         scheduler = SchedulerLine(path / ROLES_FOLDER)
         try:
@@ -147,11 +150,12 @@ def _servers(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Iterator[ServerP
 @contextmanager
 def _servers_on_links(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Recorder) -> Iterator[ServerPart]:
     """Give each worker, server and standby a network namespace; the scheduler stays outside, on the control links."""
+    assert plan.link is not None
     with _servers(run, plan, path) as part:
         workers = [worker_name(i) for i in range(part.workers)]
         servers = [*(f"server{i}" for i in part.servers), *(f"standby{i}" for i in part.standbys)]
         names = [*workers, *servers]
-        with ShapedNetwork(len(names), parse_link(plan.link)) as network:
+        with ShapedNetwork(len(names), plan.link) as network:
             hosts = dict(zip(names, network.hosts, strict=True))
             addresses = {name: hosts[name].address for name in servers} | {"scheduler": network.host_address}
             try:
@@ -160,7 +164,8 @@ def _servers_on_links(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Re
                 )
             finally:
                 counted = {name: network.counters(i) for i, name in enumerate(names)}
-                record.write(LinkTraffic(plan.link, [counted[n] for n in workers], {n: counted[n] for n in servers}))
+                traffic = [counted[n] for n in workers], {n: counted[n] for n in servers}
+                record.write(LinkTraffic(run.described.launch.link, *traffic))
 
 
 @contextmanager

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from echelon.collectives.registry import PATHS
 from echelon.compression import registry as codecs
 from echelon.config import RunConfig
-from echelon.config.validate import parse_interval, parse_nodes
+from echelon.config.validate import Nodes, parse_interval, parse_nodes
 from echelon.core.errors import naming
-from echelon.core.layout import parse_layout
+from echelon.core.layout import Layout, parse_layout
+from echelon.core.link import Link, parse_link
 from echelon.core.spec import parse_spec
 from echelon.core.units import parse_seconds
 from echelon.sync.registry import STRATEGIES
@@ -33,6 +34,46 @@ def check_names(config: RunConfig) -> None:
         codecs.check(strategy.compression)
     with naming("--collective"):
         PATHS.check(parse_spec(strategy.collective))
+
+
+def layout_of(config: RunConfig) -> Layout:
+    """Return the layout as described; sizes may be left open."""
+    return parse_layout(config.strategy.parallel)
+
+
+def nodes_of(config: RunConfig) -> Nodes:
+    """Return how many machines take part."""
+    return parse_nodes(config.launch.nodes)
+
+
+def link_of(config: RunConfig) -> Link | None:
+    """Return the shaped links between workers; None: loopback.
+
+    Raises:
+        UserError: the text is not a link.
+    """
+    if not config.launch.link:
+        return None
+    with naming("--link"):
+        return parse_link(config.launch.link)
+
+
+def rate_of(link: str) -> float:
+    """Return the bits per second of a link as a run's description has it."""
+    return parse_link(link).rate_bits_per_s
+
+
+def canonical(setting: str, spec: str) -> str:
+    """Write a spec so that equal ones are written alike: `topk(0.01)` as `topk(density=0.01)`; imports no torch.
+
+    Args:
+        setting: `strategy.sync`, `strategy.compression` or `strategy.collective`.
+
+    Raises:
+        UserError: the spec cannot be read.
+    """
+    registries = {"strategy.sync": STRATEGIES, "strategy.compression": codecs.CODECS, "strategy.collective": PATHS}
+    return registries[setting].canonical(spec)
 
 
 def uses_servers(config: RunConfig) -> bool:
@@ -61,13 +102,13 @@ def resolve(config: RunConfig) -> ResolvedRun:
     run = ResolvedRun(
         config=config,
         described=config,
-        layout=parse_layout(strategy.parallel),
+        layout=layout_of(config),
         sync=sync,
         compression=compression,
         path=path,
         tensor_plan=read_tensor_plan(strategy.tensor_plan),
         cuts=read_cuts(strategy.cuts),
-        nodes=parse_nodes(config.launch.nodes),
+        nodes=nodes_of(config),
         timeout_s=parse_seconds(config.launch.timeout),
         checkpoint_every=parse_interval(config.checkpoint.every),
     )

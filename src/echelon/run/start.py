@@ -14,19 +14,18 @@ from echelon.config import RunConfig
 from echelon.config.validate import check_world
 from echelon.core.errors import UserError, naming
 from echelon.core.files import full_disk_in_words
-from echelon.core.layout import parse_layout
-from echelon.launch.link import check_link, parse_link
+from echelon.launch.link import check_link
 from echelon.launch.places.base import Started
 from echelon.launch.places.local import start_import_server
 from echelon.launch.places.registry import build_place
-from echelon.launch.plan import LaunchPlan, is_worker, nodes_of, thread_count, worker_count
+from echelon.launch.plan import LaunchPlan, is_worker, thread_count, worker_count
 from echelon.launch.supervisor import Death, Refused, RunFailed, Watch, supervise
 from echelon.records.events import MachineLeft, RankFailed, Refusal, RoleFailed, WorkerDied
 from echelon.records.file import Recorder, read_records
 from echelon.records.kinds import End, ProcessStarted
 from echelon.run.job import RANK
 from echelon.run.machine import Machine, say, this_machine
-from echelon.run.resolve import check_names, resolve, uses_servers
+from echelon.run.resolve import check_names, layout_of, link_of, nodes_of, resolve, uses_servers
 from echelon.trainer import folder as folders
 
 if TYPE_CHECKING:
@@ -101,9 +100,9 @@ def check(config: RunConfig, given: Given | None = None) -> ResolvedRun:
     Raises:
         UserError: names the setting, the reason, and what works.
     """
-    if config.launch.link:
+    if link := link_of(config):
         with naming("--link"):
-            check_link(parse_link(config.launch.link))
+            check_link(link)
     from echelon.data import check_source
     from echelon.tasks.registry import check_task
     from echelon.trainer.compatibility import check_strategies
@@ -115,7 +114,7 @@ def check(config: RunConfig, given: Given | None = None) -> ResolvedRun:
     run = resolve(config)
     if run.sync.uses_servers and is_worker():
         raise UserError(f"--sync {config.strategy.sync} starts roles of its own: run `echelon train` without torchrun")
-    ranks = _workers(config) * nodes_of(config.launch).most
+    ranks = _workers(config) * nodes_of(config).most
     check_strategies(run, int(os.environ["WORLD_SIZE"]) if is_worker() else ranks)
     return run
 
@@ -126,7 +125,7 @@ def plan_of(config: RunConfig, path: Path, given: Given | None = None) -> Launch
     Raises:
         UserError: the workers do not fit the machine or the description.
     """
-    nodes = nodes_of(config.launch)
+    nodes = nodes_of(config)
     workers = _workers(config)
     if nodes.least == nodes.most:
         check_world(config, workers * nodes.most)
@@ -140,14 +139,14 @@ def plan_of(config: RunConfig, path: Path, given: Given | None = None) -> Launch
         max_restarts=config.launch.max_restarts,
         log_dir=path / "logs",
         preload=_preload(config),
-        link=config.launch.link,
+        link=link_of(config),
     )
 
 
 def _workers(config: RunConfig) -> int:
     """Return the workers of this machine: as given, else as many as the layout asks for."""
     workers = worker_count(config.launch, config.training.device)
-    layout, machines = parse_layout(config.strategy.parallel), nodes_of(config.launch).most
+    layout, machines = layout_of(config), nodes_of(config).most
     if config.launch.workers:
         return workers
     if layout.ranks is not None:
@@ -162,7 +161,7 @@ def _preload(config: RunConfig) -> tuple[str, ...]:
 
 
 def _lock(path: Path, config: RunConfig) -> AbstractContextManager[None]:
-    return nullcontext() if is_worker() else folders.locked(path, shared=nodes_of(config.launch).most > 1)
+    return nullcontext() if is_worker() else folders.locked(path, shared=nodes_of(config).most > 1)
 
 
 def _start_as_worker(config: RunConfig, given: Given | None) -> Outcome:

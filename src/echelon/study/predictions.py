@@ -13,10 +13,10 @@ from pathlib import Path
 
 from echelon.config.build import leaves
 from echelon.core.errors import UserError
-from echelon.core.spec import parse_chain
 from echelon.reporting.report import summarise
 from echelon.reporting.report.predictions import Prediction
 from echelon.reporting.report.records import load_run
+from echelon.run.resolve import canonical
 from echelon.study.base import COMPLETED, PlannedRun, Settings, Study
 from echelon.study.folder import run_folder
 from echelon.study.grid import planned_runs
@@ -76,16 +76,13 @@ def _predicted_s(settings: Settings, base: PlannedRun, predictions: Sequence[Pre
     return next((p.then_s for p in predictions if _plain({**base.settings, **p.settings}) == wanted), None)
 
 
-def _plain(settings: Mapping[str, str]) -> dict[str, object]:
+def _plain(settings: Mapping[str, str]) -> dict[str, str]:
     """Settings with the strategy's defaults filled in and its specs read: `topk(0.01)` is `topk(density=0.01)`."""
     defaults = {name: str(item.default) for name, item, _ in leaves() if name in _SPECS}
-    plain: dict[str, object] = {**defaults, **settings}
+    plain = {**defaults, **settings}
     for name in _SPECS:
         try:
-            plain[name] = [
-                (spec.name, [str(v) for v in (*spec.args, *(v for _, v in spec.kwargs))])
-                for spec in parse_chain(str(plain[name]))
-            ]
+            plain[name] = canonical(name, plain[name])
         except UserError:  # no spec: its run was refused, and compares as it was written
             continue
     return plain

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from echelon.core.units import format_bytes
-from echelon.launch.link import parse_link
+from echelon.run.resolve import rate_of
 from echelon.study.base import COMPLETED, Study
 from echelon.study.compare import Comparison, ComparisonGroup, Verdict
 from echelon.study.tables import RunRow
@@ -87,7 +87,7 @@ def step_cost(runs: Sequence[RunRow], candidate: str) -> StepCost | None:
     exposed_s = fmean(r.exposed_s or 0.0 for r in done)
     rank_bytes = fmean((r.wire_bytes_per_step or 0.0) / (r.workers or 1) for r in done)
     link = done[0].link
-    transfer_s = 8 * rank_bytes / parse_link(link).rate_bits_per_s if link else 0.0
+    transfer_s = 8 * rank_bytes / rate_of(link) if link else 0.0
     return StepCost(step_s - min(exposed_s, transfer_s), rank_bytes, step_s, exposed_s)
 
 

@@ -96,6 +96,11 @@ def test_what_it_allows_is_not(registry: Registry) -> None:
     registry.check(parse_spec("waits(4, share=1)"))
 
 
+def test_equal_specs_are_written_alike(registry: Registry) -> None:
+    assert registry.canonical("rests(4)") == registry.canonical("waits(period=4)") == "waits(period=4)"
+    assert CODECS.canonical("topk(0.01, values=sign)+huffman") == "topk(density=0.01, values=sign)+huffman"
+
+
 def test_registries_of_the_package_import_no_torch() -> None:
     code = (
         "import sys\n"
