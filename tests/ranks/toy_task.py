@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from echelon.core.task import Metric
+from echelon.core.task import Metric, ReportTable
 from echelon.models import Hints
 from echelon.tasks.base import Task
 
@@ -38,6 +41,10 @@ class Regression(Task):
 
     def metrics(self, device: torch.device) -> SquaredErrors:
         return SquaredErrors(device)
+
+    def tables(self, detail: Mapping[str, Any]) -> Sequence[ReportTable]:
+        rows = [[name, f"{value:.3f}"] for name, value in detail["metrics"].items()]
+        return (ReportTable("Errors of the toy", ("error", "value"), rows),)
 
 
 class Weighted(Regression):

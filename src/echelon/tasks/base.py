@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.core.errors import UserError
-from echelon.core.task import Metric, TaskFacts
+from echelon.core.task import Metric, ReportTable, TaskFacts
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
 
@@ -149,6 +150,14 @@ class Task(ABC):
     @abstractmethod
     def metrics(self, device: torch.device) -> Metrics:
         """Return a new accumulator of metrics for outputs on a device."""
+
+    def tables(self, detail: Mapping[str, Any]) -> Sequence[ReportTable]:
+        """Return what reports show of an evaluation beside its metrics.
+
+        Args:
+            detail: what `Metrics.compute` returned.
+        """
+        return ()
 
     def wrong_outputs(self, outputs: Any, samples: int) -> str:
         """Say what is wrong with a model's outputs for some samples, as `must return ...`; empty: nothing is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -50,6 +50,8 @@ def evaluate(model: nn.Module, loader: EvalLoader, task: Task, world: World) -> 
         dist.all_reduce(totals, group=world.data_group)
     total_loss, units, samples = totals.tolist()
     detail = metrics.compute(world.data_group)
+    if tables := task.tables(detail):
+        detail["tables"] = [asdict(table) for table in tables]
     seconds = time.perf_counter() - began
     return EvaluationReport(total_loss / max(1.0, units), round(samples), seconds, detail["metrics"], detail)
 

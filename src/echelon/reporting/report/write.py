@@ -28,6 +28,7 @@ from echelon.reporting.report.tables import (
     prediction_table,
     rank_table,
     slow_step_table,
+    task_tables,
     waterfall_table,
 )
 from echelon.reporting.report.timing import measure
@@ -81,6 +82,7 @@ def render_run(record: RunRecord, summary: Summary) -> str:
         headlines=headlines(summary),
         sections=sections,
         class_rows=class_rows(record),
+        task_tables=task_tables(record),
         evaluation_notes=[str(n) for n in detail_notes] if isinstance(detail_notes, list) else [],
         traffic_notes=link_words(record),
         ranks=rank_table(record, timing),
