@@ -146,7 +146,7 @@ def test_a_run_goes_to_its_end_and_counts_every_step_once(policy: CoordinationPo
     assert steps == set(range(STEPS)) and len(run.counted()) == len(set(run.counted()))
     run.take(run.state.say_farewell(run.now_s))
     assert all(run.sent(worker, RunEnded)[-1] == RunEnded("completed") for worker in ("a", "b"))
-    losses = [loss for e in run.effects if isinstance(e, WindowClosed) for loss in e.sums.losses]
+    losses = [loss for e in run.effects if isinstance(e, WindowClosed) for loss in e.steps.losses]
     assert len(losses) == STEPS
     run.say("a", LeaveRun(MovedBytes(1, 2, 3)))
     assert run.state.bytes_left == 6 and [m.name for m in run.state.members.workers] == ["b"]
