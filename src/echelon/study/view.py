@@ -40,7 +40,7 @@ class View(Protocol):
         """Say what was read in one line."""
 
 
-class RunView:
+class WatchedRun:
     """A run's view."""
 
     def __init__(self, path: Path) -> None:
@@ -65,7 +65,7 @@ class RunView:
         return terminal.line(self._now)
 
 
-class StudyView:
+class WatchedStudy:
     """A study's view."""
 
     def __init__(self, path: Path) -> None:
@@ -129,7 +129,7 @@ def show(path: Path, once: bool) -> None:
     Raises:
         UserError: a study's description cannot be read.
     """
-    view: View = StudyView(path) if is_study(path) else RunView(path)
+    view: View = WatchedStudy(path) if is_study(path) else WatchedRun(path)
     console = Console(highlight=False)
     if once or not console.is_terminal:
         width = console.width if console.is_terminal else max(console.width, _PLAIN_WIDTH)
