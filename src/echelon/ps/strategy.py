@@ -7,7 +7,7 @@ complete; the forward pass of a layer waits only for its own parameters.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from echelon.compression.sparse import share_carried
 from echelon.compression.transforms import entropy_coded
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.ps.client import Client, PushInfo
+from echelon.ps.copies import ServersCopy
 from echelon.ps.spans import KeySpan, spans_of
 from echelon.ps.table import KeyRange, KeyTable
 from echelon.sync.ps import ServerSettings
@@ -48,11 +49,53 @@ class _Round:
     missing: dict[int, int] = field(default_factory=dict)
 
 
-class ParameterServer:
-    """A worker's model between forward and backward: waits for values, pushes gradients."""
+class ServerHeld:
+    """What a strategy answers whose state the servers hold."""
+
+    has_replica_state = False
+    needs_warmup_backward = False  # servers add in the order in which gradients come
+
+    def communication_began(self) -> Any:
+        """Return nothing: no rank waits at the end of backward."""
+        return None
+
+    def bytes_sent(self) -> Mapping[str, int]:
+        """Return nothing: the coordinator counts what is pushed and pulled."""
+        return {}
+
+    def reduce_times(self) -> None:
+        """Return nothing: what a worker waits for is a phase, what it hides is not timed."""
+        return None
+
+    def entropy_coded(self) -> Mapping[str, float]:
+        """Return nothing: this rank encodes nothing."""
+        return {}
+
+    def density(self) -> float | None:
+        """Return nothing: this rank encodes nothing."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the servers hold the state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing: the servers hold the state."""
+
+    def load_former_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Do nothing: the servers hold the state."""
+
+
+class ParameterServer(ServerHeld):
+    """A worker's model between forward and backward: waits for values, pushes gradients.
+
+    Attributes:
+        copy: the servers' copy that is evaluated at present.
+    """
 
     def __init__(self, model: nn.Module, table: KeyTable, client: Client, options: WorkerOptions) -> None:
         self.held = model
+        self.copy: ServersCopy | None = None
         self.module = cast(nn.Module, torch.compile(model)) if options.compile else model
         self._waits_inside = not (options.compile or options.reads_ahead)
         self._table, self._client, self._settings = table, client, options.settings
@@ -71,16 +114,6 @@ class ParameterServer:
         self._lazy: set[int] = set()
         self._attach()
 
-    @property
-    def has_replica_state(self) -> bool:
-        """The servers hold the parameters, so no worker has any of its own."""
-        return False
-
-    @property
-    def needs_warmup_backward(self) -> bool:
-        """Servers add in the order in which gradients come: nothing has to be put in order before."""
-        return False
-
     def begin(self, info: PushInfo) -> None:
         """Begin a task; `begin_step` fills in its samples."""
         missing = {k: len({s.parameter for s in spans}) for k, spans in self._by_key.items()}
@@ -92,16 +125,12 @@ class ParameterServer:
         assert self._round is not None
         self._round.info = replace(self._round.info, samples=units, batch=global_units)
         if not self._waits_inside:
-            self.load_all(self._round.info.step)
+            self.load_all()
         return global_units
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Push during the last micro-batch's backward only."""
         return self._as_last(last)
-
-    def communication_began(self) -> Any:
-        """Nothing waits at the end of backward."""
-        return None
 
     def step(self) -> None:
         """Push what backward gave no gradient for, and let go of the gradients: the servers update."""
@@ -115,8 +144,14 @@ class ParameterServer:
             parameter.grad = None
         self._round = None
 
-    def load_all(self, version: int) -> None:
-        """Wait for all parameters of a version."""
+    def load_all(self) -> None:
+        """Wait for all parameters that the step begins with.
+
+        Raises:
+            RunOver: the run ended before they were there.
+        """
+        assert self._round is not None
+        version = self._round.info.step
         for index in range(len(self._parameters)):
             self._load(index, version)
 
@@ -135,9 +170,36 @@ class ParameterServer:
             values[span.key.index][span.in_key] = flat[span.in_parameter].cpu()
         return values
 
-    def agreed(self, averages: bool = False) -> AbstractContextManager[object]:
-        """What is evaluated or saved is set with `set_parameters` and `load_buffers`."""
-        return nullcontext()
+    @contextmanager
+    def agreed(self, averages: bool = False) -> Iterator[None]:
+        """Give the model, inside the block, what is evaluated of `copy`: its average, where the servers have one.
+
+        Its own buffers come back afterwards; the next step loads its parameters again.
+        """
+        assert self.copy is not None
+        with self._with_buffers(self.copy.buffers):
+            self.set_parameters(self.copy.averages if self._settings.ema else self.copy.values)
+            yield
+
+    @contextmanager
+    def saved(self) -> Iterator[dict[str, Tensor]]:
+        """Give the model the values of `copy`, as a checkpoint has them; yields the average's state, or nothing."""
+        assert self.copy is not None
+        with self._with_buffers(self.copy.buffers):
+            average: dict[str, Tensor] = {}
+            if self._settings.ema:
+                self.set_parameters(self.copy.averages)
+                average = {name: tensor.detach().clone() for name, tensor in self.held.state_dict().items()}
+            self.set_parameters(self.copy.values)
+            yield average
+
+    @contextmanager
+    def _with_buffers(self, flat: Tensor) -> Iterator[None]:
+        own = self.flat_buffers()
+        if len(flat) == len(own):
+            self.load_buffers(flat)
+        yield
+        self.load_buffers(own)
 
     def flat_buffers(self) -> Tensor:
         """Return all floating-point buffers (BatchNorm statistics), 1-D float32 on the CPU."""
@@ -153,14 +215,6 @@ class ParameterServer:
                 buffer.copy_(flat[start : start + buffer.numel()].view(buffer.shape))
                 start += buffer.numel()
 
-    def bytes_sent(self) -> Mapping[str, int]:
-        """Return the bytes that this worker has sent."""
-        return {"parameters": self._client.sent_bytes()}
-
-    def reduce_times(self) -> None:
-        """Return nothing: what it waits for is a phase, what it hides is not timed."""
-        return None
-
     def entropy_coded(self) -> Mapping[str, float]:
         """Return what entropy coding did to this worker's pushes since it started; empty without it."""
         return entropy_coded(state for state, _ in self._client.sent_states())
@@ -168,16 +222,6 @@ class ParameterServer:
     def density(self) -> float | None:
         """Return the share of elements that this worker's last pushes carried; None without a sparse codec."""
         return share_carried(self._client.sent_states())
-
-    def state_dict(self) -> dict[str, Any]:
-        """The servers hold the state."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The servers hold the state."""
-
-    def load_former_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """The servers hold the state."""
 
     def close(self) -> None:
         """Leave the run."""

@@ -14,9 +14,9 @@ from echelon.launch.plan import LaunchPlan
 from echelon.ps.worker_rank import WorkerRank
 
 RANK = "echelon.run.worker:run_worker"
-SCHEDULER = "echelon.run.served:run_scheduler"
-SERVER = "echelon.run.served:run_server"
-WORKER = "echelon.run.worker:run_leased"
+SCHEDULER = "echelon.run.servers:run_scheduler"
+SERVER = "echelon.run.servers:run_server"
+WORKER = "echelon.run.worker:run_server_worker"
 _NEAR = {  # between ranks of one machine
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",

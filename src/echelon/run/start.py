@@ -42,7 +42,7 @@ PRELOAD = (
     "torchmetrics.classification",
     "echelon.run.worker",
 )
-PRELOAD_ROLES = ("torch._dynamo", "zmq", "echelon.trainer.leased", "echelon.run.served")
+PRELOAD_ROLES = ("torch._dynamo", "zmq", "echelon.run.servers")
 
 
 @dataclass(frozen=True)

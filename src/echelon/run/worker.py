@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,62 +25,65 @@ from echelon.records.going import read_launch
 from echelon.records.kinds import End
 from echelon.reporting.report import write_report
 from echelon.run.resolve import resolve
-from echelon.trainer.assemble import Given, assemble
+from echelon.trainer.assemble import Given, assemble, assemble_worker
 from echelon.trainer.batches import EpochOrder
-from echelon.trainer.leased import train_leased
 from echelon.trainer.loop import TrainingRun, fit
 from echelon.trainer.precision import set_numerics
 from echelon.trainer.process import leave, log_to, one_line
 from echelon.trainer.stop import stop_on_signals
-from echelon.trainer.world import join_world
+from echelon.trainer.world import join_worker, join_world
 
 
 def run_worker(folder: str, given: Given | None = None) -> None:
-    """Train one rank in a process of its own, which ends with exit code 3 when the run was stopped.
-
-    A user's mistake is written to the record, and the process ends with exit code 2. Any other error is logged with its
-    traceback and the process ends with exit code 1, so that the group can be restarted: at once, for a peer may be
-    gone, and nothing that exit handlers would wait for will come.
-    """
+    """Train one rank in a process of its own, which ends with exit code 3 when the run was stopped."""
     path, rank = Path(folder), int(os.environ.get("RANK", "0"))
-    record = Recorder(path)
-    try:
+    with _recording_errors(Recorder(path), rank):
         status = train_rank(path, given.unshared() if given else None)
-    except UserError as error:
-        _refuse(record, str(error), rank)
-    except Exception as error:
-        logging.exception("this rank failed")
-        record.write(RankFailed(one_line(error), rank, os.getpid()))
-        leave(1)
-    record.close()
     if status == "stopped":
         leave(STOPPED_EXIT_CODE)
 
 
-def run_leased(folder: str, seat: WorkerRank, given: Given | None = None) -> None:
-    """Be a worker of a parameter server to the end of the run that a folder describes.
-
-    A user's mistake is written to the record and ends the process with exit code 2; any other error with 1.
-    """
-    path, name = Path(folder), seat.name
-    record = Recorder(path)
-    try:
-        log_to(path / "logs" / f"{name}.log")
-        run = resolve(load_run_config(path / "config.yaml"))
-        status = train_leased(run, path, seat, record, given.unshared() if given else Given())
-    except UserError as error:
-        record.write(Refusal(str(error), role=name))
-        leave(USER_ERROR_EXIT_CODE)
-    except Exception as error:
-        logging.exception("this worker failed")
-        rank = seat.number * seat.size + seat.rank
-        record.write(RankFailed(one_line(error), rank, os.getpid(), name))
-        leave(1)
-    record.close()
-    if seat.machine and seat.leads:
+def run_server_worker(folder: str, process: WorkerRank, given: Given | None = None) -> None:
+    """Be a process of a parameter server's worker, to the end of the run that a folder describes."""
+    path = Path(folder)
+    with _recording_errors(Recorder(path), process.number * process.size + process.rank, process.name):
+        log_to(path / "logs" / f"{process.name}.log")
+        status = _train_on_servers(path, process, given.unshared() if given else Given())
+    if process.machine and process.leads:
         note_status(path / ROLES_FOLDER, status)
     if status == "refused":
         sys.exit(USER_ERROR_EXIT_CODE)
+
+
+@contextmanager
+def _recording_errors(record: Recorder, rank: int, role: str | None = None) -> Iterator[None]:
+    """Record what ends the block, and end the process.
+
+    A user's mistake ends it with exit code 2. Any other error is logged with its traceback and ends it with exit code
+    1, so that the rank or its group can be restarted: at once, for a peer may be gone, and nothing that exit handlers
+    would wait for will come.
+    """
+    try:
+        yield
+    except UserError as error:
+        _refuse(record, Refusal(str(error), None if role else rank, role))
+    except Exception as error:
+        logging.exception("this rank failed")
+        record.write(RankFailed(one_line(error), rank, os.getpid(), role))
+        leave(1)
+    record.close()
+
+
+def _train_on_servers(path: Path, process: WorkerRank, given: Given) -> str:
+    resolved = resolve(load_run_config(path / "config.yaml"))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    with full_disk_in_words(path), join_worker(resolved, process, path / ROLES_FOLDER) as world:
+        set_numerics(resolved.config.training)
+        run, batches = assemble_worker(resolved, path, world, process, given)
+        status = fit(run, batches)
+        _close(run, path)
+        run.progress.record.close()
+    return status
 
 
 def train_rank(path: Path, given: Given | None = None) -> str:
@@ -100,35 +105,39 @@ def train_rank(path: Path, given: Given | None = None) -> str:
         except Exception as error:
             error.add_note(f"in step {cursor.step + 1}")
             raise
-        run.saver.finish()
-        run.parts.sync.close()
-        run.train_loader.close()
-        run.eval_loader.close()
-        run.progress.scalars.close()
-        if status == "completed":
-            run.saver.bytes_sent += record_alternatives(run, resolved)
-        _end(run, path, status)
+        _close(run, path)
+        measured_bytes = record_alternatives(run, resolved) if status == "completed" else 0
+        _end(run, path, status, measured_bytes)
         record.close()
     return status
 
 
-def _refuse(record: Recorder, reason: str, rank: int) -> NoReturn:
+def _refuse(record: Recorder, refusal: Refusal) -> NoReturn:
     """Record why, and end; on a full disk there is no place for it, and the launcher finds that out as well."""
     try:
-        record.write(Refusal(reason, rank))
+        record.write(refusal)
     except OSError as error:
         if not is_full(error):
             raise
     leave(USER_ERROR_EXIT_CODE)
 
 
-def _end(run: TrainingRun, path: Path, status: str) -> None:
-    """Record what each rank saw, then let rank 0 write the report."""
+def _close(run: TrainingRun, path: Path) -> None:
+    """Wait for what is being saved, end connections and loaders, and record what this rank saw."""
+    run.saver.finish()
+    run.parts.sync.close()
+    run.train_loader.close()
+    run.eval_loader.close()
+    run.progress.scalars.close()
     own = Recorder(path)
     for file, reason in run.train_loader.bad_images + run.eval_loader.bad_images:
         own.write(BadImageSkipped(f"{file}: {reason}", file))
     own.close()
-    sent, others_sent = run.traffic.since_last(run.parts.sync.bytes_sent(), run.saver.bytes_sent)
+
+
+def _end(run: TrainingRun, path: Path, status: str, measured_bytes: int) -> None:
+    """Record how the run ended, once no rank writes any more, and let rank 0 write the report."""
+    sent, others_sent = run.traffic.since_last(run.parts.sync.bytes_sent(), run.saver.bytes_sent + measured_bytes)
     others = torch.tensor([sum(sent.values()) + others_sent], device=run.world.device)
     if run.world.group is not None:
         dist.all_reduce(others, group=run.world.group)  # and so no rank is still writing

@@ -6,8 +6,9 @@ import copy
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,11 @@ from echelon.data.base import DataInfo
 from echelon.data.loader import EvalLoader, TrainLoader, size_note
 from echelon.models import auto_name, parameter_count
 from echelon.observe.environment import environment
-from echelon.observe.phases import make_clock
+from echelon.observe.phases import PhaseClock, make_clock
 from echelon.observe.scalars import Scalars
 from echelon.optim.build import build_schedule
+from echelon.ps.split_worker import SplitWorker
+from echelon.ps.worker_rank import WorkerRank
 from echelon.records.file import Recorder
 from echelon.records.going import read_launch
 from echelon.records.kinds import Start
@@ -32,13 +35,16 @@ from echelon.trainer.compatibility import interplay_notes
 from echelon.trainer.cuts import keep_cuts, with_kept_cuts
 from echelon.trainer.display import Display, RunLength
 from echelon.trainer.inputs import model_input, run_task, units_of
+from echelon.trainer.leases import Commands, Leases
 from echelon.trainer.loop import LoopSettings, TrainingRun
 from echelon.trainer.parts import Work, build_parts, channels_last
 from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.progress import RunProgress
 from echelon.trainer.resolved import ResolvedRun
-from echelon.trainer.saving import Saver, tensor_bytes
-from echelon.trainer.state import Cursor, RunParts, fingerprint, layout_of, seed_everything
+from echelon.trainer.saving import RanksState, Saver, tensor_bytes
+from echelon.trainer.server_parts import ServerLink, build_worker
+from echelon.trainer.servers_checkpoint import ServersState
+from echelon.trainer.state import Cursor, RunParts, fingerprint, layout_of, layout_sizes, seed_everything
 from echelon.trainer.step import Step, StepSettings
 from echelon.trainer.window import Traffic
 from echelon.trainer.world import World, roll_call
@@ -60,10 +66,68 @@ class Given:
         return replace(self, model=copy.deepcopy(self.model))
 
 
+@dataclass(frozen=True)
+class _Groundwork:
+    """What every rank builds first, whatever it is part of."""
+
+    resolved: ResolvedRun
+    world: World
+    source: Source
+    task: Task
+    clock: PhaseClock
+    train_loader: TrainLoader
+    eval_loader: EvalLoader
+
+    def work(self, given: Given) -> Work:
+        """Return what is trained on what."""
+        splits = self.world.placement is not None and self.world.placement.layout.splits
+        return Work(self.source.info, self.task, given.model, example_inputs(self.source) if splits else None)
+
+    def run(self, parts: RunParts, saver: Saver, progress: RunProgress, start_bytes: int = 0) -> TrainingRun:
+        """Put the parts of a run together.
+
+        Args:
+            start_bytes: that this rank sent to bring all replicas to the same parameters.
+        """
+        config, per_epoch = self.resolved.config, self.train_loader.batches_per_epoch
+        training = config.training
+        return TrainingRun(
+            world=self.world,
+            parts=parts,
+            step=Step(self.task, _step_settings(config, self.world), self.clock, parts.scaler, parts.split),
+            task=self.task,
+            schedule=build_schedule(parts.optimizer, config.optimizer, per_epoch, training.epochs),
+            train_loader=self.train_loader,
+            eval_loader=self.eval_loader,
+            clock=self.clock,
+            saver=saver,
+            progress=progress,
+            settings=LoopSettings(
+                training.epochs, training.max_steps, training.eval_every, self.resolved.checkpoint_every
+            ),
+            traffic=Traffic(at_start=start_bytes),
+        )
+
+
+def _groundwork(resolved: ResolvedRun, world: World, given: Given, data_ranks: int) -> _Groundwork:
+    """Open the data, for `data_ranks` that divide it or take turns; the same seed on every rank until it trains."""
+    config, seed = resolved.config, resolved.config.training.seed
+    seed_everything(seed)
+    source = given.source or open_data(config.data, seed)
+    check_enough(source.info, data_ranks)
+    settings = LoaderConfig.of(config.data, seed, world.device)
+    shard = Shard(world.data_rank, world.data_size)
+    task = run_task(config, source.info, given.task)
+    return _Groundwork(
+        resolved, world, source, task, make_clock(world.device.type),
+        TrainLoader(source, settings, shard, units_of(task)), EvalLoader(source, settings, shard),
+    )  # fmt: skip
+
+
 def assemble(
     resolved: ResolvedRun, path: Path, world: World, record: Recorder, given: Given
 ) -> tuple[TrainingRun, Cursor]:
-    """Build the parts of a run, and restore the newest checkpoint.
+    """Build the parts of a run from its description, and restore the newest checkpoint.
 
     Raises:
         UserError: something in the description cannot be built.
@@ -71,46 +135,75 @@ def assemble(
     notes = interplay_notes(resolved, world.size)
     if world.group is None:
         resolved = resolved.for_single_worker()
-    config, training = resolved.config, resolved.config.training
-    seed_everything(training.seed)
-    source = given.source or open_data(config.data, training.seed)
-    check_enough(source.info, world.data_size)
-    task = run_task(config, source.info, given.task)
-    train_loader, eval_loader = _loaders(config, source, world, task)
-    clock = make_clock(world.device.type)
-    splits = world.placement is not None and world.placement.layout.splits
-    work = Work(source.info, task, given.model, example_inputs(source) if splits else None)
-    parts = build_parts(with_kept_cuts(resolved, world, path), work, world, clock)
+    resolved = with_kept_cuts(resolved, world, path)
+    ground, config = _groundwork(resolved, world, given, world.data_size), resolved.config
+    info = ground.source.info
+    parts = build_parts(resolved, ground.work(given), world, ground.clock)
     keep_cuts(parts, world, path)
-    saver = Saver(path, config.checkpoint.keep, parts, world, record, fingerprint(config, source.info, task))
+    saver = Saver(
+        path, config.checkpoint.keep, RanksState(parts, world), record, fingerprint(config, info, ground.task)
+    )
     restored = saver.restore()
     if restored is None:
-        seed_everything(_rank_seed(training.seed, world.data_rank))
+        seed_everything(_rank_seed(config.training.seed, world.data_rank))
     cursor = restored or Cursor()
-    run = TrainingRun(
-        world=world,
-        parts=parts,
-        step=Step(task, _step_settings(config, world), clock, parts.scaler, parts.split),
-        task=task,
-        schedule=build_schedule(parts.optimizer, config.optimizer, train_loader.batches_per_epoch, training.epochs),
-        train_loader=train_loader,
-        eval_loader=eval_loader,
-        clock=clock,
-        saver=saver,
-        traffic=Traffic(at_start=_start_bytes(parts.held, world)),
-        progress=RunProgress(
-            record,
-            Scalars(path if world.leads else None),
-            _display(config, train_loader.batches_per_epoch, world, cursor, task),
-        ),
-        settings=LoopSettings(training.epochs, training.max_steps, training.eval_every, resolved.checkpoint_every),
-    )
-    _record_start(resolved, run, source, cursor, path)
-    for name, note in run_notes(config, source.info, parts.split.notes if parts.split else (), notes):
-        run.progress.note(name, note)
+    display = _display(config, ground.train_loader.batches_per_epoch, world, cursor, ground.task)
+    progress = RunProgress(record, Scalars(path if world.leads else None), display)
+    run = ground.run(parts, saver, progress, _start_bytes(parts.held, world))
+    _record_start(resolved, run, ground.source, cursor, path)
+    for name, note in run_notes(config, info, parts.split.notes if parts.split else (), notes):
+        progress.note(name, note)
     if restored is not None:
-        run.progress.resumed(cursor.step, path)
+        progress.resumed(cursor.step, path)
     return run, cursor
+
+
+def assemble_worker(
+    resolved: ResolvedRun, path: Path, world: World, process: WorkerRank, given: Given
+) -> tuple[TrainingRun, Leases | Commands]:
+    """Build the parts of one process of a parameter server's worker, and where its batches come from.
+
+    Raises:
+        UserError: something in the description cannot be built.
+    """
+    notes, config = interplay_notes(resolved, process.workers), resolved.config
+    ground = _groundwork(resolved, world, given, process.workers * world.data_size)
+    info = ground.source.info
+    parts, link = build_worker(resolved, ground.work(given), process, world, ground.clock, path)
+    seed_everything(_rank_seed(config.training.seed, process.number * world.data_size + world.data_rank))
+    record = Recorder(path if link else None)
+    progress = RunProgress(record, Scalars(None), Display(RunLength(0, 0), ground.task.facts(), visible=False))
+    if link is None:
+        assert isinstance(parts.sync, SplitWorker)
+        saver = Saver(path, config.checkpoint.keep, RanksState(parts, world), record, {})  # the first rank saves
+        run = ground.run(parts, saver, progress)
+        return run, Commands(run, parts.sync)
+    state = ServersState(link.servers, link.table, ground.train_loader.batches_per_epoch)
+    saver = Saver(path, config.checkpoint.keep, state, record, fingerprint(config, info, ground.task))
+    run = ground.run(parts, saver, progress)
+    about = {
+        **_about_workers(ground, parts, link, path),
+        "notes": run_notes(config, info, parts.split.notes if parts.split else (), notes),
+    }
+    return run, Leases(run, link, state, about)
+
+
+def _about_workers(ground: _Groundwork, parts: RunParts, link: ServerLink, path: Path) -> dict[str, Any]:
+    """Return what the record says of a run's start, as fields of `Start`, that its scheduler does not know."""
+    placement, launch, info = ground.world.placement, read_launch(path), ground.source.info
+    layout: dict[str, int] | None = None
+    if parts.split is not None and placement is not None:
+        sizes = {**placement.layout.sizes, Axis.DP: link.process.workers}
+        layout = layout_sizes(replace(placement.layout, sizes=sizes))
+    return {
+        **({"layout": layout} if layout else {}), "device": str(ground.world.device),
+        "threads": torch.get_num_threads(), "parameters": parameter_count(link.servers.held),
+        "model": _model_name(ground.resolved.config, ground.source, ground.task), "data": info.name,
+        "classes": list(info.classes), "task": asdict(ground.task.facts()),
+        "train_size": info.train_size, "eval_size": info.eval_size,
+        "steps_per_epoch": ground.train_loader.batches_per_epoch,
+        "environment": vars(environment(launch.command)), "launched_t": launch.launched_t,
+    }  # fmt: skip
 
 
 def run_notes(
@@ -217,12 +310,6 @@ def _parameter_count(parts: RunParts, world: World) -> int:
     if group is not None:
         dist.all_reduce(count, group=group)
     return int(count)
-
-
-def _loaders(config: RunConfig, source: Source, world: World, task: Task) -> tuple[TrainLoader, EvalLoader]:
-    settings = LoaderConfig.of(config.data, config.training.seed, world.device)
-    shard = Shard(world.data_rank, world.data_size)
-    return TrainLoader(source, settings, shard, units_of(task)), EvalLoader(source, settings, shard)
 
 
 def _model_name(config: RunConfig, source: Source, task: Task) -> str:

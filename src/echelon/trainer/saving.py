@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -48,56 +50,96 @@ from echelon.trainer.world import World
 EVALUATION_FILE = "evaluation.json"
 
 
-class Saver:
-    """Writes and reads the checkpoints of one run."""
+@dataclass(frozen=True)
+class Captured:
+    """A run's state as a tree of tensors and plain values; files of parts that ranks write by themselves."""
 
-    def __init__(
-        self, folder: Path, keep: int, parts: RunParts, world: World, record: Recorder, fingerprint: dict[str, Any]
-    ) -> None:
-        self._folder, self._parts, self._world, self._record, self._fingerprint = (
-            folder,
-            parts,
-            world,
-            record,
-            fingerprint,
-        )
-        self._store = CheckpointStore(folder / "checkpoints", keep, partial(record_saved, record), self._rejected)
-        self._writer = PartWriter(self._store.deadline_s)
-        self._last_step = -1
+    tree: Mapping[str, Any]
+    arriving: Arriving | None = None
+
+
+class RunState(Protocol):
+    """Where a run's state is: in its ranks, or in servers.
+
+    Attributes:
+        leads: whether this process writes it.
+        bytes_sent: by this rank to bring it together.
+    """
+
+    leads: bool
+    bytes_sent: int
+
+    def newest(self, store: CheckpointStore) -> tuple[int, Mapping[str, Any]] | None:
+        """Return the newest whole checkpoint that all see, and its step."""
+
+    def load(self, state: Mapping[str, Any]) -> Cursor:
+        """Restore a checkpoint's state; returns how far it is."""
+
+    def captured(self, cursor: Cursor, store: CheckpointStore) -> AbstractContextManager[Captured | None]:
+        """Give the present state where it is written, None elsewhere; all ranks enter it together."""
+
+    def finish(self) -> None:
+        """Wait until what ranks write by themselves is on disk."""
+
+
+class RanksState:
+    """State that ranks hold: gathered on rank 0, or written by each in parts where the model is split."""
+
+    def __init__(self, parts: RunParts, world: World) -> None:
+        self._parts, self._world, self.leads = parts, world, world.leads
+        self._writer = PartWriter()
         self.bytes_sent = 0
-        self._best: float | None = None
 
-    def save(self, cursor: Cursor, reason: str, metric: float | None = None) -> None:
-        """Write a checkpoint in the background; all ranks call it after the same step."""
-        if cursor.step == self._last_step and metric is None:
-            return
-        self._last_step = cursor.step
+    def newest(self, store: CheckpointStore) -> tuple[int, Mapping[str, Any]] | None:
+        """Return the newest whole checkpoint, with what this rank alone had, or all ranks' where the layout is another.
+
+        Raises:
+            UserError: not all machines see it.
+        """
+        found = store.newest(rank=self._world.rank)
+        if found is not None and saved_layout(found[1]) != layout_of(self._world):
+            found = store.newest()  # what other ranks had is merged
+        self._check_same_step(-1 if found is None else found[0], store)
+        return found
+
+    def load(self, state: Mapping[str, Any]) -> Cursor:
+        """Restore what all ranks share, and this rank's own."""
+        cursor = load_shared_state(self._parts, state)
+        load_rank_state(self._parts, self._world, saved_layout(state), state[RANKS])
+        return cursor
+
+    @contextmanager
+    def captured(self, cursor: Cursor, store: CheckpointStore) -> Iterator[Captured | None]:
+        """Give the state that the replicas agree on, and each rank's own, on rank 0."""
         own = rank_state(self._parts, self._world)
-        if self._parts.split is not None:
-            self._save_parts(cursor, own, self._parts.split.pieces, metric, reason)
-            return
-        ranks = self._gather(own)
-        with agreed_state(self._parts, cursor) as state:
-            if self._world.leads:
-                whole_state = {**state, **self._about(), RANKS: ranks}
-                self._store.save(cursor.step, whole_state, metric=metric, reason=reason)
-
-    def _save_parts(
-        self, cursor: Cursor, own: dict[str, Any], pieces: LocalShards, metric: float | None, reason: str
-    ) -> None:
-        """Let every rank write its part, and rank 0 what is not a tensor of the model."""
-        token = self._agree_on_token()
+        token = self._agree_on_token(store) if self._parts.split is not None else 0
         ranks = self._gather(own)  # before the replicas agree: buffers are each rank's own here
+        about = {"world_size": self._world.size, "layout": layout_of(self._world), RANKS: ranks}
         with agreed_state(self._parts, cursor) as state:
-            marked, tensors = take_parts(to_parts(state, pieces), _part_file(self._world.rank))
-            self._writer.write(self._store.parts_folder(token) / _part_file(self._world.rank), tensors)
-            gathered = self._gather(marked)
+            if self._parts.split is None:
+                yield Captured({**state, **about}) if self._world.leads else None
+                return
+            gathered = self._write_part(state, self._parts.split.pieces, store.parts_folder(token))
         if not self._world.leads:
+            yield None
             return
         shared = list_groups(merge([gathered[rank] for rank in sorted(gathered)]))
-        arriving = Arriving(self._store.parts_folder(token), [_part_file(rank) for rank in range(self._world.size)])
-        state = {**shared, **self._about(), RANKS: ranks}
-        self._store.save(cursor.step, state, metric=metric, arriving=arriving, reason=reason)
+        arriving = Arriving(store.parts_folder(token), [_part_file(rank) for rank in range(self._world.size)])
+        yield Captured({**shared, **about}, arriving)
+
+    def finish(self) -> None:
+        """Wait until this rank's parts are on disk.
+
+        Raises:
+            UserError: the disk is full, or cannot be written.
+        """
+        self._writer.wait()
+
+    def _write_part(self, state: dict[str, Any], pieces: LocalShards, folder: Path) -> Mapping[int, Any]:
+        """Write this rank's part of the tensors; returns what is not a tensor of the model, of all ranks, on rank 0."""
+        marked, tensors = take_parts(to_parts(state, pieces), _part_file(self._world.rank))
+        self._writer.write(folder / _part_file(self._world.rank), tensors)
+        return self._gather(marked)
 
     def _gather(self, own: dict[str, Any]) -> Mapping[int, Any]:
         """Bring what each rank alone has to rank 0."""
@@ -107,57 +149,17 @@ class Saver:
             self.bytes_sent += tensor_bytes(own)
         return gather_rank_state(own, self._world.group)
 
-    def _agree_on_token(self) -> int:
+    def _agree_on_token(self, store: CheckpointStore) -> int:
         """Make room for the ranks' parts, under a name that all of them then know."""
         token = torch.randint(2**62, (1,), generator=torch.Generator().manual_seed(time.time_ns()))
         if self._world.leads:
-            self._store.room_for_parts(int(token))
+            store.room_for_parts(int(token))
         if self._world.group is not None:
             token = token.to(self._world.device)
             dist.broadcast(token, 0, group=self._world.group)
         return int(token)
 
-    def _about(self) -> dict[str, Any]:
-        return {
-            "fingerprint": self._fingerprint,
-            "best": self._best,
-            "world_size": self._world.size,
-            "layout": layout_of(self._world),
-        }
-
-    def consider_best(self, cursor: Cursor, report: EvaluationReport, primary: Metric) -> None:
-        """Keep a checkpoint, and the detail of the evaluation, when the task's primary metric is the best so far."""
-        value = report.metrics[primary.name]
-        if value is None or not primary.better(value, self._best):
-            return
-        self._best = value
-        if self._world.leads:
-            detail = {**report.detail, "epoch": cursor.epoch, "step": cursor.step}
-            write_atomic(self._folder / EVALUATION_FILE, json.dumps(detail))
-        self.save(cursor, "best", metric=primary.score(value))
-
-    def restore(self) -> Cursor | None:
-        """Restore the newest whole checkpoint that any rank sees; None when there is none.
-
-        Raises:
-            UserError: the checkpoint is of another run, or not all machines see it.
-        """
-        found = self._store.newest(rank=self._world.rank)
-        if found is not None and saved_layout(found[1]) != layout_of(self._world):
-            found = self._store.newest()  # what other ranks had is merged
-        step = -1 if found is None else found[0]
-        self._check_same_step(step)
-        if found is None:
-            return None
-        state = found[1]
-        check_fingerprint(state["fingerprint"], self._fingerprint)
-        self._best = state["best"]
-        self._last_step = step
-        cursor = load_shared_state(self._parts, state)
-        load_rank_state(self._parts, self._world, saved_layout(state), state[RANKS])
-        return cursor
-
-    def _check_same_step(self, step: int) -> None:
+    def _check_same_step(self, step: int, store: CheckpointStore) -> None:
         if self._world.group is None:
             return
         steps = torch.full((self._world.size,), 0, dtype=torch.int64, device=self._world.device)
@@ -166,9 +168,70 @@ class Saver:
         if len(set(steps.tolist())) > 1:
             seen = ", ".join("none" if s < 0 else f"step {s}" for s in steps.tolist())
             raise UserError(
-                f"the ranks see different checkpoints in {self._folder} ({seen}): "
+                f"the ranks see different checkpoints in {store.folder.parent} ({seen}): "
                 "put --run on storage that all machines share"
             )
+
+
+class Saver:
+    """Writes and reads the checkpoints of one run.
+
+    Attributes:
+        best: the best result so far.
+    """
+
+    def __init__(
+        self, folder: Path, keep: int, state: RunState, record: Recorder, fingerprint: Mapping[str, Any]
+    ) -> None:
+        """Take a run's folder; `record` is told of what is saved, by the process that leads."""
+        self._folder, self._state, self._record, self._fingerprint = folder, state, record, dict(fingerprint)
+        self._store = CheckpointStore(folder / "checkpoints", keep, partial(record_saved, record), self._rejected)
+        self._last_step = -1
+        self.best: float | None = None
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank sent to bring the state together."""
+        return self._state.bytes_sent
+
+    def save(self, cursor: Cursor, reason: str, metric: float | None = None) -> None:
+        """Write a checkpoint in the background; all ranks call it after the same step."""
+        if cursor.step == self._last_step and metric is None:
+            return
+        self._last_step = cursor.step
+        with self._state.captured(cursor, self._store) as captured:
+            if captured is not None:
+                tree = {**captured.tree, "fingerprint": self._fingerprint, "best": self.best}
+                self._store.save(cursor.step, tree, metric=metric, arriving=captured.arriving, reason=reason)
+
+    def consider_best(self, cursor: Cursor, report: EvaluationReport, primary: Metric) -> bool:
+        """Keep a checkpoint, and the evaluation's detail, when the primary metric is the best so far; returns whether.
+
+        All ranks call it together.
+        """
+        value = report.metrics[primary.name]
+        if value is None or not primary.better(value, self.best):
+            return False
+        self.best = value
+        if self._state.leads:
+            detail = {**report.detail, "epoch": cursor.epoch, "step": cursor.step}
+            write_atomic(self._folder / EVALUATION_FILE, json.dumps(detail))
+        self.save(cursor, "best", metric=primary.score(value))
+        return True
+
+    def restore(self) -> Cursor | None:
+        """Restore the newest whole checkpoint that any rank sees; None when there is none.
+
+        Raises:
+            UserError: the checkpoint is of another run, or not all machines see it.
+        """
+        found = self._state.newest(self._store)
+        if found is None:
+            return None
+        step, state = found
+        check_fingerprint(state["fingerprint"], self._fingerprint)
+        self.best, self._last_step = state["best"], step
+        return self._state.load(state)
 
     def finish(self) -> None:
         """Wait until everything is on disk.
@@ -176,13 +239,12 @@ class Saver:
         Raises:
             UserError: the disk is full, or cannot be written.
         """
-        self._writer.wait()
+        self._state.finish()
         self._store.close()
 
     def _rejected(self, path: Path, reason: str) -> None:
-        if self._world.leads:
-            message = f"checkpoint {path.name} is damaged and was passed over: {reason}"
-            self._record.write(CheckpointRejected(message, str(path), reason))
+        message = f"checkpoint {path.name} is damaged and was passed over: {reason}"
+        self._record.write(CheckpointRejected(message, str(path), reason))
 
 
 def record_saved(record: Recorder, saved: Saved) -> None:

@@ -6,17 +6,21 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.observe.environment import allowed_cores
 from echelon.parallel.base import Placement, alone, place
+from echelon.ps.worker_rank import WorkerRank
 from echelon.trainer.resolved import ResolvedRun
 
+_STORES_FOLDER = "stores"
 _HOST_BYTES = 64  # the longest host name on Linux
 _CORES_BYTES = 192
 
@@ -76,16 +80,44 @@ def join_world(run: ResolvedRun) -> Iterator[World]:
         yield World(rank, size, local_rank, device, None, alone())
         return
     timeout = timedelta(seconds=run.timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     round_name = os.environ.get("ECHELON_ROUND") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"echelon/{round_name}", store)  # it may outlive a restart, with addresses of the dead
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(_backend(device), store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         placement = place(layout, rank, device.type, timeout)
         yield World(rank, size, local_rank, device, dist.group.WORLD, placement)
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def join_worker(run: ResolvedRun, process: WorkerRank, roles: Path) -> Iterator[World]:
+    """Join the other ranks of a parameter server's worker, and leave them at the end; one rank is a world of its own.
+
+    They meet by a file that is named after this start of theirs, so that nothing of an earlier one is read.
+
+    Raises:
+        UserError: there is no GPU for this rank.
+    """
+    device = _device(run.config.training.device, process.local)
+    if process.size == 1:
+        yield World(0, 1, process.local, device, None, alone())
+        return
+    timeout = timedelta(seconds=run.timeout_s)
+    folder = roles / _STORES_FOLDER
+    folder.mkdir(exist_ok=True)
+    store = dist.FileStore(str(folder / f"worker{process.number}-{os.environ['ECHELON_ROUND']}"), process.size)
+    store.set_timeout(timeout)
+    dist.init_process_group(_backend(device), store=store, rank=process.rank, world_size=process.size, timeout=timeout)
+    layout = run.layout_for(process.workers * process.size)
+    placement = place(replace(layout, sizes={**layout.sizes, Axis.DP: 1}), process.rank, device.type, timeout)
+    yield World(process.rank, process.size, process.local, device, dist.group.WORLD, placement)
+    dist.destroy_process_group()  # not after an error: that is recorded first, and then the process ends at once
+
+
+def _backend(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,27 +11,27 @@ import torch
 from torch import Tensor, nn
 
 from echelon.compression import read
-from echelon.coordinator.messages import EvaluateTask, EvaluationDone, JoinWorker, SetupDone, SetupTask
+from echelon.coordinator.messages import EvaluateTask, EvaluationDone
 from echelon.core.axes import Axis
 from echelon.data.base import Batch, Shard
 from echelon.data.order import local_part
 from echelon.observe.phases import HostClock
-from echelon.observe.resources import Sampler
 from echelon.ps.client import Client, ClientConfig
 from echelon.ps.spans import model_table
+from echelon.ps.split_worker import SplitWorker
 from echelon.ps.strategy import ParameterServer, WorkerOptions
 from echelon.ps.table import Cut
 from echelon.ps.worker_rank import WorkerRank
 from echelon.records.file import Recorder
 from echelon.run.resolve import resolve
 from echelon.sync.ps import ServerSettings
-from echelon.trainer.leased import train_task
-from echelon.trainer.leased_assemble import LeasedWorker
-from echelon.trainer.leased_bench import WorkerModel
-from echelon.trainer.leased_split import follow
+from echelon.trainer.leases import Commands, Leases
+from echelon.trainer.loop import TrainingRun, fit
 from echelon.trainer.parts import Work, build_split
-from echelon.trainer.replica import Replica
-from echelon.trainer.state import seed_everything
+from echelon.trainer.progress import RunProgress
+from echelon.trainer.server_parts import ServerLink
+from echelon.trainer.servers_checkpoint import ServersState
+from echelon.trainer.state import RunParts, seed_everything
 from echelon.trainer.step import Step, StepSettings
 from echelon.trainer.world import World
 from tests.ranks.layouts import INFO, MODELS, TASK, Trial, make_world
@@ -56,6 +55,8 @@ class Work4:
 class _Loader:
     """Gives any part of a trial's batches; a run is one epoch of them."""
 
+    batches_per_epoch = 10**6
+
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
 
@@ -78,24 +79,28 @@ def work_split(rank: Rank, work: Work4) -> list[Tensor]:
     assert placement is not None
     config = work.trial.config()
     example = work.trial.global_batch(0)[0][:2]
-    leads = world.rank == 0
     split = build_split(resolve(config), Work(INFO, TASK, whole_model(work.trial), example), world, 1)
-    model = whole_model(work.trial) if leads else None
-    replica = Replica(split, model, TIMEOUT_S)
-    step = Step(
-        TASK,
-        StepSettings(world.device, None, config.training.accumulate, 0.0, False),
-        clock,
-        torch.amp.GradScaler("cpu", enabled=False),
-        split,
+    model = whole_model(work.trial) if world.rank == 0 else None
+    worker = SplitWorker(split, model, clock, TIMEOUT_S, counts_samples=True)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    settings = StepSettings(world.device, None, config.training.accumulate, 0.0, False)
+    run = TrainingRun(
+        world=world,
+        parts=RunParts(worker.module, cast(Any, None), scaler, None, worker, split),
+        step=Step(TASK, settings, clock, scaler, split),
+        task=TASK,
+        schedule=cast(Any, SimpleNamespace(set_step=lambda step: None, lr=work.lr)),
+        train_loader=cast(Any, _Loader(work.trial)),
+        eval_loader=cast(Any, None),
+        clock=clock,
+        saver=cast(Any, SimpleNamespace(restore=lambda: None, best=None)),
+        progress=RunProgress(Recorder(None), cast(Any, None), cast(Any, None)),
+        settings=cast(Any, None),
     )
-    loader = cast(Any, _Loader(work.trial))
-    nothing = cast(Any, None)
-    bench = WorkerModel(resolve(config), world, nothing, model, replica, TASK, step, clock, loader, nothing)
-    if not leads:
-        follow(bench, replica)
+    if model is None:
+        fit(run, Commands(run, worker))
         return []
-    return _lead(work, bench, rank.index * 2 // rank.world_size, rank.folder)
+    return _lead(work, run, model, rank.index * 2 // rank.world_size)
 
 
 def _own_world(world: World) -> World:
@@ -110,41 +115,33 @@ def _own_world(world: World) -> World:
     return World(world.rank % alone.model_size, alone.model_size, 0, world.device, placement.model_group, own)
 
 
-def _lead(work: Work4, bench: WorkerModel, number: int, folder: Path) -> list[Tensor]:
-    model, replica = bench.model, bench.replica
-    assert model is not None and replica is not None
+class _Looking(Leases):
+    """Leases of a worker that keeps what it is given to look at, and evaluates nothing."""
+
+    def __init__(self, run: TrainingRun, link: ServerLink) -> None:
+        super().__init__(run, link, ServersState(link.servers, link.table, 1), {})
+        self._of = link
+        self.seen = list[Tensor]()
+
+    def _evaluate_copy(self, task: EvaluateTask) -> EvaluationDone:
+        keys = self._of.table.keys
+        values = self._of.client.fetch(self._of.table, [k.index for k in keys], task.tag, full=False)
+        self.seen.append(torch.cat([values[k.index]["value"] for k in keys]))
+        return EvaluationDone(task.task)
+
+
+def _lead(work: Work4, run: TrainingRun, model: nn.Module, number: int) -> list[Tensor]:
+    worker = cast(SplitWorker, run.parts.sync)
     table = model_table(model, Cut(work.settings.servers, work.settings.chunk_bytes))
     client = Client(
         ClientConfig(f"worker{number}", KEYS, work.address, read(work.compression), 0, number, TIMEOUT_S,
                      keeps=work.settings.replicas == 0, aggregates=work.settings.aggregates)
     )  # fmt: skip
     client.set_table(table)
-    client.while_waiting(replica.words.tell_idle, 0.02)  # more often than a run does
-    strategy = ParameterServer(model, table, client, WorkerOptions(work.settings, 0.0, bench.clock))
-    schedule = SimpleNamespace(set_step=lambda step: None, lr=work.lr)
-    worker = LeasedWorker(
-        bench, work.settings, strategy, table, client, cast(Any, schedule), cast(Any, None), folder, Sampler(""),
-        Recorder(None), WorkerRank(number, 0),
-    )  # fmt: skip
-    client.join(JoinWorker(table.fingerprint))
-    seen = _tasks(worker)
-    replica.words.tell("over")
+    client.while_waiting(worker.channel.tell_idle, 0.02)  # more often than a run does
+    worker.servers = ParameterServer(model, table, client, WorkerOptions(work.settings, 0.0, run.clock))
+    link = ServerLink(client, work.settings, table, worker.servers, WorkerRank(number, 0), 10.0)
+    leases = _Looking(run, link)
+    fit(run, leases)
     client.close()
-    return seen
-
-
-def _tasks(worker: LeasedWorker) -> list[Tensor]:
-    client, table, seen = worker.client, worker.table, list[Tensor]()
-    while (task := client.next_task()) is not None:
-        if isinstance(task, SetupTask):
-            client.wait_for_servers(worker.settings.servers)
-            states = {k: {"value": v, "version": 0} for k, v in worker.strategy.key_values().items()}
-            client.put(table, states, 10.0)
-            client.report(SetupDone(task.task, table.fingerprint, 10**6, 0, []))
-        elif isinstance(task, EvaluateTask):
-            values = client.fetch(table, [k.index for k in table.keys], task.tag, full=False)
-            seen.append(torch.cat([values[k.index]["value"] for k in table.keys]))
-            client.report(EvaluationDone(task.task))
-        else:
-            train_task(worker, task)
-    return seen
+    return leases.seen

@@ -1,0 +1,50 @@
+"""The servers' parameters at one moment: what a worker evaluates, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KeyStates = Mapping[int, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class ServersCopy:
+    """A copy that all servers kept: each key's whole state by the key's number, BatchNorm statistics as one vector.
+
+    The copies of several servers are not of exactly one moment (see `counted`).
+    """
+
+    keys: KeyStates
+    buffers: Tensor
+
+    @property
+    def values(self) -> dict[int, Tensor]:
+        """The parameters, 1-D by key."""
+        return {index: torch.as_tensor(state["value"]) for index, state in self.keys.items()}
+
+    @property
+    def averages(self) -> dict[int, Tensor]:
+        """Their moving averages, 1-D by key; a run has them with `--ema`."""
+        return {index: torch.as_tensor(state["average"]) for index, state in self.keys.items()}
+
+    @property
+    def averaged_updates(self) -> int:
+        """Updates that every key's average has seen."""
+        return min(int(state["averaged"]) for state in self.keys.values())
+
+    def counted(self) -> tuple[int, set[int]]:
+        """Return which tasks every key has counted: all below a number, and those beyond it.
+
+        A task may be in some keys and not in others: it is given out again, and the keys that have it know.
+        """
+        below = min(int(state["watermark"]) for state in self.keys.values())
+        common: set[int] | None = None
+        for state in self.keys.values():
+            here = set(range(below, int(state["watermark"]))) | set(state["tasks"])
+            common = here if common is None else common & here
+        return below, common or set()

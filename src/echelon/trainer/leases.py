@@ -1,0 +1,239 @@
+"""Batches that a coordinator gives out: each worker asks for the next one, and steps without waiting for the others.
+
+Between its steps a worker does what else the coordinator asks for: it gives the servers what they begin with, and
+evaluates and saves their copies. Where a worker is split, its first rank talks to coordinator and servers; the others
+take part in what it does (`Commands`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from echelon.coordinator.messages import (
+    EvaluateTask,
+    EvaluationDone,
+    JoinWorker,
+    SetupDone,
+    SetupTask,
+    TaskReport,
+    TrainTask,
+)
+from echelon.data.base import Shard
+from echelon.observe.environment import allowed_cores
+from echelon.observe.garbage import GarbageClock
+from echelon.observe.phases import PHASES, Phase
+from echelon.observe.resources import Sampler
+from echelon.ps.client import PushInfo, TagLost
+from echelon.ps.commands import Command
+from echelon.ps.copies import ServersCopy
+from echelon.ps.messages import BUFFERS_KEY
+from echelon.ps.split_worker import SplitWorker
+from echelon.tasks import nest
+from echelon.tasks.base import SAMPLE, Batch
+from echelon.trainer.loop import TrainingRun, evaluate_agreed
+from echelon.trainer.progress import record_pipeline
+from echelon.trainer.server_parts import ServerLink
+from echelon.trainer.servers_checkpoint import ServersState
+from echelon.trainer.slow_steps import SlowSteps
+from echelon.trainer.state import Cursor
+from echelon.trainer.step import StepResult
+from echelon.trainer.step_watch import StepWatch
+from echelon.trainer.window import gpu_uuid, resident_bytes
+
+
+def batch_part(run: TrainingRun, lease: TrainTask | Command) -> Batch:
+    """Return this rank's part of a lease: the ranks of a worker that divide samples divide it."""
+    run.clock.enter(Phase.DATA)
+    shard = Shard(lease.share * run.world.data_size + run.world.data_rank, lease.shares * run.world.data_size)
+    batch = run.train_loader.part(lease.epoch, lease.batch, shard)
+    if run.task.unit != SAMPLE and lease.shares > 1 and batch.global_units is None:
+        complete = run.train_loader.part(lease.epoch, lease.batch, Shard(0, 1))  # nobody else can tell its units
+        batch.global_units = run.task.units(complete.targets)
+    if isinstance(run.parts.sync, SplitWorker):
+        run.parts.sync.begin(nest.rows(batch.targets))
+    return batch
+
+
+class Leases:
+    """Leases of batches, as a worker's leading rank takes them until the run is over."""
+
+    def __init__(self, run: TrainingRun, link: ServerLink, state: ServersState, about: Mapping[str, Any]) -> None:
+        """Take the parts of a run, the link to its servers, their state, and what the record says of the start."""
+        self.status = ""
+        self._run, self._link, self._state, self._about = run, link, state, dict(about)
+        self._split = run.parts.sync if isinstance(run.parts.sync, SplitWorker) else None
+        self._sampler = Sampler(gpu_uuid(run.world.device))
+        self._garbage = GarbageClock()
+        self._watch = StepWatch(run.clock, self._garbage)
+        self._slow = SlowSteps(run.progress.record)
+        self._between = [0.0] * len(PHASES)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Do what the coordinator asks for, and give the batches of leases, until it says that the run is over."""
+        client, clock, trained = self._link.client, self._run.clock, False
+        with self._garbage:
+            if client.join(self._joining()).set_up:
+                self._take_buffers()
+            while (task := client.next_task()) is not None:
+                clock.enter(Phase.OTHER)  # unless it trains
+                match task:
+                    case SetupTask():
+                        client.report(self._set_up(task))
+                    case EvaluateTask():
+                        client.report(self._evaluate(task))
+                    case TrainTask():
+                        if not trained:  # what came before the first lease is no step's time
+                            clock.drain()
+                            self._between = [0.0] * len(PHASES)
+                        trained = True
+                        yield self._begin(task)
+                clock.enter(Phase.COMMUNICATE)  # until the next task is there
+        self.status = client.status
+        if self._split is not None:
+            self._split.channel.tell(Command("over"))
+
+    def step_done(self, result: StepResult) -> None:
+        """Report a lease; the report leaves once all of its gradients are acknowledged."""
+        run, link, task = self._run, self._link, self._task
+        run.clock.enter(Phase.COMMUNICATE)
+        buffers = link.servers.flat_buffers()
+        if len(buffers):
+            link.client.send_buffers(task.task, buffers)
+        loss, score, samples = _sums(result, self._split)
+        self._watch.end_step()
+        phases = run.clock.drain()
+        (after,), facts = self._watch.pauses, self._watch.close(phases, None)
+        report = TaskReport(
+            loss, score if run.task.score_label else None, round(samples), run.schedule.lr,
+            [a + b for a, b in zip(phases, self._between, strict=True)], resident_bytes(run.world.device),
+            link.servers.density(), dict(link.servers.entropy_coded()),
+            self._sampler.row if self._sampler.sample() else [], facts.gc_s,
+        )  # fmt: skip
+        self._between = [0.0] * len(PHASES)
+        link.client.finish_task(task.task, report)
+        self._slow.look_alone(task.step + 1, link.process.number, facts.slowest, after, self._watch)
+        if link.process.number == 0:
+            record_pipeline(run.progress.record, run.parts.split, task.step)
+
+    def _joining(self) -> JoinWorker:
+        link = self._link
+        about = {"host": socket.gethostname(), "affinity": allowed_cores()}
+        return JoinWorker(link.table.fingerprint, machine=link.process.machine, pid=os.getpid(), about=about)
+
+    def _begin(self, task: TrainTask) -> Batch:
+        run = self._run
+        self._task = task
+        if self._split is not None:
+            self._split.channel.tell(Command("train", task.epoch, task.batch, task.share, task.shares))
+        batch = batch_part(run, task)
+        run.schedule.set_step(task.step)
+        push = PushInfo(task.task, task.step, task.share, task.shares, 0, 0, run.schedule.lr)
+        self._link.servers.begin(push)
+        return batch
+
+    def _set_up(self, task: SetupTask) -> SetupDone:
+        """Give the servers what they begin with: a checkpoint's state, or the parameters of a new model."""
+        link, run = self._link, self._run
+        link.client.wait_for_servers(link.settings.servers)
+        resumed = run.saver.restore() is not None
+        self._put()
+        return SetupDone(
+            task.task, link.table.fingerprint, run.train_loader.batches_per_epoch, self._state.below,
+            self._state.beyond, run.saver.best, resumed, self._about,
+        )  # fmt: skip
+
+    def _put(self) -> None:
+        """Give the servers their keys; one that dies over it gets its own again."""
+        link = self._link
+        ends = time.monotonic() + link.timeout_s
+        while True:
+            try:
+                link.client.wait_for_servers(link.settings.servers)
+                link.client.put(link.table, self._state.keys(), link.timeout_s)
+                return
+            except TagLost:
+                if time.monotonic() > ends:
+                    raise
+
+    def _take_buffers(self) -> None:
+        """Begin with the others' BatchNorm statistics: this worker joins a run that goes on."""
+        link = self._link
+        own = link.servers.flat_buffers()
+        if not len(own):
+            return
+        link.client.wait_for_servers(link.settings.servers)
+        fetched = link.client.fetch(link.table, [BUFFERS_KEY], 0, full=False)[BUFFERS_KEY]["value"]
+        if len(fetched) == len(own):
+            link.servers.load_buffers(fetched)
+
+    def _evaluate(self, task: EvaluateTask) -> EvaluationDone:
+        """Evaluate and save the servers' copy that a task names: a pause of this worker, which counts as other."""
+        self._between = [a + b for a, b in zip(self._between, self._run.clock.drain(), strict=True)]
+        began = time.perf_counter()
+        try:
+            done = self._evaluate_copy(task)
+        except TagLost:
+            done = EvaluationDone(task.task, lost=True)
+        self._between = [a + b for a, b in zip(self._between, self._run.clock.drain(), strict=True)]
+        name, seconds = "evaluation" if task.evaluate else "checkpoint", time.perf_counter() - began
+        self._watch.paused(name, seconds)
+        self._run.progress.paused(name, task.step, seconds)
+        return done
+
+    def _evaluate_copy(self, task: EvaluateTask) -> EvaluationDone:
+        link, saver = self._link, self._run.saver
+        keys = link.client.fetch(link.table, [k.index for k in link.table.keys], task.tag, full=True)
+        buffers = link.client.fetch(link.table, [BUFFERS_KEY], task.tag, full=True)[BUFFERS_KEY]["value"]
+        copy = link.servers.copy = ServersCopy(keys, buffers)
+        cursor = self._cursor(task, copy)
+        saver.best = task.best
+        done = EvaluationDone(task.task)
+        if task.evaluate:
+            report = evaluate_agreed(self._run)
+            found = {"loss": report.loss, "metrics": report.metrics, "seconds": report.seconds,
+                     "samples": report.samples, "step": task.step}  # fmt: skip
+            is_best = saver.consider_best(cursor, report, self._run.task.primary)
+            done = EvaluationDone(task.task, best=saver.best if is_best else None, about=found)
+        if task.reason:
+            saver.save(cursor, task.reason)
+        link.servers.copy = None
+        return done
+
+    def _cursor(self, task: EvaluateTask, copy: ServersCopy) -> Cursor:
+        per_epoch = self._run.train_loader.batches_per_epoch
+        below = task.step if self._link.settings.aggregates else copy.counted()[0]
+        return Cursor(below // per_epoch, below % per_epoch, task.step)
+
+
+class Commands:
+    """A split worker's other ranks: their parts of the leases that the first one takes, as it says."""
+
+    def __init__(self, run: TrainingRun, worker: SplitWorker) -> None:
+        self.status = ""
+        self._run, self._worker = run, worker
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Give batches, and evaluate with the others, until the first rank says that the run is over."""
+        while (command := self._worker.channel.hear()).kind != "over":
+            match command.kind:
+                case "train":
+                    yield batch_part(self._run, command)
+                case "evaluate":
+                    evaluate_agreed(self._run)
+                case kind:
+                    raise RuntimeError(f"the first rank said {kind!r}")
+
+    def step_done(self, result: StepResult) -> None:
+        """Add up with the first rank what the step gave."""
+        _sums(result, self._worker)
+        self._run.clock.drain()
+
+
+def _sums(result: StepResult, worker: SplitWorker | None) -> list[float]:
+    """Return loss, score and samples of a worker; its ranks call it together."""
+    numbers = [float(result.loss), float(result.score), float(result.samples)]
+    return numbers if worker is None else worker.summed(numbers)

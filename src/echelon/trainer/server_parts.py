@@ -1,0 +1,115 @@
+"""Model and strategy of a parameter server's worker, and what it talks to coordinator and servers with."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from echelon.config import RunConfig
+from echelon.coordinator.addresses import ROLES_FOLDER, wait_for_address
+from echelon.messages.identity import derive_keys, read_secret
+from echelon.observe.phases import PhaseClock
+from echelon.optim.build import build_optimizer
+from echelon.optim.traits import is_elementwise
+from echelon.parallel.base import alone
+from echelon.ps.client import Client, ClientConfig
+from echelon.ps.spans import model_table
+from echelon.ps.split_worker import SplitWorker
+from echelon.ps.strategy import ParameterServer, WorkerOptions
+from echelon.ps.table import Cut, KeyTable
+from echelon.ps.worker_rank import WorkerRank, worker_name
+from echelon.sync.ps import ServerSettings, server_settings
+from echelon.tasks.base import SAMPLE
+from echelon.trainer.parts import Work, build_computing, build_split, build_whole
+from echelon.trainer.precision import PRECISIONS, build_scaler
+from echelon.trainer.resolved import ResolvedRun
+from echelon.trainer.state import RunParts, seed_everything
+from echelon.trainer.world import World
+
+
+@dataclass(frozen=True)
+class ServerLink:
+    """What a worker's leading rank has beside the parts of a run.
+
+    Attributes:
+        servers: the strategy, on the whole model; on a worker that is one rank it is that of the parts.
+    """
+
+    client: Client
+    settings: ServerSettings
+    table: KeyTable
+    servers: ParameterServer
+    process: WorkerRank
+    timeout_s: float
+
+
+def build_worker(
+    run: ResolvedRun, work: Work, process: WorkerRank, world: World, clock: PhaseClock, path: Path
+) -> tuple[RunParts, ServerLink | None]:
+    """Build what a process of a worker computes with, and where it leads the link to coordinator and servers.
+
+    All ranks of a worker call it together. The optimizer never steps, the servers update: it carries the schedule.
+
+    Raises:
+        UserError: the model cannot be built, or not be split like this.
+    """
+    config = run.config
+    whole = _whole_model(config, work, process, world) if process.leads else None
+    worker = None
+    if process.size > 1:
+        seed_everything(config.training.seed)
+        split = build_split(run, work, world, run.sync.batch_parts(process.workers) * world.data_size)
+        worker = SplitWorker(split, whole, clock, run.timeout_s, work.task.unit == SAMPLE)
+    scaler = build_scaler("fp32", world.device, None)  # fp16 is refused
+    if whole is None:
+        assert worker is not None
+        idle = torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0)
+        return RunParts(worker.module, idle, scaler, None, worker, worker.split), None
+    link = _connect(run, path, process, whole, clock, worker)
+    optimizer = build_optimizer(whole, config.optimizer, config.data.batch_size)
+    if worker is None:
+        return RunParts(whole, optimizer, scaler, None, link.servers), link
+    return RunParts(worker.module, optimizer, scaler, None, worker, worker.split), link
+
+
+def _connect(
+    run: ResolvedRun, path: Path, process: WorkerRank, whole: nn.Module, clock: PhaseClock, worker: SplitWorker | None
+) -> ServerLink:
+    """Make a worker's client, cut the model into the servers' keys, and build the strategy between them."""
+    config, settings, timeout_s = run.config, server_settings(run.sync), run.timeout_s
+    roles = path / ROLES_FOLDER
+    client = Client(
+        ClientConfig(
+            worker_name(process.number), derive_keys(read_secret(roles)), wait_for_address(roles, timeout_s),
+            run.compression, config.training.seed, process.number, timeout_s,
+            keeps=settings.replicas == 0, aggregates=settings.aggregates,
+        )
+    )  # fmt: skip
+    by_element = is_elementwise(config.optimizer.name) and not client.sends_shapes
+    table = model_table(whole, Cut(settings.servers, settings.chunk_bytes, whole_tensors=not by_element))
+    client.set_table(table)
+    compiled = config.model.compile and worker is None
+    reads_ahead = PRECISIONS[config.training.precision].parameters is not None and worker is None
+    options = WorkerOptions(settings, config.optimizer.clip_norm, clock, compiled, reads_ahead)
+    servers = ParameterServer(whole, table, client, options)
+    if worker is not None:
+        worker.servers = servers
+        client.while_waiting(worker.channel.tell_idle, worker.channel.idle_s)
+    return ServerLink(client, settings, table, servers, process, timeout_s)
+
+
+def _whole_model(config: RunConfig, work: Work, process: WorkerRank, world: World) -> nn.Module:
+    """Build the whole model; beside pieces, a plain one in the processor's memory, which nothing computes with."""
+    if process.size == 1:
+        return build_computing(config, work, world)
+    plain = replace(
+        config,
+        model=replace(config.model, channels_last="off"),
+        training=replace(config.training, precision="fp32"),
+    )
+    work = replace(work, own=copy.deepcopy(work.own))
+    return build_whole(plain, work, World(0, 1, 0, torch.device("cpu"), None, alone()))

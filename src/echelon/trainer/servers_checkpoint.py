@@ -1,0 +1,83 @@
+"""The state of a run whose parameters servers hold: read from a copy that they keep, given back to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from echelon.checkpoint import RANKS, CheckpointStore
+from echelon.coordinator.runs import to_runs
+from echelon.core.errors import UserError
+from echelon.ps.blob import KeyState
+from echelon.ps.messages import BUFFERS_KEY
+from echelon.ps.strategy import ParameterServer
+from echelon.ps.table import KeyTable
+from echelon.trainer.saving import Captured
+from echelon.trainer.state import Cursor
+
+
+class ServersState:
+    """What a worker saves and restores: the model, and each key's whole state.
+
+    Attributes:
+        below, beyond: steps that what is restored has counted: all below a number, and runs of those beyond it.
+    """
+
+    leads = True
+    bytes_sent = 0
+
+    def __init__(self, strategy: ParameterServer, table: KeyTable, steps_per_epoch: int) -> None:
+        self._strategy, self._table, self._per_epoch = strategy, table, steps_per_epoch
+        self._restored: dict[int, KeyState] | None = None
+        self.below, self.beyond = 0, list[int]()
+
+    def newest(self, store: CheckpointStore) -> tuple[int, Mapping[str, Any]] | None:
+        """Return the newest whole checkpoint and its step."""
+        return store.newest()
+
+    def load(self, state: Mapping[str, Any]) -> Cursor:
+        """Restore the model here; `keys` then are what the servers are to be given.
+
+        Raises:
+            UserError: the checkpoint is of a run without servers, or with others.
+        """
+        part = state.get("ps")
+        if part is None:
+            raise UserError("the checkpoint is of a run without a parameter server: start a new run with --weights")
+        if part["table"] != self._table.fingerprint:
+            raise UserError("the checkpoint is of other --sync settings: resume with the same servers and chunk_kb")
+        self.below, self.beyond = part["below"], part["beyond"]
+        self._restored = dict(part["keys"])
+        if len(part["buffers"]):
+            self._restored[BUFFERS_KEY] = {"value": part["buffers"], "version": 0}
+        self._strategy.held.load_state_dict(state["model"])
+        return Cursor(**state["cursor"])
+
+    def keys(self) -> Mapping[int, KeyState]:
+        """Return what the servers begin with: what was restored, or the parameters of this worker's new model."""
+        if self._restored is not None:
+            return self._restored
+        return {key: {"value": value, "version": 0} for key, value in self._strategy.key_values().items()}
+
+    @contextmanager
+    def captured(self, cursor: Cursor, store: CheckpointStore) -> Iterator[Captured | None]:
+        """Give the state of the servers' copy, as a checkpoint holds it."""
+        copy = self._strategy.copy
+        assert copy is not None
+        _, beyond = copy.counted()
+        with self._strategy.saved() as average:
+            ema = {"updates": copy.averaged_updates, "average": average} if average else {}
+            served = {
+                "table": self._table.fingerprint, "keys": dict(copy.keys), "buffers": copy.buffers,
+                "below": cursor.epoch * self._per_epoch + cursor.batch, "beyond": to_runs(beyond),
+            }  # fmt: skip
+            state = {
+                "model": self._strategy.held.state_dict(), "optimizer": {}, "scaler": {}, "ema": ema,
+                "cursor": {"epoch": cursor.epoch, "batch": cursor.batch, "step": cursor.step}, "world_size": 1,
+                RANKS: {}, "ps": served,
+            }  # fmt: skip
+            yield Captured(state)
+
+    def finish(self) -> None:
+        """Do nothing: a checkpoint is one part."""
