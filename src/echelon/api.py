@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from echelon.tasks.base import Task
-    from echelon.trainer.assemble import Given
+    from echelon.trainer.assemble import UserObjects
 
 RESUMABLE = (
     *("launch.", "checkpoint.", "training.epochs", "training.max_steps", "training.eval_every", "data.loaders"),
@@ -56,9 +56,9 @@ def train(
     overrides["data.source"] = data if isinstance(data, str) else type(data[0]).__name__
     overrides["task"] = task if isinstance(task, str) else task.facts().spec
     config = build(None, overrides).config
-    own = [None if isinstance(each, str) else each for each in (model, data, task)]
-    given = _given(*own) if any(each is not None for each in own) else None
-    return start(config, given)
+    objects = [None if isinstance(value, str) else value for value in (model, data, task)]
+    user_objects = _user_objects(*objects) if any(value is not None for value in objects) else None
+    return start(config, user_objects)
 
 
 def resume(run: str | Path, overrides: Mapping[str, Any] | None = None) -> Outcome:
@@ -121,11 +121,11 @@ def _dotted(setting: str) -> str:
     return flags[setting]
 
 
-def _given(model: Any, data: Any, task: Any) -> Given:
+def _user_objects(model: Any, data: Any, task: Any) -> UserObjects:
     from echelon.data import from_datasets
-    from echelon.trainer.assemble import Given
+    from echelon.trainer.assemble import UserObjects
 
-    return Given(model, from_datasets(*data) if data is not None else None, task)
+    return UserObjects(model, from_datasets(*data) if data is not None else None, task)
 
 
 def _config_of(path: Path) -> RunConfig:

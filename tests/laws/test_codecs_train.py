@@ -13,7 +13,7 @@ from echelon.compression.registry import examples
 from echelon.config import build
 from echelon.records.file import Recorder
 from echelon.trainer import folder as folders
-from echelon.trainer.assemble import Given, assemble
+from echelon.trainer.assemble import UserObjects, assemble
 from echelon.trainer.batches import EpochOrder
 from echelon.trainer.loop import evaluate_agreed, fit
 from echelon.trainer.stop import StopFlag
@@ -43,7 +43,7 @@ def _top1(world: World, spec: str, seed: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         folders.prepare(path, config)
-        run, cursor = assemble(config, path, world, Recorder(None), Given())
+        run, cursor = assemble(config, path, world, Recorder(None), UserObjects())
         fit(run, EpochOrder(run, cursor, StopFlag()))
         report = evaluate_agreed(run)
         run.saver.finish()

@@ -136,7 +136,7 @@ def _grown(rank: Rank, layout: str) -> tuple[int, int]:
         before = _peak()
         parts = build_parts(resolve(config), Work(photos, TASK), make_world(config, rank), HostClock())
         grown = _peak() - before
-        pieces = sum(each.nbytes for each in parts.held.parameters())
+        pieces = sum(each.nbytes for each in parts.local_model.parameters())
         parts.sync.close()
     return grown, pieces
 

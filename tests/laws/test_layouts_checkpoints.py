@@ -49,7 +49,7 @@ def _everything(trainer: Trainer) -> dict[str, HeldTensor]:
     assert trainer.parts.ema is not None
     for name, tensor in trainer.parts.ema.state_dict()["average"].items():
         found[f"{name}:average"] = HeldTensor(tensor.numpy().copy(), own[name].region)
-    for name, parameter in trainer.parts.held.named_parameters():
+    for name, parameter in trainer.parts.local_model.named_parameters():
         for key, value in trainer.parts.optimizer.state.get(parameter, {}).items():
             if value.ndim:
                 found[f"{name}:{key}"] = HeldTensor(value.numpy().copy(), own[name].region)

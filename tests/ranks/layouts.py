@@ -130,7 +130,7 @@ class Trainer:
                 dist.all_reduce(loss)
             self.parts.sync.step()
             if self.parts.ema:
-                self.parts.ema.update(self.parts.held)
+                self.parts.ema.update(self.parts.local_model)
             self.losses.append(float(loss))
 
 
@@ -173,7 +173,7 @@ def held(parts: RunParts) -> dict[str, HeldTensor]:
     """Return what this rank holds, for another process to put together."""
     regions = parts.split.pieces.regions if parts.split else {}
     found = {}
-    for name, tensor in parts.held.state_dict().items():
+    for name, tensor in parts.local_model.state_dict().items():
         found[name] = HeldTensor(tensor.detach().clone().numpy(), regions.get(name) or Region.whole(tensor.shape))
     return found
 

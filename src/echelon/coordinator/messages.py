@@ -133,7 +133,8 @@ class SetupDone(Content):
     Attributes:
         done_beyond: first, last, first, last, ... of runs of steps.
         best: the best result of the checkpoint that is resumed.
-        about: what the record says of the run's start.
+        about: the record's line of the run's start (`records.kinds.Start`), as plain values.
+        notes: what a user has to know of this run, each with the name of its event before it.
     """
 
     kind: ClassVar[int] = 25
@@ -145,7 +146,19 @@ class SetupDone(Content):
     best: AnyFloat | None = None
     resumed: bool = False
     about: dict[str, Any] = field(default_factory=dict)
+    notes: list[list[str]] = field(default_factory=list)
     moved: MovedBytes = MovedBytes()
+
+
+@dataclass(frozen=True, slots=True)
+class CopyResult:
+    """What the evaluation of a copy gave: the mean loss per unit, metrics by name, and after which step."""
+
+    loss: AnyFloat
+    metrics: dict[str, AnyFloat | None]
+    seconds: float
+    samples: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +168,14 @@ class EvaluationDone(Content):
     Attributes:
         lost: a server died before its copy was read: nothing is done.
         best: the result, if it is the best so far.
-        about: what the record says of the evaluation; empty: there was none.
+        evaluation: None where the copy was only saved.
     """
 
     kind: ClassVar[int] = 26
     task: int
     lost: bool = False
     best: AnyFloat | None = None
-    about: dict[str, Any] = field(default_factory=dict)
+    evaluation: CopyResult | None = None
     moved: MovedBytes = MovedBytes()
 
 

@@ -73,7 +73,7 @@ def record_alternatives(run: TrainingRun, resolved: ResolvedRun) -> int:
         return 0
     meeting = _Meeting(world)
     latency_s = meeting.latency_s()
-    parameters = {n: p for n, p in run.parts.held.named_parameters() if p.requires_grad}
+    parameters = {n: p for n, p in run.parts.local_model.named_parameters() if p.requires_grad}
     costs = _measure_codecs(parameters, meeting, _settled(resolved), latency_s)
     if world.leads:
         rows = [_row(compression=spec, cost=cost) for spec, cost in costs.items()]

@@ -192,12 +192,12 @@ def rehearse(run: ResolvedRun, info: DataInfo, model: nn.Module, role: Role, sam
         with counter, counter.resizing():
             for _ in range(steps):
                 _take(step, batch, parts)
-        trainable = [p for p in parts.held.parameters() if p.requires_grad]
+        trainable = [p for p in parts.local_model.parameters() if p.requires_grad]
         optimizer = sum(_bytes(state) for state in parts.optimizer.state.values())
         return Peaks(
             held,
-            parameters=sum(p.nbytes for p in parts.held.parameters()),
-            buffers=sum(b.nbytes for b in parts.held.buffers()),
+            parameters=sum(p.nbytes for p in parts.local_model.parameters()),
+            buffers=sum(b.nbytes for b in parts.local_model.buffers()),
             gradients=tuple(p.nbytes for p in trainable),
             shapes=tuple((tuple(p.shape), p.dtype) for p in trainable),
             optimizer=optimizer,
@@ -239,7 +239,7 @@ def without_data(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _see_held(counter: Counter, parts: RunParts) -> int:
-    held = parts.held
+    held = parts.local_model
     averages = parts.ema.state_dict()["average"].values() if parts.ema else ()
     for tensor in (*held.parameters(), *held.buffers(), *averages):
         counter.see(tensor)
@@ -260,7 +260,7 @@ def _take(step: Step, batch: Batch, parts: RunParts) -> None:
     step.forward_backward(batch, parts.sync)
     parts.sync.step()
     if parts.ema:
-        parts.ema.update(parts.held)
+        parts.ema.update(parts.local_model)
 
 
 def _batch(info: DataInfo, samples: int, layout: Layout) -> Batch:

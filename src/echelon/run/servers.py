@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from echelon.coordinator.runs import count_of
 from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import write_atomic
-from echelon.core.task import BEFORE_TASKS, TaskFacts
+from echelon.core.task import BEFORE_TASKS
 from echelon.messages.identity import derive_keys, read_secret
 from echelon.observe.scalars import Scalars
 from echelon.optim.build import build_optimizer
@@ -48,6 +49,7 @@ def run_server(folder: str, name: str, index: int, host: str = "") -> None:
     """Be a server, or its standby, to the end of the run; `host` is where it listens for other machines."""
 
     def serve(path: Path, run: ResolvedRun) -> None:
+        """Serve until the run is over."""
         roles = path / ROLES_FOLDER
         keys = derive_keys(read_secret(roles))
         address = wait_for_address(roles, run.timeout_s)
@@ -65,16 +67,17 @@ def run_scheduler(folder: str, host: str = "") -> None:
     """Be the scheduler to the end of the run: it records, and shows the progress."""
 
     def schedule(path: Path, run: ResolvedRun) -> None:
+        """Schedule until the run is over, and write its report."""
         roles = path / ROLES_FOLDER
-        former, address = roles / ADDRESS_FILE, own_address(roles, "scheduler", host)
-        if former.exists():  # it died here: the others know it at the old address
-            address = json.loads(former.read_text())["address"]
+        address_file, address = roles / ADDRESS_FILE, own_address(roles, "scheduler", host)
+        if address_file.exists():  # it died here: the others know it at the old address
+            address = json.loads(address_file.read_text())["address"]
         keys = derive_keys(read_secret(roles))
         record = Recorder(path)
         chronicle = Chronicle(run, path, record)
         plan = CoordinatorConfig(coordination_policy(server_settings(run.sync)), _plan(run), run.timeout_s)
         scheduler = Scheduler(SchedulerConfig(plan, keys, address, roles), record, chronicle.callbacks())
-        write_atomic(former, json.dumps({"address": scheduler.listener.address, "pid": os.getpid()}))
+        write_atomic(address_file, json.dumps({"address": scheduler.listener.address, "pid": os.getpid()}))
         status = scheduler.run()
         chronicle.close()
         seconds, others = read_launch(path).seconds_since(), scheduler.state.bytes_left
@@ -127,6 +130,7 @@ def optimizer_maker(config: RunConfig) -> MakeOptimizer:
     """Return what builds the run's optimizer for a server's pieces; with torch's fused kernels where it has them."""
 
     def make(tensors: Sequence[nn.Parameter], decay: Sequence[bool]) -> torch.optim.Optimizer:
+        """Build it; `decay` says which tensors have weight decay."""
         optimizer = build_optimizer(_Pieces(tensors, decay), config.optimizer, config.data.batch_size)
         if type(optimizer) in _FUSED:
             for group in optimizer.param_groups:
@@ -150,29 +154,24 @@ class Chronicle:
         return Callbacks(self._started, self._progress.window, self._evaluated)
 
     def _started(self, setup: SetupDone) -> None:
-        config, per_epoch, progress = self._run.config, setup.steps_per_epoch, self._progress
+        per_epoch, progress = setup.steps_per_epoch, self._progress
         done = setup.done_below + count_of(setup.done_beyond)
-        length = RunLength(_plan(self._run).steps(per_epoch), config.training.epochs)
-        progress.display = Display(length, decode(TaskFacts, setup.about["task"]), True, done)
+        length = RunLength(_plan(self._run).steps(per_epoch), self._run.config.training.epochs)
+        start = replace(decode(Start, setup.about), start_step=done, start_epoch=done // per_epoch)
+        progress.display = Display(length, start.task, True, done)
         progress.display.__enter__()
-        workers = (config.launch.workers or 1) * self._run.nodes.least
-        start = {
-            **setup.about, "world_size": workers, "backend": "zmq", "start_step": done,
-            "start_epoch": done // per_epoch, "batch_size": config.data.batch_size, "epochs": config.training.epochs,
-            "served": True,
-        }  # fmt: skip
-        self._record.write(decode(Start, start))
-        for name, note in setup.about.get("notes", []):
+        self._record.write(start)
+        for name, note in setup.notes:
             progress.note(name, note)
         if setup.resumed:
             progress.resumed(done, self._path)
 
     def _evaluated(self, epoch: int, result: EvaluationDone) -> None:
-        info = result.about
-        if "metrics" not in info:
+        evaluation = result.evaluation
+        if evaluation is None:
             return
-        report = EvaluationReport(info["loss"], info["samples"], info["seconds"], info["metrics"], {})
-        self._progress.evaluated(epoch, info["step"], report)
+        report = EvaluationReport(evaluation.loss, evaluation.samples, evaluation.seconds, evaluation.metrics, {})
+        self._progress.evaluated(epoch, evaluation.step, report)
         self._progress.epoch_ended(epoch, report)
 
     def close(self) -> None:

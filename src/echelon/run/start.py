@@ -30,7 +30,7 @@ from echelon.trainer import folder as folders
 
 if TYPE_CHECKING:
     from echelon.coordinator.addresses import SchedulerLine
-    from echelon.trainer.assemble import Given
+    from echelon.trainer.assemble import UserObjects
     from echelon.trainer.resolved import ResolvedRun
 
 PRELOAD = (
@@ -54,20 +54,20 @@ class Outcome:
     summary: Mapping[str, Any]
 
 
-def start(config: RunConfig, given: Given | None = None) -> Outcome:
+def start(config: RunConfig, user_objects: UserObjects | None = None) -> Outcome:
     """Start a new run.
 
     Raises:
         UserError: it cannot start as described.
     """
     if is_worker():
-        return _start_as_worker(config, given)
+        return _start_as_worker(config, user_objects)
     check_names(config)  # at once, before anything heavy is imported
     path = Path(config.run) if config.run else folders.default_folder(config)
     config = replace(config, run=str(path))
-    plan = plan_of(config, path, given)
+    plan = plan_of(config, path, user_objects)
     _begin_imports(plan)
-    run = check(config, given)  # before there is a folder: what is refused leaves nothing behind
+    run = check(config, user_objects)  # before there is a folder: what is refused leaves nothing behind
     folders.create(path, config)
     with _lock(path, config):
         return _run_here(run, plan, path)
@@ -91,7 +91,7 @@ def start_again(path: Path, config: RunConfig) -> Outcome:
         return _run_here(check(config), plan, path)
 
 
-def check(config: RunConfig, given: Given | None = None) -> ResolvedRun:
+def check(config: RunConfig, user_objects: UserObjects | None = None) -> ResolvedRun:
     """Refuse what this machine, or the combination of the four choices, cannot do, and data that is not there.
 
     Returns:
@@ -107,9 +107,9 @@ def check(config: RunConfig, given: Given | None = None) -> ResolvedRun:
     from echelon.tasks.registry import check_task
     from echelon.trainer.compatibility import check_strategies
 
-    if given is None or given.task is None:
+    if user_objects is None or user_objects.task is None:
         check_task(config.task)
-    if given is None or given.source is None:
+    if user_objects is None or user_objects.source is None:
         check_source(config.data.source)
     run = resolve(config)
     if run.sync.uses_servers and is_worker():
@@ -119,7 +119,7 @@ def check(config: RunConfig, given: Given | None = None) -> ResolvedRun:
     return run
 
 
-def plan_of(config: RunConfig, path: Path, given: Given | None = None) -> LaunchPlan:
+def plan_of(config: RunConfig, path: Path, user_objects: UserObjects | None = None) -> LaunchPlan:
     """Return what would be started on this machine.
 
     Raises:
@@ -131,7 +131,7 @@ def plan_of(config: RunConfig, path: Path, given: Given | None = None) -> Launch
         check_world(config, workers * nodes.most)
     return LaunchPlan(
         entry=RANK,
-        args=(str(path), given),
+        args=(str(path), user_objects),
         workers=workers,
         threads=thread_count(config.launch, workers),
         nodes=nodes,
@@ -164,13 +164,13 @@ def _lock(path: Path, config: RunConfig) -> AbstractContextManager[None]:
     return nullcontext() if is_worker() else folders.locked(path, shared=nodes_of(config).most > 1)
 
 
-def _start_as_worker(config: RunConfig, given: Given | None) -> Outcome:
+def _start_as_worker(config: RunConfig, user_objects: UserObjects | None) -> Outcome:
     from echelon.run.under_launcher import agree_on_folder
     from echelon.run.worker import train_rank
 
-    check(config, given)
+    check(config, user_objects)
     path = agree_on_folder(config)
-    status = train_rank(path, given)
+    status = train_rank(path, user_objects)
     return _outcome(path, status)
 
 

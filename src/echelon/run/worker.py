@@ -25,7 +25,7 @@ from echelon.records.going import read_launch
 from echelon.records.kinds import End
 from echelon.reporting.report import write_report
 from echelon.run.resolve import resolve
-from echelon.trainer.assemble import Given, assemble, assemble_worker
+from echelon.trainer.assemble import UserObjects, assemble, assemble_worker
 from echelon.trainer.batches import EpochOrder
 from echelon.trainer.loop import TrainingRun, fit
 from echelon.trainer.precision import set_numerics
@@ -34,21 +34,21 @@ from echelon.trainer.stop import stop_on_signals
 from echelon.trainer.world import join_worker, join_world
 
 
-def run_worker(folder: str, given: Given | None = None) -> None:
+def run_worker(folder: str, user_objects: UserObjects | None = None) -> None:
     """Train one rank in a process of its own, which ends with exit code 3 when the run was stopped."""
     path, rank = Path(folder), int(os.environ.get("RANK", "0"))
     with _recording_errors(Recorder(path), rank):
-        status = train_rank(path, given.unshared() if given else None)
+        status = train_rank(path, user_objects.unshared() if user_objects else None)
     if status == "stopped":
         leave(STOPPED_EXIT_CODE)
 
 
-def run_server_worker(folder: str, process: WorkerRank, given: Given | None = None) -> None:
+def run_server_worker(folder: str, process: WorkerRank, user_objects: UserObjects | None = None) -> None:
     """Be a process of a parameter server's worker, to the end of the run that a folder describes."""
     path = Path(folder)
     with _recording_errors(Recorder(path), process.number * process.size + process.rank, process.name):
         log_to(path / "logs" / f"{process.name}.log")
-        status = _train_on_servers(path, process, given.unshared() if given else Given())
+        status = _train_on_servers(path, process, user_objects.unshared() if user_objects else UserObjects())
     if process.machine and process.leads:
         note_status(path / ROLES_FOLDER, status)
     if status == "refused":
@@ -74,19 +74,19 @@ def _recording_errors(record: Recorder, rank: int, role: str | None = None) -> I
     record.close()
 
 
-def _train_on_servers(path: Path, process: WorkerRank, given: Given) -> str:
+def _train_on_servers(path: Path, process: WorkerRank, user_objects: UserObjects) -> str:
     resolved = resolve(load_run_config(path / "config.yaml"))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with full_disk_in_words(path), join_worker(resolved, process, path / ROLES_FOLDER) as world:
         set_numerics(resolved.config.training)
-        run, batches = assemble_worker(resolved, path, world, process, given)
+        run, batches = assemble_worker(resolved, path, world, process, user_objects)
         status = fit(run, batches)
         _close(run, path)
         run.progress.record.close()
     return status
 
 
-def train_rank(path: Path, given: Given | None = None) -> str:
+def train_rank(path: Path, user_objects: UserObjects | None = None) -> str:
     """Train one rank of the run that a folder describes; returns `completed` or `stopped`.
 
     Raises:
@@ -98,7 +98,7 @@ def train_rank(path: Path, given: Given | None = None) -> str:
     with full_disk_in_words(path), stop_on_signals() as stop, join_world(resolved) as world:
         set_numerics(resolved.config.training)
         record = Recorder(path if world.leads else None)
-        run, cursor = assemble(resolved, path, world, record, given or Given())
+        run, cursor = assemble(resolved, path, world, record, user_objects or UserObjects())
         try:
             with run.progress.display:
                 status = fit(run, EpochOrder(run, cursor, stop))

@@ -6,15 +6,15 @@ import copy
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from echelon.config import RunConfig
+from echelon.config.validate import Nodes
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.data import LoaderConfig, Shard, Source, example_inputs, open_data
@@ -51,14 +51,14 @@ from echelon.trainer.world import World, roll_call
 
 
 @dataclass(frozen=True)
-class Given:
+class UserObjects:
     """A model, data and a task of the caller's own, in place of names."""
 
     model: nn.Module | None = None
     source: Source | None = None
     task: Task | None = None
 
-    def unshared(self) -> Given:
+    def unshared(self) -> UserObjects:
         """Return it with a model in this process's own memory.
 
         What a launcher sends to several workers lies in memory that they share: each would update the others' model.
@@ -78,12 +78,12 @@ class _Groundwork:
     train_loader: TrainLoader
     eval_loader: EvalLoader
 
-    def work(self, given: Given) -> Work:
+    def work(self, user_objects: UserObjects) -> Work:
         """Return what is trained on what."""
         splits = self.world.placement is not None and self.world.placement.layout.splits
-        return Work(self.source.info, self.task, given.model, example_inputs(self.source) if splits else None)
+        return Work(self.source.info, self.task, user_objects.model, example_inputs(self.source) if splits else None)
 
-    def run(self, parts: RunParts, saver: Saver, progress: RunProgress, start_bytes: int = 0) -> TrainingRun:
+    def run(self, run_parts: RunParts, saver: Saver, progress: RunProgress, start_bytes: int = 0) -> TrainingRun:
         """Put the parts of a run together.
 
         Args:
@@ -93,10 +93,10 @@ class _Groundwork:
         training = config.training
         return TrainingRun(
             world=self.world,
-            parts=parts,
-            step=Step(self.task, _step_settings(config, self.world), self.clock, parts.scaler, parts.split),
+            parts=run_parts,
+            step=Step(self.task, _step_settings(config, self.world), self.clock, run_parts.scaler, run_parts.split),
             task=self.task,
-            schedule=build_schedule(parts.optimizer, config.optimizer, per_epoch, training.epochs),
+            schedule=build_schedule(run_parts.optimizer, config.optimizer, per_epoch, training.epochs),
             train_loader=self.train_loader,
             eval_loader=self.eval_loader,
             clock=self.clock,
@@ -109,15 +109,15 @@ class _Groundwork:
         )
 
 
-def _groundwork(resolved: ResolvedRun, world: World, given: Given, data_ranks: int) -> _Groundwork:
+def _groundwork(resolved: ResolvedRun, world: World, user_objects: UserObjects, data_ranks: int) -> _Groundwork:
     """Open the data, for `data_ranks` that divide it or take turns; the same seed on every rank until it trains."""
     config, seed = resolved.config, resolved.config.training.seed
     seed_everything(seed)
-    source = given.source or open_data(config.data, seed)
+    source = user_objects.source or open_data(config.data, seed)
     check_enough(source.info, data_ranks)
     settings = LoaderConfig.of(config.data, seed, world.device)
     shard = Shard(world.data_rank, world.data_size)
-    task = run_task(config, source.info, given.task)
+    task = run_task(config, source.info, user_objects.task)
     return _Groundwork(
         resolved, world, source, task, make_clock(world.device.type),
         TrainLoader(source, settings, shard, units_of(task)), EvalLoader(source, settings, shard),
@@ -125,7 +125,7 @@ def _groundwork(resolved: ResolvedRun, world: World, given: Given, data_ranks: i
 
 
 def assemble(
-    resolved: ResolvedRun, path: Path, world: World, record: Recorder, given: Given
+    resolved: ResolvedRun, path: Path, world: World, record: Recorder, user_objects: UserObjects
 ) -> tuple[TrainingRun, Cursor]:
     """Build the parts of a run from its description, and restore the newest checkpoint.
 
@@ -136,12 +136,12 @@ def assemble(
     if world.group is None:
         resolved = resolved.for_single_worker()
     resolved = with_kept_cuts(resolved, world, path)
-    ground, config = _groundwork(resolved, world, given, world.data_size), resolved.config
+    ground, config = _groundwork(resolved, world, user_objects, world.data_size), resolved.config
     info = ground.source.info
-    parts = build_parts(resolved, ground.work(given), world, ground.clock)
-    keep_cuts(parts, world, path)
+    run_parts = build_parts(resolved, ground.work(user_objects), world, ground.clock)
+    keep_cuts(run_parts, world, path)
     saver = Saver(
-        path, config.checkpoint.keep, RanksState(parts, world), record, fingerprint(config, info, ground.task)
+        path, config.checkpoint.keep, RanksState(run_parts, world), record, fingerprint(config, info, ground.task)
     )
     restored = saver.restore()
     if restored is None:
@@ -149,9 +149,9 @@ def assemble(
     cursor = restored or Cursor()
     display = _display(config, ground.train_loader.batches_per_epoch, world, cursor, ground.task)
     progress = RunProgress(record, Scalars(path if world.leads else None), display)
-    run = ground.run(parts, saver, progress, _start_bytes(parts.held, world))
+    run = ground.run(run_parts, saver, progress, _start_bytes(run_parts.local_model, world))
     _record_start(resolved, run, ground.source, cursor, path)
-    for name, note in run_notes(config, info, parts.split.notes if parts.split else (), notes):
+    for name, note in run_notes(config, info, run_parts.split.notes if run_parts.split else (), notes):
         progress.note(name, note)
     if restored is not None:
         progress.resumed(cursor.step, path)
@@ -159,7 +159,7 @@ def assemble(
 
 
 def assemble_worker(
-    resolved: ResolvedRun, path: Path, world: World, process: WorkerRank, given: Given
+    resolved: ResolvedRun, path: Path, world: World, process: WorkerRank, user_objects: UserObjects
 ) -> tuple[TrainingRun, Leases | Commands]:
     """Build the parts of one process of a parameter server's worker, and where its batches come from.
 
@@ -167,43 +167,58 @@ def assemble_worker(
         UserError: something in the description cannot be built.
     """
     notes, config = interplay_notes(resolved, process.workers), resolved.config
-    ground = _groundwork(resolved, world, given, process.workers * world.data_size)
+    ground = _groundwork(resolved, world, user_objects, process.workers * world.data_size)
     info = ground.source.info
-    parts, link = build_worker(resolved, ground.work(given), process, world, ground.clock, path)
+    run_parts, link = build_worker(resolved, ground.work(user_objects), process, world, ground.clock, path)
     seed_everything(_rank_seed(config.training.seed, process.number * world.data_size + world.data_rank))
     record = Recorder(path if link else None)
     progress = RunProgress(record, Scalars(None), Display(RunLength(0, 0), ground.task.facts(), visible=False))
     if link is None:
-        assert isinstance(parts.sync, SplitWorker)
-        saver = Saver(path, config.checkpoint.keep, RanksState(parts, world), record, {})  # the first rank saves
-        run = ground.run(parts, saver, progress)
-        return run, Commands(run, parts.sync)
+        assert isinstance(run_parts.sync, SplitWorker)
+        saver = Saver(path, config.checkpoint.keep, RanksState(run_parts, world), record, {})  # the first rank saves
+        run = ground.run(run_parts, saver, progress)
+        return run, Commands(run, run_parts.sync)
     state = ServersState(link.servers, link.table, ground.train_loader.batches_per_epoch)
     saver = Saver(path, config.checkpoint.keep, state, record, fingerprint(config, info, ground.task))
-    run = ground.run(parts, saver, progress)
-    about = {
-        **_about_workers(ground, parts, link, path),
-        "notes": run_notes(config, info, parts.split.notes if parts.split else (), notes),
-    }
-    return run, Leases(run, link, state, about)
+    run = ground.run(run_parts, saver, progress)
+    split_notes = run_parts.split.notes if run_parts.split else ()
+    start = _start_of_workers(ground, run_parts, link, path)
+    return run, Leases(run, link, state, start, run_notes(config, info, split_notes, notes))
 
 
-def _about_workers(ground: _Groundwork, parts: RunParts, link: ServerLink, path: Path) -> dict[str, Any]:
-    """Return what the record says of a run's start, as fields of `Start`, that its scheduler does not know."""
+def workers_at_start(process: WorkerRank, nodes: Nodes) -> int:
+    """Return the processes of all workers that a run with servers begins with; machines may join later."""
+    return process.workers * process.size * nodes.least // nodes.most
+
+
+def _start_of_workers(ground: _Groundwork, run_parts: RunParts, link: ServerLink, path: Path) -> Start:
+    """Return the record's line of a run's start; how far the run is, its scheduler knows."""
     placement, launch, info = ground.world.placement, read_launch(path), ground.source.info
+    config = ground.resolved.config
     layout: dict[str, int] | None = None
-    if parts.split is not None and placement is not None:
+    if run_parts.split is not None and placement is not None:
         sizes = {**placement.layout.sizes, Axis.DP: link.process.workers}
         layout = layout_sizes(replace(placement.layout, sizes=sizes))
-    return {
-        **({"layout": layout} if layout else {}), "device": str(ground.world.device),
-        "threads": torch.get_num_threads(), "parameters": parameter_count(link.servers.held),
-        "model": _model_name(ground.resolved.config, ground.source, ground.task), "data": info.name,
-        "classes": list(info.classes), "task": asdict(ground.task.facts()),
-        "train_size": info.train_size, "eval_size": info.eval_size,
-        "steps_per_epoch": ground.train_loader.batches_per_epoch,
-        "environment": vars(environment(launch.command)), "launched_t": launch.launched_t,
-    }  # fmt: skip
+    return Start(
+        world_size=workers_at_start(link.process, ground.resolved.nodes),
+        backend="zmq",
+        device=str(ground.world.device),
+        threads=torch.get_num_threads(),
+        parameters=parameter_count(link.servers.held),
+        layout=layout or None,
+        model=_model_name(config, ground.source, ground.task),
+        data=info.name,
+        classes=info.classes,
+        task=ground.task.facts(),
+        train_size=info.train_size,
+        eval_size=info.eval_size,
+        batch_size=config.data.batch_size,
+        steps_per_epoch=ground.train_loader.batches_per_epoch,
+        epochs=config.training.epochs,
+        served=True,
+        environment=environment(launch.command),
+        launched_t=launch.launched_t,
+    )
 
 
 def run_notes(
@@ -242,11 +257,11 @@ def _display(config: RunConfig, steps_per_epoch: int, world: World, cursor: Curs
     return Display(RunLength(total, config.training.epochs), task.facts(), world.leads, cursor.step)
 
 
-def _start_bytes(held: nn.Module, world: World) -> int:
+def _start_bytes(local_model: nn.Module, world: World) -> int:
     """The first replica sends parameters and buffers to all others when DDP wraps what a rank holds."""
     if world.placement is None or world.placement.coordinates[Axis.DP]:
         return 0
-    return (world.placement.layout.dp - 1) * tensor_bytes(held.state_dict())
+    return (world.placement.layout.dp - 1) * tensor_bytes(local_model.state_dict())
 
 
 def _rank_seed(seed: int, rank: int) -> int:
@@ -299,14 +314,14 @@ def _idle_settings(resolved: ResolvedRun, world: World) -> list[str]:
     return idle + [f"--compression {strategy.compression}"] * (strategy.compression != "none")
 
 
-def _parameter_count(parts: RunParts, world: World) -> int:
+def _parameter_count(run_parts: RunParts, world: World) -> int:
     """Return the trainable numbers of the whole model; all ranks call it together."""
-    if parts.split is None:
-        return parameter_count(parts.model)
-    regions = parts.split.pieces.regions
-    own = {name: regions[name].shape for name, p in parts.held.named_parameters() if p.requires_grad}
+    if run_parts.split is None:
+        return parameter_count(run_parts.model)
+    regions = run_parts.split.pieces.regions
+    trainable = [name for name, p in run_parts.local_model.named_parameters() if p.requires_grad]
     group = world.placement.group(Axis.PP) if world.placement else None
-    count = torch.tensor([sum(math.prod(shape) for shape in own.values())], device=world.device)
+    count = torch.tensor([sum(math.prod(regions[name].shape) for name in trainable)], device=world.device)
     if group is not None:
         dist.all_reduce(count, group=group)
     return int(count)

@@ -31,9 +31,9 @@ def with_kept_cuts(run: ResolvedRun, world: World, folder: Path) -> ResolvedRun:
     return replace(run, cuts=tuple(kept["cuts"]))
 
 
-def keep_cuts(parts: RunParts, world: World, folder: Path) -> None:
+def keep_cuts(run_parts: RunParts, world: World, folder: Path) -> None:
     """Write down where the pipeline was cut; does nothing without one."""
-    pipeline = parts.split.pipeline if parts.split else None
+    pipeline = run_parts.split.pipeline if run_parts.split else None
     if pipeline is not None and world.leads:
         cuts = [stage.steps[0].name for stage in pipeline.plan[1:]]
         write_atomic(folder / FILE, json.dumps({"pipeline": _pipeline(world), "cuts": cuts}))

@@ -16,17 +16,17 @@ from echelon.tasks.nest import Nest
 from echelon.tasks.registry import task_of
 
 
-def run_task(config: RunConfig, info: DataInfo, own: Task | None = None) -> Task:
+def run_task(config: RunConfig, info: DataInfo, user_task: Task | None = None) -> Task:
     """Return the task of a run, fitted to its data.
 
     Args:
-        own: the caller's, in place of the described one.
+        user_task: the caller's, in place of the described one.
 
     Raises:
         UserError: there is no such task, or it does not fit the data.
     """
     settings = TaskSettings(config.optimizer.label_smoothing, config.optimizer.class_weights)
-    return task_of(own or config.task, info, settings)
+    return task_of(user_task or config.task, info, settings)
 
 
 def units_of(task: Task) -> Callable[[Nest], int] | None:
@@ -51,12 +51,13 @@ def any_inputs(info: DataInfo, samples: int, dtype: torch.dtype | None = None) -
     """
     generator = torch.Generator().manual_seed(0)
 
-    def random(blank: Tensor) -> Tensor:
+    def random_like(blank: Tensor) -> Tensor:
+        """Return a tensor of random numbers in place of zeros; integers stay."""
         if not blank.is_floating_point():
             return blank
         return torch.randn(blank.shape, generator=generator, dtype=dtype or blank.dtype)
 
-    return nest.map_leaves(random, nest.blank(info.inputs, samples))
+    return nest.map_leaves(random_like, nest.blank(info.inputs, samples))
 
 
 def blank_targets(info: DataInfo, samples: int) -> Nest:

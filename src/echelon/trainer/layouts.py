@@ -17,51 +17,49 @@ def check_layout(run: ResolvedRun, ranks: int) -> None:
         UserError: names the settings, the reason, and what works.
     """
     layout, strategy = run.layout_for(ranks), run.described.strategy
-    given = f"--parallel {strategy.parallel}"
     for flag, value, axis in (("--tensor-plan", strategy.tensor_plan, Axis.TP), ("--cuts", strategy.cuts, Axis.PP)):
         if value and layout.size(axis) == 1:
             raise UserError(f"{flag} {value}: it belongs to --parallel {axis}=N with N above 1")
     if layout.splits:
-        _check_split(run, layout, given)
+        _check_split(run, layout)
     if layout.zero1:
-        _check_zero(run, given)
+        _check_zero(run)
     if layout.pp > 1:
         schedule_kind(layout.schedule)
 
 
-def _check_split(run: ResolvedRun, layout: Layout, given: str) -> None:
-    config = run.config
+def _check_split(run: ResolvedRun, layout: Layout) -> None:
+    config, flag = run.config, f"--parallel {run.described.strategy.parallel}"
     optimizer = config.optimizer.name.lower()
     if (layout.fsdp > 1 or layout.tp > 1) and not is_elementwise(optimizer) and not run.sync.uses_servers:
         raise UserError(
-            f"{given} with --optimizer {optimizer}: it needs whole tensors (norms or products of them), and each rank "
+            f"{flag} with --optimizer {optimizer}: it needs whole tensors (norms or products of them), and each rank "
             "has rows of them; use adamw, sgd, momentum, lion or another that works element by element, or dp=N"
         )
     if optimizer.startswith("lamb"):
         raise UserError(
-            f"{given} with --optimizer {optimizer}: it needs the norm over all of the model; use adamw, or dp=N"
+            f"{flag} with --optimizer {optimizer}: it needs the norm over all of the model; use adamw, or dp=N"
         )
     if config.training.precision == "fp8" and (layout.tp > 1 or layout.pp > 1):
-        raise UserError(
-            f"{given} with --precision fp8: 8-bit layers are whole: use dp=N or fsdp=N, or --precision bf16"
-        )
+        raise UserError(f"{flag} with --precision fp8: 8-bit layers are whole: use dp=N or fsdp=N, or --precision bf16")
     if config.model.sync_batchnorm and layout.pp > 1 and layout.microbatches != 1:
         raise UserError(
-            f"{given} with --sync-batchnorm: each micro-batch has statistics of its own: add microbatches=1 to "
+            f"{flag} with --sync-batchnorm: each micro-batch has statistics of its own: add microbatches=1 to "
             "--parallel, or leave --sync-batchnorm out"
         )
     if config.model.compile:
-        raise UserError(f"{given} with --compile: a split model is not compiled; leave --compile out, or use dp=N")
+        raise UserError(f"{flag} with --compile: a split model is not compiled; leave --compile out, or use dp=N")
 
 
-def _check_zero(run: ResolvedRun, given: str) -> None:
+def _check_zero(run: ResolvedRun) -> None:
+    flag = f"--parallel {run.described.strategy.parallel}"
     if not run.sync.sums_in_backward:
         raise UserError(
-            f"{given} with --sync {run.described.strategy.sync}: zero1 divides one common update among the replicas; "
+            f"{flag} with --sync {run.described.strategy.sync}: zero1 divides one common update among the replicas; "
             "use --sync allreduce, or leave zero1 out"
         )
     if run.config.optimizer.name.lower().startswith("lamb"):
-        raise UserError(f"{given} with --optimizer lamb: it needs the norm over all of the model; use adamw")
+        raise UserError(f"{flag} with --optimizer lamb: it needs the norm over all of the model; use adamw")
 
 
 def read_tensor_plan(text: str) -> dict[str, str]:

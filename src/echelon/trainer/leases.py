@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 from echelon.coordinator.messages import (
+    CopyResult,
     EvaluateTask,
     EvaluationDone,
     JoinWorker,
@@ -32,6 +33,7 @@ from echelon.ps.commands import Command
 from echelon.ps.copies import ServersCopy
 from echelon.ps.messages import BUFFERS_KEY
 from echelon.ps.split_worker import SplitWorker
+from echelon.records.kinds import Start
 from echelon.tasks import nest
 from echelon.tasks.base import SAMPLE, Batch
 from echelon.trainer.loop import TrainingRun, evaluate_agreed
@@ -61,10 +63,17 @@ def batch_part(run: TrainingRun, lease: TrainTask | Command) -> Batch:
 class Leases:
     """Leases of batches, as a worker's leading rank takes them until the run is over."""
 
-    def __init__(self, run: TrainingRun, link: ServerLink, state: ServersState, about: Mapping[str, Any]) -> None:
-        """Take the parts of a run, the link to its servers, their state, and what the record says of the start."""
+    def __init__(
+        self, run: TrainingRun, link: ServerLink, state: ServersState, start: Start, notes: Sequence[tuple[str, str]]
+    ) -> None:
+        """Take the parts of a run, the link to its servers, and their state.
+
+        Args:
+            start: what the record says of the start, but for how far the run is.
+            notes: what a user has to know of this run, each with the name of its event.
+        """
         self.status = ""
-        self._run, self._link, self._state, self._about = run, link, state, dict(about)
+        self._run, self._link, self._state, self._start, self._notes = run, link, state, start, notes
         self._split = run.parts.sync if isinstance(run.parts.sync, SplitWorker) else None
         self._sampler = Sampler(gpu_uuid(run.world.device))
         self._garbage = GarbageClock()
@@ -141,9 +150,11 @@ class Leases:
         link.client.wait_for_servers(link.settings.servers)
         resumed = run.saver.restore() is not None
         self._put()
+        about = {name: value for name, value in asdict(self._start).items() if name != "t"}  # it is not written yet
         return SetupDone(
             task.task, link.table.fingerprint, run.train_loader.batches_per_epoch, self._state.below,
-            self._state.beyond, run.saver.best, resumed, self._about,
+            self._state.beyond, run.saver.best, resumed, about,
+            [list(note) for note in self._notes],
         )  # fmt: skip
 
     def _put(self) -> None:
@@ -162,12 +173,12 @@ class Leases:
     def _take_buffers(self) -> None:
         """Begin with the others' BatchNorm statistics: this worker joins a run that goes on."""
         link = self._link
-        own = link.servers.flat_buffers()
-        if not len(own):
+        buffers = link.servers.flat_buffers()
+        if not len(buffers):
             return
         link.client.wait_for_servers(link.settings.servers)
         fetched = link.client.fetch(link.table, [BUFFERS_KEY], 0, full=False)[BUFFERS_KEY]["value"]
-        if len(fetched) == len(own):
+        if len(fetched) == len(buffers):
             link.servers.load_buffers(fetched)
 
     def _evaluate(self, task: EvaluateTask) -> EvaluationDone:
@@ -194,10 +205,9 @@ class Leases:
         done = EvaluationDone(task.task)
         if task.evaluate:
             report = evaluate_agreed(self._run)
-            found = {"loss": report.loss, "metrics": report.metrics, "seconds": report.seconds,
-                     "samples": report.samples, "step": task.step}  # fmt: skip
+            result = CopyResult(report.loss, report.metrics, report.seconds, report.samples, task.step)
             is_best = saver.consider_best(cursor, report, self._run.task.primary)
-            done = EvaluationDone(task.task, best=saver.best if is_best else None, about=found)
+            done = EvaluationDone(task.task, best=saver.best if is_best else None, evaluation=result)
         if task.reason:
             saver.save(cursor, task.reason)
         link.servers.copy = None

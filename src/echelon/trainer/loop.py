@@ -78,7 +78,7 @@ def fit(run: TrainingRun, batches: Batches) -> str:
         except StepAbandoned:
             continue
         if run.parts.ema:
-            run.parts.ema.update(run.parts.held)
+            run.parts.ema.update(run.parts.local_model)
         run.clock.enter(Phase.OTHER)
         batches.step_done(result)
     return batches.status
@@ -86,8 +86,9 @@ def fit(run: TrainingRun, batches: Batches) -> str:
 
 def evaluate_agreed(run: TrainingRun) -> EvaluationReport:
     """Evaluate what the replicas agree on, its moving average where there is one; all ranks call it together."""
-    averaged: AbstractContextManager[object] = run.parts.ema.swapped(run.parts.held) if run.parts.ema else nullcontext()
-    with averaged, run.parts.sync.agreed(averages=run.parts.ema is not None):
+    ema = run.parts.ema
+    averaged: AbstractContextManager[object] = ema.swapped(run.parts.local_model) if ema else nullcontext()
+    with averaged, run.parts.sync.agreed(averages=ema is not None):
         report = evaluate(run.parts.model, run.eval_loader, run.task, run.world)
         if run.parts.split:
             run.parts.split.settle()

@@ -40,13 +40,13 @@ class Work:
     Attributes:
         info: of the data.
         task: fitted to it.
-        own: the caller's own module, in place of the described one.
+        user_model: the caller's own module, in place of the described one.
         example: two samples' inputs of any values, the same on every rank; None: made as `info` says.
     """
 
     info: DataInfo
     task: Task
-    own: nn.Module | None = None
+    user_model: nn.Module | None = None
     example: Nest = None
 
     def inputs(self, like: Tensor) -> Nest:
@@ -59,12 +59,12 @@ class Work:
 
 @dataclass(frozen=True)
 class _Built:
-    """What the strategy acts on: `held` are the tensors of this rank, which `optimizer` updates."""
+    """What the strategy acts on: `local_model` are the tensors of this rank, which `optimizer` updates."""
 
     run: ResolvedRun
     world: World
     clock: PhaseClock
-    held: nn.Module
+    local_model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
 
@@ -82,15 +82,15 @@ def build_parts(run: ResolvedRun, work: Work, world: World, clock: PhaseClock) -
     else:
         model = build_computing(config, work, world)
         split = _divided(model, world) if _is_divided(world) else None
-    held = split.pieces if split else model
-    optimizer = build_optimizer(held, config.optimizer, config.data.batch_size)
+    local_model = split.pieces if split else model
+    optimizer = build_optimizer(local_model, config.optimizer, config.data.batch_size)
     if split and split.pieces.divided:
         split.pieces.divided.keep_own(optimizer)
     scaler = build_scaler(config.training.precision, world.device, _overflows_together(world))
-    built = _Built(run, world, clock, held, optimizer, scaler)
-    ema = EMA(held, config.training.ema) if config.training.ema else None
+    built = _Built(run, world, clock, local_model, optimizer, scaler)
+    ema = EMA(local_model, config.training.ema) if config.training.ema else None
     if split and not split.pieces.divided:
-        sync: Sync = SplitSync(model, split.pieces, lambda: _sync(built, held), clock)
+        sync: Sync = SplitSync(model, split.pieces, lambda: _sync(built, local_model), clock)
     else:
         compiled = cast(nn.Module, torch.compile(model)) if config.model.compile else model
         sync = _sync(built, compiled)
@@ -119,9 +119,9 @@ def build_computing(config: RunConfig, work: Work, world: World) -> nn.Module:
 
 def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
     """Build the whole model on this rank's device, the same values on every rank."""
-    model = work.own or build_model(config.model, model_input(work.info, work.task))
-    if work.own is not None:
-        give_logits(work.own)
+    model = work.user_model or build_model(config.model, model_input(work.info, work.task))
+    if work.user_model is not None:
+        give_logits(work.user_model)
     if config.model.sync_batchnorm and world.data_group is not None and not _is_split(world):
         model = convert_sync_batchnorm(model, world.data_group)
     if any(tensor.device != world.device for tensor in (*model.parameters(), *model.buffers())):
@@ -134,18 +134,18 @@ def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
     return model
 
 
-def build_split(run: ResolvedRun, work: Work, world: World, parts: int) -> SplitModel:
+def build_split(run: ResolvedRun, work: Work, world: World, batch_parts: int) -> SplitModel:
     """Build this rank's pieces of the model; all ranks call it together.
 
     Args:
-        parts: that a batch is cut into.
+        batch_parts: that a batch is cut into.
 
     Raises:
         UserError: the model cannot be built, or not be split like this.
     """
     unmade = _build_unmade(run, work, world)
     model = unmade[0] if unmade else build_whole(run.config, work, world)
-    return _split(run, model, world, work, unmade[1] if unmade else None, parts)
+    return _split(run, model, world, work, unmade[1] if unmade else None, batch_parts)
 
 
 def _build_unmade(run: ResolvedRun, work: Work, world: World) -> tuple[nn.Module, DeferredInit] | None:
@@ -155,7 +155,13 @@ def _build_unmade(run: ResolvedRun, work: Work, world: World) -> tuple[nn.Module
     plan that nobody declared is tried on them.
     """
     layout, config = world.placement.layout if world.placement is not None else None, run.config
-    if layout is None or not layout.splits or work.own is not None or config.model.weights or ":" in config.model.name:
+    if (
+        layout is None
+        or not layout.splits
+        or work.user_model is not None
+        or config.model.weights
+        or ":" in config.model.name
+    ):
         return None
     if run.tensor_plan or config.training.precision == "fp8":
         return None
@@ -193,7 +199,7 @@ def _divided(model: nn.Module, world: World) -> SplitModel:
 
 
 def _split(
-    run: ResolvedRun, model: nn.Module, world: World, work: Work, unmade: DeferredInit | None, parts: int
+    run: ResolvedRun, model: nn.Module, world: World, work: Work, unmade: DeferredInit | None, batch_parts: int
 ) -> SplitModel:
     assert world.placement is not None
     config = run.config
@@ -204,7 +210,7 @@ def _split(
         example=work.inputs(torch.empty(0, dtype=next(model.parameters()).dtype, device=world.device)),
         unmade=unmade,
         statistics=world.data_group if config.model.sync_batchnorm else None,
-        samples=config.data.batch_size // parts // config.training.accumulate,
+        samples=config.data.batch_size // batch_parts // config.training.accumulate,
         autocast=PRECISIONS[config.training.precision].autocast,
         parameters=PRECISIONS[config.training.precision].parameters,
         loss=work.task.loss_sum,
@@ -217,7 +223,7 @@ def _sync(built: _Built, model: nn.Module) -> Sync:
     run, world = built.run, built.world
     context = SyncContext(
         model=model,
-        update=make_update(built.held, built.optimizer, built.scaler, run.config.optimizer.clip_norm),
+        update=make_update(built.local_model, built.optimizer, built.scaler, run.config.optimizer.clip_norm),
         optimizer=built.optimizer,
         group=world.placement.replica_group if world.placement else world.group,
         device=world.device,

@@ -58,26 +58,31 @@ def build_worker(
         UserError: the model cannot be built, or not be split like this.
     """
     config = run.config
-    whole = _whole_model(config, work, process, world) if process.leads else None
+    full_model = _whole_model(config, work, process, world) if process.leads else None
     worker = None
     if process.size > 1:
         seed_everything(config.training.seed)
         split = build_split(run, work, world, run.sync.batch_parts(process.workers) * world.data_size)
-        worker = SplitWorker(split, whole, clock, run.timeout_s, work.task.unit == SAMPLE)
+        worker = SplitWorker(split, full_model, clock, run.timeout_s, work.task.unit == SAMPLE)
     scaler = build_scaler("fp32", world.device, None)  # fp16 is refused
-    if whole is None:
+    if full_model is None:
         assert worker is not None
         idle = torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0)
         return RunParts(worker.module, idle, scaler, None, worker, worker.split), None
-    link = _connect(run, path, process, whole, clock, worker)
-    optimizer = build_optimizer(whole, config.optimizer, config.data.batch_size)
+    link = _connect(run, path, process, full_model, clock, worker)
+    optimizer = build_optimizer(full_model, config.optimizer, config.data.batch_size)
     if worker is None:
-        return RunParts(whole, optimizer, scaler, None, link.servers), link
+        return RunParts(full_model, optimizer, scaler, None, link.servers), link
     return RunParts(worker.module, optimizer, scaler, None, worker, worker.split), link
 
 
 def _connect(
-    run: ResolvedRun, path: Path, process: WorkerRank, whole: nn.Module, clock: PhaseClock, worker: SplitWorker | None
+    run: ResolvedRun,
+    path: Path,
+    process: WorkerRank,
+    model: nn.Module,
+    clock: PhaseClock,
+    worker: SplitWorker | None,
 ) -> ServerLink:
     """Make a worker's client, cut the model into the servers' keys, and build the strategy between them."""
     config, settings, timeout_s = run.config, server_settings(run.sync), run.timeout_s
@@ -90,12 +95,12 @@ def _connect(
         )
     )  # fmt: skip
     by_element = is_elementwise(config.optimizer.name) and not client.sends_shapes
-    table = model_table(whole, Cut(settings.servers, settings.chunk_bytes, whole_tensors=not by_element))
+    table = model_table(model, Cut(settings.servers, settings.chunk_bytes, whole_tensors=not by_element))
     client.set_table(table)
     compiled = config.model.compile and worker is None
     reads_ahead = PRECISIONS[config.training.precision].parameters is not None and worker is None
     options = WorkerOptions(settings, config.optimizer.clip_norm, clock, compiled, reads_ahead)
-    servers = ParameterServer(whole, table, client, options)
+    servers = ParameterServer(model, table, client, options)
     if worker is not None:
         worker.servers = servers
         client.while_waiting(worker.channel.tell_idle, worker.channel.idle_s)
@@ -111,5 +116,5 @@ def _whole_model(config: RunConfig, work: Work, process: WorkerRank, world: Worl
         model=replace(config.model, channels_last="off"),
         training=replace(config.training, precision="fp32"),
     )
-    work = replace(work, own=copy.deepcopy(work.own))
+    work = replace(work, user_model=copy.deepcopy(work.user_model))
     return build_whole(plain, work, World(0, 1, 0, torch.device("cpu"), None, alone()))

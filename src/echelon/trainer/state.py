@@ -42,7 +42,7 @@ class Cursor:
 
 @dataclass(frozen=True)
 class RunParts:
-    """The objects whose state makes up a run. Where a model is split, `held` is what this rank has of it."""
+    """The objects whose state makes up a run. Where a model is split, `local_model` is what this rank has of it."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -52,7 +52,7 @@ class RunParts:
     split: SplitModel | None = None
 
     @property
-    def held(self) -> nn.Module:
+    def local_model(self) -> nn.Module:
         """The parameters and buffers as plain tensors of this rank: the model itself unless it is split."""
         return self.split.pieces if self.split else self.model
 
@@ -86,34 +86,34 @@ def check_fingerprint(saved: Mapping[str, Any], present: Mapping[str, Any]) -> N
 
 
 @contextmanager
-def agreed_state(parts: RunParts, cursor: Cursor) -> Iterator[dict[str, Any]]:
+def agreed_state(run_parts: RunParts, cursor: Cursor) -> Iterator[dict[str, Any]]:
     """Give the state that all replicas share: what they agree on now, where parameters are each one's own.
 
     All ranks enter it together; the tensors hold these values inside the block only.
     """
     average: dict[str, Tensor] = {}
-    if parts.ema:
-        with parts.ema.swapped(parts.held), parts.sync.agreed(averages=True):
-            average = {name: tensor.clone() for name, tensor in parts.held.state_dict().items()}
-    with parts.sync.agreed():
-        state = shared_state(parts, cursor)
-        if parts.ema:
+    if run_parts.ema:
+        with run_parts.ema.swapped(run_parts.local_model), run_parts.sync.agreed(averages=True):
+            average = {name: tensor.clone() for name, tensor in run_parts.local_model.state_dict().items()}
+    with run_parts.sync.agreed():
+        state = shared_state(run_parts, cursor)
+        if run_parts.ema:
             state["ema"] |= {"average": average}
         yield state
 
 
-def shared_state(parts: RunParts, cursor: Cursor) -> dict[str, Any]:
+def shared_state(run_parts: RunParts, cursor: Cursor) -> dict[str, Any]:
     """Return the state that is the same on every replica."""
     return {
-        "model": parts.held.state_dict(),
-        "optimizer": get_optimizer_state_dict(parts.held, parts.optimizer),
-        "scaler": parts.scaler.state_dict(),
-        "ema": parts.ema.state_dict() if parts.ema else {},
+        "model": run_parts.local_model.state_dict(),
+        "optimizer": get_optimizer_state_dict(run_parts.local_model, run_parts.optimizer),
+        "scaler": run_parts.scaler.state_dict(),
+        "ema": run_parts.ema.state_dict() if run_parts.ema else {},
         "cursor": {"epoch": cursor.epoch, "batch": cursor.batch, "step": cursor.step},
     }
 
 
-def rank_state(parts: RunParts, world: World) -> dict[str, Any]:
+def rank_state(run_parts: RunParts, world: World) -> dict[str, Any]:
     """Return the state of this rank alone: random generators, buffers (BatchNorm), what `sync` keeps.
 
     Parameters, optimizer and scaler too, where they are each replica's own.
@@ -124,16 +124,16 @@ def rank_state(parts: RunParts, world: World) -> dict[str, Any]:
         "python": list(random.getstate()[1]),
         "numpy": torch.from_numpy(keys.astype(np.int64)),
         "numpy_position": int(position),
-        "sync": parts.sync.state_dict(),
-        "buffers": dict(parts.held.named_buffers()),
+        "sync": run_parts.sync.state_dict(),
+        "buffers": dict(run_parts.local_model.named_buffers()),
     }
-    if parts.sync.has_replica_state:  # copies, for the model is about to hold what the replicas agree on
-        state["model"] = {name: tensor.clone() for name, tensor in parts.held.state_dict().items()}
-        state["optimizer"] = parts.optimizer.state_dict()
-        state["scaler"] = parts.scaler.state_dict()
-    if parts.ema:
-        kept = None if parts.sync.has_replica_state else {name for name, _ in parts.held.named_buffers()}
-        average = parts.ema.state_dict()["average"]
+    if run_parts.sync.has_replica_state:  # copies, for the model is about to hold what the replicas agree on
+        state["model"] = {name: tensor.clone() for name, tensor in run_parts.local_model.state_dict().items()}
+        state["optimizer"] = run_parts.optimizer.state_dict()
+        state["scaler"] = run_parts.scaler.state_dict()
+    if run_parts.ema:
+        kept = None if run_parts.sync.has_replica_state else {name for name, _ in run_parts.local_model.named_buffers()}
+        average = run_parts.ema.state_dict()["average"]
         state["ema"] = {name: tensor for name, tensor in average.items() if kept is None or name in kept}
     if world.device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(world.device)
@@ -143,27 +143,27 @@ def rank_state(parts: RunParts, world: World) -> dict[str, Any]:
 _GO_TOGETHER = ("momentum", "nesterov", "weight_decay")
 
 
-def load_shared_state(parts: RunParts, state: Mapping[str, Any]) -> Cursor:
+def load_shared_state(run_parts: RunParts, state: Mapping[str, Any]) -> Cursor:
     """Restore what every replica has; returns the cursor.
 
     Raises:
         UserError: the checkpoint is of another model.
     """
-    state = to_own(state, parts.split.pieces) if parts.split else whole(state)
+    state = to_own(state, run_parts.split.pieces) if run_parts.split else whole(state)
     try:
-        parts.held.load_state_dict(state["model"])
+        run_parts.local_model.load_state_dict(state["model"])
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip() if len(str(error).splitlines()) > 1 else str(error)
         raise UserError(f"the checkpoint is of another model: {reason}") from None
     # Alone the optimizer applies momentum; with others, before encoding, a codec may, and the decay goes with it.
-    described = [{k: g[k] for k in _GO_TOGETHER if k in g} for g in parts.optimizer.param_groups]
-    set_optimizer_state_dict(parts.held, parts.optimizer, state["optimizer"])
-    for group, values in zip(parts.optimizer.param_groups, described, strict=True):
+    described = [{k: g[k] for k in _GO_TOGETHER if k in g} for g in run_parts.optimizer.param_groups]
+    set_optimizer_state_dict(run_parts.local_model, run_parts.optimizer, state["optimizer"])
+    for group, values in zip(run_parts.optimizer.param_groups, described, strict=True):
         group.update(values)
     if state["scaler"]:
-        parts.scaler.load_state_dict(dict(state["scaler"]))
-    if parts.ema and state["ema"]:
-        parts.ema.load_state_dict(state["ema"])
+        run_parts.scaler.load_state_dict(dict(state["scaler"]))
+    if run_parts.ema and state["ema"]:
+        run_parts.ema.load_state_dict(state["ema"])
     return Cursor(**state["cursor"])
 
 
@@ -185,7 +185,7 @@ def saved_layout(state: Mapping[str, Any]) -> dict[str, int]:
     return {axis: size for axis, size in layout.items() if size > 1}
 
 
-def load_rank_state(parts: RunParts, world: World, saved: Mapping[str, int], ranks: Mapping[int, Any]) -> None:
+def load_rank_state(run_parts: RunParts, world: World, saved: Mapping[str, int], ranks: Mapping[int, Any]) -> None:
     """Restore this rank's own state; in another layout, only what can be kept.
 
     Random generators start anew from the shared state then, and the strategy merges what the ranks with the same piece
@@ -198,7 +198,7 @@ def load_rank_state(parts: RunParts, world: World, saved: Mapping[str, int], ran
         UserError: the strategy cannot begin anew.
     """
     if saved != layout_of(world):
-        _load_former_ranks(parts, world, saved, ranks)
+        _load_former_ranks(run_parts, world, saved, ranks)
         return
     own = ranks[world.rank]
     torch.set_rng_state(own["torch"])
@@ -207,36 +207,36 @@ def load_rank_state(parts: RunParts, world: World, saved: Mapping[str, int], ran
     if world.device.type == "cuda" and "cuda" in own:
         torch.cuda.set_rng_state(own["cuda"], world.device)
     with torch.no_grad():
-        for name, buffer in parts.held.named_buffers():
+        for name, buffer in run_parts.local_model.named_buffers():
             buffer.copy_(own["buffers"][name])
     if "model" in own:
-        parts.held.load_state_dict(own["model"])
-        parts.optimizer.load_state_dict(own["optimizer"])
-        parts.scaler.load_state_dict(dict(own["scaler"]))
-    if parts.ema and "ema" in own:
-        ema = parts.ema.state_dict()
-        parts.ema.load_state_dict(ema | {"average": ema["average"] | own["ema"]})
-    parts.sync.load_state_dict(own["sync"])
+        run_parts.local_model.load_state_dict(own["model"])
+        run_parts.optimizer.load_state_dict(own["optimizer"])
+        run_parts.scaler.load_state_dict(dict(own["scaler"]))
+    if run_parts.ema and "ema" in own:
+        ema = run_parts.ema.state_dict()
+        run_parts.ema.load_state_dict(ema | {"average": ema["average"] | own["ema"]})
+    run_parts.sync.load_state_dict(own["sync"])
 
 
-def _load_former_ranks(parts: RunParts, world: World, saved: Mapping[str, int], ranks: Mapping[int, Any]) -> None:
+def _load_former_ranks(run_parts: RunParts, world: World, saved: Mapping[str, int], ranks: Mapping[int, Any]) -> None:
     now = layout_of(world)
     inner = [axis.value for axis in ORDER if axis is not Axis.DP]
     if all(saved.get(axis, 1) == now.get(axis, 1) for axis in inner):
         size = math.prod(saved.get(axis, 1) for axis in inner)  # ranks of a replica; dp is the outermost axis
         same_piece = [rank for rank in sorted(ranks) if rank % size == world.rank % size]
-        parts.sync.load_former_ranks([ranks[rank]["sync"] for rank in same_piece])
+        run_parts.sync.load_former_ranks([ranks[rank]["sync"] for rank in same_piece])
         moments = [ranks[rank]["optimizer"] for rank in same_piece if "model" in ranks[rank]]
         if moments:
-            parts.optimizer.load_state_dict(mean_of(moments))
+            run_parts.optimizer.load_state_dict(mean_of(moments))
         return
     if any(_left_out_something(rank["sync"]) for rank in ranks.values()):
         warnings.warn(
             "what the codec had left out was kept for the pieces of another layout, and is forgotten", stacklevel=2
         )
-    if isinstance(parts.sync, Restartable):
-        parts.sync.restart()
-    elif parts.sync.has_replica_state:
+    if isinstance(run_parts.sync, Restartable):
+        run_parts.sync.restart()
+    elif run_parts.sync.has_replica_state:
         raise UserError(
             f"the checkpoint was written by split replicas ({saved}) whose strategy kept what it agreed on in pieces: "
             "resume with the same sizes of pp, fsdp and tp, or start a new run with --weights"

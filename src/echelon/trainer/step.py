@@ -212,6 +212,7 @@ def make_update(
     divided = model.divided if isinstance(model, LocalShards) else None
 
     def update() -> None:
+        """Apply the gradients that are there, and clear them."""
         if clip_norm:
             scaler.unscale_(optimizer)
             if divided is not None and scaler.is_enabled():  # the norm is that of all gradients

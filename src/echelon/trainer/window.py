@@ -233,10 +233,10 @@ class Window:
             return []
         return self._in_row(waits)
 
-    def _in_row(self, own: list[float]) -> list[float]:
+    def _in_row(self, row: list[float]) -> list[float]:
         """Return a table (ranks, columns), flat, in which the other ranks' rows are zero."""
         before, after = self._world.rank, self._world.size - self._world.rank - 1
-        return [0.0] * (before * len(own)) + own + [0.0] * (after * len(own))
+        return [0.0] * (before * len(row)) + row + [0.0] * (after * len(row))
 
     def _own_bytes(self, numbers: int) -> int:
         """What adding up costs: so many float64 numbers through the backend's all-reduce."""
