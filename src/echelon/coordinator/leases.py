@@ -128,11 +128,13 @@ class FreeLeases:
         self._pace = Pace()
 
     def restore(self, below: int, done: Iterable[int]) -> None:
+        """Begin where a checkpoint ended: steps before `below` are done, and those of `done`."""
         self._below, self._done = below, {t for t in done if t >= below}
         self._next = below
         self._advance()
 
     def replay(self, done: Iterable[int], shares: Mapping[int, int]) -> None:
+        """Count a journal's tasks as done; the cut into shares says nothing here."""
         self.restore(self._below, self._done | set(done))
 
     def hold_back(self, wanted: bool) -> None:
@@ -143,22 +145,27 @@ class FreeLeases:
         return sorted((set(range(least, self._below)) | self._done) - stored)
 
     def step_of(self, task: int) -> int:
+        """Return the task: each one is a step."""
         return task
 
     @property
     def shares(self) -> int:
+        """One: a step is not cut."""
         return 1
 
     @property
     def at_boundary(self) -> bool:
+        """Always: no step has parts."""
         return True
 
     @property
     def watermark(self) -> int:
+        """The step before which all are done, as tasks and steps are the same."""
         return self._below
 
     @property
     def incomplete_from(self) -> float:
+        """Infinite: no step has shares."""
         return math.inf
 
     @property
@@ -168,23 +175,28 @@ class FreeLeases:
 
     @property
     def done_steps(self) -> int:
+        """Steps before which all are done."""
         return self._below
 
     @property
     def done_beyond(self) -> set[int]:
+        """Steps done beyond `done_steps`, as a set of its own."""
         return set(self._done)
 
     @property
     def complete(self) -> bool:
+        """Whether all steps of the run are done."""
         return self._below >= self._work.steps
 
     def join(self, worker: str, holding: Iterable[int], now_s: float) -> None:
+        """Let a worker take part, at the clock of the slowest; what it works on already is its lease from now on."""
         self._clocks[worker] = max(self._slowest(), self._clocks.get(worker, 0))
         for task in holding:
             if not self._is_done(task) and task < self._work.steps:
                 self._out.setdefault(task, Lease(worker, now_s))
 
     def leave(self, worker: str) -> list[int]:
+        """Forget a worker and its clock; returns its tasks, which are the next to be given out."""
         back = sorted(task for task, lease in self._out.items() if lease.worker == worker)
         for task in back:
             del self._out[task]
@@ -194,6 +206,7 @@ class FreeLeases:
         return back
 
     def pause(self, worker: str, paused: bool) -> None:
+        """Do not wait for a worker's clock; when it comes back it is as far as the slowest of the others."""
         if paused:
             self._paused.add(worker)
         else:
@@ -203,6 +216,7 @@ class FreeLeases:
                 self._clocks[worker] = max(self._clocks[worker], others)
 
     def take(self, worker: str, now_s: float) -> TrainTask | None:
+        """Give a worker a step; None where it would be too far ahead, or where none is left to do."""
         # What a worker has been given counts: it asks for the next task while it works on one.
         ahead = self._clocks[worker] + sum(lease.worker == worker for lease in self._out.values())
         if self._bound is not None and ahead - self._slowest() > self._bound:
@@ -232,6 +246,7 @@ class FreeLeases:
         return None
 
     def finish(self, task: int, worker: str, now_s: float, late: bool) -> bool:
+        """Count a step and advance the worker's clock; returns whether it is the first time, late or not."""
         lease = self._out.pop(task, None)
         if worker in self._clocks:
             self._clocks[worker] += 1

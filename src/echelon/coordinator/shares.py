@@ -32,6 +32,7 @@ class SharedLeases:
         self._begin(below)
 
     def replay(self, done: Iterable[int], shares: Mapping[int, int]) -> None:
+        """Begin at the first step that a journal's tasks do not complete, with those of its shares that are done."""
         by_step: dict[int, set[int]] = {}
         for task in done:
             by_step.setdefault(self.step_of(task), set()).add(task)
@@ -43,18 +44,22 @@ class SharedLeases:
             self.cut(step, shares[step], by_step.get(step, set()))
 
     def hold_back(self, wanted: bool) -> None:
+        """Begin no further step while it is wanted; shares of the present one are still given out."""
         self._held_back = wanted
 
     def step_of(self, task: int) -> int:
+        """Return the step that a share is part of."""
         return task // MAX_SHARES
 
     @property
     def incomplete_from(self) -> float:
+        """The present step."""
         return self._step
 
     @property
     def watermark(self) -> int:
-        return 0  # servers know what they have counted by their versions
+        """Zero: servers know what they have counted by their versions."""
+        return 0
 
     def _begin(self, step: int) -> None:
         self._step, self._shares = step, 0
@@ -67,6 +72,7 @@ class SharedLeases:
 
     @property
     def done_steps(self) -> int:
+        """Steps before the present one."""
         return self._step
 
     @property
@@ -76,13 +82,16 @@ class SharedLeases:
 
     @property
     def complete(self) -> bool:
+        """Whether all steps of the run are done."""
         return self._step >= self._work.steps
 
     @property
     def at_boundary(self) -> bool:
+        """Whether the present step has not been cut yet."""
         return self._shares == 0
 
     def join(self, worker: str, holding: Iterable[int], now_s: float) -> None:
+        """Let a worker take part, from the next cut on; shares that it works on already are its leases."""
         self._workers.add(worker)
         for task in holding:
             self._reopen(task, worker, now_s)
@@ -103,6 +112,7 @@ class SharedLeases:
             self._close_if_complete()
 
     def leave(self, worker: str) -> list[int]:
+        """Forget a worker; returns its tasks, whose shares are free again."""
         back = sorted(task for task, lease in self._out.items() if lease.worker == worker)
         for task in back:
             del self._out[task]
@@ -113,6 +123,7 @@ class SharedLeases:
         return back
 
     def pause(self, worker: str, paused: bool) -> None:
+        """Cut no share for a worker while it is away."""
         if paused:
             self._paused.add(worker)
         else:
@@ -120,9 +131,11 @@ class SharedLeases:
 
     @property
     def shares(self) -> int:
+        """Into how many shares the present step is cut; 0: not yet."""
         return self._shares
 
     def take(self, worker: str, now_s: float) -> TrainTask | None:
+        """Give a worker a share, and cut the step first where nobody has; None where the step's shares are others'."""
         if self.complete or self._held_back:
             return None
         if self._shares == 0:
@@ -153,6 +166,7 @@ class SharedLeases:
                 self._free.append(task % MAX_SHARES)
 
     def finish(self, task: int, worker: str, now_s: float, late: bool) -> bool:
+        """Count a share, and close the step with the last one needed; returns whether it was counted the first time."""
         lease = self._out.pop(task, None)
         if lease is not None and lease.worker == worker:
             self._pace.seconds.append(now_s - lease.since_s)

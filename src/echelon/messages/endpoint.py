@@ -170,6 +170,7 @@ def ask_once(channel: Channel, request: Content, answer: type[T], deadline_s: fl
     answers: list[T] = []
 
     def take_answer(message: Message) -> None:
+        """Keep a content that answers the request; pass over the others."""
         if isinstance(message.content, answer):
             answers.append(message.content)
 

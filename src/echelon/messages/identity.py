@@ -38,6 +38,7 @@ def derive_keys(secret: bytes) -> RunKeys:
     """Derive a run's keys from its secret of 32 bytes."""
 
     def part(name: bytes) -> bytes:
+        """Return the 32 bytes that belong to a name."""
         return blake2b(secret, digest_size=_BYTES, person=name).digest()
 
     server, peer = z85.encode(part(b"server")), z85.encode(part(b"peer"))

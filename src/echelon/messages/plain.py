@@ -146,6 +146,7 @@ def _any_float(value: Any) -> float:
 
 def _exactly(wanted: type[Any]) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
+        """Return the value, where its type is exactly the wanted one."""
         if type(value) is not wanted:
             raise Malformed("type")
         return value
@@ -155,6 +156,7 @@ def _exactly(wanted: type[Any]) -> Callable[[Any], Any]:
 
 def _sequence(check: Callable[[Any], Any], kind: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def checked(value: Any) -> Any:
+        """Return the sequence with each element read."""
         if type(value) is not list:
             raise Malformed("type")
         return kind(map(check, value))
@@ -164,6 +166,7 @@ def _sequence(check: Callable[[Any], Any], kind: Callable[[Any], Any]) -> Callab
 
 def _map(check: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
     def checked(value: Any) -> dict[str, Any]:
+        """Return the map with each value read."""
         if type(value) is not dict or any(type(name) is not str for name in value):
             raise Malformed("type")
         return {name: check(inner) for name, inner in value.items()}

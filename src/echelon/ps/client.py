@@ -132,6 +132,7 @@ class Client:
         """
 
         def messages() -> Iterable[tuple[int, Content, list[Any]]]:
+            """Give the table to each server, then each state to the server of its key."""
             for server in self.connection.servers:
                 yield server, SetTable(), [table.to_bytes()]
             for index, state in states.items():
@@ -148,6 +149,7 @@ class Client:
         """
 
         def messages() -> Iterable[tuple[int, Content, list[Any]]]:
+            """Give the requests: one for each key, to the key's server."""
             for index in indices:
                 content = ReadState(index, tag) if full else Pull(index, 0, False, True, tag)
                 yield _server_of(table, index), content, []

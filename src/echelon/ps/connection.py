@@ -292,7 +292,7 @@ class Connection:
         link, cached = self._links[key.server], self._cached[key.index]
         frames = self._up.encode(gradient, key, self._states[key.index])
         push = PushGradient(
-            key.index, info.task, info.step, info.share, info.shares, info.samples, info.batch,
+            key.index, info.task, info.step, info.share, info.shares, info.units, info.batch,
             max(0, cached.version), 0, info.lr, True,
         )  # fmt: skip
         cached.pull = push.pull_behind(self.config.aggregates)

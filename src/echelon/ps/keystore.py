@@ -30,9 +30,9 @@ class PushOutcome(IntEnum):
 
 
 class Push(NamedTuple):
-    """A decoded gradient of one key: which task, on which version, from how many of the batch's samples.
+    """A decoded gradient of one key: which task, on which version, from how many of the batch's units (of the loss).
 
-    A gradient is a sum over samples divided by `batch`; `scale` is a factor of the learning rate. `memory` is the
+    A gradient is a sum over units divided by `batch`; `scale` is a factor of the learning rate. `memory` is the
     message that the gradient lies in, where nothing else needs it any more: the new value may take its place.
     """
 
@@ -41,7 +41,7 @@ class Push(NamedTuple):
     step: int
     share: int
     shares: int
-    samples: int
+    units: int
     base: int
     lr: float
     batch: int
@@ -58,7 +58,7 @@ class _Gathered:
     batch: int
     total: Tensor | None = None
     shares: set[int] = field(default_factory=set)
-    samples: int = 0
+    units: int = 0
     lr: float = 0.0
 
 
@@ -142,7 +142,7 @@ class KeyStore:
         if push.share in gathered.shares:
             return PushOutcome.DUPLICATE
         gathered.shares.add(push.share)
-        gathered.samples += push.samples
+        gathered.units += push.units
         gathered.lr = push.lr
         if gathered.total is None:
             gathered.total = push.gradient.clone()
@@ -162,9 +162,9 @@ class KeyStore:
 
     def _complete(self, gathered: _Gathered) -> None:
         assert gathered.total is not None
-        if len(gathered.shares) < gathered.wanted and gathered.samples:
+        if len(gathered.shares) < gathered.wanted and gathered.units:
             # The mean over those that came stands for the batch (Chen et al. 2016).
-            gathered.total *= gathered.batch / gathered.samples
+            gathered.total *= gathered.batch / gathered.units
         self.before = self.value.clone()
         self._update(gathered.total, gathered.lr)
         self.version += 1
@@ -265,7 +265,7 @@ class KeyStore:
     def whole_state(self) -> KeyState:
         """Return the state with what is gathered for versions that wait: what acknowledged pushes left here."""
         gathered = {
-            step: {"wanted": g.wanted, "batch": g.batch, "samples": g.samples, "lr": g.lr, "shares": sorted(g.shares),
+            step: {"wanted": g.wanted, "batch": g.batch, "samples": g.units, "lr": g.lr, "shares": sorted(g.shares),
                    "total": _copy(g.total)}
             for step, g in self._gathered.items()
         }  # fmt: skip

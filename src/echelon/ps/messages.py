@@ -38,7 +38,7 @@ class PushGradient(Content):
 
     Attributes:
         task, step, share, shares: the lease that it is from.
-        samples: that it is a sum over; `batch`: of the whole step.
+        units: of the loss, that it is a sum over; `batch`: of the whole step.
         base: version of the parameters that it was computed on.
         number: rises with each push of a worker to a server; it survives the server's restart.
         pull: the key's next value is wanted too.
@@ -51,7 +51,7 @@ class PushGradient(Content):
     step: int
     share: int
     shares: int
-    samples: int
+    units: int
     batch: int
     base: int
     number: int

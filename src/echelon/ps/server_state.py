@@ -338,7 +338,7 @@ class ServerState:
         needed_again = self._coding.codec is not None or self._replication.attached
         memory = None if needed_again else message_of(message.frames[0], gradient)
         return Push(
-            worker, content.task, content.step, content.share, content.shares, content.samples, content.base,
+            worker, content.task, content.step, content.share, content.shares, content.units, content.base,
             content.lr, content.batch, gradient, scale, memory,
         )  # fmt: skip
 

@@ -34,9 +34,14 @@ class SplitWorker(ServerHeld):
     """
 
     def __init__(
-        self, split: SplitModel, whole: nn.Module | None, clock: PhaseClock, timeout_s: float, counts_samples: bool
+        self,
+        split: SplitModel,
+        whole_model: nn.Module | None,
+        clock: PhaseClock,
+        timeout_s: float,
+        counts_samples: bool,
     ) -> None:
-        """Take what this rank has of the model; `whole` on the first rank alone. All ranks call it together.
+        """Take what this rank has of the model; `whole_model` on the first rank alone. All ranks call it together.
 
         Args:
             timeout_s: how long a rank waits for another.
@@ -48,7 +53,7 @@ class SplitWorker(ServerHeld):
         placement = split.pieces.placement
         assert placement.model_group is not None
         group = same_ranks_group(placement.model_group, "gloo")
-        self.split, self.whole, self.channel = split, whole, CommandChannel(group, timeout_s)
+        self.split, self.whole, self.channel = split, whole_model, CommandChannel(group, timeout_s)
         self.servers: ParameterServer | None = None
         self._clock, self._fsdp = clock, placement.group(Axis.FSDP)
         self._parameters = {n: p for n, p in split.pieces.named_parameters() if p.requires_grad}
@@ -57,11 +62,11 @@ class SplitWorker(ServerHeld):
         dtype = next((p.dtype for p in self._parameters.values()), torch.float32)
         self._of_parameters = ShardGather({n: regions[n] for n in self._parameters}, dtype, group)
         self._of_buffers = ShardGather({n: regions[n] for n in self._buffers}, torch.float64, group)
-        self._has_buffers = _agreed(bool(self._buffers), group)
+        self._has_buffers = _any_rank(bool(self._buffers), group)
         self._buffers_shared = False
         self._counts_samples, self._samples, self._units = counts_samples, 0, (0, 0)
-        if whole is not None:
-            self._check(whole)
+        if whole_model is not None:
+            self._check(whole_model)
 
     @property
     def module(self) -> nn.Module:
@@ -170,16 +175,16 @@ class SplitWorker(ServerHeld):
     def _whole_buffers(self) -> dict[str, Tensor]:
         return {} if self.whole is None else dict(self.whole.named_buffers())
 
-    def _check(self, whole: nn.Module) -> None:
+    def _check(self, model: nn.Module) -> None:
         """Refuse pieces that do not make up the whole model's trainable parameters."""
         held = {id(tensor) for tensor in self._whole_parameters().values()}
-        missing = [n for n, p in whole.named_parameters() if p.requires_grad and id(p) not in held]
+        missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
         if missing:
             raise RuntimeError(f"no rank of the worker holds {missing[0]}")
 
 
-def _agreed(own: bool, group: dist.ProcessGroup) -> bool:
-    """Whether it is so on any rank of a group."""
-    flag = torch.tensor([own], dtype=torch.int64)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-    return bool(flag)
+def _any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
+    """Whether it is so on any rank of a group; all ranks call it together."""
+    flags = torch.tensor([flag], dtype=torch.int64)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    return bool(flags)

@@ -115,7 +115,7 @@ class ParameterServer(ServerHeld):
         self._attach()
 
     def begin(self, info: PushInfo) -> None:
-        """Begin a task; `begin_step` fills in its samples."""
+        """Begin a task; `begin_step` fills in its units."""
         missing = {k: len({s.parameter for s in spans}) for k, spans in self._by_key.items()}
         self._round = _Round(info, missing=missing)
         self._client.open_task(info.task, len(self._table.keys))
@@ -123,7 +123,7 @@ class ParameterServer(ServerHeld):
     def begin_step(self, units: int, global_units: int) -> int:
         """Gradients are sums over units divided by those of the batch, whichever worker has them."""
         assert self._round is not None
-        self._round.info = replace(self._round.info, samples=units, batch=global_units)
+        self._round.info = replace(self._round.info, units=units, batch=global_units)
         if not self._waits_inside:
             self.load_all()
         return global_units
@@ -262,11 +262,11 @@ class ParameterServer(ServerHeld):
         if not self._lazy:
             self._fired = set()
 
-    def _before(self, number: int, own: list[int]) -> None:
+    def _before(self, number: int, indices: list[int]) -> None:
         if self._fired is not None:
             self._fired.add(number)
         if self._round is not None:
-            for index in own:
+            for index in indices:
                 self._load_once(index)
 
     def _after_all(self) -> None:

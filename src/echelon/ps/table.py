@@ -201,12 +201,12 @@ def _group(pieces: list[_Piece], limit: int) -> list[list[_Piece]]:
     return groups
 
 
-def _merged(parts: list[KeyPart], whole_tensors: bool) -> list[KeyPart]:
+def _merged(neighbours: list[KeyPart], whole_tensors: bool) -> list[KeyPart]:
     """Join neighbours that the optimizer treats alike: one large tensor is updated faster than many small ones."""
     if whole_tensors:
-        return parts
+        return neighbours
     merged: list[KeyPart] = []
-    for part in parts:
+    for part in neighbours:
         if merged and merged[-1].decay == part.decay:
             first = merged[-1]
             shape = _run_shape(part.stop - first.start, part.decay)

@@ -48,7 +48,7 @@ class PushInfo:
     step: int
     share: int
     shares: int
-    samples: int
+    units: int
     batch: int
     lr: float
 

@@ -45,25 +45,27 @@ class Batch:
 
 
 class DataFacts(Protocol):
-    """What a task asks of the data.
-
-    Attributes:
-        task: that the data is for.
-        classes: names by label; empty where targets are no classes.
-        class_counts: training samples of each class.
-        targets: a nest of `TensorSpec`.
-    """
+    """What a task asks of the data."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the data set, as its spec has it."""
+
     @property
-    def task(self) -> str: ...
+    def task(self) -> str:
+        """Name of the task that the data is for."""
+
     @property
-    def classes(self) -> tuple[str, ...]: ...
+    def classes(self) -> tuple[str, ...]:
+        """Names by label; empty where targets are no classes."""
+
     @property
-    def class_counts(self) -> tuple[int, ...]: ...
+    def class_counts(self) -> tuple[int, ...]:
+        """Training samples of each class."""
+
     @property
-    def targets(self) -> Nest: ...
+    def targets(self) -> Nest:
+        """A nest of `TensorSpec`: what one sample's targets are."""
 
 
 @dataclass(frozen=True)

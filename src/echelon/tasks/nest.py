@@ -139,6 +139,7 @@ def exact(outputs: Nest) -> Nest:
     """Return outputs whose floating-point tensors are float32 or wider, as losses are computed."""
 
     def widened(leaf: Any) -> Any:
+        """Return a leaf in float32, where it is a narrower floating-point tensor; others as they are."""
         narrow = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64
         return leaf.float() if narrow else leaf
 

@@ -23,7 +23,7 @@ def store(settings: ServerSettings) -> KeyStore:
 
 
 def push(worker: str, task: int, gradient: torch.Tensor, **more: int) -> Push:
-    values = {"step": task, "share": 0, "shares": 1, "samples": 1, "base": 0, "batch": 1} | more
+    values = {"step": task, "share": 0, "shares": 1, "units": 1, "base": 0, "batch": 1} | more
     return Push(worker, task, lr=LR, gradient=gradient, **values)
 
 
@@ -130,7 +130,7 @@ def test_backup_takes_the_first_and_scales_them() -> None:
     one = store(ServerSettings("sync", backup=1))
     before = one.value.clone()
     ones = torch.ones(4, dtype=torch.float64) / 12  # sums over 4 of 12 samples would be a third of the batch's
-    fates = [one.take(push("w", s, ones, step=0, share=s, shares=3, samples=4, batch=12)) for s in range(3)]
+    fates = [one.take(push("w", s, ones, step=0, share=s, shares=3, units=4, batch=12)) for s in range(3)]
     assert fates == [PushOutcome.PENDING, PushOutcome.APPLIED, PushOutcome.LATE]
     torch.testing.assert_close(one.value, before - LR * 2 * ones * 12 / 8)
 
