@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from echelon.cli.app import COMMANDS, as_command
-from echelon.core.errors import UserError, naming
-from echelon.core.units import parse_seconds
+from echelon.core.errors import UserError
+from echelon.core.units import seconds_for
 
 
 def command() -> Any:
@@ -21,11 +21,14 @@ def command() -> Any:
         once: Annotated[bool, typer.Option("--once", help="print how it stands now, as plain text, and end")] = False,
         serve: Annotated[bool, typer.Option("--serve", help="show it as a page on this machine instead")] = False,
         port: Annotated[int, typer.Option("--port", help="of the page; 0: any free one")] = 0,
-        wait: Annotated[str, typer.Option("--wait", help="for a folder that is not there yet")] = "1m",
+        wait_s: Annotated[
+            float,
+            typer.Option(
+                "--wait", parser=seconds_for("--wait"), metavar="TEXT", help="for a folder that is not there yet"
+            ),
+        ] = "1m",  # type: ignore[assignment]  # read by the parser
     ) -> None:
         """Watch a run or a study until it is over, or until ctrl-c."""
-        with naming("--wait"):
-            wait_s = parse_seconds(wait)
         if port and not serve:
             raise UserError("--port is the page's: it needs --serve")
         if once and serve:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from echelon.config.schema import RunConfig
+from echelon.core.address import parse_rendezvous
 from echelon.core.errors import UserError, naming
 from echelon.core.layout import Layout, parse_layout
 from echelon.core.spec import parse_chain, parse_spec
@@ -58,18 +59,6 @@ def parse_interval(text: str) -> CheckpointInterval:
     except UserError:
         raise UserError(f"--checkpoint-every {text!r}: write a number of steps (200) or a duration (5m)") from None
     return CheckpointInterval(None, seconds)
-
-
-def parse_rendezvous(text: str) -> tuple[str, int]:
-    """Read `HOST:PORT`.
-
-    Raises:
-        UserError: host or port is missing.
-    """
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UserError(f"--rendezvous {text!r}: write HOST:PORT, for example node0:29400")
-    return host, int(port)
 
 
 def check_world(config: RunConfig, world_size: int) -> Layout:

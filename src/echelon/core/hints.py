@@ -48,6 +48,14 @@ class Hints:
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
     functions: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
 
+    def styles(self) -> dict[str, Style]:
+        """Return the tensor plan with its styles read.
+
+        Raises:
+            UserError: a pattern or a style cannot be read.
+        """
+        return parse_tensor_plan(self.tensor_plan)
+
 
 @dataclass(frozen=True)
 class Style:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
-from echelon.core.errors import UserError
+from echelon.core.errors import UserError, naming
 
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -34,6 +35,17 @@ def parse_seconds(text: str) -> float:
     300.0
     """
     return _parse(text, _SECONDS, "duration", "5m")
+
+
+def seconds_for(setting: str) -> Callable[[str], float]:
+    """Return a reader of durations in seconds, whose refusals name a setting."""
+
+    def read(text: str) -> float:
+        """Read a duration such as `5m`."""
+        with naming(setting):
+            return parse_seconds(text)
+
+    return read
 
 
 def parse_bits_per_s(text: str) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 import zmq
 
+from echelon.core.address import Address
 from echelon.core.errors import UserError
 from echelon.launch.meeting import LIMITS, NO_ANSWER, Arrival, MeetingAnswer, MeetingRequest, check_settings
 from echelon.launch.rounds import (
@@ -184,8 +185,8 @@ class OtherMachine:
         number: of the machine in the run, as far as it has been told.
     """
 
-    def __init__(self, rendezvous: str, folder: Path, arrival: Arrival, terms: RoundSettings) -> None:
-        """Take HOST:PORT of the first machine, and where the run's secret lies, which may come later than this."""
+    def __init__(self, rendezvous: Address, folder: Path, arrival: Arrival, terms: RoundSettings) -> None:
+        """Take the address of the first machine, and where the run's secret lies, which may come later than this."""
         self._rendezvous, self._folder, self._arrival, self._terms = rendezvous, folder, arrival, terms
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._channel: Channel | None = None

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import psutil
 import zmq
 
-from echelon.config.validate import parse_rendezvous
+from echelon.core.address import Address
 from echelon.core.errors import UserError
 from echelon.messages.endpoint import Channel, Listener, Sender, ask_once
 from echelon.messages.framing import Content, Message, vocabulary
@@ -162,8 +162,8 @@ Answer = Callable[[Arrival, Mapping[str, Any]], dict[str, Any]]
 class Meeting:
     """The first machine's side, in a thread of its own: `with Meeting(...)`."""
 
-    def __init__(self, rendezvous: str, secret: bytes, answer: Answer) -> None:
-        """Bind to the port of `HOST:PORT`; `answer` is called by the thread, and may refuse by a `UserError`.
+    def __init__(self, rendezvous: Address, secret: bytes, answer: Answer) -> None:
+        """Bind to the port of `rendezvous`; `answer` is called by the thread, and may refuse by a `UserError`.
 
         Raises:
             UserError: the port is taken.
@@ -172,7 +172,7 @@ class Meeting:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._sender = Sender(derive_keys(secret), "meeting")
         try:
-            address = f"tcp://*:{parse_rendezvous(rendezvous)[1]}"
+            address = f"tcp://*:{rendezvous.port}"
             self.listener = Listener(self._context, self._sender, address, LIMITS, vocabulary(MeetingRequest))
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
@@ -215,12 +215,12 @@ class Meeting:
 
 
 def join_meeting(
-    rendezvous: str, folder: Path, arrival: Arrival, deadline_s: float, say: Callable[[str], None]
+    rendezvous: Address, folder: Path, arrival: Arrival, deadline_s: float, say: Callable[[str], None]
 ) -> Admission:
     """Ask the first machine for this one's place; the secret may come later than this machine.
 
     Args:
-        rendezvous: HOST:PORT of the first machine.
+        rendezvous: of the first machine.
         folder: where the run's secret lies, unless the environment has it.
         say: is told, once, what is waited for.
 
@@ -243,7 +243,7 @@ def join_meeting(
         time.sleep(_AGAIN_S)
 
 
-def _attempt(rendezvous: str, folder: Path, arrival: Arrival) -> tuple[dict[str, Any], str]:
+def _attempt(rendezvous: Address, folder: Path, arrival: Arrival) -> tuple[dict[str, Any], str]:
     """Ask once; returns the answer, or nothing and why there is none."""
     try:
         keys = derive_keys(read_secret(folder))
@@ -261,13 +261,13 @@ def _attempt(rendezvous: str, folder: Path, arrival: Arrival) -> tuple[dict[str,
     return info, "its scheduler is not there yet" if info.get("wait") else ""
 
 
-def own_address(rendezvous: str) -> str:
+def own_address(rendezvous: Address) -> str:
     """Return this machine's address on the way to the rendezvous: host names often lead to loopback.
 
     Raises:
         UserError: the host is unknown or there is no way to it.
     """
-    host, port = parse_rendezvous(rendezvous)
+    host, port = rendezvous.host, rendezvous.port
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         own = _address_towards(family, address)

@@ -9,6 +9,7 @@ from typing import Any
 
 from echelon.config import LaunchConfig
 from echelon.config.validate import Nodes
+from echelon.core.address import Address
 from echelon.core.errors import UserError
 from echelon.core.link import Link
 
@@ -23,6 +24,7 @@ class LaunchPlan:
         entry: `package.module:function` that each worker calls with `args`.
         preload: modules imported once, before workers are forked: what makes a restart fast.
         log_dir: each rank's output goes to a file here.
+        rendezvous: where the machines meet; None: this one is alone.
         link: of the shaped links between the workers; None: loopback.
     """
 
@@ -31,7 +33,7 @@ class LaunchPlan:
     workers: int
     threads: int
     nodes: Nodes
-    rendezvous: str
+    rendezvous: Address | None
     max_restarts: int
     log_dir: Path
     preload: tuple[str, ...] = ()

@@ -46,7 +46,7 @@ class SplitOptions:
     example: Nest
     loss: Callable[[Any, Any], Tensor]
     score: Callable[[Any, Any], Tensor | None] | None = None
-    tensor_plan: Mapping[str, str] = field(default_factory=dict)
+    tensor_plan: Mapping[str, Style] = field(default_factory=dict)
     cuts: tuple[str, ...] = ()
     recompute: Recompute = "none"
     samples: int = 0

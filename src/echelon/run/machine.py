@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.config import RunConfig
-from echelon.config.validate import parse_rendezvous
 from echelon.coordinator.addresses import ADDRESS_FILE, ROLES_FOLDER, SchedulerLine, note_address, prepare_roles
 from echelon.core.link import Link
 from echelon.launch.link import ShapedNetwork
@@ -99,13 +98,14 @@ def _ranks_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Ite
     from echelon.launch.meeting import Meeting, interface_of, is_own, own_address
     from echelon.messages.identity import make_secret
 
+    assert plan.rendezvous is not None
     own, folder = own_address(plan.rendezvous), path / SECRET_FOLDER
     arrival = _arrival(plan, common_settings(run.described), own)
     terms = RoundSettings(plan.nodes.least, plan.nodes.most, plan.max_restarts, ARRIVAL_S, run.timeout_s)
     job = ranks_job(plan, interface=interface_of(own))
     machine: FirstMachine | OtherMachine
     meeting: AbstractContextManager[object] = nullcontext()
-    if is_own(parse_rendezvous(plan.rendezvous)[0], own):
+    if is_own(plan.rendezvous.host, own):
         folder.mkdir(mode=0o700, exist_ok=True)
         machine = FirstMachine(arrival, terms, own)
         meeting = Meeting(plan.rendezvous, make_secret(folder), machine.answer)
@@ -174,6 +174,7 @@ def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> I
     from echelon.launch.meeting import Admission, Meeting, Register, Shape, is_own, join_meeting, own_address
     from echelon.messages.identity import read_secret
 
+    assert plan.rendezvous is not None
     own, settings = own_address(plan.rendezvous), server_settings(run.sync)
     layout = run.layout_for(plan.workers * plan.nodes.most)
     shape = Shape(plan.nodes.least, plan.nodes.most, settings.servers, settings.replicas)
@@ -189,7 +190,7 @@ def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> I
             layout.model_size, layout.dp, servers, standbys, machine, admission.first_worker, addresses
         )  # fmt: skip
 
-    if is_own(parse_rendezvous(plan.rendezvous)[0], own):
+    if is_own(plan.rendezvous.host, own):
         roles = prepare_roles(path)
         answer = partial(Register(shape, arrival).answer, roles / ADDRESS_FILE)
         meeting = Meeting(plan.rendezvous, read_secret(roles), answer)

@@ -8,7 +8,9 @@ from echelon.collectives.registry import PATHS
 from echelon.compression import registry as codecs
 from echelon.config import RunConfig
 from echelon.config.validate import Nodes, parse_interval, parse_nodes
+from echelon.core.address import Address, parse_rendezvous
 from echelon.core.errors import naming
+from echelon.core.hints import parse_tensor_plan
 from echelon.core.layout import Layout, parse_layout
 from echelon.core.link import Link, parse_link
 from echelon.core.spec import parse_spec
@@ -44,6 +46,15 @@ def layout_of(config: RunConfig) -> Layout:
 def nodes_of(config: RunConfig) -> Nodes:
     """Return how many machines take part."""
     return parse_nodes(config.launch.nodes)
+
+
+def rendezvous_of(config: RunConfig) -> Address | None:
+    """Return where the machines of a run meet; None: this one is alone.
+
+    Raises:
+        UserError: the text is not an address.
+    """
+    return parse_rendezvous(config.launch.rendezvous) if config.launch.rendezvous else None
 
 
 def link_of(config: RunConfig) -> Link | None:
@@ -106,7 +117,7 @@ def resolve(config: RunConfig) -> ResolvedRun:
         sync=sync,
         compression=compression,
         path=path,
-        tensor_plan=read_tensor_plan(strategy.tensor_plan),
+        tensor_plan=parse_tensor_plan(read_tensor_plan(strategy.tensor_plan)),
         cuts=read_cuts(strategy.cuts),
         nodes=nodes_of(config),
         timeout_s=parse_seconds(config.launch.timeout),

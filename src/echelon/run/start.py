@@ -25,7 +25,7 @@ from echelon.records.file import Recorder, read_records
 from echelon.records.kinds import End, ProcessStarted
 from echelon.run.job import RANK
 from echelon.run.machine import Machine, say, this_machine
-from echelon.run.resolve import check_names, layout_of, link_of, nodes_of, resolve, uses_servers
+from echelon.run.resolve import check_names, layout_of, link_of, nodes_of, rendezvous_of, resolve, uses_servers
 from echelon.trainer import folder as folders
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def plan_of(config: RunConfig, path: Path, user_objects: UserObjects | None = No
         workers=workers,
         threads=thread_count(config.launch, workers),
         nodes=nodes,
-        rendezvous=config.launch.rendezvous,
+        rendezvous=rendezvous_of(config),
         max_restarts=config.launch.max_restarts,
         log_dir=path / "logs",
         preload=_preload(config),

@@ -9,6 +9,7 @@ from echelon.collectives.base import Path as CollectivePath
 from echelon.compression import Compression
 from echelon.config import RunConfig
 from echelon.config.validate import CheckpointInterval, Nodes, check_batch
+from echelon.core.hints import Style
 from echelon.core.layout import Layout
 from echelon.optim.traits import NESTEROV, is_nesterov, is_sgd
 from echelon.sync.settings import SyncSettings
@@ -38,7 +39,7 @@ class ResolvedRun:
     sync: SyncSettings
     compression: Compression
     path: CollectivePath
-    tensor_plan: Mapping[str, str]
+    tensor_plan: Mapping[str, Style]
     cuts: tuple[str, ...]
     nodes: Nodes
     timeout_s: float

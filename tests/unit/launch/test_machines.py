@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from echelon.core.address import Address
 from echelon.core.errors import UserError
 from echelon.launch.machines import FirstMachine, GroupStore, OtherMachine
 from echelon.launch.meeting import Arrival, Meeting
@@ -23,13 +24,13 @@ DEADLINE_S = 20.0
 
 
 @pytest.fixture
-def rendezvous() -> str:
+def rendezvous() -> Address:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
+        return Address("127.0.0.1", free.getsockname()[1])
 
 
 @pytest.fixture
-def first(tmp_path: Path, rendezvous: str) -> Iterator[FirstMachine]:
+def first(tmp_path: Path, rendezvous: Address) -> Iterator[FirstMachine]:
     machine = FirstMachine(ARRIVAL, TERMS, "127.0.0.1")
     with Meeting(rendezvous, make_secret(tmp_path), machine.answer):
         yield machine
@@ -44,7 +45,7 @@ def _wait(order: Callable[[], Order], kind: type[Order]) -> Order:
     return answer
 
 
-def test_machines_meet_run_a_round_and_end_together(tmp_path: Path, rendezvous: str, first: FirstMachine) -> None:
+def test_machines_meet_run_a_round_and_end_together(tmp_path: Path, rendezvous: Address, first: FirstMachine) -> None:
     other = OtherMachine(rendezvous, tmp_path, replace(ARRIVAL, machine="other"), TERMS)
     assert isinstance(first.order(Ready()), Continue)
     theirs = _wait(lambda: other.order(Ready()), Go)
@@ -60,7 +61,7 @@ def test_machines_meet_run_a_round_and_end_together(tmp_path: Path, rendezvous: 
 
 
 def test_another_setting_is_refused_and_another_secret_is_not_answered(
-    tmp_path: Path, rendezvous: str, first: FirstMachine
+    tmp_path: Path, rendezvous: Address, first: FirstMachine
 ) -> None:
     other = OtherMachine(rendezvous, tmp_path, Arrival("other", 1, {"--lr": "0.2"}), TERMS)
     with pytest.raises(UserError, match=r"--lr 0.2, the first machine with 0.1"):
@@ -78,7 +79,7 @@ def test_another_setting_is_refused_and_another_secret_is_not_answered(
 
 def test_a_taken_port_is_refused(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken, pytest.raises(UserError, match="taken by another program"):
-        Meeting(f"127.0.0.1:{taken.getsockname()[1]}", make_secret(tmp_path), lambda arrival, info: {})
+        Meeting(Address("127.0.0.1", taken.getsockname()[1]), make_secret(tmp_path), lambda arrival, info: {})
 
 
 class Trap:

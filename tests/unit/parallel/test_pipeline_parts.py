@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.core.errors import UserError
-from echelon.core.hints import Hints
+from echelon.core.hints import Hints, Style
 from echelon.models import hints_for
 from echelon.models.base import ModelInput
 from echelon.models.builtin.resnet20 import build as build_resnet20
@@ -123,7 +123,7 @@ def test_blocks_of_one_structure_have_one_time() -> None:
 
 def test_no_stage_begins_between_layers_that_tensor_parallelism_splits_as_a_pair() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-    styles = plan_tensor(model, 2, None, {"0": "column", "2": "row"}, False).styles
+    styles = plan_tensor(model, 2, None, {"0": Style("column"), "2": Style("row")}, False).styles
     assert [unit.name for unit in units_of(find_chain(model, None), styles)] == ["0", "3", "4"]
     by_hand = PipelineSettings("gpipe", cuts=("2",), styles=styles)
     with pytest.raises(UserError, match=r"cannot begin with '2': .*one can with 3, 4"):

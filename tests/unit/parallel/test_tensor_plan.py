@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from echelon.core.errors import UserError
-from echelon.core.hints import Hints
+from echelon.core.hints import Hints, Style, parse_tensor_plan
 from echelon.models import ModelInput, hints_for
 from echelon.parallel.tensor import TensorPlan, plan_tensor
 from echelon.parallel.tensor.comm import chunk_of
 
 
 def plan(model: nn.Module, tp: int = 2, overrides: dict[str, str] | None = None, sequence: bool = False) -> TensorPlan:
-    return plan_tensor(model, tp, hints_for(model), overrides or {}, sequence)
+    return plan_tensor(model, tp, hints_for(model), parse_tensor_plan(overrides or {}), sequence)
 
 
 def builtin(name: str) -> nn.Module:
@@ -148,7 +148,7 @@ def test_a_layer_of_which_nobody_said_that_it_works_by_token_is_refused() -> Non
     assert hints is not None
     less = {pattern: style for pattern, style in hints.tensor_plan.items() if style != "sequence"}
     with pytest.raises(UserError, match=r"blocks.0.norm1 \(LayerNorm\) would see a part of the tokens"):
-        plan_tensor(model, 2, Hints(hints.blocks, None, {}, less), {"blocks.1.norm1": "sequence"}, True)
+        plan_tensor(model, 2, Hints(hints.blocks, None, {}, less), {"blocks.1.norm1": Style("sequence")}, True)
 
 
 def test_a_layer_inside_split_attention_without_a_style_is_refused() -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from echelon.core.errors import UserError
-from echelon.core.hints import Hints
+from echelon.core.hints import Hints, Style
 from echelon.parallel.tensor.comm import Group, add, enter, gather, scatter_add, split
 from echelon.parallel.tensor.layers import Split
 from echelon.parallel.tensor.local import Sight, embed_by_rows, first_row, local_part, localise
@@ -46,7 +46,7 @@ class _Where:
 
 
 def apply_tensor(
-    model: nn.Module, mesh: DeviceMesh, hints: Hints | None, overrides: Mapping[str, str], sequence_parallel: bool
+    model: nn.Module, mesh: DeviceMesh, hints: Hints | None, overrides: Mapping[str, Style], sequence_parallel: bool
 ) -> TensorPlan:
     """Split a whole model over a 1-D mesh, in place; see `plan_tensor` for the refusals and `apply_plan`."""
     plan = plan_tensor(model, mesh.size(), hints, overrides, sequence_parallel)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from echelon.core.errors import UserError, nearest
-from echelon.core.hints import Hints, Style, matches, matching, parse_tensor_plan, style_of
+from echelon.core.hints import Hints, Style, matches, matching, style_of
 from echelon.parallel.tensor.inferred_plan import find_plan
 from echelon.parallel.tensor.layers import Split, split_of
 from echelon.torch_compat import BatchNormBase
@@ -49,7 +49,7 @@ class TensorPlan:
 
 
 def plan_tensor(
-    model: nn.Module, tp: int, hints: Hints | None, overrides: Mapping[str, str], sequence_parallel: bool
+    model: nn.Module, tp: int, hints: Hints | None, overrides: Mapping[str, Style], sequence_parallel: bool
 ) -> TensorPlan:
     """Decide how a whole model is split over `tp` ranks, and check that it can be. The model may be on meta.
 
@@ -58,10 +58,9 @@ def plan_tensor(
             `overrides` names no module, there is no plan, or it cannot be run by tokens.
     """
     names = [name for name, _ in model.named_modules() if name]
-    own = parse_tensor_plan(overrides)
-    _check_patterns(own, names)
-    declared, found = _declared(model, hints, own, tp)
-    whole = {**declared, **own}
+    _check_patterns(overrides, names)
+    declared, found = _declared(model, hints, overrides, tp)
+    whole = {**declared, **overrides}
     styles = {name: style for name in names if (style := style_of(name, whole)) is not None}
     if all(style.name in WHOLE for style in styles.values()):
         raise UserError(f"tp={tp}: nothing of {type(model).__name__} is split by this plan: {HOW}")
@@ -100,7 +99,7 @@ def _declared(
     model: nn.Module, hints: Hints | None, patterns: Mapping[str, Style], tp: int
 ) -> tuple[dict[str, Style], bool]:
     if hints is not None and hints.tensor_plan:
-        return parse_tensor_plan(hints.tensor_plan), False
+        return hints.styles(), False
     if patterns:
         return {}, True
     kind = type(model).__name__
