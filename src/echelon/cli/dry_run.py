@@ -30,7 +30,7 @@ def show(resolved: Resolved) -> None:
         UserError: it would not start; nothing has been printed.
     """
     from echelon.data.loader import size_note
-    from echelon.forecast.tryout import try_out
+    from echelon.forecast.memory import try_out
     from echelon.trainer.compatibility import interplay_notes
 
     config = resolved.config

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError, nearest
 from echelon.core.own import find_own
 from echelon.data.base import DataInfo, Source
-from echelon.data.digits import open_digits
 from echelon.data.folder import SMALL_IMAGE, common_size, open_folder
 from echelon.data.images import ImageArray, ImageFiles, Images
+from echelon.data.order import split
 from echelon.data.own import from_function
 from echelon.data.statistics import IMAGENET_MEAN, IMAGENET_STD, measure
 from echelon.data.torchvision_sets import SETS, open_torchvision
+
+_SPLIT_SEED = 0  # of the digits
+_EVALUATION_SHARE = 0.2
 
 
 def open_data(config: DataConfig, seed: int) -> Source:
@@ -98,3 +103,30 @@ def _own_size(images: Images) -> int:
     picture = images.picture(0)
     side = min(picture.height, picture.width)
     return side if side <= SMALL_IMAGE else 224
+
+
+def open_digits() -> tuple[ImageArray, ImageArray, tuple[str, ...]]:
+    """Return training (1,438) and evaluation (359) images, always split the same way, and the class names.
+
+    Real handwritten digits that come with scikit-learn (Kaynak 1995; UCI Optical Recognition of Handwritten Digits,
+    its test part).
+    """
+    table = _table()
+    pixels = np.rint(table[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
+    labels = table[:, -1].astype(np.int64)
+    train, evaluation = split(len(labels), _EVALUATION_SHARE, _SPLIT_SEED)
+    classes = tuple(str(digit) for digit in range(10))
+    return ImageArray(pixels[train], labels[train]), ImageArray(pixels[evaluation], labels[evaluation]), classes
+
+
+def _table() -> NDArray[np.float64]:
+    """Return 64 pixels in 0..16 and the label per row; scikit-learn's file is read without its slow import."""
+    package = importlib.util.find_spec("sklearn")
+    for folder in (package.submodule_search_locations or []) if package else []:
+        file = Path(folder) / "datasets" / "data" / "digits.csv.gz"
+        if file.exists():
+            return np.loadtxt(file, delimiter=",")
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    return np.column_stack([images, labels])

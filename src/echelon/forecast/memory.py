@@ -1,7 +1,7 @@
 """What a layout needs of memory on each rank, before anything starts: predicted from model, batch and optimizer.
 
 Every kind of rank is rehearsed (see `rehearsal`); what replicas add to it, and optimizer state that they divide, is
-reckoned from its sizes.
+reckoned from its sizes. `try_out` finds in this process, before there are workers, what they would refuse.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from torch import nn
 from echelon.config import RunConfig
 from echelon.core.axes import Axis
 from echelon.core.layout import Layout
+from echelon.data import LoaderConfig, open_data
 from echelon.data.base import DataInfo
+from echelon.data.recipe import make_rows
 from echelon.forecast.rehearsal import Peaks, Role, rehearse
 from echelon.models import build_model, hints_for
 from echelon.parallel.deferred_init import without_memory
@@ -28,8 +30,11 @@ from echelon.parallel.zero import divide
 from echelon.sync.state_bytes import Piece, StateBytes
 from echelon.tasks.nest import Nest
 from echelon.torch_compat import NEEDS_VALUES
+from echelon.trainer.assemble import check_enough
 from echelon.trainer.inputs import any_inputs, model_input, run_task
+from echelon.trainer.precision import to_fp8
 from echelon.trainer.resolved import ResolvedRun
+from echelon.trainer.world import choose_device
 
 _SAMPLES = 2  # of the forward pass by which a pipeline is cut
 
@@ -171,3 +176,44 @@ def _stages(
     stages = plan_stages(model, hints, settings, layout.pp, example)
     count = microbatch_count(settings, layout.pp, len(stages))
     return stages, batchnorm_notes(has_batchnorm([model]), count)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was found out about a run that can start."""
+
+    info: DataInfo
+    forecast: Forecast
+
+
+def try_out(run: ResolvedRun, workers: int, ranks: int) -> Findings:
+    """Open the data, find the devices, and rehearse the model, as workers will.
+
+    Args:
+        workers: of this machine.
+        ranks: of all machines.
+
+    Raises:
+        UserError: a worker would refuse this.
+    """
+    config = run.config
+    devices = [choose_device(config.training.device, local_rank, workers) for local_rank in range(workers)]
+    layout = run.layout_for(ranks)
+    source = open_data(config.data, config.training.seed)
+    check_enough(source.info, layout.dp * layout.fsdp)
+    settings = LoaderConfig.of(config.data, config.training.seed, devices[0])
+    make_rows(source.train, source.info, settings, training=True)
+    make_rows(source.evaluation, source.info, settings, training=False)
+    run_task(config, source.info)
+    _try_model(config, source.info, devices[0])
+    return Findings(source.info, forecast(run, source.info, ranks))
+
+
+def _try_model(config: RunConfig, info: DataInfo, device: torch.device) -> None:
+    """Build what the rehearsal leaves out: weights from a file, and 8-bit layers."""
+    in_8_bits = config.training.precision == "fp8"
+    if not (config.model.weights or in_8_bits):
+        return
+    model = build_model(config.model, model_input(info, run_task(config, info)))
+    if in_8_bits:
+        to_fp8(model, device)

@@ -15,9 +15,9 @@ from echelon.config.validate import check_world
 from echelon.core.errors import UserError, naming
 from echelon.core.files import full_disk_in_words
 from echelon.launch.link import check_link
+from echelon.launch.places import build_place
 from echelon.launch.places.base import Started
 from echelon.launch.places.local import start_import_server
-from echelon.launch.places.registry import build_place
 from echelon.launch.plan import LaunchPlan, is_worker, thread_count, worker_count
 from echelon.launch.supervisor import Death, Refused, RunFailed, Watch, supervise
 from echelon.records.events import MachineLeft, RankFailed, Refusal, RoleFailed, WorkerDied
@@ -165,8 +165,7 @@ def _lock(path: Path, config: RunConfig) -> AbstractContextManager[None]:
 
 
 def _start_as_worker(config: RunConfig, user_objects: UserObjects | None) -> Outcome:
-    from echelon.run.under_launcher import agree_on_folder
-    from echelon.run.worker import train_rank
+    from echelon.run.worker import agree_on_folder, train_rank
 
     check(config, user_objects)
     path = agree_on_folder(config)

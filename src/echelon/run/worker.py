@@ -1,4 +1,4 @@
-"""Where the parts meet: one worker process, from a run's folder to its end."""
+"""Where the parts meet: one worker process, from a run's folder, which ranks of a launcher agree on, to its end."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store, TCPStore
 
-from echelon.config import load_run_config
+from echelon.config import RunConfig, load_run_config
 from echelon.coordinator.addresses import ROLES_FOLDER, note_status
 from echelon.core.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import full_disk_in_words, is_full
@@ -27,11 +30,14 @@ from echelon.reporting.report import write_report
 from echelon.run.resolve import resolve
 from echelon.trainer.assemble import UserObjects, assemble, assemble_worker
 from echelon.trainer.batches import EpochOrder
+from echelon.trainer.folder import CONFIG_FILE, create, default_folder
 from echelon.trainer.loop import TrainingRun, fit
 from echelon.trainer.precision import set_numerics
 from echelon.trainer.process import leave, log_to, one_line
 from echelon.trainer.stop import stop_on_signals
 from echelon.trainer.world import join_worker, join_world
+
+_STORE_TIMEOUT = timedelta(seconds=60)
 
 
 def run_worker(folder: str, user_objects: UserObjects | None = None) -> None:
@@ -145,3 +151,44 @@ def _end(run: TrainingRun, path: Path, status: str, measured_bytes: int) -> None
         seconds = read_launch(path).seconds_since()
         run.progress.record.write(End(status, seconds=seconds, other_wire_bytes=int(others)))
         write_report(path)
+
+
+def agree_on_folder(config: RunConfig) -> Path:
+    """Return the run's folder: rank 0 makes it and tells the others; a restarted group goes on in the same one.
+
+    Raises:
+        UserError: rank 0 could not make the folder.
+    """
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    key = "echelon/folder"
+    store = _launcher_store()
+    if int(os.environ["RANK"]) != 0:
+        name = store.get(key).decode()
+        if not name:
+            raise UserError("rank 0 could not make the run's folder")
+        return Path(name)
+    if restarted and store.check([key]):
+        return Path(store.get(key).decode())
+    try:
+        path = Path(config.run) if config.run else default_folder(config)
+        if not (restarted and (path / CONFIG_FILE).exists()):
+            create(path, replace(config, run=str(path)))
+    except UserError:
+        store.set(key, "")
+        raise
+    store.set(key, str(path))
+    return path
+
+
+def _launcher_store() -> Store:
+    """Connect to the store that the launcher keeps.
+
+    Raises:
+        UserError: the launcher keeps none.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise UserError(
+            "RANK and WORLD_SIZE are set but no launcher's store was found: start with torchrun, or unset them"
+        )
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False)

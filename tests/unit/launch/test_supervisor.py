@@ -10,8 +10,8 @@ import pytest
 
 from echelon.core.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from echelon.launch.link import Host
+from echelon.launch.places import build_place
 from echelon.launch.places.base import Event, Exited, Group, Job, Place, Process, Restart, Started
-from echelon.launch.places.registry import build_place
 from echelon.launch.supervisor import Death, Refused, RunFailed, Watch, supervise
 
 
