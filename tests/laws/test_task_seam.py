@@ -157,7 +157,7 @@ def test_it_trains_resumes_evaluates_and_reports(runs: Runs) -> None:
     assert numbers["metrics"]["rmse"] == pytest.approx(rmse(whole)) and "top1" not in numbers["metrics"]
     assert json.loads((whole.folder / "evaluation.json").read_text())["metrics"]["rmse"] == best
     page = (whole.folder / "report.html").read_text()
-    assert "RMSE" in page and "Errors of the toy" in page and "top-1" not in page
+    assert "RMSE" in page and "Errors of the toy" in page and 'id="toy-errors"' in page and "top-1" not in page
     assert "No evaluation was recorded" not in whole.text() and "RMSE" in whole.text()
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import torch.distributed as dist
 
 from echelon.config import build
 from echelon.data import Batch
+from echelon.tasks.base import EvaluationResult
 from echelon.tasks.classification_metrics import ClassificationMetrics
 from echelon.trainer.evaluate import batches_of_all
 from tests.ranks.layouts import make_world
@@ -18,7 +18,7 @@ SAMPLES, CLASSES = 101, 6
 LIMITS = (10**6, 300, 50)  # exact ROC; binned at the end; binned while counting
 
 
-def evaluate(parts: tuple[int, ...], index: int, group: dist.ProcessGroup | None, limit: int) -> dict[str, Any]:
+def evaluate(parts: tuple[int, ...], index: int, group: dist.ProcessGroup | None, limit: int) -> EvaluationResult:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(SAMPLES, CLASSES, generator=generator)
     targets = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
@@ -29,7 +29,7 @@ def evaluate(parts: tuple[int, ...], index: int, group: dist.ProcessGroup | None
     return evaluation.compute(group)
 
 
-def on_rank(rank: Rank, parts: tuple[int, ...]) -> list[dict[str, Any]]:
+def on_rank(rank: Rank, parts: tuple[int, ...]) -> list[EvaluationResult]:
     return [evaluate(parts, rank.index, dist.group.WORLD, limit) for limit in LIMITS]
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from echelon.core.task import Metric, ReportTable
+from echelon.core.figure import Chart, ReportSection, ReportTable
+from echelon.core.task import Metric
 from echelon.models import Hints
-from echelon.tasks.base import Task
+from echelon.tasks.base import EvaluationResult, Task
 
 
 class SquaredErrors:
@@ -25,11 +25,11 @@ class SquaredErrors:
         error = outputs.squeeze(-1).double() - targets["value"].double()
         self.sums += torch.stack([error.square().sum(), error.abs().sum(), torch.tensor(float(len(error)))])
 
-    def compute(self, group: dist.ProcessGroup | None = None) -> dict[str, object]:
+    def compute(self, group: dist.ProcessGroup | None = None) -> EvaluationResult:
         if group is not None:
             dist.all_reduce(self.sums, group=group)
         squares, absolute, samples = self.sums.tolist()
-        return {"metrics": {"rmse": (squares / samples) ** 0.5, "mae": absolute / samples}}
+        return EvaluationResult({"rmse": (squares / samples) ** 0.5, "mae": absolute / samples})
 
 
 class Regression(Task):
@@ -42,9 +42,11 @@ class Regression(Task):
     def metrics(self, device: torch.device) -> SquaredErrors:
         return SquaredErrors(device)
 
-    def tables(self, detail: Mapping[str, Any]) -> Sequence[ReportTable]:
-        rows = [[name, f"{value:.3f}"] for name, value in detail["metrics"].items()]
-        return (ReportTable("Errors of the toy", ("error", "value"), rows),)
+    def report_sections(self, result: EvaluationResult) -> Sequence[ReportSection]:
+        rows = [[name, f"{value:.3f}"] for name, value in result.metrics.items()]
+        bars = {"type": "bar", "x": list(result.metrics), "y": list(result.metrics.values())}
+        chart = Chart("toy-errors", "The toy's errors as bars", "Lower is better.", "Errors.", [bars])
+        return (ReportSection("Toy", [chart], [ReportTable("Errors of the toy", ("error", "value"), rows)]),)
 
 
 class Weighted(Regression):

@@ -43,15 +43,6 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class ReportTable:
-    """What a task shows of an evaluation in reports: rows of text below a head."""
-
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-@dataclass(frozen=True)
 class TaskFacts:
     """A task in a run's record.
 

@@ -36,6 +36,7 @@ from echelon.records.kinds import End, Start
 from echelon.reporting.report import write_report
 from echelon.run.resolve import resolve
 from echelon.sync.ps import server_settings
+from echelon.tasks.base import EvaluationResult
 from echelon.trainer.display import Display, RunLength
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.process import leave, log_to, one_line
@@ -170,7 +171,9 @@ class Chronicle:
         evaluation = result.evaluation
         if evaluation is None:
             return
-        report = EvaluationReport(evaluation.loss, evaluation.samples, evaluation.seconds, evaluation.metrics, {})
+        report = EvaluationReport(
+            evaluation.loss, evaluation.samples, evaluation.seconds, EvaluationResult(evaluation.metrics)
+        )
         self._progress.evaluated(epoch, evaluation.step, report)
         self._progress.epoch_ended(epoch, report)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.core.errors import UserError
-from echelon.core.task import Metric, ReportTable, TaskFacts
+from echelon.core.figure import ReportSection
+from echelon.core.task import Metric, TaskFacts
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
 
@@ -76,18 +77,27 @@ class TaskSettings:
     class_weights: str = "none"
 
 
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What an evaluation gave, in plain values for JSON.
+
+    Attributes:
+        metrics: the primary one among them; None: undefined.
+        detail: what the task's sections are made of, and what other programs may read in `evaluation.json`.
+    """
+
+    metrics: Mapping[str, float | None]
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Metrics(Protocol):
     """Collects what a rank's part of the evaluation set gave; then makes metrics of all ranks' parts."""
 
     def update(self, outputs: Any, targets: Nest) -> None:
         """Count a batch: the model's outputs and the targets, B samples each; B may be 0."""
 
-    def compute(self, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
-        """Return plain values for JSON, the same on every rank of `group`; all call it, with or without samples.
-
-        `metrics` maps names to numbers (None: undefined), the primary one among them; the other keys are details for
-        the task's own report sections.
-        """
+    def compute(self, group: dist.ProcessGroup | None = None) -> EvaluationResult:
+        """Return the metrics, the same on every rank of `group`; all call it, with or without samples."""
 
 
 class Task(ABC):
@@ -153,12 +163,8 @@ class Task(ABC):
     def metrics(self, device: torch.device) -> Metrics:
         """Return a new accumulator of metrics for outputs on a device."""
 
-    def tables(self, detail: Mapping[str, Any]) -> Sequence[ReportTable]:
-        """Return what reports show of an evaluation beside its metrics.
-
-        Args:
-            detail: what `Metrics.compute` returned.
-        """
+    def report_sections(self, result: EvaluationResult) -> Sequence[ReportSection]:
+        """Return what reports show of an evaluation beside its metrics; one rank is asked, when it is the best."""
         return ()
 
     def wrong_outputs(self, outputs: Any, samples: int) -> str:

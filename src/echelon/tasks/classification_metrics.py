@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.tasks.base import EvaluationResult
+
 if TYPE_CHECKING:
     from torchmetrics import Metric
     from torchmetrics.classification import MulticlassROC
@@ -90,14 +92,14 @@ class ClassificationMetrics:
             self._scores, self._targets = [], []
         return self._binned
 
-    def compute(self, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+    def compute(self, group: dist.ProcessGroup | None = None) -> EvaluationResult:
         """Return the metrics over all ranks of `group` (None: this process alone), the same on every rank.
 
         All ranks must call it, also one that had no samples. Only tensors travel.
 
         Returns:
-            Plain values for JSON (what is undefined is None):
-            metrics: top1, top5, macro_precision, macro_recall, macro_f1, roc_auc, each in 0..1;
+            metrics: top1, top5, macro_precision, macro_recall, macro_f1, roc_auc, each in 0..1; and the detail (what is
+            undefined is None):
             per_class: precision, recall, f1, roc_auc, support, each a list over classes;
             confusion: C lists of C counts, row the true class, column the predicted one;
             roc: "macro" and the number of each class, to {"fpr": [...], "tpr": [...]} of at most 200 points;
@@ -121,14 +123,15 @@ class ClassificationMetrics:
         if samples and not broken:
             curves = self._curves(samples, group)
         areas = [None if curve is None else float(np.trapezoid(curve[1], curve[0])) for curve in curves]
-        return {
-            "metrics": {**metrics, "roc_auc": _mean([area for area in areas if area is not None])},
+        detail = {
             "per_class": {**per_class, "roc_auc": areas, "support": confusion.sum(1).tolist()},
             "confusion": confusion.tolist(),
             "roc": _drawn(curves),
             "notes": notes,
             "classes": self._names,
         }
+        mean_area = _mean([area for area in areas if area is not None])
+        return EvaluationResult({**metrics, "roc_auc": mean_area}, detail)
 
     def _notes(self, samples: int, broken: int, confusion: Tensor) -> list[str]:
         notes = [f"top5 counts the {self._classes} best of {self._classes} classes"] if self._classes < TOP_K else []

@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echelon.core.errors import UserError
+from echelon.core.figure import ReportSection
 from echelon.core.task import BEFORE_TASKS
 from echelon.tasks import nest
-from echelon.tasks.base import DataFacts, Metrics, Task, TaskSettings
+from echelon.tasks.base import DataFacts, EvaluationResult, Metrics, Task, TaskSettings
 from echelon.tasks.classification_metrics import ClassificationMetrics
+from echelon.tasks.classification_report import class_sections
 
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 
@@ -84,6 +86,10 @@ class ImageClassification(Task):
     def metrics(self, device: torch.device) -> Metrics:
         """Return an accumulator of top-1, top-5, precision, recall, F1, ROC and the confusion matrix."""
         return ClassificationMetrics(self.classes, device)
+
+    def report_sections(self, result: EvaluationResult) -> Sequence[ReportSection]:
+        """Return the confusion matrix, the ROC curves and the table of the classes."""
+        return class_sections({**result.detail, "metrics": result.metrics})
 
     def wrong_outputs(self, outputs: Any, samples: int) -> str:
         """Say what is wrong with a model's outputs."""

@@ -109,7 +109,7 @@ class EpochOrder:
             cursor.epoch, cursor.batch = cursor.epoch + 1, 0
         if report is not None:
             with self._pause("checkpoint"):
-                run.saver.consider_best(cursor, report, run.task.primary)
+                run.saver.consider_best(cursor, report, run.task)
         if self._trained:
             with self.window.pause(RECORDING):
                 run.progress.epoch_ended(epoch, report)

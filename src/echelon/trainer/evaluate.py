@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from torch import nn
 from echelon.core.axes import Axis
 from echelon.data.loader import EvalLoader
 from echelon.tasks import nest
-from echelon.tasks.base import Task
+from echelon.tasks.base import EvaluationResult, Task
 from echelon.tasks.nest import Nest
 from echelon.trainer.step import evaluating
 from echelon.trainer.world import World
@@ -22,13 +21,17 @@ from echelon.trainer.world import World
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """Metrics over the whole evaluation set, the mean loss per unit, and the detail for the report."""
+    """What the evaluation set gave, and the mean loss per unit."""
 
     loss: float
     samples: int
     seconds: float
-    metrics: dict[str, float | None]
-    detail: dict[str, Any]
+    result: EvaluationResult
+
+    @property
+    def metrics(self) -> Mapping[str, float | None]:
+        """Metrics over the whole evaluation set; None: undefined."""
+        return self.result.metrics
 
 
 def evaluate(model: nn.Module, loader: EvalLoader, task: Task, world: World) -> EvaluationReport:
@@ -49,11 +52,9 @@ def evaluate(model: nn.Module, loader: EvalLoader, task: Task, world: World) -> 
         totals = totals.to(world.device)
         dist.all_reduce(totals, group=world.data_group)
     total_loss, units, samples = totals.tolist()
-    detail = metrics.compute(world.data_group)
-    if tables := task.tables(detail):
-        detail["tables"] = [asdict(table) for table in tables]
+    result = metrics.compute(world.data_group)
     seconds = time.perf_counter() - began
-    return EvaluationReport(total_loss / max(1.0, units), round(samples), seconds, detail["metrics"], detail)
+    return EvaluationReport(total_loss / max(1.0, units), round(samples), seconds, result)
 
 
 def _without_gradients(world: World) -> torch.inference_mode | torch.no_grad:

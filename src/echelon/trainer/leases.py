@@ -205,8 +205,8 @@ class Leases:
         done = EvaluationDone(task.task)
         if task.evaluate:
             report = evaluate_agreed(self._run)
-            result = CopyResult(report.loss, report.metrics, report.seconds, report.samples, task.step)
-            is_best = saver.consider_best(cursor, report, self._run.task.primary)
+            result = CopyResult(report.loss, dict(report.metrics), report.seconds, report.samples, task.step)
+            is_best = saver.consider_best(cursor, report, self._run.task)
             done = EvaluationDone(task.task, best=saver.best if is_best else None, evaluation=result)
         if task.reason:
             saver.save(cursor, task.reason)

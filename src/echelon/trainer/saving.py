@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,11 +27,11 @@ from echelon.checkpoint import (
 )
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
-from echelon.core.task import Metric
 from echelon.parallel.local_shards import LocalShards
 from echelon.records.events import CheckpointRejected
 from echelon.records.file import Recorder
 from echelon.records.kinds import Checkpoint
+from echelon.tasks.base import Task
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.sharded_state import list_groups, to_parts
 from echelon.trainer.state import (
@@ -204,18 +204,24 @@ class Saver:
                 tree = {**captured.tree, "fingerprint": self._fingerprint, "best": self.best}
                 self._store.save(cursor.step, tree, metric=metric, arriving=captured.arriving, reason=reason)
 
-    def consider_best(self, cursor: Cursor, report: EvaluationReport, primary: Metric) -> bool:
-        """Keep a checkpoint, and the evaluation's detail, when the primary metric is the best so far; returns whether.
+    def consider_best(self, cursor: Cursor, report: EvaluationReport, task: Task) -> bool:
+        """Keep a checkpoint, and what reports show of the evaluation, when the primary metric is the best so far.
 
         All ranks call it together.
+
+        Returns:
+            Whether it is the best.
         """
+        primary = task.primary
         value = report.metrics[primary.name]
         if value is None or not primary.better(value, self.best):
             return False
         self.best = value
         if self._state.leads:
-            detail = {**report.detail, "epoch": cursor.epoch, "step": cursor.step}
-            write_atomic(self._folder / EVALUATION_FILE, json.dumps(detail))
+            sections = [asdict(section) for section in task.report_sections(report.result)]
+            detail = {"metrics": report.metrics, **report.result.detail, "sections": sections}
+            stored = {**detail, "epoch": cursor.epoch, "step": cursor.step}
+            write_atomic(self._folder / EVALUATION_FILE, json.dumps(stored))
         self.save(cursor, "best", metric=primary.score(value))
         return True
 

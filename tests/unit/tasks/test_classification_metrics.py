@@ -31,7 +31,8 @@ def evaluate(logits: Tensor, targets: Tensor, batch: int = 37, **options: Any) -
     evaluation = ClassificationMetrics([str(c) for c in range(logits.shape[1])], CPU, **options)
     for part in range(0, len(targets), batch):
         evaluation.update(logits[part : part + batch], targets[part : part + batch])
-    result = evaluation.compute()
+    computed = evaluation.compute()
+    result = {"metrics": computed.metrics, **computed.detail}
     assert json.loads(json.dumps(result, allow_nan=False)) == result
     return result
 

@@ -6,7 +6,7 @@ Other pages are built from the same pieces: `Chart`, `render_page` and the templ
 
 from __future__ import annotations
 
-from echelon.reporting.report.figure import Chart
+from echelon.core.figure import Chart
 from echelon.reporting.report.page import render_page
 from echelon.reporting.report.records import RunRecord, load_run
 from echelon.reporting.report.summary import Summary, summarise

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from echelon.core.figure import Chart, Json, axis, color, line, pick, safe
 from echelon.core.units import format_bytes, format_seconds
 from echelon.observe.phases import PHASES, Phase
 from echelon.records.kinds import Steps
-from echelon.reporting.report.figure import Chart, Json, axis, color, line, pick, safe
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import Timing
 

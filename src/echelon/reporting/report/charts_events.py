@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
+from echelon.core.figure import Chart, Json, axis, color, safe
 from echelon.core.units import format_bytes, format_seconds
 from echelon.records.events import Event, WorkerDied
 from echelon.records.kinds import Checkpoint, End, Evaluation, Start
 from echelon.reporting.report.clock import Sitting, elapsed_s, sittings
-from echelon.reporting.report.figure import Chart, Json, axis, color, safe
 from echelon.reporting.report.records import RunRecord
 
 _ROWS = ("checkpoint", "event", "evaluation", "attempt")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from echelon.core.figure import Chart, axis, dots, line, pick, thin
 from echelon.records.kinds import Steps
-from echelon.reporting.report.figure import Chart, axis, dots, line, pick, thin
 from echelon.reporting.report.records import RunRecord
 
 _RAW_POINTS = 1500

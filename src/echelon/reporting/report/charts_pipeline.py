@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from echelon.core.errors import UserError
+from echelon.core.figure import Chart, Json, axis, color, safe
 from echelon.core.files import write_atomic
 from echelon.records.kinds import PipelineAction, PipelineStep
-from echelon.reporting.report.figure import Chart, Json, axis, color, safe
 from echelon.reporting.report.records import RunRecord, load_run
 
 TOKENS = {"forward": "forward", "backward": "backward", "input": "backward", "weight": "update"}

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeVar
 
+from echelon.core.figure import Chart, Json, axis, color, line, pick, safe
 from echelon.core.units import format_bytes, format_seconds
 from echelon.records.kinds import ServerWindow, WorkerWindow
 from echelon.reporting.report.clock import elapsed_s, sittings
-from echelon.reporting.report.figure import Chart, Json, axis, color, line, pick, safe
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.tables import Table
 

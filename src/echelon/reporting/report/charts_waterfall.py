@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from echelon.core.figure import Chart, Choice, Json, axis, color, safe
 from echelon.core.units import format_seconds
 from echelon.observe.phases import Phase
-from echelon.reporting.report.figure import Chart, Json, axis, color, safe
 from echelon.reporting.report.waterfall import END, MISSING, RESTART, START, Waterfall
 
 WAITING = "waiting for servers"
@@ -44,7 +44,7 @@ def waterfall_chart(waterfall: Waterfall | None, served: bool = False) -> Chart 
     largest = sorted(shown.items(), key=lambda item: -item[1][0])[:4]
     said = ", ".join(f"{part_name(n, served)} {format_seconds(s[0])}" for n, s in largest)
     label = f"Of {format_seconds(waterfall.wall_s)} on rank 0: {said}."
-    choices = tuple((f"rank {r}", [r]) for r in ranks) if waterfall.ranks > 1 else ()
+    choices = tuple(Choice(f"rank {r}", [r]) for r in ranks) if waterfall.ranks > 1 else ()
     height = 110 + 26 * len(places)
     return Chart("waterfall", "Where the wall time went", caption, label, traces, layout, height, True, choices, "Rank")
 

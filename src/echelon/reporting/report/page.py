@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from echelon.reporting.report.figure import Chart
+from echelon.core.figure import Chart
 from echelon.reporting.report.summary import finite
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -25,7 +25,6 @@ def render_page(template: str, charts: Iterable[Chart], **context: Any) -> str:
 
     drawn = list(charts)
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
-    environment.filters["fixed"] = _fixed
     return environment.get_template(template).render(
         style=Markup(_asset("page.css")),
         script=Markup(_asset("page.js")),
@@ -47,13 +46,9 @@ def _figure(chart: Chart) -> dict[str, Any]:
     return {
         "traces": chart.traces,
         "layout": {**chart.layout, "height": chart.height},
-        "choices": [shown for _, shown in chart.choices],
+        "choices": [choice.traces for choice in chart.choices],
     }
 
 
 def _asset(name: str) -> str:
     return (_TEMPLATES / name).read_text(encoding="utf-8")
-
-
-def _fixed(value: float | None, digits: int = 4) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"

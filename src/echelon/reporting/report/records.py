@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,10 +16,13 @@ from typing import Any, TypeVar
 import yaml
 
 from echelon.core.errors import UserError
+from echelon.core.figure import ReportSection
 from echelon.core.task import BEFORE_TASKS, TaskFacts
+from echelon.records.decode import decode
 from echelon.records.events import Event
 from echelon.records.file import RECORD_FILE, RecordReader
 from echelon.records.kinds import Evaluation, Record, ServerWindow, Start, Steps
+from echelon.tasks.classification_report import class_sections
 
 T = TypeVar("T", bound=Record)
 Json = dict[str, Any]
@@ -50,6 +53,14 @@ class Attempt:
 
 
 @dataclass(frozen=True)
+class StoredEvaluation:
+    """What `evaluation.json` holds of the best evaluation, for summaries and for the page."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    sections: Sequence[ReportSection] = ()
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """All that a run's folder says; `records` in the order written."""
 
@@ -57,7 +68,7 @@ class RunRecord:
     records: Sequence[Record] = ()
     config_text: str = ""
     config: Json = field(default_factory=dict)
-    detail: Json = field(default_factory=dict)
+    evaluation: StoredEvaluation = StoredEvaluation()
     notes: Sequence[str] = ()
 
     @cached_property
@@ -158,8 +169,8 @@ def load_run(run: Path) -> RunRecord:
     config_text = _read_text(run / CONFIG_FILE, notes)
     records = _read_all(run, notes)
     config = _parse_config(config_text, notes)
-    detail = _read_detail(run / EVALUATION_FILE, notes)
-    return RunRecord(run.resolve().name, records, config_text, config, detail, notes)
+    evaluation = _read_evaluation(run / EVALUATION_FILE, records, notes)
+    return RunRecord(run.resolve().name, records, config_text, config, evaluation, notes)
 
 
 def _read_all(run: Path, notes: list[str]) -> list[Record]:
@@ -193,14 +204,24 @@ def _parse_config(text: str, notes: list[str]) -> Json:
     return config if isinstance(config, dict) else {}
 
 
-def _read_detail(path: Path, notes: list[str]) -> Json:
+def _read_evaluation(path: Path, records: Sequence[Record], notes: list[str]) -> StoredEvaluation:
     try:
-        detail = json.loads(path.read_bytes())
+        values = json.loads(path.read_bytes())
+        if "sections" in values:
+            sections = [decode(ReportSection, section) for section in values["sections"]]
+        else:
+            sections = _sections_before_tasks(values, records)
     except FileNotFoundError:
-        return {}
-    except ValueError:
-        detail = None
-    if not isinstance(detail, dict):
-        notes.append(f"{path.name} is torn or not JSON: confusion matrix and ROC are left out.")
-        return {}
-    return detail
+        return StoredEvaluation()
+    except (ValueError, TypeError, KeyError, AttributeError):
+        notes.append(f"{path.name} is torn or not JSON: its charts and tables are left out.")
+        return StoredEvaluation()
+    metrics = values.get("metrics")
+    numbers = metrics.items() if isinstance(metrics, dict) else ()
+    return StoredEvaluation({name: v for name, v in numbers if isinstance(v, int | float)}, sections)
+
+
+def _sections_before_tasks(values: Json, records: Sequence[Record]) -> list[ReportSection]:
+    """Return the sections of an evaluation that holds none: earlier versions classified, and kept what charts need."""
+    start = next((record for record in reversed(records) if isinstance(record, Start)), None)
+    return class_sections(values, start.classes if start else ())

@@ -208,8 +208,8 @@ def _metrics(record: RunRecord, evaluations: list[Evaluation]) -> dict[str, floa
     metrics: dict[str, float | None] = {m.name: None for m in (record.task.primary, *record.task.headlines)}
     if evaluations:
         metrics.update(evaluations[-1].metrics)
-    elif isinstance(record.detail.get("metrics"), dict):
-        metrics.update({str(k): v for k, v in record.detail["metrics"].items() if isinstance(v, int | float)})
+    else:
+        metrics.update(record.evaluation.metrics)
     return metrics
 
 

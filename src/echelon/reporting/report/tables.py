@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from echelon.core.task import ReportTable
 from echelon.core.units import format_bytes, format_seconds, rounded
-from echelon.records.decode import decode
 from echelon.records.events import Event
 from echelon.records.kinds import Checkpoint, End, LinkTraffic, Record, Start
 from echelon.reporting.report.charts_cost import phase_order
@@ -35,12 +33,6 @@ class Headline:
     label: str
     value: str
     aside: str = ""
-
-
-def task_tables(record: RunRecord) -> list[Table]:
-    """Return what the run's task shows of its best evaluation, as it was recorded."""
-    recorded = [decode(ReportTable, each) for each in record.detail.get("tables") or ()]
-    return [Table(each.title, list(each.head), [list(row) for row in each.rows]) for each in recorded]
 
 
 def headlines(s: Summary) -> list[Headline]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from echelon.core.files import write_atomic
 from echelon.reporting.report.charts_cost import time_charts, traffic_charts
-from echelon.reporting.report.charts_eval import class_rows, evaluation_charts
 from echelon.reporting.report.charts_events import timeline_chart
 from echelon.reporting.report.charts_learning import learning_charts
 from echelon.reporting.report.charts_pipeline import pipeline_charts
@@ -28,7 +27,6 @@ from echelon.reporting.report.tables import (
     prediction_table,
     rank_table,
     slow_step_table,
-    task_tables,
     waterfall_table,
 )
 from echelon.reporting.report.timing import measure
@@ -66,13 +64,12 @@ def render_run(record: RunRecord, summary: Summary) -> str:
     waterfall = waterfall_chart(summary.waterfall, record.served)
     sections = {
         "learning": learning_charts(record),
-        "evaluation": evaluation_charts(record),
+        "evaluation": [chart for section in record.evaluation.sections for chart in section.charts],
         "time": [*([waterfall] if waterfall else []), *time_charts(record, timing), *pipeline_charts(record)],
         "traffic": traffic_charts(record),
         "servers": server_charts(record),
         "events": [timeline] if timeline else [],
     }
-    detail_notes = record.detail.get("notes")
     return render_page(
         "run.html.j2",
         [chart for charts in sections.values() for chart in charts],
@@ -81,9 +78,7 @@ def render_run(record: RunRecord, summary: Summary) -> str:
         words=closing_words(summary),
         headlines=headlines(summary),
         sections=sections,
-        class_rows=class_rows(record),
-        task_tables=task_tables(record),
-        evaluation_notes=[str(n) for n in detail_notes] if isinstance(detail_notes, list) else [],
+        task_sections=record.evaluation.sections,
         traffic_notes=link_words(record),
         ranks=rank_table(record, timing),
         waterfall=waterfall_table(record, summary),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from echelon.core.figure import Chart, Json, axis, color, safe
 from echelon.core.units import format_bytes, format_seconds
 from echelon.observe.phases import PHASES
-from echelon.reporting.report.figure import Chart, Json, axis, color, safe
 from echelon.study.base import COMPLETED
 from echelon.study.page.scene import CandidateStyle, Scene, Spread, spread
 

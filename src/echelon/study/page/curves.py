@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from echelon.core.figure import Chart, Json, axis, color, line
 from echelon.core.units import format_bytes, format_seconds
-from echelon.reporting.report.figure import Chart, Json, axis, color, line
 from echelon.study.metric import PrimaryMetric
 from echelon.study.page.scene import LOG_FROM, CandidateStyle, CurvePoint, Scene, curve
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from echelon.core.figure import Chart, Json, axis, color
 from echelon.core.units import format_bytes, format_seconds
-from echelon.reporting.report.figure import Chart, Json, axis, color
 from echelon.study.metric import PrimaryMetric
 from echelon.study.page.scene import LOG_FROM, CandidateStyle, Scene, Spread, spread
 

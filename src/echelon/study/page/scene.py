@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from echelon.reporting.report.figure import safe
+from echelon.core.figure import safe
 from echelon.study.base import COMPLETED, Study
 from echelon.study.metric import PrimaryMetric
 from echelon.study.tables import PointRow, RunRow

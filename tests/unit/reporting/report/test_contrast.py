@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from echelon.reporting import report
-from echelon.reporting.report.charts_eval import HEAT, on_heat
+from echelon.tasks.classification_report import HEAT, on_heat
 
 CSS = (Path(report.__file__).parent / "templates" / "page.css").read_text()
 THEMES = dict(zip(("light", "dark", "print"), re.findall(r":root \{(.*?)\}", CSS, re.DOTALL), strict=True))

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from echelon.core.figure import safe
 from echelon.reporting.report import write_report
-from echelon.reporting.report.charts_eval import most_confused, worst_pairs
-from echelon.reporting.report.figure import safe
 from echelon.reporting.report.page import script_json
+from echelon.tasks.classification_report import most_confused, worst_pairs
 from tests.unit.reporting.report.fixtures import LiveState, make_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -1,12 +1,15 @@
-"""Charts of the last evaluation in detail: confusion matrix and ROC curves; and the per-class table."""
+"""What a report shows of a classification: confusion matrix, ROC curves, and the table of the classes.
+
+It is made of an evaluation's detail, as `ClassificationMetrics` gives it and as `evaluation.json` keeps it. What a
+detail of an earlier version lacks is left out. C classes.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from echelon.reporting.report.figure import Chart, Json, axis, color, line, pick, safe
-from echelon.reporting.report.records import RunRecord
+from echelon.core.figure import Chart, Choice, Json, ReportSection, ReportTable, axis, color, line, pick, safe
 
 _MOST_CLASSES = 30
 _NUMBERED_CELLS = 12
@@ -17,47 +20,45 @@ ON_HEAT = ((0.37, "on-low"), (0.62, "on-mid"), (1.0, "on-high"))
 """The colour of a number up to each share; where one colour stops being readable, the other begins (by theme)."""
 
 
-@dataclass(frozen=True)
-class ClassRow:
-    """One class of the per-class table; None where it was not recorded."""
+def class_sections(detail: Mapping[str, Any], names: Sequence[str] = ()) -> list[ReportSection]:
+    """Return the section of the classes, as far as the detail of an evaluation holds it.
 
-    name: str
-    precision: float | None
-    recall: float | None
-    f1: float | None
-    roc_auc: float | None
-    support: int | None
-
-
-def class_names(record: RunRecord) -> list[str]:
-    """Names of the classes, from the evaluation or from the start of the run."""
-    names = record.detail.get("classes")
-    if not isinstance(names, list):
-        return list(record.last_start.classes) if record.last_start else []
-    return [str(n) for n in names]
-
-
-def class_rows(record: RunRecord) -> list[ClassRow]:
-    """Rows of the per-class table, the lowest F1 first."""
-    table = record.detail.get("per_class")
-    if not isinstance(table, dict):
+    Args:
+        detail: with `metrics`, `confusion`, `roc`, `per_class`, `notes`, `classes`.
+        names: of the classes, where the detail has none.
+    """
+    recorded = detail.get("classes")
+    labels = [str(n) for n in (recorded if isinstance(recorded, list | tuple) else names)]
+    charts = [chart for chart in (_confusion(detail, labels), _roc(detail, labels)) if chart]
+    table = _class_table(detail, labels)
+    notes = detail.get("notes")
+    if not charts and table is None:
         return []
+    shown = [str(note) for note in notes] if isinstance(notes, list) else []
+    return [ReportSection("Classes", charts, [table] if table else [], shown)]
+
+
+def _class_table(detail: Mapping[str, Any], names: Sequence[str]) -> ReportTable | None:
+    """Return precision, recall, F1, ROC AUC and samples of each class, the lowest F1 first."""
+    columns = detail.get("per_class")
+    if not isinstance(columns, dict) or not names:
+        return None
+    scores = [_at(columns.get("f1"), i) for i in range(len(names))]
+    order = sorted(range(len(names)), key=lambda i: (scores[i] is None, scores[i] or 0.0))
     rows = []
-    for i, name in enumerate(class_names(record)):
-        value = {key: _at(table.get(key), i) for key in ("precision", "recall", "f1", "roc_auc", "support")}
-        support = value.pop("support")
-        rows.append(ClassRow(name=name, support=None if support is None else int(support), **value))
-    return sorted(rows, key=lambda r: (r.f1 is None, r.f1 or 0.0))
+    for i in order:
+        values = [_at(columns.get(key), i) for key in ("precision", "recall", "f1", "roc_auc")]
+        samples = _at(columns.get("support"), i)
+        texts = ["–" if value is None else f"{value:.4f}" for value in values]
+        rows.append([names[i], *texts, "–" if samples is None else str(int(samples))])
+    head = ["class", "precision", "recall", "F1", "ROC AUC", "samples"]
+    summary = f"Per class, the weakest first ({len(rows)} classes)"
+    return ReportTable("Metrics per class, the lowest F1 first", head, rows, summary, meter=head.index("F1"))
 
 
 def _at(column: Any, i: int) -> float | None:
     value = column[i] if isinstance(column, list) and i < len(column) else None
     return float(value) if isinstance(value, int | float) else None
-
-
-def evaluation_charts(record: RunRecord) -> list[Chart]:
-    """Confusion matrix and ROC, as far as the evaluation holds them."""
-    return [c for c in (_confusion(record), _roc(record)) if c]
 
 
 def most_confused(matrix: list[list[float]], limit: int) -> list[int]:
@@ -82,18 +83,18 @@ def _square(matrix: Any) -> bool:
     return bool(rows) and all(isinstance(row, list) and len(row) == len(rows) for row in rows)
 
 
-def _confusion(record: RunRecord) -> Chart | None:
-    matrix = record.detail.get("confusion")
+def _confusion(detail: Mapping[str, Any], labels: Sequence[str]) -> Chart | None:
+    matrix = detail.get("confusion")
     if not _square(matrix):
         return None
     assert isinstance(matrix, list)
-    names = class_names(record) or [str(i) for i in range(len(matrix))]
+    names = labels or [str(i) for i in range(len(matrix))]
     shown = most_confused(matrix, _MOST_CLASSES) or list(range(_MOST_CLASSES))
     totals = [sum(matrix[i]) for i in shown]
     counts = [[matrix[i][j] for j in shown] for i in shown]
     shares = [[c / total if total else 0.0 for c in row] for row, total in zip(counts, totals, strict=True)]
-    labels = [safe(names[i], 16) if i < len(names) else str(i) for i in shown]
-    ticks = {"tickvals": list(range(len(shown))), "ticktext": labels, "showgrid": False, "automargin": True}
+    short = [safe(names[i], 16) if i < len(names) else str(i) for i in shown]
+    ticks = {"tickvals": list(range(len(shown))), "ticktext": short, "showgrid": False, "automargin": True}
     trace: Json = {
         "type": "heatmap",
         "z": shares,
@@ -146,20 +147,19 @@ def on_heat(share: float) -> str:
     return next((token for limit, token in ON_HEAT if share <= limit), ON_HEAT[-1][1])
 
 
-def worst_pairs(matrix: list[list[float]], names: list[str], limit: int = 5) -> str:
+def worst_pairs(matrix: list[list[float]], names: Sequence[str], limit: int = 5) -> str:
     """Name the most frequent errors as `true as predicted (count)`."""
     label = [names[i] if i < len(names) else str(i) for i in range(len(matrix))]
     return ", ".join(f"{label[i]} as {label[j]} ({c:g})" for c, i, j in _errors(matrix)[:limit]) or "none"
 
 
-def _roc(record: RunRecord) -> Chart | None:
-    roc = record.detail.get("roc")
+def _roc(detail: Mapping[str, Any], names: Sequence[str]) -> Chart | None:
+    roc = detail.get("roc")
     curves = {k: v for k, v in roc.items() if _is_curve(v)} if isinstance(roc, dict) else {}
     if not curves:
         return None
-    names = class_names(record)
     classes = sorted((k for k in curves if k.isdigit()), key=int)
-    table = record.detail.get("per_class")
+    table = detail.get("per_class")
     aucs = table.get("roc_auc") if isinstance(table, dict) else None
     if len(classes) > _MOST_CLASSES:
         classes = sorted(sorted(classes, key=lambda k: _order(_at(aucs, int(k))))[:_MOST_CLASSES], key=int)
@@ -170,10 +170,10 @@ def _roc(record: RunRecord) -> Chart | None:
         index = int(key)
         name = names[index] if index < len(names) else key
         auc = _at(aucs, index)
-        choices.append((f"{name}" + (f" (AUC {auc:.4f})" if auc is not None else ""), [*base, len(traces)]))
+        choices.append(Choice(f"{name}" + (f" (AUC {auc:.4f})" if auc is not None else ""), [*base, len(traces)]))
         traces.append(_curve(name, curves[key], "eval", 2.0))
         traces[-1]["visible"] = False
-    every = [("macro mean alone", base), ("all classes shown", list(range(len(traces))))] if choices else []
+    every = [Choice("macro mean alone", base), Choice("all classes shown", list(range(len(traces))))] if choices else []
     layout = {
         "xaxis": axis("false positive rate", range=[0, 1]),
         "yaxis": axis("true positive rate", range=[0, 1.005]),
@@ -184,7 +184,7 @@ def _roc(record: RunRecord) -> Chart | None:
     caption = "One class against the rest."
     if total > len(classes):
         caption += f" Of {total} classes, the {len(classes)} with the lowest area can be chosen."
-    area = (record.detail.get("metrics") or {}).get("roc_auc")
+    area = (detail.get("metrics") or {}).get("roc_auc")
     label = f"ROC curves; macro area {area:.4f}." if isinstance(area, int | float) else "ROC curves."
     return Chart("roc", "ROC", caption, label, traces, layout, 410, choices=(*every, *choices))
 

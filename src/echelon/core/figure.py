@@ -1,9 +1,13 @@
-"""Charts as plain plotly dictionaries. Colours are tokens (`@color:data`) that the page fills in for its theme."""
+"""Charts as plain plotly dictionaries, and sections of a report made of them.
+
+Colours are tokens (`@color:data`) that the page fills in for its theme. All are plain JSON values: a task's sections
+are kept in `evaluation.json`, so that a report needs none of its code.
+"""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,22 +15,67 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Chart:
-    """One chart: `label` is what a screen reader says, `caption` what all read; `wide` spans the page.
+class Choice:
+    """What a reader of a chart may choose: its label, and the numbers of the traces that it shows."""
 
-    `choices` are what a reader chooses from (`choice` names it), and the traces that each shows.
+    label: str
+    traces: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart of a page.
+
+    Attributes:
+        id: of the figure in the page; no other chart's.
+        title: above it.
+        caption: below it, for all readers.
+        label: what a screen reader says.
+        traces: plotly's.
+        layout: plotly's.
+        height: in pixels.
+        wide: whether it spans the page.
+        choices: what a reader chooses from.
+        choice: names the choice.
     """
 
     id: str
     title: str
     caption: str
     label: str
-    traces: list[Json]
-    layout: Json = field(default_factory=dict)
+    traces: Sequence[Mapping[str, Any]]
+    layout: Mapping[str, Any] = field(default_factory=dict)
     height: int = 300
     wide: bool = False
-    choices: tuple[tuple[str, list[int]], ...] = ()
+    choices: Sequence[Choice] = ()
     choice: str = "Class"
+
+
+@dataclass(frozen=True)
+class ReportTable:
+    """Rows of text below a head; the first column names the row, the others are numbers.
+
+    Attributes:
+        title: names it for all readers.
+        summary: of a table that can be folded away, and is where it has many rows; empty: it cannot.
+        meter: the column of shares in 0..1 that are drawn as bars; 0: none.
+    """
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    summary: str = ""
+    meter: int = 0
+
+
+@dataclass(frozen=True)
+class ReportSection:
+    """What a task shows of an evaluation in reports, beside its metrics."""
+
+    title: str
+    charts: Sequence[Chart] = ()
+    tables: Sequence[ReportTable] = ()
+    notes: Sequence[str] = ()
 
 
 def color(token: str) -> str:
