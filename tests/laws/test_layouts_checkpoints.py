@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from echelon.checkpoint import export_weights
 from echelon.records.file import Recorder
 from echelon.trainer.saving import RanksState, Saver, best_state
-from echelon.trainer.state import Cursor
+from echelon.trainer.state import Cursor, Fingerprint
 from tests.ranks.layouts import HeldTensor, Trainer, Trial, assemble, held, make_trainer
 from tests.ranks.spawn import Rank, run_ranks
 
@@ -26,7 +26,9 @@ LAYOUTS = {
 
 
 def _saver(trainer: Trainer, folder: Path) -> Saver:
-    return Saver(folder, 2, RanksState(trainer.parts, trainer.world), Recorder(None), {"model": trainer.trial.model})
+    return Saver(
+        folder, 2, RanksState(trainer.parts, trainer.world), Recorder(None), Fingerprint(model=trainer.trial.model)
+    )
 
 
 def _save(trainer: Trainer, folder: Path, step: int) -> None:

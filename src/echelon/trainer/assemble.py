@@ -32,19 +32,18 @@ from echelon.records.going import read_launch
 from echelon.records.kinds import Start
 from echelon.tasks.base import Task
 from echelon.trainer.compatibility import interplay_notes
-from echelon.trainer.cuts import keep_cuts, with_kept_cuts
 from echelon.trainer.display import Display, RunLength
 from echelon.trainer.inputs import model_input, run_task, units_of
 from echelon.trainer.leases import Commands, Leases
 from echelon.trainer.loop import LoopSettings, TrainingRun
-from echelon.trainer.parts import Work, build_parts, channels_last
+from echelon.trainer.parts import Work, build_parts, channels_last, keep_cuts, with_kept_cuts
 from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.progress import RunProgress
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.saving import RanksState, Saver, tensor_bytes
 from echelon.trainer.server_parts import ServerLink, build_worker
 from echelon.trainer.servers_checkpoint import ServersState
-from echelon.trainer.state import Cursor, RunParts, fingerprint, layout_of, layout_sizes, seed_everything
+from echelon.trainer.state import Cursor, Fingerprint, RunParts, layout_of, layout_sizes, seed_everything
 from echelon.trainer.step import Step, StepSettings
 from echelon.trainer.window import Traffic
 from echelon.trainer.world import World, roll_call
@@ -141,7 +140,7 @@ def assemble(
     run_parts = build_parts(resolved, ground.work(user_objects), world, ground.clock)
     keep_cuts(run_parts, world, path)
     saver = Saver(
-        path, config.checkpoint.keep, RanksState(run_parts, world), record, fingerprint(config, info, ground.task)
+        path, config.checkpoint.keep, RanksState(run_parts, world), record, Fingerprint.of(config, info, ground.task)
     )
     restored = saver.restore()
     if restored is None:
@@ -175,11 +174,13 @@ def assemble_worker(
     progress = RunProgress(record, Scalars(None), Display(RunLength(0, 0), ground.task.facts(), visible=False))
     if link is None:
         assert isinstance(run_parts.sync, SplitWorker)
-        saver = Saver(path, config.checkpoint.keep, RanksState(run_parts, world), record, {})  # the first rank saves
+        saver = Saver(
+            path, config.checkpoint.keep, RanksState(run_parts, world), record, Fingerprint()
+        )  # the first rank saves
         run = ground.run(run_parts, saver, progress)
         return run, Commands(run, run_parts.sync)
     state = ServersState(link.servers, link.table, ground.train_loader.batches_per_epoch)
-    saver = Saver(path, config.checkpoint.keep, state, record, fingerprint(config, info, ground.task))
+    saver = Saver(path, config.checkpoint.keep, state, record, Fingerprint.of(config, info, ground.task))
     run = ground.run(run_parts, saver, progress)
     split_notes = run_parts.split.notes if run_parts.split else ()
     start = _start_of_workers(ground, run_parts, link, path)

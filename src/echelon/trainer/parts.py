@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.config import RunConfig
+from echelon.core.files import write_atomic
 from echelon.data.base import DataInfo
 from echelon.models import build_model, give_logits, hints_for
 from echelon.observe.phases import PhaseClock
@@ -31,6 +34,8 @@ from echelon.trainer.split_sync import SplitSync
 from echelon.trainer.state import RunParts
 from echelon.trainer.step import make_update
 from echelon.trainer.world import World
+
+CUTS_FILE = "stages.json"  # where a pipeline was cut, kept with the run
 
 
 @dataclass(frozen=True)
@@ -234,3 +239,33 @@ def _sync(built: _Built, model: nn.Module) -> Sync:
         loss_scale=built.scaler.get_scale,
     )
     return run.sync.build(context)
+
+
+def with_kept_cuts(run: ResolvedRun, world: World, folder: Path) -> ResolvedRun:
+    """Return the run with the cuts that the run had before in a pipeline of this size and schedule.
+
+    Balanced by measured time, cuts could fall elsewhere at a restart, and what each rank saved of its own (BatchNorm
+    statistics, error feedback) belongs to its stages.
+
+    All ranks call it before the pipeline is built, which is before any rank keeps new ones.
+    """
+    file = folder / CUTS_FILE
+    if run.cuts or world.placement is None or world.placement.layout.pp == 1 or not file.exists():
+        return run
+    kept = json.loads(file.read_text())
+    if kept["pipeline"] != _pipeline_of(world):
+        return run
+    return replace(run, cuts=tuple(kept["cuts"]))
+
+
+def keep_cuts(run_parts: RunParts, world: World, folder: Path) -> None:
+    """Write down where the pipeline was cut; does nothing without one."""
+    pipeline = run_parts.split.pipeline if run_parts.split else None
+    if pipeline is not None and world.leads:
+        cuts = [stage.steps[0].name for stage in pipeline.plan[1:]]
+        write_atomic(folder / CUTS_FILE, json.dumps({"pipeline": _pipeline_of(world), "cuts": cuts}))
+
+
+def _pipeline_of(world: World) -> str:
+    assert world.placement is not None
+    return f"pp={world.placement.layout.pp},schedule={world.placement.layout.schedule}"

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from echelon.checkpoint import (
     CheckpointStore,
     PartWriter,
     Saved,
+    State,
     gather_rank_state,
     merge,
     take_parts,
@@ -36,9 +37,9 @@ from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.sharded_state import list_groups, to_parts
 from echelon.trainer.state import (
     Cursor,
+    Fingerprint,
     RunParts,
     agreed_state,
-    check_fingerprint,
     layout_of,
     load_rank_state,
     load_shared_state,
@@ -54,7 +55,7 @@ EVALUATION_FILE = "evaluation.json"
 class Captured:
     """A run's state as a tree of tensors and plain values; files of parts that ranks write by themselves."""
 
-    tree: Mapping[str, Any]
+    tree: State
     arriving: Arriving | None = None
 
 
@@ -69,10 +70,10 @@ class RunState(Protocol):
     leads: bool
     bytes_sent: int
 
-    def newest(self, store: CheckpointStore) -> tuple[int, Mapping[str, Any]] | None:
+    def newest(self, store: CheckpointStore) -> tuple[int, State] | None:
         """Return the newest whole checkpoint that all see, and its step."""
 
-    def load(self, state: Mapping[str, Any]) -> Cursor:
+    def load(self, state: State) -> Cursor:
         """Restore a checkpoint's state; returns how far it is."""
 
     def captured(self, cursor: Cursor, store: CheckpointStore) -> AbstractContextManager[Captured | None]:
@@ -85,12 +86,12 @@ class RunState(Protocol):
 class RanksState:
     """State that ranks hold: gathered on rank 0, or written by each in parts where the model is split."""
 
-    def __init__(self, parts: RunParts, world: World) -> None:
-        self._parts, self._world, self.leads = parts, world, world.leads
+    def __init__(self, run_parts: RunParts, world: World) -> None:
+        self._parts, self._world, self.leads = run_parts, world, world.leads
         self._writer = PartWriter()
         self.bytes_sent = 0
 
-    def newest(self, store: CheckpointStore) -> tuple[int, Mapping[str, Any]] | None:
+    def newest(self, store: CheckpointStore) -> tuple[int, State] | None:
         """Return the newest whole checkpoint, with what this rank alone had, or all ranks' where the layout is another.
 
         Raises:
@@ -102,7 +103,7 @@ class RanksState:
         self._check_same_step(-1 if found is None else found[0], store)
         return found
 
-    def load(self, state: Mapping[str, Any]) -> Cursor:
+    def load(self, state: State) -> Cursor:
         """Restore what all ranks share, and this rank's own."""
         cursor = load_shared_state(self._parts, state)
         load_rank_state(self._parts, self._world, saved_layout(state), state[RANKS])
@@ -111,9 +112,9 @@ class RanksState:
     @contextmanager
     def captured(self, cursor: Cursor, store: CheckpointStore) -> Iterator[Captured | None]:
         """Give the state that the replicas agree on, and each rank's own, on rank 0."""
-        own = rank_state(self._parts, self._world)
+        local = rank_state(self._parts, self._world)
         token = self._agree_on_token(store) if self._parts.split is not None else 0
-        ranks = self._gather(own)  # before the replicas agree: buffers are each rank's own here
+        ranks = self._gather(local)  # before the replicas agree: buffers are each rank's own here
         about = {"world_size": self._world.size, "layout": layout_of(self._world), RANKS: ranks}
         with agreed_state(self._parts, cursor) as state:
             if self._parts.split is None:
@@ -135,19 +136,19 @@ class RanksState:
         """
         self._writer.wait()
 
-    def _write_part(self, state: dict[str, Any], pieces: LocalShards, folder: Path) -> Mapping[int, Any]:
+    def _write_part(self, state: State, pieces: LocalShards, folder: Path) -> Mapping[int, State]:
         """Write this rank's part of the tensors; returns what is not a tensor of the model, of all ranks, on rank 0."""
         marked, tensors = take_parts(to_parts(state, pieces), _part_file(self._world.rank))
         self._writer.write(folder / _part_file(self._world.rank), tensors)
         return self._gather(marked)
 
-    def _gather(self, own: dict[str, Any]) -> Mapping[int, Any]:
+    def _gather(self, local: State) -> Mapping[int, State]:
         """Bring what each rank alone has to rank 0."""
         if self._world.group is None:
-            return {0: own}
+            return {0: local}
         if not self._world.leads:
-            self.bytes_sent += tensor_bytes(own)
-        return gather_rank_state(own, self._world.group)
+            self.bytes_sent += tensor_bytes(local)
+        return gather_rank_state(local, self._world.group)
 
     def _agree_on_token(self, store: CheckpointStore) -> int:
         """Make room for the ranks' parts, under a name that all of them then know."""
@@ -180,11 +181,9 @@ class Saver:
         best: the best result so far.
     """
 
-    def __init__(
-        self, folder: Path, keep: int, state: RunState, record: Recorder, fingerprint: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, folder: Path, keep: int, state: RunState, record: Recorder, fingerprint: Fingerprint) -> None:
         """Take a run's folder; `record` is told of what is saved, by the process that leads."""
-        self._folder, self._state, self._record, self._fingerprint = folder, state, record, dict(fingerprint)
+        self._folder, self._state, self._record, self._fingerprint = folder, state, record, fingerprint
         self._store = CheckpointStore(folder / "checkpoints", keep, partial(record_saved, record), self._rejected)
         self._last_step = -1
         self.best: float | None = None
@@ -201,7 +200,7 @@ class Saver:
         self._last_step = cursor.step
         with self._state.captured(cursor, self._store) as captured:
             if captured is not None:
-                tree = {**captured.tree, "fingerprint": self._fingerprint, "best": self.best}
+                tree = {**captured.tree, "fingerprint": asdict(self._fingerprint), "best": self.best}
                 self._store.save(cursor.step, tree, metric=metric, arriving=captured.arriving, reason=reason)
 
     def consider_best(self, cursor: Cursor, report: EvaluationReport, task: Task) -> bool:
@@ -235,7 +234,7 @@ class Saver:
         if found is None:
             return None
         step, state = found
-        check_fingerprint(state["fingerprint"], self._fingerprint)
+        self._fingerprint.check(state["fingerprint"])
         self.best, self._last_step = state["best"], step
         return self._state.load(state)
 
@@ -262,15 +261,15 @@ def _part_file(rank: int) -> str:
     return f"part-{rank:05d}.safetensors"
 
 
-def tensor_bytes(tree: Any) -> int:
+def tensor_bytes(tree: object) -> int:
     """Add up the bytes of all tensors in a tree of dicts and lists."""
     if isinstance(tree, torch.Tensor):
         return tree.nbytes
-    parts = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
-    return sum(tensor_bytes(part) for part in parts)
+    items = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
+    return sum(map(tensor_bytes, items))
 
 
-def best_state(folder: Path) -> Mapping[str, Any]:
+def best_state(folder: Path) -> State:
     """Read the best checkpoint of a run, or the newest when none was evaluated.
 
     Raises:
@@ -280,5 +279,5 @@ def best_state(folder: Path) -> Mapping[str, Any]:
     found = store.best() or store.newest()
     if found is None:
         raise UserError(f"{folder} holds no whole checkpoint to evaluate")
-    state: Mapping[str, Any] = whole(found[1])
+    state: State = whole(found[1])
     return state

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import asdict
 
-from echelon.checkpoint import RANKS, CheckpointStore
+from echelon.checkpoint import RANKS, CheckpointStore, State
 from echelon.coordinator.runs import to_runs
 from echelon.core.errors import UserError
 from echelon.ps.blob import KeyState
@@ -32,11 +32,11 @@ class ServersState:
         self._restored: dict[int, KeyState] | None = None
         self.below, self.beyond = 0, list[int]()
 
-    def newest(self, store: CheckpointStore) -> tuple[int, Mapping[str, Any]] | None:
+    def newest(self, store: CheckpointStore) -> tuple[int, State] | None:
         """Return the newest whole checkpoint and its step."""
         return store.newest()
 
-    def load(self, state: Mapping[str, Any]) -> Cursor:
+    def load(self, state: State) -> Cursor:
         """Restore the model here; `keys` then are what the servers are to be given.
 
         Raises:
@@ -74,7 +74,7 @@ class ServersState:
             }  # fmt: skip
             state = {
                 "model": self._strategy.held.state_dict(), "optimizer": {}, "scaler": {}, "ema": ema,
-                "cursor": {"epoch": cursor.epoch, "batch": cursor.batch, "step": cursor.step}, "world_size": 1,
+                "cursor": asdict(cursor), "world_size": 1,
                 RANKS: {}, "ps": served,
             }  # fmt: skip
             yield Captured(state)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from echelon.checkpoint.parts import ShardTensor, StoredTensor
+from echelon.checkpoint.tree import State
 from echelon.core.errors import UserError
 from echelon.parallel.local_shards import LocalShard, LocalShards, cut_out
 
-State = Mapping[str, Any]
 
-
-def to_parts(state: State, pieces: LocalShards) -> dict[str, Any]:
+def to_parts(state: State, pieces: LocalShards) -> State:
     """Replace the tensors that lie in `pieces.regions` by parts; those that another rank writes are left out.
 
     Groups of the optimizer become a dict by their settings, so that those of several ranks can be joined: a pipeline's
@@ -22,10 +21,11 @@ def to_parts(state: State, pieces: LocalShards) -> dict[str, Any]:
     """
 
     def part(region: LocalShard, tensor: Tensor) -> ShardTensor | None:
+        """Return a tensor of the model as the part that this rank writes, if it does."""
         return ShardTensor(tensor, region) if region.writes else None
 
-    # Where updates are divided, only one rank has a moment.
     def moment(region: LocalShard, tensor: Tensor) -> ShardTensor | None:
+        """Return the same of the optimizer: where updates are divided, only one rank has a moment."""
         return ShardTensor(tensor, region) if region.writes or pieces.divided is not None else None
 
     optimizer = state["optimizer"]
@@ -36,20 +36,21 @@ def to_parts(state: State, pieces: LocalShards) -> dict[str, Any]:
     }
 
 
-def list_groups(state: dict[str, Any]) -> dict[str, Any]:
+def list_groups(state: State) -> State:
     """Return a state of `to_parts`, joined over ranks, with the optimizer's groups as a list again."""
     groups = [{**g, "params": list(g["params"])} for g in state["optimizer"]["param_groups"].values()]
     return {**state, "optimizer": {**state["optimizer"], "param_groups": groups}}
 
 
-def to_own(state: State, pieces: LocalShards) -> dict[str, Any]:
+def to_own(state: State, pieces: LocalShards) -> State:
     """Return a checkpoint's shared state with this rank's pieces in place of whole or stored tensors.
 
     Raises:
         UserError: a name is missing, or of another shape.
     """
 
-    def own(region: LocalShard, tensor: Tensor | StoredTensor) -> Tensor:
+    def piece(region: LocalShard, tensor: Tensor | StoredTensor) -> Tensor:
+        """Return what this rank has of a tensor."""
         return tensor.read(region) if isinstance(tensor, StoredTensor) else cut_out(tensor, region)
 
     missing = [name for name in pieces.regions if name not in state["model"]]
@@ -62,30 +63,30 @@ def to_own(state: State, pieces: LocalShards) -> dict[str, Any]:
     kept = {name: value for name, value in optimizer["state"].items() if name in names}
     groups = [{**g, "params": [n for n in g["params"] if n in names]} for g in optimizer["param_groups"]]
     return {
-        **_in_tensors(state, pieces, own),
-        "optimizer": {"state": _moments(kept, pieces, own), "param_groups": [g for g in groups if g["params"]]},
+        **_in_tensors(state, pieces, piece),
+        "optimizer": {"state": _moments(kept, pieces, piece), "param_groups": [g for g in groups if g["params"]]},
     }
 
 
-def _in_tensors(state: State, pieces: LocalShards, change: Callable[[LocalShard, Any], Any]) -> dict[str, Any]:
+def _in_tensors(state: State, pieces: LocalShards, change: Callable[[LocalShard, Any], Any]) -> State:
     changed = {**state, "model": _each(state["model"], pieces, change)}
     if state["ema"]:
         changed["ema"] = {**state["ema"], "average": _each(state["ema"]["average"], pieces, change)}
     return changed
 
 
-def _each(tensors: State, pieces: LocalShards, change: Callable[[LocalShard, Any], Any]) -> dict[str, Any]:
+def _each(tensors: State, pieces: LocalShards, change: Callable[[LocalShard, Any], Any]) -> State:
     made = {name: change(pieces.regions[name], tensors[name]) for name in pieces.regions if name in tensors}
     return {name: value for name, value in made.items() if value is not None}
 
 
-def _moments(state: State, pieces: LocalShards, change: Callable[[LocalShard, Any], Any]) -> dict[str, Any]:
+def _moments(state: State, pieces: LocalShards, change: Callable[[LocalShard, Any], Any]) -> State:
     """Change what has one element per element of a parameter; numbers of steps stay."""
-    made: dict[str, Any] = {}
+    made: dict[str, State] = {}
     parameters = dict(pieces.named_parameters())
     for name, values in state.items():
         region, local = pieces.regions[name], tuple(parameters[name].shape)
-        kept: dict[str, Any] = {}
+        kept: dict[str, object] = {}
         for key, value in values.items():
             shaped = (
                 isinstance(value, Tensor | StoredTensor) and value.shape and tuple(value.shape) in (local, region.shape)

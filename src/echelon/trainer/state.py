@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from echelon.checkpoint import whole
+from echelon.checkpoint import State, whole
 from echelon.config import RunConfig
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
@@ -26,7 +26,6 @@ from echelon.parallel.base import ORDER
 from echelon.parallel.split import SplitModel
 from echelon.sync.base import Sync
 from echelon.tasks.base import Task
-from echelon.trainer.resharded import mean_of
 from echelon.trainer.sharded_state import to_own
 from echelon.trainer.world import World
 
@@ -57,36 +56,52 @@ class RunParts:
         return self.split.pieces if self.split else self.model
 
 
-def fingerprint(config: RunConfig, info: DataInfo, task: Task) -> dict[str, Any]:
-    """Return what must be the same for a checkpoint to continue this run: model, data, order of samples, optimizer."""
-    return {
-        "task": task.name,
-        "model": config.model.name,
-        "optimizer": config.optimizer.name,
-        "data": info.name,
-        "train_size": info.train_size,
-        "classes": len(info.classes),
-        "batch_size": config.data.batch_size,
-        "seed": config.training.seed,
-    }
+@dataclass(frozen=True)
+class Fingerprint:
+    """What must be the same for a checkpoint to continue a run: model, data, order of samples, optimizer."""
 
+    task: str = ""
+    model: str = ""
+    optimizer: str = ""
+    data: str = ""
+    train_size: int = 0
+    classes: int = 0
+    batch_size: int = 0
+    seed: int = 0
 
-def check_fingerprint(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of another run.
+    @classmethod
+    def of(cls, config: RunConfig, info: DataInfo, task: Task) -> Fingerprint:
+        """Return the fingerprint of a described run."""
+        return cls(
+            task=task.name,
+            model=config.model.name,
+            optimizer=config.optimizer.name,
+            data=info.name,
+            train_size=info.train_size,
+            classes=len(info.classes),
+            batch_size=config.data.batch_size,
+            seed=config.training.seed,
+        )
 
-    Raises:
-        UserError: names the first thing that differs.
-    """
-    for key, value in present.items():
-        if key in saved and saved[key] != value:  # what checkpoints of before did not know is not looked at
-            raise UserError(
-                f"the checkpoint is of another run: its {key} is {saved.get(key)!r}, here it is {value!r}; "
-                "resume with the same description, or start a new run with --weights"
-            )
+    def check(self, saved: State) -> None:
+        """Refuse a checkpoint of another run.
+
+        Args:
+            saved: the fields of the checkpoint's fingerprint; what checkpoints of before did not know is not looked at.
+
+        Raises:
+            UserError: names the first thing that differs.
+        """
+        for key, value in asdict(self).items():
+            if key in saved and saved[key] != value:
+                raise UserError(
+                    f"the checkpoint is of another run: its {key} is {saved.get(key)!r}, here it is {value!r}; "
+                    "resume with the same description, or start a new run with --weights"
+                )
 
 
 @contextmanager
-def agreed_state(run_parts: RunParts, cursor: Cursor) -> Iterator[dict[str, Any]]:
+def agreed_state(run_parts: RunParts, cursor: Cursor) -> Iterator[State]:
     """Give the state that all replicas share: what they agree on now, where parameters are each one's own.
 
     All ranks enter it together; the tensors hold these values inside the block only.
@@ -98,28 +113,28 @@ def agreed_state(run_parts: RunParts, cursor: Cursor) -> Iterator[dict[str, Any]
     with run_parts.sync.agreed():
         state = shared_state(run_parts, cursor)
         if run_parts.ema:
-            state["ema"] |= {"average": average}
+            state = {**state, "ema": {**state["ema"], "average": average}}
         yield state
 
 
-def shared_state(run_parts: RunParts, cursor: Cursor) -> dict[str, Any]:
+def shared_state(run_parts: RunParts, cursor: Cursor) -> State:
     """Return the state that is the same on every replica."""
     return {
         "model": run_parts.local_model.state_dict(),
         "optimizer": get_optimizer_state_dict(run_parts.local_model, run_parts.optimizer),
         "scaler": run_parts.scaler.state_dict(),
         "ema": run_parts.ema.state_dict() if run_parts.ema else {},
-        "cursor": {"epoch": cursor.epoch, "batch": cursor.batch, "step": cursor.step},
+        "cursor": asdict(cursor),
     }
 
 
-def rank_state(run_parts: RunParts, world: World) -> dict[str, Any]:
+def rank_state(run_parts: RunParts, world: World) -> State:
     """Return the state of this rank alone: random generators, buffers (BatchNorm), what `sync` keeps.
 
     Parameters, optimizer and scaler too, where they are each replica's own.
     """
     _, keys, position, *_ = cast(tuple[Any, ...], np.random.get_state(legacy=True))
-    state: dict[str, Any] = {
+    state: dict[str, object] = {
         "torch": torch.get_rng_state(),
         "python": list(random.getstate()[1]),
         "numpy": torch.from_numpy(keys.astype(np.int64)),
@@ -143,7 +158,7 @@ def rank_state(run_parts: RunParts, world: World) -> dict[str, Any]:
 _GO_TOGETHER = ("momentum", "nesterov", "weight_decay")
 
 
-def load_shared_state(run_parts: RunParts, state: Mapping[str, Any]) -> Cursor:
+def load_shared_state(run_parts: RunParts, state: State) -> Cursor:
     """Restore what every replica has; returns the cursor.
 
     Raises:
@@ -179,13 +194,13 @@ def layout_sizes(layout: Layout) -> dict[str, int]:
     return {axis.value: layout.size(axis) for axis in ORDER if layout.size(axis) > 1}
 
 
-def saved_layout(state: Mapping[str, Any]) -> dict[str, int]:
+def saved_layout(state: State) -> dict[str, int]:
     """Return the layout that a checkpoint was written in; those before there were layouts had replicas alone."""
     layout: Mapping[str, int] = state.get("layout", {Axis.DP.value: state["world_size"]})
     return {axis: size for axis, size in layout.items() if size > 1}
 
 
-def load_rank_state(run_parts: RunParts, world: World, saved: Mapping[str, int], ranks: Mapping[int, Any]) -> None:
+def load_rank_state(run_parts: RunParts, world: World, saved: Mapping[str, int], ranks: Mapping[int, State]) -> None:
     """Restore this rank's own state; in another layout, only what can be kept.
 
     Random generators start anew from the shared state then, and the strategy merges what the ranks with the same piece
@@ -200,26 +215,26 @@ def load_rank_state(run_parts: RunParts, world: World, saved: Mapping[str, int],
     if saved != layout_of(world):
         _load_former_ranks(run_parts, world, saved, ranks)
         return
-    own = ranks[world.rank]
-    torch.set_rng_state(own["torch"])
-    random.setstate((3, tuple(own["python"]), None))
-    np.random.set_state(("MT19937", own["numpy"].numpy().astype(np.uint32), own["numpy_position"], 0, 0.0))
-    if world.device.type == "cuda" and "cuda" in own:
-        torch.cuda.set_rng_state(own["cuda"], world.device)
+    state = ranks[world.rank]
+    torch.set_rng_state(state["torch"])
+    random.setstate((3, tuple(state["python"]), None))
+    np.random.set_state(("MT19937", state["numpy"].numpy().astype(np.uint32), state["numpy_position"], 0, 0.0))
+    if world.device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], world.device)
     with torch.no_grad():
         for name, buffer in run_parts.local_model.named_buffers():
-            buffer.copy_(own["buffers"][name])
-    if "model" in own:
-        run_parts.local_model.load_state_dict(own["model"])
-        run_parts.optimizer.load_state_dict(own["optimizer"])
-        run_parts.scaler.load_state_dict(dict(own["scaler"]))
-    if run_parts.ema and "ema" in own:
+            buffer.copy_(state["buffers"][name])
+    if "model" in state:
+        run_parts.local_model.load_state_dict(state["model"])
+        run_parts.optimizer.load_state_dict(state["optimizer"])
+        run_parts.scaler.load_state_dict(dict(state["scaler"]))
+    if run_parts.ema and "ema" in state:
         ema = run_parts.ema.state_dict()
-        run_parts.ema.load_state_dict(ema | {"average": ema["average"] | own["ema"]})
-    run_parts.sync.load_state_dict(own["sync"])
+        run_parts.ema.load_state_dict(ema | {"average": ema["average"] | state["ema"]})
+    run_parts.sync.load_state_dict(state["sync"])
 
 
-def _load_former_ranks(run_parts: RunParts, world: World, saved: Mapping[str, int], ranks: Mapping[int, Any]) -> None:
+def _load_former_ranks(run_parts: RunParts, world: World, saved: Mapping[str, int], ranks: Mapping[int, State]) -> None:
     now = layout_of(world)
     inner = [axis.value for axis in ORDER if axis is not Axis.DP]
     if all(saved.get(axis, 1) == now.get(axis, 1) for axis in inner):
@@ -243,7 +258,29 @@ def _load_former_ranks(run_parts: RunParts, world: World, saved: Mapping[str, in
         )
 
 
-def _left_out_something(sync: Mapping[str, Any]) -> bool:
+def mean_of(states: Sequence[Any]) -> Any:
+    """Return the mean of states of one form, such as each former rank's optimizer: of tensors of floats element by
+    element, of all else the first one's.
+
+    Replicas that had moments of their own (local SGD, DiLoCo, EASGD) go on from their mean, as from the mean of their
+    parameters. Where not all have an entry (one had not stepped yet), the first one's stands.
+
+    >>> mean_of([{"state": {0: {"exp_avg": torch.tensor([1.0])}}}, {"state": {0: {"exp_avg": torch.tensor([3.0])}}}])
+    {'state': {0: {'exp_avg': tensor([2.])}}}
+    """
+    first = states[0]
+    if isinstance(first, dict) and all(isinstance(s, dict) and s.keys() == first.keys() for s in states):
+        return {key: mean_of([state[key] for state in states]) for key in first}
+    if isinstance(first, Tensor) and first.is_floating_point() and all(_alike(first, s) for s in states):
+        return torch.stack([s.to(first.device, torch.float64) for s in states]).mean(0).to(first.dtype)
+    return first
+
+
+def _alike(first: Tensor, other: Any) -> bool:
+    return isinstance(other, Tensor) and other.shape == first.shape and other.dtype == first.dtype
+
+
+def _left_out_something(sync: State) -> bool:
     states = [sync, sync.get("first") or {}, *(fragment["codec"] for fragment in sync.get("fragments", ()))]
     return any(str(key).startswith("sent.") for state in states for key in state)
 

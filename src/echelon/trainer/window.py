@@ -89,6 +89,52 @@ class WindowTraffic:
         return [self.by_group.get(group, 0) for group in GROUPS]
 
 
+@dataclass(frozen=True)
+class _Sums:
+    """What all ranks added up in a window.
+
+    Attributes:
+        head: numbers that are not of one step, nor of one rank, nor of one group of bytes.
+        by_group: bytes of each of `GROUPS`.
+        losses, scores: of each step.
+        ranks: (ranks, `_COLUMNS`) rows, and the facts that are their last columns.
+        waits: (ranks, steps) seconds; empty where they are not told.
+    """
+
+    head: list[float]
+    by_group: list[float]
+    losses: list[float]
+    scores: list[float]
+    ranks: list[list[float]]
+    facts: list[RankFacts]
+    waits: list[list[float]]
+
+    def steps(self, end: WindowEnd) -> Steps:
+        """Return the window as the record has it."""
+        return Steps(
+            epoch=end.epoch,
+            step=end.step,
+            losses=self.losses,
+            correct=round(sum(self.scores)),
+            samples=round(self.head[0]),
+            lr=end.lr,
+            seconds=self.head[4],
+            phase_names=PHASE_NAMES,
+            phases=[row[: len(PHASES)] for row in self.ranks],
+            wire_bytes=round(sum(self.by_group)),
+            wire_bytes_by_group={g: round(n) for g, n in zip(GROUPS, self.by_group, strict=True) if n},
+            other_wire_bytes=round(self.head[1]),
+            density=end.density,
+            memory_bytes=[round(row[len(PHASES)]) for row in self.ranks],
+            gc_s=[facts.gc_s for facts in self.facts],
+            comm_busy_s=[facts.busy_s for facts in self.facts],
+            comm_spread_s=[facts.spread_s for facts in self.facts],
+            pause_names=PAUSES,
+            pauses=[facts.pauses for facts in self.facts],
+            waits=[[round(s, 6) for s in row] for row in self.waits],
+        )
+
+
 class Window:
     """Collects steps until it is full; all ranks close it after the same step.
 
@@ -188,34 +234,13 @@ class Window:
         summed = iter(self._sum([*head, *groups, *numbers, *rows, *waits]))
         head, by_group, numbers, rows, waits = (list(islice(summed, size)) for size in sizes)
         ranks = _rows(rows, world.size)
-        facts_by_rank = [RankFacts.of(row[_USED:]) for row in ranks]
+        by_rank = [RankFacts.of(row[_USED:]) for row in ranks]
         self._length = max(1, int(head[5]))
         self._begin(now)
-        steps = Steps(
-            epoch=end.epoch,
-            step=end.step,
-            losses=numbers[:count],
-            correct=round(sum(numbers[count:])),
-            samples=round(head[0]),
-            lr=end.lr,
-            seconds=head[4],
-            phase_names=PHASE_NAMES,
-            phases=[row[: len(PHASES)] for row in ranks],
-            wire_bytes=round(sum(by_group)),
-            wire_bytes_by_group={g: round(n) for g, n in zip(GROUPS, by_group, strict=True) if n},
-            other_wire_bytes=round(head[1]),
-            density=end.density,
-            memory_bytes=[round(row[len(PHASES)]) for row in ranks],
-            gc_s=[facts.gc_s for facts in facts_by_rank],
-            comm_busy_s=[facts.busy_s for facts in facts_by_rank],
-            comm_spread_s=[facts.spread_s for facts in facts_by_rank],
-            pause_names=PAUSES,
-            pauses=[facts.pauses for facts in facts_by_rank],
-            waits=[[round(s, 6) for s in row] for row in _rows(waits, world.size)] if waits else [],
-        )
+        sums = _Sums(head, by_group, numbers[:count], numbers[count:], ranks, by_rank, _rows(waits, world.size))
         resources = [row[len(PHASES) + 1 : _USED] for row in ranks] if sampled else []
-        slowest = [facts.slowest for facts in facts_by_rank]
-        return ClosedWindow(steps, resources, slowest, pauses, stop=head[2] > 0, checkpoint_due=head[3] > 0)
+        slowest = [rank.slowest for rank in by_rank]
+        return ClosedWindow(sums.steps(end), resources, slowest, pauses, stop=head[2] > 0, checkpoint_due=head[3] > 0)
 
     def _sum(self, numbers: list[float]) -> list[float]:
         """Add up over all ranks."""
@@ -281,7 +306,7 @@ def _read(tensors: list[Tensor]) -> list[float]:
 
 def _rows(table: list[float], size: int) -> list[list[float]]:
     columns = len(table) // size
-    return [table[i : i + columns] for i in range(0, len(table), columns)]
+    return [table[i : i + columns] for i in range(0, len(table), columns)] if table else []
 
 
 def gpu_uuid(device: torch.device) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from echelon.trainer.resharded import mean_of
+from echelon.trainer.state import mean_of
 
 
 def stepped(scale: float, steps: int = 1) -> torch.optim.Optimizer:
