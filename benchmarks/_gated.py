@@ -91,14 +91,14 @@ def gated_run(
     from echelon.records.file import Recorder
     from echelon.run.resolve import resolve
     from echelon.trainer import folder as folders
-    from echelon.trainer.assemble import Given, assemble
+    from echelon.trainer.assemble import UserObjects, assemble
     from echelon.trainer.world import join_world
 
     config, path = build(None, {**_SETTINGS, **settings}).config, Path(os.environ[_FOLDER])
     described = resolve(config)
     folders.prepare(path, config)
     model, tensors = own
-    given = Given(model, from_datasets(TensorDataset(*tensors), TensorDataset(*(t[:64] for t in tensors))))
+    given = UserObjects(model, from_datasets(TensorDataset(*tensors), TensorDataset(*(t[:64] for t in tensors))))
     with join_world(described) as world:
         run, cursor = assemble(described, path, world, Recorder(path if rank == 0 else None), given)
         run.train_loader = _GatedLoader(run.train_loader, gate)  # type: ignore[assignment]

@@ -68,9 +68,8 @@ def _worker(rank: int, job: Job, seed: int, address: str, results: Any) -> None:
         time.sleep(max(0.0, ends - time.perf_counter()))
         return len(rows)
 
-    def review(module: nn.Module) -> dict[str, Any]:
+    def review(module: nn.Module) -> None:
         results.put(_top1(module))
-        return {}
 
     client = lease_worker(rank, job, address, Work(build, compute, lambda task: BATCH // task.shares, review=review))
     client.close()

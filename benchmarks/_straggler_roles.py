@@ -172,7 +172,8 @@ def lease_worker(rank: int, job: Job, address: str, work: Work) -> Client:
         elif isinstance(task, EvaluateTask):
             states = client.fetch(table, [k.index for k in table.keys], task.tag, full=False)
             strategy.set_parameters({index: state["value"] for index, state in states.items()})
-            client.report(EvaluationDone(task.task, about=work.review(module)))
+            work.review(module)
+            client.report(EvaluationDone(task.task))
         else:
             _train(client, strategy, work, task, job.lr)
             done += 1

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from echelon.compression.registry import examples
 from echelon.config import build
 from echelon.records.file import Recorder
+from echelon.run.resolve import resolve
 from echelon.trainer import folder as folders
 from echelon.trainer.assemble import UserObjects, assemble
 from echelon.trainer.batches import EpochOrder
@@ -43,7 +44,7 @@ def _top1(world: World, spec: str, seed: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         folders.prepare(path, config)
-        run, cursor = assemble(config, path, world, Recorder(None), UserObjects())
+        run, cursor = assemble(resolve(config), path, world, Recorder(None), UserObjects())
         fit(run, EpochOrder(run, cursor, StopFlag()))
         report = evaluate_agreed(run)
         run.saver.finish()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -177,9 +178,9 @@ LAYOUTS = {
 def test_it_trains_and_resumes_in_every_layout(runs: Runs, layout: str) -> None:
     task = ("--task", "toys.regression:Weighted") if layout == "ps sync" else ()
     alone = train(runs, "alone", "--epochs", "2", "--workers", "1", *task)
-    run = train(runs, "run", "--epochs", "1", "--workers", "2", *LAYOUTS[layout], *task)
+    run = train(runs, "run", "--epochs", "2", "--max-steps", "9", "--workers", "2", *LAYOUTS[layout], *task)
     environment = {"PYTHONPATH": f"{runs.root}:{Path.cwd()}"}
-    again = runs.start("resume", str(run.folder), "--epochs", "2", environment=environment)
+    again = runs.start("resume", str(run.folder), "--max-steps", "0", environment=environment)
     assert again.end() == 0, again.text()
     assert run.summary()["metrics"]["rmse"] == pytest.approx(rmse(run))
     tolerance = 0.02 if layout.startswith(("local", "ps")) else 1e-4
@@ -195,5 +196,7 @@ def test_it_is_compared_by_its_primary_metric(runs: Runs) -> None:
     arguments = ("toys.regression:load", *TOY[:-2], *tries, "--run", str(study))
     run = runs.start("compare", *arguments, folder="study", environment=environment)
     assert run.end() == 0, run.text()
-    page = (study / "report.html").read_text()
-    assert "RMSE" in page and "accuracy" not in page
+    page = re.sub(
+        r"<script[^>]*>(?:(?!</script>).){500000,}</script>", "", (study / "report.html").read_text(), flags=re.S
+    )
+    assert "RMSE" in page and "accuracy" not in page  # beside what the library of charts says

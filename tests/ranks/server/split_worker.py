@@ -23,6 +23,7 @@ from echelon.ps.strategy import ParameterServer, WorkerOptions
 from echelon.ps.table import Cut
 from echelon.ps.worker_rank import WorkerRank
 from echelon.records.file import Recorder
+from echelon.records.kinds import Start
 from echelon.run.resolve import resolve
 from echelon.sync.ps import ServerSettings
 from echelon.trainer.leases import Commands, Leases
@@ -119,7 +120,7 @@ class _Looking(Leases):
     """Leases of a worker that keeps what it is given to look at, and evaluates nothing."""
 
     def __init__(self, run: TrainingRun, link: ServerLink) -> None:
-        super().__init__(run, link, ServersState(link.servers, link.table, 1), {})
+        super().__init__(run, link, ServersState(link.servers, link.table, 1), Start(), ())
         self._of = link
         self.seen = list[Tensor]()
 

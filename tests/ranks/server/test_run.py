@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from benchmarks._chaos_trial import Setting, Trainer, run_trial, trainer
 
+from echelon.records.events import ServerSettled
 from echelon.reporting.report.records import load_run
 from echelon.reporting.report.timing import measure
 
@@ -43,8 +44,7 @@ def check(own: Trainer, strike: tuple[str, Setting], folder: Path, seed: int) ->
 @pytest.mark.slow
 def test_a_server_dies_in_synchronous_mode(own: Trainer, tmp_path: Path) -> None:
     check(own, STRIKES[0], tmp_path, 3)
-    events = [m for m in load_run(tmp_path / "run").of_kind("event") if m.name == "server_settled"]
-    assert [m.number("lost") for m in events] == [0]
+    assert [event.lost for event in load_run(tmp_path / "run").of(ServerSettled)] == [0]
 
 
 @pytest.mark.slow
