@@ -73,7 +73,7 @@ class Work:
     compute: Callable[[nn.Module, TrainTask], int]
     samples_per_step: Callable[[TrainTask], int]
     over: Callable[[int, int], bool] = lambda done, late: False
-    review: Callable[[nn.Module], dict[str, Any]] = lambda module: {}
+    review: Callable[[nn.Module], None] = lambda module: None
 
 
 def ready() -> None:
