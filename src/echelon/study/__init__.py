@@ -10,7 +10,8 @@ from echelon.study.base import Candidate, PlannedRun, Study, Terms
 from echelon.study.execute import StudyStopped, run_study
 from echelon.study.file import STUDY_FILE, from_tries, is_study, load_study, open_study
 from echelon.study.grid import planned_runs
-from echelon.study.report import StudyReport, write_study
+from echelon.study.report import StudyReport
+from echelon.study.write import write_study
 
 __all__ = [
     "STUDY_FILE",

@@ -12,8 +12,9 @@ from echelon.study.base import COMPLETED, Candidate
 from echelon.study.folder import run_folder
 from echelon.study.grid import planned_runs
 from echelon.study.predictions import check_predictions
-from echelon.study.report import StudyReport, write_study
+from echelon.study.report import StudyReport
 from echelon.study.tables import RunRow
+from echelon.study.write import write_study
 from tests.unit.study.fixtures import Planted, make_study
 
 BF16, TOPK, LOCAL = "compression=bf16", "compression=topk(0.01)", "sync=local(period=8)"
