@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from echelon.checkpoint import CheckpointStore
-from echelon.launch.places import registry
+from echelon.launch import places
 from tests.ranks.run_many import run_many
 from tests.ranks.runs import SMALL, losses_of
 
@@ -83,7 +83,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("sync", ["allreduce", "ps(mode=sync)"])
-@pytest.mark.parametrize("place", [*registry.names(), OWN])
+@pytest.mark.parametrize("place", [*places.names(), OWN])
 def test_the_same_description_gives_the_same_bits(tmp_path: Path, place: str, sync: str) -> None:
     (tmp_path / "shell_place.py").write_text(SHELL)
     run = ["train", "digits", *SETTINGS, "--sync", sync]
