@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from echelon.checkpoint import CheckpointStore, State
+from echelon.checkpoint import CheckpointStore
+from echelon.core.state_tree import StateView
 from tests.unit.checkpoint.states import assert_same
 
 STEPS = 6
@@ -54,7 +55,7 @@ class Run:
         parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule, "scaler": self.scaler}
         return {name: part.state_dict() for name, part in parts.items()} | {"rng": generators}
 
-    def restore(self, step: int, state: State) -> None:
+    def restore(self, step: int, state: StateView) -> None:
         self.step = step
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

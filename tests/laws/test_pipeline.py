@@ -18,7 +18,7 @@ from echelon.models.builtin.mlp import build as build_mlp
 from echelon.models.builtin.resnet20 import build as build_resnet20
 from echelon.models.builtin.small_gpt import SmallGPT, TextSize
 from echelon.models.builtin.small_vit import Size, SmallViT
-from echelon.parallel.pipeline import Pipeline, PipelineSettings
+from echelon.parallel.pipeline import Judge, Pipeline, PipelineSettings
 from echelon.parallel.pipeline.settings import SCHEDULES
 from tests.ranks.spawn import Rank, run_ranks
 
@@ -121,7 +121,7 @@ def run_case(case: Case, mesh: Any) -> tuple[list[tuple[float, int]], dict[str, 
     """Train one case."""
     model = make(case)
     settings = PipelineSettings(case.schedule, case.microbatches, case.cuts)
-    pipeline = Pipeline(model, hints_for(model), mesh, settings, loss_of, batch(case, 0, 2)[0], correct_of)
+    pipeline = Pipeline(model, hints_for(model), mesh, settings, Judge(loss_of, correct_of), batch(case, 0, 2)[0])
     told: list[str | None] = []
     with pipeline.telling(told.append):
         losses = train(case, pipeline, pipeline.forward_backward)

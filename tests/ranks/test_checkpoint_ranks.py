@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import echelon.checkpoint.ranks as ranks_module
-from echelon.checkpoint import RANKS, CheckpointStore, State, gather_rank_state, pick_rank_state
+from echelon.checkpoint import RANKS, CheckpointStore, gather_rank_state, pick_rank_state
+from echelon.core.state_tree import StateView
 from tests.ranks.spawn import Rank, run_ranks
 from tests.unit.checkpoint.states import assert_same
 
@@ -27,7 +28,7 @@ def own_state(rank: int) -> dict[str, Any]:
     }
 
 
-def gather(rank: Rank, chunk_bytes: int) -> dict[int, State]:
+def gather(rank: Rank, chunk_bytes: int) -> dict[int, StateView]:
     ranks_module._CHUNK_BYTES = chunk_bytes
     return gather_rank_state(own_state(rank.index))
 
@@ -39,7 +40,7 @@ def test_states_of_unequal_size_reach_rank_0_in_chunks() -> None:
         assert_same({rank: own_state(rank) for rank in range(3)}, first)
 
 
-def gather_in_pair(rank: Rank) -> dict[int, State]:
+def gather_in_pair(rank: Rank) -> dict[int, StateView]:
     pair = dist.new_group([1, 2])
     return {} if rank.index == 0 else gather_rank_state({"rank": rank.index, "none": torch.empty(0)}, pair)
 
@@ -50,7 +51,7 @@ def test_the_ranks_are_those_of_the_group() -> None:
     assert_same({rank: {"rank": rank + 1, "none": torch.empty(0)} for rank in range(2)}, first)
 
 
-def save_and_load(rank: Rank, folder: Path) -> State:
+def save_and_load(rank: Rank, folder: Path) -> StateView:
     parts = gather_rank_state(own_state(rank.index))
     if rank.index == 0:
         store = CheckpointStore(folder, keep=1)

@@ -15,7 +15,7 @@ from echelon.data.base import Batch
 from echelon.models import hints_for
 from echelon.models.base import ModelInput
 from echelon.models.builtin.small_vit import Size, SmallViT
-from echelon.parallel.pipeline import Pipeline, PipelineSettings
+from echelon.parallel.pipeline import Judge, Pipeline, PipelineSettings
 from echelon.trainer.precision import build_scaler
 from tests.laws.test_layouts import check_same_function, train
 from tests.ranks.layouts import Trial, make_trainer
@@ -99,7 +99,7 @@ def piped(rank: Rank) -> dict[str, tuple[list[float], Any]]:
     for name, (autocast, parameters) in TYPES.items():
         model = vit()
         settings = PipelineSettings("zero_bubble", 4, autocast=autocast, parameters=parameters, recorded=0)
-        pipeline = Pipeline(model, hints_for(model), mesh, settings, loss_of, batch()[0][:2])
+        pipeline = Pipeline(model, hints_for(model), mesh, settings, Judge(loss_of), batch()[0][:2])
         optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
         scaler = build_scaler(name, torch.device("cpu"), mesh.get_group())
         losses = []

@@ -6,7 +6,6 @@ from echelon.checkpoint.parts import PartWriter, merge, take_parts, whole
 from echelon.checkpoint.ranks import gather_rank_state, pick_rank_state
 from echelon.checkpoint.store import RANKS, Arriving, CheckpointStore, Saved
 from echelon.checkpoint.tensors import export_weights
-from echelon.checkpoint.tree import State
 
 __all__ = [
     "RANKS",
@@ -14,7 +13,6 @@ __all__ = [
     "CheckpointStore",
     "PartWriter",
     "Saved",
-    "State",
     "export_weights",
     "gather_rank_state",
     "merge",

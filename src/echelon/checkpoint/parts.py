@@ -78,6 +78,7 @@ def take_parts(state: Any, file: str) -> tuple[Any, dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
 
     def replaced(value: Any, where: str) -> Any:
+        """Return a part of the state, which lies at `where`, without its tensors' data."""
         if isinstance(value, ShardTensor):
             tensors[where] = value.tensor
             runs = [[list(span) for span in dim] for dim in value.region.spans]

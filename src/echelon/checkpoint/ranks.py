@@ -12,13 +12,14 @@ from torch import Tensor
 
 from echelon.checkpoint.store import RANKS
 from echelon.checkpoint.tensors import as_bytes, from_bytes
-from echelon.checkpoint.tree import State, flatten, slots, unflatten
+from echelon.checkpoint.tree import flatten, slots, unflatten
 from echelon.core.errors import UserError
+from echelon.core.state_tree import StateView
 
 _CHUNK_BYTES = 64 << 20  # bounds what rank 0 holds on its device to this much per rank
 
 
-def gather_rank_state(local: State, group: dist.ProcessGroup | None = None) -> dict[int, State]:
+def gather_rank_state(local: StateView, group: dist.ProcessGroup | None = None) -> dict[int, StateView]:
     """Bring every rank's own state to rank 0 of `group`: {rank in group: state} there, an empty dict elsewhere.
 
     Collective: every rank of the group calls it; sizes and kinds of tensors may differ. The states travel as uint8
@@ -38,12 +39,12 @@ def gather_rank_state(local: State, group: dist.ProcessGroup | None = None) -> d
     return {rank: _unpack(data, int(all_sizes[rank][0])) for rank, data in enumerate(gathered)}
 
 
-def pick_rank_state(state: State, rank: int) -> State:
+def pick_rank_state(state: StateView, rank: int) -> StateView:
     """Return what `rank` saved under `state["ranks"]`.
 
     Raises UserError when the checkpoint has no part for that rank, as when the world has grown.
     """
-    parts: Mapping[Any, State] = state.get(RANKS, {})
+    parts: Mapping[Any, StateView] = state.get(RANKS, {})
     if rank not in parts:
         raise UserError(f"the checkpoint holds the state of ranks {sorted(parts)}, not of rank {rank}")
     return parts[rank]
@@ -71,7 +72,7 @@ def _gather_bytes(payload: Tensor, totals: list[int], group: dist.ProcessGroup |
     return received
 
 
-def _unpack(data: Tensor, text_bytes: int) -> State:
+def _unpack(data: Tensor, text_bytes: int) -> StateView:
     tree = json.loads(bytes(data[:text_bytes].numpy()))
     tensors, offset = {}, text_bytes
     for slot in slots(tree):

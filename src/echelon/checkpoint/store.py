@@ -20,8 +20,9 @@ from echelon.checkpoint import files
 from echelon.checkpoint.files import CheckpointEntry, DamagedError, Manifest
 from echelon.checkpoint.parts import collect, join_parts
 from echelon.checkpoint.tensors import read_tensors, stage, write_tensors
-from echelon.checkpoint.tree import State, flatten, slots, unflatten
+from echelon.checkpoint.tree import flatten, slots, unflatten
 from echelon.core.errors import UserError
+from echelon.core.state_tree import StateTree, StateView
 
 RANKS = "ranks"
 """The key of a state under which each rank's own part lies, by rank: `state["ranks"][3]`."""
@@ -111,7 +112,7 @@ class CheckpointStore:
     def save(
         self,
         step: int,
-        state: State,
+        state: StateView,
         *,
         metric: float | None = None,
         background: bool = True,
@@ -175,7 +176,7 @@ class CheckpointStore:
                 files.unlock(self._lock)
                 self._lock = None
 
-    def newest(self, rank: int | None = None) -> tuple[int, State] | None:
+    def newest(self, rank: int | None = None) -> tuple[int, StateView] | None:
         """Return step and state of the newest checkpoint that is whole, or None where none was ever saved.
 
         Every byte is compared with its checksum; a damaged checkpoint is reported and the one before it is used.
@@ -184,12 +185,12 @@ class CheckpointStore:
         """
         return self._first_whole(list(reversed(files.entries(self.folder))), rank)
 
-    def best(self, rank: int | None = None) -> tuple[int, State] | None:
+    def best(self, rank: int | None = None) -> tuple[int, StateView] | None:
         """Return step and state of the whole checkpoint with the highest metric, or None where none has a metric."""
         scored = [(metric, entry) for entry in files.entries(self.folder) if (metric := _metric(entry)) is not None]
         return self._first_whole([entry for _, entry in sorted(scored, reverse=True)], rank)
 
-    def load(self, path: Path, rank: int | None = None) -> State:
+    def load(self, path: Path, rank: int | None = None) -> StateView:
         """Return the state of the checkpoint at `path`. Raises UserError when it is none, or a damaged one."""
         entry = next((entry for entry in files.entries(path.parent) if entry.path.name == path.name), None)
         if entry is None:
@@ -199,7 +200,7 @@ class CheckpointStore:
         except DamagedError as error:
             raise UserError(f"the checkpoint {path} is damaged: {error}; use the one before it") from error
 
-    def _first_whole(self, candidates: list[CheckpointEntry], rank: int | None) -> tuple[int, State] | None:
+    def _first_whole(self, candidates: list[CheckpointEntry], rank: int | None) -> tuple[int, StateView] | None:
         for entry in candidates:
             try:
                 return entry.step, _read(entry, rank)
@@ -261,7 +262,7 @@ class CheckpointStore:
                 files.remove(entry.path)
 
 
-def _read(entry: CheckpointEntry, rank: int | None) -> State:
+def _read(entry: CheckpointEntry, rank: int | None) -> StateView:
     try:
         files.verify(entry)
         tree = json.loads((entry.path / _TREE).read_bytes())
@@ -275,15 +276,16 @@ def _read(entry: CheckpointEntry, rank: int | None) -> State:
         raise DamagedError(f"it cannot be read: {error}") from error
     if not isinstance(state, Mapping):
         raise DamagedError(f"it holds a {type(state).__name__}, not a state")
-    joined: State = join_parts(state, entry.path)
+    joined: StateView = join_parts(state, entry.path)
     return joined
 
 
-def _only_rank(tree: dict[str, Any], rank: int) -> dict[str, Any]:
-    def narrowed(key: Any, value: Any) -> Any:
+def _only_rank(tree: StateTree, rank: int) -> StateTree:
+    def of_rank(key: Any, value: Any) -> Any:
+        """Return an encoded item of the tree; of those that differ by rank only this rank's."""
         return {"dict": [item for item in value["dict"] if item[0] == rank]} if key == RANKS else value
 
-    return {"dict": [[key, narrowed(key, value)] for key, value in tree["dict"]]}
+    return {"dict": [[key, of_rank(key, value)] for key, value in tree["dict"]]}
 
 
 def _metric(entry: CheckpointEntry) -> float | None:

@@ -18,13 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon.core.state_tree import StateView
+
 _ALLOWED = "dicts, lists and tuples of tensors, int, float, bool, str and None"
-
-State = Mapping[str, Any]
-"""Nested dicts, lists and tuples of tensors, int, float, bool, str and None: nothing else.
-
-Subclasses come back as these (an OrderedDict as a dict, a NumPy float64 as a float), tensors as plain CPU tensors.
-"""
 
 _DTYPES = (
     *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
@@ -53,7 +49,7 @@ class Slot:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
 
 
-def flatten(state: State) -> tuple[Any, dict[str, Tensor]]:
+def flatten(state: StateView) -> tuple[Any, dict[str, Tensor]]:
     """Split a state into its JSON tree and its tensors by name (`model.conv.weight`); tensors are not copied.
 
     Raises TypeError, naming the place, for a value of any other kind, and for a sharded or sparse tensor.

@@ -9,14 +9,15 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.futures import Future
+
+from echelon.core.state_tree import StateTree, StateView
 
 
 @dataclass
@@ -49,10 +50,10 @@ class BucketWork(Protocol):
     def fail(self, bucket: DdpBucket, error: BaseException) -> None:
         """Let the future of this bucket, of every unfinished and every later one raise the error."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateTree:
         """Return what must survive a restart."""
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+    def load_state_dict(self, saved: StateView) -> None:
         """Take it back."""
 
 

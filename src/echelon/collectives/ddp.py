@@ -3,8 +3,6 @@
 # DDP compares the annotations of a hook with the types themselves: no `from __future__ import annotations` here.
 
 import warnings
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +16,7 @@ from echelon.collectives.hook import GradientHook
 from echelon.collectives.wire import WireCount
 from echelon.compression import Compression, read
 from echelon.core.errors import UserError
+from echelon.core.state_tree import StateTree, StateView
 
 
 class DdpHook:
@@ -35,7 +34,7 @@ class DdpHook:
     def __init__(self, compression: Compression, path: Path, seed: int) -> None:
         self._compression, self._path, self._seed = compression, path, seed
         self._inner: GradientHook | None = None
-        self._saved: Mapping[str, Any] = {}
+        self._saved: StateView = {}
         self._placed = not compression.leaves_momentum
 
     def attach(self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -73,11 +72,11 @@ class DdpHook:
         """Bytes sent by this rank so far."""
         return self._inner.wire if self._inner is not None else WireCount()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateTree:
         """Return error memories and counters, as tensors and numbers under flat keys; every rank has its own."""
         return self._inner.state_dict() if self._inner is not None else dict(self._saved)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateView) -> None:
         """Take over what `state_dict` returned on the same rank of as many; may come before the first step."""
         self._saved = state
         if self._inner is not None:

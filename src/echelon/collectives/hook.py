@@ -24,6 +24,7 @@ from echelon.collectives.wire import WireCount, numel_by_group, ring_bytes
 from echelon.collectives.work import CellWork, PathWork
 from echelon.compression import Compression
 from echelon.compression.base import Codec
+from echelon.core.state_tree import StateTree, StateView
 from echelon.torch_compat import same_ranks_group
 
 
@@ -159,7 +160,7 @@ class GradientHook:
         if self._lane is not None:
             self._lane.close()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateTree:
         """Return what must survive a restart: tensors and numbers under flat keys; see `memory.state_dict`.
 
         Call it between steps. Tensors are not copied.
@@ -176,7 +177,7 @@ class GradientHook:
         if isinstance(self._work, CellWork):
             self._work.take_velocity(velocity)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateView) -> None:
         """Take over what `state_dict` returned on the same number of ranks, or what `memory.merge` made of several.
 
         Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +14,7 @@ from echelon.compression.base import State
 from echelon.compression.sparse import share_carried
 from echelon.compression.transforms import huffman
 from echelon.core.shards import overlaps
-
-StateDict = dict[str, Any]
+from echelon.core.state_tree import StateTree, StateView
 
 
 class StateSnapshot:
@@ -68,14 +66,14 @@ def density(helds: Iterable[CodecShard]) -> float | None:
     return share_carried((held.state, held.span[1] - held.span[0]) for held in helds if held.role == "sent")
 
 
-def state_dict(cell: Bucket, shards: Sequence[CodecShard]) -> StateDict:
+def state_dict(cell: Bucket, shards: Sequence[CodecShard]) -> StateTree:
     """Return a cell's states as tensors and numbers under flat keys.
 
     - `sent.error/NAME/START`: elements of a parameter from START on, of one memory of what this rank sends;
       `relay.error/...` of what it sends back as owner: over all ranks these cover each element once.
     - `factors.q/STATE`, `numbers.step/STATE`: what belongs to a whole state.
     """
-    flat: StateDict = {}
+    flat: StateTree = {}
     for h in shards:
         flat |= {f"numbers.{k}/{h.state.name}": v for k, v in h.state.numbers.items()}
         flat |= {f"factors.{k}/{h.state.name}": v for k, v in h.state.factors.items()}
@@ -85,7 +83,7 @@ def state_dict(cell: Bucket, shards: Sequence[CodecShard]) -> StateDict:
     return flat
 
 
-def load_state_dict(cell: Bucket, shards: Sequence[CodecShard], saved: Mapping[str, Any]) -> None:
+def load_state_dict(cell: Bucket, shards: Sequence[CodecShard], saved: StateView) -> None:
     """Take over, in place, what `state_dict` returned for the same cell, or what `merge` made of several ranks'.
 
     A single worker encodes nothing: of what it saved all but the memories that waited begins anew.
@@ -112,14 +110,14 @@ def load_state_dict(cell: Bucket, shards: Sequence[CodecShard], saved: Mapping[s
             h.state.numbers[name] = h.state.numbers[name] if value is None else value
 
 
-def _saved_memory(saved: Mapping[str, Any], kind: str, part: _MemoryPart, target: Tensor, shard: CodecShard) -> Tensor:
+def _saved_memory(saved: StateView, kind: str, part: _MemoryPart, target: Tensor, shard: CodecShard) -> Tensor:
     total = saved.get(f"total.{kind}/{part.parameter}")
     if total is None:
         return _find(saved, f"{kind}/{part.key}", target)
     return total[part.of_parameter] / shard.holders
 
 
-def _find(saved: Mapping[str, Any], key: str, like: Tensor) -> Tensor:
+def _find(saved: StateView, key: str, like: Tensor) -> Tensor:
     found = saved.get(key)
     if not isinstance(found, Tensor) or found.shape != like.shape:
         raise ValueError(
@@ -151,7 +149,7 @@ def rescale(shards: Iterable[CodecShard], factor: float) -> None:
             h.state.numbers["threshold"] *= factor
 
 
-def left_out(merged: Mapping[str, Any]) -> dict[str, Tensor]:
+def left_out(merged: StateView) -> dict[str, Tensor]:
     """Return, by parameter, the sum of what `merge` found to wait in error feedback, both ways: float64 [elements]."""
     found: dict[str, Tensor] = {}
     for key, total in merged.items():
@@ -161,19 +159,19 @@ def left_out(merged: Mapping[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def velocity_of(merged: Mapping[str, Any]) -> dict[str, Tensor]:
+def velocity_of(merged: StateView) -> dict[str, Tensor]:
     """Return, by parameter, the velocity of all ranks' sum that `merge` found: float64 [elements]."""
     return {key.partition("/")[2]: total for key, total in merged.items() if key.startswith("total.sent.velocity/")}
 
 
-def merge(saved: Sequence[Mapping[str, Any]], numels: Mapping[str, int]) -> StateDict:
+def merge(saved: Sequence[StateView], numels: Mapping[str, int]) -> StateTree:
     """Turn the states of all ranks into one that any number of ranks can load; the sum of each memory is kept.
 
     Args:
         saved: each old rank's `state_dict`.
         numels: elements of each parameter.
     """
-    merged: StateDict = {}
+    merged: StateTree = {}
     for one in saved:
         for key, value in one.items():
             kind, _, rest = key.partition("/")

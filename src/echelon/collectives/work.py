@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from echelon.collectives.reducer import Coding, PlainReducer, Reducer, is_finite
 from echelon.collectives.route import Route
 from echelon.collectives.wire import WireCount, is_small
 from echelon.core.shards import FlatTensor
+from echelon.core.state_tree import StateTree, StateView
 
 
 class PathWork:
@@ -41,11 +41,11 @@ class PathWork:
         """Raise an error in a bucket's future."""
         _raise_in(bucket, error)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateTree:
         """Return nothing: a path keeps no state."""
         return {}
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+    def load_state_dict(self, saved: StateView) -> None:
         """Accept an empty state.
 
         Raises:
@@ -91,7 +91,7 @@ class CellWork:
         self._arrivals: list[_Arrival] = []
         self._cells: list[_Filling] = []
         self._layout: BucketLayout | None = None
-        self._saved: Mapping[str, Any] | None = None
+        self._saved: StateView | None = None
         self._void, self._reduced, self._told = False, 0, False
         self._broken: BaseException | None = None
 
@@ -120,16 +120,16 @@ class CellWork:
         self._drop(error)
         _raise_in(bucket, error)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateTree:
         """Return the codec's states by parameter and place; before the first backward, what was loaded."""
         if self._layout is None:
             return dict(self._saved or {})
-        flat: dict[str, Any] = {}
+        flat: StateTree = {}
         for filling in self._cells:
             flat |= memory.state_dict(filling.cell, filling.reducer.held)
         return flat
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+    def load_state_dict(self, saved: StateView) -> None:
         """Restore what `state_dict` returned; before the cells are laid out it is kept until they are."""
         if self._layout is None:
             self._saved = saved

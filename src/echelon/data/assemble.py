@@ -201,8 +201,8 @@ def array_spec(array: Any) -> TensorSpec:
     return TensorSpec(tuple(array.shape[1:]), str(array.dtype).removeprefix("torch."))
 
 
-def _write_row(i: int, row: int, given: Nest, out: Nest, what: str) -> None:
-    values, buffers = nest.leaves(given), nest.leaves(out)
+def _write_row(i: int, row: int, item: Nest, out: Nest, what: str) -> None:
+    values, buffers = nest.leaves(item), nest.leaves(out)
     if len(values) != len(buffers):
         raise UserError(f"item {i} of the data has {len(values)} tensors of {what}, the first {len(buffers)}")
     for value, buffer in zip(values, buffers, strict=True):

@@ -238,29 +238,29 @@ def without_data(model: nn.Module, device: torch.device) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _see_held(counter: Counter, parts: RunParts) -> int:
-    held = parts.local_model
-    averages = parts.ema.state_dict()["average"].values() if parts.ema else ()
+def _see_held(counter: Counter, run_parts: RunParts) -> int:
+    held = run_parts.local_model
+    averages = run_parts.ema.state_dict()["average"].values() if run_parts.ema else ()
     for tensor in (*held.parameters(), *held.buffers(), *averages):
         counter.see(tensor)
-    for parameter in parts.model.parameters():
+    for parameter in run_parts.model.parameters():
         if parameter.requires_grad and not isinstance(parameter, DTensor):
             parameter.register_post_accumulate_grad_hook(counter.is_gradient)
     return counter.now
 
 
-def _see_optimizer(counter: Counter, parts: RunParts) -> None:
-    for state in parts.optimizer.state.values():
+def _see_optimizer(counter: Counter, run_parts: RunParts) -> None:
+    for state in run_parts.optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor):
                 counter.see(value)
 
 
-def _take(step: Step, batch: Batch, parts: RunParts) -> None:
-    step.forward_backward(batch, parts.sync)
-    parts.sync.step()
-    if parts.ema:
-        parts.ema.update(parts.local_model)
+def _take(step: Step, batch: Batch, run_parts: RunParts) -> None:
+    step.forward_backward(batch, run_parts.sync)
+    run_parts.sync.step()
+    if run_parts.ema:
+        run_parts.ema.update(run_parts.local_model)
 
 
 def _batch(info: DataInfo, samples: int, layout: Layout) -> Batch:

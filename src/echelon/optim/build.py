@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from echelon.config.schema import OptimizerConfig
 from echelon.core.errors import UserError, nearest
+from echelon.core.state_tree import StateTree, StateView
 from echelon.torch_compat import foreach_lerp_
 
 if TYPE_CHECKING:
@@ -181,11 +182,11 @@ class EMA:
         finally:
             _copy_into(model, own)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateTree:
         """Return the number of updates and the averages (not copied)."""
         return {"updates": self.updates, "average": dict(self._average)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateView) -> None:
         """Restore what `state_dict` returned.
 
         Raises:

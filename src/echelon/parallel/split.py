@@ -17,7 +17,7 @@ from echelon.parallel.base import Placement
 from echelon.parallel.blocks import Recompute, find_blocks, recompute_blocks, reshard, shard
 from echelon.parallel.deferred_init import DeferredInit
 from echelon.parallel.local_shards import LocalShards
-from echelon.parallel.pipeline import Pipeline, PipelineSettings
+from echelon.parallel.pipeline import Judge, Pipeline, PipelineSettings
 from echelon.parallel.precision import cast_blocks, cast_parameters
 from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
 from echelon.parallel.tensor import TensorPlan, answer, apply_plan, plan_tensor, same_function
@@ -151,7 +151,7 @@ def _cut(
         data_group=placement.group(Axis.FSDP),
         styles=styles,
     )
-    return Pipeline(model, hints, mesh, settings, options.loss, options.example, options.score)
+    return Pipeline(model, hints, mesh, settings, Judge(options.loss, options.score), options.example)
 
 
 def _recompute(modules: list[nn.Module], blocks: list[str], how: Recompute, param_dtype: torch.dtype | None) -> None:

@@ -82,7 +82,7 @@ class ServerHeld:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Do nothing: the servers hold the state."""
 
-    def load_former_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def load_resharded(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Do nothing: the servers hold the state."""
 
 

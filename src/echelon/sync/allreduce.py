@@ -22,6 +22,7 @@ from echelon.collectives.memory import left_out, merge, velocity_of
 from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import is_small, ring_bytes
 from echelon.compression import Compression
+from echelon.core.state_tree import StateTree, StateView
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.buffers import averaged_buffers
 from echelon.sync.settings import SyncSettings
@@ -143,20 +144,20 @@ class AllReduce:
         """Return the share of the encoded elements that this rank sent last."""
         return self._hook.density() if self._hook else None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateTree:
         """Return the hook's state: error-feedback memories and step counters."""
         if self._hook:
             return self._hook.state_dict()
         return {f"sent.error/{name}/0": total for name, total in self._left_out.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateTree) -> None:
         """Take back the hook's state."""
         if self._hook and state:
             self._hook.load_state_dict(state)
         elif state:
             self._left_out = left_out(self._merged([state]))
 
-    def load_former_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def load_resharded(self, states: Sequence[StateView]) -> None:
         """Divide the memories of other ranks; the sum over all ranks is kept.
 
         Alone there is no codec: what was left out joins the first gradient, and momentum goes back to the optimizer; a
@@ -174,7 +175,7 @@ class AllReduce:
                 self._hook.load_state_dict(merged)
             self._take_momentum(self._hook)
 
-    def _merged(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _merged(self, states: Sequence[StateView]) -> StateTree:
         return merge(states, {name: parameter.numel() for name, parameter in self._context.model.named_parameters()})
 
     def _give_momentum_back(self, velocity: Mapping[str, Tensor]) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from echelon.collectives.base import Path
 from echelon.collectives.times import ReduceTimes
 from echelon.compression import Compression
+from echelon.core.state_tree import StateTree, StateView
 from echelon.observe.phases import PhaseClock
 
 
@@ -114,13 +115,13 @@ class Sync(StepSync, Protocol):
     def density(self) -> float | None:
         """Return the share of the encoded elements that this rank sent last; None without a sparse codec."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateTree:
         """Return this rank's own state: tensors and plain values only."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateTree) -> None:
         """Take back what `state_dict` gave on this rank."""
 
-    def load_former_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def load_resharded(self, states: Sequence[StateView]) -> None:
         """Take over what another number of ranks had, in their order; what it sums to over all ranks is kept."""
 
     def close(self) -> None:

@@ -17,15 +17,15 @@ traffic is smaller. With `overlap` = tau its mean travels behind tau steps of co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from echelon.compression import Compression
 from echelon.core.errors import UserError
+from echelon.core.state_tree import StateTree, StateView
 from echelon.sync.averaging.engine import Averaging
 from echelon.sync.averaging.plan import AveragingPlan, check_deltas
 from echelon.sync.base import Sync, SyncContext
@@ -116,10 +116,10 @@ class OuterNesterov:
         velocity.mul_(self._momentum).add_(mean)
         return anchor.add_(mean + self._momentum * velocity, alpha=self._lr)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateTree:
         """Return the momenta."""
         return {name: tensor.clone() for name, tensor in self._velocity.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateView) -> None:
         """Take back the momenta."""
         self._velocity = {name: tensor.clone() for name, tensor in state.items()}

@@ -12,9 +12,9 @@ step is taken where the elastic force has moved the replica to (the paper: where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from echelon.compression import Compression
 from echelon.core.errors import UserError
+from echelon.core.state_tree import StateTree, StateView
 from echelon.sync.averaging.engine import Averaging
 from echelon.sync.averaging.plan import AveragingPlan, check_deltas
 from echelon.sync.base import Sync, SyncContext
@@ -79,6 +80,7 @@ class EasgdSettings(SyncSettings):
         replicas = dist.get_world_size(context.group) if context.group is not None else 1
 
         def alpha() -> float:
+            """Return the moving rate: beta / replicas, or the present learning rate times rho."""
             if self.rho is None:
                 return (self.beta or PAPERS_BETA) / replicas
             return float(context.optimizer.param_groups[0]["lr"]) * self.rho
@@ -110,9 +112,9 @@ class Elastic:
         anchor.add_(mean, alpha=alpha * self._replicas)
         return moved
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateTree:
         """Return nothing: the centre is the anchor."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateView) -> None:
         """Take nothing back."""

@@ -110,9 +110,9 @@ class SplitSync:
         """Take back the inner strategy's state."""
         self._inner.load_state_dict(state)
 
-    def load_former_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def load_resharded(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take over the state of other replicas, of ranks that held the same pieces."""
-        self._inner.load_former_ranks(states)
+        self._inner.load_resharded(states)
 
     def restart(self) -> None:
         """Begin anew from the present parameters: what was kept between steps belongs to other pieces."""

@@ -240,7 +240,7 @@ def _load_former_ranks(run_parts: RunParts, world: World, saved: Mapping[str, in
     if all(saved.get(axis, 1) == now.get(axis, 1) for axis in inner):
         size = math.prod(saved.get(axis, 1) for axis in inner)  # ranks of a replica; dp is the outermost axis
         same_piece = [rank for rank in sorted(ranks) if rank % size == world.rank % size]
-        run_parts.sync.load_former_ranks([ranks[rank]["sync"] for rank in same_piece])
+        run_parts.sync.load_resharded([ranks[rank]["sync"] for rank in same_piece])
         moments = [ranks[rank]["optimizer"] for rank in same_piece if "model" in ranks[rank]]
         if moments:
             run_parts.optimizer.load_state_dict(mean_of(moments))

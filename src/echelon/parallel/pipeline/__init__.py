@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.parallel.pipeline.pipeline import Pipeline
+from echelon.parallel.pipeline.pipeline import Judge, Pipeline
 from echelon.parallel.pipeline.settings import PipelineResult, PipelineSettings
 
-__all__ = ["Pipeline", "PipelineResult", "PipelineSettings"]
+__all__ = ["Judge", "Pipeline", "PipelineResult", "PipelineSettings"]

@@ -33,6 +33,7 @@ def cut_batch(inputs: Nest, targets: Nest, count: int) -> MicroBatches:
     missing = size * count - samples
 
     def filled(leaf: Tensor) -> Tensor:
+        """Return a leaf (N, ...) as (N + missing, ...)."""
         last = leaf[-1:] if samples else leaf.new_zeros((1, *leaf.shape[1:]))
         return torch.cat([leaf, last.expand(missing, *leaf.shape[1:])])
 

@@ -49,10 +49,15 @@ def batchnorm_notes(has_batchnorm: bool, microbatches: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Judge:
-    """What the last stage makes of outputs and targets of samples: the sum of their losses, and their score."""
+    """What the last stage makes of outputs and targets of samples: the sum of their losses, and their score.
+
+    Attributes:
+        loss: sums over units; gets outputs in float32 (float64 of a float64 model).
+        score: a number summed over samples, such as correct predictions.
+    """
 
     loss: Loss
-    score: Score
+    score: Score | None = None
 
 
 class Pipeline(nn.Module):
@@ -72,25 +77,23 @@ class Pipeline(nn.Module):
         hints: Hints | None,
         mesh: DeviceMesh,
         settings: PipelineSettings,
-        loss: Loss,
+        judge: Judge,
         example: Nest,
-        score: Score | None = None,
     ) -> None:
         """Cut a model; all ranks of the world call it together. The model's other parts are the caller's to let go.
 
         Args:
             model: the whole, the same on every rank, on its device or on meta, not yet split in another way.
             mesh: of the pipeline, 1-D.
-            loss: sums over units; gets outputs in float32 (float64 of a float64 model).
+            judge: what the last stage computes.
             example: inputs of at least one sample, of any values, on the device.
-            score: a number summed over samples, such as correct predictions.
 
         Raises:
             UserError: the model cannot be cut so, or the schedule does not take what is asked of it.
         """
         super().__init__()
         self._group, self._device, self._settings = mesh.get_group(), nest.leaves(example)[0].device, settings
-        self._judge = Judge(loss, score or _no_score)
+        self._judge = judge
         self.plan: tuple[StagePlan, ...] = plan_stages(model, hints, settings, mesh.size(), example)
         self.schedule = settings.schedule
         self.microbatches = microbatch_count(settings, mesh.size(), len(self.plan))
@@ -183,23 +186,23 @@ class Pipeline(nn.Module):
         dist.broadcast(tensor, group_src=self.plan[-1].rank, group=self._group)
 
     def _run(
-        self, schedule: pipelining.schedules._PipelineSchedule, parts: MicroBatches, training: bool
+        self, schedule: pipelining.schedules._PipelineSchedule, batches: MicroBatches, training: bool
     ) -> Tensor | None:
-        given = [tuple(nest.leaves(part)) for part in parts.inputs] if 0 in self._mine else None
-        wanted = list(parts.targets) if training and len(self.plan) - 1 in self._mine else None
+        inputs = [tuple(nest.leaves(batch)) for batch in batches.inputs] if 0 in self._mine else None
+        targets = list(batches.targets) if training and len(self.plan) - 1 in self._mine else None
         autocast, parameters = self._settings.types(training)
         for stage in self._modules_of_stages:
             set_types(stage, autocast, None if self._settings.sharded else parameters)
-        found: Tensor | None = schedule.step(arg_mbs=given, target_mbs=wanted, return_outputs=not training)
-        return found
+        outputs: Tensor | None = schedule.step(arg_mbs=inputs, target_mbs=targets, return_outputs=not training)
+        return outputs
 
-    def _schedule(self, parts: MicroBatches, training: bool) -> pipelining.schedules._PipelineSchedule:
-        first = parts.inputs[0]
-        key = (len(parts.inputs), training, *((leaf.shape, leaf.dtype) for leaf in nest.leaves(first)))
+    def _schedule(self, batches: MicroBatches, training: bool) -> pipelining.schedules._PipelineSchedule:
+        first = batches.inputs[0]
+        key = (len(batches.inputs), training, *((leaf.shape, leaf.dtype) for leaf in nest.leaves(first)))
         if key not in self._schedules:
             if len(self._schedules) == MOST_SHAPES:
                 self._schedules.clear()
-            self._schedules[key] = self._new_schedule(first, len(parts.inputs), training)
+            self._schedules[key] = self._new_schedule(first, len(batches.inputs), training)
         return self._schedules[key]
 
     def _new_schedule(self, first: Nest, count: int, training: bool) -> pipelining.schedules._PipelineSchedule:
@@ -232,10 +235,6 @@ class Pipeline(nn.Module):
             return self._job.loss_of(logits, targets)
 
 
-def _no_score(outputs: Tensor, targets: Nest) -> None:
-    return None
-
-
 class _Job:
     """The losses of one batch, in the order in which micro-batches reach the last stage."""
 
@@ -251,7 +250,7 @@ class _Job:
             return exact.sum() * 0.0
         known = exact[:samples]
         total = self._judge.loss(known, targets) / self._divisor
-        score = self._judge.score(known, targets)
+        score = self._judge.score(known, targets) if self._judge.score else None
         self.sums[0] += total.detach().double()
         if score is not None:
             self.sums[1] += score.double()

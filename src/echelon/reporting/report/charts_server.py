@@ -220,8 +220,8 @@ def _lines(points: dict[str, list[tuple[float, float]]]) -> list[Json]:
     return traces
 
 
-def _bars(words: str, names: Sequence[str], values: Sequence[float], token: str) -> Json:
-    return {"type": "bar", "orientation": "h", "name": words, "y": list(range(len(names))), "x": list(values),
+def _bars(legend: str, names: Sequence[str], values: Sequence[float], token: str) -> Json:
+    return {"type": "bar", "orientation": "h", "name": legend, "y": list(range(len(names))), "x": list(values),
             "marker": {"color": color(token)}}  # fmt: skip
 
 

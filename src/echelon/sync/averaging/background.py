@@ -61,6 +61,7 @@ class Background:
         ready.record(torch.cuda.current_stream(stream.device))
 
         def in_stream() -> Means:
+            """Work in the stream of the averages, after what was queued when it was submitted."""
             with torch.cuda.stream(stream):  # also makes its device this thread's
                 stream.wait_event(ready)
                 means = work()

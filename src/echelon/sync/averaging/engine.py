@@ -12,6 +12,7 @@ from echelon.collectives import memory
 from echelon.collectives.route import Route, open_route
 from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import SHOWN, WireCount
+from echelon.core.state_tree import StateTree, StateView
 from echelon.observe.phases import Phase
 from echelon.sync.allreduce import AllReduce
 from echelon.sync.averaging.background import Background
@@ -203,7 +204,7 @@ class Averaging:
             return self._first.density()
         return memory.density(held for fragment in self._fragments for held in fragment.held())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateTree:
         """Return anchors, counters, the rule's and the codec's memories, and means on their way."""
         if self._first:
             return {"step": self._step, "first": self._first.state_dict()}
@@ -213,21 +214,21 @@ class Averaging:
             "fragments": [fragment.state_dict() for fragment in self._fragments],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateTree) -> None:
         """Take back what `state_dict` gave on this rank."""
         self._load([state], same_ranks=True)
 
-    def load_former_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def load_resharded(self, states: Sequence[StateView]) -> None:
         """Go on from what the former ranks agreed on; their weights since then are forgotten, their mean is not."""
         self._load(states, same_ranks=False)
 
-    def _load(self, states: Sequence[Mapping[str, Any]], same_ranks: bool) -> None:
+    def _load(self, states: Sequence[StateView], same_ranks: bool) -> None:
         self._step = int(states[0]["step"])
         if "first" in states[0]:
             if self._first and same_ranks:
                 self._first.load_state_dict(states[0]["first"])
             elif self._first:
-                self._first.load_former_ranks([state["first"] for state in states])
+                self._first.load_resharded([state["first"] for state in states])
             return
         if self._first:
             self._first.close()
@@ -237,7 +238,7 @@ class Averaging:
             if same_ranks:
                 fragment.load_state_dict(states[0]["fragments"][i])
             else:
-                fragment.load_former_ranks([state["fragments"][i] for state in states])
+                fragment.load_resharded([state["fragments"][i] for state in states])
 
     def close(self) -> None:
         """Let what is on its way arrive, and end the threads."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from echelon.collectives.reducer import Coding, PlainReducer, Reducer, is_finite
 from echelon.collectives.route import Route
 from echelon.collectives.wire import WireCount
 from echelon.compression.base import Codec
+from echelon.core.state_tree import StateTree, StateView
 from echelon.sync.averaging.values import Value
 
 
@@ -108,14 +108,14 @@ class Exchange:
         """Return the codec's states."""
         return [held for _, reducer in self._cells for held in reducer.held]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateTree:
         """Return the codec's memories under flat keys (not copied)."""
-        flat: dict[str, Any] = {}
+        flat: StateTree = {}
         for cell, reducer in self._cells:
             flat |= memory.state_dict(cell, reducer.held)
         return flat
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+    def load_state_dict(self, saved: StateView) -> None:
         """Take back what `state_dict` returned, or what `memory.merge` made of several ranks'.
 
         Raises:

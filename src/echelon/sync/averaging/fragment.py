@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from echelon.collectives import memory
 from echelon.collectives.compressed_all_reduce import CodecShard
+from echelon.core.state_tree import StateTree, StateView
 from echelon.sync.averaging.background import Background, Means, PendingMean
 from echelon.sync.averaging.exchange import Exchange
 from echelon.sync.averaging.plan import AveragingPlan, MeanRule, Rule
@@ -143,9 +143,9 @@ class Fragment:
         if self.flight is not None:
             self.flight.means.result()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateTree:
         """Return everything that a resume needs; waits for what is on its way."""
-        flight: dict[str, Any] = {}
+        flight: StateTree = {}
         waiting = {f"sent.error/{name}/0": total for name, total in self._left_out.items()}
         if self.flight is not None:
             flight = {"due": self.flight.due, "means": self.flight.means.result(), "deltas": self.flight.deltas}
@@ -158,7 +158,7 @@ class Fragment:
             "codec": self._exchange.state_dict() if self._exchange else waiting,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateView) -> None:
         """Take back what `state_dict` gave on this rank."""
         self._load_shared(state)
         self.samples, self.expected = int(state["samples"]), int(state["expected"])
@@ -168,7 +168,7 @@ class Fragment:
         else:
             self._left_out = memory.left_out(self._merged([state]))
 
-    def load_former_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def load_resharded(self, states: Sequence[StateView]) -> None:
         """Take over what is the same on all former ranks; what codecs left out is divided, its sum kept.
 
         Each rank goes on from the mean over the former ones, which a mean on its way does not move.
@@ -182,11 +182,11 @@ class Fragment:
         elif not self._exchange:
             self._left_out = memory.left_out(merged)
 
-    def _merged(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _merged(self, states: Sequence[StateView]) -> StateTree:
         numels = {v.name: v.tensor.numel() for v in self.values}
         return memory.merge([state["codec"] for state in states], numels)
 
-    def _load_shared(self, state: Mapping[str, Any]) -> None:
+    def _load_shared(self, state: StateView) -> None:
         device = self.values[0].tensor.device
         self._anchor = {name: tensor.to(device).clone() for name, tensor in state["anchor"].items()}
         self.flight = None

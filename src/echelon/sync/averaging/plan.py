@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from echelon.compression import Compression
 from echelon.core.errors import UserError
+from echelon.core.state_tree import StateTree, StateView
 
 OPTIMIZER_STATES = ("keep", "average", "reset")
 
@@ -75,10 +75,10 @@ class Rule(Protocol):
             anchor: what was agreed on last, the same on all replicas; `mean` is of own - anchor.
         """
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateTree:
         """Return what the rule remembers, the same on all replicas."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateView) -> None:
         """Take back what `state_dict` gave."""
 
 
@@ -91,11 +91,11 @@ class MeanRule:
         """Move the anchor to the mean of the replicas."""
         return anchor.add_(mean)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateTree:
         """Return nothing: the anchor is all there is."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateView) -> None:
         """Take nothing back."""
 
 
