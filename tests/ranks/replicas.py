@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon.checkpoint.tree import State, flatten, unflatten
+from echelon.checkpoint.tree import flatten, unflatten
 from echelon.collectives import registry as paths
 from echelon.compression import read as read_codec
+from echelon.core.state_tree import StateView
 from echelon.observe.phases import HostClock
 from echelon.optim.build import EMA
 from echelon.sync.base import SyncContext
@@ -170,20 +171,20 @@ def world_of(rank: Rank) -> World:
     return World(rank.index, rank.world_size, rank.index, torch.device("cpu"), group)
 
 
-def save(parts: RunParts, rank: Rank, step: int) -> tuple[State, State]:
+def save(parts: RunParts, rank: Rank, step: int) -> tuple[StateView, StateView]:
     """Return shared and own state as a checkpoint would hold them."""
     own = _through_checkpoint(rank_state(parts, world_of(rank)))
     with agreed_state(parts, Cursor(step=step)) as state:
         return _through_checkpoint(state), own
 
 
-def load(parts: RunParts, rank: Rank, saved: tuple[State, State]) -> None:
+def load(parts: RunParts, rank: Rank, saved: tuple[StateView, StateView]) -> None:
     """Restore on the same number of ranks."""
     load_shared_state(parts, saved[0])
     load_rank_state(parts, world_of(rank), layout_of(world_of(rank)), {rank.index: saved[1]})
 
 
-def _through_checkpoint(state: State) -> State:
+def _through_checkpoint(state: StateView) -> StateView:
     tree, tensors = flatten(state)
-    restored: State = unflatten(tree, copy(tensors))
+    restored: StateView = unflatten(tree, copy(tensors))
     return restored

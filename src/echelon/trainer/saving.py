@@ -20,7 +20,6 @@ from echelon.checkpoint import (
     CheckpointStore,
     PartWriter,
     Saved,
-    State,
     gather_rank_state,
     merge,
     take_parts,
@@ -28,6 +27,7 @@ from echelon.checkpoint import (
 )
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
+from echelon.core.state_tree import StateView
 from echelon.parallel.local_shards import LocalShards
 from echelon.records.events import CheckpointRejected
 from echelon.records.file import Recorder
@@ -55,7 +55,7 @@ EVALUATION_FILE = "evaluation.json"
 class Captured:
     """A run's state as a tree of tensors and plain values; files of parts that ranks write by themselves."""
 
-    tree: State
+    tree: StateView
     arriving: Arriving | None = None
 
 
@@ -70,10 +70,10 @@ class RunState(Protocol):
     leads: bool
     bytes_sent: int
 
-    def newest(self, store: CheckpointStore) -> tuple[int, State] | None:
+    def newest(self, store: CheckpointStore) -> tuple[int, StateView] | None:
         """Return the newest whole checkpoint that all see, and its step."""
 
-    def load(self, state: State) -> Cursor:
+    def load(self, state: StateView) -> Cursor:
         """Restore a checkpoint's state; returns how far it is."""
 
     def captured(self, cursor: Cursor, store: CheckpointStore) -> AbstractContextManager[Captured | None]:
@@ -91,7 +91,7 @@ class RanksState:
         self._writer = PartWriter()
         self.bytes_sent = 0
 
-    def newest(self, store: CheckpointStore) -> tuple[int, State] | None:
+    def newest(self, store: CheckpointStore) -> tuple[int, StateView] | None:
         """Return the newest whole checkpoint, with what this rank alone had, or all ranks' where the layout is another.
 
         Raises:
@@ -103,7 +103,7 @@ class RanksState:
         self._check_same_step(-1 if found is None else found[0], store)
         return found
 
-    def load(self, state: State) -> Cursor:
+    def load(self, state: StateView) -> Cursor:
         """Restore what all ranks share, and this rank's own."""
         cursor = load_shared_state(self._parts, state)
         load_rank_state(self._parts, self._world, saved_layout(state), state[RANKS])
@@ -136,13 +136,13 @@ class RanksState:
         """
         self._writer.wait()
 
-    def _write_part(self, state: State, pieces: LocalShards, folder: Path) -> Mapping[int, State]:
+    def _write_part(self, state: StateView, pieces: LocalShards, folder: Path) -> Mapping[int, StateView]:
         """Write this rank's part of the tensors; returns what is not a tensor of the model, of all ranks, on rank 0."""
         marked, tensors = take_parts(to_parts(state, pieces), _part_file(self._world.rank))
         self._writer.write(folder / _part_file(self._world.rank), tensors)
         return self._gather(marked)
 
-    def _gather(self, local: State) -> Mapping[int, State]:
+    def _gather(self, local: StateView) -> Mapping[int, StateView]:
         """Bring what each rank alone has to rank 0."""
         if self._world.group is None:
             return {0: local}
@@ -269,7 +269,7 @@ def tensor_bytes(tree: object) -> int:
     return sum(map(tensor_bytes, items))
 
 
-def best_state(folder: Path) -> State:
+def best_state(folder: Path) -> StateView:
     """Read the best checkpoint of a run, or the newest when none was evaluated.
 
     Raises:
@@ -279,5 +279,5 @@ def best_state(folder: Path) -> State:
     found = store.best() or store.newest()
     if found is None:
         raise UserError(f"{folder} holds no whole checkpoint to evaluate")
-    state: State = whole(found[1])
+    state: StateView = whole(found[1])
     return state

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from echelon.checkpoint import RANKS, CheckpointStore, State
+from echelon.checkpoint import RANKS, CheckpointStore
 from echelon.coordinator.runs import to_runs
 from echelon.core.errors import UserError
+from echelon.core.state_tree import StateView
 from echelon.ps.blob import KeyState
 from echelon.ps.messages import BUFFERS_KEY
 from echelon.ps.strategy import ParameterServer
@@ -32,11 +33,11 @@ class ServersState:
         self._restored: dict[int, KeyState] | None = None
         self.below, self.beyond = 0, list[int]()
 
-    def newest(self, store: CheckpointStore) -> tuple[int, State] | None:
+    def newest(self, store: CheckpointStore) -> tuple[int, StateView] | None:
         """Return the newest whole checkpoint and its step."""
         return store.newest()
 
-    def load(self, state: State) -> Cursor:
+    def load(self, state: StateView) -> Cursor:
         """Restore the model here; `keys` then are what the servers are to be given.
 
         Raises:

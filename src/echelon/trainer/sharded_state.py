@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from echelon.checkpoint.parts import ShardTensor, StoredTensor
-from echelon.checkpoint.tree import State
 from echelon.core.errors import UserError
+from echelon.core.state_tree import StateView
 from echelon.parallel.local_shards import LocalShard, LocalShards, cut_out
 
 
-def to_parts(state: State, pieces: LocalShards) -> State:
+def to_parts(state: StateView, pieces: LocalShards) -> StateView:
     """Replace the tensors that lie in `pieces.regions` by parts; those that another rank writes are left out.
 
     Groups of the optimizer become a dict by their settings, so that those of several ranks can be joined: a pipeline's
@@ -36,13 +36,13 @@ def to_parts(state: State, pieces: LocalShards) -> State:
     }
 
 
-def list_groups(state: State) -> State:
+def list_groups(state: StateView) -> StateView:
     """Return a state of `to_parts`, joined over ranks, with the optimizer's groups as a list again."""
     groups = [{**g, "params": list(g["params"])} for g in state["optimizer"]["param_groups"].values()]
     return {**state, "optimizer": {**state["optimizer"], "param_groups": groups}}
 
 
-def to_own(state: State, pieces: LocalShards) -> State:
+def to_own(state: StateView, pieces: LocalShards) -> StateView:
     """Return a checkpoint's shared state with this rank's pieces in place of whole or stored tensors.
 
     Raises:
@@ -68,21 +68,21 @@ def to_own(state: State, pieces: LocalShards) -> State:
     }
 
 
-def _in_tensors(state: State, pieces: LocalShards, change: Callable[[LocalShard, Any], Any]) -> State:
+def _in_tensors(state: StateView, pieces: LocalShards, change: Callable[[LocalShard, Any], Any]) -> StateView:
     changed = {**state, "model": _each(state["model"], pieces, change)}
     if state["ema"]:
         changed["ema"] = {**state["ema"], "average": _each(state["ema"]["average"], pieces, change)}
     return changed
 
 
-def _each(tensors: State, pieces: LocalShards, change: Callable[[LocalShard, Any], Any]) -> State:
+def _each(tensors: StateView, pieces: LocalShards, change: Callable[[LocalShard, Any], Any]) -> StateView:
     made = {name: change(pieces.regions[name], tensors[name]) for name in pieces.regions if name in tensors}
     return {name: value for name, value in made.items() if value is not None}
 
 
-def _moments(state: State, pieces: LocalShards, change: Callable[[LocalShard, Any], Any]) -> State:
+def _moments(state: StateView, pieces: LocalShards, change: Callable[[LocalShard, Any], Any]) -> StateView:
     """Change what has one element per element of a parameter; numbers of steps stay."""
-    made: dict[str, State] = {}
+    made: dict[str, StateView] = {}
     parameters = dict(pieces.named_parameters())
     for name, values in state.items():
         region, local = pieces.regions[name], tuple(parameters[name].shape)
@@ -96,5 +96,5 @@ def _moments(state: State, pieces: LocalShards, change: Callable[[LocalShard, An
     return made
 
 
-def _settings_of(group: State) -> str:
+def _settings_of(group: StateView) -> str:
     return ";".join(f"{key}={group[key]!r}" for key in sorted(group) if key != "params")

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from echelon.checkpoint import State, whole
+from echelon.checkpoint import whole
 from echelon.config import RunConfig
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.core.layout import Layout
+from echelon.core.state_tree import StateView
 from echelon.data.base import DataInfo
 from echelon.optim.build import EMA
 from echelon.parallel.base import ORDER
@@ -83,7 +84,7 @@ class Fingerprint:
             seed=config.training.seed,
         )
 
-    def check(self, saved: State) -> None:
+    def check(self, saved: StateView) -> None:
         """Refuse a checkpoint of another run.
 
         Args:
@@ -101,7 +102,7 @@ class Fingerprint:
 
 
 @contextmanager
-def agreed_state(run_parts: RunParts, cursor: Cursor) -> Iterator[State]:
+def agreed_state(run_parts: RunParts, cursor: Cursor) -> Iterator[StateView]:
     """Give the state that all replicas share: what they agree on now, where parameters are each one's own.
 
     All ranks enter it together; the tensors hold these values inside the block only.
@@ -117,7 +118,7 @@ def agreed_state(run_parts: RunParts, cursor: Cursor) -> Iterator[State]:
         yield state
 
 
-def shared_state(run_parts: RunParts, cursor: Cursor) -> State:
+def shared_state(run_parts: RunParts, cursor: Cursor) -> StateView:
     """Return the state that is the same on every replica."""
     return {
         "model": run_parts.local_model.state_dict(),
@@ -128,7 +129,7 @@ def shared_state(run_parts: RunParts, cursor: Cursor) -> State:
     }
 
 
-def rank_state(run_parts: RunParts, world: World) -> State:
+def rank_state(run_parts: RunParts, world: World) -> StateView:
     """Return the state of this rank alone: random generators, buffers (BatchNorm), what `sync` keeps.
 
     Parameters, optimizer and scaler too, where they are each replica's own.
@@ -158,7 +159,7 @@ def rank_state(run_parts: RunParts, world: World) -> State:
 _GO_TOGETHER = ("momentum", "nesterov", "weight_decay")
 
 
-def load_shared_state(run_parts: RunParts, state: State) -> Cursor:
+def load_shared_state(run_parts: RunParts, state: StateView) -> Cursor:
     """Restore what every replica has; returns the cursor.
 
     Raises:
@@ -194,13 +195,15 @@ def layout_sizes(layout: Layout) -> dict[str, int]:
     return {axis.value: layout.size(axis) for axis in ORDER if layout.size(axis) > 1}
 
 
-def saved_layout(state: State) -> dict[str, int]:
+def saved_layout(state: StateView) -> dict[str, int]:
     """Return the layout that a checkpoint was written in; those before there were layouts had replicas alone."""
     layout: Mapping[str, int] = state.get("layout", {Axis.DP.value: state["world_size"]})
     return {axis: size for axis, size in layout.items() if size > 1}
 
 
-def load_rank_state(run_parts: RunParts, world: World, saved: Mapping[str, int], ranks: Mapping[int, State]) -> None:
+def load_rank_state(
+    run_parts: RunParts, world: World, saved: Mapping[str, int], ranks: Mapping[int, StateView]
+) -> None:
     """Restore this rank's own state; in another layout, only what can be kept.
 
     Random generators start anew from the shared state then, and the strategy merges what the ranks with the same piece
@@ -234,7 +237,9 @@ def load_rank_state(run_parts: RunParts, world: World, saved: Mapping[str, int],
     run_parts.sync.load_state_dict(state["sync"])
 
 
-def _load_former_ranks(run_parts: RunParts, world: World, saved: Mapping[str, int], ranks: Mapping[int, State]) -> None:
+def _load_former_ranks(
+    run_parts: RunParts, world: World, saved: Mapping[str, int], ranks: Mapping[int, StateView]
+) -> None:
     now = layout_of(world)
     inner = [axis.value for axis in ORDER if axis is not Axis.DP]
     if all(saved.get(axis, 1) == now.get(axis, 1) for axis in inner):
@@ -280,7 +285,7 @@ def _alike(first: Tensor, other: Any) -> bool:
     return isinstance(other, Tensor) and other.shape == first.shape and other.dtype == first.dtype
 
 
-def _left_out_something(sync: State) -> bool:
+def _left_out_something(sync: StateView) -> bool:
     states = [sync, sync.get("first") or {}, *(fragment["codec"] for fragment in sync.get("fragments", ()))]
     return any(str(key).startswith("sent.") for state in states for key in state)
 
