@@ -185,7 +185,8 @@ def test_the_scheduler_with_the_key(tmp_path: Path) -> None:
     _until(lambda: scheduler.listener.messages >= MESSAGES)
     line.close()
     assert psutil.Process(os.getpid()).memory_info().rss - used < 32 << 20
-    assert torch.equal(server.state.stores[0].value, before)
+    # With the key, one who speaks as a server may end its turn (it empties itself); nobody changes what it holds.
+    assert server.state.is_standby or torch.equal(server.state.stores[0].value, before)
     assert all(t.is_alive() for t in cluster.threads) and not cluster.failures
     sound = Channel(context, Sender(KEYS, "worker9"), scheduler.listener.address, Limits(1 << 20), TO_WORKER)
     ask_once(sound, JoinWorker(""), Welcome, 5)
