@@ -140,7 +140,7 @@ def test_browser_shows_a_run(tmp_path: Path) -> None:
     with serving(site_of(run)) as url:
         dom, console = opened(url, tmp_path / "profile")
     assert console == [] and 'data-shown="1"' in dom
-    for chart in ("loss", "top1", "rate", "cpu", "memory"):
+    for chart in ("loss", "value", "rate", "cpu", "memory"):
         assert "<svg" in dom.partition(f'id="{chart}"')[2][:600], chart
     assert dom.count('class="bar"') == 2 and "610 MB" in dom
     assert "&lt;/script&gt;&lt;script&gt;" in dom and "<title>owned" not in dom and "<img src" not in dom
