@@ -1,0 +1,1 @@
+"""Scenarios, a file for each kind of attack or fault; each file has `SCENARIOS`."""
