@@ -13,6 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from benchmarks._common import command_line, environment_line, markdown_table, update_section
+
 from tests.attack.scenario import CannotRunHere, Scenario, all_scenarios
 
 HEADER = ("scenario", "what is promised", "outcome", "seconds")
