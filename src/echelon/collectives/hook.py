@@ -3,7 +3,7 @@
 # DDP compares the annotations of a hook with the types themselves: no `from __future__ import annotations` here.
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class GradientHook:
         times: how long buckets were under way; on a GPU only the host's part, which says nothing.
         last_ready_s: time.perf_counter() when backward handed over its last bucket: what follows only waits.
         last_ready_event: the same as a recorded CUDA event; None on a CPU.
+        on_last_bucket: called at that moment.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class GradientHook:
         self.times = ReduceTimes()
         self.last_ready_s = 0.0
         self.last_ready_event: torch.cuda.Event | None = None
+        self.on_last_bucket: Callable[[], None] = _nothing
         self._route = open_route(path or Backend(), group)
         self._counts: dict[tuple[int, int], dict[str, int]] = {}
         self._names: dict[int, str] = {}
@@ -111,6 +113,7 @@ class GradientHook:
     def _mark_ready(self, bucket: dist.GradBucket, now_s: float) -> None:
         self.wire.steps += 1
         self.last_ready_s = now_s
+        self.on_last_bucket()
         if bucket.buffer().is_cuda:
             self.last_ready_event = torch.cuda.Event(enable_timing=True)
             self.last_ready_event.record()
@@ -187,6 +190,10 @@ class GradientHook:
             self._work.load_state_dict(state)
         elif state:
             raise ValueError(f"this hook keeps no state, but the saved one has {min(state)!r}")
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _gradient_views(bucket: dist.GradBucket) -> list[Tensor]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
 
 from echelon.core.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from echelon.launch.culprit import Living
 from echelon.launch.places.base import Event, Exited, Job, Place, PlaceFailed, Process, Restart, Started
 from echelon.launch.rounds import (
     Continue,
@@ -46,6 +47,8 @@ class Death:
     Attributes:
         rank: in the group that spans the job, where there is one.
         others: names and process ids of the rest of its group, which ended with it.
+        hang: what it was in while others waited for it; then it did not end by itself.
+        because: what made it fail, where it is not to blame.
     """
 
     name: str
@@ -54,17 +57,25 @@ class Death:
     exit_code: int | None
     rank: int | None = None
     others: tuple[tuple[str, int], ...] = ()
+    hang: str = ""
+    because: str = ""
 
     def __str__(self) -> str:
         who = f"{self.name if self.rank is None else f'rank {self.rank}'} (pid {self.pid} on {self.host})"
+        if self.hang:
+            return f"{who} {self.hang}"
         if self.exit_code is None:
             return f"{who} does not answer: its process is stopped (SIGSTOP)"
         how = signal.Signals(-self.exit_code).name if self.exit_code < 0 else f"exit code {self.exit_code}"
-        return f"{who} died: {how}"
+        return f"{who} died: {how}{f' ({self.because})' if self.because else ''}"
 
 
 def _nothing(*_: object) -> None:
     """Do nothing."""
+
+
+def _as_it_is(death: Death, living: Sequence[Living]) -> Death:
+    return death
 
 
 @dataclass(frozen=True)
@@ -76,12 +87,17 @@ class Watch:
         on_stop: the run was asked to stop.
         on_start: a process began.
         on_wait: what a group waits for before it starts.
+        on_look: all processes that run; again and again.
+        explain: a death whose group's other processes still run, and these; returns it as it is to be told, which may
+            be of another process of its group.
     """
 
     on_death: Callable[[Death, bool], None]
     on_stop: Callable[[], None] = _nothing
     on_start: Callable[[Started], None] = _nothing
     on_wait: Callable[[str], None] = _nothing
+    on_look: Callable[[Sequence[Living]], None] = _nothing
+    explain: Callable[[Death, Sequence[Living]], Death] = _as_it_is
 
 
 class RunFailed(Exception):
@@ -163,6 +179,16 @@ class _Group:
             values |= {"RANK": str(self.round.first_rank + local), "LOCAL_RANK": str(local)}
         return values
 
+    def _rank(self, name: str) -> int | None:
+        """Return the rank of a process in the group that spans the job, where there is one."""
+        first = self.round.first_rank if self.round is not None else None
+        return None if first is None else first + [p.name for p in self.processes].index(name)
+
+    def living(self) -> list[Living]:
+        """Return the processes that have begun and not ended."""
+        started = [self.started[name] for name in sorted(self.alive & self.started.keys())]
+        return [Living(s.name, s.host, s.pid, self._rank(s.name)) for s in started]
+
     def failed(self, is_silent: Callable[[str], bool]) -> bool:
         """Whether a process died; then `death` names the one that the others' ends followed."""
         deaths: dict[str, int | None] = {n: c for n, c in self.exit_codes.items() if c not in (0, STOPPED_EXIT_CODE)}
@@ -173,9 +199,7 @@ class _Group:
         deaths |= {name: None for name in self.alive if is_silent(name)}
         # A signal came from outside; who does not answer made others fail; an error is what a peer's death leads to.
         name, code = min(deaths.items(), key=lambda item: -0.5 if item[1] is None else min(item[1], 1))
-        ranks = {p.name: i for i, p in enumerate(self.processes)}
-        first = self.round.first_rank if self.round is not None else None
-        rank = None if first is None else first + ranks[name]
+        rank = self._rank(name)
         others = tuple((p.name, self.started[p.name].pid) for p in self.processes if p.name != name)
         self.death = Death(name, self.started[name].host, self.started[name].pid, code, rank, others)
         return True
@@ -209,7 +233,11 @@ class _Supervisor:
             if all(leading):
                 return self._stop_by > 0 or any(over is not None and over.status == "stopped" for over in leading)
             self._take(self._place.events(TICK_S))
+            self._watch.on_look(self._living())
             self._heed_stop()
+
+    def _living(self) -> list[Living]:
+        return [process for group in self._groups for process in group.living()]
 
     def _follow(self, group: _Group) -> None:
         """Do what the group's rounds order."""
@@ -274,6 +302,8 @@ class _Supervisor:
         assert group.round is not None
         number = group.round.number
         if group.failed(self._place.is_silent):
+            assert group.death is not None
+            group.death = self._watch.explain(group.death, self._living())
             self._kill(group)
             if (self._stop_by and group.heeds_signals) or group.leave_by:
                 group.death = None  # on its way out: nothing follows

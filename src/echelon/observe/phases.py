@@ -35,6 +35,9 @@ class PhaseClock(Protocol):
     def enter(self, phase: Phase | None) -> None:
         """Begin a phase now; None: a pause between steps, which counts for no phase."""
 
+    def only_waits(self) -> None:
+        """Hear that the present phase only waits for other ranks from now on; `split` divides the time later."""
+
     def split(self, phase: Phase, at: object) -> None:
         """End the phase before at an earlier moment, taken with `mark`, from which on `phase` counts."""
 
@@ -63,6 +66,9 @@ class HostClock:
         now = time.perf_counter()
         self._seconds[self._phase] += now - self._since
         self._phase, self._since = phase, now
+
+    def only_waits(self) -> None:
+        """Do nothing: time is divided by `split`."""
 
     def split(self, phase: Phase, at: object) -> None:
         """End the present phase at `at` (seconds of `mark`), when that lies within it; `phase` begins there."""
@@ -96,6 +102,9 @@ class DeviceClock:
     def enter(self, phase: Phase | None) -> None:
         """Begin a phase, or a pause, at this place in the stream."""
         self._marks.append((phase, device_mark()))
+
+    def only_waits(self) -> None:
+        """Do nothing: time is divided by `split`."""
 
     def split(self, phase: Phase, at: object) -> None:
         """Begin `phase` at an event recorded earlier."""

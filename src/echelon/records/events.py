@@ -61,6 +61,29 @@ class RoleFailed(Event):
 
 
 @dataclass(frozen=True)
+class HangSeen(Event):
+    """A process has been in one activity for long, and others wait for it.
+
+    Attributes:
+        activity: a phase of the step, or `start`, `evaluation`, `checkpoint`.
+        seconds: it has been in it.
+        line: the innermost call, of the user's code where there is one.
+        waiting: names of those that wait.
+    """
+
+    rank: int | None = None
+    role: str | None = None
+    host: str | None = None
+    pid: int | None = None
+    activity: str = ""
+    seconds: float = 0.0
+    step: int = 0
+    line: str = ""
+    waiting: Sequence[str] = ()
+    name: str = field(default="hang", kw_only=True)
+
+
+@dataclass(frozen=True)
 class Refusal(Event):
     """A user's mistake, in words, told by a rank or a role."""
 
@@ -156,7 +179,7 @@ class SchedulerRestored(Event):
 
 
 EVENTS: tuple[type[Event], ...] = (
-    WorkerDied, Restarted, RankFailed, RoleFailed, Refusal, BadImageSkipped, Resumed, CheckpointRejected, MachineLeft,
-    WorkerGone, ServerGone, ServerLost, ServerSettled, SharesAgain, SchedulerRestored,
+    WorkerDied, Restarted, HangSeen, RankFailed, RoleFailed, Refusal, BadImageSkipped, Resumed, CheckpointRejected,
+    MachineLeft, WorkerGone, ServerGone, ServerLost, ServerSettled, SharesAgain, SchedulerRestored,
 )  # fmt: skip
 """Events with details, told apart by the default of `name`."""

@@ -23,6 +23,7 @@ from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import write_atomic
 from echelon.core.task import BEFORE_TASKS
 from echelon.messages.identity import derive_keys, read_secret
+from echelon.observe.notes import SERVING, open_notes
 from echelon.observe.scalars import Scalars
 from echelon.optim.build import build_optimizer
 from echelon.ps.keystore import MakeOptimizer
@@ -95,6 +96,7 @@ def _as_role(folder: str, name: str, role: Callable[[Path, ResolvedRun], None]) 
     record = Recorder(path)
     try:
         log_to(path / "logs" / f"{name}.log")
+        open_notes().enter(SERVING)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         role(path, resolve(load_run_config(path / "config.yaml")))
     except UserError as error:

@@ -16,20 +16,19 @@ from echelon.core.errors import UserError, naming
 from echelon.core.files import full_disk_in_words
 from echelon.launch.link import check_link
 from echelon.launch.places import build_place
-from echelon.launch.places.base import Started
 from echelon.launch.places.local import start_import_server
 from echelon.launch.plan import LaunchPlan, is_worker, thread_count, worker_count
-from echelon.launch.supervisor import Death, Refused, RunFailed, Watch, supervise
-from echelon.records.events import MachineLeft, RankFailed, Refusal, RoleFailed, WorkerDied
-from echelon.records.file import Recorder, read_records
-from echelon.records.kinds import End, ProcessStarted
+from echelon.launch.supervisor import Refused, RunFailed, supervise
+from echelon.records.events import MachineLeft, Refusal, WorkerDied
+from echelon.records.file import Recorder
+from echelon.records.kinds import End
+from echelon.run.deaths import watched
 from echelon.run.job import RANK
-from echelon.run.machine import Machine, say, this_machine
+from echelon.run.machine import Machine, this_machine
 from echelon.run.resolve import check_names, layout_of, link_of, nodes_of, rendezvous_of, resolve, uses_servers
 from echelon.trainer import folder as folders
 
 if TYPE_CHECKING:
-    from echelon.coordinator.addresses import SchedulerLine
     from echelon.trainer.assemble import UserObjects
     from echelon.trainer.resolved import ResolvedRun
 
@@ -202,9 +201,13 @@ def _run(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Recorder) -> st
         UserError: a process refused its input, or the machines do not meet.
     """
     plan.log_dir.mkdir(parents=True, exist_ok=True)
-    with closing(build_place(run.config.launch.on)) as place, this_machine(run, plan, path, record) as machine:
+    with (
+        closing(build_place(run.config.launch.on)) as place,
+        this_machine(run, plan, path, record) as machine,
+        watched(machine, place, run, path, record) as (job, watch),
+    ):
         try:
-            stopped = supervise(machine.job, place, _watch(path, record, machine.scheduler), machine.rounds)
+            stopped = supervise(job, place, watch, machine.rounds)
         except Refused:
             reason = folders.last_message(path, Refusal)
             _end(path, record, machine, "refused", reason)
@@ -218,31 +221,6 @@ def _run(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Recorder) -> st
         return "stopped" if stopped and status != "completed" else status
 
 
-def _watch(path: Path, record: Recorder, scheduler: SchedulerLine | None) -> Watch:
-    """Return what is recorded of the processes, and who else is told of it."""
-
-    def on_death(death: Death, goes_on: bool) -> None:
-        """Record a death and what follows."""
-        if death.rank is not None:
-            then = "the group restarts from the newest checkpoint"
-        else:
-            then = "it alone is started again" if not death.others else "its worker's processes are started again"
-        message = f"{death}{_last_words(path, death)}; {then if goes_on else 'no restarts are left'}"
-        role = death.name if death.rank is None else None
-        record.write(WorkerDied(message, death.rank, role, death.host, death.pid, death.exit_code))
-        if scheduler is not None:
-            scheduler.died(death.name, "died", death.pid)
-            for name, pid in death.others:
-                scheduler.died(name, f"ended with {death.name}", pid)
-
-    def on_start(started: Started) -> None:
-        """Record a process that is no rank."""
-        if scheduler is not None:
-            record.write(ProcessStarted(started.name, started.pid))
-
-    return Watch(on_death, scheduler.stop if scheduler is not None else lambda: None, on_start, say)
-
-
 def _end(path: Path, record: Recorder, machine: Machine, status: str, reason: str) -> None:
     """Record how the run ended; where another machine fails, that it left."""
     from echelon.reporting.report import write_report
@@ -252,17 +230,6 @@ def _end(path: Path, record: Recorder, machine: Machine, status: str, reason: st
         write_report(path)
     else:
         record.write(MachineLeft(f"machine {machine.number} left the run: {reason}", machine.number))
-
-
-def _last_words(path: Path, death: Death) -> str:
-    """Return what a failed process said, or what another said that waited in vain for a silent one."""
-    if death.exit_code is not None and death.exit_code < 0:
-        return ""
-    ranks, roles = read_records(path, RankFailed), read_records(path, RoleFailed)
-    if death.exit_code is None:
-        return f"; rank {ranks[-1].rank} waited in vain: {ranks[-1].message}" if ranks else ""
-    errors = [e.message for e in ranks if e.pid == death.pid] + [e.message for e in roles if e.pid == death.pid]
-    return f": {errors[-1]}" if errors else ""
 
 
 def _outcome(path: Path, status: str) -> Outcome:

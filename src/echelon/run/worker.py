@@ -21,6 +21,7 @@ from echelon.coordinator.addresses import ROLES_FOLDER, note_status
 from echelon.core.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import full_disk_in_words, is_full
 from echelon.forecast.alternatives import record_alternatives
+from echelon.observe.notes import RankNotes, open_notes
 from echelon.ps.worker_rank import WorkerRank
 from echelon.records.events import BadImageSkipped, RankFailed, Refusal
 from echelon.records.file import Recorder
@@ -33,7 +34,7 @@ from echelon.trainer.batches import EpochOrder
 from echelon.trainer.folder import CONFIG_FILE, create, default_folder
 from echelon.trainer.loop import TrainingRun, fit
 from echelon.trainer.precision import set_numerics
-from echelon.trainer.process import leave, log_to, one_line
+from echelon.trainer.process import is_lost_wait, leave, log_to, one_line
 from echelon.trainer.stop import stop_on_signals
 from echelon.trainer.world import join_worker, join_world
 
@@ -42,19 +43,19 @@ _STORE_TIMEOUT = timedelta(seconds=60)
 
 def run_worker(folder: str, user_objects: UserObjects | None = None) -> None:
     """Train one rank in a process of its own, which ends with exit code 3 when the run was stopped."""
-    path, rank = Path(folder), int(os.environ.get("RANK", "0"))
-    with _recording_errors(Recorder(path), rank):
-        status = train_rank(path, user_objects.unshared() if user_objects else None)
+    path, rank, notes = Path(folder), int(os.environ.get("RANK", "0")), open_notes()
+    with _recording_errors(Recorder(path), rank, notes):
+        status = train_rank(path, user_objects.unshared() if user_objects else None, notes)
     if status == "stopped":
         leave(STOPPED_EXIT_CODE)
 
 
 def run_server_worker(folder: str, process: WorkerRank, user_objects: UserObjects | None = None) -> None:
     """Be a process of a parameter server's worker, to the end of the run that a folder describes."""
-    path = Path(folder)
-    with _recording_errors(Recorder(path), process.number * process.size + process.rank, process.name):
+    path, notes = Path(folder), open_notes()
+    with _recording_errors(Recorder(path), process.number * process.size + process.rank, notes, process.name):
         log_to(path / "logs" / f"{process.name}.log")
-        status = _train_on_servers(path, process, user_objects.unshared() if user_objects else UserObjects())
+        status = _train_on_servers(path, process, user_objects.unshared() if user_objects else UserObjects(), notes)
     if process.machine and process.leads:
         note_status(path / ROLES_FOLDER, status)
     if status == "refused":
@@ -62,7 +63,7 @@ def run_server_worker(folder: str, process: WorkerRank, user_objects: UserObject
 
 
 @contextmanager
-def _recording_errors(record: Recorder, rank: int, role: str | None = None) -> Iterator[None]:
+def _recording_errors(record: Recorder, rank: int, notes: RankNotes, role: str | None = None) -> Iterator[None]:
     """Record what ends the block, and end the process.
 
     A user's mistake ends it with exit code 2. Any other error is logged with its traceback and ends it with exit code
@@ -74,16 +75,18 @@ def _recording_errors(record: Recorder, rank: int, role: str | None = None) -> I
     except UserError as error:
         _refuse(record, Refusal(str(error), None if role else rank, role))
     except Exception as error:
+        if is_lost_wait(error):
+            notes.fail()
         logging.exception("this rank failed")
         record.write(RankFailed(one_line(error), rank, os.getpid(), role))
         leave(1)
     record.close()
 
 
-def _train_on_servers(path: Path, process: WorkerRank, user_objects: UserObjects) -> str:
+def _train_on_servers(path: Path, process: WorkerRank, user_objects: UserObjects, notes: RankNotes) -> str:
     resolved = resolve(load_run_config(path / "config.yaml"))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    with full_disk_in_words(path), join_worker(resolved, process, path / ROLES_FOLDER) as world:
+    with full_disk_in_words(path), join_worker(resolved, process, path / ROLES_FOLDER, notes) as world:
         set_numerics(resolved.config.training)
         run, batches = assemble_worker(resolved, path, world, process, user_objects)
         status = fit(run, batches)
@@ -92,7 +95,7 @@ def _train_on_servers(path: Path, process: WorkerRank, user_objects: UserObjects
     return status
 
 
-def train_rank(path: Path, user_objects: UserObjects | None = None) -> str:
+def train_rank(path: Path, user_objects: UserObjects | None = None, notes: RankNotes | None = None) -> str:
     """Train one rank of the run that a folder describes; returns `completed` or `stopped`.
 
     Raises:
@@ -101,7 +104,7 @@ def train_rank(path: Path, user_objects: UserObjects | None = None) -> str:
     log_to(path / "logs" / f"rank{os.environ.get('RANK', '0')}.log")
     resolved = resolve(load_run_config(path / "config.yaml"))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    with full_disk_in_words(path), stop_on_signals() as stop, join_world(resolved) as world:
+    with full_disk_in_words(path), stop_on_signals() as stop, join_world(resolved, notes or RankNotes()) as world:
         set_numerics(resolved.config.training)
         record = Recorder(path if world.leads else None)
         run, cursor = assemble(resolved, path, world, record, user_objects or UserObjects())

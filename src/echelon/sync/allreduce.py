@@ -73,6 +73,7 @@ class AllReduce:
             **_no_buffers_in_steps(),
         )
         self._hook = GradientHook(context.group, context.compression, context.path, average=False, seed=context.seed)
+        self._hook.on_last_bucket = context.clock.only_waits
         self._hook.attach(self._ddp)
         self.module = self._ddp
         # DDP orders its buckets anew after its first backward, and more than two ranks round differently in another

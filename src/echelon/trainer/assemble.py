@@ -22,6 +22,7 @@ from echelon.data.base import DataInfo
 from echelon.data.loader import EvalLoader, TrainLoader, size_note
 from echelon.models import auto_name, parameter_count
 from echelon.observe.environment import environment
+from echelon.observe.notes import NotedClock
 from echelon.observe.phases import PhaseClock, make_clock
 from echelon.observe.scalars import Scalars
 from echelon.optim.build import build_schedule
@@ -118,7 +119,7 @@ def _groundwork(resolved: ResolvedRun, world: World, user_objects: UserObjects, 
     shard = Shard(world.data_rank, world.data_size)
     task = run_task(config, source.info, user_objects.task)
     return _Groundwork(
-        resolved, world, source, task, make_clock(world.device.type),
+        resolved, world, source, task, NotedClock(make_clock(world.device.type), world.notes),
         TrainLoader(source, settings, shard, units_of(task)), EvalLoader(source, settings, shard),
     )  # fmt: skip
 

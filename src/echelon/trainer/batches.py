@@ -46,6 +46,7 @@ class EpochOrder:
                 run.clock.enter(Phase.DATA)
                 for batch in run.train_loader.epoch(cursor.epoch, cursor.batch):
                     run.schedule.set_step(cursor.step)
+                    run.world.notes.at_step(cursor.step + 1)
                     yield batch
                     if self.status == "stopped":
                         self._save("stop")

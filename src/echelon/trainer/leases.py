@@ -138,6 +138,7 @@ class Leases:
         self._task = task
         if self._split is not None:
             self._split.channel.tell(Command("train", task.epoch, task.batch, task.share, task.shares))
+        run.world.notes.at_step(task.step + 1)
         batch = batch_part(run, task)
         run.schedule.set_step(task.step)
         push = PushInfo(task.task, task.step, task.share, task.shares, 0, 0, run.schedule.lr)
@@ -184,13 +185,14 @@ class Leases:
     def _evaluate(self, task: EvaluateTask) -> EvaluationDone:
         """Evaluate and save the servers' copy that a task names: a pause of this worker, which counts as other."""
         self._between = [a + b for a, b in zip(self._between, self._run.clock.drain(), strict=True)]
-        began = time.perf_counter()
+        name, began = "evaluation" if task.evaluate else "checkpoint", time.perf_counter()
+        self._run.world.notes.enter(name)
         try:
             done = self._evaluate_copy(task)
         except TagLost:
             done = EvaluationDone(task.task, lost=True)
         self._between = [a + b for a, b in zip(self._between, self._run.clock.drain(), strict=True)]
-        name, seconds = "evaluation" if task.evaluate else "checkpoint", time.perf_counter() - began
+        seconds = time.perf_counter() - began
         self._watch.paused(name, seconds)
         self._run.progress.paused(name, task.step, seconds)
         return done

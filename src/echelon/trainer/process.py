@@ -8,7 +8,13 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from torch.distributed import DistError
+
+from echelon.collectives.transfer import PeerLostError
+from echelon.ps.worker_state import ClientFailed
+
 _NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")
+_COMMUNICATION = ("gloo", "NCCL", "ProcessGroup", "Connection closed by peer", "Connection reset by peer")
 _LESS_MEMORY = (
     "divide the model with --parallel fsdp=N, tp=N or pp=N, or use --recompute blocks or a smaller --batch-size; "
     "--dry-run predicts what each rank needs"
@@ -31,6 +37,13 @@ def one_line(error: BaseException) -> str:
         short = text.partition(" Error code")[0][:200]
         text = f"out of memory ({short}): {_LESS_MEMORY}"
     return f"{text} ({where})" if where else text
+
+
+def is_lost_wait(error: BaseException) -> bool:
+    """Whether an error says that other processes did not answer in time, or are gone."""
+    return isinstance(error, (DistError, PeerLostError, ClientFailed)) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in _COMMUNICATION)
+    )
 
 
 def log_to(file: Path) -> None:

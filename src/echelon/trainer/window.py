@@ -181,6 +181,7 @@ class Window:
         """Surround what interrupts the steps: it counts for no window and no phase."""
         pause, began = TimedPause(name), time.perf_counter()
         self._clock.enter(None)
+        self._world.notes.enter(name)
         try:
             yield pause
         finally:
@@ -218,6 +219,7 @@ class Window:
         now = time.perf_counter()
         seconds, phases = now - self._began, self._clock.drain()
         self._clock.enter(None)
+        world.notes.enter(RECORDING)
         leads, pauses, waits = float(world.leads), watch.pauses, self._waits()
         sampled, facts = self._sampler.sample(), watch.close(phases, times)
         rows = self._in_row([*phases, resident_bytes(world.device), *self._sampler.row, *facts.row()])

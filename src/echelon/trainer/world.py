@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.observe.environment import allowed_cores
+from echelon.observe.notes import RankNotes
 from echelon.parallel.base import Placement, alone, place
 from echelon.ps.worker_rank import WorkerRank
 from echelon.trainer.resolved import ResolvedRun
@@ -29,7 +30,7 @@ _CORES_BYTES = 192
 class World:
     """Where this process stands. `group` is None when it is alone.
 
-    `placed` is where it stands in the layout; left out, every rank is a replica.
+    `placement` is where it stands in the layout; left out, every rank is a replica. `notes` are what it is at.
     """
 
     rank: int
@@ -38,6 +39,7 @@ class World:
     device: torch.device
     group: dist.ProcessGroup | None
     placement: Placement | None = None
+    notes: RankNotes = field(default_factory=RankNotes)
 
     @property
     def leads(self) -> bool:
@@ -66,7 +68,7 @@ class World:
 
 
 @contextmanager
-def join_world(run: ResolvedRun) -> Iterator[World]:
+def join_world(run: ResolvedRun, notes: RankNotes) -> Iterator[World]:
     """Join the process group of the run and leave it at the end.
 
     Raises:
@@ -77,7 +79,7 @@ def join_world(run: ResolvedRun) -> Iterator[World]:
     layout = run.layout_for(size)
     device = _device(run.config.training.device, local_rank)
     if size == 1:
-        yield World(rank, size, local_rank, device, None, alone())
+        yield World(rank, size, local_rank, device, None, alone(), notes)
         return
     timeout = timedelta(seconds=run.timeout_s)
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
@@ -86,13 +88,13 @@ def join_world(run: ResolvedRun) -> Iterator[World]:
     dist.init_process_group(_backend(device), store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         placement = place(layout, rank, device.type, timeout)
-        yield World(rank, size, local_rank, device, dist.group.WORLD, placement)
+        yield World(rank, size, local_rank, device, dist.group.WORLD, placement, notes)
     finally:
         dist.destroy_process_group()
 
 
 @contextmanager
-def join_worker(run: ResolvedRun, process: WorkerRank, roles: Path) -> Iterator[World]:
+def join_worker(run: ResolvedRun, process: WorkerRank, roles: Path, notes: RankNotes) -> Iterator[World]:
     """Join the other ranks of a parameter server's worker, and leave them at the end; one rank is a world of its own.
 
     They meet by a file that is named after this start of theirs, so that nothing of an earlier one is read.
@@ -102,7 +104,7 @@ def join_worker(run: ResolvedRun, process: WorkerRank, roles: Path) -> Iterator[
     """
     device = _device(run.config.training.device, process.local)
     if process.size == 1:
-        yield World(0, 1, process.local, device, None, alone())
+        yield World(0, 1, process.local, device, None, alone(), notes)
         return
     timeout = timedelta(seconds=run.timeout_s)
     folder = roles / _STORES_FOLDER
@@ -112,7 +114,7 @@ def join_worker(run: ResolvedRun, process: WorkerRank, roles: Path) -> Iterator[
     dist.init_process_group(_backend(device), store=store, rank=process.rank, world_size=process.size, timeout=timeout)
     layout = run.layout_for(process.workers * process.size)
     placement = place(replace(layout, sizes={**layout.sizes, Axis.DP: 1}), process.rank, device.type, timeout)
-    yield World(process.rank, process.size, process.local, device, dist.group.WORLD, placement)
+    yield World(process.rank, process.size, process.local, device, dist.group.WORLD, placement, notes)
     dist.destroy_process_group()  # not after an error: that is recorded first, and then the process ends at once
 
 

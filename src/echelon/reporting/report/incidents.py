@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from echelon.core.units import format_seconds
 from echelon.observe.phases import Phase
-from echelon.records.events import Event, Restarted, Resumed, WorkerDied
+from echelon.records.events import Event, HangSeen, Restarted, Resumed, WorkerDied
 from echelon.records.kinds import Checkpoint, End, Record, SlowStep, Start
 from echelon.reporting.report.clock import Sitting, elapsed_s
 from echelon.reporting.report.records import RunRecord
@@ -43,16 +43,18 @@ class Incident:
 
 
 def find_incidents(record: RunRecord, stretches: list[Sitting]) -> list[Incident]:
-    """List deaths in order; a cost that was not recorded is measured from what came before and after.
+    """List deaths in order, and hangs that ended by themselves; a cost that was not recorded is measured.
 
-    Of several deaths before one restart, the last carries the cost.
+    Of several deaths before one restart, the last carries the cost. A hang that a death follows is in its sentence.
     """
     lines = [line for line in record.records if isinstance(line, Start | End | Event)]
     incidents = []
     for i, death in enumerate(lines):
+        after = lines[i + 1 :]
+        if isinstance(death, HangSeen) and not _ends_with_death(after):
+            incidents.append(Incident(elapsed_s(stretches, death.t), death.message, None, None, True))
         if not isinstance(death, WorkerDied):
             continue
-        after = lines[i + 1 :]
         bound = next((j for j, line in enumerate(after) if isinstance(line, Start | End)), None)
         until = after[: bound + 1] if bound is not None else after
         not_the_last = any(isinstance(line, WorkerDied) for line in until)
@@ -60,6 +62,11 @@ def find_incidents(record: RunRecord, stretches: list[Sitting]) -> list[Incident
         cost, lost = (None, None) if not_the_last or not continued else _cost(record, death, until)
         incidents.append(Incident(elapsed_s(stretches, death.t), death.message, cost, lost, continued))
     return incidents
+
+
+def _ends_with_death(after: Sequence[Record]) -> bool:
+    """Whether of what followed a hang a death came first."""
+    return isinstance(next((line for line in after if isinstance(line, Start | End | WorkerDied)), None), WorkerDied)
 
 
 def _cost(record: RunRecord, death: WorkerDied, until_start: Sequence[Record]) -> tuple[float | None, int]:

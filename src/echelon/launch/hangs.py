@@ -1,0 +1,205 @@
+"""Watches for processes that others wait for, and names them: while they hang, and when a waiting one has given up."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from echelon.core.units import format_seconds
+from echelon.launch.culprit import Hang, Living, Observed, Standstill, StuckLoader, find_hang, find_standstill
+from echelon.launch.death import is_stopped
+from echelon.launch.noticeboard import NoticeBoard
+from echelon.launch.places.base import Place
+from echelon.observe.notes import STACK_SIGNAL
+from echelon.observe.phases import Phase
+from echelon.observe.stacks import Stack, stack_of
+from echelon.observe.tcp import tcp_state
+
+LOOK_S = 0.5
+STACKS_S = 0.5  # how long stacks are waited for
+LEAVE_S = 1.5  # a process whose peer is gone notices in this time
+STILL_S = 1.0  # who changed its activity more recently does not hang, when a wait has ended already
+
+
+Verdict = Hang | Standstill
+
+
+class HangWatch:
+    """Follows the notes of a job's processes.
+
+    A process hangs when its activity has not changed for half of the deadline that others wait for, and others wait.
+    It is told then, once, with its stack, while nobody has given up yet.
+    """
+
+    def __init__(
+        self,
+        board: NoticeBoard,
+        place: Place,
+        deadline_s: float,
+        tell: Callable[[Verdict, str], None],
+        ends: bool = False,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            board: where the processes write.
+            deadline_s: how long one waits for another.
+            tell: is told of a hang, with the stack as text.
+            ends: who hangs for nine tenths of the deadline is killed, since it restarts alone.
+        """
+        self._board, self._place, self._deadline_s, self._tell, self._ends = board, place, deadline_s, tell, ends
+        self._verdict: Verdict | None = None
+        self._ended: dict[int, str] = {}  # by pid: why we killed it
+        self._next_s = 0.0
+
+    def look(self, living: Sequence[Living]) -> None:
+        """Look at what all processes are at; called again and again."""
+        now = time.monotonic()
+        if now < self._next_s:
+            return
+        self._next_s = now + LOOK_S
+        verdict = self._verdict
+        if verdict is not None and not self._goes_on(verdict, living):
+            self._verdict = None
+        elif isinstance(verdict, Hang) and self._ends and now - verdict.since_s > 0.9 * self._deadline_s:
+            self._end(verdict, now)
+        if self._verdict is None and self._is_suspicious(living, now):
+            self._next_s = now + self._deadline_s / 10  # stacks are not asked for at every look
+            observed, still_s = self._observe(living), self._deadline_s / 2
+            self._take_up(find_hang(observed, still_s) or find_standstill(observed, still_s))
+
+    def _is_suspicious(self, living: Sequence[Living], now: float) -> bool:
+        """Whether a process that seems not to wait has been in the same activity for long."""
+        notes = [note for p in living if (note := self._board.note(p.name, p.pid)) is not None]
+        return len(living) > 1 and any(now - note.since_s > self._deadline_s / 2 for note in notes)
+
+    def _goes_on(self, verdict: Verdict, living: Sequence[Living]) -> bool:
+        """Whether those that a verdict is about have done nothing since."""
+        if isinstance(verdict, Hang):
+            note = self._board.note(verdict.process.name, verdict.process.pid)
+            return verdict.process in living and note is not None and note.changes == verdict.changes
+        notes = [(p.name, self._board.note(p.name, p.pid)) for p in verdict.waiting]
+        return verdict.changes == tuple((name, note.changes if note else 0) for name, note in notes)
+
+    def _take_up(self, verdict: Verdict | None) -> None:
+        if verdict is not None:
+            self._verdict = verdict
+            self._tell(verdict, self._board.stacks(verdict.process.name) if isinstance(verdict, Hang) else "")
+
+    def _end(self, hang: Hang, now: float) -> None:
+        self._ended[hang.process.pid] = hang.in_words(format_seconds(now - hang.since_s))
+        self._place.signal([hang.process.name], signal.SIGKILL)
+
+    def ended(self, pid: int) -> str:
+        """Return why a process was killed by this watch; empty: it was not."""
+        return self._ended.get(pid, "")
+
+    def judge(self, failed: Sequence[Living], living: Sequence[Living]) -> Verdict | None:
+        """Return who hangs, or that nobody does, while others have failed because they waited in vain.
+
+        None: nothing is known of it.
+
+        Those that live may be on their way out for the same reason: they have a moment.
+        """
+        notes = [self._board.note(p.name, p.pid) for p in failed]
+        if not any(note is not None and note.failed for note in notes):
+            return None
+        if self._verdict is not None and self._goes_on(self._verdict, living):
+            return self._verdict
+        ends = time.monotonic() + LEAVE_S
+        while time.monotonic() < ends:
+            left = [p for p in living if _runs(p.pid)]
+            if not left:
+                return None
+            time.sleep(0.05)
+        hang = find_hang([*self._observe(left), *self._waited(failed)], STILL_S)
+        self._take_up(hang)
+        return hang
+
+    def _waited(self, failed: Sequence[Living]) -> list[Observed]:
+        """Return those that failed as if they still waited."""
+        now = time.monotonic()
+        return [
+            Observed(p, note, now - note.since_s + STILL_S)
+            for p in failed
+            if (note := self._board.note(p.name, p.pid)) is not None and note.failed
+        ]
+
+    def _observe(self, living: Sequence[Living]) -> list[Observed]:
+        """Ask all processes for their stacks, and return what they are at."""
+        noted = [(p, note) for p in living if (note := self._board.note(p.name, p.pid)) is not None]
+        stopped = {p.name for p, _ in noted if self._place.is_silent(p.name)}
+        asked = [p for p, note in noted if note.answers and p.name not in stopped]
+        for process in asked:
+            self._board.clear_stacks(process.name)
+        self._place.signal([p.name for p in asked], STACK_SIGNAL)
+        dumps = {p.name: self._settled(p.name, 0) for p in asked}
+        now = time.monotonic()
+        return [
+            Observed(
+                p, note, now - note.since_s, stack_of(dumps.get(p.name, ""), note.thread), p.name in stopped,
+                self._stuck_loader(p, note.thread) if note.activity == Phase.DATA else None, tcp_state(p.pid),
+            )
+            for p, note in noted
+        ]  # fmt: skip
+
+    def _settled(self, name: str, begin: int) -> str:
+        """Wait until a process has written its stacks, beyond a number of characters; returns them."""
+        ends, before = time.monotonic() + STACKS_S, ""
+        while time.monotonic() < ends:
+            time.sleep(0.02)
+            text = self._board.stacks(name)[begin:]
+            if text and text == before:
+                break
+            before = text
+        return before
+
+    def _stuck_loader(self, process: Living, thread: int) -> StuckLoader | None:
+        """Return the loader process of a rank that does not wait for work, if one is there.
+
+        It is a fork of the rank, so it answers the same signal into the same memory.
+        """
+        for pid in _children(process.pid):
+            if is_stopped(pid):
+                return StuckLoader(pid, None)
+            if not _answers(pid):
+                continue
+            begin = len(self._board.stacks(process.name))
+            os.kill(pid, STACK_SIGNAL)
+            stack = stack_of(self._settled(process.name, begin), thread)
+            if stack is not None and not _is_idle(stack):
+                return StuckLoader(pid, stack)
+        return None
+
+
+def _is_idle(stack: Stack) -> bool:
+    """Whether a loader process waits for what to load."""
+    return stack.telling is not None and stack.telling.file.endswith("/echelon/data/process.py")
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:  # it has ended, or this kernel does not tell
+        return []
+
+
+def _answers(pid: int) -> bool:
+    """Whether a process handles the signal that asks for stacks, which would else end it."""
+    try:
+        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return False
+    return caught is not None and bool(int(caught[1], 16) >> (STACK_SIGNAL - 1) & 1)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process has not ended; one that nobody has waited for yet has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] not in ("Z", "X", "")
+    except OSError:
+        return False

@@ -1,0 +1,143 @@
+"""What a process is at, in memory that its launcher reads without its help: also when it hangs and holds the GIL.
+
+A process notes its phase and step by a few stores of eight bytes each, which need no lock and no thread. On a signal it
+writes the Python stacks of its threads (`faulthandler`, whose handler needs no GIL either).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+from echelon.observe.phases import PHASE_NAMES, Phase, PhaseClock
+
+VARIABLE = "ECHELON_NOTES"  # FILE of notes, place in it, FILE for stacks; joined by colons
+SLOT_BYTES = 64
+START = "start"
+SERVING = "serving"  # what a process does all the time that answers others, and waits for them
+ACTIVITIES = (START, *PHASE_NAMES, "evaluation", "checkpoint", "recording", SERVING)
+STACK_SIGNAL = (signal.SIGRTMIN + 11) if sys.platform == "linux" else signal.SIGUSR1  # programs rarely use it
+
+_ACTIVITY, _STEP, _SINCE, _CHANGES, _PID, _THREAD, _ANSWERS, _FAILED = range(8)
+_NUMBERS = {name: float(i) for i, name in enumerate(ACTIVITIES)}
+_OTHER = _NUMBERS[Phase.OTHER]
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a process wrote last.
+
+    Attributes:
+        activity: a phase of the step, or one of the other `ACTIVITIES`.
+        step: that it works on, from 1; 0: none yet.
+        since_s: when the activity began, by `time.monotonic`.
+        changes: of activity so far.
+        thread: the identity of its main thread.
+        answers: whether it writes its stacks on `STACK_SIGNAL`.
+        failed: it ended with the error of a communication.
+    """
+
+    activity: str
+    step: int
+    since_s: float
+    changes: int
+    pid: int
+    thread: int
+    answers: bool
+    failed: bool
+
+    @classmethod
+    def read(cls, memory: memoryview) -> Note | None:
+        """Read a place of `SLOT_BYTES`; None where nobody has written yet."""
+        numbers = memory.cast("d")
+        for _ in range(3):  # the writer may be between two stores
+            values = numbers.tolist()
+            if values == numbers.tolist():
+                break
+        if not values[_PID]:
+            return None
+        return cls(
+            ACTIVITIES[int(values[_ACTIVITY])], int(values[_STEP]), values[_SINCE], int(values[_CHANGES]),
+            int(values[_PID]), int(values[_THREAD]), bool(values[_ANSWERS]), bool(values[_FAILED]),
+        )  # fmt: skip
+
+
+class RankNotes:
+    """The notes of this process; without a launcher that reads them they stay in its own memory."""
+
+    def __init__(self, memory: memoryview | None = None, stacks: int | None = None) -> None:
+        """Begin in `memory`; `stacks` is a file descriptor for the stacks that `STACK_SIGNAL` asks for."""
+        self._numbers = (memory if memory is not None else memoryview(bytearray(SLOT_BYTES))).cast("d")
+        if stacks is not None:
+            faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+        about = [0.0, 0.0, time.monotonic(), 0.0, 0.0, float(threading.main_thread().ident or 0), stacks is not None, 0]
+        for place, number in enumerate(about):
+            self._numbers[place] = number
+        self._numbers[_PID] = os.getpid()  # last: until then nothing is read
+
+    def enter(self, activity: str | None) -> None:
+        """Note that an activity begins; None: something between two steps."""
+        numbers = self._numbers
+        numbers[_ACTIVITY] = _OTHER if activity is None else _NUMBERS[activity]
+        numbers[_SINCE] = time.monotonic()
+        numbers[_CHANGES] += 1
+
+    def at_step(self, step: int) -> None:
+        """Note which step begins, from 1."""
+        self._numbers[_STEP] = step
+
+    def fail(self) -> None:
+        """Note that this process ends because a communication failed."""
+        self._numbers[_FAILED] = 1
+
+
+def open_notes() -> RankNotes:
+    """Open the notes that the launcher of this process reads, if there is one that does."""
+    described = os.environ.get(VARIABLE, "")
+    if not described:
+        return RankNotes()
+    notes_file, slot, stacks_file = described.split(":")
+    try:
+        with open(notes_file, "r+b") as file:  # noqa: PTH123 - the kernel's name of the launcher's memory
+            memory = memoryview(mmap.mmap(file.fileno(), 0))
+        stacks = os.open(stacks_file, os.O_WRONLY | os.O_APPEND)
+    except OSError as error:
+        logging.warning("the launcher cannot see what this process is at: %s", error)
+        return RankNotes()
+    begin = int(slot) * SLOT_BYTES
+    return RankNotes(memory[begin : begin + SLOT_BYTES], stacks)
+
+
+class NotedClock:
+    """A phase clock whose phases are noted as they begin."""
+
+    def __init__(self, clock: PhaseClock, notes: RankNotes) -> None:
+        self._clock, self._notes = clock, notes
+
+    def enter(self, phase: Phase | None) -> None:
+        """Begin a phase now, or a pause."""
+        self._notes.enter(phase)
+        self._clock.enter(phase)
+
+    def only_waits(self) -> None:
+        """Note that the present phase only waits for other ranks from now on; `split` divides the time later."""
+        self._notes.enter(Phase.COMMUNICATE)
+
+    def split(self, phase: Phase, at: object) -> None:
+        """End the phase before at an earlier moment."""
+        self._clock.split(phase, at)
+
+    def drain(self) -> list[float]:
+        """Return seconds per phase since the last call, and start anew."""
+        return self._clock.drain()
+
+    def so_far(self) -> list[float] | None:
+        """Return seconds per phase since the last `drain`."""
+        return self._clock.so_far()
