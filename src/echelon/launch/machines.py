@@ -8,59 +8,57 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, ClassVar
 
 import zmq
 
 from echelon.core.address import Address
 from echelon.core.errors import UserError
-from echelon.launch.meeting import LIMITS, NO_ANSWER, Arrival, MeetingAnswer, MeetingRequest, check_settings
+from echelon.launch.meeting import LIMITS, NO_ANSWER, Arrival, MeetingRefusal, check_settings
 from echelon.launch.rounds import (
     LOST_S,
     Continue,
-    Finished,
-    Go,
-    Leave,
     Left,
     Order,
     Over,
-    Ready,
     Rendezvous,
-    Round,
     RoundSettings,
     Running,
     State,
 )
 from echelon.messages.endpoint import Channel, Sender
-from echelon.messages.framing import Message, vocabulary
+from echelon.messages.framing import Content, Message, vocabulary
 from echelon.messages.identity import derive_keys, read_secret
-from echelon.messages.plain import Malformed
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 BEAT_S = 0.5
 AGAIN_S = 2.0
 GOODBYE_S = 10.0
 _POLL_MS = 50
-_STATES: dict[str, type[State]] = {kind.__name__: kind for kind in (Ready, Running, Finished, Left)}
-_ORDERS: dict[str, type[Order]] = {kind.__name__: kind for kind in (Go, Continue, Leave, Over)}
 
 
-def _to_info(value: State | Order) -> dict[str, Any]:
-    return {"is": type(value).__name__, **asdict(value)}
+@dataclass(frozen=True, slots=True)
+class StateReport(Content):
+    """Another machine's processes are in a state; `number` rises with each report."""
+
+    kind: ClassVar[int] = 64
+    arrival: Arrival
+    number: int
+    state: State
 
 
-def _state_of(info: Mapping[str, Any]) -> State:
-    values = dict(info)
-    return _STATES[values.pop("is")](**values)
+@dataclass(frozen=True, slots=True)
+class StateOrder(Content):
+    """What follows from the report `number`, for the machine with this number in the run."""
 
-
-def _order_of(info: Mapping[str, Any]) -> Order:
-    values = {name: value for name, value in info.items() if name not in ("is", "number", "machine")}
-    if "round" in values:
-        values["round"] = Round(**values["round"])
-    return _ORDERS[info["is"]](**values)
+    kind: ClassVar[int] = 65
+    machine: int
+    number: int
+    order: Order
 
 
 class GroupStore:
@@ -75,7 +73,7 @@ class GroupStore:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket: socket.socket | None = socket.create_server((host, 0), family=family, backlog=1024)
         self.host, self.port = host, int(self._socket.getsockname()[1])
-        self._store: Any = None
+        self._store: TCPStore | None = None
 
     def serve(self) -> None:
         """Begin to answer, if not begun."""
@@ -146,23 +144,19 @@ class FirstMachine:
             self._stores.serve()
         return order
 
-    def answer(self, arrival: Arrival, info: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the order for another machine, as a message's field.
+    def answer(self, report: StateReport) -> StateOrder:
+        """Return the order for another machine.
 
         Raises:
             UserError: it was started with other settings, or the run has all its machines.
-            Malformed: the message makes no sense.
         """
+        arrival = report.arrival
         check_settings(self._arrival, arrival)
-        try:
-            state, number = _state_of(info["state"]), int(info["number"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise Malformed("content") from error
         with self._lock:
             now = time.monotonic()
             machine = self._rendezvous.admit(arrival.machine, arrival.workers, now)
-            order = self._rendezvous.handle(arrival.machine, state, now)
-        return {**_to_info(order), "number": number, "machine": machine}
+            order = self._rendezvous.handle(arrival.machine, report.state, now)
+        return StateOrder(machine, report.number, order)
 
     def close(self, reason: str = "") -> None:
         """End the run for the other machines, and wait a moment until each has heard it."""
@@ -264,7 +258,7 @@ class OtherMachine:
         except UserError as error:
             self._reason = str(error)
             return
-        known = vocabulary(MeetingAnswer)
+        known = vocabulary(StateOrder, MeetingRefusal)
         self._channel = Channel(self._context, Sender(keys, "machine"), f"tcp://{self._rendezvous}", LIMITS, known)
         self._connected, self._sent = now, 0.0
 
@@ -272,22 +266,17 @@ class OtherMachine:
         assert self._channel is not None
         with self._changed:
             self._number, self._sent = self._number + 1, now
-        info = {**self._arrival.to_info(), "state": _to_info(state), "number": self._number}
-        self._channel.send(MeetingRequest(info))
+        self._channel.send(StateReport(self._arrival, self._number, state))
 
     def _take(self, message: Message) -> None:
-        assert isinstance(message.content, MeetingAnswer)
-        info = message.content.info
-        if "refused" in info:
-            raise UserError(str(info["refused"]))
-        try:
-            order, number, machine = _order_of(info), int(info["number"]), int(info["machine"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise Malformed("content") from error
+        answer = message.content
+        if isinstance(answer, MeetingRefusal):
+            raise UserError(answer.reason)
+        assert isinstance(answer, StateOrder)
         with self._changed:
-            self._known, self._heard, self._reason, self.number = True, time.monotonic(), "", machine
-            if number >= self._first_number:  # not an answer to a state of before
-                self._order = order
+            self._known, self._heard, self._reason, self.number = True, time.monotonic(), "", answer.machine
+            if answer.number >= self._first_number:  # not an answer to a state of before
+                self._order = answer.order
                 self._changed.notify_all()
 
     def close(self, reason: str = "") -> None:

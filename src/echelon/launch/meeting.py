@@ -12,10 +12,10 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import psutil
 import zmq
@@ -25,7 +25,6 @@ from echelon.core.errors import UserError
 from echelon.messages.endpoint import Channel, Listener, Sender, ask_once
 from echelon.messages.framing import Content, Message, vocabulary
 from echelon.messages.identity import SECRET_VARIABLE, derive_keys, read_secret
-from echelon.messages.plain import Malformed
 from echelon.messages.sockets import Limits
 
 LIMITS = Limits(1 << 20, queued=1000)
@@ -39,20 +38,45 @@ NO_ANSWER = (
 )
 
 
+RequestT = TypeVar("RequestT", bound=Content)
+
+
 @dataclass(frozen=True, slots=True)
-class MeetingRequest(Content):
-    """A machine says who it is (`Arrival.to_info`) and asks for its place."""
+class Arrival(Content):
+    """What a machine says of itself: a name that stays when it comes back, its workers, and its settings.
+
+    As a message it asks for the machine's place.
+    """
 
     kind: ClassVar[int] = 60
-    info: dict[str, Any]
+    machine: str
+    workers: int
+    settings: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class MeetingAnswer(Content):
-    """What the first machine says to it."""
+class Admission(Content):
+    """One machine's part: its number, that of its first worker, and where the scheduler listens (empty: here)."""
 
     kind: ClassVar[int] = 61
-    info: dict[str, Any]
+    machine: int = 0
+    first_worker: int = 0
+    scheduler: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AskLater(Content):
+    """There is nothing to tell yet."""
+
+    kind: ClassVar[int] = 62
+
+
+@dataclass(frozen=True, slots=True)
+class MeetingRefusal(Content):
+    """The first machine does not take the one that asked."""
+
+    kind: ClassVar[int] = 63
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -76,28 +100,6 @@ class Shape:
         [([0], [1]), ([1], [0])]
         """
         return [i for i in range(self.servers * self.replicas) if (i + 1) % self.least == machine]
-
-
-@dataclass(frozen=True)
-class Admission:
-    """One machine's part: its number, that of its first worker, and where the scheduler listens (empty: here)."""
-
-    machine: int = 0
-    first_worker: int = 0
-    scheduler: str = ""
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """What a machine says of itself: a name that stays when it comes back, its workers, and its settings."""
-
-    machine: str
-    workers: int
-    settings: dict[str, str]
-
-    def to_info(self) -> dict[str, Any]:
-        """Return it as a message's field."""
-        return {"machine": self.machine, "workers": self.workers, "settings": self.settings}
 
 
 class Register:
@@ -129,17 +131,15 @@ class Register:
         self._places[arrival.machine], self._workers[arrival.machine] = place, arrival.workers
         return place
 
-    def answer(self, scheduler_file: Path, arrival: Arrival, info: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a machine's admission as a message's field, or that it shall wait for the scheduler's address.
+    def answer(self, scheduler_file: Path, arrival: Arrival) -> Admission | AskLater:
+        """Return a machine's admission, or that it shall wait for the scheduler's address.
 
         Raises:
             UserError: it is not admitted.
         """
         if not scheduler_file.exists():
-            return {"wait": True}
-        admission = self.admit(arrival)
-        address = json.loads(scheduler_file.read_text())["address"]
-        return {"machine": admission.machine, "first_worker": admission.first_worker, "scheduler": address}
+            return AskLater()
+        return replace(self.admit(arrival), scheduler=str(json.loads(scheduler_file.read_text())["address"]))
 
 
 def check_settings(first: Arrival, arrival: Arrival) -> None:
@@ -156,24 +156,27 @@ def check_settings(first: Arrival, arrival: Arrival) -> None:
             )
 
 
-Answer = Callable[[Arrival, Mapping[str, Any]], dict[str, Any]]
-
-
-class Meeting:
+class Meeting(Generic[RequestT]):
     """The first machine's side, in a thread of its own: `with Meeting(...)`."""
 
-    def __init__(self, rendezvous: Address, secret: bytes, answer: Answer) -> None:
-        """Bind to the port of `rendezvous`; `answer` is called by the thread, and may refuse by a `UserError`.
+    def __init__(
+        self, rendezvous: Address, secret: bytes, request: type[RequestT], answer: Callable[[RequestT], Content]
+    ) -> None:
+        """Bind to the port of `rendezvous`.
+
+        Args:
+            request: what the other machines ask.
+            answer: is called by the thread, and may refuse by a `UserError`.
 
         Raises:
             UserError: the port is taken.
         """
-        self._answer = answer
+        self._request, self._answer = request, answer
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._sender = Sender(derive_keys(secret), "meeting")
         try:
             address = f"tcp://*:{rendezvous.port}"
-            self.listener = Listener(self._context, self._sender, address, LIMITS, vocabulary(MeetingRequest))
+            self.listener = Listener(self._context, self._sender, address, LIMITS, vocabulary(request))
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             taken = error.errno == zmq.EADDRINUSE
@@ -200,18 +203,12 @@ class Meeting:
         self._context.term()
 
     def _take(self, peer: bytes, message: Message) -> None:
-        assert isinstance(message.content, MeetingRequest)
-        info = message.content.info
+        assert isinstance(message.content, self._request)
         try:
-            settings = {str(name): str(value) for name, value in info["settings"].items()}
-            arrival = Arrival(str(info["machine"]), int(info["workers"]), settings)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise Malformed("content") from error
-        try:
-            answer = self._answer(arrival, info)
-        except UserError as refusal:
-            answer = {"refused": str(refusal)}
-        self._sender.reply(self.listener.socket, peer, MeetingAnswer(answer))
+            answer = self._answer(message.content)
+        except UserError as error:
+            answer = MeetingRefusal(str(error))
+        self._sender.reply(self.listener.socket, peer, answer)
 
 
 def join_meeting(
@@ -231,10 +228,10 @@ def join_meeting(
     said = False
     while True:
         answer, why = _attempt(rendezvous, folder, arrival)
-        if "refused" in answer:
-            raise UserError(str(answer["refused"]))
-        if "machine" in answer:
-            return Admission(int(answer["machine"]), int(answer["first_worker"]), str(answer["scheduler"]))
+        if isinstance(answer, MeetingRefusal):
+            raise UserError(answer.reason)
+        if isinstance(answer, Admission):
+            return answer
         if time.monotonic() > ends:
             raise UserError(f"--rendezvous {rendezvous}: {why}")
         if not said:
@@ -243,22 +240,23 @@ def join_meeting(
         time.sleep(_AGAIN_S)
 
 
-def _attempt(rendezvous: Address, folder: Path, arrival: Arrival) -> tuple[dict[str, Any], str]:
-    """Ask once; returns the answer, or nothing and why there is none."""
+def _attempt(rendezvous: Address, folder: Path, arrival: Arrival) -> tuple[Content, str]:
+    """Ask once; returns the answer, or where there is none, to ask later and why."""
     try:
         keys = derive_keys(read_secret(folder))
     except UserError as error:
-        return {}, str(error)
+        return AskLater(), str(error)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-    line = Channel(context, Sender(keys, "machine"), f"tcp://{rendezvous}", LIMITS, vocabulary(MeetingAnswer))
+    known = vocabulary(Admission, AskLater, MeetingRefusal)
+    line = Channel(context, Sender(keys, "machine"), f"tcp://{rendezvous}", LIMITS, known)
     try:
-        info = ask_once(line, MeetingRequest(arrival.to_info()), MeetingAnswer, _ASK_S).info
+        answer = ask_once(line, arrival, Content, _ASK_S)
     except TimeoutError:
-        return {}, NO_ANSWER.format(folder=folder)
+        return AskLater(), NO_ANSWER.format(folder=folder)
     finally:
         line.close()
         context.term()
-    return info, "its scheduler is not there yet" if info.get("wait") else ""
+    return answer, "its scheduler is not there yet"
 
 
 def own_address(rendezvous: Address) -> str:

@@ -1,8 +1,9 @@
 """Typed contents to and from plain values, such as msgpack and JSON carry: what does not fit is refused.
 
 A content is a frozen dataclass whose fields are `int` (0 or more, below 2**62), `float` (finite), `bool`, `str`,
-`bytes`, another content, or lists, maps by name and optionals of these. `dict[str, Any]` is any tree of plain values
-whose maps have names as keys: for what its reader does not look into.
+`bytes`, another content, or lists, maps by name and optionals of these. A field that is one of several contents is
+written as a map with that content's name. `dict[str, Any]` is any tree of plain values whose maps have names as keys:
+for what its reader does not look into.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def to_plain(content: Any) -> Any:
     if dataclasses.is_dataclass(cls):
         fields = _fields(cls)
         values = fields.values(content)
-        return dict(zip(fields.order, values if fields.flat else map(to_plain, values), strict=True))
+        if not fields.flat:
+            values = tuple(write(value) for write, value in zip(fields.writers, values, strict=True))
+        return dict(zip(fields.order, values, strict=True))
     if isinstance(content, dict):
         return {name: to_plain(value) for name, value in content.items()}
     if isinstance(content, (list, tuple)):
@@ -75,11 +78,12 @@ def from_plain(cls: Callable[..., T], data: object) -> T:
 
 @dataclasses.dataclass(frozen=True)
 class _Fields:
-    """A content's fields with their checks, all names, those without a default, and whether all are scalars."""
+    """A content's fields with what checks and what writes them, those without a default; `flat`: all are scalars."""
 
     checks: tuple[tuple[str, Callable[[Any], Any]], ...]
     order: tuple[str, ...]
     values: Callable[[Any], tuple[Any, ...]]
+    writers: tuple[Callable[[Any], Any], ...]
     flat: bool
     names: frozenset[str]
     required: frozenset[str]
@@ -95,8 +99,9 @@ def _fields(cls: Hashable) -> _Fields:
     checks = tuple((f.name, _check_of(hints[f.name])) for f in fields)
     flat = all(hints[f.name] in _FLAT for f in fields)
     order = tuple(f.name for f in fields)
+    writers = tuple(_named if _variants(hints[name]) else to_plain for name in order)
     values = attrgetter(*order) if len(order) > 1 else lambda content: tuple(getattr(content, n) for n in order)
-    return _Fields(checks, order, values, flat, frozenset(order), required)
+    return _Fields(checks, order, values, writers, flat, frozenset(order), required)
 
 
 def _check_of(annotation: Any) -> Callable[[Any], Any]:
@@ -115,6 +120,8 @@ def _check_of(annotation: Any) -> Callable[[Any], Any]:
     if origin in (types.UnionType, typing.Union) and len(arguments) == 2 and type(None) in arguments:
         inner = _check_of(next(a for a in arguments if a is not type(None)))
         return lambda value: None if value is None else inner(value)
+    if variants := _variants(annotation):
+        return _one_of(variants)
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return partial(from_plain, annotation)
     raise TypeError(f"{annotation} has no plain form")
@@ -172,6 +179,31 @@ def _map(check: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
         return {name: check(inner) for name, inner in value.items()}
 
     return checked
+
+
+def _variants(annotation: Any) -> dict[str, Callable[..., Any]]:
+    """Return the contents of a union of contents, by their names; of anything else nothing."""
+    if typing.get_origin(annotation) not in (types.UnionType, typing.Union):
+        return {}
+    kinds = typing.get_args(annotation)
+    return {kind.__name__: kind for kind in kinds} if all(map(dataclasses.is_dataclass, kinds)) else {}
+
+
+def _one_of(variants: dict[str, Callable[..., Any]]) -> Callable[[Any], Any]:
+    def checked(value: Any) -> Any:
+        """Return the content that the map's only name says."""
+        if type(value) is not dict or len(value) != 1:
+            raise Malformed("type")
+        ((name, inner),) = value.items()
+        if name not in variants:
+            raise Malformed("type")
+        return from_plain(variants[name], inner)
+
+    return checked
+
+
+def _named(content: Any) -> Any:
+    return {type(content).__name__: to_plain(content)}
 
 
 def _tree(value: Any) -> Any:

@@ -94,7 +94,7 @@ def _ranks_on_links(run: ResolvedRun, plan: LaunchPlan, link: Link, record: Reco
 @contextmanager
 def _ranks_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Iterator[Machine]:
     """Meet the other machines at the rendezvous, and agree with them on every start of the ranks."""
-    from echelon.launch.machines import FirstMachine, OtherMachine
+    from echelon.launch.machines import FirstMachine, OtherMachine, StateReport
     from echelon.launch.meeting import Meeting, interface_of, is_own, own_address
     from echelon.messages.identity import make_secret
 
@@ -108,7 +108,7 @@ def _ranks_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Ite
     if is_own(plan.rendezvous.host, own):
         folder.mkdir(mode=0o700, exist_ok=True)
         machine = FirstMachine(arrival, terms, own)
-        meeting = Meeting(plan.rendezvous, make_secret(folder), machine.answer)
+        meeting = Meeting(plan.rendezvous, make_secret(folder), StateReport, machine.answer)
         _say_first(plan, folder)
     else:
         machine = OtherMachine(plan.rendezvous, folder, arrival, terms)
@@ -171,7 +171,7 @@ def _servers_on_links(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Re
 @contextmanager
 def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Iterator[ServerPart]:
     """Meet the other machines at the rendezvous: the first one has the scheduler, servers are spread over all."""
-    from echelon.launch.meeting import Admission, Meeting, Register, Shape, is_own, join_meeting, own_address
+    from echelon.launch.meeting import Admission, Arrival, Meeting, Register, Shape, is_own, join_meeting, own_address
     from echelon.messages.identity import read_secret
 
     assert plan.rendezvous is not None
@@ -193,7 +193,7 @@ def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> I
     if is_own(plan.rendezvous.host, own):
         roles = prepare_roles(path)
         answer = partial(Register(shape, arrival).answer, roles / ADDRESS_FILE)
-        meeting = Meeting(plan.rendezvous, read_secret(roles), answer)
+        meeting = Meeting(plan.rendezvous, read_secret(roles), Arrival, answer)
         _say_first(plan, roles)
         with meeting:
             yield part(Admission())

@@ -13,8 +13,8 @@ import pytest
 
 from echelon.core.address import Address
 from echelon.core.errors import UserError
-from echelon.launch.machines import FirstMachine, GroupStore, OtherMachine
-from echelon.launch.meeting import Arrival, Meeting
+from echelon.launch.machines import FirstMachine, GroupStore, OtherMachine, StateReport
+from echelon.launch.meeting import Arrival, AskLater, Meeting
 from echelon.launch.rounds import Continue, Finished, Go, Order, Over, Ready, RoundSettings, Running
 from echelon.messages.identity import make_secret, read_secret
 
@@ -32,7 +32,7 @@ def rendezvous() -> Address:
 @pytest.fixture
 def first(tmp_path: Path, rendezvous: Address) -> Iterator[FirstMachine]:
     machine = FirstMachine(ARRIVAL, TERMS, "127.0.0.1")
-    with Meeting(rendezvous, make_secret(tmp_path), machine.answer):
+    with Meeting(rendezvous, make_secret(tmp_path), StateReport, machine.answer):
         yield machine
         machine.close("the test ends")
 
@@ -79,7 +79,9 @@ def test_another_setting_is_refused_and_another_secret_is_not_answered(
 
 def test_a_taken_port_is_refused(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken, pytest.raises(UserError, match="taken by another program"):
-        Meeting(Address("127.0.0.1", taken.getsockname()[1]), make_secret(tmp_path), lambda arrival, info: {})
+        Meeting(
+            Address("127.0.0.1", taken.getsockname()[1]), make_secret(tmp_path), Arrival, lambda arrival: AskLater()
+        )
 
 
 class Trap:

@@ -19,7 +19,8 @@ from echelon.coordinator.messages import (
     TaskReport,
     TrainTask,
 )
-from echelon.launch import meeting
+from echelon.launch import machines, meeting
+from echelon.launch.rounds import Go, Ready, Round
 from echelon.messages.framing import Content
 from echelon.messages.plain import Malformed, from_plain, to_plain
 from echelon.ps import messages as keys
@@ -29,6 +30,8 @@ CONTENTS = [
     DONE, TrainTask(1, 1, 0, 1), ServerBeat({"dropped": {"fields": 2}, "index": None}),
     SetupDone(2, "f", 3, 0, [4, 6], about={"model": "cnn", "gpus": ["a"]}),
     coordination.Members([ServerEntry("a", 1, True, "", False)], ["worker0"], 5),
+    machines.StateReport(meeting.Arrival("a", 2, {"--lr": "0.1"}), 3, Ready(1, "rank 0 died")),
+    machines.StateOrder(1, 3, Go(Round(2, {"WORLD_SIZE": "4"}, 2))),
     keys.ReplicatedPush(1, "w", keys.PushGradient(0, 1, 2, 3, 4, 5, 6, 7, 8, 0.5, True), 1.0),
 ]  # fmt: skip
 
@@ -67,6 +70,13 @@ def test_what_does_not_fit_is_refused(path: tuple[str, ...], value: object, reas
     assert caught.value.reason == reason
 
 
+@pytest.mark.parametrize("state", [{}, {"Ready": {}, "Left": {}}, {"Go": {}}, {1: {}}, [], "Ready", {"Ready": None}])
+def test_a_field_is_one_of_its_contents(state: object) -> None:
+    report = {"arrival": {"machine": "a", "workers": 1, "settings": {}}, "number": 1, "state": state}
+    with pytest.raises(Malformed):
+        from_plain(machines.StateReport, report)
+
+
 def test_trees_have_words_as_keys_and_an_end() -> None:
     deep: dict[str, Any] = {}
     for _ in range(100):
@@ -78,7 +88,7 @@ def test_trees_have_words_as_keys_and_an_end() -> None:
 
 def test_each_content_has_a_number_of_its_own() -> None:
     contents = [
-        value for module in (coordination, keys, meeting) for value in vars(module).values()
+        value for module in (coordination, keys, meeting, machines) for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, Content) and value is not Content
     ]  # fmt: skip
     assert len({content.kind for content in set(contents)}) == len(set(contents))
