@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from echelon.coordinator.messages import JoinServer, JoinWorker, ServerEntry, WorkerBeat
-from echelon.records.kinds import ServerWindow
+from echelon.coordinator.messages import JoinServer, JoinWorker, ServerBeat, ServerEntry, WorkerBeat
 
 BEATS = 10
 LEAST_S = 2.0
@@ -20,7 +19,7 @@ class RunMember:
     session: int
     heard_s: float
     join: JoinWorker | JoinServer
-    beat: WorkerBeat | ServerWindow | None = None
+    beat: WorkerBeat | ServerBeat | None = None
     gap_s: float = 0.2
 
     @property

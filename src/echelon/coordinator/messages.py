@@ -59,7 +59,7 @@ class JoinWorker(Content):
         fingerprint: of model and data: workers of another one are sent away.
         holding: tasks that it works on already, or has done without word that it was heard.
         machine: the number of its machine; 0: the first one.
-        about: where it runs, for the record.
+        host, affinity: where it runs, for the record.
     """
 
     kind: ClassVar[int] = 20
@@ -67,7 +67,8 @@ class JoinWorker(Content):
     holding: list[int] = field(default_factory=list)
     machine: int = 0
     pid: int = 0
-    about: dict[str, Any] = field(default_factory=dict)
+    host: str = ""
+    affinity: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +103,25 @@ class WorkerBeat(Content):
 
 @dataclass(frozen=True, slots=True)
 class ServerBeat(Content):
-    """A server lives; its numbers, for the record."""
+    """A server lives; what it did in its present life, for the record (see `records.kinds.ServerWindow`)."""
 
     kind: ClassVar[int] = 33
-    numbers: dict[str, Any]
+    index: int
+    life: int
+    address: str
+    ready: bool
+    standby: bool
+    attached: bool
+    updates: int
+    duplicates: int
+    late: int
+    busy_s: float
+    staleness: dict[str, int]
+    seconds: float = 0.0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    refused: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

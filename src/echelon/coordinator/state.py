@@ -6,8 +6,7 @@ Nothing here touches a socket, a file or a clock: time comes in as an argument, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import asdict
 
 from echelon.coordinator.config import CoordinatorConfig
 from echelon.coordinator.effects import Began, Effect, Evaluated, Save, Send, Tell, WindowClosed
@@ -72,7 +71,6 @@ from echelon.records.events import (
 from echelon.records.kinds import EntropyCoding, Record, ServerWindow, WorkerJoined, WorkerWindow
 
 REPORT_S = 2.0
-R = TypeVar("R", bound=Record)
 
 
 class Coordinator:
@@ -233,10 +231,8 @@ class Coordinator:
 
     def _from_member(self, member: RunMember, content: Content, now_s: float) -> None:
         match content:
-            case WorkerBeat():
+            case WorkerBeat() | ServerBeat():
                 member.beat = content
-            case ServerBeat():
-                member.beat = _decoded(ServerWindow, {**content.numbers, "name": member.name})
             case AskTask():
                 self._asking[member.name] = None
                 self._give_all(now_s)
@@ -281,7 +277,7 @@ class Coordinator:
             known = None
         joined = None
         if known is None and isinstance(join, JoinWorker):
-            joined = _decoded(WorkerJoined, {**join.about, "name": member.name, "pid": join.pid or None})
+            joined = WorkerJoined(member.name, join.host or None, join.pid or None, join.affinity or None)
         self.members.add(member)
         self._last_worker_s = now_s
         if isinstance(join, JoinServer):
@@ -573,22 +569,22 @@ class Coordinator:
         )  # fmt: skip
         self._tell(window)
         if coded := self._window.entropy_coded():
-            self._tell(_decoded(EntropyCoding, {**coded, "step": step}))
+            self._tell(_entropy_coding(step, coded))
 
     def _tell_server_loads(self) -> None:
         """Write the servers' last numbers."""
         for server in self.members.servers:
-            if isinstance(server.beat, ServerWindow) and self.setup is not None:
-                self._tell(replace(server.beat, step=self._steps()))
+            if isinstance(server.beat, ServerBeat) and self.setup is not None:
+                self._tell(ServerWindow(name=server.name, step=self._steps(), **asdict(server.beat)))
 
 
-def _decoded(kind: type[R], values: Mapping[str, Any]) -> R:
-    """Return a record of what a member said.
+def _entropy_coding(step: int, coded: Mapping[str, float]) -> EntropyCoding:
+    """Return the record of what entropy coding did, by what workers said.
 
     Raises:
-        Malformed: it is none.
+        Malformed: they are no counts.
     """
     try:
-        return decode(kind, values)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return decode(EntropyCoding, {**coded, "step": step})
+    except ValueError as error:
         raise Malformed("content") from error

@@ -6,12 +6,13 @@ import os
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 import zmq
 
 from echelon.checkpoint import CheckpointStore
-from echelon.coordinator.messages import TO_SERVER, Promote, ServerBeat
+from echelon.coordinator.messages import TO_SERVER, Promote
 from echelon.messages.endpoint import Channel, Listener, Sender
 from echelon.messages.framing import Message
 from echelon.messages.sockets import Limits
@@ -83,12 +84,11 @@ class Server:
 
     def _beat(self) -> None:
         traffic = self.sender.traffic
-        shell = {
-            "seconds": time.monotonic() - self._began_s, "sent_bytes": traffic.sent_bytes,
-            "received_bytes": traffic.received_bytes, "dropped": dict(traffic.dropped),
-            "refused": self.listener.check.refused,
-        }  # fmt: skip
-        self._scheduler.send(ServerBeat({**self.state.numbers(), **shell}))
+        beat = replace(
+            self.state.beat(), seconds=time.monotonic() - self._began_s, sent_bytes=traffic.sent_bytes,
+            received_bytes=traffic.received_bytes, dropped=dict(traffic.dropped), refused=self.listener.check.refused,
+        )  # fmt: skip
+        self._scheduler.send(beat)
 
     def _from_scheduler(self, message: Message) -> None:
         if isinstance(message.content, Promote) and self._primary is not None:

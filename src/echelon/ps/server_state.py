@@ -23,6 +23,7 @@ from echelon.coordinator.messages import (
     Members,
     Promote,
     RunEnded,
+    ServerBeat,
     ServerHolds,
     ServerLacked,
 )
@@ -200,15 +201,14 @@ class ServerState:
         """Whether every key is here."""
         return self.table is not None and len(self.stores) == self._keys
 
-    def numbers(self) -> dict[str, Any]:
-        """Return what the run's record shows of this server's work."""
+    def beat(self) -> ServerBeat:
+        """Return what the run's record shows of this server's work, without that of its sockets."""
         load = self.load
-        return {
-            "index": self.config.index, "updates": load.updates, "duplicates": load.duplicates, "late": load.late,
-            "busy_s": load.busy_s, "staleness": {str(k): v for k, v in sorted(load.staleness.items())[:512]},
-            "ready": self.ready, "standby": self.is_standby, "attached": self._replication.attached,
-            "address": self._address, "life": self._life,
-        }  # fmt: skip
+        staleness = {str(k): v for k, v in sorted(load.staleness.items())[:512]}
+        return ServerBeat(
+            self.config.index, self._life, self._address, self.ready, self.is_standby, self._replication.attached,
+            load.updates, load.duplicates, load.late, load.busy_s, staleness,
+        )  # fmt: skip
 
     def _drain(self) -> list[Effect]:
         effects, self._effects = self._effects, []

@@ -130,8 +130,9 @@ class Leases:
 
     def _joining(self) -> JoinWorker:
         link = self._link
-        about = {"host": socket.gethostname(), "affinity": allowed_cores()}
-        return JoinWorker(link.table.fingerprint, machine=link.process.machine, pid=os.getpid(), about=about)
+        return JoinWorker(
+            link.table.fingerprint, [], link.process.machine, os.getpid(), socket.gethostname(), allowed_cores()
+        )
 
     def _begin(self, task: TrainTask) -> Batch:
         run = self._run

@@ -36,6 +36,7 @@ from echelon.coordinator.messages import (
 from echelon.messages.endpoint import Channel, Listener, Sender, ask_once
 from echelon.messages.framing import VERSION, Content
 from echelon.messages.identity import derive_keys
+from echelon.messages.plain import to_plain
 from echelon.messages.sockets import Limits
 from echelon.ps.keystore import KeyStore
 from echelon.ps.messages import TO_PS_SERVER, TO_PS_WORKER, Pull, PushGradient, PutState
@@ -217,11 +218,13 @@ def test_strange_reports_of_a_member_while_a_run_goes(tmp_path: Path) -> None:
         for strange in (float("inf"), float("nan"), 2**63, -1, "x", [{}], {b"x": 1}, {"x": {1: 2}}):
             done = {"task": 2**40, "late": False, "report": sound, "moved": moved}
             beat = {"waited_s": {}, "sent_bytes": 1, "received_bytes": 1}
-            for field in (*sound, "density", "entropy_coded", "resources", "late", "held", "waited_s", "name", "kind"):
+            of_server = to_plain(ServerBeat(0, 1, "", True, False, False, 1, 0, 0, 0.5, {}))
+            more = ("density", "entropy_coded", "resources", "late", "held", "waited_s", "name", "kind", "staleness")
+            for field in (*sound, *more):
                 send_raw(line, TaskDone, {**done, "report": {**sound, field: strange}})
                 send_raw(line, TaskDone, {**done, field: strange})
                 send_raw(line, WorkerBeat, {**beat, field: strange})
-                send_raw(line, ServerBeat, {"numbers": {field: strange}})
+                send_raw(line, ServerBeat, {**of_server, field: strange})
             for field in moved:
                 send_raw(line, TaskDone, {**done, "moved": {**moved, field: strange}})
     _until(lambda: run.scheduler.listener.messages > before + 200)

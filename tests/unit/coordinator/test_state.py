@@ -344,7 +344,6 @@ def test_without_workers_the_run_is_given_up() -> None:
         ServerHolds(0, 0, [9, 3], 0),
         SetupDone(0, "model", 4, 0, []),
         SetupDone(SetupTask().task, "model", 0, 0, []),
-        JoinWorker("model", about={"affinity": {}}),
     ],
 )
 def test_what_cannot_be_changes_nothing(content: Content) -> None:

@@ -26,8 +26,9 @@ from echelon.messages.plain import Malformed, from_plain, to_plain
 from echelon.ps import messages as keys
 
 DONE = TaskDone(7, False, TaskReport(math.inf, None, 8, 0.1, [0.5], 9, resources=[math.nan]), MovedBytes(1, 2, 3))
+BEAT = ServerBeat(0, 2**60, "a", True, False, False, 3, 0, 1, 0.5, {"0": 3}, dropped={"fields": 2})
 CONTENTS = [
-    DONE, TrainTask(1, 1, 0, 1), ServerBeat({"dropped": {"fields": 2}, "index": None}),
+    DONE, TrainTask(1, 1, 0, 1), BEAT,
     SetupDone(2, "f", 3, 0, [4, 6], about={"model": "cnn", "gpus": ["a"]}),
     coordination.Members([ServerEntry("a", 1, True, "", False)], ["worker0"], 5),
     machines.StateReport(meeting.Arrival("a", 2, {"--lr": "0.1"}), 3, Ready(1, "rank 0 died")),
@@ -70,6 +71,11 @@ def test_what_does_not_fit_is_refused(path: tuple[str, ...], value: object, reas
     assert caught.value.reason == reason
 
 
+def test_words_are_words() -> None:
+    with pytest.raises(Malformed, match="type"):
+        from_plain(coordination.JoinWorker, {"fingerprint": "model", "affinity": {}})
+
+
 @pytest.mark.parametrize("state", [{}, {"Ready": {}, "Left": {}}, {"Go": {}}, {1: {}}, [], "Ready", {"Ready": None}])
 def test_a_field_is_one_of_its_contents(state: object) -> None:
     report = {"arrival": {"machine": "a", "workers": 1, "settings": {}}, "number": 1, "state": state}
@@ -83,7 +89,7 @@ def test_trees_have_words_as_keys_and_an_end() -> None:
         deep = {"x": deep}
     for tree in (deep, {"x": [{1: 2}]}, {b"x": 1}):
         with pytest.raises(Malformed, match="type"):
-            from_plain(ServerBeat, {"numbers": tree})
+            from_plain(SetupDone, {**to_plain(SetupDone(2, "f", 3, 0, [])), "about": tree})
 
 
 def test_each_content_has_a_number_of_its_own() -> None:
