@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.config import RunConfig, build, load_run_config
-from echelon.config.build import flag_of, leaves
+from echelon.config.build import SettingValue, flag_of, leaves
 from echelon.core.errors import UserError, nearest
 from echelon.run.start import Outcome, start, start_again
 from echelon.trainer import folder as folders
@@ -61,7 +61,7 @@ def train(
     return start(config, user_objects)
 
 
-def resume(run: str | Path, overrides: Mapping[str, Any] | None = None) -> Outcome:
+def resume(run: str | Path, overrides: Mapping[str, SettingValue] | None = None) -> Outcome:
     """Continue a run from its newest whole checkpoint, on any number of workers.
 
     Raises:
@@ -135,7 +135,7 @@ def _config_of(path: Path) -> RunConfig:
     return load_run_config(path / folders.CONFIG_FILE)
 
 
-def _with_overrides(path: Path, overrides: Mapping[str, Any]) -> RunConfig:
+def _with_overrides(path: Path, overrides: Mapping[str, SettingValue]) -> RunConfig:
     _config_of(path)
     for name in overrides:
         if not name.startswith(RESUMABLE):

@@ -14,9 +14,8 @@ import os
 import re
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from echelon.core.errors import UserError
 
@@ -41,6 +40,14 @@ class CheckpointEntry:
     step: int
     revision: int
     path: Path
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """What a manifest says of a file."""
+
+    bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -124,15 +131,16 @@ def unlock(handle: int) -> None:
 
 def seal(folder: Path, step: int, metric: float | None) -> Manifest:
     """Write the manifest of all files in `folder` and wait until everything is on the disk. Raises OSError."""
-    files: dict[str, Any] = {}
+    files: dict[str, FileSum] = {}
     for path in sorted(folder.iterdir()):
         sync(path)
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-    body = {"format": FORMAT, "step": step, "metric": None if metric is None else repr(metric), "files": files}
+        files[path.name] = FileSum(path.stat().st_size, _sha256(path))
+    sums = {name: asdict(file) for name, file in files.items()}
+    body = {"format": FORMAT, "step": step, "metric": None if metric is None else repr(metric), "files": sums}
     write_durable(folder / MANIFEST, json.dumps(body, indent=1).encode())
     write_durable(folder / MANIFEST_SUM, _sum_line(folder / MANIFEST))
     sync(folder)
-    return Manifest(step, metric, sum(file["bytes"] for file in files.values()))
+    return Manifest(step, metric, sum(file.bytes for file in files.values()))
 
 
 def write_durable(path: Path, data: bytes) -> None:
@@ -153,9 +161,9 @@ def verify(entry: CheckpointEntry) -> Manifest:
     for name, expected in files.items():
         path = entry.path / name
         size = path.stat().st_size
-        if not path.is_file() or size != expected["bytes"]:
-            raise DamagedError(f"{name} has {size} bytes, not {expected['bytes']}: it was cut or overwritten")
-        if _sha256(path) != expected["sha256"]:
+        if not path.is_file() or size != expected.bytes:
+            raise DamagedError(f"{name} has {size} bytes, not {expected.bytes}: it was cut or overwritten")
+        if _sha256(path) != expected.sha256:
             raise DamagedError(f"the checksum of {name} does not match: its contents changed after it was written")
     return manifest
 
@@ -165,7 +173,7 @@ def read_manifest(entry: CheckpointEntry) -> Manifest:
     return _read_manifest(entry)[0]
 
 
-def _read_manifest(entry: CheckpointEntry) -> tuple[Manifest, dict[str, Any]]:
+def _read_manifest(entry: CheckpointEntry) -> tuple[Manifest, dict[str, FileSum]]:
     try:
         if (entry.path / MANIFEST_SUM).read_bytes() != _sum_line(entry.path / MANIFEST):
             raise DamagedError(f"the checksum of {MANIFEST} does not match {MANIFEST_SUM}")
@@ -180,7 +188,8 @@ def _read_manifest(entry: CheckpointEntry) -> tuple[Manifest, dict[str, Any]]:
     if body["step"] != entry.step:
         raise DamagedError(f"it was written at step {body['step']}, not {entry.step}: the folder was renamed")
     metric = None if body["metric"] is None else float(body["metric"])
-    return Manifest(body["step"], metric, sum(file["bytes"] for file in body["files"].values())), body["files"]
+    files = {name: FileSum(file["bytes"], file["sha256"]) for name, file in body["files"].items()}
+    return Manifest(body["step"], metric, sum(file.bytes for file in files.values())), files
 
 
 def _sum_line(path: Path) -> bytes:

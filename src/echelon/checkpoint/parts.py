@@ -22,6 +22,7 @@ from torch import Tensor
 from echelon.checkpoint.tensors import stage
 from echelon.core.errors import UserError
 from echelon.core.shards import Region
+from echelon.core.state_tree import StateView
 
 _KEY = "__parts__"
 _POLL_S = 0.02
@@ -40,12 +41,21 @@ class ShardTensor:
 
 
 @dataclass(frozen=True)
+class StoredShard:
+    """A part of a tensor: its file, its name there, and where it lies in the whole."""
+
+    file: str
+    name: str
+    region: Region
+
+
+@dataclass(frozen=True)
 class StoredTensor:
     """A tensor of a checkpoint that lies in shards, as the checkpoint's tree describes them; nothing is read yet."""
 
     folder: Path
     shape: tuple[int, ...]
-    shards: tuple[Mapping[str, Any], ...]
+    shards: tuple[StoredShard, ...]
 
     def read(self, region: Region | None = None) -> Tensor:
         """Return what lies in a region, or the whole tensor, on the CPU.
@@ -59,11 +69,10 @@ class StoredTensor:
         result: Tensor | None = None
         filled = 0
         for shard in self.shards:
-            spans = tuple(tuple((start, stop) for start, stop in dim) for dim in shard["runs"])
-            with safe_open(self.folder / shard["file"], "pt") as file:
-                stored = file.get_slice(shard["name"])
-                for source, target in Region(self.shape, spans).blocks(wanted):
-                    block = stored[source] if source else file.get_tensor(shard["name"])
+            with safe_open(self.folder / shard.file, "pt") as file:
+                stored = file.get_slice(shard.name)
+                for source, target in shard.region.blocks(wanted):
+                    block = stored[source] if source else file.get_tensor(shard.name)
                     if result is None:
                         result = torch.empty(wanted.local_shape, dtype=block.dtype)
                     result[target] = block
@@ -105,9 +114,15 @@ def join_parts(state: Any, folder: Path) -> Any:
     """Replace what `take_parts` left by `StoredTensor` tensors of a checkpoint's folder."""
     if isinstance(state, Mapping):
         if _KEY in state:
-            return StoredTensor(folder, tuple(state[_KEY]["shape"]), tuple(state[_KEY]["parts"]))
+            shape = tuple(state[_KEY]["shape"])
+            return StoredTensor(folder, shape, tuple(_shard(part, shape) for part in state[_KEY]["parts"]))
         return {key: join_parts(value, folder) for key, value in state.items()}
     return state
+
+
+def _shard(part: StateView, shape: tuple[int, ...]) -> StoredShard:
+    spans = tuple(tuple((start, stop) for start, stop in dim) for dim in part["runs"])
+    return StoredShard(part["file"], part["name"], Region(shape, spans))
 
 
 def whole(state: Any) -> Any:
@@ -165,7 +180,7 @@ class PartWriter:
 
 def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write CPU tensors as one durable safetensors file, tensor by tensor. Raises OSError."""
-    header: dict[str, Any] = {}
+    header: dict[str, dict[str, str | list[int]]] = {}
     offset = 0
     for name, tensor in tensors.items():
         end = offset + tensor.numel() * tensor.element_size()

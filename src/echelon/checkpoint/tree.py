@@ -118,7 +118,7 @@ def _encode_item(key: Any, item: Any, where: str, tensors: dict[str, Tensor]) ->
     return [key, _encode(item, f"{where}.{key}" if where else str(key), tensors)]
 
 
-def _encode_tensor(value: Tensor, where: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _encode_tensor(value: Tensor, where: str, tensors: dict[str, Tensor]) -> dict[str, str | list[int]]:
     tensor = value.detach()
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta:
         raise TypeError(f"{where} is a {type(tensor).__name__} on {tensor.device}: only plain dense tensors are saved")
@@ -126,7 +126,7 @@ def _encode_tensor(value: Tensor, where: str, tensors: dict[str, Tensor]) -> dic
         raise TypeError(f"{where} has dtype {tensor.dtype}, which cannot be saved")
     name = _free_name(where, tensors)
     tensors[name] = tensor
-    entry: dict[str, Any] = {
+    entry: dict[str, str | list[int]] = {
         "tensor": name,
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "shape": list(tensor.shape),

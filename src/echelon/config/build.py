@@ -17,6 +17,9 @@ from echelon.core.errors import UserError, nearest
 
 DEFAULT = "default"
 
+SettingValue = str | int | float | bool | None
+SettingTree = dict[str, "SettingValue | SettingTree"]
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -42,17 +45,17 @@ def flag_of(name: str, item: Field[Any]) -> str:
     return item.metadata.get("flag") or "--" + name.rsplit(".", 1)[-1].replace("_", "-")
 
 
-def build(file: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Resolved:
+def build(file: Path | None = None, overrides: Mapping[str, SettingValue] | None = None) -> Resolved:
     """Merge defaults, a YAML file and overrides by dotted name, then check the whole.
 
     Raises:
         UserError: an unknown key, a wrong type, a value out of bounds, or settings that contradict each other.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, SettingValue] = {}
     origins: dict[str, str] = {}
     for name, value, origin in [*_from_file(file), *((k, v, "command line") for k, v in (overrides or {}).items())]:
         values[name], origins[name] = value, origin
-    tree: dict[str, Any] = {}
+    tree: SettingTree = {}
     known = {name: (item, kind) for name, item, kind in leaves()}
     for name, value in values.items():
         if name not in known:
@@ -77,35 +80,39 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
 
 
-def _place(tree: dict[str, Any], name: str, value: Any) -> None:
+def _place(tree: SettingTree, name: str, value: SettingValue) -> None:
     *sections, leaf = name.split(".")
     for section in sections:
-        tree = tree.setdefault(section, {})
+        inner = tree.setdefault(section, {})
+        assert isinstance(inner, dict)
+        tree = inner
     tree[leaf] = value
 
 
-def _checked(name: str, value: Any, known: tuple[Field[Any], Any], origin: str) -> Any:
+def _checked(name: str, value: SettingValue, known: tuple[Field[Any], Any], origin: str) -> SettingValue:
     item, kind = known
     flag = flag_of(name, item)
     if isinstance(value, str):
         value = item.metadata["renamed"].get(value, value)
     where = f"{flag} ({name})" if origin == "command line" else f"{origin}: {name}"
     try:
-        value = TypeAdapter(kind).validate_python(value)
+        checked: SettingValue = TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
         reason = error.errors()[0]["msg"]
         hint = nearest(str(value), [str(a) for a in getattr(kind, "__args__", ())])
         raise UserError(f"{where} is {value!r}: {hint}{reason[0].lower()}{reason[1:]}") from None
-    if isinstance(value, float) and not math.isfinite(value):  # nan is below no bound
-        raise UserError(f"{where} is {value}: it must be a finite number")
+    if not isinstance(checked, int | float):
+        return checked
+    if not math.isfinite(checked):  # nan is below no bound
+        raise UserError(f"{where} is {checked}: it must be a finite number")
     low, high = item.metadata.get("min"), item.metadata.get("max")
-    if (low is not None and value < low) or (high is not None and value > high):
+    if (low is not None and checked < low) or (high is not None and checked > high):
         bounds = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
-        raise UserError(f"{where} is {value}: it must be {bounds}")
-    return value
+        raise UserError(f"{where} is {checked}: it must be {bounds}")
+    return checked
 
 
-def _from_file(file: Path | None) -> Iterator[tuple[str, Any, str]]:
+def _from_file(file: Path | None) -> Iterator[tuple[str, SettingValue, str]]:
     if file is None:
         return
     try:
@@ -122,7 +129,7 @@ def _from_file(file: Path | None) -> Iterator[tuple[str, Any, str]]:
     yield from _walk(file, node, "")
 
 
-def _walk(file: Path, node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, Any, str]]:
+def _walk(file: Path, node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, SettingValue, str]]:
     """Yield each leaf; a section given as a scalar is its main setting (`model: resnet20` is `model.name`)."""
     settings = {name: kind for name, _, kind in leaves()}
     seen: set[str] = set()

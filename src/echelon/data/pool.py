@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import time
@@ -12,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +18,7 @@ from echelon.core.errors import UserError
 from echelon.data.assemble import Rows
 from echelon.data.base import BadSample
 from echelon.data.order import Indices
-from echelon.data.process import start_process
+from echelon.data.process import LoaderReply, start_process
 from echelon.data.slots import Slots
 
 AHEAD = 3  # batches under way or ready beside the one in use
@@ -152,20 +150,20 @@ class Pool:
         for pipe in found:
             assert isinstance(pipe, Connection)
             try:
-                reply = json.loads(pipe.recv_bytes())
+                reply = LoaderReply.from_json(pipe.recv_bytes())
             except (EOFError, ConnectionResetError) as error:
                 raise self._died(self._pipes.index(pipe)) from error
             self._handle(reply)
         return bool(found)
 
-    def _handle(self, reply: dict[str, Any]) -> None:
-        slot = reply["slot"]
+    def _handle(self, reply: LoaderReply) -> None:
+        slot = reply.slot
         stale = self._stale.get(slot)
         job = stale or next(each for each in self._jobs.values() if each.slot == slot)
         job.parts -= 1
-        job.bad += [BadSample(**each) for each in reply.get("bad", [])]
-        job.refused = job.refused or reply.get("refused", "")
-        job.error = job.error or reply.get("error", "")
+        job.bad += reply.bad
+        job.refused = job.refused or reply.refused
+        job.error = job.error or reply.error
         if stale and not stale.parts:
             del self._stale[slot]
             self.release(slot)

@@ -1,7 +1,7 @@
 """One loader process: takes indices from a pipe, writes samples to shared memory, ends with its parent.
 
 It is a plain fork: milliseconds to start, nothing pickled, allowed in daemonic processes too.
-Task: int64 array (slot, first row, epoch, *indices). Reply: JSON object with `slot` and `bad`, or `error`.
+Task: int64 array (slot, first row, epoch, *indices). Reply: a `LoaderReply`, as JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,11 +25,38 @@ import torch
 
 from echelon.core.errors import UserError
 from echelon.data.assemble import Rows
+from echelon.data.base import BadSample
 from echelon.data.slots import Slots
 from echelon.tasks import nest
 
 _PARENT_CHECK_S = 2.0
 _PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class LoaderReply:
+    """A part of a batch is there.
+
+    Attributes:
+        bad: samples that could not be read; positions in the batch.
+        refused: why, where the data is at fault.
+        error: a traceback, where the code is.
+    """
+
+    slot: int
+    bad: tuple[BadSample, ...] = ()
+    refused: str = ""
+    error: str = ""
+
+    def to_json(self) -> bytes:
+        """Write it for a pipe."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> LoaderReply:
+        """Read what `to_json` wrote."""
+        fields = json.loads(text)
+        return cls(**fields | {"bad": tuple(BadSample(**sample) for sample in fields["bad"])})
 
 
 def start_process(rows: Rows, slots: Slots, pipe: Connection, others: Sequence[Connection]) -> int:
@@ -89,10 +116,10 @@ def _serve(rows: Rows, slots: Slots, pipe: Connection, parent: int) -> None:
             task = np.frombuffer(pipe.recv_bytes(), dtype=np.int64)
         except EOFError:
             return
-        pipe.send_bytes(json.dumps(_work(rows, slots, task)).encode())
+        pipe.send_bytes(_work(rows, slots, task).to_json())
 
 
-def _work(rows: Rows, slots: Slots, task: np.ndarray[Any, np.dtype[np.int64]]) -> dict[str, Any]:
+def _work(rows: Rows, slots: Slots, task: np.ndarray[Any, np.dtype[np.int64]]) -> LoaderReply:
     slot, first, epoch = task[:3].tolist()
     indices = task[3:]
     inputs, targets = slots[slot]
@@ -100,7 +127,7 @@ def _work(rows: Rows, slots: Slots, task: np.ndarray[Any, np.dtype[np.int64]]) -
     try:
         bad = rows.fill(epoch, indices, nest.take(inputs, part), nest.take(targets, part))
     except UserError as error:
-        return {"slot": slot, "refused": str(error)}
+        return LoaderReply(slot, refused=str(error))
     except Exception:  # noqa: BLE001 - raised again by the parent, with this traceback
-        return {"slot": slot, "error": traceback.format_exc()}
-    return {"slot": slot, "bad": [{**asdict(b), "position": b.position + first} for b in bad]}
+        return LoaderReply(slot, error=traceback.format_exc())
+    return LoaderReply(slot, tuple(replace(b, position=b.position + first) for b in bad))

@@ -26,11 +26,11 @@ class _Set:
     """A class of torchvision.datasets, and the arguments of its training and evaluation parts."""
 
     name: str
-    train: Mapping[str, Any] = field(default_factory=lambda: {"train": True})
-    evaluation: Mapping[str, Any] = field(default_factory=lambda: {"train": False})
+    train: Mapping[str, str | bool] = field(default_factory=lambda: {"train": True})
+    evaluation: Mapping[str, str | bool] = field(default_factory=lambda: {"train": False})
 
 
-def _splits(name: str, evaluation: str = "test", train: str = "train", **more: Any) -> _Set:
+def _splits(name: str, evaluation: str = "test", train: str = "train", **more: str) -> _Set:
     return _Set(name, {"split": train, **more}, {"split": evaluation, **more})
 
 
@@ -67,7 +67,7 @@ def open_torchvision(name: str, root: Path) -> tuple[Images, Images, tuple[str, 
     return images, _images(evaluation), _class_names(train, images.labels)
 
 
-def _open(name: str, class_name: str, root: Path, part: Mapping[str, Any]) -> Any:
+def _open(name: str, class_name: str, root: Path, part: Mapping[str, str | bool]) -> Any:
     from torchvision import datasets
 
     kind = getattr(datasets, class_name)

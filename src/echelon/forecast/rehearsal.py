@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -267,7 +267,7 @@ def _batch(info: DataInfo, samples: int, layout: Layout) -> Batch:
     return Batch(any_inputs(info, samples), blank_targets(info, samples), samples * layout.fsdp, 0)
 
 
-def _bytes(values: dict[str, Any]) -> int:
+def _bytes(values: Mapping[str, object]) -> int:
     return sum(value.nbytes for value in values.values() if isinstance(value, Tensor))
 
 

@@ -50,7 +50,7 @@ def build_torchvision(name: str, data: ModelInput) -> nn.Module:
             f"--model torchvision/{name} takes 3-channel images, the data has {data.channels}: "
             "use a timm/ or built-in model, which adapt"
         )
-    options: dict[str, Any] = {"num_classes": data.classes}
+    options: dict[str, int | bool] = {"num_classes": data.classes}
     if name.startswith("vit_"):
         options["image_size"] = data.image_size
     if name in {"googlenet", "inception_v3"}:
@@ -89,7 +89,7 @@ def library_names() -> dict[str, list[str]]:
     return {"timm": timm.list_models(), "torchvision": models.list_models(module=models)}
 
 
-def _arguments(name: str, function: Callable[..., Any], data: ModelInput) -> dict[str, Any]:
+def _arguments(name: str, function: Callable[..., Any], data: ModelInput) -> dict[str, ModelInput | int]:
     sizes = {"classes": data.classes, "channels": data.channels, "image_size": data.image_size}
     offered = {"data": data, **sizes}
     parameters = list(inspect.signature(function).parameters.values())

@@ -25,7 +25,7 @@ def _logits(model: nn.Module, args: Any, output: Any) -> Any:
     return logits if not isinstance(output, Tensor) and isinstance(logits, Tensor) else output
 
 
-def _without_cache(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _without_cache(model: nn.Module, args: Any, kwargs: Mapping[str, object]) -> tuple[Any, dict[str, object]]:
     """Turn off the cache of keys and values: a block that is computed again would add its own to it twice."""
     return args, ({**kwargs, "use_cache": False} if _can_cache(model) else dict(kwargs))
 

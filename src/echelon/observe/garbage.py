@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from types import TracebackType
-from typing import Any
 
 
 class GarbageClock:
@@ -30,7 +29,7 @@ class GarbageClock:
     ) -> None:
         gc.callbacks.remove(self._called)
 
-    def _called(self, moment: str, info: dict[str, Any]) -> None:
+    def _called(self, moment: str, info: dict[str, int]) -> None:
         if moment == "start":
             self._began_s = time.perf_counter()
         elif self._began_s is not None:

@@ -12,11 +12,9 @@ import zmq
 from torch import Tensor
 
 from echelon.checkpoint.tree import flatten, slots, unflatten
+from echelon.core.state_tree import StateTree
 
 COPIED_BYTES = 256 * 1024
-
-KeyState = dict[str, Any]
-"""A tree of tensors and plain values, as checkpoints hold it: what there is to know of one key."""
 
 
 def as_frame(tensor: Tensor) -> Any:
@@ -39,13 +37,13 @@ def copied_frame(tensor: Tensor) -> zmq.Frame:
     return zmq.Frame(as_frame(tensor), copy=True)
 
 
-def pack_state(state: KeyState) -> tuple[bytes, list[Any]]:
+def pack_state(state: StateTree) -> tuple[bytes, list[Any]]:
     """Write a tree of tensors and plain values as a description and frames (not copied where contiguous)."""
     tree, tensors = flatten(state)
     return json.dumps(tree).encode(), [as_frame(t.detach().contiguous()) for t in tensors.values()]
 
 
-def unpack_state(meta: bytes, frames: Sequence[Any]) -> KeyState:
+def unpack_state(meta: bytes, frames: Sequence[Any]) -> StateTree:
     """Undo `pack_state`; tensors are copies of the frames.
 
     Raises:

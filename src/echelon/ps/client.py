@@ -16,8 +16,9 @@ from torch import Tensor
 
 from echelon.compression.base import State
 from echelon.coordinator.messages import EvaluationDone, JoinWorker, SetupDone, Task, TaskReport, Welcome
+from echelon.core.state_tree import StateTree
 from echelon.messages.framing import Content, Message
-from echelon.ps.blob import KeyState, as_frame, pack_state, unpack_state
+from echelon.ps.blob import as_frame, pack_state, unpack_state
 from echelon.ps.coding import upward
 from echelon.ps.connection import Connection
 from echelon.ps.messages import Pull, PutState, ReadState, SendBuffers, SetTable, StateOf
@@ -124,7 +125,7 @@ class Client:
         """Return the version of the value that this worker has."""
         return self.connection.cached(key).version
 
-    def put(self, table: KeyTable, states: Mapping[int, KeyState], deadline_s: float) -> None:
+    def put(self, table: KeyTable, states: Mapping[int, StateTree], deadline_s: float) -> None:
         """Give the servers their keys' states (by key number): the start of a run.
 
         Raises:
@@ -141,7 +142,7 @@ class Client:
 
         self._fetch(messages, set(states), "the servers to take their keys", deadline_s)
 
-    def fetch(self, table: KeyTable, indices: list[int], tag: int, full: bool) -> dict[int, KeyState]:
+    def fetch(self, table: KeyTable, indices: list[int], tag: int, full: bool) -> dict[int, StateTree]:
         """Read keys from the servers' copy `tag`: values, or with `full` whole states.
 
         Raises:
@@ -197,7 +198,7 @@ def _server_of(table: KeyTable, index: int) -> int:
     return table.keys[index].server if index < len(table.keys) else 0
 
 
-def _state_in(answer: Message, index: int, table: KeyTable) -> KeyState:
+def _state_in(answer: Message, index: int, table: KeyTable) -> StateTree:
     """Return what a server sent of a key: a whole state, or its value alone."""
     if isinstance(answer.content, StateOf):
         return unpack_state(answer.content.meta, answer.frames)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-KeyStates = Mapping[int, Mapping[str, Any]]
+from echelon.core.state_tree import StateView
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class ServersCopy:
     The copies of several servers are not of exactly one moment (see `counted`).
     """
 
-    keys: KeyStates
+    keys: Mapping[int, StateView]
     buffers: Tensor
 
     @property

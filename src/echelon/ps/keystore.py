@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.coordinator.shares import MAX_SHARES
+from echelon.core.state_tree import StateTree
 from echelon.ps import staleness
-from echelon.ps.blob import KeyState
 from echelon.ps.table import KeyRange
 from echelon.sync.ps import ServerSettings
 
@@ -241,9 +241,9 @@ class KeyStore:
                 if wanted is not None:
                     group["momentum"] = staleness.corrected_momentum(wanted, workers)
 
-    def state(self, full: bool) -> KeyState:
+    def state(self, full: bool) -> StateTree:
         """Return a copy of the state: the value, and with `full` all that an update or a count depends on."""
-        state: KeyState = {"value": self.value.clone(), "version": self.version}
+        state: StateTree = {"value": self.value.clone(), "version": self.version}
         if self.average is not None:
             state |= {"average": self.average.clone(), "averaged": self.averaged}
         if full:
@@ -262,7 +262,7 @@ class KeyStore:
         """Return the shares of versions that are not complete, as tasks."""
         return {step * MAX_SHARES + share for step, g in self._gathered.items() for share in g.shares}
 
-    def whole_state(self) -> KeyState:
+    def whole_state(self) -> StateTree:
         """Return the state with what is gathered for versions that wait: what acknowledged pushes left here."""
         gathered = {
             step: {"wanted": g.wanted, "batch": g.batch, "samples": g.units, "lr": g.lr, "shares": sorted(g.shares),
@@ -271,7 +271,7 @@ class KeyStore:
         }  # fmt: skip
         return {**self.state(full=True), "gathered": gathered}
 
-    def load_state(self, state: KeyState, now_s: float) -> None:
+    def load_state(self, state: StateTree, now_s: float) -> None:
         """Take over what `state` returned; workers count as having pulled now.
 
         Raises:

@@ -6,7 +6,7 @@ touches a socket, a file or a clock: time comes in as an argument, effects go ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,9 +28,10 @@ from echelon.coordinator.messages import (
     ServerLacked,
 )
 from echelon.coordinator.runs import to_runs
+from echelon.core.state_tree import StateTree, StateView
 from echelon.messages.framing import Content, Message
 from echelon.messages.plain import Malformed
-from echelon.ps.blob import KeyState, as_frame, message_of, pack_state, read_frame, unpack_state
+from echelon.ps.blob import as_frame, message_of, pack_state, read_frame, unpack_state
 from echelon.ps.coding import References, downward, upward
 from echelon.ps.durability import Durability, held_by_all
 from echelon.ps.keystore import KeyStore, Push, PushOutcome
@@ -84,7 +85,7 @@ class ServerState:
         self.is_standby = config.name.startswith("standby")
         self.ended = False
         self._buffers: dict[str, Tensor] = {}
-        self._copies: dict[int, dict[int, KeyState]] = {}
+        self._copies: dict[int, dict[int, StateTree]] = {}
         self._parked: dict[int, list[tuple[bytes, str, Pull]]] = {}
         self._acks: list[tuple[bytes, PushAck]] = []
         self._numbers: dict[bytes, int] = {}
@@ -178,7 +179,7 @@ class ServerState:
         self._join()
         return self._drain()
 
-    def restore(self, count: int, saved: Mapping[str, Any], now_s: float) -> None:
+    def restore(self, count: int, saved: StateView, now_s: float) -> None:
         """Begin with a snapshot of an earlier life, where this server has snapshots."""
         if not self._durability.enabled:
             return
@@ -254,7 +255,7 @@ class ServerState:
         if self.ready and self._durability.safe:
             self._join()  # otherwise once the first snapshot is written
 
-    def put(self, index: int, state: KeyState, now_s: float) -> None:
+    def put(self, index: int, state: StateTree, now_s: float) -> None:
         """Take a key's state where the key is not held yet.
 
         Raises:

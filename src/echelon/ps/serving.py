@@ -10,9 +10,9 @@ from typing import Any
 
 from echelon.compression import Compression
 from echelon.coordinator.config import CoordinationPolicy
+from echelon.core.state_tree import StateTree
 from echelon.messages.framing import Content
 from echelon.messages.identity import RunKeys
-from echelon.ps.blob import KeyState
 from echelon.ps.keystore import MakeOptimizer
 from echelon.sync.ps import ServerSettings
 
@@ -80,7 +80,7 @@ class SaveSnapshot:
     """Write a state to the disk; `numbers` are the pushes, by peer, that are durable then."""
 
     count: int
-    state: KeyState
+    state: StateTree
     numbers: dict[bytes, int]
 
 

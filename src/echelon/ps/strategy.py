@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from echelon.compression.sparse import share_carried
 from echelon.compression.transforms import entropy_coded
+from echelon.core.state_tree import StateTree, StateView
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.ps.client import Client, PushInfo
 from echelon.ps.copies import ServersCopy
@@ -75,14 +76,14 @@ class ServerHeld:
         """Return nothing: this rank encodes nothing."""
         return None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateTree:
         """Return nothing: the servers hold the state."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateTree) -> None:
         """Do nothing: the servers hold the state."""
 
-    def load_resharded(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def load_resharded(self, states: Sequence[StateView]) -> None:
         """Do nothing: the servers hold the state."""
 
 

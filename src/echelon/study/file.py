@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -18,6 +17,9 @@ from echelon.study.base import DEFAULT_LOSS, Settings, Study
 from echelon.study.grid import candidates_of, exclusions_of, flatten, terms_of
 
 STUDY_FILE = "study.yaml"
+Node = str | None | list["Node"] | dict[str, "Node"]
+"""A YAML file's contents: texts as written, lists and mappings."""
+
 KEYS = ("base", "candidates", "exclude", "terms", "seeds", "loss")
 
 
@@ -112,7 +114,7 @@ def from_tries(base: Settings, tries: Sequence[str], seeds: str, loss: str | Non
     return Study(base, candidates, seeds=seeds_of(seeds, "--seeds"), loss_points=_points(loss, "--loss"))
 
 
-def seeds_of(value: Any, where: str) -> tuple[int, ...]:
+def seeds_of(value: Node, where: str) -> tuple[int, ...]:
     """Read `3` (seeds 0, 1, 2), `0,5,7`, or a list.
 
     Raises:
@@ -177,7 +179,7 @@ def _terms_node(study: Study) -> dict[str, list[str]]:
     return {name: list(dict.fromkeys(t.settings[name] for t in study.terms)) for name in names}
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> dict[str, Node]:
     try:
         node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
@@ -190,10 +192,10 @@ def _read(file: Path) -> dict[str, Any]:
     return plain
 
 
-def _plain(node: yaml.Node, file: Path) -> Any:
+def _plain(node: yaml.Node, file: Path) -> Node:
     """Return texts as written, lists and mappings: YAML would read 1:4 as a number to base 60, and `off` as false."""
     if isinstance(node, yaml.MappingNode):
-        mapping: dict[str, Any] = {}
+        mapping: dict[str, Node] = {}
         for key, value in node.value:
             if key.value in mapping:
                 raise UserError(f"{file}, line {key.start_mark.line + 1}: {key.value} stands twice")
@@ -210,19 +212,19 @@ def _single(file: Path, name: str, values: list[str]) -> str:
     return values[0]
 
 
-def _list(file: Path, node: Mapping[str, Any], key: str) -> list[Any]:
+def _list(file: Path, node: Mapping[str, Node], key: str) -> list[Node]:
     value = node.get(key) or []
     if not isinstance(value, list):
         raise UserError(f"{file}: {key} is a list, each on a line that begins with a dash")
     return value
 
 
-def _points(value: Any, where: str) -> float:
+def _points(value: Node, where: str) -> float:
     if value is None:
         return DEFAULT_LOSS
     try:
-        points = float(value)
-    except (TypeError, ValueError):
+        points = float(str(value))
+    except ValueError:
         points = -1.0
     if not 0 <= points < 100:
         raise UserError(f"{where} {value!r}: write points of accuracy below the baseline, such as 0.5")

@@ -6,7 +6,6 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from echelon.core.errors import UserError
 from echelon.study.base import Candidate, Exclusion, PlannedRun, Settings, Study, Terms
@@ -22,7 +21,7 @@ def product(values: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
     return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
 
 
-def flatten(node: Any, where: str, prefix: str = "") -> dict[str, list[str]]:
+def flatten(node: object, where: str, prefix: str = "") -> dict[str, list[str]]:
     """Read settings, each with one value or a list of them, by dotted name; sections may be nested.
 
     Raises:
@@ -46,7 +45,7 @@ def flatten(node: Any, where: str, prefix: str = "") -> dict[str, list[str]]:
     return settings
 
 
-def candidates_of(items: Iterable[Any], where: str) -> tuple[Candidate, ...]:
+def candidates_of(items: Iterable[object], where: str) -> tuple[Candidate, ...]:
     """Read candidates: texts as for `--try`, or mappings whose lists are multiplied out. The same one twice is allowed.
 
     Raises:
@@ -69,7 +68,7 @@ def candidates_of(items: Iterable[Any], where: str) -> tuple[Candidate, ...]:
     return tuple(candidates)
 
 
-def terms_of(node: Any, where: str) -> tuple[Terms, ...]:
+def terms_of(node: object, where: str) -> tuple[Terms, ...]:
     """Read the terms: every combination is a comparison of its own.
 
     Raises:
@@ -83,7 +82,7 @@ def terms_of(node: Any, where: str) -> tuple[Terms, ...]:
     return tuple(terms)
 
 
-def exclusions_of(items: Iterable[Any], where: str, study: Study) -> tuple[Exclusion, ...]:
+def exclusions_of(items: Iterable[object], where: str, study: Study) -> tuple[Exclusion, ...]:
     """Read exclusions: settings, each with one value or a list of them.
 
     Raises:

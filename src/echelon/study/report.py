@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from echelon.reporting.report.summary import finite
+from echelon.core.json_values import finite
 from echelon.study.base import COMPLETED, Study
 from echelon.study.compare import ComparisonGroup, compare
 from echelon.study.predictions import PredictionCheck, check_predictions

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from echelon.core.errors import UserError
+from echelon.core.json_values import finite_object
 from echelon.study.file import is_study
 from echelon.study.watch import StudyWatch
 
@@ -39,7 +40,7 @@ def site_of(path: Path) -> Site:
     if not is_study(path):
         return Site(path.resolve().name, path)
     watch = StudyWatch(path)
-    return Site(path.resolve().name, path, lambda: asdict(watch.overview()), watch.folder_of)
+    return Site(path.resolve().name, path, lambda: finite_object(asdict(watch.overview())), watch.folder_of)
 
 
 def serve_here(path: Path, port: int) -> None:

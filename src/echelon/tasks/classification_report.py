@@ -7,7 +7,7 @@ detail of an earlier version lacks is left out. C classes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from echelon.core.figure import Chart, Choice, Json, ReportSection, ReportTable, axis, color, line, pick, safe
 
@@ -20,48 +20,107 @@ ON_HEAT = ((0.37, "on-low"), (0.62, "on-mid"), (1.0, "on-high"))
 """The colour of a number up to each share; where one colour stops being readable, the other begins (by theme)."""
 
 
-def class_sections(detail: Mapping[str, Any], names: Sequence[str] = ()) -> list[ReportSection]:
+@dataclass(frozen=True)
+class RocCurve:
+    """One class against the rest: rates at falling thresholds."""
+
+    fpr: Sequence[float]
+    tpr: Sequence[float]
+
+
+@dataclass(frozen=True)
+class ClassDetail:
+    """What an evaluation says of its classes; what it does not say is empty.
+
+    Attributes:
+        confusion: C rows of C counts, row the true class, column the predicted one.
+        columns: of the table of classes: precision, recall, f1, roc_auc, support, by class.
+        roc: by `macro` and the number of each class.
+        labels: names of the classes.
+        area: the mean of the areas below the curves.
+    """
+
+    confusion: Sequence[Sequence[float]]
+    columns: Mapping[str, Sequence[object]]
+    roc: Mapping[str, RocCurve]
+    labels: Sequence[str]
+    notes: Sequence[str]
+    area: float | None
+
+    @staticmethod
+    def read(detail: Mapping[str, object], names: Sequence[str]) -> ClassDetail:
+        """Take what is sound of an evaluation's detail; `names` are of the classes, where it has none."""
+        recorded, notes, metrics = detail.get("classes"), detail.get("notes"), _mapping(detail.get("metrics"))
+        curves = {name: _curve_of(_mapping(curve)) for name, curve in _mapping(detail.get("roc")).items()}
+        columns = _mapping(detail.get("per_class"))
+        return ClassDetail(
+            _square(detail.get("confusion")),
+            {name: column for name, column in columns.items() if isinstance(column, list)},
+            {name: curve for name, curve in curves.items() if curve is not None},
+            [str(name) for name in (recorded if isinstance(recorded, list | tuple) else names)],
+            [str(note) for note in notes] if isinstance(notes, list) else [],
+            _number(metrics.get("roc_auc")),
+        )
+
+    def value(self, column: str, i: int) -> float | None:
+        """Return a number of the table of classes."""
+        values = self.columns.get(column, ())
+        return _number(values[i]) if i < len(values) else None
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _square(matrix: object) -> Sequence[Sequence[float]]:
+    rows = matrix if isinstance(matrix, list) else []
+    return rows if all(isinstance(row, list) and len(row) == len(rows) for row in rows) else []
+
+
+def _curve_of(curve: Mapping[str, object]) -> RocCurve | None:
+    fpr, tpr = curve.get("fpr"), curve.get("tpr")
+    if isinstance(fpr, list) and isinstance(tpr, list) and len(fpr) == len(tpr) > 0:
+        return RocCurve(fpr, tpr)
+    return None
+
+
+def class_sections(detail: Mapping[str, object], names: Sequence[str] = ()) -> list[ReportSection]:
     """Return the section of the classes, as far as the detail of an evaluation holds it.
 
     Args:
         detail: with `metrics`, `confusion`, `roc`, `per_class`, `notes`, `classes`.
         names: of the classes, where the detail has none.
     """
-    recorded = detail.get("classes")
-    labels = [str(n) for n in (recorded if isinstance(recorded, list | tuple) else names)]
-    charts = [chart for chart in (_confusion(detail, labels), _roc(detail, labels)) if chart]
-    table = _class_table(detail, labels)
-    notes = detail.get("notes")
+    sound = ClassDetail.read(detail, names)
+    charts = [chart for chart in (_confusion(sound), _roc(sound)) if chart]
+    table = _class_table(sound)
     if not charts and table is None:
         return []
-    shown = [str(note) for note in notes] if isinstance(notes, list) else []
-    return [ReportSection("Classes", charts, [table] if table else [], shown)]
+    return [ReportSection("Classes", charts, [table] if table else [], sound.notes)]
 
 
-def _class_table(detail: Mapping[str, Any], names: Sequence[str]) -> ReportTable | None:
+def _class_table(detail: ClassDetail) -> ReportTable | None:
     """Return precision, recall, F1, ROC AUC and samples of each class, the lowest F1 first."""
-    columns = detail.get("per_class")
-    if not isinstance(columns, dict) or not names:
+    if not detail.columns or not detail.labels:
         return None
-    scores = [_at(columns.get("f1"), i) for i in range(len(names))]
-    order = sorted(range(len(names)), key=lambda i: (scores[i] is None, scores[i] or 0.0))
+    scores = [detail.value("f1", i) for i in range(len(detail.labels))]
+    order = sorted(range(len(scores)), key=lambda i: (scores[i] is None, scores[i] or 0.0))
     rows = []
     for i in order:
-        values = [_at(columns.get(key), i) for key in ("precision", "recall", "f1", "roc_auc")]
-        samples = _at(columns.get("support"), i)
+        values = [detail.value(key, i) for key in ("precision", "recall", "f1", "roc_auc")]
+        samples = detail.value("support", i)
         texts = ["–" if value is None else f"{value:.4f}" for value in values]
-        rows.append([names[i], *texts, "–" if samples is None else str(int(samples))])
+        rows.append([detail.labels[i], *texts, "–" if samples is None else str(int(samples))])
     head = ["class", "precision", "recall", "F1", "ROC AUC", "samples"]
     summary = f"Per class, the weakest first ({len(rows)} classes)"
     return ReportTable("Metrics per class, the lowest F1 first", head, rows, summary, meter=head.index("F1"))
 
 
-def _at(column: Any, i: int) -> float | None:
-    value = column[i] if isinstance(column, list) and i < len(column) else None
-    return float(value) if isinstance(value, int | float) else None
-
-
-def most_confused(matrix: list[list[float]], limit: int) -> list[int]:
+def most_confused(matrix: Sequence[Sequence[float]], limit: int) -> list[int]:
     """The classes of the most frequent errors, true and predicted, in class order; all if no more than `limit`."""
     if len(matrix) <= limit:
         return list(range(len(matrix)))
@@ -73,22 +132,16 @@ def most_confused(matrix: list[list[float]], limit: int) -> list[int]:
     return sorted(chosen)
 
 
-def _errors(matrix: list[list[float]]) -> list[tuple[float, int, int]]:
+def _errors(matrix: Sequence[Sequence[float]]) -> list[tuple[float, int, int]]:
     pairs = [(count, i, j) for i, row in enumerate(matrix) for j, count in enumerate(row) if i != j and count]
     return sorted(pairs, key=lambda p: (-p[0], p[1], p[2]))
 
 
-def _square(matrix: Any) -> bool:
-    rows = matrix if isinstance(matrix, list) else []
-    return bool(rows) and all(isinstance(row, list) and len(row) == len(rows) for row in rows)
-
-
-def _confusion(detail: Mapping[str, Any], labels: Sequence[str]) -> Chart | None:
-    matrix = detail.get("confusion")
-    if not _square(matrix):
+def _confusion(detail: ClassDetail) -> Chart | None:
+    matrix = detail.confusion
+    if not matrix:
         return None
-    assert isinstance(matrix, list)
-    names = labels or [str(i) for i in range(len(matrix))]
+    names = detail.labels or [str(i) for i in range(len(matrix))]
     shown = most_confused(matrix, _MOST_CLASSES) or list(range(_MOST_CLASSES))
     totals = [sum(matrix[i]) for i in shown]
     counts = [[matrix[i][j] for j in shown] for i in shown]
@@ -147,29 +200,28 @@ def on_heat(share: float) -> str:
     return next((token for limit, token in ON_HEAT if share <= limit), ON_HEAT[-1][1])
 
 
-def worst_pairs(matrix: list[list[float]], names: Sequence[str], limit: int = 5) -> str:
+def worst_pairs(matrix: Sequence[Sequence[float]], names: Sequence[str], limit: int = 5) -> str:
     """Name the most frequent errors as `true as predicted (count)`."""
     label = [names[i] if i < len(names) else str(i) for i in range(len(matrix))]
     return ", ".join(f"{label[i]} as {label[j]} ({c:g})" for c, i, j in _errors(matrix)[:limit]) or "none"
 
 
-def _roc(detail: Mapping[str, Any], names: Sequence[str]) -> Chart | None:
-    roc = detail.get("roc")
-    curves = {k: v for k, v in roc.items() if _is_curve(v)} if isinstance(roc, dict) else {}
+def _roc(detail: ClassDetail) -> Chart | None:
+    curves, names = detail.roc, detail.labels
     if not curves:
         return None
     classes = sorted((k for k in curves if k.isdigit()), key=int)
-    table = detail.get("per_class")
-    aucs = table.get("roc_auc") if isinstance(table, dict) else None
     if len(classes) > _MOST_CLASSES:
-        classes = sorted(sorted(classes, key=lambda k: _order(_at(aucs, int(k))))[:_MOST_CLASSES], key=int)
+        classes = sorted(
+            sorted(classes, key=lambda k: _order(detail.value("roc_auc", int(k))))[:_MOST_CLASSES], key=int
+        )
     traces = [line("chance", [0, 1], [0, 1], "rule", dash="dot", width=1, hoverinfo="skip", showlegend=False)]
     traces += [_curve("macro mean", curves["macro"], "train", 3.0)] if "macro" in curves else []
     base, choices = list(range(len(traces))), []
     for key in classes:
         index = int(key)
         name = names[index] if index < len(names) else key
-        auc = _at(aucs, index)
+        auc = detail.value("roc_auc", index)
         choices.append(Choice(f"{name}" + (f" (AUC {auc:.4f})" if auc is not None else ""), [*base, len(traces)]))
         traces.append(_curve(name, curves[key], "eval", 2.0))
         traces[-1]["visible"] = False
@@ -184,8 +236,7 @@ def _roc(detail: Mapping[str, Any], names: Sequence[str]) -> Chart | None:
     caption = "One class against the rest."
     if total > len(classes):
         caption += f" Of {total} classes, the {len(classes)} with the lowest area can be chosen."
-    area = (detail.get("metrics") or {}).get("roc_auc")
-    label = f"ROC curves; macro area {area:.4f}." if isinstance(area, int | float) else "ROC curves."
+    label = "ROC curves." if detail.area is None else f"ROC curves; macro area {detail.area:.4f}."
     return Chart("roc", "ROC", caption, label, traces, layout, 410, choices=(*every, *choices))
 
 
@@ -193,15 +244,8 @@ def _order(auc: float | None) -> float:
     return 2.0 if auc is None else auc
 
 
-def _is_curve(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    fpr, tpr = value.get("fpr"), value.get("tpr")
-    return isinstance(fpr, list) and isinstance(tpr, list) and len(fpr) == len(tpr) > 0
-
-
-def _curve(name: str, curve: Json, token: str, width: float) -> Json:
-    points = pick(list(zip(curve["fpr"], curve["tpr"], strict=True)), _ROC_POINTS)
+def _curve(name: str, curve: RocCurve, token: str, width: float) -> Json:
+    points = pick(list(zip(curve.fpr, curve.tpr, strict=True)), _ROC_POINTS)
     template = f"{safe(name)}: %{{y:.3f}} at %{{x:.3f}}<extra></extra>"
     x, y = [p[0] for p in points], [p[1] for p in points]
     return line(name, x, y, token, width=width, hovertemplate=template)

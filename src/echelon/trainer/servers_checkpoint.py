@@ -9,8 +9,7 @@ from dataclasses import asdict
 from echelon.checkpoint import RANKS, CheckpointStore
 from echelon.coordinator.runs import to_runs
 from echelon.core.errors import UserError
-from echelon.core.state_tree import StateView
-from echelon.ps.blob import KeyState
+from echelon.core.state_tree import StateTree, StateView
 from echelon.ps.messages import BUFFERS_KEY
 from echelon.ps.strategy import ParameterServer
 from echelon.ps.table import KeyTable
@@ -30,7 +29,7 @@ class ServersState:
 
     def __init__(self, strategy: ParameterServer, table: KeyTable, steps_per_epoch: int) -> None:
         self._strategy, self._table, self._per_epoch = strategy, table, steps_per_epoch
-        self._restored: dict[int, KeyState] | None = None
+        self._restored: dict[int, StateTree] | None = None
         self.below, self.beyond = 0, list[int]()
 
     def newest(self, store: CheckpointStore) -> tuple[int, StateView] | None:
@@ -55,7 +54,7 @@ class ServersState:
         self._strategy.held.load_state_dict(state["model"])
         return Cursor(**state["cursor"])
 
-    def keys(self) -> Mapping[int, KeyState]:
+    def keys(self) -> Mapping[int, StateTree]:
         """Return what the servers begin with: what was restored, or the parameters of this worker's new model."""
         if self._restored is not None:
             return self._restored

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from echelon.collectives.times import ReduceTimes
+from echelon.core.state_tree import StateTree, StateView
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.parallel.base import Placement
 from echelon.parallel.local_shards import LocalShards
@@ -102,15 +103,15 @@ class SplitSync:
         """Return the share of the encoded elements that went to other replicas last."""
         return self._inner.density()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateTree:
         """Return the inner strategy's state."""
         return self._inner.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateTree) -> None:
         """Take back the inner strategy's state."""
         self._inner.load_state_dict(state)
 
-    def load_resharded(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def load_resharded(self, states: Sequence[StateView]) -> None:
         """Take over the state of other replicas, of ranks that held the same pieces."""
         self._inner.load_resharded(states)
 

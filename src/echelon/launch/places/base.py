@@ -65,7 +65,7 @@ class Process:
         return cls(**fields | {"args": tuple(fields["args"])})
 
 
-def _as_json(value: Any) -> dict[str, Any]:
+def _as_json(value: object) -> dict[str, object]:
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         raise UserError(
             f"a {type(value).__name__} of your own cannot be sent to another place: name it as module:function"

@@ -192,12 +192,14 @@ def _drops(module: nn.Module) -> bool:
 def _on_first(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     """Return a hook that changes a module's first input, given by place or by name."""
 
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def hook(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[Any, ...], dict[str, object]]:
         """Change the first argument, or the first named one that is a tensor."""
         if args:
             return (change(args[0]), *args[1:]), kwargs
-        name = next(key for key, value in kwargs.items() if isinstance(value, torch.Tensor))
-        return args, {**kwargs, name: change(kwargs[name])}
+        name, first = next((key, value) for key, value in kwargs.items() if isinstance(value, Tensor))
+        return args, {**kwargs, name: change(first)}
 
     return hook
 

@@ -53,7 +53,7 @@ def embed_by_rows(module: nn.Embedding, embed_from: int) -> None:
 
 @cache
 def _subclass(kind: Any, sights: tuple[tuple[str, Sight], ...]) -> Any:
-    attributes: dict[str, Any] = {name: _attribute(name, sight) for name, sight in sights}
+    attributes = {name: _attribute(name, sight) for name, sight in sights}
     return type(f"Local{kind.__name__}", (kind,), {**attributes, "__module__": kind.__module__})
 
 

@@ -26,7 +26,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from echelon.core.errors import UserError
-from echelon.reporting.live.snapshot import look, plain, to_json
+from echelon.core.json_values import JsonObject
+from echelon.reporting.live.snapshot import look, to_json
 from echelon.reporting.live.state import LiveRun
 
 HOST = "127.0.0.1"
@@ -55,7 +56,7 @@ class Site:
 
     title: str
     folder: Path
-    overview: Callable[[], dict[str, Any]] | None = None
+    overview: Callable[[], JsonObject] | None = None
     run_folder: Callable[[str], Path | None] = lambda name: None
 
 
@@ -178,7 +179,7 @@ class _Views:
 
     async def state(self, request: Request) -> Response:
         if self._site.overview is not None:
-            return JSONResponse(plain(self._site.overview()))
+            return JSONResponse(self._site.overview())
         return self._state_of(self._site.folder)
 
     async def run_page(self, request: Request) -> Response:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from echelon.core.json_values import JsonObject, finite_object
 from echelon.core.units import format_seconds
 from echelon.observe.phases import Phase
 from echelon.records.going import Launch, is_held, is_local, read_launch
@@ -93,21 +93,10 @@ def look(run: LiveRun, now: float | None = None) -> RunView:
     )  # fmt: skip
 
 
-def to_json(run: LiveRun, snapshot: RunView) -> dict[str, Any]:
+def to_json(run: LiveRun, snapshot: RunView) -> JsonObject:
     """Return what the page needs: the snapshot, and curves as lists of [step, value...]; NaN is null."""
     curves = {name: curve.points() for name, curve in run.state.curves().items()}
-    values = {**asdict(snapshot), "done": snapshot.done, "curves": curves}
-    found: dict[str, Any] = plain(values)
-    return found
-
-
-def plain(value: Any) -> Any:
-    """Replace NaN and infinity by None, deeply: JSON has neither."""
-    if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return finite_object({**asdict(snapshot), "done": snapshot.done, "curves": curves})
 
 
 def _status(run: LiveRun, now: float) -> tuple[str, str, bool]:

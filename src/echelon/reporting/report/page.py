@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from echelon.core.figure import Chart
-from echelon.reporting.report.summary import finite
+from echelon.core.json_values import finite
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
@@ -34,7 +34,7 @@ def render_page(template: str, charts: Iterable[Chart], **context: Any) -> str:
     )
 
 
-def script_json(value: Any) -> Markup:
+def script_json(value: object) -> Markup:
     """JSON that is safe inside a script element: `<`, `>` and `&` are escaped, NaN is null."""
     text = json.dumps(finite(value), allow_nan=False, separators=(",", ":"))
     for char in "<>&\u2028\u2029":
@@ -42,7 +42,7 @@ def script_json(value: Any) -> Markup:
     return Markup(text)
 
 
-def _figure(chart: Chart) -> dict[str, Any]:
+def _figure(chart: Chart) -> dict[str, object]:
     return {
         "traces": chart.traces,
         "layout": {**chart.layout, "height": chart.height},

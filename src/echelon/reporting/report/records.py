@@ -25,7 +25,6 @@ from echelon.records.kinds import Evaluation, Record, ServerWindow, Start, Steps
 from echelon.tasks.classification_report import class_sections
 
 T = TypeVar("T", bound=Record)
-Json = dict[str, Any]
 
 CONFIG_FILE = "config.yaml"
 EVALUATION_FILE = "evaluation.json"
@@ -67,7 +66,7 @@ class RunRecord:
     name: str
     records: Sequence[Record] = ()
     config_text: str = ""
-    config: Json = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
     evaluation: StoredEvaluation = StoredEvaluation()
     notes: Sequence[str] = ()
 
@@ -195,7 +194,7 @@ def _read_text(path: Path, notes: list[str]) -> str:
         return ""
 
 
-def _parse_config(text: str, notes: list[str]) -> Json:
+def _parse_config(text: str, notes: list[str]) -> Mapping[str, object]:
     try:
         config = yaml.safe_load(text) if text else {}
     except yaml.YAMLError:
@@ -221,7 +220,7 @@ def _read_evaluation(path: Path, records: Sequence[Record], notes: list[str]) ->
     return StoredEvaluation({name: v for name, v in numbers if isinstance(v, int | float)}, sections)
 
 
-def _sections_before_tasks(values: Json, records: Sequence[Record]) -> list[ReportSection]:
+def _sections_before_tasks(values: Mapping[str, object], records: Sequence[Record]) -> list[ReportSection]:
     """Return the sections of an evaluation that holds none: earlier versions classified, and kept what charts need."""
     start = next((record for record in reversed(records) if isinstance(record, Start)), None)
     return class_sections(values, start.classes if start else ())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
+from echelon.core.json_values import JsonObject, finite_object
 from echelon.core.task import TaskFacts
 from echelon.observe.phases import PHASES
 from echelon.records.events import BadImageSkipped, Event, RankFailed
@@ -16,7 +16,7 @@ from echelon.reporting.report.communication import Communication
 from echelon.reporting.report.incidents import ExplainedStep, Incident, count_restarts, find_incidents, find_slow_steps
 from echelon.reporting.report.predictions import Prediction, predict
 from echelon.reporting.report.records import RunRecord
-from echelon.reporting.report.timing import Timing, measure, timing_notes
+from echelon.reporting.report.timing import SlowRank, Timing, measure, timing_notes
 from echelon.reporting.report.waterfall import Waterfall, waterfall_notes, waterfall_of
 
 
@@ -56,7 +56,7 @@ class Summary:
     nonfinite_step: int | None
     outlier_windows: int
     bound: Bound
-    slowest_rank: dict[str, Any] | None
+    slowest_rank: SlowRank | None
     advice: tuple[Advice, ...]
     incidents: tuple[Incident, ...]
     notes: tuple[str, ...]
@@ -66,25 +66,14 @@ class Summary:
     waterfall: Waterfall | None
     served: bool
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Plain values for `summary.json`; NaN and infinity become null."""
         values = asdict(self)
         values[f"best_{self.task.primary.name}"] = values.pop("best")
         values["bound"], values["bound_share"] = self.bound.kind, self.bound.share
         values["predictions"] = [{**asdict(p), "gain": p.gain} for p in self.predictions]
         values["advice"] = [{**asdict(a), "sentence": a.sentence()} for a in self.advice]
-        cleaned = finite(values)
-        assert isinstance(cleaned, dict)
-        return cleaned
-
-
-def finite(value: Any) -> Any:
-    """Replace NaN and infinity by None, deeply: JSON has neither."""
-    if isinstance(value, dict):
-        return {str(k): finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return finite_object(values)
 
 
 def summarise(record: RunRecord) -> Summary:
@@ -236,7 +225,7 @@ def _first_nonfinite(record: RunRecord) -> int | None:
     return None
 
 
-def _slowest(record: RunRecord, timing: Timing | None) -> dict[str, Any] | None:
+def _slowest(record: RunRecord, timing: Timing | None) -> SlowRank | None:
     if timing is None or timing.slow is None:
         return None
-    return {**asdict(timing.slow), "host": record.rank_host(timing.slow.rank)}
+    return replace(timing.slow, host=record.rank_host(timing.slow.rank))

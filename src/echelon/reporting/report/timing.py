@@ -22,7 +22,7 @@ class SlowRank:
     """The rank with the most work of its own, against the median of the others.
 
     `saving_s` is what a step would be shorter if it were as fast as the next slowest;
-    `persistence` the share of windows in which it was the slowest.
+    `persistence` the share of windows in which it was the slowest; `host` is empty where it is not known.
     """
 
     rank: int
@@ -31,6 +31,7 @@ class SlowRank:
     wait_s: float
     saving_s: float
     persistence: float
+    host: str = ""
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,6 @@ def _slow_steps(s: Summary) -> list[str]:
 
 def _rank_words(s: Summary) -> list[str]:
     slowest = s.slowest_rank
-    if slowest is None or slowest["ratio"] < 1.05:
+    if slowest is None or slowest.ratio < 1.05:
         return []
-    return [f"The slowest rank ({slowest['rank']}) works {slowest['ratio']:.2f}x as long as the median of the others."]
+    return [f"The slowest rank ({slowest.rank}) works {slowest.ratio:.2f}x as long as the median of the others."]

@@ -106,8 +106,8 @@ def test_rank_twice_as_slow_is_named_with_its_ratio_and_phase(tmp_path: Path) ->
     summary, words = report(tmp_path, phases_s=(BALANCED, BALANCED, slow))
     assert summary.bound.kind == "slow rank"
     assert summary.slowest_rank is not None
-    assert summary.slowest_rank["rank"] == 2
-    assert summary.slowest_rank["ratio"] == pytest.approx(2.0, abs=0.1)
+    assert summary.slowest_rank.rank == 2
+    assert summary.slowest_rank.ratio == pytest.approx(2.0, abs=0.1)
     assert "rank 2 works" in words and "mostly in backward" in words
 
 
