@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 
-from echelon.launch.death import die_with_parent
+from echelon.launch.process import die_with_parent
 
 die_with_parent()
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # ctrl-C while it imports: without a traceback

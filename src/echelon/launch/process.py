@@ -1,25 +1,50 @@
-"""A process of a job, from the inside: `python -m echelon.launch.process` reads its description from standard input."""
+"""A process that we start: it ends when the one that started it ends, however that happened.
+
+`python -m echelon.launch.process` becomes a process of a job, whose description it reads from standard input.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import signal
 import sys
+from pathlib import Path
 
-from echelon.launch.death import die_with_parent
 from echelon.launch.link import enter
 from echelon.launch.places.base import Process
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(signum: int = signal.SIGKILL) -> None:
+    """Ask the kernel to signal this process when its parent dies (Linux; nothing elsewhere).
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() == 1:
+        os.kill(os.getpid(), signum)
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Whether a process is stopped by a signal or a debugger (Linux; False elsewhere, and when it is gone)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] in ("T", "t")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def run_process(process: Process) -> None:
     """Become a process of a job: end with the parent, take the place in the network, then call the entry point."""
     die_with_parent()
-    ignored = [
-        signal.SIGINT,
-        signal.SIGHUP,
-        signal.SIGQUIT,
-    ]  # may reach the whole group of processes: the supervisor decides
+    ignored = [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]  # may reach the whole group: the supervisor decides
     if not process.stops_on_signal:
         ignored.append(signal.SIGTERM)
     for signum in ignored:

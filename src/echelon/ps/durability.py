@@ -1,18 +1,68 @@
-"""What survives the death of a server without a standby: when it saves itself, and how it comes back.
+"""What survives the death of a server. Pure; time comes in as an argument.
 
-A push is durable when a snapshot that holds it is on the disk; workers keep what is not, and push it again to the
-server's next life. What no living worker can push again is lost, and is told. Pure; time comes in as an argument.
+With a standby: it does the same operations in the same order, so it is the same server. When the primary dies, the
+scheduler promotes it; workers push again what was not acknowledged, and what was counted already is known as such.
+
+Without one: a push is durable when a snapshot that holds it is on the disk; workers keep what is not, and push it again
+to the server's next life. What no living worker can push again is lost, and is told.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from echelon.coordinator.shares import MAX_SHARES
 from echelon.ps.keystore import KeyStore
+from echelon.ps.messages import PushAck
 
 SETTLE_S = 20.0
 TELL_AGAIN_S = 1.0
+
+
+class ReplicationLog:
+    """The standby, and what is owed while it follows: acknowledgements that wait until it holds a push too."""
+
+    def __init__(self) -> None:
+        self.standby = b""
+        self.standby_name = ""
+        self._number = 0
+        self._owed: deque[tuple[int, bytes, PushAck]] = deque()
+
+    @property
+    def attached(self) -> bool:
+        """Whether a standby takes this server's operations."""
+        return bool(self.standby)
+
+    def attach(self, peer: bytes, name: str) -> None:
+        """Let a standby follow."""
+        self.standby, self.standby_name = peer, name
+
+    def detach(self) -> None:
+        """Have no standby any more."""
+        self.standby, self.standby_name = b"", ""
+
+    def next_number(self) -> int:
+        """Return the number of the next operation."""
+        self._number += 1
+        return self._number
+
+    def owe(self, number: int, peer: bytes, ack: PushAck) -> None:
+        """Hold an acknowledgement back until the standby has an operation."""
+        self._owed.append((number, peer, ack))
+
+    def release(self, number: int | None = None) -> list[tuple[bytes, PushAck]]:
+        """Return the acknowledgements that need not wait: up to an operation, or all."""
+        released = []
+        while self._owed and (number is None or self._owed[0][0] <= number):
+            _, peer, ack = self._owed.popleft()
+            released.append((peer, ack))
+        return released
+
+    def forget(self) -> None:
+        """Owe nothing, to nobody."""
+        self._owed.clear()
+        self.detach()
 
 
 class Durability:

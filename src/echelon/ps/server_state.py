@@ -33,7 +33,7 @@ from echelon.messages.framing import Content, Message
 from echelon.messages.plain import Malformed
 from echelon.ps.blob import as_frame, message_of, pack_state, read_frame, unpack_state
 from echelon.ps.coding import References, downward, upward
-from echelon.ps.durability import Durability, held_by_all
+from echelon.ps.durability import Durability, ReplicationLog, held_by_all
 from echelon.ps.keystore import KeyStore, Push, PushOutcome
 from echelon.ps.messages import (
     BUFFERS_KEY,
@@ -55,7 +55,6 @@ from echelon.ps.messages import (
     SetTable,
     StateOf,
 )
-from echelon.ps.replication import ReplicationLog
 from echelon.ps.serving import (
     Effect,
     Follow,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from echelon.launch.death import die_with_parent
+from echelon.launch.process import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent()

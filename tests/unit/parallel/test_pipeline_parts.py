@@ -22,8 +22,7 @@ from echelon.parallel.pipeline.cuts import balanced, measure_units, stages_of
 from echelon.parallel.pipeline.plan import plan_stages
 from echelon.parallel.pipeline.receive import moved_ahead
 from echelon.parallel.pipeline.settings import SCHEDULES, microbatch_count, stage_count
-from echelon.parallel.pipeline.shapes import Skeleton
-from echelon.parallel.pipeline.stage import make_stage
+from echelon.parallel.pipeline.stage import Skeleton, make_stage
 from echelon.parallel.pipeline.timeline import ActionRecorder
 from echelon.parallel.tensor import plan_tensor
 from echelon.records.kinds import PipelineAction, idle_share

@@ -12,9 +12,8 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import ClassVar
 
-from echelon.launch.death import is_stopped
 from echelon.launch.places.base import Event, Exited, Place, PlaceFailed, Process, Started
-from echelon.launch.process import run_process
+from echelon.launch.process import is_stopped, run_process
 
 
 class Local(Place):

@@ -22,8 +22,7 @@ from echelon.parallel.pipeline.batches import MicroBatches, cut_batch, dividing_
 from echelon.parallel.pipeline.plan import StagePlan, plan_stages
 from echelon.parallel.pipeline.receive import EarlyStage, receive_early
 from echelon.parallel.pipeline.settings import PipelineResult, PipelineSettings, microbatch_count, schedule_class
-from echelon.parallel.pipeline.shapes import Boundary, Skeleton
-from echelon.parallel.pipeline.stage import make_stage, set_types
+from echelon.parallel.pipeline.stage import Boundary, Skeleton, make_stage, set_types
 from echelon.parallel.pipeline.timeline import ActionRecorder, Kind
 from echelon.records.kinds import PipelineAction
 from echelon.tasks import nest
