@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
-from echelon.messages.framing import Content, vocabulary
+from echelon.messages.framing import Content, content, vocabulary
 from echelon.messages.plain import AnyFloat
 
 SETUP_TASK = 2**50
@@ -51,7 +51,7 @@ class TaskReport:
 # To the coordinator
 
 
-@dataclass(frozen=True, slots=True)
+@content(20)
 class JoinWorker(Content):
     """A worker takes part.
 
@@ -62,7 +62,6 @@ class JoinWorker(Content):
         host, affinity: where it runs, for the record.
     """
 
-    kind: ClassVar[int] = 20
     fingerprint: str
     holding: list[int] = field(default_factory=list)
     machine: int = 0
@@ -71,7 +70,7 @@ class JoinWorker(Content):
     affinity: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@content(21)
 class JoinServer(Content):
     """A server takes part, or is in another state than it said before.
 
@@ -81,7 +80,6 @@ class JoinServer(Content):
         empty: it has nothing.
     """
 
-    kind: ClassVar[int] = 21
     index: int
     address: str
     pid: int
@@ -91,21 +89,19 @@ class JoinServer(Content):
     empty: bool
 
 
-@dataclass(frozen=True, slots=True)
+@content(22)
 class WorkerBeat(Content):
     """A worker lives: the seconds that it waited, by cause, and its bytes, since it began."""
 
-    kind: ClassVar[int] = 22
     waited_s: dict[str, float]
     sent_bytes: int
     received_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@content(33)
 class ServerBeat(Content):
     """A server lives; what it did in its present life, for the record (see `records.kinds.ServerWindow`)."""
 
-    kind: ClassVar[int] = 33
     index: int
     life: int
     address: str
@@ -124,25 +120,22 @@ class ServerBeat(Content):
     dropped: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@content(23)
 class AskTask(Content):
     """A worker wants a task."""
 
-    kind: ClassVar[int] = 23
 
-
-@dataclass(frozen=True, slots=True)
+@content(24)
 class TaskDone(Content):
     """A lease is done; `late`: it came when its step was complete without it."""
 
-    kind: ClassVar[int] = 24
     task: int
     late: bool
     report: TaskReport
     moved: MovedBytes
 
 
-@dataclass(frozen=True, slots=True)
+@content(25)
 class SetupDone(Content):
     """The servers hold what the run begins with: all steps below `done_below` are in it, and those of `done_beyond`.
 
@@ -153,7 +146,6 @@ class SetupDone(Content):
         notes: what a user has to know of this run, each with the name of its event before it.
     """
 
-    kind: ClassVar[int] = 25
     task: int
     fingerprint: str
     steps_per_epoch: int
@@ -177,7 +169,7 @@ class CopyResult:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
+@content(26)
 class EvaluationDone(Content):
     """A copy is evaluated and saved.
 
@@ -187,7 +179,6 @@ class EvaluationDone(Content):
         evaluation: None where the copy was only saved.
     """
 
-    kind: ClassVar[int] = 26
     task: int
     lost: bool = False
     best: AnyFloat | None = None
@@ -195,16 +186,15 @@ class EvaluationDone(Content):
     moved: MovedBytes = MovedBytes()
 
 
-@dataclass(frozen=True, slots=True)
+@content(27)
 class CopyKept(Content):
     """A server keeps the copy that was asked for."""
 
-    kind: ClassVar[int] = 27
     tag: int
     index: int
 
 
-@dataclass(frozen=True, slots=True)
+@content(28)
 class ServerHolds(Content):
     """A server came back: what it holds after everyone has told it again what it may have lost.
 
@@ -214,82 +204,71 @@ class ServerHolds(Content):
         life: the server's session, so that the same word is taken once.
     """
 
-    kind: ClassVar[int] = 28
     index: int
     watermark: int
     tasks: list[int]
     life: int
 
 
-@dataclass(frozen=True, slots=True)
+@content(29)
 class ServerLacked(Content):
     """A server went on without shares that nobody has any more: so many steps lacked some."""
 
-    kind: ClassVar[int] = 29
     index: int
     lacking: int
 
 
-@dataclass(frozen=True, slots=True)
+@content(30)
 class LeaveRun(Content):
     """A worker goes; the bytes that it has not told yet."""
 
-    kind: ClassVar[int] = 30
     moved: MovedBytes
 
 
-@dataclass(frozen=True, slots=True)
+@content(31)
 class Died(Content):
     """A launcher's word: a process of its machine ended. `pid` 0: whichever has that name."""
 
-    kind: ClassVar[int] = 31
     name: str
     how: str = "died"
     pid: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@content(32)
 class Stop(Content):
     """A launcher's word: end the run early, after a checkpoint."""
 
-    kind: ClassVar[int] = 32
     reason: str
 
 
 # To members
 
 
-@dataclass(frozen=True, slots=True)
+@content(40)
 class Welcome(Content):
     """The answer to `JoinWorker`: whether the servers are set up."""
 
-    kind: ClassVar[int] = 40
     set_up: bool
 
 
-@dataclass(frozen=True, slots=True)
+@content(41)
 class JoinAgain(Content):
     """The coordinator does not know this member: it is new, or thought the member dead."""
 
-    kind: ClassVar[int] = 41
 
-
-@dataclass(frozen=True, slots=True)
+@content(42)
 class BecomeStandby(Content):
     """To a server: another one has taken its place."""
 
-    kind: ClassVar[int] = 42
 
-
-@dataclass(frozen=True, slots=True)
+@content(43)
 class SetupTask(Content):
     """To a worker: give the servers what the run begins with."""
 
-    kind: ClassVar[int] = 43
     task: int = SETUP_TASK
 
 
-@dataclass(frozen=True, slots=True)
+@content(44)
 class TrainTask(Content):
     """To a worker: a lease, which is share `share` of `shares` of one step.
 
@@ -298,7 +277,6 @@ class TrainTask(Content):
         epoch, batch: where its samples are.
     """
 
-    kind: ClassVar[int] = 44
     task: int
     step: int
     epoch: int
@@ -307,7 +285,7 @@ class TrainTask(Content):
     shares: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@content(45)
 class EvaluateTask(Content):
     """To a worker: read the servers' copies `tag`, evaluate them, save them.
 
@@ -316,7 +294,6 @@ class EvaluateTask(Content):
         best: the best result so far.
     """
 
-    kind: ClassVar[int] = 45
     task: int
     tag: int
     epoch: int
@@ -326,11 +303,10 @@ class EvaluateTask(Content):
     best: AnyFloat | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@content(46)
 class TaskHeard(Content):
     """To a worker: its report of a task was heard."""
 
-    kind: ClassVar[int] = 46
     task: int
 
 
@@ -345,53 +321,46 @@ class ServerEntry:
     empty: bool
 
 
-@dataclass(frozen=True, slots=True)
+@content(47)
 class Members(Content):
     """Who takes part: servers in order of their index, workers by name. All steps below `watermark` are done."""
 
-    kind: ClassVar[int] = 47
     servers: list[ServerEntry]
     workers: list[str]
     watermark: int
 
 
-@dataclass(frozen=True, slots=True)
+@content(48)
 class KeepCopy(Content):
     """To a server: keep a copy of now. `full`: all that a checkpoint needs."""
 
-    kind: ClassVar[int] = 48
     tag: int
     full: bool
 
 
-@dataclass(frozen=True, slots=True)
+@content(49)
 class DropCopy(Content):
     """To a server: a copy is not needed any more."""
 
-    kind: ClassVar[int] = 49
     tag: int
 
 
-@dataclass(frozen=True, slots=True)
+@content(50)
 class Promote(Content):
     """To a standby: you are the primary."""
 
-    kind: ClassVar[int] = 50
 
-
-@dataclass(frozen=True, slots=True)
+@content(51)
 class CatchUp(Content):
     """To a server: complete every step before this one; what nobody has is lost."""
 
-    kind: ClassVar[int] = 51
     step: int
 
 
-@dataclass(frozen=True, slots=True)
+@content(52)
 class RunEnded(Content):
     """The run is over: `completed`, `stopped`, `failed`, or `refused` (only this member)."""
 
-    kind: ClassVar[int] = 52
     status: str
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -29,7 +28,7 @@ from echelon.launch.rounds import (
     State,
 )
 from echelon.messages.endpoint import Channel, Sender
-from echelon.messages.framing import Content, Message, vocabulary
+from echelon.messages.framing import Content, Message, content, vocabulary
 from echelon.messages.identity import derive_keys, read_secret
 
 if TYPE_CHECKING:
@@ -41,21 +40,19 @@ GOODBYE_S = 10.0
 _POLL_MS = 50
 
 
-@dataclass(frozen=True, slots=True)
+@content(64)
 class StateReport(Content):
     """Another machine's processes are in a state; `number` rises with each report."""
 
-    kind: ClassVar[int] = 64
     arrival: Arrival
     number: int
     state: State
 
 
-@dataclass(frozen=True, slots=True)
+@content(65)
 class StateOrder(Content):
     """What follows from the report `number`, for the machine with this number in the run."""
 
-    kind: ClassVar[int] = 65
     machine: int
     number: int
     order: Order

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import psutil
 import zmq
@@ -23,7 +23,7 @@ import zmq
 from echelon.core.address import Address
 from echelon.core.errors import UserError
 from echelon.messages.endpoint import Channel, Listener, Sender, ask_once
-from echelon.messages.framing import Content, Message, vocabulary
+from echelon.messages.framing import Content, Message, content, vocabulary
 from echelon.messages.identity import SECRET_VARIABLE, derive_keys, read_secret
 from echelon.messages.sockets import Limits
 
@@ -41,41 +41,36 @@ NO_ANSWER = (
 RequestT = TypeVar("RequestT", bound=Content)
 
 
-@dataclass(frozen=True, slots=True)
+@content(60)
 class Arrival(Content):
     """What a machine says of itself: a name that stays when it comes back, its workers, and its settings.
 
     As a message it asks for the machine's place.
     """
 
-    kind: ClassVar[int] = 60
     machine: str
     workers: int
     settings: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
+@content(61)
 class Admission(Content):
     """One machine's part: its number, that of its first worker, and where the scheduler listens (empty: here)."""
 
-    kind: ClassVar[int] = 61
     machine: int = 0
     first_worker: int = 0
     scheduler: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@content(62)
 class AskLater(Content):
     """There is nothing to tell yet."""
 
-    kind: ClassVar[int] = 62
 
-
-@dataclass(frozen=True, slots=True)
+@content(63)
 class MeetingRefusal(Content):
     """The first machine does not take the one that asked."""
 
-    kind: ClassVar[int] = 63
     reason: str
 
 

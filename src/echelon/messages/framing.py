@@ -7,9 +7,9 @@ of the content that `kind` numbers. Contents whose header is followed by frames 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 import msgpack
 import zmq
@@ -23,16 +23,36 @@ ANY_FRAMES = (0, MAX_FRAMES)
 _MAX_INT = 2**62
 _NAME_BYTES = 64
 
+ContentT = TypeVar("ContentT", bound="Content")
+
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a message says. Subclasses have a number of their own and fields as `plain` reads them.
+    """What a message says. Subclasses (see `content`) have fields as `plain` reads them.
 
-    `frames` is how few and how many frames follow the header.
+    Attributes:
+        kind: a number of its own.
+        frames: how few and how many frames follow the header.
     """
 
     kind: ClassVar[int]
     frames: ClassVar[tuple[int, int]] = (0, 0)
+
+
+@dataclass_transform(frozen_default=True)
+def content(kind: int, frames: tuple[int, int] = (0, 0)) -> Callable[[type[ContentT]], type[ContentT]]:
+    """Make a class of fields a kind of content: a frozen dataclass with a number of its own.
+
+    Args:
+        frames: how few and how many frames follow the header.
+    """
+
+    def numbered(cls: type[ContentT]) -> type[ContentT]:
+        """Return the class as a content."""
+        cls.kind, cls.frames = kind, frames
+        return dataclass(frozen=True, slots=True)(cls)
+
+    return numbered
 
 
 Vocabulary = Mapping[int, type[Content]]

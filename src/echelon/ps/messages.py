@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
-from echelon.messages.framing import ANY_FRAMES, MAX_FRAMES, Content, vocabulary
+from echelon.messages.framing import ANY_FRAMES, MAX_FRAMES, Content, content, vocabulary
 
 BUFFERS_KEY = 2**31
 """The key number under which statistics that are no parameters (BatchNorm) are put, pulled and saved."""
@@ -14,25 +11,20 @@ BUFFERS_KEY = 2**31
 # To a server
 
 
-@dataclass(frozen=True, slots=True)
+@content(1, (1, 1))
 class SetTable(Content):
     """The table of keys, which is the frame."""
 
-    kind: ClassVar[int] = 1
-    frames: ClassVar[tuple[int, int]] = (1, 1)
 
-
-@dataclass(frozen=True, slots=True)
+@content(2, ANY_FRAMES)
 class PutState(Content):
     """The state of one key, value only or whole: `meta` describes the frames (see `blob`)."""
 
-    kind: ClassVar[int] = 2
-    frames: ClassVar[tuple[int, int]] = ANY_FRAMES
     key: int
     meta: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@content(4, (1, MAX_FRAMES))
 class PushGradient(Content):
     """A gradient of one key, in the frames.
 
@@ -44,8 +36,6 @@ class PushGradient(Content):
         pull: the key's next value is wanted too.
     """
 
-    kind: ClassVar[int] = 4
-    frames: ClassVar[tuple[int, int]] = (1, MAX_FRAMES)
     key: int
     task: int
     step: int
@@ -66,7 +56,7 @@ class PushGradient(Content):
         return Pull(self.key, self.step + 1 if aggregates else 0, aggregates, False, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@content(6)
 class Pull(Content):
     """Wants a key's value.
 
@@ -76,7 +66,6 @@ class Pull(Content):
         tag: of the copy `tag`; 0: as it is now.
     """
 
-    kind: ClassVar[int] = 6
     key: int
     version: int
     exact: bool
@@ -84,63 +73,54 @@ class Pull(Content):
     tag: int
 
 
-@dataclass(frozen=True, slots=True)
+@content(9)
 class ReadState(Content):
     """Wants a key's whole state in a copy."""
 
-    kind: ClassVar[int] = 9
     key: int
     tag: int
 
 
-@dataclass(frozen=True, slots=True)
+@content(11)
 class Repushed(Content):
     """After a server's restart: everything that was not durable is pushed again."""
 
-    kind: ClassVar[int] = 11
     life: int
 
 
-@dataclass(frozen=True, slots=True)
+@content(13)
 class OperationDone(Content):
     """A standby holds all operations up to a number."""
 
-    kind: ClassVar[int] = 13
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@content(14)
 class Attach(Content):
     """A standby wants the server's state, then every operation."""
 
-    kind: ClassVar[int] = 14
 
-
-@dataclass(frozen=True, slots=True)
+@content(15, (1, 1))
 class SendBuffers(Content):
     """A worker's statistics that are no parameters, 1-D float32, in the frame."""
 
-    kind: ClassVar[int] = 15
-    frames: ClassVar[tuple[int, int]] = (1, 1)
     task: int
 
 
 # To a worker
 
 
-@dataclass(frozen=True, slots=True)
+@content(3)
 class PutDone(Content):
     """A key's state was taken."""
 
-    kind: ClassVar[int] = 3
     key: int
 
 
-@dataclass(frozen=True, slots=True)
+@content(5)
 class PushAck(Content):
     """What became of a push (`outcome` of `keystore.PushOutcome`); `life`: the server's session."""
 
-    kind: ClassVar[int] = 5
     key: int
     task: int
     number: int
@@ -149,15 +129,13 @@ class PushAck(Content):
     life: int
 
 
-@dataclass(frozen=True, slots=True)
+@content(7, (1, MAX_FRAMES))
 class KeyValue(Content):
     """A key's value, or with `delta` the difference to what was sent last, in the frames.
 
     `acks`: what became of the peer's pushes: number, outcome, number, outcome, ...
     """
 
-    kind: ClassVar[int] = 7
-    frames: ClassVar[tuple[int, int]] = (1, MAX_FRAMES)
     key: int
     version: int
     delta: bool
@@ -166,21 +144,18 @@ class KeyValue(Content):
     acks: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@content(8)
 class Durable(Content):
     """Pushes up to a number survive the server's death."""
 
-    kind: ClassVar[int] = 8
     number: int
     life: int
 
 
-@dataclass(frozen=True, slots=True)
+@content(10, ANY_FRAMES)
 class StateOf(Content):
     """A key's whole state in a copy."""
 
-    kind: ClassVar[int] = 10
-    frames: ClassVar[tuple[int, int]] = ANY_FRAMES
     key: int
     tag: int
     meta: bytes
@@ -189,34 +164,29 @@ class StateOf(Content):
 # From a server to its standby, which does the same
 
 
-@dataclass(frozen=True, slots=True)
+@content(16, (1, MAX_FRAMES))
 class ReplicatedPush(Content):
     """A gradient was counted with a factor of its learning rate; the frames are the worker's."""
 
-    kind: ClassVar[int] = 16
-    frames: ClassVar[tuple[int, int]] = (1, MAX_FRAMES)
     number: int
     worker: str
     push: PushGradient
     scale: float
 
 
-@dataclass(frozen=True, slots=True)
+@content(17)
 class ReplicatedPull(Content):
     """A worker was given a key's value: later updates depend on when."""
 
-    kind: ClassVar[int] = 17
     number: int
     worker: str
     key: int
 
 
-@dataclass(frozen=True, slots=True)
+@content(18, (1, 1))
 class ReplicatedBuffers(Content):
     """A worker sent statistics; the frame is the worker's."""
 
-    kind: ClassVar[int] = 18
-    frames: ClassVar[tuple[int, int]] = (1, 1)
     number: int
     worker: str
 
