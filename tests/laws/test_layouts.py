@@ -59,8 +59,12 @@ MORE = {
 }
 
 
-def train(rank: Rank, trials: Sequence[Trial], steps: int) -> list[tuple[list[float], dict[str, HeldTensor]]]:
-    """Train each trial; returns its losses and what this rank holds at the end."""
+Trained = tuple[list[float], dict[str, HeldTensor]]
+"""A trial's losses, and what one rank holds at the end."""
+
+
+def train(rank: Rank, trials: Sequence[Trial], steps: int) -> list[Trained]:
+    """Train each trial; returns what became of them on this rank."""
     seen = []
     for trial in trials:
         trainer = make_trainer(trial, rank)
@@ -80,27 +84,50 @@ def check_same_function(trials: Sequence[Trial], world: int, steps: int = STEPS,
     """Train each trial on `world` ranks and alone, and compare losses and final parameters and statistics."""
     ranks = run_ranks(train, world, trials, steps, timeout_s=timeout_s)
     for i, trial in enumerate(trials):
-        losses, parameters = _alone(trial, steps)
-        for rank in ranks:
-            assert np.allclose(rank[i][0], losses, rtol=0, atol=1e-9), f"{trial}: {rank[i][0]} is not {losses}"
-        whole = assemble([rank[i][1] for rank in ranks])
-        assert whole.keys() == parameters.keys(), f"{trial}: {whole.keys() ^ parameters.keys()}"
-        for name, values in parameters.items():
-            if name.endswith("num_batches_tracked"):
-                continue
-            assert np.allclose(whole[name], values, rtol=0, atol=1e-9), f"{trial}: {name}"
+        _compare(trial, [rank[i] for rank in ranks], steps)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_layouts_are_the_same_function(world: int) -> None:
-    check_same_function(QUICK[world], world)
+def _compare(trial: Trial, ranks: Sequence[Trained], steps: int = STEPS) -> None:
+    """Compare a trial with the same training in one process. Micro-batches count more batches: that is left out."""
+    losses, parameters = _alone(trial, steps)
+    for seen, _ in ranks:
+        assert np.allclose(seen, losses, rtol=0, atol=1e-9), f"{trial}: {seen} is not {losses}"
+    whole = assemble([pieces for _, pieces in ranks])
+    assert whole.keys() == parameters.keys(), f"{trial}: {whole.keys() ^ parameters.keys()}"
+    compared = {name: values for name, values in parameters.items() if not name.endswith("num_batches_tracked")}
+    off = [name for name, values in compared.items() if not np.allclose(whole[name], values, rtol=0, atol=1e-9)]
+    assert not off, f"{trial}: {off}"
+
+
+@pytest.fixture(scope="module")
+def quick(request: pytest.FixtureRequest) -> list[list[Trained]]:
+    return run_ranks(train, request.param, QUICK[request.param], STEPS, timeout_s=120)
+
+
+@pytest.fixture(scope="module")
+def more(request: pytest.FixtureRequest) -> list[list[Trained]]:
+    return run_ranks(train, request.param, MORE[request.param], STEPS, timeout_s=300)
+
+
+def _numbered(trials: Mapping[int, Sequence[Trial]]) -> list[Any]:
+    """Return a case for each trial: its world, its number there, and the trial."""
+    return [
+        pytest.param(world, i, trial, id=f"{world}-{trial.model}-{trial.parallel}")
+        for world, listed in trials.items()
+        for i, trial in enumerate(listed)
+    ]
+
+
+@pytest.mark.parametrize(("quick", "i", "trial"), _numbered(QUICK), indirect=["quick"], scope="module")
+def test_layouts_are_the_same_function(quick: list[list[Trained]], i: int, trial: Trial) -> None:
+    _compare(trial, [rank[i] for rank in quick])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("world", [2, 4])
-def test_more_layouts_are_the_same_function(world: int) -> None:
-    check_same_function(MORE[world], world, timeout_s=300)
+@pytest.mark.parametrize(("more", "i", "trial"), _numbered(MORE), indirect=["more"], scope="module")
+def test_more_layouts_are_the_same_function(more: list[list[Trained]], i: int, trial: Trial) -> None:
+    _compare(trial, [rank[i] for rank in more])
 
 
 def _start(rank: Rank | None, models: Sequence[tuple[str, str]]) -> list[dict[str, HeldTensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,11 @@ INFO = DataInfo("any", tuple("abcdefgh"), 1, 8, 64, 16, (8,) * CLASSES)
 SETTINGS: Mapping[str, Any] = {"optimizer.name": "momentum", "optimizer.lr": 0.02, "data.batch_size": 4}
 
 Found = tuple[list[float], dict[str, HeldTensor]]
+Ranks = Sequence[Mapping[str, Found | str]]
+
+needs_transformers = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed: it is the extra `transformers`"
+)
 
 
 def train(rank: Rank | None, name: str, layout: str, recompute: str = "none") -> Found:
@@ -78,45 +84,57 @@ def attempt(rank: Rank, names: Sequence[str], layout: str, recompute: str = "non
     return found
 
 
+@pytest.fixture(scope="module")
+def families(request: pytest.FixtureRequest) -> Ranks:
+    return run_ranks(attempt, 4, FAMILIES, request.param, timeout_s=350)
+
+
+@pytest.fixture(scope="module")
+def on_two(request: pytest.FixtureRequest) -> Ranks:
+    recompute = "blocks" if request.param == "fsdp=2" else "none"
+    return run_ranks(attempt, 2, tuple(TRANSFORMERS), request.param, recompute, timeout_s=350)
+
+
+@pytest.fixture(scope="module")
+def on_four(request: pytest.FixtureRequest) -> Ranks:
+    return run_ranks(attempt, 4, tuple(TRANSFORMERS), request.param, timeout_s=350)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_families_in_two_ways_at_once_are_one_process(layout: str) -> None:
-    check(run_ranks(attempt, 4, FAMILIES, layout, timeout_s=350))
+@pytest.mark.parametrize("families", LAYOUTS, indirect=True)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_in_two_ways_at_once_are_one_process(families: Ranks, name: str) -> None:
+    check(families, name)
 
 
+@needs_transformers
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "layout", [pytest.param(each, marks=[pytest.mark.slow] * ("pp" not in each)) for each in ON_TWO]
+    "on_two", [pytest.param(each, marks=[pytest.mark.slow] * ("pp" not in each)) for each in ON_TWO], indirect=True
 )
-def test_transformers_on_two_ranks_are_one_process(layout: str) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed: it is the extra `transformers`")
-    recompute = "blocks" if layout == "fsdp=2" else "none"
-    check(run_ranks(attempt, 2, tuple(TRANSFORMERS), layout, recompute, timeout_s=350))
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers_on_two_ranks_are_one_process(on_two: Ranks, name: str) -> None:
+    check(on_two, name)
 
 
+@needs_transformers
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("layout", ON_FOUR)
-def test_transformers_in_two_ways_at_once_are_one_process(layout: str) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed: it is the extra `transformers`")
-    check(run_ranks(attempt, 4, tuple(TRANSFORMERS), layout, timeout_s=350))
+@pytest.mark.parametrize("on_four", ON_FOUR, indirect=True)
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers_in_two_ways_at_once_are_one_process(on_four: Ranks, name: str) -> None:
+    check(on_four, name)
 
 
-def check(ranks: Sequence[Mapping[str, Found | str]]) -> None:
-    """Compare what the ranks found with one process, family by family."""
-    failed = {}
-    for name in ranks[0]:
-        found = [rank[name] for rank in ranks]
-        texts = [each for each in found if isinstance(each, str)]
-        if texts:
-            failed[name] = texts[0][-600:]
-            continue
-        trained = [each for each in found if not isinstance(each, str)]
-        losses, parameters = train(None, name, "dp=1")
-        whole, expected = assemble([each[1] for each in trained]), assemble([parameters])
-        worst = max(np.abs(np.subtract(each[0], losses)).max() for each in trained)
-        off = max(float(np.abs(whole[n] - expected[n]).max()) for n in expected if not n.endswith("_tracked"))
-        if worst > 1e-9 or off > 1e-9:
-            failed[name] = f"losses differ by {worst}, state by {off}"
-    assert not failed, "\n\n".join(f"{name}: {text}" for name, text in failed.items())
+def check(ranks: Ranks, name: str) -> None:
+    """Compare what the ranks found of a family with one process."""
+    trained = [rank[name] for rank in ranks]
+    for each in trained:
+        assert not isinstance(each, str), each[-600:]
+    pairs = [each for each in trained if not isinstance(each, str)]
+    losses, parameters = train(None, name, "dp=1")
+    whole, expected = assemble([pieces for _, pieces in pairs]), assemble([parameters])
+    worst = max(np.abs(np.subtract(seen, losses)).max() for seen, _ in pairs)
+    off = max(float(np.abs(whole[n] - expected[n]).max()) for n in expected if not n.endswith("_tracked"))
+    assert worst <= 1e-9 and off <= 1e-9, f"losses differ by {worst}, state by {off}"
