@@ -89,7 +89,7 @@ def library_names() -> dict[str, list[str]]:
     return {"timm": timm.list_models(), "torchvision": models.list_models(module=models)}
 
 
-def _arguments(name: str, function: Callable[..., Any], data: ModelInput) -> dict[str, ModelInput | int]:
+def _arguments(name: str, function: Callable[..., Any], data: ModelInput) -> dict[str, object]:
     sizes = {"classes": data.classes, "channels": data.channels, "image_size": data.image_size}
     offered = {"data": data, **sizes}
     parameters = list(inspect.signature(function).parameters.values())

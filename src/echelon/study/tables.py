@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
@@ -161,7 +161,7 @@ def _cells_of(row: RunRow | PointRow) -> Cells:
 def _row_of(kind: type[Row], cells: Cells) -> Row:
     """Build a row from its cells. A table from before there were tasks holds the number of `classes` and no metric."""
     names = {f.name for f in fields(kind)} - set(_BY_METRIC)
-    values = {name: value for name, value in cells.items() if name in names}
+    values: dict[str, Any] = {name: value for name, value in cells.items() if name in names}
     metrics = {name: float(v) for name, v in cells.items() if name not in names and isinstance(v, int | float)}
     classes = metrics.pop("classes", None)
     if kind is RunRow:

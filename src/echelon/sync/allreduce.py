@@ -215,7 +215,7 @@ class AllReduce:
             self._hook.close()
 
 
-def _no_buffers_in_steps() -> dict[str, bool]:
+def _no_buffers_in_steps() -> dict[str, Any]:
     """Buffers are averaged for evaluation instead; torch 2.15 renamed the argument."""
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if renamed else "broadcast_buffers": False}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from torch import fx, nn
 from torch.fx.proxy import TraceError
@@ -70,7 +71,7 @@ def _attention(name: str, module: nn.Module) -> dict[str, Style]:
     """Recognise attention by a count of heads and the shapes of its layers: q, k, v (fused or not), then the output."""
     if not name or not any(isinstance(getattr(module, each, None), int) for each in HEAD_COUNTS):
         return {}
-    layers = {f"{name}.{child}": each for child, each in module.named_children() if is_linear(each)}
+    layers: dict[str, Any] = {f"{name}.{child}": each for child, each in module.named_children() if is_linear(each)}
     shapes = [(each.in_features, each.out_features) for each in layers.values()]
     names = list(layers)
     if len(layers) == 2 and shapes[0][1] == 3 * shapes[1][0]:
