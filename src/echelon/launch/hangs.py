@@ -11,9 +11,9 @@ from pathlib import Path
 
 from echelon.core.units import format_seconds
 from echelon.launch.culprit import Hang, Living, Observed, Standstill, StuckLoader, find_hang, find_standstill
-from echelon.launch.death import is_stopped
 from echelon.launch.noticeboard import NoticeBoard
 from echelon.launch.places.base import Place
+from echelon.launch.process import is_stopped
 from echelon.observe.notes import STACK_SIGNAL
 from echelon.observe.phases import Phase
 from echelon.observe.stacks import Stack, stack_of
