@@ -53,6 +53,8 @@ def _decoder(hint: Any) -> Decoder:
         return lambda value: None if value is None else inner(value)
     if origin is Sequence:
         inner = _decoder(arguments[0])
+        if inner in (number, nan_number):
+            return partial(_numbers, inner)
         return lambda value: tuple(map(inner, _checked(value, list)))
     if origin is Mapping:
         inner = _decoder(arguments[1])
@@ -64,6 +66,14 @@ def _decoder(hint: Any) -> Decoder:
 
 def _nested(kind: Any, value: Any) -> Any:
     return decode(kind, _checked(value, dict))
+
+
+def _numbers(inner: Decoder, value: Any) -> tuple[float, ...]:
+    """Return a list of numbers as a tuple: most of a record is such lists, so they are not looked at one by one."""
+    values = _checked(value, list)
+    if set(map(type, values)) == {float} and (inner is nan_number or math.isfinite(sum(values))):
+        return tuple(values)
+    return tuple(map(inner, values))
 
 
 def number(value: Any) -> float:

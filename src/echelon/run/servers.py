@@ -31,7 +31,7 @@ from echelon.ps.server import Server, ServerConfig
 from echelon.ps.serving import coordination_policy
 from echelon.records.decode import decode
 from echelon.records.events import Refusal, RoleFailed
-from echelon.records.file import Recorder, read_records
+from echelon.records.file import Recorder, newest
 from echelon.records.going import read_launch
 from echelon.records.kinds import End, Start
 from echelon.reporting.report import write_report
@@ -149,7 +149,7 @@ class Chronicle:
     def __init__(self, run: ResolvedRun, path: Path, record: Recorder) -> None:
         self._run, self._path, self._record = run, path, record
         # A scheduler that came back does not know how long the run is: it records, and shows nothing.
-        task = next((start.task for start in reversed(read_records(path, Start))), BEFORE_TASKS)
+        task = next((start.task for start in newest(path, Start)), BEFORE_TASKS)
         self._progress = RunProgress(record, Scalars(path), Display(RunLength(0, 0), task, False))
 
     def callbacks(self) -> Callbacks:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from echelon.config import RunConfig, build
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
-from echelon.records.file import RECORD_FILE, Recorder, read_records
+from echelon.records.file import RECORD_FILE, Recorder, newest
 from echelon.records.kinds import End, RunEnd
 from echelon.study.base import COMPLETED, PlannedRun, Study
 from echelon.study.folder import (
@@ -169,8 +169,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 def _outcome(folder: Path, code: int, error: str) -> tuple[str, str]:
     """Tell how a run ended, and why, from its record, and where that is silent from its exit code."""
-    ends = read_records(folder, End)
-    status, message = (ends[-1].status, ends[-1].message) if ends else ("", "")
+    end = next(newest(folder, End), None)
+    status, message = (end.status, end.message) if end else ("", "")
     if code == 0 and status == COMPLETED:
         return COMPLETED, ""
     if code == USER_ERROR_EXIT_CODE:

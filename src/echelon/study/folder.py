@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from echelon.core.errors import UserError
-from echelon.records.file import read_records
+from echelon.records.file import newest, read_records
 from echelon.records.going import LOCK_FILE
 from echelon.records.kinds import End, RunEnd, Start
 from echelon.study.base import COMPLETED, PlannedRun
@@ -41,8 +41,8 @@ def is_over(study: Path, run: PlannedRun, ends: Mapping[str, RunEnd]) -> bool:
 
 def completed(folder: Path) -> bool:
     """Return whether a run's own record says that it came to its end."""
-    bounds: list[Start | End] = read_records(folder, Start, End)
-    return bool(bounds) and isinstance(bounds[-1], End) and bounds[-1].status == COMPLETED
+    last = next(newest(folder, Start, End), None)
+    return isinstance(last, End) and last.status == COMPLETED
 
 
 def discard(folder: Path) -> None:

@@ -17,7 +17,7 @@ from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.observe.environment import command_line
 from echelon.records.events import Event
-from echelon.records.file import RECORD_FILE, read_records
+from echelon.records.file import RECORD_FILE, newest
 from echelon.records.going import LAUNCH_FILE, LOCK_FILE, Launch, read_launch
 from echelon.records.kinds import Steps
 
@@ -49,7 +49,7 @@ def never_began(folder: Path) -> bool:
     """Whether a folder's run ended before its first step, as one that was refused: nothing in it is worth keeping."""
     if not read_launch(folder).ended or any((folder / "checkpoints").glob("*")):
         return False
-    return not read_records(folder, Steps)
+    return next(newest(folder, Steps), None) is None
 
 
 def create(folder: Path, config: RunConfig) -> None:
@@ -109,8 +109,8 @@ def prepare(folder: Path, config: RunConfig) -> None:
 
 def last_message(folder: Path, event: type[Event]) -> str:
     """Return what the last event of a type says, or where to look when there is none."""
-    events = read_records(folder, event)
-    return events[-1].message if events else f"the processes ended; see {folder}/logs"
+    last = next(newest(folder, event), None)
+    return last.message if last else f"the processes ended; see {folder}/logs"
 
 
 def mark_ended(folder: Path) -> None:

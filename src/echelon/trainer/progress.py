@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 from echelon.observe.scalars import Scalars
 from echelon.parallel.split import SplitModel
 from echelon.records.events import Event, Resumed
-from echelon.records.file import Recorder, read_records
+from echelon.records.file import Recorder, newest
 from echelon.records.kinds import Evaluation, Pause, PipelineStep, Resources, Steps
 from echelon.trainer.display import Display
 from echelon.trainer.evaluate import EvaluationReport
@@ -29,8 +30,8 @@ class RunProgress:
 
     def resumed(self, step: int, folder: Path) -> None:
         """Say from where a run goes on, and what was trained before and is trained again."""
-        reached = max((window.step for window in read_records(folder, Steps)), default=step)
-        lost = max(0, reached - step)
+        beyond = takewhile(lambda window: window.step > step, newest(folder, Steps))
+        lost = max((window.step for window in beyond), default=step) - step
         message = f"resumed at step {step}" + (f"; {lost} steps since the checkpoint are trained again" if lost else "")
         self.record.write(Resumed(message, step, lost))
 

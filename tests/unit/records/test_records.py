@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from echelon.records import events, kinds
-from echelon.records.file import KINDS, RECORD_FILE, Recorder, RecordReader, read_records
+from echelon.records import file as file_module
+from echelon.records.file import KINDS, RECORD_FILE, Recorder, RecordReader, newest, read_records
 from echelon.records.kinds import Record
 
 WRITTEN: list[Record] = [
@@ -134,3 +135,24 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
     (failed,) = read_records(tmp_path, events.RankFailed)
     assert failed.rank == 1 and failed.message == "why"
     assert len(read_records(tmp_path, events.Event, kinds.End)) == 3
+
+
+def test_the_newest_records_are_read_without_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(newest(tmp_path, kinds.Steps)) == []
+    lines = [{"t": float(i), "kind": "steps", "step": i, "losses": [1.0], "seconds": 1} for i in range(1, 2000)]
+    write(tmp_path, {"t": 0.0, "kind": "start"}, *lines, {"t": 9.0, "kind": "event", "name": "rank_failed", "rank": 3})
+    with (tmp_path / RECORD_FILE).open("a") as file:
+        file.write('{"t": 9.5, "kind": "steps", "st')
+    monkeypatch.setattr(file_module, "_BLOCK_BYTES", 100)
+    assert [window.step for window in newest(tmp_path, kinds.Steps)] == [*range(1999, 0, -1)]
+    assert [type(r) for r in newest(tmp_path, events.RankFailed, kinds.Start)] == [events.RankFailed, kinds.Start]
+    read: list[bytes] = []
+    values = file_module._values
+    monkeypatch.setattr(file_module, "_values", lambda line: read.append(line) or values(line))
+    assert next(newest(tmp_path, kinds.Steps)).step == 1999 and len(read) == 3  # the end, the torn line, the window
+
+
+def test_text_that_only_python_reads_is_read(tmp_path: Path) -> None:
+    (tmp_path / RECORD_FILE).write_text('{"t": 1.0, "kind": "end", "message": "\\ud800", "seconds": null}\n')
+    (end,) = read_records(tmp_path, kinds.End)
+    assert end.message == "\ud800"

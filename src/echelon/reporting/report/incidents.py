@@ -114,20 +114,20 @@ class ExplainedStep:
 
 def find_slow_steps(record: RunRecord, timing: Timing | None) -> list[ExplainedStep]:
     """List the steps that were recorded as slow, the slowest first; at most 50."""
-    explained = [
+    return [
         ExplainedStep(slow.step, slow.seconds, slow.median_s, _cause(record, timing, slow), _critical(record, slow))
-        for slow in record.of(SlowStep)
+        for slow in sorted(record.of(SlowStep), key=lambda s: -s.seconds)[:MOST_SLOW_STEPS]
     ]
-    return sorted(explained, key=lambda s: -s.seconds)[:MOST_SLOW_STEPS]
 
 
 def _critical(record: RunRecord, slow: SlowStep) -> int | None:
     """Return the rank that waited least in a step: the last to be ready for communication."""
-    windows = [w for w in record.windows if w.t <= slow.t and w.step - w.count < slow.step <= w.step]
-    if not windows or len(windows[-1].waits) < 2:
+    before = (w for w in reversed(record.windows) if w.t <= slow.t)
+    window = next((w for w in before if w.step - w.count < slow.step <= w.step), None)
+    if window is None or len(window.waits) < 2:
         return None
-    place = slow.step - (windows[-1].step - windows[-1].count) - 1
-    waits = [rank[place] for rank in windows[-1].waits]
+    place = slow.step - (window.step - window.count) - 1
+    waits = [rank[place] for rank in window.waits]
     return waits.index(min(waits))
 
 

@@ -81,6 +81,7 @@ def measure(record: RunRecord) -> Timing | None:
     seconds = sum(w.seconds for w in windows)
     by_rank = tuple(_rank_means(windows, rank, steps) for rank in range(n_ranks))
     per_step = [w.seconds / w.count for w in windows]
+    slow_s = _OUTLIER * median(per_step)
     return Timing(
         steps=steps,
         windows=len(windows),
@@ -92,7 +93,7 @@ def measure(record: RunRecord) -> Timing | None:
         by_rank=by_rank,
         exposed_s=min((r.get(Phase.COMMUNICATE, 0.0) for r in by_rank), default=0.0),
         slow=_slow_rank(by_rank, windows),
-        outlier_windows=sum(s > _OUTLIER * median(per_step) for s in per_step),
+        outlier_windows=sum(s > slow_s for s in per_step),
         memory_bytes=_peak_memory(record.windows, n_ranks),
         communication=communication_of(windows, n_ranks),
         gc_s=_by_rank([w.gc_s for w in windows], steps),
