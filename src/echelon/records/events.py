@@ -11,10 +11,14 @@ from echelon.records.kinds import Record
 
 @dataclass(frozen=True)
 class Event(Record):
-    """Something happened: its name and one sentence. Events with details are classes of their own."""
+    """Something happened: its name and one sentence. Events with details are classes of their own.
+
+    `more`: like it that this line stands for as well, where a run repeated itself.
+    """
 
     kind: ClassVar[str] = "event"
     message: str = ""
+    more: int = field(default=0, kw_only=True)
     name: str = field(default="event", kw_only=True)
 
 

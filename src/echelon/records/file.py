@@ -1,30 +1,33 @@
 """The record of a run, `record.jsonl`: one JSON object a line, appended by rank 0 and the launcher, read by all else.
 
 Each line is one `write` to a file opened for appending, so writers do not tear each other's lines; a reader skips a
-last line that a crash cut off.
+last line that a crash cut off. A file that has grown is sealed, and what is older is thinned (see `segments.py`).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from pydantic_core import from_json
 
-from echelon.core.files import write_whole
 from echelon.records import kinds
+from echelon.records.appended import AppendedFile, Compaction
 from echelon.records.decode import decode, number
 from echelon.records.events import EVENTS, Event
-from echelon.records.kinds import PipelineAction, Record, Start
-
-RECORD_FILE = "record.jsonl"
+from echelon.records.kinds import PipelineAction, Record, Resources, Start, Steps
+from echelon.records.merged import MergedSteps
+from echelon.records.segments import FAN, SEGMENT_BYTES, OpenFile, level_for, open_record
+from echelon.records.thin import thinned
 
 KINDS: dict[str, type[Record]] = {
     record.kind: record
@@ -37,6 +40,8 @@ _EVENTS: dict[str, type[Event]] = {event().name: event for event in EVENTS}
 
 _HEAD = re.compile(rb'\{"t": [^,"]*, "kind": "([^"\\]*)"')  # as `Recorder` begins a line
 _BLOCK_BYTES = 1 << 20
+_CONTINUED = "continued"
+_SAMPLED = {Steps.kind, Resources.kind}
 
 R = TypeVar("R", bound=Record)
 
@@ -50,97 +55,118 @@ def _plain(value: Any) -> Any:
 _ENCODER = json.JSONEncoder(allow_nan=True, default=_plain)  # `json.dumps` with such settings would make one a line
 
 
-class Recorder:
-    """Append records to `record.jsonl` in a run's folder; a recorder without a folder drops them (ranks above 0)."""
+def to_line(record: Record) -> bytes:
+    """Return a record as its line."""
+    return _line({"t": record.t, "kind": record.kind, **vars(record)})
 
-    def __init__(self, folder: Path | None) -> None:
-        self._fd: int | None = None
-        if folder is not None:
-            self._fd = os.open(folder / RECORD_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            _end_torn_line(folder / RECORD_FILE, self._fd)
+
+def _line(values: Mapping[str, Any]) -> bytes:
+    return _ENCODER.encode(values).encode() + b"\n"
+
+
+class Recorder:
+    """Append records to `record.jsonl` in a run's folder; a recorder without a folder drops them (ranks above 0).
+
+    The one that writes where attempts begin, and their steps, also seals the file when it is large (see `segments.py`).
+    """
+
+    def __init__(self, folder: Path | None, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._file = AppendedFile(folder) if folder is not None else None
+        self._compaction = Compaction(folder) if folder is not None else None
+        self._start: dict[str, Any] | None = None
+        self._segment_bytes = self._seal_at = segment_bytes
 
     def write(self, record: Record) -> None:
         """Append a record, with the present time as its `t`."""
-        if self._fd is None:
+        if self._file is None:
             return
         values = {"t": math.nan, "kind": record.kind, **vars(record)}
         values["t"] = round(time.time(), 6)
-        write_whole(self._fd, _ENCODER.encode(values).encode() + b"\n")
+        self._file.append(_line(values))
+        if isinstance(record, Start):
+            self._start = values
+        elif isinstance(record, Steps) and self._start is not None and self._file.size > self._seal_at:
+            self._seal(self._file, self._start)
+
+    def _seal(self, file: AppendedFile, start: Mapping[str, Any]) -> None:
+        """Begin a new file; its first line is the last start, so that who reads nothing else knows the processes."""
+        try:
+            if file.seal(_line({**start, _CONTINUED: True})) and self._compaction is not None:
+                self._compaction.start()
+            self._seal_at = self._segment_bytes
+        except OSError as error:
+            logging.warning("the record could not be sealed (%s): it is tried again when it has grown", error)
+            self._seal_at = file.size + self._segment_bytes
 
     def close(self) -> None:
         """Close the file; later writes are an error."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._compaction is not None:
+            self._compaction.close()
 
 
-def _end_torn_line(path: Path, fd: int) -> None:
-    size = os.fstat(fd).st_size
-    if size:
-        with path.open("rb") as file:
-            file.seek(size - 1)
-            if file.read(1) != b"\n":
-                os.write(fd, b"\n")
+class Detail(Enum):
+    """How much a reader wants of a record that earlier versions let grow in one file.
+
+    THINNED: windows merged as they are in older segments. SAMPLED: evenly spaced windows; only the end has all.
+    """
+
+    ALL = "all"
+    THINNED = "thinned"
+    SAMPLED = "sampled"
 
 
-class RecordReader:
-    """Reads what was added to a folder's record since the last time.
+class LineReader:
+    """Turns lines into records.
 
     Attributes:
         lines: that were read so far, those left out included.
         torn: lines that are no JSON objects with a kind.
         unreadable: lines that are not what their kind needs.
+        offset: in the file that is read, behind the last whole line.
     """
 
-    def __init__(self, folder: Path, only: tuple[type[Record], ...] = ()) -> None:
-        """Read a folder's record; `only` some types of lines, whose subclasses count, or all."""
-        self._path, self._only = folder / RECORD_FILE, only
-        self._kinds = {record.kind for record in only}
-        self._offset = self._file_id = 0
-        self._begin()
+    def __init__(self, only: tuple[type[Record], ...] = ()) -> None:
+        """Read `only` some types of lines, whose subclasses count, or all."""
+        self._only, self._kinds = only, {record.kind for record in only}
+        self.offset = self.lines = self.torn = self.unreadable = 0
 
-    def _begin(self) -> None:
-        self._offset = self.lines = self.torn = self.unreadable = 0
+    def read_lines(self, file: BinaryIO, first: bool, to_end: bool, every: int = 1) -> Iterator[Record]:
+        """Yield the records of a file from `offset` on.
 
-    def read(self, to_end: bool = False) -> tuple[bool, list[Record]]:
-        """Return whether the file is another one than before (read from its beginning), and the records added.
-
-        A last line without its end is left for the next time, unless it is read `to_end`. Kinds that are unknown here
-        are left out.
+        Args:
+            first: it is the oldest of its record. In others a start that was continued is no attempt.
+            to_end: a last line without its end is read as well.
+            every: of the windows, and of the samples of resources, but those in the last megabytes.
         """
-        try:
-            file = self._path.open("rb")
-        except FileNotFoundError:
-            replaced = self._offset > 0
-            self._begin()
-            self._file_id = 0
-            return replaced, []
-        with file:
-            status = os.fstat(file.fileno())  # of what is open, whatever has the name by now
-            replaced = self._file_id not in (0, status.st_ino) or status.st_size < self._offset
-            if replaced:
-                self._begin()
-            self._file_id = status.st_ino
-            file.seek(self._offset)
-            return replaced, [record for line in self._whole_lines(file, to_end) if (record := self._read(line))]
-
-    def _whole_lines(self, file: BinaryIO, to_end: bool) -> Iterator[bytes]:
+        sampled_until = os.fstat(file.fileno()).st_size - SEGMENT_BYTES if every > 1 else 0
+        passed = 0
+        file.seek(self.offset)
         for line in file:
             if not line.endswith(b"\n") and not to_end:
                 return
-            self._offset += len(line)
-            if line.strip():
-                self.lines += 1
-                yield line
+            self.offset += len(line)
+            if not line.strip():
+                continue
+            self.lines += 1
+            if self.offset < sampled_until and _head_kind(line) in _SAMPLED:
+                passed += 1
+                if passed % every > 1:  # a window, and the resources after it
+                    continue
+            record = self._read(line, first)
+            if record is not None:
+                yield record
 
-    def _read(self, line: bytes) -> Record | None:
+    def _read(self, line: bytes, first: bool) -> Record | None:
         if _is_other(line, self._kinds):
             return None
         values = _values(line)
         if values is None:
             self.torn += 1
             return None
-        if self._only and values["kind"] not in self._kinds:
+        if (self._only and values["kind"] not in self._kinds) or (_CONTINUED in values and not first):
             return None
         try:
             record = _record_of(values)
@@ -150,10 +176,67 @@ class RecordReader:
         return record if record is None or not self._only or isinstance(record, self._only) else None
 
 
+class RecordReader(LineReader):
+    """Reads what was added to a folder's record since the last time; `offset` is in the file that was read last."""
+
+    def __init__(self, folder: Path, only: tuple[type[Record], ...] = (), detail: Detail = Detail.ALL) -> None:
+        """Read a folder's record; `only` some types of lines, whose subclasses count, or all."""
+        super().__init__(only)
+        self._folder, self._detail = folder, detail
+        self._file_id = 0
+
+    def read(self, to_end: bool = False) -> tuple[bool, list[Record]]:
+        """Return whether the record is another one than before (read from its beginning), and the records added.
+
+        A last line without its end is left for the next time, unless it is read `to_end`. Kinds that are unknown here
+        are left out.
+        """
+        with open_record(self._folder) as files:
+            new = self._unread(files)
+            replaced = new is None
+            if new is None:
+                self._file_id = self.offset = self.lines = self.torn = self.unreadable = 0
+                new = files
+            records: list[Record] = []
+            for file in new:
+                if file.file_id != self._file_id:
+                    self._file_id, self.offset = file.file_id, 0
+                records += self._read_file(file, to_end or file is not files[-1])
+        return replaced, records
+
+    def _unread(self, files: Sequence[OpenFile]) -> Sequence[OpenFile] | None:
+        """Return the files from the one on that was read last; None: it is not there, or was written anew."""
+        if self._file_id == 0:
+            return files
+        for i, file in enumerate(files):
+            if file.file_id == self._file_id and file.size >= self.offset:
+                return files[i:]
+        return None
+
+    def _read_file(self, file: OpenFile, to_end: bool) -> Iterator[Record]:
+        size = file.size - self.offset
+        if self._detail is Detail.ALL or size < 2 * SEGMENT_BYTES:
+            return self.read_lines(file.file, file.first, to_end)
+        if self._detail is Detail.SAMPLED:
+            return self.read_lines(file.file, file.first, to_end, every=2 * size // SEGMENT_BYTES)
+        windows = FAN ** level_for(size)
+        return thinned(self.read_lines(file.file, file.first, to_end), windows, windows, restart_steps(self._folder))
+
+
+def restart_steps(folder: Path) -> list[int]:
+    """Return the steps at which the attempts of a record began, ascending."""
+    return sorted({start.start_step for start in read_records(folder, Start)})
+
+
+def _head_kind(line: bytes) -> str | None:
+    """Return the kind of a line by its first words; None: only all of it tells."""
+    head = _HEAD.match(line)
+    return head[1].decode(errors="replace") if head else None
+
+
 def _is_other(line: bytes, kinds: set[str]) -> bool:
     """Whether the first words of a line say that it is none of some kinds; the line need not be read then."""
-    head = _HEAD.match(line) if kinds else None
-    return head is not None and head[1].decode(errors="replace") not in kinds
+    return bool(kinds) and _head_kind(line) not in (None, *kinds)
 
 
 def _values(line: bytes) -> dict[str, Any] | None:
@@ -178,6 +261,8 @@ def _record_of(values: Mapping[str, Any]) -> Record | None:
     number(values["t"])
     if record_type is Start:
         values = {"version": 0, **values}
+    if record_type is Steps and "tally" in values:
+        record_type = MergedSteps
     return decode(record_type, values).checked()
 
 
@@ -197,12 +282,8 @@ def newest(folder: Path, *only: type[R]) -> Iterator[R]:
     What is torn, strange or of an unknown kind is left out.
     """
     wanted = {record.kind for record in only}
-    try:
-        file = (folder / RECORD_FILE).open("rb")
-    except FileNotFoundError:
-        return
-    with file:
-        for line in _backward(file):
+    with open_record(folder) as files:
+        for line in (line for opened in reversed(files) for line in _backward(opened.file)):
             values = None if _is_other(line, wanted) else _values(line)
             if values is None or values["kind"] not in wanted:
                 continue

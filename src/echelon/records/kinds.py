@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar
 
@@ -19,6 +19,9 @@ VERSION = 1
 """Of what this package writes; written in `start`. 0: of runs before versions were written."""
 
 TCP_HEADER_BYTES = 66  # Ethernet 14, IPv4 20, TCP with timestamps 32
+
+COMMUNICATE = "communicate"
+"""The phase in which a rank waits for the others; all other phases are work of its own."""
 
 Number = Annotated[float, nan_number]
 """A number that may be NaN or infinite."""
@@ -109,6 +112,39 @@ class Start(Record):
 
 
 @dataclass(frozen=True)
+class Waits:
+    """How long ranks waited for others in a number of steps, or of windows.
+
+    Attributes:
+        count: of them.
+        total_s: of all ranks.
+        least_s: of each, the least that any rank waited, added up: what is left when all are there.
+        critical: in how many of them each rank waited least: the others waited for it.
+    """
+
+    count: int
+    total_s: float
+    least_s: float
+    critical: Sequence[int]
+
+    @staticmethod
+    def of(columns: Sequence[Sequence[float]], ranks: int) -> Waits:
+        """Add up waits (steps, ranks)."""
+        critical, least_s = [0] * ranks, [min(column) for column in columns]
+        for column, least in zip(columns, least_s, strict=True):
+            critical[column.index(least)] += 1
+        return Waits(len(columns), sum(map(sum, columns)), sum(least_s), critical)
+
+    @staticmethod
+    def sum(waits: Sequence[Waits]) -> Waits:
+        """Add up the waits of the same ranks."""
+        return Waits(
+            sum(w.count for w in waits), sum(w.total_s for w in waits), sum(w.least_s for w in waits),
+            [sum(column) for column in zip(*(w.critical for w in waits), strict=True)],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Steps(Record):
     """A window: consecutive optimizer steps of all ranks (of all workers, with a parameter server) reported together.
 
@@ -159,6 +195,58 @@ class Steps(Record):
     def count(self) -> int:
         """Number of steps in the window."""
         return len(self.losses)
+
+    @property
+    def windows(self) -> int:
+        """How many windows this line stands for (see `records/merged.py`)."""
+        return 1
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean over the steps."""
+        return sum(self.losses) / self.count
+
+    @property
+    def nonfinite_step(self) -> int | None:
+        """The first step whose loss is not finite."""
+        places = (i for i, loss in enumerate(self.losses) if not math.isfinite(loss))
+        return next((self.step - self.count + 1 + i for i in places), None)
+
+    def loss_points(self) -> Iterator[tuple[int, float, int]]:
+        """Yield steps, their losses, and for how many steps each stands."""
+        for i, loss in enumerate(self.losses):
+            yield self.step - self.count + 1 + i, loss, 1
+
+    def step_times(self) -> list[float]:
+        """Return the mean seconds of a step, for each window that this line stands for."""
+        return [self.seconds / self.count]
+
+    def slowest_ranks(self) -> Sequence[int]:
+        """Return in how many windows each rank had the most work of its own."""
+        work = [
+            sum(s for name, s in zip(self.phase_names, row, strict=True) if name != COMMUNICATE) for row in self.phases
+        ]
+        slowest = max(range(len(work)), key=work.__getitem__, default=None)
+        return [int(rank == slowest) for rank in range(len(work))]
+
+    def waits_by_window(self) -> Waits | None:
+        """Return the waits of the windows that this line stands for; None where no phase is waiting."""
+        if COMMUNICATE not in self.phase_names or not self.phases:
+            return None
+        column = self.phase_names.index(COMMUNICATE)
+        return Waits.of([[row[column] for row in self.phases]], len(self.phases))
+
+    def waits_by_step(self) -> Waits | None:
+        """Return the waits of the steps, where they were recorded one by one."""
+        if not self.waits or len(self.waits) != len(self.phases):
+            return None
+        return Waits.of(list(zip(*self.waits, strict=True)), len(self.waits))
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds of communication behind backward, of all ranks."""
+        waits = self.waits_by_window()
+        return max(0.0, sum(self.comm_busy_s) - waits.total_s) if waits else 0.0
 
     @property
     def samples_per_s(self) -> float:
@@ -351,6 +439,7 @@ class SlowStep(Record):
         phases: (ranks, phases) seconds, by `phase_names`; None for a rank whose slowest step was another.
         gc_s: by rank, in garbage collections, or None as well.
         after: what came between it and the step before.
+        waited_for: the rank that waited least in it, of a window that was merged with others since.
     """
 
     kind: ClassVar[str] = "slow_step"
@@ -361,6 +450,15 @@ class SlowStep(Record):
     phases: Sequence[Sequence[float] | None] = ()
     gc_s: Sequence[float | None] = ()
     after: Sequence[str] = ()
+    waited_for: int | None = None
+
+    def critical_rank(self, window: Steps) -> int | None:
+        """Return the rank that waited least in the step, the last to be ready for communication, by its window."""
+        if len(window.waits) < 2:
+            return None
+        place = self.step - (window.step - window.count) - 1
+        waits = [row[place] for row in window.waits]
+        return waits.index(min(waits))
 
 
 @dataclass(frozen=True)

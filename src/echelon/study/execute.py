@@ -16,8 +16,9 @@ from typing import Protocol
 
 from echelon.config import RunConfig, build
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
-from echelon.records.file import RECORD_FILE, Recorder, newest
+from echelon.records.file import Recorder, newest
 from echelon.records.kinds import End, RunEnd
+from echelon.records.segments import RECORD_FILE
 from echelon.study.base import COMPLETED, PlannedRun, Study
 from echelon.study.folder import (
     OUTPUT_FOLDER,

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from echelon.core.task import BEFORE_TASKS, Metric
-from echelon.records.file import RecordReader
+from echelon.records.file import Detail, RecordReader
 from echelon.records.kinds import Evaluation, Record, Start, Steps
 from echelon.study.base import COMPLETED, PlannedRun
 
@@ -42,7 +42,7 @@ class Tail:
     """Follows one run's record: each `read` looks only at what was added."""
 
     def __init__(self, folder: Path) -> None:
-        self._reader = RecordReader(folder, (Start, Steps, Evaluation))
+        self._reader = RecordReader(folder, (Start, Steps, Evaluation), Detail.SAMPLED)
         self._progress = Progress()
 
     def read(self) -> Progress:

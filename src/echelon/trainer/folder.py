@@ -17,9 +17,10 @@ from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.observe.environment import command_line
 from echelon.records.events import Event
-from echelon.records.file import RECORD_FILE, newest
+from echelon.records.file import newest
 from echelon.records.going import LAUNCH_FILE, LOCK_FILE, Launch, read_launch
 from echelon.records.kinds import Steps
+from echelon.records.segments import RECORD_FILE
 
 CONFIG_FILE = "config.yaml"
 

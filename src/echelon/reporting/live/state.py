@@ -13,7 +13,7 @@ import yaml
 
 from echelon.core.task import BEFORE_TASKS, TaskFacts
 from echelon.records.events import Event
-from echelon.records.file import RecordReader
+from echelon.records.file import Detail, RecordReader
 from echelon.records.going import is_deserted
 from echelon.records.kinds import Checkpoint, End, Evaluation, RankResources, Record, Resources, Start, Steps
 
@@ -129,7 +129,7 @@ class LiveRun:
         self.version = 0
         self.state = LiveState()
         self.deserted = False
-        self._reader = RecordReader(folder)
+        self._reader = RecordReader(folder, detail=Detail.SAMPLED)
 
     @property
     def torn(self) -> int:
@@ -201,7 +201,7 @@ def _steps(state: LiveState, window: Steps) -> None:
     state.windows.append(window)
     while len(state.windows) > 1 and state.windows[0].t < window.t - RECENT_S:
         state.windows.popleft()
-    state.loss_curve.add(window.step, [sum(window.losses) / window.count])
+    state.loss_curve.add(window.step, [window.mean_loss])
     if window.seconds > 0:
         state.rate_curve.add(window.step, [window.samples_per_s])
 

@@ -19,12 +19,10 @@ def learning_charts(record: RunRecord) -> list[Chart]:
 
 
 def _loss(record: RunRecord, windows: list[Steps]) -> Chart | None:
-    steps = [w.step - w.count + 1 + i for w in windows for i in range(w.count)]
-    losses = [loss for w in windows for loss in w.losses]
-    known = [(s, y) for s, y in zip(steps, losses, strict=True) if math.isfinite(y)]
+    known = [(s, y, n) for w in windows for s, y, n in w.loss_points() if math.isfinite(y)]
     if not known:
         return None
-    x, y = [float(s) for s, _ in known], [v for _, v in known]
+    x, y, steps = [float(s) for s, _, _ in known], [v for _, v, _ in known], sum(n for _, _, n in known)
     raw_x, raw_y = thin(x, y, _RAW_POINTS)
     traces = [line("each step", raw_x, raw_y, "faint", width=1, hoverinfo="skip")]
     smoothed = len(x) > 2 * _SMOOTH_POINTS
@@ -36,7 +34,7 @@ def _loss(record: RunRecord, windows: list[Steps]) -> Chart | None:
     held = [e for e in record.kept_evaluations() if e.loss is not None]
     if held:
         traces.append(dots("evaluation", [e.step for e in held], [e.loss for e in held], "eval", symbol="diamond"))
-    said = f"Training loss from {y[0]:.3g} to {y[-1]:.3g} over {len(x)} steps"
+    said = f"Training loss from {y[0]:.3g} to {y[-1]:.3g} over {steps} steps"
     said += f"; evaluation loss at the end {held[-1].loss:.3g}." if held else "."
     layout = {"xaxis": axis("step"), "yaxis": axis("loss", rangemode="tozero")}
     caption = "Thin: each step. Thick: mean of neighbouring steps." if smoothed else "Training loss of each step."

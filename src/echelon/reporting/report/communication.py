@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from echelon.observe.phases import Phase
-from echelon.records.kinds import Steps
+from echelon.records.kinds import Steps, Waits
 
 
 @dataclass(frozen=True)
@@ -40,34 +39,20 @@ class Communication:
 
 def communication_of(windows: Sequence[Steps], n_ranks: int) -> Communication | None:
     """Measure communication over windows of the same ranks; None with a single one."""
-    told = [w for w in windows if len(w.phases) == n_ranks and Phase.COMMUNICATE in w.phase_names]
-    steps = sum(w.count for w in told)
+    same_world = [w for w in windows if len(w.phases) == n_ranks]
+    by_window = [(w, waits) for w in same_world if (waits := w.waits_by_window()) is not None]
+    steps = sum(w.count for w, _ in by_window)
     if n_ranks < 2 or not steps:
         return None
-    waits = [_communicate(w) for w in told]
-    mean_s = sum(sum(row) for row in waits) / n_ranks / steps
-    by_step = all(len(w.waits) == n_ranks for w in told)
-    if by_step:
-        columns = [column for w in told for column in zip(*w.waits, strict=True)]
-    else:
-        columns = [tuple(row) for row in waits]
-    exposed_s = sum(min(column) for column in columns) / steps
-    timed = any(s for w in told for s in w.comm_busy_s)
-    hidden_s = sum(max(0.0, sum(w.comm_busy_s) - sum(row)) for w, row in zip(told, waits, strict=True))
-    spread_s = sum(sum(w.comm_spread_s) for w in told) / n_ranks / steps
+    mean_s = sum(waits.total_s for _, waits in by_window) / n_ranks / steps
+    by_step = [waits for w, _ in by_window if (waits := w.waits_by_step()) is not None]
+    every_step = len(by_step) == len(by_window)
+    waits = Waits.sum(by_step if every_step else [waits for _, waits in by_window])
+    exposed_s = waits.least_s / steps
+    timed = any(s for w, _ in by_window for s in w.comm_busy_s)
+    hidden_s = sum(w.hidden_s for w, _ in by_window)
+    spread_s = sum(sum(w.comm_spread_s) for w, _ in by_window) / n_ranks / steps
     return Communication(
         exposed_s, hidden_s / n_ranks / steps if timed else 0.0, spread_s, max(0.0, mean_s - exposed_s), timed,
-        _critical(columns, n_ranks), by_step,
+        tuple(count / waits.count for count in waits.critical), every_step,
     )  # fmt: skip
-
-
-def _communicate(window: Steps) -> list[float]:
-    column = window.phase_names.index(Phase.COMMUNICATE)
-    return [rank[column] for rank in window.phases]
-
-
-def _critical(columns: Sequence[Sequence[float]], n_ranks: int) -> tuple[float, ...]:
-    counts = [0] * n_ranks
-    for column in columns:
-        counts[min(range(n_ranks), key=column.__getitem__)] += 1
-    return tuple(count / len(columns) for count in counts)

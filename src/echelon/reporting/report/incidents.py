@@ -122,13 +122,11 @@ def find_slow_steps(record: RunRecord, timing: Timing | None) -> list[ExplainedS
 
 def _critical(record: RunRecord, slow: SlowStep) -> int | None:
     """Return the rank that waited least in a step: the last to be ready for communication."""
+    if slow.waited_for is not None:
+        return slow.waited_for
     before = (w for w in reversed(record.windows) if w.t <= slow.t)
     window = next((w for w in before if w.step - w.count < slow.step <= w.step), None)
-    if window is None or len(window.waits) < 2:
-        return None
-    place = slow.step - (window.step - window.count) - 1
-    waits = [rank[place] for rank in window.waits]
-    return waits.index(min(waits))
+    return slow.critical_rank(window) if window is not None else None
 
 
 def _cause(record: RunRecord, timing: Timing | None, slow: SlowStep) -> str:

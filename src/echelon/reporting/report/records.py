@@ -20,8 +20,9 @@ from echelon.core.figure import ReportSection
 from echelon.core.task import BEFORE_TASKS, TaskFacts
 from echelon.records.decode import decode
 from echelon.records.events import Event
-from echelon.records.file import RECORD_FILE, RecordReader
+from echelon.records.file import Detail, RecordReader
 from echelon.records.kinds import Evaluation, Record, ServerWindow, Start, Steps
+from echelon.records.segments import RECORD_FILE, segments_of
 from echelon.tasks.classification_report import class_sections
 
 T = TypeVar("T", bound=Record)
@@ -74,7 +75,7 @@ class RunRecord:
     def _by_type(self) -> dict[type[Record], list[Any]]:
         sorted_: dict[type[Record], list[Any]] = {}
         for record in self.records:
-            sorted_.setdefault(type(record), []).append(record)
+            sorted_.setdefault(Steps if isinstance(record, Steps) else type(record), []).append(record)
             if isinstance(record, Event) and type(record) is not Event:
                 sorted_.setdefault(Event, []).append(record)
         return sorted_
@@ -173,9 +174,9 @@ def load_run(run: Path) -> RunRecord:
 
 
 def _read_all(run: Path, notes: list[str]) -> list[Record]:
-    reader = RecordReader(run)
+    reader = RecordReader(run, detail=Detail.THINNED)
     records = reader.read(to_end=True)[1]
-    if not (run / RECORD_FILE).exists():
+    if not (run / RECORD_FILE).exists() and not segments_of(run):
         notes.append(f"{RECORD_FILE} is missing: nothing is known of the run's steps.")
     if reader.torn:
         lines = f"{reader.torn} torn line{'s' * (reader.torn > 1)}"

@@ -219,9 +219,8 @@ def _epochs(record: RunRecord, steps: int) -> float:
 
 def _first_nonfinite(record: RunRecord) -> int | None:
     for window in record.kept_windows():
-        for i, loss in enumerate(window.losses):
-            if not math.isfinite(loss):
-                return window.step - window.count + 1 + i
+        if window.nonfinite_step is not None:
+            return window.nonfinite_step
     return None
 
 

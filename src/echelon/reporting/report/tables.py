@@ -126,7 +126,7 @@ def _sentence(line: Record, attempt: int) -> str:
         case End():
             return f"{line.status}: {line.message}" if line.message else line.status
         case Event():
-            return line.message
+            return f"{line.message} (and {line.more} more like it)" if line.more else line.message
     return ""
 
 

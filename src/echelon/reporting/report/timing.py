@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from echelon.observe.phases import Phase
-from echelon.records.file import RECORD_FILE
 from echelon.records.kinds import Steps
+from echelon.records.segments import RECORD_FILE
 from echelon.reporting.report.communication import Communication, communication_of
 from echelon.reporting.report.records import RunRecord
 
@@ -76,16 +75,16 @@ def measure(record: RunRecord) -> Timing | None:
         return None
     n_ranks = len(record.windows[-1].phases)
     same_world = [[w for w in attempt.windows if len(w.phases) == n_ranks] for attempt in record.attempts]
-    windows = [w for attempt in same_world for w in (attempt[1:] if len(attempt) >= _ENOUGH_WINDOWS else attempt)]
+    windows = [w for attempt in same_world for w in (attempt[1:] if _windows(attempt) >= _ENOUGH_WINDOWS else attempt)]
     steps = sum(w.count for w in windows)
     seconds = sum(w.seconds for w in windows)
     by_rank = tuple(_rank_means(windows, rank, steps) for rank in range(n_ranks))
-    per_step = [w.seconds / w.count for w in windows]
+    per_step = [seconds for w in windows for seconds in w.step_times()]
     slow_s = _OUTLIER * median(per_step)
     return Timing(
         steps=steps,
-        windows=len(windows),
-        skipped_windows=sum(map(len, same_world)) - len(windows),
+        windows=_windows(windows),
+        skipped_windows=sum(map(_windows, same_world)) - _windows(windows),
         step_s=seconds / steps,
         samples_per_s=sum(w.samples for w in windows) / seconds if seconds else 0.0,
         wire_bytes_per_step=sum(w.wire_bytes for w in windows) / steps,
@@ -98,6 +97,10 @@ def measure(record: RunRecord) -> Timing | None:
         communication=communication_of(windows, n_ranks),
         gc_s=_by_rank([w.gc_s for w in windows], steps),
     )
+
+
+def _windows(lines: Sequence[Steps]) -> int:
+    return sum(line.windows for line in lines)
 
 
 def _by_rank(rows: Sequence[Sequence[float]], steps: int) -> tuple[float, ...]:
@@ -136,20 +139,14 @@ def _slow_rank(by_rank: Sequence[dict[str, float]], windows: list[Steps]) -> Slo
     excess.pop(Phase.COMMUNICATE, None)
     waits = [r.get(Phase.COMMUNICATE, 0.0) for r in others]
     wait_s = max(0.0, sum(waits) / len(waits) - by_rank[slow].get(Phase.COMMUNICATE, 0.0))
-    slowest = Counter(_slowest_in(w) for w in windows)
     return SlowRank(
         rank=slow,
         ratio=work[slow] / typical if typical else 1.0,
         phase=max(excess, key=excess.__getitem__) if excess else "",
         wait_s=wait_s,
         saving_s=min(wait_s, work[slow] - max(own_work(r) for r in others)),
-        persistence=slowest[slow] / len(windows),
+        persistence=sum(w.slowest_ranks()[slow] for w in windows) / _windows(windows),
     )
-
-
-def _slowest_in(window: Steps) -> int:
-    works = [own_work(dict(zip(window.phase_names, rank, strict=True))) for rank in window.phases]
-    return max(range(len(works)), key=works.__getitem__)
 
 
 def _peak_memory(windows: Sequence[Steps], n_ranks: int) -> tuple[float, ...]:
