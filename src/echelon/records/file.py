@@ -73,7 +73,7 @@ class Recorder:
     def __init__(self, folder: Path | None, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._file = AppendedFile(folder) if folder is not None else None
         self._compaction = Compaction(folder) if folder is not None else None
-        self._start: dict[str, Any] | None = None
+        self._start: Mapping[str, Any] | None = None
         self._segment_bytes = self._seal_at = segment_bytes
 
     def write(self, record: Record) -> None:
@@ -239,7 +239,7 @@ def _is_other(line: bytes, kinds: set[str]) -> bool:
     return bool(kinds) and _head_kind(line) not in (None, *kinds)
 
 
-def _values(line: bytes) -> dict[str, Any] | None:
+def _values(line: bytes) -> Mapping[str, Any] | None:
     """Return the object of a line; None: it is none with a kind."""
     try:
         values = from_json(line)  # seven times as fast as `json`, which knows lone surrogates
