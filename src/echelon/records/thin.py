@@ -15,6 +15,7 @@ from dataclasses import replace
 from echelon.records.events import (
     BadImageSkipped,
     Event,
+    HangSeen,
     MachineLeft,
     RankFailed,
     Refusal,
@@ -41,7 +42,7 @@ from echelon.records.merged import are_alike, mean_resources, merge
 MOST_SLOW_STEPS = 50
 MOST_PIPELINE_STEPS = 8
 MOST_EVENTS = 20  # of one name, one by one
-_WHOLE = (WorkerDied, Restarted, RankFailed, RoleFailed, Refusal, Resumed, MachineLeft)
+_WHOLE = (WorkerDied, Restarted, RankFailed, RoleFailed, Refusal, Resumed, MachineLeft, HangSeen)
 _Counters = WorkerWindow | ServerWindow | EntropyCoding
 
 

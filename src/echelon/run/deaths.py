@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,8 @@ from echelon.launch.noticeboard import NoticeBoard
 from echelon.launch.places.base import Job, Place, Started
 from echelon.launch.supervisor import Death, Watch
 from echelon.records.events import HangSeen, RankFailed, RoleFailed, WorkerDied
-from echelon.records.file import Recorder, read_records
-from echelon.records.kinds import ProcessStarted
+from echelon.records.file import Recorder, newest
+from echelon.records.kinds import ProcessStarted, Start
 from echelon.run.machine import Machine, say
 from echelon.run.out_of_memory import OutOfMemory
 
@@ -129,8 +130,9 @@ def _last_words(path: Path, death: Death) -> str:
     """Return what a failed process said, or what another said that waited in vain for a silent one."""
     if death.exit_code is not None and death.exit_code < 0:
         return ""
-    ranks, roles = read_records(path, RankFailed), read_records(path, RoleFailed)
+    since_start = takewhile(lambda record: not isinstance(record, Start), newest(path, RankFailed, RoleFailed, Start))
+    failures = [record for record in since_start if isinstance(record, RankFailed | RoleFailed)]
     if death.exit_code is None:
-        return f"; rank {ranks[-1].rank} waited in vain: {ranks[-1].message}" if ranks else ""
-    errors = [e.message for e in ranks if e.pid == death.pid] + [e.message for e in roles if e.pid == death.pid]
-    return f": {errors[-1]}" if errors else ""
+        rank = next((f for f in failures if isinstance(f, RankFailed)), None)
+        return f"; rank {rank.rank} waited in vain: {rank.message}" if rank else ""
+    return next((f": {f.message}" for f in failures if f.pid == death.pid), "")
