@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from echelon.compression.registry import examples
 from echelon.config import build
+from echelon.core.stop import StopFlag
 from echelon.records.file import Recorder
 from echelon.run.resolve import resolve
 from echelon.trainer import folder as folders
 from echelon.trainer.assemble import UserObjects, assemble
 from echelon.trainer.batches import EpochOrder
 from echelon.trainer.loop import evaluate_agreed, fit
-from echelon.trainer.stop import StopFlag
 from echelon.trainer.world import World
 from tests.ranks.spawn import Rank, run_ranks
 

@@ -132,6 +132,7 @@ class Runs:
         prefix: Sequence[str] = (),
         program: Sequence[str] = (sys.executable, "-m", "echelon"),
         environment: Mapping[str, str] | None = None,
+        inherited: Sequence[int] = (),
     ) -> Run:
         """Start a command in a session of its own; with a folder, `--run` is added to its arguments.
 
@@ -139,6 +140,7 @@ class Runs:
             arguments: what follows the program's name.
             folder: the run's folder, below `root`, for the record and, unless it is "", `--run`.
             prefix: put before the program, such as a network namespace's.
+            inherited: open files that it gets.
         """
         number = len(self.started)
         mark = f"{os.getpid()}-{id(self)}-{number}"
@@ -150,6 +152,7 @@ class Runs:
             process = subprocess.Popen(
                 [*prefix, *program, *map(str, arguments), *where],
                 stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=self.root, env=env, start_new_session=True,
+                pass_fds=inherited,
             )  # fmt: skip
         run = Run(process, path, output, mark)
         self.started.append(run)

@@ -76,7 +76,7 @@ def test_a_study_that_is_killed_goes_on_with_what_is_missing(tmp_path: Path, sig
         second = run.folder / "runs" / "0-01-tests.ranks.slow-parts-t-s0"
         run.wait_for(lambda: [r for r in read_lines(second) if r["kind"] == "steps"], "a step of the second run")
         os.kill(run.process.pid, signum)
-        assert run.end(100) == (-signum if signum == signal.SIGKILL else 130)
+        assert run.end(100) == (-signum if signum == signal.SIGKILL else 128 + signum)
         assert run.left_behind(100.0) == []
         first = {r["run"]: r["seconds"] for r in read_lines(run.folder) if r["kind"] == "run"}
         assert len(first) == 1

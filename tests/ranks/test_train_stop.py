@@ -62,7 +62,7 @@ def _stop(run: Run, signum: int, step: int, after_t: float = 0.0) -> None:
         os.killpg(run.process.pid, signum)
     else:
         run.process.send_signal(signum)
-    assert run.end() == 0
+    assert run.end() == 128 + signum
     assert "stopped" in run.text() and "echelon resume" in run.text()
     assert run.records("checkpoint")[-1]["reason"] == "stop"
     assert run.summary()["status"] == "stopped"
@@ -105,7 +105,7 @@ def test_a_service_manager_ends_the_whole_group_and_the_run_saves_first(tmp_path
         run = runs.train("digits", "--epochs", "1000", "--sync", sync, folder="run")
         run.wait_for_step(8)
         os.killpg(run.process.pid, signal.SIGTERM)
-        assert run.end() == 0
+        assert run.end() == 143
     assert run.summary()["status"] == "stopped"
     assert run.records("checkpoint")[-1]["reason"] == "stop"
     assert not [e for e in run.records("event") if e["name"] == "worker_died"]

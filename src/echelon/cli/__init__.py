@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Any
 
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
+from echelon.core.output import outlive_readers
+from echelon.core.stop import Stopped, stop_at_once, stopped_exit_code
+from echelon.launch.first_process import leave_first_process
 
 
 def main() -> None:
-    """Run the command line; a user's mistake is one line on stderr and exit code 2."""
+    """Run the command line.
+
+    A user's mistake is one line on stderr and exit code 2; a signal that asks to stop is exit code 128 + signal.
+    """
+    leave_first_process()
+    outlive_readers()
+    try:
+        stop_at_once()
+        code = _run()
+    except (Stopped, KeyboardInterrupt) as stop:
+        _say("stopped")
+        code = stopped_exit_code(stop.signum if isinstance(stop, Stopped) else signal.SIGINT)
+    sys.exit(code)
+
+
+def _run() -> int:
+    """Run a command; returns the exit code."""
     import typer
 
     from echelon.cli.app import app
@@ -27,10 +47,9 @@ def main() -> None:
     except usage_error as error:
         _say(" ".join(error.format_message().split()))
         code = USER_ERROR_EXIT_CODE
-    except (typer.Abort, KeyboardInterrupt):
-        _say("stopped")
-        code = 130
-    sys.exit(code or 0)
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    return int(code or 0)
 
 
 def _say(message: str) -> None:

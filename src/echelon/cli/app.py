@@ -25,6 +25,12 @@ COMMANDS = {
     "report": ("echelon.cli.runs:report_command", "Write the report of a run or a study again from its record."),
 }
 
+EXIT_CODES = (
+    "Exit codes: 0 completed; 1 failed; 2 refused, before the first step; 128 + signal when a signal stopped it, after "
+    "a checkpoint of the last step and a report: 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP (the terminal was closed), 131 "
+    "SIGQUIT."
+)
+
 
 class LazyGroup(TyperGroup):
     """Shows all commands from their one-line help; builds the one that is called."""

@@ -11,13 +11,13 @@ import typer
 from echelon.cli.app import COMMANDS, as_command
 from echelon.cli.settings import overrides_of, parameter, with_settings
 from echelon.core.files import full_disk_in_words
+from echelon.core.stop import stop_on_signals, stopped_exit_code
 
 if TYPE_CHECKING:
     from echelon.study import Study
 
 _CONTINUE = "echelon compare --run"
 _EXIT_INCOMPLETE = 1
-_EXIT_STOPPED = 130
 
 
 def command() -> Any:
@@ -108,10 +108,11 @@ def _run(path: Path, study: Study | None, retry: bool, serve: bool) -> None:
     try:
         with full_disk_in_words(path, _CONTINUE), served(path, serve), StudyDisplay(path) as display:
             run_study(path, study, display, retry)
-    except StudyStopped:
-        conclude(path)
+    except StudyStopped as stop:
+        with stop_on_signals():  # another signal does not take the report away
+            conclude(path)
         print(f"stopped; continue with: echelon compare --run {path}")
-        raise SystemExit(_EXIT_STOPPED) from None
+        raise SystemExit(stopped_exit_code(stop.signum)) from None
     if not conclude(path):
         print(f"to run again what was refused or failed: echelon compare --run {path} --retry")
         raise SystemExit(_EXIT_INCOMPLETE)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from echelon.cli.app import COMMANDS, as_command
+from echelon.cli.app import COMMANDS, EXIT_CODES, as_command
 from echelon.cli.settings import overrides_of, parameter, with_settings
 from echelon.config import build
 from echelon.run.resolve import check_names
@@ -16,8 +16,6 @@ from echelon.run.resolve import check_names
 if TYPE_CHECKING:
     from echelon.config import RunConfig
     from echelon.run.start import Outcome
-
-_EXIT_FAILED = 1
 
 
 def command() -> Any:
@@ -47,7 +45,7 @@ def command() -> Any:
             "serve", bool, typer.Option(False, "--serve", help="show the run as a page on this machine while it goes")
         ),
     ]
-    return as_command(with_settings(train, extra), "train", COMMANDS["train"][1])
+    return as_command(with_settings(train, extra), "train", f"{COMMANDS['train'][1]}\n\n{EXIT_CODES}")
 
 
 def _start(config: RunConfig, serve: bool) -> Outcome:
@@ -76,11 +74,11 @@ def resume_command() -> Any:
         _finish(api.resume(run_folder, overrides_of(settings)))
 
     extra = [parameter("run_folder", str, typer.Argument(..., metavar="RUN", help="the run's folder"))]
-    return as_command(with_settings(resume, extra, RESUMABLE), "resume", COMMANDS["resume"][1])
+    return as_command(with_settings(resume, extra, RESUMABLE), "resume", f"{COMMANDS['resume'][1]}\n\n{EXIT_CODES}")
 
 
 def _finish(outcome: Outcome) -> None:
-    """Print the closing words of a run; exits with 1 if it failed."""
+    """Print the closing words of a run; exits with another code than 0 unless it completed."""
     from echelon.reporting.report import closing_words, load_run, summarise
 
     for line in closing_words(summarise(load_run(outcome.folder))):
@@ -89,5 +87,5 @@ def _finish(outcome: Outcome) -> None:
     print(f"{outcome.status}; report: {where}" if where.exists() else f"{outcome.status}; run: {outcome.folder}")
     if outcome.status == "stopped":
         print(f"continue with: echelon resume {outcome.folder}")
-    if outcome.status == "failed":
-        raise SystemExit(_EXIT_FAILED)
+    if outcome.exit_code:
+        raise SystemExit(outcome.exit_code)

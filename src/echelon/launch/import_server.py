@@ -1,8 +1,9 @@
 """Imported by the fork server alone, before all else: the server ends with the process that started it.
 
-By itself it would notice only when its imports are done, seconds later. Service managers and `timeout` end whole groups
-of processes at once, terminals too: it outlives that, for all that it forked ends with it, and its parent may want to
-save first. This is work at import, and meant to be: it is the one moment at which the server runs anything of ours.
+By itself it would notice only when its imports are done, seconds later. Terminals, service managers and `timeout`
+signal whole groups of processes at once: the server blocks that, for all that it forked ends with it, and its parent
+may want to save first. This is work at import, and meant to be: it is the one moment at which the server runs anything
+of ours.
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ from __future__ import annotations
 import os
 import signal
 
+from echelon.core.stop import STOP_SIGNALS
 from echelon.launch.process import die_with_parent
 
-die_with_parent()
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # ctrl-C while it imports: without a traceback
+die_with_parent()  # one that died before closed a pipe, which the server notices once its imports are done
+signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
 _server = os.getpid()
-_former = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGTERM, signal.SIGHUP)}
 
 
-def _as_before() -> None:
+def _heed_sigterm() -> None:
+    """Let SIGTERM reach a process as soon as it is forked, one that came meanwhile too."""
     if os.getppid() == _server:
-        for signum, handler in _former.items():
-            signal.signal(signum, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
-os.register_at_fork(after_in_child=_as_before)
+os.register_at_fork(after_in_child=_heed_sigterm)

@@ -7,19 +7,26 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import multiprocessing
 import os
 import signal
 import sys
 from pathlib import Path
 
+from echelon.core.output import outlive_readers
+from echelon.core.stop import STOP_SIGNALS
 from echelon.launch.link import enter
 from echelon.launch.places.base import Process
 
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(signum: int = signal.SIGKILL) -> None:
-    """Ask the kernel to signal this process when its parent dies (Linux; nothing elsewhere).
+def die_with_parent(parent: int = 0) -> None:
+    """Ask the kernel to kill this process when its parent dies (Linux; nothing elsewhere).
+
+    Args:
+        parent: its process id, where that is known: one that died before is noticed. (That the parent is process 1 says
+            nothing: in a container it may be the true one.)
 
     Raises:
         OSError: the kernel refused.
@@ -27,10 +34,10 @@ def die_with_parent(signum: int = signal.SIGKILL) -> None:
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() == 1:
-        os.kill(os.getpid(), signum)
+    if parent and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def is_stopped(pid: int | None) -> bool:
@@ -44,11 +51,10 @@ def is_stopped(pid: int | None) -> bool:
 def run_process(process: Process) -> None:
     """Become a process of a job: end with the parent, take the place in the network, then call the entry point."""
     die_with_parent()
-    ignored = [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]  # may reach the whole group: the supervisor decides
-    if not process.stops_on_signal:
-        ignored.append(signal.SIGTERM)
-    for signum in ignored:
-        signal.signal(signum, signal.SIG_IGN)
+    launcher = multiprocessing.parent_process()
+    if launcher is not None and not launcher.is_alive():
+        os._exit(1)
+    _set_signals(process.stops_on_signal)
     if process.folder:
         os.chdir(process.folder)
     if process.host is not None:
@@ -59,8 +65,17 @@ def run_process(process: Process) -> None:
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.close(descriptor)
+    outlive_readers()
     module, _, function = process.entry.partition(":")
     getattr(importlib.import_module(module), function)(*process.args)
+
+
+def _set_signals(stops_on_signal: bool) -> None:
+    """Leave to the supervisor what may reach the whole group of processes; SIGTERM is its word, whoever ignored it."""
+    for signum in STOP_SIGNALS:
+        heeds = stops_on_signal and signum == signal.SIGTERM
+        signal.signal(signum, signal.SIG_DFL if heeds else signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # blocked where it was forked from
 
 
 if __name__ == "__main__":

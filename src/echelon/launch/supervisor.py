@@ -9,12 +9,11 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import FrameType
 
 from echelon.core.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE
+from echelon.core.stop import StopFlag
 from echelon.launch.culprit import Living
 from echelon.launch.places.base import Event, Exited, Job, Place, PlaceFailed, Process, Restart, Started
 from echelon.launch.rounds import (
@@ -35,7 +34,8 @@ from echelon.launch.rounds import (
 
 TICK_S = 0.1
 GRACE_S = 10.0
-STOP_S = 60.0
+LEAVE_S = 60.0
+ASK_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Watch:
 
     Attributes:
         on_death: a death, and whether its group starts again.
-        on_stop: the run was asked to stop.
+        on_stop: the run was asked to stop; called again and again until it has.
         on_start: a process began.
         on_wait: what a group waits for before it starts.
         on_look: all processes that run; again and again.
@@ -108,10 +108,11 @@ class Refused(Exception):
     """A process refused the user's input: it has said why in the run's record."""
 
 
-def supervise(job: Job, place: Place, watch: Watch, rounds: Rounds | None = None) -> bool:
+def supervise(job: Job, place: Place, watch: Watch, stop: StopFlag, rounds: Rounds | None = None) -> bool:
     """Run a job until the processes that lead have ended; returns whether it was stopped.
 
     Args:
+        stop: set by a signal that asks the run to stop.
         rounds: of the groups that restart together; None: each is on its own.
 
     Raises:
@@ -119,26 +120,13 @@ def supervise(job: Job, place: Place, watch: Watch, rounds: Rounds | None = None
         RunFailed: restarts are used up, or the run did not end when asked to stop.
         UserError: the place cannot run the job, or the machines do not meet.
     """
-    supervisor = _Supervisor(job, place, watch, rounds)
-    with _signals(supervisor.ask_to_stop):
-        try:
-            return supervisor.run()
-        except PlaceFailed as failure:
-            raise RunFailed(str(failure)) from failure
-        finally:
-            supervisor.end_all(GRACE_S if not any(sys.exc_info()) else 0.5)
-
-
-@contextmanager
-def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle the signals that ask a process to stop; the handlers of before come back afterwards."""
-    signums = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    before = {signum: signal.signal(signum, handler) for signum in signums}
+    supervisor = _Supervisor(job, place, watch, stop, rounds)
     try:
-        yield
+        return supervisor.run()
+    except PlaceFailed as failure:
+        raise RunFailed(str(failure)) from failure
     finally:
-        for signum, handler_before in before.items():
-            signal.signal(signum, handler_before)
+        supervisor.end_all(GRACE_S if not any(sys.exc_info()) else 0.5)
 
 
 class _Group:
@@ -206,8 +194,8 @@ class _Group:
 
 
 class _Supervisor:
-    def __init__(self, job: Job, place: Place, watch: Watch, rounds: Rounds | None) -> None:
-        self._place, self._watch = place, watch
+    def __init__(self, job: Job, place: Place, watch: Watch, stop: StopFlag, rounds: Rounds | None) -> None:
+        self._place, self._watch, self._stop = place, watch, stop
         restarts = Restarts(job.max_restarts)
         self._groups: list[_Group] = []
         for group in job.groups:
@@ -216,13 +204,8 @@ class _Supervisor:
             else:
                 self._groups += [_Group((process,), OwnRounds(restarts)) for process in group.processes]
         self._by_name = {p.name: group for group in self._groups for p in group.processes}
-        self._asked = False
-        self._stop_by = 0.0
+        self._stop_by = self._ask_again_at = 0.0
         self._waits_for = ""
-
-    def ask_to_stop(self, signum: int, frame: FrameType | None) -> None:
-        """Note that the run shall stop; a signal handler."""
-        self._asked = True
 
     def run(self) -> bool:
         """Run until the processes that lead have ended; returns whether the run was stopped."""
@@ -231,7 +214,8 @@ class _Supervisor:
                 self._follow(group)
             leading = [group.over for group in self._groups if group.leads]
             if all(leading):
-                return self._stop_by > 0 or any(over is not None and over.status == "stopped" for over in leading)
+                told = self._stop_by > 0 and any(group.leads and not group.heeds_signals for group in self._groups)
+                return told or any(over is not None and over.status == "stopped" for over in leading)
             self._take(self._place.events(TICK_S))
             self._watch.on_look(self._living())
             self._heed_stop()
@@ -277,7 +261,7 @@ class _Supervisor:
             group.state = Ready(group.state.round)
         elif isinstance(group.state, Running):
             if gracefully and not group.leave_by:
-                group.leave_by = time.monotonic() + STOP_S
+                group.leave_by = time.monotonic() + LEAVE_S
                 self._place.signal(sorted(group.alive), signal.SIGTERM)
             elif not gracefully or time.monotonic() > group.leave_by:
                 self._kill(group)
@@ -303,10 +287,15 @@ class _Supervisor:
         number = group.round.number
         if group.failed(self._place.is_silent):
             assert group.death is not None
+            stops = self._stop_by > 0 and group.heeds_signals
+            had_begun = group.death.exit_code != -signal.SIGTERM  # else nothing in it has taken the signal for its word
             group.death = self._watch.explain(group.death, self._living())
             self._kill(group)
-            if (self._stop_by and group.heeds_signals) or group.leave_by:
-                group.death = None  # on its way out: nothing follows
+            if stops and had_begun:
+                self._tell_death(group, Over("failed"))
+                raise RunFailed("")  # over its last checkpoint
+            if stops or group.leave_by:  # on its way out, before its first step: nothing follows
+                group.death = None
                 group.state = Finished(number, stopped=True) if self._stop_by else Ready(number)
             else:
                 group.state = Ready(number, str(group.death))
@@ -327,14 +316,19 @@ class _Supervisor:
                     self._take([event])
 
     def _heed_stop(self) -> None:
-        if self._asked and not self._stop_by:
-            self._stop_by = time.monotonic() + STOP_S
-            self._watch.on_stop()
+        if not self._stop:
+            return
+        now = time.monotonic()
+        if not self._stop_by:
+            self._stop_by = now + self._place.stop_s
             for group in self._groups:
                 if group.heeds_signals:
                     self._place.signal(sorted(group.alive), signal.SIGTERM)
-        if self._stop_by and time.monotonic() > self._stop_by:
-            raise RunFailed(f"the run did not end within {STOP_S:g} s of being asked to stop")
+        if now >= self._ask_again_at:  # who is told by a message may not be listening yet, or have just died
+            self._ask_again_at = now + ASK_AGAIN_S
+            self._watch.on_stop()
+        if now > self._stop_by:
+            raise RunFailed(f"the run did not end within {self._place.stop_s:g} s of being asked to stop")
 
     def end_all(self, grace_s: float) -> None:
         """Give every process a moment to end by itself, then end it."""

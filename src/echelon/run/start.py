@@ -14,13 +14,15 @@ from echelon.config import RunConfig
 from echelon.config.validate import check_world
 from echelon.core.errors import UserError, naming
 from echelon.core.files import full_disk_in_words
+from echelon.core.stop import StopFlag, Stopped, stop_on_signals, stopped_exit_code
 from echelon.launch.link import check_link
 from echelon.launch.places import build_place
 from echelon.launch.places.local import start_import_server
 from echelon.launch.plan import LaunchPlan, is_worker, thread_count, worker_count
 from echelon.launch.supervisor import Refused, RunFailed, supervise
 from echelon.records.events import MachineLeft, Refusal, WorkerDied
-from echelon.records.file import Recorder
+from echelon.records.file import Recorder, read_records
+from echelon.records.going import read_launch
 from echelon.records.kinds import End
 from echelon.run.deaths import watched
 from echelon.run.job import RANK
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from echelon.trainer.assemble import UserObjects
     from echelon.trainer.resolved import ResolvedRun
 
+_EXIT_FAILED = 1
 PRELOAD = (
     "torch",
     "torch.distributed.checkpoint",
@@ -46,11 +49,25 @@ PRELOAD_ROLES = ("torch._dynamo", "zmq", "echelon.run.servers")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: `completed`, `stopped` or `failed`; its folder; the numbers of `summary.json`."""
+    """How a run ended.
+
+    Attributes:
+        status: `completed`, `stopped` or `failed`.
+        summary: the numbers of `summary.json`.
+        signum: the signal that stopped it; 0 where that came to another machine, or none did.
+    """
 
     status: str
     folder: Path
     summary: Mapping[str, Any]
+    signum: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        """A command's exit code: 0 when completed, 1 when failed, 128 + signal when stopped (130 for Ctrl-C)."""
+        if self.status == "stopped":
+            return stopped_exit_code(self.signum)
+        return 0 if self.status == "completed" else _EXIT_FAILED
 
 
 def start(config: RunConfig, user_objects: UserObjects | None = None) -> Outcome:
@@ -81,9 +98,7 @@ def start_again(path: Path, config: RunConfig) -> Outcome:
     with _lock(path, config):
         folders.prepare(path, config)
         if is_worker():
-            from echelon.run.worker import train_rank
-
-            return _outcome(path, train_rank(path))
+            return _as_worker(path)
         check_names(config)
         plan = plan_of(config, path)
         _begin_imports(plan)
@@ -164,28 +179,46 @@ def _lock(path: Path, config: RunConfig) -> AbstractContextManager[None]:
 
 
 def _start_as_worker(config: RunConfig, user_objects: UserObjects | None) -> Outcome:
-    from echelon.run.worker import agree_on_folder, train_rank
+    from echelon.run.worker import agree_on_folder
 
     check(config, user_objects)
-    path = agree_on_folder(config)
-    status = train_rank(path, user_objects)
-    return _outcome(path, status)
+    return _as_worker(agree_on_folder(config), user_objects)
+
+
+def _as_worker(path: Path, user_objects: UserObjects | None = None) -> Outcome:
+    """Be one rank, started by a launcher of the user's."""
+    from echelon.run.worker import train_rank
+
+    with stop_on_signals() as stop:
+        return _outcome(path, train_rank(path, stop, user_objects), stop.signum)
 
 
 def _run_here(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Outcome:
-    """Run this machine's processes to the end."""
-    with full_disk_in_words(path):
+    """Run this machine's processes to the end; a signal stops them after a checkpoint."""
+    with full_disk_in_words(path), stop_on_signals(raises=True) as stop:
         record = Recorder(path)
         try:
-            status = _run(run, plan, path, record)
+            status = _run(run, plan, path, record, stop)
+        except Stopped:
+            status = "stopped"
+            if plan.nodes.most == 1:
+                _end_before_start(path, record)
         finally:
+            stop.raises = False
             record.close()
             folders.mark_ended(path)
-    if plan.link:  # what the kernel counted is known only now
-        from echelon.reporting.report import write_report
+        if plan.link:  # what the kernel counted is known only now
+            from echelon.reporting.report import write_report
 
-        write_report(path)
-    return _outcome(path, status)
+            write_report(path)
+        return _outcome(path, status, stop.signum)
+
+
+def _end_before_start(path: Path, record: Recorder) -> None:
+    """Record the end of a run that was stopped, where its processes did not: they had not begun."""
+    ends = read_records(path, End)
+    if not ends or ends[-1].t < (read_launch(path).launched_t or 0.0):
+        _write_end(path, record, End("stopped", "it was stopped before it began"))
 
 
 def _begin_imports(plan: LaunchPlan) -> None:
@@ -194,7 +227,7 @@ def _begin_imports(plan: LaunchPlan) -> None:
     start_import_server(plan.preload)
 
 
-def _run(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Recorder) -> str:
+def _run(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Recorder, stop: StopFlag) -> str:
     """Run this machine's processes to the end of the run; returns `completed`, `stopped` or `failed`.
 
     Raises:
@@ -207,7 +240,8 @@ def _run(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Recorder) -> st
         watched(machine, place, run, path, record) as (job, watch),
     ):
         try:
-            stopped = supervise(job, place, watch, machine.rounds)
+            stop.raises = False  # from now on the ranks have something to save
+            stopped = supervise(job, place, watch, stop, machine.rounds)
         except Refused:
             reason = folders.last_message(path, Refusal)
             _end(path, record, machine, "refused", reason)
@@ -215,6 +249,8 @@ def _run(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Recorder) -> st
         except RunFailed as failure:
             _end(path, record, machine, "failed", str(failure) or folders.last_message(path, WorkerDied))
             return "failed"
+        if stopped and machine.number == 0:
+            _end_before_start(path, record)
         if machine.scheduler is None:
             return "stopped" if stopped else "completed"
         status = machine.scheduler.status()
@@ -223,15 +259,19 @@ def _run(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Recorder) -> st
 
 def _end(path: Path, record: Recorder, machine: Machine, status: str, reason: str) -> None:
     """Record how the run ended; where another machine fails, that it left."""
-    from echelon.reporting.report import write_report
-
     if machine.number == 0:
-        record.write(End(status, reason))
-        write_report(path)
+        _write_end(path, record, End(status, reason))
     else:
         record.write(MachineLeft(f"machine {machine.number} left the run: {reason}", machine.number))
 
 
-def _outcome(path: Path, status: str) -> Outcome:
+def _write_end(path: Path, record: Recorder, end: End) -> None:
+    from echelon.reporting.report import write_report
+
+    record.write(end)
+    write_report(path)
+
+
+def _outcome(path: Path, status: str, signum: int = 0) -> Outcome:
     summary = path / "summary.json"
-    return Outcome(status, path, json.loads(summary.read_text()) if summary.exists() else {})
+    return Outcome(status, path, json.loads(summary.read_text()) if summary.exists() else {}, signum)

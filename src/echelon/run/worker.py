@@ -20,6 +20,7 @@ from echelon.config import RunConfig, load_run_config
 from echelon.coordinator.addresses import ROLES_FOLDER, note_status
 from echelon.core.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import full_disk_in_words, is_full
+from echelon.core.stop import StopFlag, stop_on_signals
 from echelon.forecast.alternatives import record_alternatives
 from echelon.observe.notes import RankNotes, open_notes
 from echelon.ps.worker_rank import WorkerRank
@@ -35,7 +36,6 @@ from echelon.trainer.folder import CONFIG_FILE, create, default_folder
 from echelon.trainer.loop import TrainingRun, fit
 from echelon.trainer.precision import set_numerics
 from echelon.trainer.process import is_lost_wait, leave, log_to, one_line
-from echelon.trainer.stop import stop_on_signals
 from echelon.trainer.world import join_worker, join_world
 
 _STORE_TIMEOUT = timedelta(seconds=60)
@@ -44,8 +44,8 @@ _STORE_TIMEOUT = timedelta(seconds=60)
 def run_worker(folder: str, user_objects: UserObjects | None = None) -> None:
     """Train one rank in a process of its own, which ends with exit code 3 when the run was stopped."""
     path, rank, notes = Path(folder), int(os.environ.get("RANK", "0")), open_notes()
-    with _recording_errors(Recorder(path), rank, notes):
-        status = train_rank(path, user_objects.unshared() if user_objects else None, notes)
+    with _recording_errors(Recorder(path), rank, notes), stop_on_signals() as stop:
+        status = train_rank(path, stop, user_objects.unshared() if user_objects else None, notes)
     if status == "stopped":
         leave(STOPPED_EXIT_CODE)
 
@@ -95,8 +95,10 @@ def _train_on_servers(path: Path, process: WorkerRank, user_objects: UserObjects
     return status
 
 
-def train_rank(path: Path, user_objects: UserObjects | None = None, notes: RankNotes | None = None) -> str:
-    """Train one rank of the run that a folder describes; returns `completed` or `stopped`.
+def train_rank(
+    path: Path, stop: StopFlag, user_objects: UserObjects | None = None, notes: RankNotes | None = None
+) -> str:
+    """Train one rank of the run that a folder describes; returns `completed` or, once the flag is set, `stopped`.
 
     Raises:
         UserError: something in the description cannot be used.
@@ -104,7 +106,7 @@ def train_rank(path: Path, user_objects: UserObjects | None = None, notes: RankN
     log_to(path / "logs" / f"rank{os.environ.get('RANK', '0')}.log")
     resolved = resolve(load_run_config(path / "config.yaml"))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    with full_disk_in_words(path), stop_on_signals() as stop, join_world(resolved, notes or RankNotes()) as world:
+    with full_disk_in_words(path), join_world(resolved, notes or RankNotes()) as world:
         set_numerics(resolved.config.training)
         record = Recorder(path if world.leads else None)
         run, cursor = assemble(resolved, path, world, record, user_objects or UserObjects())

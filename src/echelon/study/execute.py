@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Protocol
 
 from echelon.config import RunConfig, build
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
+from echelon.core.stop import Stopped, stop_on_signals
 from echelon.records.file import Recorder, newest
 from echelon.records.kinds import End, RunEnd
 from echelon.records.segments import RECORD_FILE
@@ -36,10 +35,15 @@ POLL_S = 1.0
 SILENCE_S = 1800.0
 STOP_S = 90.0
 WARM_UP_STEPS = "20"
+_SIGNALLED = 128  # exit codes above it
 
 
 class StudyStopped(Exception):
     """The study was asked to stop by a signal; the run that went on has ended."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.signum = signum
 
 
 class StudyObserver(Protocol):
@@ -58,10 +62,6 @@ class StudyObserver(Protocol):
         """Receive how a run ended."""
 
 
-class _StopSignal(BaseException):
-    """A signal came: not an Exception, so that nothing on the way swallows it."""
-
-
 def run_study(path: Path, study: Study, observer: StudyObserver, retry: bool = False) -> None:
     """Start the runs that are missing, in their order; what is refused or fails stops no other.
 
@@ -69,7 +69,7 @@ def run_study(path: Path, study: Study, observer: StudyObserver, retry: bool = F
         retry: start refused and failed runs again, too.
 
     Raises:
-        StudyStopped: SIGINT or SIGTERM came.
+        StudyStopped: a signal asked it to stop.
         UserError: the study goes on already in another process.
     """
     with locked(path):
@@ -79,7 +79,7 @@ def run_study(path: Path, study: Study, observer: StudyObserver, retry: bool = F
         observer.began(runs, ends, over)
         record = Recorder(path)
         try:
-            with _signals_raise():
+            with stop_on_signals(raises=True):
                 missing = [run for run in runs if run.name not in over]
                 _warm_up(path, missing, observer)
                 for run in missing:
@@ -87,8 +87,8 @@ def run_study(path: Path, study: Study, observer: StudyObserver, retry: bool = F
                     end = _run(path, run, observer)
                     record.write(end)
                     observer.ended(run, end)
-        except _StopSignal:
-            raise StudyStopped from None
+        except Stopped as stop:
+            raise StudyStopped(stop.signum) from None
         finally:
             record.close()
 
@@ -127,7 +127,7 @@ def _command(path: Path, run: PlannedRun, folder: Path, observer: StudyObserver)
     arguments = ["train", *arguments_of(run.settings), "--run", str(folder)]
     with stdout.open("wb") as out, stderr.open("wb") as err:
         process = subprocess.Popen(
-            [sys.executable, "-m", "echelon.study.entry", *arguments],
+            [sys.executable, "-m", "echelon.study.entry", str(os.getpid()), *arguments],
             stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
         )  # fmt: skip
         try:
@@ -176,30 +176,10 @@ def _outcome(folder: Path, code: int, error: str) -> tuple[str, str]:
         return COMPLETED, ""
     if code == USER_ERROR_EXIT_CODE:
         return "refused", error or message
-    if code == 0:
+    if status == "stopped" and code > _SIGNALLED:
         return "stopped", "a signal stopped it"
     how = f"its command ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
     return "failed", message or error or how
-
-
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Raise `_StopSignal` on SIGINT or SIGTERM within the block; to be called in the main thread."""
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        """Ignore further signals (the run that goes on is being ended), and raise."""
-        for other in handlers:
-            signal.signal(other, signal.SIG_IGN)
-        raise _StopSignal
-
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    for signum in handlers:
-        signal.signal(signum, stop)
-    try:
-        yield
-    finally:
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
 
 
 def check_settings(study: Study, check: Callable[[RunConfig], object]) -> dict[str, str]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from echelon.core.stop import StopFlag
 from echelon.data.base import Batch
 from echelon.observe.garbage import GarbageClock
 from echelon.observe.phases import Phase
@@ -17,7 +18,6 @@ from echelon.trainer.slow_steps import SlowSteps
 from echelon.trainer.state import Cursor
 from echelon.trainer.step import StepResult
 from echelon.trainer.step_watch import RECORDING
-from echelon.trainer.stop import StopFlag
 from echelon.trainer.window import ClosedWindow, Window, WindowEnd, WindowTraffic
 
 

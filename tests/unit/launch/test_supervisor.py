@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 
 from echelon.core.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
+from echelon.core.stop import StopFlag
 from echelon.launch.link import Host
 from echelon.launch.places import build_place
 from echelon.launch.places.base import Event, Exited, Group, Job, Place, Process, Restart, Started
@@ -62,7 +63,7 @@ def _group(*names: str, restart: Restart = Restart.TOGETHER, **settings: bool) -
 def _run(place: Script, *groups: Group, max_restarts: int = 1) -> tuple[bool, list[tuple[Death, bool]]]:
     deaths: list[tuple[Death, bool]] = []
     watch = Watch(lambda death, goes_on: deaths.append((death, goes_on)))
-    return supervise(Job(groups, max_restarts), place, watch), deaths
+    return supervise(Job(groups, max_restarts), place, watch, StopFlag()), deaths
 
 
 def test_a_group_restarts_together_and_processes_alone() -> None:
@@ -103,7 +104,7 @@ def test_restarts_are_used_up_over_all_processes() -> None:
     deaths: list[bool] = []
     watch = Watch(lambda death, goes_on: deaths.append(goes_on))
     with pytest.raises(RunFailed):
-        supervise(Job((_group("a", "b", restart=Restart.ALONE),), 1), place, watch)
+        supervise(Job((_group("a", "b", restart=Restart.ALONE),), 1), place, watch, StopFlag())
     assert deaths == [True, False] and not place.alive
 
 
@@ -124,14 +125,29 @@ def test_a_stop_is_a_signal_or_a_message(heeds: bool, told: list[tuple[str, int]
     class Asked(Script):
         def events(self, timeout_s: float) -> list[Event]:
             if self.starts and not messages and not self.queue:
-                signal.raise_signal(signal.SIGTERM)
+                stop.signum = signal.SIGINT
             return super().events(timeout_s) if messages or self.queue else []
 
+    stop = StopFlag()
     messages: list[str] = []
     place = Asked([("a", STOPPED_EXIT_CODE if heeds else 0)])
     on_stop: Callable[[], None] = lambda: messages.append("stop")  # noqa: E731
-    assert supervise(Job((_group("a", stops_on_signal=heeds),)), place, Watch(lambda *_: None, on_stop))
+    assert supervise(Job((_group("a", stops_on_signal=heeds),)), place, Watch(lambda *_: None, on_stop), stop)
     assert place.signals == told and messages == ["stop"]
+
+
+@pytest.mark.parametrize("code, fails", [(-signal.SIGTERM, False), (1, True), (-signal.SIGKILL, True)])
+def test_a_run_that_fails_over_its_last_checkpoint_was_not_stopped(code: int, fails: bool) -> None:
+    stop, deaths = StopFlag(), list[bool]()
+    stop.signum = signal.SIGTERM
+    watch = Watch(lambda death, goes_on: deaths.append(goes_on))
+    place = Script([("a", code)])
+    if fails:
+        with pytest.raises(RunFailed):
+            supervise(Job((_group("a", "b"),), 1), place, watch, stop)
+    else:
+        assert supervise(Job((_group("a", "b"),), 1), place, watch, stop)
+    assert deaths == ([False] if fails else []) and place.starts == ["a", "b"]
 
 
 def test_a_process_is_the_same_as_text() -> None:

@@ -130,6 +130,8 @@ class Place(ABC):
     """
 
     name: ClassVar[str]
+    stop_s: ClassVar[float] = 600.0
+    """Seconds from asking a run to stop until it is ended: for a checkpoint that is as large as the disk is slow."""
 
     @abstractmethod
     def start(self, processes: Sequence[Process]) -> None:

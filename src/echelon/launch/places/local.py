@@ -6,14 +6,21 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
+import tempfile
 from collections.abc import Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import ClassVar
 
+from echelon.core.errors import UserError
+from echelon.core.stop import STOP_SIGNALS
 from echelon.launch.places.base import Event, Exited, Place, PlaceFailed, Process, Started
 from echelon.launch.process import is_stopped, run_process
+
+_LONGEST_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")  # of a Unix socket's path
+_OTHER_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 class Local(Place):
@@ -79,6 +86,42 @@ def start_import_server(modules: tuple[str, ...]) -> None:
 
     It runs beside the imports of the calling process, and ends when this process ends. Modules must not start threads
     or touch a GPU when imported.
+
+    Raises:
+        UserError: no folder can hold the server's socket.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(["echelon.launch.import_server", *modules])
-    forkserver.ensure_running()
+    unblocked, temporary = signal.pthread_sigmask(signal.SIG_BLOCK, []), tempfile.tempdir
+    try:  # what is started inherits what is blocked: signals to the whole group end neither the server nor the tracker
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # starting the tracker let some pass again
+        tempfile.tempdir = _folder_for_sockets()
+        forkserver.ensure_running()
+    finally:
+        tempfile.tempdir = temporary
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+
+
+def _folder_for_sockets() -> str:
+    """Return a folder that can be written and whose path leaves room for a Unix socket's name: the temporary one.
+
+    Another one where that does not fit, which is said.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        wanted = tempfile.gettempdir()
+    except FileNotFoundError:  # neither TMPDIR nor the system's folders can be written
+        wanted = ""
+    usable = [f for f in (wanted, *_OTHER_FOLDERS) if f and len(os.fsencode(f)) <= _LONGEST_FOLDER]
+    for folder in usable:
+        if os.access(folder, os.W_OK | os.X_OK):
+            if folder != wanted:
+                print(f"echelon: {wanted or 'TMPDIR'} is no place for sockets; they are in {folder}", file=sys.stderr)
+            return folder
+    raise UserError(
+        "no folder for sockets: set TMPDIR to a folder that can be written and has a path of at most "
+        f"{_LONGEST_FOLDER} bytes"
+    )

@@ -1,0 +1,48 @@
+"""Standard output that outlives its reader: a terminal that was closed, or a pipe's other end, ends no run."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from typing import Any, TextIO
+
+_GONE = (errno.EIO, errno.EPIPE)  # of a terminal, of a pipe
+
+
+class LastingFile(io.FileIO):
+    """A descriptor to write to; once nobody reads there any more, what is written goes nowhere."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd, "w", closefd=False)
+
+    def write(self, data: Any) -> int:
+        """Write bytes; returns how many were."""
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.fileno())
+        os.close(nowhere)
+        if self.fileno() == 1:
+            print("echelon: nobody reads standard output any more; what is shown goes nowhere", file=sys.stderr)
+        return len(data)
+
+
+def outlive_readers() -> None:
+    """Let standard output and standard error of this process outlive who reads them."""
+    sys.stdout, sys.stderr = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
+
+
+def _lasting(stream: TextIO, fd: int) -> TextIO:
+    """Return a stream of the same form; one that was closed before, or replaced, as it is."""
+    if stream is None or not isinstance(stream, io.TextIOWrapper) or stream.fileno() != fd:
+        return stream
+    stream.flush()
+    buffered = io.BufferedWriter(LastingFile(fd))
+    return io.TextIOWrapper(
+        buffered, stream.encoding, stream.errors, line_buffering=stream.line_buffering, write_through=fd == 2
+    )
