@@ -21,7 +21,7 @@ from echelon.launch.places.local import start_import_server
 from echelon.launch.plan import LaunchPlan, is_worker, thread_count, worker_count
 from echelon.launch.supervisor import Refused, RunFailed, supervise
 from echelon.records.events import MachineLeft, Refusal, WorkerDied
-from echelon.records.file import Recorder, read_records
+from echelon.records.file import Recorder, newest
 from echelon.records.going import read_launch
 from echelon.records.kinds import End
 from echelon.run.deaths import watched
@@ -216,8 +216,8 @@ def _run_here(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Outcome:
 
 def _end_before_start(path: Path, record: Recorder) -> None:
     """Record the end of a run that was stopped, where its processes did not: they had not begun."""
-    ends = read_records(path, End)
-    if not ends or ends[-1].t < (read_launch(path).launched_t or 0.0):
+    end = next(newest(path, End), None)
+    if end is None or end.t < (read_launch(path).launched_t or 0.0):
         _write_end(path, record, End("stopped", "it was stopped before it began"))
 
 
