@@ -133,10 +133,10 @@ def fit(run: Any, cursor: Any) -> None:
     Waiting for the others' turns is a pause: it would count as steps, and make windows of fewer of them, so that the
     run would add up over the ranks, write and show several times as often as it does.
     """
+    from echelon.core.stop import StopFlag
     from echelon.trainer.batches import EpochOrder
     from echelon.trainer.loop import fit as fit_run
     from echelon.trainer.step_watch import RECORDING
-    from echelon.trainer.stop import StopFlag
 
     batches = EpochOrder(run, cursor, StopFlag())
     if isinstance(run.train_loader, _GatedLoader):
