@@ -81,6 +81,33 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path: 
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_choice_that_only_its_own_file_can_refuse_leaves_nothing(tmp_path: Path) -> None:
+    cases = {
+        ("--sync", "ps(mode=asink)"): "did you mean async?",
+        ("--on", "slrm"): "known: local",
+        ("--on", "nowhere:Place"): "no module 'nowhere'",
+        ("--on", "json:Place"): "json has no 'Place'",
+        ("--on", "collections:Counter"): "not a Place",
+        ("--task", "regresion"): "known: auto",
+        ("--task", "nowhere:Task"): "no module 'nowhere'",
+        ("--task", "collections:Counter"): "name a subclass of",
+        ("--link", "fast"): "--link",
+        ("--timeout", "soon"): "--timeout",
+    }
+    _run_cases(tmp_path, [(["train", "digits", *choice], (choice[0], words)) for choice, words in cases.items()])
+    left = [p.name for p in tmp_path.iterdir() if not p.name.startswith(("command", "results"))]
+    assert not left
+
+
+def test_a_resume_that_is_refused_leaves_the_run_as_it_is(tmp_path: Path) -> None:
+    mlp = ["train", "digits", *QUICK, "--workers", "1", "--model", "mlp", "--run", "run"]
+    (done,) = run_many(tmp_path, [mlp])
+    assert done.code == 0, done
+    before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
+    _run_cases(tmp_path, [(["resume", "run", flag, "slrm"], (flag,)) for flag in ("--on", "--timeout")])
+    assert {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()} == before
+
+
 def test_a_dry_run_refuses_before_it_prints_and_says_that_the_batch_is_too_large(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     (tmp_path / "taken").mkdir()

@@ -85,10 +85,23 @@ def deadline_s(member: RunMember) -> float:
     return max(LEAST_S, BEATS * min(member.gap_s, 3.0))
 
 
+def may_serve(name: str, index: int, standbys: int) -> bool:
+    """Return whether a process of this name serves an index, or stands by where the run has standbys.
+
+    >>> may_serve("server0", 0, 0), may_serve("standby0", 0, 0), may_serve("server1", 0, 1)
+    (True, False, False)
+    """
+    return name == f"server{index}" or (standbys > 0 and name == f"standby{index}")
+
+
 @dataclass
 class ServingPair:
-    """Who serves one index: the primary and, where there is one, its standby; empty names: nobody."""
+    """Who serves one index: the primary and, where there is one, its standby; empty names: nobody.
 
+    `served_s` is when the index was last known to have a primary.
+    """
+
+    served_s: float
     primary: str = ""
     standby: str = ""
     ready: bool = False

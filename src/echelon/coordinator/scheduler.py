@@ -18,7 +18,7 @@ from echelon.coordinator.state import Coordinator
 from echelon.messages.endpoint import Listener, Sender
 from echelon.messages.framing import Message
 from echelon.messages.identity import RunKeys
-from echelon.messages.sockets import Limits
+from echelon.messages.sockets import Limits, new_context
 from echelon.records.file import Recorder
 from echelon.records.kinds import Steps
 
@@ -52,7 +52,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, record: Recorder, callbacks: Callbacks) -> None:
         self._record, self._callbacks = record, callbacks
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._context = new_context()
         self._sender = Sender(config.keys, "scheduler")
         self.listener = Listener(self._context, self._sender, config.address, Limits(_FRAME_BYTES), TO_COORDINATOR)
         self._journal = Journal(config.folder / "scheduler.jsonl")
@@ -62,6 +62,15 @@ class Scheduler:
 
     def run(self) -> str:
         """Serve until the run is over; returns `completed`, `stopped` or `failed`."""
+        try:
+            self._serve()
+        finally:
+            self.listener.close(linger_ms=1000)
+            self._context.destroy()
+            self._journal.close()
+        return self.state.status
+
+    def _serve(self) -> None:
         poller = zmq.Poller()
         self.listener.register(poller)
         while not self.state.status:
@@ -70,7 +79,6 @@ class Scheduler:
                 pass
             self._do(self.state.tick(time.monotonic()))
         self._farewell(poller)
-        return self.state.status
 
     def _farewell(self, poller: zmq.Poller) -> None:
         """Tell everyone that the run is over, until all have gone or had the time to.
@@ -86,9 +94,6 @@ class Scheduler:
             poller.poll(_POLL_MS)
             self.listener.pump(self._take)
         self._do(self.state.last_words())
-        self.listener.close(linger_ms=1000)
-        self._context.term()
-        self._journal.close()
 
     def _take(self, peer: bytes, message: Message) -> None:
         self._do(self.state.handle(message, peer, time.monotonic()))

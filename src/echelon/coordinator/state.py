@@ -23,7 +23,7 @@ from echelon.coordinator.journal import (
     StepCut,
 )
 from echelon.coordinator.leases import Leases, StepCount
-from echelon.coordinator.members import MemberList, RunMember, ServingPair, server_entry
+from echelon.coordinator.members import MemberList, RunMember, ServingPair, may_serve, server_entry
 from echelon.coordinator.messages import (
     SETUP_TASK,
     AskTask,
@@ -88,7 +88,7 @@ class Coordinator:
         self.members = MemberList()
         self.setup: SetupDone | None = None
         self._config = config
-        self._pairs = [ServingPair() for _ in range(config.policy.servers)]
+        self._pairs = [ServingPair(now_s) for _ in range(config.policy.servers)]
         self._leases: Leases | None = None
         self._evaluations = Evaluations(config.plan, first_tag, now_s)
         self._window = WindowAccumulator(now_s)
@@ -161,6 +161,7 @@ class Coordinator:
         if now_s >= self._members_s and self.setup is not None:
             self._members_s = now_s + REPORT_S
             self._tell_members()
+        self._look_at_servers(now_s)
         if self.members.workers:
             self._last_worker_s = now_s
         elif now_s - self._last_worker_s > self._config.timeout_s:
@@ -269,7 +270,7 @@ class Coordinator:
 
     def _join(self, member: RunMember, now_s: float) -> None:
         join = member.join
-        if isinstance(join, JoinServer) and join.index >= len(self._pairs):
+        if isinstance(join, JoinServer) and not self._has_place(member.name, join.index):
             raise Malformed("content")
         known = self.members.get(member.name)
         if known is not None and (known.session != member.session or known.is_worker != member.is_worker):
@@ -288,6 +289,10 @@ class Coordinator:
             self._worker_joined(member, join, now_s)
         self._tell_members()
 
+    def _has_place(self, name: str, index: int) -> bool:
+        """Whether the run has a server of this name at an index: another one would take the place of who serves it."""
+        return index < len(self._pairs) and may_serve(name, index, self._config.policy.standbys)
+
     def _worker_joined(self, member: RunMember, join: JoinWorker, now_s: float) -> None:
         self._send(member, Welcome(self.setup is not None))
         if self.setup is None or self._leases is None:
@@ -302,8 +307,8 @@ class Coordinator:
     def _server_joined(self, member: RunMember, join: JoinServer) -> None:
         pair = self._pairs[join.index]
         if pair.takes_as_standby(member.name, join):
-            pair.join_standby(member.name, join.ready)
-            if not join.standby:  # its standby has taken over: now it is the standby
+            pair.join_standby(member.name, join.ready and join.standby)
+            if not join.standby:  # its standby has taken over: now it is the standby, and has yet to take what that has
                 self._send(member, BecomeStandby())
         else:
             if join.empty and not join.standby:
@@ -323,6 +328,16 @@ class Coordinator:
         words = f"what {name} held is lost: it has neither a snapshot nor a standby; resume the run"
         self._tell(ServerLost(words, index))
         self._end("failed")
+
+    def _look_at_servers(self, now_s: float) -> None:
+        """Give the run up where a server and its standby are gone for too long: nobody else has what they held."""
+        for index, pair in enumerate(self._pairs):
+            if pair.primary or not self._begun or not self._config.policy.standbys:  # without one it has a snapshot
+                pair.served_s = now_s
+            elif now_s - pair.served_s > self._config.timeout_s and not self.status:
+                words = f"server{index} and its standby are gone for {self._config.timeout_s:g} s, and what they held"
+                self._tell(ServerLost(f"{words}; resume the run", index))
+                self._end("failed")
 
     def _tell_members(self) -> None:
         """Tell all who serves what, where."""

@@ -30,6 +30,7 @@ from echelon.launch.rounds import (
 from echelon.messages.endpoint import Channel, Sender
 from echelon.messages.framing import Content, Message, content, vocabulary
 from echelon.messages.identity import derive_keys, read_secret
+from echelon.messages.sockets import new_context
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -179,7 +180,7 @@ class OtherMachine:
     def __init__(self, rendezvous: Address, folder: Path, arrival: Arrival, terms: RoundSettings) -> None:
         """Take the address of the first machine, and where the run's secret lies, which may come later than this."""
         self._rendezvous, self._folder, self._arrival, self._terms = rendezvous, folder, arrival, terms
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._context = new_context()
         self._channel: Channel | None = None
         self._connected = self._sent = 0.0
         self._number = 0  # of the newest question
@@ -285,4 +286,4 @@ class OtherMachine:
             if self._known and not isinstance(self._order, Over):
                 self._send(Left(reason), time.monotonic())
             self._channel.socket.close(linger=int(1000 * AGAIN_S))
-        self._context.term()
+        self._context.destroy()

@@ -25,7 +25,7 @@ from echelon.core.errors import UserError
 from echelon.messages.endpoint import Channel, Listener, Sender, ask_once
 from echelon.messages.framing import Content, Message, content, vocabulary
 from echelon.messages.identity import SECRET_VARIABLE, derive_keys, read_secret
-from echelon.messages.sockets import Limits
+from echelon.messages.sockets import Limits, new_context
 
 LIMITS = Limits(1 << 20, queued=1000)
 _POLL_MS = 200
@@ -167,13 +167,13 @@ class Meeting(Generic[RequestT]):
             UserError: the port is taken.
         """
         self._request, self._answer = request, answer
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._context = new_context()
         self._sender = Sender(derive_keys(secret), "meeting")
         try:
             address = f"tcp://*:{rendezvous.port}"
             self.listener = Listener(self._context, self._sender, address, LIMITS, vocabulary(request))
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self._context.destroy()
             taken = error.errno == zmq.EADDRINUSE
             reason = "the port is taken by another program" if taken else error.strerror
             raise UserError(f"--rendezvous {rendezvous}: {reason}; choose another, the same on all machines") from None
@@ -191,11 +191,12 @@ class Meeting(Generic[RequestT]):
     def _serve(self) -> None:
         poller = zmq.Poller()
         self.listener.register(poller)
-        while not self._over.is_set():
-            poller.poll(_POLL_MS)
-            self.listener.pump(self._take)
-        self.listener.close()
-        self._context.term()
+        try:
+            while not self._over.is_set():
+                poller.poll(_POLL_MS)
+                self.listener.pump(self._take)
+        finally:
+            self._context.destroy()
 
     def _take(self, peer: bytes, message: Message) -> None:
         assert isinstance(message.content, self._request)
@@ -241,7 +242,7 @@ def _attempt(rendezvous: Address, folder: Path, arrival: Arrival) -> tuple[Conte
         keys = derive_keys(read_secret(folder))
     except UserError as error:
         return AskLater(), str(error)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    context = new_context()
     known = vocabulary(Admission, AskLater, MeetingRefusal)
     line = Channel(context, Sender(keys, "machine"), f"tcp://{rendezvous}", LIMITS, known)
     try:
@@ -249,8 +250,7 @@ def _attempt(rendezvous: Address, folder: Path, arrival: Arrival) -> tuple[Conte
     except TimeoutError:
         return AskLater(), NO_ANSWER.format(folder=folder)
     finally:
-        line.close()
-        context.term()
+        context.destroy()
     return answer, "its scheduler is not there yet"
 
 

@@ -87,7 +87,11 @@ class Listener:
     def __init__(self, context: Context, sender: Sender, address: str, limits: Limits, known: Vocabulary) -> None:
         self.sender = sender
         self.check = PeerCheck(context, sender.keys)
-        self.socket, self.address = listen(context, sender.keys, address, limits)
+        try:
+            self.socket, self.address = listen(context, sender.keys, address, limits)
+        except zmq.ZMQError:
+            self.check.socket.close()
+            raise
         self._guard, self._known = ReplayGuard(), known
         self._limit = limits.frame_bytes
         self.messages = 0

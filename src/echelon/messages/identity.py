@@ -93,7 +93,6 @@ class PeerCheck:
         self._allowed = z85.decode(keys.peer_public)
         self.refused = 0
         self.socket = context.socket(zmq.REP)
-        self.socket.linger = 0
         self.socket.bind(_ZAP_ENDPOINT)
 
     def answer(self) -> None:

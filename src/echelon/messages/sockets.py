@@ -26,6 +26,13 @@ class Limits:
     queued: int = 20_000
 
 
+def new_context() -> Context:
+    """Return a context of which no socket waits, when it is closed, for messages to leave, unless it is told to."""
+    context = Context(io_threads=1)
+    context.linger = 0
+    return context
+
+
 def listen(context: Context, keys: RunKeys, address: str, limits: Limits) -> tuple[Socket, str]:
     """Bind a ROUTER; returns it and the address that peers connect to.
 
@@ -36,6 +43,14 @@ def listen(context: Context, keys: RunKeys, address: str, limits: Limits) -> tup
         zmq.ZMQError: the address is taken or not this machine's.
     """
     socket = context.socket(zmq.ROUTER)
+    try:
+        return socket, _bind(socket, keys, address, limits)
+    except zmq.ZMQError:
+        socket.close()
+        raise
+
+
+def _bind(socket: Socket, keys: RunKeys, address: str, limits: Limits) -> str:
     _common(socket, limits, address)
     if not address.startswith(LOCAL):
         socket.curve_server = True
@@ -46,10 +61,10 @@ def listen(context: Context, keys: RunKeys, address: str, limits: Limits) -> tup
     socket.router_handover = True  # a peer that connects again takes its old place
     socket.bind(address)
     if address.startswith(LOCAL):
-        return socket, address
+        return address
     port = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
     host = address.removeprefix("tcp://").rpartition(":")[0]
-    return socket, f"tcp://{host}:{port}"
+    return f"tcp://{host}:{port}"
 
 
 def connect(context: Context, keys: RunKeys, address: str, limits: Limits, identity: bytes) -> Socket:
@@ -95,7 +110,6 @@ def give(socket: Socket, frames: Sequence[Any]) -> None:
 def _common(socket: Socket, limits: Limits, address: str) -> None:
     if address.startswith(LOCAL):
         socket.sndbuf = LOCAL_BUFFER_BYTES
-    socket.linger = 0
     socket.sndhwm = limits.queued
     socket.rcvhwm = limits.queued
     socket.maxmsgsize = limits.frame_bytes + SLACK_BYTES

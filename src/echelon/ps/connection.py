@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import zmq
 from torch import Tensor
 
 from echelon.compression.base import State
@@ -46,7 +45,7 @@ from echelon.coordinator.messages import (
 from echelon.messages.endpoint import Channel, Sender, SocketTraffic
 from echelon.messages.framing import Content, Message
 from echelon.messages.plain import Malformed
-from echelon.messages.sockets import Limits
+from echelon.messages.sockets import Limits, new_context
 from echelon.ps.coding import KeyCoding, downward, upward
 from echelon.ps.keystore import PushOutcome
 from echelon.ps.messages import TO_PS_WORKER, Durable, KeyValue, Pull, PushAck, PushGradient, PutDone, StateOf
@@ -76,7 +75,7 @@ class Connection:
         self.welcome: Welcome | None = None
         self.fetched: dict[int, Message] = {}
         self.changes = 0
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._context = new_context()
         self._limits = Limits(1 << 30, queued=20_000)
         self._scheduler = Channel(self._context, self.sender, config.scheduler, self._limits, TO_WORKER)
         self._links: dict[int, ServerLink] = {}
@@ -121,6 +120,8 @@ class Connection:
             self.later(lambda: self._scheduler.send(LeaveRun(self._moved())))
             self.later(self._stop)
             self._thread.join(5)
+        elif self._thread.ident is None:
+            self._context.destroy()
         self._wakeups.close()
 
     def call_while_waiting(self, call: Callable[[], None], every_s: float) -> None:
@@ -197,10 +198,8 @@ class Connection:
             with self._turn:
                 self._over = True
                 self._wakeups.call()
-                for link in self._links.values():
-                    link.channel.close()
                 self._scheduler.close(linger_ms=1000)  # the farewell may leave
-            self._context.term()
+            self._context.destroy()
 
     def _loop(self) -> None:
         beat_s = 0.0

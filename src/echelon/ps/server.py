@@ -15,7 +15,7 @@ from echelon.checkpoint import CheckpointStore
 from echelon.coordinator.messages import TO_SERVER, Promote
 from echelon.messages.endpoint import Channel, Listener, Sender
 from echelon.messages.framing import Message
-from echelon.messages.sockets import Limits
+from echelon.messages.sockets import Limits, new_context
 from echelon.ps.messages import TO_PS_SERVER, TO_STANDBY, Attach
 from echelon.ps.server_state import ServerState
 from echelon.ps.serving import Effect, Follow, Reply, SaveSnapshot, ServerConfig, TellPrimary, TellScheduler
@@ -31,7 +31,7 @@ class Server:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.sender = Sender(config.keys, config.name)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._context = new_context()
         self._limits = Limits(config.frame_bytes, queued=20_000)
         self.listener = Listener(self._context, self.sender, config.address, self._limits, TO_PS_SERVER)
         self._scheduler = Channel(self._context, self.sender, config.scheduler, self._limits, TO_SERVER)
@@ -45,6 +45,12 @@ class Server:
 
     def run(self) -> None:
         """Serve until the run is over."""
+        try:
+            self._serve()
+        finally:
+            self._close()
+
+    def _serve(self) -> None:
         self.listener.register(self._poller)
         self._poller.register(self._scheduler.socket, zmq.POLLIN)
         # The first optimizer of a process imports for seconds: before anyone waits for this server.
@@ -69,18 +75,16 @@ class Server:
             if time.monotonic() >= beat_s:
                 self._beat()
                 beat_s = time.monotonic() + BEAT_S
-        self._close()
 
     def _close(self) -> None:
         """Finish the snapshot that is being written, close all sockets."""
-        self._pool.shutdown(wait=True)
-        if self._writing is not None:
-            self._writing.result()
-        self._snapshots.close()
-        self._follow("")
-        self.listener.close()
-        self._scheduler.close()
-        self._context.term()
+        try:
+            self._pool.shutdown(wait=True)
+            if self._writing is not None:
+                self._writing.result()
+            self._snapshots.close()
+        finally:
+            self._context.destroy()
 
     def _beat(self) -> None:
         traffic = self.sender.traffic

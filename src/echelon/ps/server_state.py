@@ -83,6 +83,7 @@ class ServerState:
         self.load = ServerCounters()
         self.is_standby = config.name.startswith("standby")
         self.ended = False
+        self._lags, self._operation = False, 0
         self._buffers: dict[str, Tensor] = {}
         self._copies: dict[int, dict[int, StateTree]] = {}
         self._parked: dict[int, list[tuple[bytes, str, Pull]]] = {}
@@ -138,6 +139,8 @@ class ServerState:
             case BecomeStandby():
                 self._demote()
             case JoinAgain():
+                if self.is_standby:  # who was thought dead was left out of what the primary did meanwhile
+                    self._lag()
                 self._join()
                 self._durability.told(0.0)
             case RunEnded():
@@ -198,8 +201,8 @@ class ServerState:
 
     @property
     def ready(self) -> bool:
-        """Whether every key is here."""
-        return self.table is not None and len(self.stores) == self._keys
+        """Whether every key is here, and is what the primary holds where this server stands by."""
+        return self.table is not None and len(self.stores) == self._keys and not self._lags
 
     def beat(self) -> ServerBeat:
         """Return what the run's record shows of this server's work, without that of its sockets."""
@@ -520,38 +523,60 @@ class ServerState:
     def _follow(self, address: str) -> None:
         if not address or address in (self._address, self._primary_address):
             return
-        if self._primary_address:
-            self.stores.clear()  # of a primary that is gone, and that another standby has followed
+        self._lag()
         self._primary_address = address
         self._effects.append(Follow(address))
+
+    def _lag(self) -> None:
+        """Take everything from the primary again: what is here may lack some of what it did. Until then it stays, for
+        nobody else may have it.
+        """
+        self._lags, self._primary_address = True, ""
 
     def _replay(self, message: Message, now_s: float) -> None:
         match message.content:
             case SetTable():
                 self.set_table(table_from_bytes(bytes(message.frames[0])))
+                self.stores.clear()  # everything follows
+                self._lags, self._operation = False, 0
             case PutState(key=key, meta=meta):
                 self.put(key, unpack_state(meta, message.frames), now_s)
                 if self.ready:
                     self._join()
-            case ReplicatedPush(number=number, worker=worker, push=push, scale=scale):
+            case ReplicatedPush() | ReplicatedPull() | ReplicatedBuffers() as operation:
+                if self._is_next(operation.number):
+                    self._repeat(operation, message, now_s)
+                    self._operation = operation.number
+                    self._effects.append(TellPrimary(OperationDone(operation.number)))
+
+    def _is_next(self, number: int) -> bool:
+        """Whether an operation follows the one before; where some are missing everything is taken again."""
+        if not self._lags and self._operation and number != self._operation + 1:
+            self._lag()
+            self._join()
+        return not self._lags
+
+    def _repeat(
+        self, operation: ReplicatedPush | ReplicatedPull | ReplicatedBuffers, message: Message, now_s: float
+    ) -> None:
+        match operation:
+            case ReplicatedPush(worker=worker, push=push, scale=scale):
                 self._apply(self._store_of(push.key), self._decoded(message, push, worker, scale))
-                self._effects.append(TellPrimary(OperationDone(number)))
-            case ReplicatedPull(number=number, worker=worker, key=key):
+            case ReplicatedPull(worker=worker, key=key):
                 self._note_pull(worker, self._store_of(key), now_s)
-                self._effects.append(TellPrimary(OperationDone(number)))
-            case ReplicatedBuffers(number=number, worker=worker):
+            case ReplicatedBuffers(worker=worker):
                 self._take_buffers(worker, message.frames[0])
-                self._effects.append(TellPrimary(OperationDone(number)))
 
     def _promote(self) -> None:
         if self.is_standby:
-            self.is_standby, self._primary_address = False, ""
+            # What an operation lacks that never came was not acknowledged: workers push it again.
+            self.is_standby, self._primary_address, self._lags = False, "", False
             self._effects.append(Follow(""))
             self._join()
 
     def _demote(self) -> None:
-        """Become a standby: another server has taken over, and what this one holds may differ from it."""
+        """Become a standby: another server has taken over. What is here stays until that one gives what it holds."""
         if not self.is_standby:
             self.is_standby = True
             self._replication.forget()
-            self.stores.clear()
+            self._lag()

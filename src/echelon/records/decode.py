@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, partial
 from types import UnionType
@@ -62,6 +63,37 @@ def _decoder(hint: Any) -> Decoder:
     if is_dataclass(hint):
         return partial(_nested, hint)
     return {float: number, int: _integer, str: _text, bool: _flag, Any: lambda value: value}[hint]
+
+
+class ReadableRows(tuple[T, ...]):
+    """The rows of a line that could be read; `left_out` could not."""
+
+    left_out = 0
+
+
+def readable_rows(read: Callable[[Any], T]) -> Callable[[Any], ReadableRows[T]]:
+    """Return what reads a list of rows, each by `read`, and counts those that are not what they should be."""
+
+    def decoder(rows: Any) -> ReadableRows[T]:
+        """Read the rows.
+
+        Raises:
+            TypeError: it is no list.
+        """
+        readable = []
+        for row in _checked(rows, list):
+            with suppress(AttributeError, KeyError, TypeError, ValueError):
+                readable.append(read(row))
+        result = ReadableRows(readable)
+        result.left_out = len(rows) - len(readable)
+        return result
+
+    return decoder
+
+
+def left_out(rows: Sequence[Any]) -> int:
+    """Return how many rows could not be read, of a sequence that was read; 0 for one that was made."""
+    return rows.left_out if isinstance(rows, ReadableRows) else 0
 
 
 def _nested(kind: Any, value: Any) -> Any:

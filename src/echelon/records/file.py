@@ -125,13 +125,17 @@ class LineReader:
         lines: that were read so far, those left out included.
         torn: lines that are no JSON objects with a kind.
         unreadable: lines that are not what their kind needs.
+        unreadable_rows: of lines that were read, rows that are not what they should be.
         offset: in the file that is read, behind the last whole line.
     """
 
     def __init__(self, only: tuple[type[Record], ...] = ()) -> None:
         """Read `only` some types of lines, whose subclasses count, or all."""
         self._only, self._kinds = only, {record.kind for record in only}
-        self.offset = self.lines = self.torn = self.unreadable = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.offset = self.lines = self.torn = self.unreadable = self.unreadable_rows = 0
 
     def read_lines(self, file: BinaryIO, first: bool, to_end: bool, every: int = 1) -> Iterator[Record]:
         """Yield the records of a file from `offset` on.
@@ -173,7 +177,10 @@ class LineReader:
         except (KeyError, TypeError, ValueError, AttributeError):
             self.unreadable += 1
             return None
-        return record if record is None or not self._only or isinstance(record, self._only) else None
+        if record is None or (self._only and not isinstance(record, self._only)):
+            return None
+        self.unreadable_rows += record.rows_left_out
+        return record
 
 
 class RecordReader(LineReader):
@@ -195,7 +202,8 @@ class RecordReader(LineReader):
             new = self._unread(files)
             replaced = new is None
             if new is None:
-                self._file_id = self.offset = self.lines = self.torn = self.unreadable = 0
+                self._begin()
+                self._file_id = 0
                 new = files
             records: list[Record] = []
             for file in new:

@@ -10,10 +10,11 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from echelon.core.task import BEFORE_TASKS, TaskFacts
-from echelon.records.decode import decode, nan_number, number
+from echelon.records.decode import decode, left_out, nan_number, number, readable_rows
 
 VERSION = 1
 """Of what this package writes; written in `start`. 0: of runs before versions were written."""
@@ -41,6 +42,11 @@ class Record:
             ValueError: its fields contradict each other.
         """
         return self
+
+    @property
+    def rows_left_out(self) -> int:
+        """How many rows of the line could not be read, where its rows are read one by one."""
+        return 0
 
 
 def _shell(command: Any) -> str:
@@ -374,19 +380,6 @@ def _rounded(value: float) -> float | None:
     return round(value, 1) if math.isfinite(value) else None
 
 
-def _actions(rows: Any) -> tuple[PipelineAction, ...]:
-    """Read rows; those that are not what they should be are left out."""
-    actions = []
-    for row in rows:
-        try:
-            rank, stage, microbatch, kind, begin_s, end_s = row
-            rank, stage, microbatch = (int(number(place)) for place in (rank, stage, microbatch))
-            actions.append(PipelineAction(rank, stage, microbatch, str(kind), number(begin_s), number(end_s)))
-        except (TypeError, ValueError):
-            continue
-    return tuple(actions)
-
-
 @dataclass(frozen=True)
 class PipelineAction:
     """One computation of a stage on a micro-batch, in seconds since the step began.
@@ -405,6 +398,17 @@ class PipelineAction:
         """Return it as the record holds it."""
         return [self.rank, self.stage, self.microbatch, self.kind, self.begin_s, self.end_s]
 
+    @staticmethod
+    def of(row: Any) -> PipelineAction:
+        """Read what the record holds.
+
+        Raises:
+            TypeError, ValueError: it is no row of this kind.
+        """
+        rank, stage, microbatch, kind, begin_s, end_s = row
+        rank, stage, microbatch = (int(number(place)) for place in (rank, stage, microbatch))
+        return PipelineAction(rank, stage, microbatch, str(kind), number(begin_s), number(end_s))
+
 
 def idle_share(actions: Sequence[PipelineAction], ranks: int) -> float:
     """Return the share of a step in which ranks computed nothing, from the first computation to the last.
@@ -422,9 +426,14 @@ class PipelineStep(Record):
 
     kind: ClassVar[str] = "pipeline"
     step: int
-    actions: Annotated[Sequence[PipelineAction], _actions]
+    actions: Annotated[Sequence[PipelineAction], readable_rows(PipelineAction.of)]
     schedule: str = "?"
     microbatches: int | None = None
+
+    @property
+    def rows_left_out(self) -> int:
+        """How many computations could not be read."""
+        return left_out(self.actions)
 
     def idle_share(self) -> float:
         """Return the share of the step in which its ranks computed nothing."""
@@ -507,17 +516,6 @@ class Alternative:
     overlap: int = 0
 
 
-def _alternatives(rows: Any) -> tuple[Alternative, ...]:
-    """Read rows; those that are not what they should be are left out."""
-    alternatives = []
-    for row in rows:
-        try:
-            alternatives.append(decode(Alternative, row))
-        except (AttributeError, KeyError, TypeError, ValueError):
-            continue
-    return tuple(alternatives)
-
-
 @dataclass(frozen=True)
 class Alternatives(Record):
     """What other ways to communicate would cost, measured at the run's end; `now` are the run's own settings."""
@@ -525,7 +523,12 @@ class Alternatives(Record):
     kind: ClassVar[str] = "alternatives"
     now: Mapping[str, str]
     latency_s: float = 0.0
-    rows: Annotated[Sequence[Alternative], _alternatives] = ()
+    rows: Annotated[Sequence[Alternative], readable_rows(partial(decode, Alternative))] = ()
+
+    @property
+    def rows_left_out(self) -> int:
+        """How many ways could not be read."""
+        return left_out(self.rows)
 
 
 @dataclass(frozen=True)

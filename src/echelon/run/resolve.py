@@ -15,14 +15,16 @@ from echelon.core.layout import Layout, parse_layout
 from echelon.core.link import Link, parse_link
 from echelon.core.spec import parse_spec
 from echelon.core.units import parse_seconds
+from echelon.launch.places import check_place
 from echelon.sync.registry import STRATEGIES
+from echelon.tasks.registry import check_task
 
 if TYPE_CHECKING:
     from echelon.trainer.resolved import ResolvedRun
 
 
 def check_names(config: RunConfig) -> None:
-    """Refuse strategies that do not exist, and settings that they do not have, without importing torch.
+    """Refuse strategies, tasks and places that do not exist, and settings that strategies do not have, without torch.
 
     Raises:
         UserError: names the setting, and the nearest that exists.
@@ -36,6 +38,8 @@ def check_names(config: RunConfig) -> None:
         codecs.check(strategy.compression)
     with naming("--collective"):
         PATHS.check(parse_spec(strategy.collective))
+    check_task(config.task)
+    check_place(config.launch.on)
 
 
 def layout_of(config: RunConfig) -> Layout:

@@ -17,6 +17,7 @@ from echelon.core.files import full_disk_in_words
 from echelon.core.stop import StopFlag, Stopped, stop_on_signals, stopped_exit_code
 from echelon.launch.link import check_link
 from echelon.launch.places import build_place
+from echelon.launch.places.base import Place
 from echelon.launch.places.local import start_import_server
 from echelon.launch.plan import LaunchPlan, is_worker, thread_count, worker_count
 from echelon.launch.supervisor import Refused, RunFailed, supervise
@@ -84,9 +85,10 @@ def start(config: RunConfig, user_objects: UserObjects | None = None) -> Outcome
     plan = plan_of(config, path, user_objects)
     _begin_imports(plan)
     run = check(config, user_objects)  # before there is a folder: what is refused leaves nothing behind
-    folders.create(path, config)
-    with _lock(path, config):
-        return _run_here(run, plan, path)
+    with closing(build_place(config.launch.on)) as place:
+        folders.create(path, config)
+        with _lock(path, config):
+            return _run_here(run, plan, path, place)
 
 
 def start_again(path: Path, config: RunConfig) -> Outcome:
@@ -96,13 +98,16 @@ def start_again(path: Path, config: RunConfig) -> Outcome:
         UserError: it cannot start as described, or goes on already.
     """
     with _lock(path, config):
-        folders.prepare(path, config)
         if is_worker():
+            folders.prepare(path, config)
             return _as_worker(path)
         check_names(config)
         plan = plan_of(config, path)
         _begin_imports(plan)
-        return _run_here(check(config), plan, path)
+        run = check(config)  # before its description is replaced: what is refused changes nothing
+        with closing(build_place(config.launch.on)) as place:
+            folders.prepare(path, config)
+            return _run_here(run, plan, path, place)
 
 
 def check(config: RunConfig, user_objects: UserObjects | None = None) -> ResolvedRun:
@@ -118,11 +123,11 @@ def check(config: RunConfig, user_objects: UserObjects | None = None) -> Resolve
         with naming("--link"):
             check_link(link)
     from echelon.data import check_source
-    from echelon.tasks.registry import check_task
+    from echelon.tasks.registry import build_task
     from echelon.trainer.compatibility import check_strategies
 
-    if user_objects is None or user_objects.task is None:
-        check_task(config.task)
+    if ":" in config.task and (user_objects is None or user_objects.task is None):
+        build_task(config.task)
     if user_objects is None or user_objects.source is None:
         check_source(config.data.source)
     run = resolve(config)
@@ -193,12 +198,12 @@ def _as_worker(path: Path, user_objects: UserObjects | None = None) -> Outcome:
         return _outcome(path, train_rank(path, stop, user_objects), stop.signum)
 
 
-def _run_here(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Outcome:
+def _run_here(run: ResolvedRun, plan: LaunchPlan, path: Path, place: Place) -> Outcome:
     """Run this machine's processes to the end; a signal stops them after a checkpoint."""
     with full_disk_in_words(path), stop_on_signals(raises=True) as stop:
         record = Recorder(path)
         try:
-            status = _run(run, plan, path, record, stop)
+            status = _run(run, plan, place, path, record, stop)
         except Stopped:
             status = "stopped"
             if plan.nodes.most == 1:
@@ -227,7 +232,7 @@ def _begin_imports(plan: LaunchPlan) -> None:
     start_import_server(plan.preload)
 
 
-def _run(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Recorder, stop: StopFlag) -> str:
+def _run(run: ResolvedRun, plan: LaunchPlan, place: Place, path: Path, record: Recorder, stop: StopFlag) -> str:
     """Run this machine's processes to the end of the run; returns `completed`, `stopped` or `failed`.
 
     Raises:
@@ -235,7 +240,6 @@ def _run(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Recorder, stop:
     """
     plan.log_dir.mkdir(parents=True, exist_ok=True)
     with (
-        closing(build_place(run.config.launch.on)) as place,
         this_machine(run, plan, path, record) as machine,
         watched(machine, place, run, path, record) as (job, watch),
     ):

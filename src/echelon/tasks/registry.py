@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING
 
-from echelon.core.errors import UserError, unknown
+from echelon.core.errors import UserError, naming, unknown
 from echelon.core.own import find_own
 from echelon.core.registry import Registry
 
@@ -23,7 +23,8 @@ def check_task(name: str) -> None:
         UserError: with the nearest one.
     """
     if name != AUTO and ":" not in name and _file_name(name) not in TASKS.names():
-        raise unknown("task", name, [*(each.replace("_", "-") for each in TASKS.names()), AUTO, "module:Class"])
+        with naming("--task"):
+            raise unknown("task", name, [*(each.replace("_", "-") for each in TASKS.names()), AUTO, "module:Class"])
 
 
 def build_task(name: str) -> Task:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import zmq
@@ -47,7 +47,9 @@ KEYS = derive_keys(b"t" * 32)
 
 @dataclass
 class Cluster:
-    """One run's roles; `stop` joins them all."""
+    """One run's roles; `stop` joins them all. `running`: those that a test has not joined yet, for it to end them."""
+
+    running: ClassVar[list[Cluster]] = []
 
     folder: Path
     settings: ServerSettings
@@ -58,6 +60,7 @@ class Cluster:
     timeout_s: float = 30.0
     threads: list[threading.Thread] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
+    roles: list[Server] = field(default_factory=list)
     serving: dict[str, threading.Thread] = field(default_factory=dict)
     windows: list[Steps] = field(default_factory=list)
 
@@ -73,6 +76,7 @@ class Cluster:
             config, self.record, Callbacks(ignore, lambda steps, _: self.windows.append(steps), ignore)
         )
         self._spawn(self.scheduler.run)
+        self.running.append(self)
         self.servers = [self.server(i) for i in range(self.settings.servers)]
 
     def server(self, index: int, name: str = "") -> Server:
@@ -82,6 +86,7 @@ class Cluster:
             "tcp://127.0.0.1:0", read(self.compression), 0, self.folder, lambda tensors, decay: self.optimizer(tensors),
         )  # fmt: skip
         server = Server(config)
+        self.roles.append(server)
         self._spawn(server.run)
         self.serving[server.config.name] = self.threads[-1]
         return server
@@ -160,8 +165,17 @@ class Cluster:
             assert time.monotonic() < ends, "the scheduler did not hear of a death"
             time.sleep(0.001)
 
+    def end(self) -> None:
+        """End every role now, and wait for them."""
+        for server in self.roles:
+            server.state.ended = True
+        self.scheduler.state.status = self.scheduler.state.status or "stopped"
+        self.stop()
+
     def stop(self, timeout_s: float = 30, expect: tuple[type[BaseException], ...] = ()) -> None:
         """Wait until every role has ended by itself, or with what is expected."""
+        if self in self.running:
+            self.running.remove(self)
         for thread in self.threads:
             thread.join(timeout_s)
         self.record.close()

@@ -18,6 +18,10 @@ REFUSED = [
     ("--compression", "int8+hufman", "did you mean huffman?"),
     ("--collective", "hierarchical(grup=2)", "did you mean group?"),
     ("--parallel", "dp=2,tpp=2", "did you mean tp?"),
+    ("--task", "image-clasification", "did you mean image-classification?"),
+    ("--task", "regresion", "known: auto"),
+    ("--on", "locl", "did you mean local?"),
+    ("--on", "slrm", "known: local"),
 ]
 
 

@@ -268,6 +268,38 @@ def test_a_standby_that_is_ready_takes_over() -> None:
     (members,) = run.sent("a", Members)[-1:]
     assert isinstance(members, Members) and members.servers[0].address == "ipc://standby0"
     assert members.servers[0].standby == "server0" and not run.state.status
+    run.say("launcher", Died("standby0"))
+    assert not run.sent("server0", Promote)  # it was ready as what it was before, and has nothing of its successor yet
+
+
+@pytest.mark.parametrize(("name", "standby"), [("server1", False), ("standby0", True), ("standby1", True)])
+def test_who_has_no_place_takes_none(name: str, standby: bool) -> None:
+    """A server that was silent for too long comes back as what it was: nobody else may have taken its place."""
+    run = Run()
+    run.begin("a")
+    with pytest.raises(Malformed):
+        run.say(name, replace(READY, address="ipc://elsewhere", standby=standby))
+    run.tick(5.0)
+    assert run.told(ServerGone)
+    run.say("server0", READY)
+    assert not run.sent("server0", BecomeStandby) and not run.sent(name, Promote)
+    (members,) = run.sent("server0", Members)[-1:]
+    assert isinstance(members, Members) and members.servers[0].address == READY.address
+
+
+def test_a_run_whose_server_and_standby_are_gone_is_given_up() -> None:
+    run = Run(replace(FREE, standbys=1))
+    run.begin("a")
+    run.say("standby0", replace(READY, address="ipc://standby0", standby=True))
+    run.ask("a")
+    for name in ("server0", "standby0"):
+        run.say("launcher", Died(name))
+    run.sessions["standby0"] += 1
+    for _ in range(40):
+        run.say("standby0", replace(READY, address="ipc://standby0", standby=True, ready=False, empty=True))
+        run.say("a", JoinWorker("model"))
+        run.tick(1.6)
+    assert run.state.status == "failed" and len(run.told(ServerLost)) == 1
 
 
 def test_an_empty_server_after_the_first_gradient_ends_the_run() -> None:

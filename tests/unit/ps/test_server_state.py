@@ -17,6 +17,7 @@ from echelon.coordinator.messages import (
     BecomeStandby,
     CatchUp,
     CopyKept,
+    JoinAgain,
     JoinServer,
     KeepCopy,
     Members,
@@ -227,7 +228,42 @@ def test_a_standby_takes_over_and_counts_what_it_has_once() -> None:
     standby.push("worker0", 1)
     assert standby.state.load.duplicates == 1 and standby.state.stores[0].version == 2
     primary.say("scheduler", BecomeStandby())
-    assert primary.state.is_standby and not primary.state.stores
+    assert primary.state.is_standby and not primary.state.ready
+    assert primary.state.stores[0].version == 1  # until another one gives what it holds
+
+
+def test_a_standby_that_was_thought_dead_takes_everything_again() -> None:
+    """What its primary did meanwhile was acknowledged without it."""
+    primary, standby = pair()
+    replicate(primary, standby)
+    primary.say("scheduler", Members([ENTRY], ["worker0"], 0))
+    primary.push("worker0", 0)
+    primary.tick()
+    assert primary.sent("worker0", PushAck)
+    standby.effects.clear()
+    standby.say("scheduler", JoinAgain())
+    assert [join.ready for join in standby.told(JoinServer)] == [False]
+    standby.say("scheduler", Members([replace(ENTRY, standby="standby0")], ["worker0"], 0))
+    assert Follow("ipc://server0") in standby.effects
+    primary.say("standby0", Attach())
+    replicate(primary, standby)
+    assert torch.equal(primary.value, standby.value) and standby.told(JoinServer)[-1].ready
+
+
+def test_a_standby_that_missed_an_operation_takes_everything_again() -> None:
+    primary, standby = pair()
+    primary.push("worker0", 0)
+    replicate(primary, standby)
+    primary.push("worker0", 1)
+    primary.effects = [e for e in primary.effects if not (isinstance(e, Reply) and e.peer == b"standby0")]
+    primary.push("worker0", 2)
+    assert not replicate(primary, standby) and not standby.told(JoinServer)[-1].ready
+    primary.push("worker0", 3)
+    assert not replicate(primary, standby) and standby.state.stores[0].version == 1
+    standby.say("scheduler", Members([ENTRY], ["worker0"], 0))
+    primary.say("standby0", Attach())
+    replicate(primary, standby)
+    assert torch.equal(primary.value, standby.value) and standby.told(JoinServer)[-1].ready
 
 
 def restarted(settings: ServerSettings) -> Role:

@@ -123,6 +123,19 @@ def test_a_line_that_is_not_what_its_kind_needs_is_counted_and_left_out(tmp_path
     assert (reader.lines, reader.torn, reader.unreadable) == (2, 0, 1)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"kind": "pipeline", "step": 3, "actions": [[0, 0, 0, "forward", 0.0, 1.0], [0, 0], [0, 0, 0, "x", 0.0, None]]},
+        {"kind": "alternatives", "now": {}, "rows": [{"settings": "torn"}, 3]},
+    ],
+)
+def test_rows_that_are_not_what_they_should_be_are_counted_and_left_out(tmp_path: Path, line: object) -> None:
+    reader = RecordReader(write(tmp_path, {"t": 1.0, **line}))  # type: ignore[dict-item]
+    (record,) = reader.read()[1]
+    assert (reader.unreadable, reader.unreadable_rows, record.rows_left_out) == (0, 2, 2)
+
+
 def test_columns_that_do_not_fit_are_left_out_of_a_window(tmp_path: Path) -> None:
     line = {"t": 1.0, "kind": "steps", "step": 5, "losses": [1.0], "seconds": 1, "waits": [[1.0, 2.0]], "gc_s": [1.0]}
     (steps,) = read_records(write(tmp_path, line), kinds.Steps)

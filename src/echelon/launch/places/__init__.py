@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from pathlib import Path
 
-from echelon.core.errors import UserError, nearest
+from echelon.core.errors import UserError, naming, unknown
 from echelon.core.own import find_own
 from echelon.launch.places.base import Place
 
@@ -23,18 +23,25 @@ def _classes() -> dict[str, type[Place]]:
     return {v.name: v for v in members if isinstance(v, type) and issubclass(v, Place) and v is not Place}
 
 
+def check_place(name: str) -> None:
+    """Refuse a name that no place has, without importing a user's own.
+
+    Raises:
+        UserError: with the nearest one.
+    """
+    if ":" not in name and name not in names():
+        with naming("--on"):
+            raise unknown("place", name, [*names(), "module:Class"])
+
+
 def build_place(name: str) -> Place:
     """Build a place from its name.
 
     Raises:
         UserError: there is no such place.
     """
-    if ":" in name:
-        return _own(name)
-    classes = _classes()
-    if name not in classes:
-        raise UserError(f"--on {name}: unknown place; {nearest(name, classes)}there is: {', '.join(sorted(classes))}")
-    return classes[name]()
+    check_place(name)
+    return _own(name) if ":" in name else _classes()[name]()
 
 
 def _own(name: str) -> Place:

@@ -133,8 +133,8 @@ class LiveRun:
 
     @property
     def torn(self) -> int:
-        """Whole lines of the record that are none of its entries."""
-        return self._reader.torn + self._reader.unreadable
+        """Whole lines of the record that are none of its entries, and rows within entries that cannot be read."""
+        return self._reader.torn + self._reader.unreadable + self._reader.unreadable_rows
 
     def refresh(self) -> bool:
         """Read what was added; returns whether anything was."""

@@ -184,6 +184,9 @@ def _read_all(run: Path, notes: list[str]) -> list[Record]:
     if reader.unreadable:
         share = f"{reader.unreadable} of {reader.lines - reader.torn} entries of {RECORD_FILE}"
         notes.append(f"{share} are not what their kind needs: left out.")
+    if reader.unreadable_rows:
+        rows = f"{reader.unreadable_rows} row{'s' * (reader.unreadable_rows > 1)} within entries of {RECORD_FILE}"
+        notes.append(f"{rows} not what they should be: left out.")
     return records
 
 
