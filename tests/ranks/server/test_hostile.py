@@ -265,7 +265,7 @@ def test_without_the_key(served: tuple[Cluster, Server], context: Context, secre
 
 
 def test_bytes_that_are_no_zeromq(served: tuple[Cluster, Server], context: Context) -> None:
-    cluster, server = served
+    _, server = served
     draw = random.Random(3)
     host, _, port = server.listener.address.removeprefix("tcp://").rpartition(":")
     used = psutil.Process(os.getpid()).memory_info().rss
