@@ -53,6 +53,11 @@ def wait_for_own_lock() -> None:
         return
 
 
+def crawl() -> None:
+    """Take long, each time."""
+    time.sleep(SLOW_S)
+
+
 def compute_without_a_word() -> None:
     """Hold the interpreter's lock for good, as a library in C may."""
     while True:
@@ -74,7 +79,7 @@ FAULTS = {
     "gil": compute_without_a_word,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "cut": cut_the_link,
-    "slow": lambda: time.sleep(SLOW_S),
+    "slow": crawl,
 }
 
 

@@ -24,6 +24,8 @@ _DOING = {
     "recording": "recording",
     SERVING: "serving",
 }
+_PARTS_OF_STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
+TIMES_USUAL = 10.0
 _NAMED = 8  # ranks, before they are counted
 
 
@@ -58,6 +60,7 @@ class Observed:
         is_stopped: it lives but does not run (SIGSTOP, a debugger).
         loader: one of its loader processes, where it waits for them.
         tcp: its connections to others.
+        usual_s: the longest of its activities so far; 0: not known, or it has not trained yet.
     """
 
     process: Living
@@ -67,6 +70,7 @@ class Observed:
     is_stopped: bool = False
     loader: StuckLoader | None = None
     tcp: TcpState | None = None
+    usual_s: float = 0.0
 
     @property
     def waits(self) -> bool:
@@ -80,6 +84,18 @@ class Observed:
         if self.stack.is_in_user_code:
             return False
         return self.stack.waits or self.note.activity == Phase.COMMUNICATE
+
+    @property
+    def line(self) -> str:
+        """The innermost call of the user's code, or else of any; of a stuck loader process where there is one."""
+        loader = self.loader.stack if self.loader else None
+        stack = loader if loader is not None else self.stack
+        return str(stack.of_user or stack.telling or stack.frames[0]) if stack is not None else ""
+
+    @property
+    def is_out_of_step(self) -> bool:
+        """Whether it takes ten times as long for a part of a step as it ever did: no other has to wait to see it."""
+        return self.note.activity in _PARTS_OF_STEP and self.usual_s > 0 and self.still_s > TIMES_USUAL * self.usual_s
 
 
 @dataclass(frozen=True)
@@ -185,16 +201,19 @@ def _different_calls(observed: Sequence[Observed]) -> str:
     return f"; they are in different collectives: {', '.join(f'{who} in {call}' for who, call in calls.items())}"
 
 
-def find_hang(observed: Sequence[Observed], still_s: float) -> Hang | None:
+def find_hang(observed: Sequence[Observed], still_s: float, independent: bool = False) -> Hang | None:
     """Return who the others wait for; None where nobody waits, or where all do (then it is no process).
 
     Args:
         still_s: who has changed its activity since then does not hang.
+        independent: processes go on without each other, so that one may hang while nobody waits.
     """
     stuck = [o for o in observed if o.still_s >= still_s]
     waiting = [o for o in stuck if o.waits and o.note.activity != SERVING]
     acting = [o for o in stuck if not o.waits]
-    if not acting or not (waiting or any(o.is_stopped for o in acting)):
+    if not waiting:
+        acting = [o for o in acting if o.is_stopped or (independent and o.is_out_of_step)]
+    if not acting:
         return None
     first = max(acting, key=lambda o: (o.is_stopped, o.still_s))
     calls = {o.stack.collective for o in waiting if o.stack is not None}
@@ -205,20 +224,11 @@ def find_hang(observed: Sequence[Observed], still_s: float) -> Hang | None:
         since_s=first.note.since_s,
         changes=first.note.changes,
         is_stopped=first.is_stopped,
-        line=_line(first),
+        line=first.line,
         waiting=tuple(o.process for o in waiting),
         collective=calls.pop() if len(calls) == 1 else "",
         loader_pid=first.loader.pid if first.loader else None,
     )
-
-
-def _line(observed: Observed) -> str:
-    """Return the innermost call of the user's code, or else of any; of a stuck loader process where there is one."""
-    loader = observed.loader.stack if observed.loader else None
-    stack = loader if loader is not None else observed.stack
-    if stack is None:
-        return ""
-    return str(stack.of_user or stack.telling or stack.frames[0])
 
 
 def name_all(processes: Sequence[Living]) -> str:

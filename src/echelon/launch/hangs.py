@@ -6,15 +6,18 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from echelon.core.units import format_seconds
 from echelon.launch.culprit import Hang, Living, Observed, Standstill, StuckLoader, find_hang, find_standstill
 from echelon.launch.noticeboard import NoticeBoard
 from echelon.launch.places.base import Place
 from echelon.launch.process import is_stopped
-from echelon.observe.notes import STACK_SIGNAL
+from echelon.launch.slow import Slow, SlowWatch
+from echelon.observe.notes import STACK_SIGNAL, Note
 from echelon.observe.phases import Phase
 from echelon.observe.stacks import Stack, stack_of
 from echelon.observe.tcp import tcp_state
@@ -28,6 +31,32 @@ STILL_S = 1.0  # who changed its activity more recently does not hang, when a wa
 Verdict = Hang | Standstill
 
 
+class Listener(Protocol):
+    """Who is told."""
+
+    def on_hang(self, verdict: Verdict, stacks: str) -> None:
+        """Hear of a hang or a standstill, with the stacks of who is to blame as text."""
+
+    def on_slow(self, slow: Slow) -> None:
+        """Hear of a process that makes the others wait."""
+
+
+@dataclass
+class _Pace:
+    """How long the activities of a process take: the present one, and the longest before, of steps."""
+
+    pid: int
+    changes: int
+    still_s: float
+    longest_s: float
+
+    def go_on(self, note: Note, now: float) -> None:
+        """Take a newer note."""
+        if note.changes != self.changes and note.step > 1:
+            self.longest_s = max(self.longest_s, self.still_s, LOOK_S)
+        self.changes, self.still_s = note.changes, now - note.since_s
+
+
 class HangWatch:
     """Follows the notes of a job's processes.
 
@@ -35,25 +64,21 @@ class HangWatch:
     It is told then, once, with its stack, while nobody has given up yet.
     """
 
-    def __init__(
-        self,
-        board: NoticeBoard,
-        place: Place,
-        deadline_s: float,
-        tell: Callable[[Verdict, str], None],
-        ends: bool = False,
-    ) -> None:
+    def __init__(self, board: NoticeBoard, place: Place, deadline_s: float, listener: Listener, ends: bool) -> None:
         """Prepare.
 
         Args:
             board: where the processes write.
             deadline_s: how long one waits for another.
-            tell: is told of a hang, with the stack as text.
-            ends: who hangs for nine tenths of the deadline is killed, since it restarts alone.
+            listener: is told.
+            ends: who hangs for nine tenths of the deadline is killed, since it restarts alone, without the others.
         """
-        self._board, self._place, self._deadline_s, self._tell, self._ends = board, place, deadline_s, tell, ends
+        self._board, self._place, self._listener = board, place, listener
+        self._deadline_s, self._ends = deadline_s, ends
+        self._slow = SlowWatch(independent=ends)
         self._verdict: Verdict | None = None
         self._ended: dict[int, str] = {}  # by pid: why we killed it
+        self._paces: dict[str, _Pace] = {}
         self._next_s = 0.0
 
     def look(self, living: Sequence[Living]) -> None:
@@ -62,6 +87,7 @@ class HangWatch:
         if now < self._next_s:
             return
         self._next_s = now + LOOK_S
+        self._follow(living, now)
         verdict = self._verdict
         if verdict is not None and not self._goes_on(verdict, living):
             self._verdict = None
@@ -70,7 +96,21 @@ class HangWatch:
         if self._verdict is None and self._is_suspicious(living, now):
             self._next_s = now + self._deadline_s / 10  # stacks are not asked for at every look
             observed, still_s = self._observe(living), self._deadline_s / 2
-            self._take_up(find_hang(observed, still_s) or find_standstill(observed, still_s))
+            self._take_up(find_hang(observed, still_s, self._ends) or find_standstill(observed, still_s))
+
+    def _follow(self, living: Sequence[Living], now: float) -> None:
+        """Note how long activities take, and look for who is slow."""
+        notes = {p.name: note for p in living if (note := self._board.note(p.name, p.pid)) is not None}
+        for name, note in notes.items():
+            before = self._paces.get(name)
+            if before is None or before.pid != note.pid:
+                self._paces[name] = _Pace(note.pid, note.changes, now - note.since_s, 0.0)
+            else:
+                before.go_on(note, now)
+        if self._verdict is None and self._slow.wants_look(notes, now):
+            slow = self._slow.looked(self._observe(living), now)
+            if slow is not None:
+                self._listener.on_slow(slow)
 
     def _is_suspicious(self, living: Sequence[Living], now: float) -> bool:
         """Whether a process that seems not to wait has been in the same activity for long."""
@@ -88,7 +128,8 @@ class HangWatch:
     def _take_up(self, verdict: Verdict | None) -> None:
         if verdict is not None:
             self._verdict = verdict
-            self._tell(verdict, self._board.stacks(verdict.process.name) if isinstance(verdict, Hang) else "")
+            stacks = self._board.stacks(verdict.process.name) if isinstance(verdict, Hang) else ""
+            self._listener.on_hang(verdict, stacks)
 
     def _end(self, hang: Hang, now: float) -> None:
         self._ended[hang.process.pid] = hang.in_words(format_seconds(now - hang.since_s))
@@ -105,11 +146,11 @@ class HangWatch:
 
         Those that live may be on their way out for the same reason: they have a moment.
         """
+        if self._verdict is not None and self._goes_on(self._verdict, living):
+            return self._verdict
         notes = [self._board.note(p.name, p.pid) for p in failed]
         if not any(note is not None and note.failed for note in notes):
             return None
-        if self._verdict is not None and self._goes_on(self._verdict, living):
-            return self._verdict
         ends = time.monotonic() + LEAVE_S
         while time.monotonic() < ends:
             left = [p for p in living if _runs(p.pid)]
@@ -143,6 +184,7 @@ class HangWatch:
             Observed(
                 p, note, now - note.since_s, stack_of(dumps.get(p.name, ""), note.thread), p.name in stopped,
                 self._stuck_loader(p, note.thread) if note.activity == Phase.DATA else None, tcp_state(p.pid),
+                self._paces[p.name].longest_s if p.name in self._paces else 0.0,
             )
             for p, note in noted
         ]  # fmt: skip

@@ -88,6 +88,21 @@ class HangSeen(Event):
 
 
 @dataclass(frozen=True)
+class SlowProcess(Event):
+    """A process makes the others wait without hanging; `seconds` is what a step takes, 0 where it is not known."""
+
+    rank: int | None = None
+    role: str | None = None
+    host: str | None = None
+    pid: int | None = None
+    activity: str = ""
+    seconds: float = 0.0
+    step: int = 0
+    line: str = ""
+    name: str = field(default="slow_process", kw_only=True)
+
+
+@dataclass(frozen=True)
 class Refusal(Event):
     """A user's mistake, in words, told by a rank or a role."""
 
@@ -183,7 +198,7 @@ class SchedulerRestored(Event):
 
 
 EVENTS: tuple[type[Event], ...] = (
-    WorkerDied, Restarted, HangSeen, RankFailed, RoleFailed, Refusal, BadImageSkipped, Resumed, CheckpointRejected,
-    MachineLeft, WorkerGone, ServerGone, ServerLost, ServerSettled, SharesAgain, SchedulerRestored,
+    WorkerDied, Restarted, HangSeen, SlowProcess, RankFailed, RoleFailed, Refusal, BadImageSkipped, Resumed,
+    CheckpointRejected, MachineLeft, WorkerGone, ServerGone, ServerLost, ServerSettled, SharesAgain, SchedulerRestored,
 )  # fmt: skip
 """Events with details, told apart by the default of `name`."""

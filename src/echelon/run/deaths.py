@@ -17,8 +17,9 @@ from echelon.launch.culprit import Hang, Living, Standstill
 from echelon.launch.hangs import HangWatch, Verdict
 from echelon.launch.noticeboard import NoticeBoard
 from echelon.launch.places.base import Job, Place, Started
+from echelon.launch.slow import Slow
 from echelon.launch.supervisor import Death, Watch
-from echelon.records.events import HangSeen, RankFailed, RoleFailed, WorkerDied
+from echelon.records.events import HangSeen, RankFailed, RoleFailed, SlowProcess, WorkerDied
 from echelon.records.file import Recorder, newest
 from echelon.records.kinds import ProcessStarted, Start
 from echelon.run.machine import Machine, say
@@ -39,7 +40,7 @@ def watched(
         return
     board = NoticeBoard([p.name for group in machine.job.groups for p in group.processes])
     try:
-        hangs = HangWatch(board, place, run.timeout_s, chronicle.on_hang, ends=machine.scheduler is not None)
+        hangs = HangWatch(board, place, run.timeout_s, chronicle, ends=machine.scheduler is not None)
         yield board.noted(machine.job), replace(chronicle.watch(), on_look=hangs.look, explain=_Explain(hangs))
     finally:
         board.close()
@@ -114,6 +115,14 @@ class _Chronicle:
             seen = replace(seen, rank=who.rank, role=role, host=who.host, pid=who.pid)
             seen = replace(seen, activity=verdict.activity, line=verdict.line)
             self._log(who, f"{message}\n{stacks}")
+        self._record.write(seen)
+        say(message)
+
+    def on_slow(self, slow: Slow) -> None:
+        """Record who makes the others wait, and say it."""
+        message, who = slow.sentence(), slow.process
+        role = None if who.rank is not None else who.name
+        seen = SlowProcess(message, who.rank, role, who.host, who.pid, slow.activity, slow.step_s, slow.step, slow.line)
         self._record.write(seen)
         say(message)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from echelon.core.units import format_seconds
 from echelon.observe.phases import Phase
-from echelon.records.events import Event, HangSeen, Restarted, Resumed, WorkerDied
+from echelon.records.events import Event, HangSeen, Restarted, Resumed, SlowProcess, WorkerDied
 from echelon.records.kinds import Checkpoint, End, Record, SlowStep, Start
 from echelon.reporting.report.clock import Sitting, elapsed_s
 from echelon.reporting.report.records import RunRecord
@@ -51,7 +51,7 @@ def find_incidents(record: RunRecord, stretches: list[Sitting]) -> list[Incident
     incidents = []
     for i, death in enumerate(lines):
         after = lines[i + 1 :]
-        if isinstance(death, HangSeen) and not _ends_with_death(after):
+        if isinstance(death, SlowProcess) or (isinstance(death, HangSeen) and not _ends_with_death(after)):
             incidents.append(Incident(elapsed_s(stretches, death.t), death.message, None, None, True))
         if not isinstance(death, WorkerDied):
             continue
