@@ -73,6 +73,18 @@ def cut_the_link() -> None:
             subprocess.run(["ip", "link", "set", name, "down"], check=True)
 
 
+def eat() -> None:
+    """Take memory until the kernel has enough of it."""
+    eaten = []
+    while True:
+        eaten.append(torch.ones(1 << 22))
+
+
+def ask_for_too_much() -> None:
+    """Ask for more memory than there is."""
+    torch.empty(1 << 48)
+
+
 FAULTS = {
     "sleep": fall_asleep,
     "lock": wait_for_own_lock,
@@ -80,6 +92,8 @@ FAULTS = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "cut": cut_the_link,
     "slow": crawl,
+    "eat": eat,
+    "ask": ask_for_too_much,
 }
 
 

@@ -34,7 +34,7 @@ def watched(
     machine: Machine, place: Place, run: ResolvedRun, path: Path, record: Recorder
 ) -> Iterator[tuple[Job, Watch]]:
     """Watch the processes of this machine; gives the job as it is to be run, and what its supervisor tells."""
-    chronicle = _Chronicle(run, machine, path, record)
+    chronicle = _Chronicle(machine, path, record)
     if not hasattr(os, "memfd_create"):  # Linux alone
         yield machine.job, chronicle.watch()
         return
@@ -73,10 +73,10 @@ class _Explain:
 class _Chronicle:
     """Records what happens to processes, and tells the scheduler, where there is one, of those that end."""
 
-    def __init__(self, run: ResolvedRun, machine: Machine, path: Path, record: Recorder) -> None:
+    def __init__(self, machine: Machine, path: Path, record: Recorder) -> None:
         self._path, self._record, self._scheduler = path, record, machine.scheduler
         names = [process.name for group in machine.job.groups for process in group.processes]
-        self._memory = OutOfMemory(run, sum(name.startswith(("rank", "worker")) for name in names))
+        self._memory = OutOfMemory(path, sum(name.startswith(("rank", "worker")) for name in names))
 
     def watch(self) -> Watch:
         """Return what the supervisor calls."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
 
-from echelon.config import RunConfig
+from echelon.config import RunConfig, load_run_config
 from echelon.core.errors import UserError
 from echelon.core.units import format_bytes
 from echelon.launch.supervisor import Death
@@ -15,6 +18,7 @@ from echelon.run.resolve import resolve
 from echelon.trainer.resolved import ResolvedRun
 
 PROCESS_BYTES = 400_000_000  # that Python and torch take of themselves
+RECKON_S = 30.0
 _MOST_TOLD = 4
 
 
@@ -29,9 +33,9 @@ class _Need:
 class OutOfMemory:
     """Tells of a death that it was for want of memory, and reckons once what would fit."""
 
-    def __init__(self, run: ResolvedRun, ranks: int) -> None:
-        """Take the ranks, or workers, of this machine."""
-        self._run, self._ranks = run, ranks
+    def __init__(self, path: Path, ranks: int) -> None:
+        """Take the run's folder, and the ranks, or workers, of this machine."""
+        self._path, self._ranks = path, ranks
         self._kills = KillsForMemory()
         self._fit: str | None = None
 
@@ -50,9 +54,29 @@ class OutOfMemory:
         if not is_error and not (is_kill and self._kills.killed(death.pid)):
             return ""
         if self._fit is None:
-            self._fit = _what_would_fit(self._run, self._ranks, self._kills.limit_bytes(death.pid))
+            self._fit = self._reckon(self._kills.limit_bytes(death.pid))
         killed = "" if is_error else ": out of memory, the kernel killed it"
         return f"{killed}{f'; {self._fit}' if self._fit else ''}"
+
+    def _reckon(self, limit_bytes: int | None) -> str:
+        """Reckon what would fit in a process of its own: it opens the data, and memory is scarce as it is."""
+        context = multiprocessing.get_context("forkserver")
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_send_fit, args=(theirs, self._path, self._ranks, limit_bytes), daemon=True)
+        process.start()
+        theirs.close()
+        try:
+            return str(ours.recv()) if ours.poll(RECKON_S) else ""
+        except EOFError:  # it failed, and has said why in the launcher's output
+            return ""
+        finally:
+            process.kill()
+            process.join()
+            ours.close()
+
+
+def _send_fit(connection: Connection, path: Path, own_ranks: int, limit_bytes: int | None) -> None:
+    connection.send(_what_would_fit(resolve(load_run_config(path / "config.yaml")), own_ranks, limit_bytes))
 
 
 def _what_would_fit(run: ResolvedRun, own_ranks: int, limit_bytes: int | None) -> str:
@@ -78,6 +102,8 @@ def _what_would_fit(run: ResolvedRun, own_ranks: int, limit_bytes: int | None) -
     if limit_bytes is not None:
         share = limit_bytes // max(1, own_ranks) - PROCESS_BYTES
         text += f"; {format_bytes(limit_bytes)} for {own_ranks} of them are allowed"
+        if now <= share:
+            return f"{text}, which would fit: data, code of one's own or another process takes the rest"
         less = [need for need in less if need.peak_bytes <= share] or less[:1]
     if not less:
         return f"{text}; use fewer ranks on this machine, or a smaller model"

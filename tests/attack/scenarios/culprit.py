@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from echelon.core.errors import UserError
 from echelon.launch.link import check_link, parse_link
-from tests.attack.scenario import Scenario
+from echelon.observe.oom import memory_group
+from tests.attack.scenario import CannotRunHere, Scenario
 from tests.ranks import faulty_parts
 from tests.ranks.runs import Run, Runs
 
@@ -20,6 +23,7 @@ AT_STEP = 12
 AT_SAMPLE = 800
 STEPS = 60
 LINK = "100mbit"
+LIMIT_BYTES = 2_000_000_000
 AT_ONCE = 3  # runs; one that hangs needs no processor
 LINE = {
     "sleep": "fall_asleep",
@@ -79,7 +83,7 @@ CASES = [
 SHORT = [Case("sleep", "allreduce"), Case("loader", "ps(mode=ssp)", ("--loaders", "0"))]
 
 
-def _start(runs: Runs, case: Case) -> Run:
+def _start(runs: Runs, case: Case, folder: str = "run", prefix: Sequence[str] = ()) -> Run:
     shutil.copy(faulty_parts.__file__, runs.root)
     at = AT_SAMPLE if case.fault == "loader" else AT_STEP
     model = "vit" if case.is_layout else "net"
@@ -87,7 +91,7 @@ def _start(runs: Runs, case: Case) -> Run:
         "train", "faulty_parts:points", "--model", f"faulty_parts:{model}", "--workers", "2", "--threads", "1",
         "--device", "cpu", "--batch-size", "64", "--epochs", "100000", "--max-steps", str(case.steps), "--eval-every",
         "0", "--timeout", f"{TIMEOUT_S}s", "--checkpoint-every", "10s" if case.steps > STEPS else "10",
-        "--parallel" if case.is_layout else "--sync", case.how, *case.more, folder="run",
+        "--parallel" if case.is_layout else "--sync", case.how, *case.more, folder=folder, prefix=prefix,
         environment={"ECHELON_FAULT": f"{case.fault}:{case.process}:{at}"},
     )  # fmt: skip
 
@@ -145,11 +149,58 @@ def names_the_culprit(cases: Sequence[Case], folder: Path) -> str:
     return f"{count} named, with --timeout {TIMEOUT_S}s"
 
 
+@contextmanager
+def _memory_group(limit_bytes: int) -> Iterator[Path]:
+    """Make a cgroup with a limit below that of this process.
+
+    Raises:
+        CannotRunHere: this process may not.
+    """
+    group = memory_group(os.getpid())
+    if group is None:
+        raise CannotRunHere("this process's cgroup cannot be seen")
+    folder = group.events.parent / f"echelon-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise CannotRunHere(f"no cgroup can be made: {error}") from None
+    try:
+        (folder / group.limit.name).write_text(str(limit_bytes))
+        yield folder
+    except (PermissionError, FileNotFoundError) as error:
+        raise CannotRunHere(f"no limit of memory can be set: {error}") from None
+    finally:
+        folder.rmdir()
+
+
+def calls_it_out_of_memory(folder: Path) -> str:
+    """Let a rank eat until the kernel kills it, and another ask for more than there is."""
+    sentences = []
+    with _memory_group(LIMIT_BYTES) as group, Runs(folder) as runs:
+        enter = ("sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh")
+        for fault, prefix in (("eat", enter), ("ask", ())):
+            (folder / "struck").unlink(missing_ok=True)
+            run = _start(runs, Case(fault, "allreduce"), fault, prefix)
+            assert run.end() == 0, f"{fault}: the run did not go on: {run.text()[-600:]}"
+            (death,) = run.events("worker_died")
+            sentences.append(death["message"])
+            assert death["rank"] == 1 and "out of memory" in death["message"], death["message"]
+            assert "predicted for each rank" in death["message"], death["message"]
+        assert "the kernel killed it" in sentences[0] and "are allowed" in sentences[0], sentences[0]
+    return "; ".join(sentences)
+
+
 SCENARIOS = [
     Scenario(
         "hang",
         "A process that hangs is named with its phase and its line of code, and the run goes on.",
         partial(names_the_culprit, SHORT),
+    ),
+    Scenario(
+        "memory",
+        "A rank that the kernel kills for want of memory, or that asks for too much, is called so, with the forecast.",
+        calls_it_out_of_memory,
+        short=False,
     ),
     Scenario(
         "matrix",
