@@ -121,6 +121,11 @@ class Hang:
     collective: str
     loader_pid: int | None = None
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether it hangs by itself in a part of a step: not at its start, in an evaluation, or stopped by someone."""
+        return self.activity in _PARTS_OF_STEP and not self.is_stopped
+
     def sentence(self, now_s: float) -> str:
         """Say who hangs, in what and for how long, and who waits for it."""
         return f"{self.process} (pid {self.process.pid} on {self.process.host}) {self.about(now_s)}"

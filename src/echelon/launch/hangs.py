@@ -71,7 +71,7 @@ class HangWatch:
             board: where the processes write.
             deadline_s: how long one waits for another.
             listener: is told.
-            ends: who hangs for nine tenths of the deadline is killed, since it restarts alone, without the others.
+            ends: who hangs in a step for nine tenths of the deadline is killed, since it restarts alone.
         """
         self._board, self._place, self._listener = board, place, listener
         self._deadline_s, self._ends = deadline_s, ends
@@ -91,7 +91,12 @@ class HangWatch:
         verdict = self._verdict
         if verdict is not None and not self._goes_on(verdict, living):
             self._verdict = None
-        elif isinstance(verdict, Hang) and self._ends and now - verdict.since_s > 0.9 * self._deadline_s:
+        elif (
+            isinstance(verdict, Hang)
+            and self._ends
+            and verdict.is_in_step
+            and now - verdict.since_s > 0.9 * self._deadline_s
+        ):
             self._end(verdict, now)
         if self._verdict is None and self._is_suspicious(living, now):
             self._next_s = now + self._deadline_s / 10  # stacks are not asked for at every look

@@ -96,14 +96,15 @@ def _what_would_fit(run: ResolvedRun, own_ranks: int, limit_bytes: int | None) -
         return ""
     if now is None:
         return ""
-    needs = [_Need(flags, peak) for flags, config in _smaller(run.config, ranks) if (peak := _try(config, ranks, info))]
-    less = sorted((need for need in needs if need.peak_bytes < 0.95 * now), key=lambda need: need.peak_bytes)
     text = f"predicted for each rank: {format_bytes(now)} at its peak, beyond about 0.4 GB of the process itself"
     if limit_bytes is not None:
         share = limit_bytes // max(1, own_ranks) - PROCESS_BYTES
         text += f"; {format_bytes(limit_bytes)} for {own_ranks} of them are allowed"
         if now <= share:
             return f"{text}, which would fit: data, code of one's own or another process takes the rest"
+    needs = [_Need(flags, peak) for flags, config in _smaller(run.config, ranks) if (peak := _try(config, ranks, info))]
+    less = sorted((need for need in needs if need.peak_bytes < 0.95 * now), key=lambda need: need.peak_bytes)
+    if limit_bytes is not None:
         less = [need for need in less if need.peak_bytes <= share] or less[:1]
     if not less:
         return f"{text}; use fewer ranks on this machine, or a smaller model"
