@@ -79,7 +79,7 @@ def test_nothing_is_lost(spec: str) -> None:
         put_in += tensor
         came_out += send(codec, tensor, state)[1]
     # Each of the five float32 additions rounds once: half a unit in the last place of values up to about 64.
-    kept = state.memory["error"].view(120, 100)
+    kept = state.elementwise["error"].view(120, 100)
     assert torch.allclose(came_out + kept, put_in, rtol=0, atol=5 * 64 * 2**-24)
 
 
@@ -90,7 +90,7 @@ def test_nothing_is_lost_to_the_bit(spec: str) -> None:
     tensor = gradient((3000,))
     state = codec.init_state("w", tensor)
     decoded = send(codec, tensor, state)[1]
-    back = decoded.double() + state.memory["error"].double()
+    back = decoded.double() + state.elementwise["error"].double()
     rounding = 2.0**-24 * torch.maximum(decoded.abs(), tensor.abs()).double()
     assert bool(((back - tensor).abs() <= rounding).all())
     sparse = spec.startswith(("topk", "threshold", "randomk")) and "sign" not in spec
@@ -181,13 +181,13 @@ def test_state_survives_a_restart(spec: str) -> None:
     saved = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.state_dict().items()}
     assert all(isinstance(v, Tensor | int | float) for v in saved.values())
     restored = codec.init_state("w", torch.empty(90, 70), seed=1)
-    views = dict(restored.memory)
+    views = dict(restored.elementwise)
     restored.load_state_dict(saved)
-    assert all(restored.memory[k] is view for k, view in views.items())
+    assert all(restored.elementwise[k] is view for k, view in views.items())
     tensor = gradient((90, 70), seed=9)
     assert torch.equal(codec.to_bytes(codec.compress(tensor, state)), codec.to_bytes(codec.compress(tensor, restored)))
     other = codec.init_state("w", torch.empty(91, 70), seed=1)
-    if other.memory or other.factors:
+    if other.elementwise or other.factors:
         with pytest.raises(ValueError, match="does not fit"):
             other.load_state_dict(saved)
 
@@ -239,7 +239,7 @@ def test_linear_codecs_average_as_they_decode(spec: str) -> None:
         means = reduce_together([codec.reduce_rounds(t, s) for t, s in zip(tensors, states, strict=True)])
         assert all(torch.equal(mean, means[0]) for mean in means)
         came_out += 3 * means[0].double()
-    kept = sum((s.memory["error"].double().view(shape) for s in states if s.memory), torch.zeros(shape))
+    kept = sum((s.elementwise["error"].double().view(shape) for s in states if s.elementwise), torch.zeros(shape))
     tolerance = {"fp16": 0.2, "bf16": 1.0}.get(codec.name, 1e-4)
     assert float((came_out + kept - put_in).abs().max()) < tolerance
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon.collectives import memory
+from echelon.collectives import codec_state
 from echelon.collectives.base import Path
 from echelon.collectives.buckets import lay_out
 from echelon.collectives.comm_thread import BucketWork, CommThread, DdpBucket
@@ -152,11 +152,11 @@ class GradientHook:
 
     def entropy_coded(self) -> dict[str, float]:
         """Return what entropy coding did on this rank since the start; empty without it."""
-        return memory.entropy_coded(self._work.held()) if isinstance(self._work, CellWork) else {}
+        return codec_state.entropy_coded(self._work.held()) if isinstance(self._work, CellWork) else {}
 
     def density(self) -> float | None:
         """Return the share of the encoded elements that this rank's last step sent; None without a sparse codec."""
-        return memory.density(self._work.held()) if isinstance(self._work, CellWork) else None
+        return codec_state.density(self._work.held()) if isinstance(self._work, CellWork) else None
 
     def close(self) -> None:
         """End the communication thread; the hook cannot be used afterwards."""
@@ -164,7 +164,7 @@ class GradientHook:
             self._lane.close()
 
     def state_dict(self) -> StateTree:
-        """Return what must survive a restart: tensors and numbers under flat keys; see `memory.state_dict`.
+        """Return what must survive a restart: tensors and numbers under flat keys; see `codec_state.state_dict`.
 
         Call it between steps. Tensors are not copied.
         """
@@ -173,7 +173,7 @@ class GradientHook:
     def rescale(self, factor: float) -> None:
         """Hear that gradients are multiplied by so much more from now on: what codecs remember of them is, too."""
         if isinstance(self._work, CellWork):
-            memory.rescale(self._work.held(), factor)
+            codec_state.rescale(self._work.held(), factor)
 
     def take_velocity(self, velocity: Mapping[str, Tensor]) -> None:
         """Go on with a velocity, by parameter, that the optimizer has kept until now; call it after `attach`."""
@@ -181,7 +181,7 @@ class GradientHook:
             self._work.take_velocity(velocity)
 
     def load_state_dict(self, state: StateView) -> None:
-        """Take over what `state_dict` returned on the same number of ranks, or what `memory.merge` made of several.
+        """Take over what `state_dict` returned on the same number of ranks, or what `merge` made of several.
 
         Raises:
             ValueError: it was saved with another codec, model or number of ranks.

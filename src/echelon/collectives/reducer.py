@@ -80,7 +80,7 @@ class MomentumReducer(Reducer):
     def __init__(self, plain: PlainReducer, codec: Codec, like: Tensor, state: State, holders: int) -> None:
         self._plain, self._momentum, self._looks_ahead = plain, codec.absorbs_momentum or 0.0, codec.looks_ahead
         self._velocity = torch.zeros(like.numel(), dtype=working_dtype(like.dtype), device=like.device)
-        state.memory["velocity"] = self._velocity
+        state.elementwise["velocity"] = self._velocity
         self.held = [CodecShard(state, (0, like.numel()), holders)]
 
     def reduce_(self, flat: Tensor) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from echelon.collectives import memory
+from echelon.collectives import codec_state
 from echelon.collectives.buckets import Bucket, BucketLayout, lay_out
 from echelon.collectives.comm_thread import DdpBucket
 from echelon.collectives.compressed_all_reduce import CodecShard
@@ -70,7 +70,7 @@ class _Filling:
     cell: Bucket
     flat: Tensor
     reducer: Reducer
-    snapshot: memory.StateSnapshot
+    snapshot: codec_state.StateSnapshot
     came: list[tuple[_Arrival, Tensor, FlatTensor]] = field(default_factory=list)
 
     def view(self, member: FlatTensor) -> Tensor:
@@ -126,7 +126,7 @@ class CellWork:
             return dict(self._saved or {})
         flat: StateTree = {}
         for filling in self._cells:
-            flat |= memory.state_dict(filling.cell, filling.reducer.held)
+            flat |= codec_state.state_dict(filling.cell, filling.reducer.held)
         return flat
 
     def load_state_dict(self, saved: StateView) -> None:
@@ -135,12 +135,12 @@ class CellWork:
             self._saved = saved
             return
         for filling in self._cells:
-            memory.load_state_dict(filling.cell, filling.reducer.held, saved)
+            codec_state.load_state_dict(filling.cell, filling.reducer.held, saved)
 
     def take_velocity(self, velocity: Mapping[str, Tensor]) -> None:
         """Apply from now on, before encoding, a momentum that the optimizer has applied until now."""
         for filling in self._cells:
-            memory.take_velocity(filling.cell, filling.reducer.held, velocity)
+            codec_state.take_velocity(filling.cell, filling.reducer.held, velocity)
 
     def held(self) -> list[CodecShard]:
         """Return the codec's states."""
@@ -162,7 +162,7 @@ class CellWork:
         for cell in layout.cells:
             flat = torch.empty(cell.numel, dtype=cell.dtype, device=cell.device)
             reducer = self._reducer(cell, flat)
-            snapshot = memory.StateSnapshot([h.state for h in reducer.held])
+            snapshot = codec_state.StateSnapshot([h.state for h in reducer.held])
             self._cells.append(_Filling(cell, flat, reducer, snapshot))
         self._layout = layout
         if self._saved is not None:

@@ -62,8 +62,8 @@ class State:
         name: the parameter's name, the same on all workers; errors say it and seeds depend on it.
         seed: the same on all workers (shared draws: randomk's indices, PowerSGD's first factor).
         stream: the sender's number (its rank): dithers of different senders are independent.
-        memory: tensors with one value per element of the encoded tensor (1-D, in element order), such as "error" and
-            "velocity". Codecs change them in place, so they may be views of a larger tensor, may be cut and
+        elementwise: tensors with one value per element of the encoded tensor (1-D, in element order), such as "error"
+            and "velocity". Codecs change them in place, so they may be views of a larger tensor, may be cut and
             concatenated by element, and are summed when the number of workers changes (`feedback.resize`).
         factors: tensors of other sizes (PowerSGD's "q").
         numbers: scalars: "step" (messages encoded so far), thresholds, counters of the entropy coder.
@@ -72,7 +72,7 @@ class State:
     name: str
     seed: int = 0
     stream: int = 0
-    memory: dict[str, Tensor] = field(default_factory=dict)
+    elementwise: dict[str, Tensor] = field(default_factory=dict)
     factors: dict[str, Tensor] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=lambda: {"step": 0})
 
@@ -92,7 +92,7 @@ class State:
     def state_dict(self) -> dict[str, Tensor | float]:
         """Return the state as tensors and scalars under flat keys such as `memory.error` (tensors are not copied)."""
         flat: dict[str, Tensor | float] = {f"numbers.{k}": v for k, v in self.numbers.items()}
-        flat |= {f"memory.{k}": v for k, v in self.memory.items()}
+        flat |= {f"memory.{k}": v for k, v in self.elementwise.items()}
         return flat | {f"factors.{k}": v for k, v in self.factors.items()}
 
     def load_state_dict(self, flat: dict[str, Tensor | float]) -> None:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from echelon.collectives.codec_state import left_out, merge, velocity_of
 from echelon.collectives.hook import GradientHook
-from echelon.collectives.memory import left_out, merge, velocity_of
 from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import is_small, ring_bytes
 from echelon.compression import Compression

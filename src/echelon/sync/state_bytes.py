@@ -72,7 +72,7 @@ def pushed(compression: Compression, parameters: Sequence[Tensor]) -> int:
 
 def _state(codec: Codec, like: Tensor) -> int:
     state = codec.init_state("", like if codec.shaped else like.reshape(-1))
-    return sum(tensor.nbytes for tensor in (*state.memory.values(), *state.factors.values()))
+    return sum(tensor.nbytes for tensor in (*state.elementwise.values(), *state.factors.values()))
 
 
 def by_hook(compression: Compression, piece: Piece) -> StateBytes:

@@ -216,7 +216,7 @@ def load_rank_state(
         UserError: the strategy cannot begin anew.
     """
     if saved != layout_of(world):
-        _load_former_ranks(run_parts, world, saved, ranks)
+        _load_resharded_ranks(run_parts, world, saved, ranks)
         return
     state = ranks[world.rank]
     torch.set_rng_state(state["torch"])
@@ -237,7 +237,7 @@ def load_rank_state(
     run_parts.sync.load_state_dict(state["sync"])
 
 
-def _load_former_ranks(
+def _load_resharded_ranks(
     run_parts: RunParts, world: World, saved: Mapping[str, int], ranks: Mapping[int, StateView]
 ) -> None:
     now = layout_of(world)
@@ -264,7 +264,7 @@ def _load_former_ranks(
 
 
 def mean_of(states: Sequence[Any]) -> Any:
-    """Return the mean of states of one form, such as each former rank's optimizer: of tensors of floats element by
+    """Return the mean of states of one form, such as each saved rank's optimizer: of tensors of floats element by
     element, of all else the first one's.
 
     Replicas that had moments of their own (local SGD, DiLoCo, EASGD) go on from their mean, as from the mean of their

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from echelon.collectives import buckets as cells
-from echelon.collectives import memory
+from echelon.collectives import codec_state
 from echelon.collectives.compressed_all_reduce import CodecShard
 from echelon.compression.base import State
 
@@ -45,21 +45,21 @@ def _held(ranks: int, rank: int, fill: float) -> list[CodecShard]:
     spans = [(2800 * j // ranks, 2800 * (j + 1) // ranks) for j in range(ranks)]
     for j, span in enumerate(spans):
         state = State(f"cell0.{j}")
-        state.memory["error"] = torch.full((span[1] - span[0],), fill)
+        state.elementwise["error"] = torch.full((span[1] - span[0],), fill)
         state.numbers["step"] = 7
         held.append(CodecShard(state, span, ranks))
     relay = State(f"cell0.{rank}.relay")
-    relay.memory["error"] = torch.arange(*spans[rank], dtype=torch.float32)
+    relay.elementwise["error"] = torch.arange(*spans[rank], dtype=torch.float32)
     relay.factors["q"] = torch.full((3,), fill)
     return [*held, CodecShard(relay, spans[rank], 1, "relay")]
 
 
 def test_a_state_comes_back() -> None:
     cell, held, other = _cell(), _held(2, 0, 3.0), _held(2, 0, 0.0)
-    saved = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in memory.state_dict(cell, held).items()}
-    memory.load_state_dict(cell, other, saved)
+    saved = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in codec_state.state_dict(cell, held).items()}
+    codec_state.load_state_dict(cell, other, saved)
     for mine, theirs in zip(held, other, strict=True):
-        assert torch.equal(mine.state.memory["error"], theirs.state.memory["error"])
+        assert torch.equal(mine.state.elementwise["error"], theirs.state.elementwise["error"])
         assert mine.state.numbers == theirs.state.numbers
     assert torch.equal(held[-1].state.factors["q"], other[-1].state.factors["q"])
 
@@ -67,22 +67,22 @@ def test_a_state_comes_back() -> None:
 def test_a_state_of_another_shape_is_refused_and_nothing_changes() -> None:
     cell, held = _cell(), _held(2, 0, 3.0)
     with pytest.raises(ValueError, match="another codec, model or number of ranks"):
-        memory.load_state_dict(cell, held, memory.state_dict(cell, _held(3, 0, 1.0)))
-    assert all(bool((h.state.memory["error"] == 3.0).all()) for h in held[:-1])
+        codec_state.load_state_dict(cell, held, codec_state.state_dict(cell, _held(3, 0, 1.0)))
+    assert all(bool((h.state.elementwise["error"] == 3.0).all()) for h in held[:-1])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_another_number_of_ranks_keeps_the_sums(ranks: int) -> None:
     cell = _cell()
-    saved = [memory.state_dict(cell, _held(3, rank, 1.0 + rank)) for rank in range(3)]
-    merged = memory.merge(saved, {"a": 1200, "b": 1600})
+    saved = [codec_state.state_dict(cell, _held(3, rank, 1.0 + rank)) for rank in range(3)]
+    merged = codec_state.merge(saved, {"a": 1200, "b": 1600})
     new = [_held(ranks, rank, 0.0) for rank in range(ranks)]
     for held in new:
         for h in held:
             h.state.factors.clear()
-        memory.load_state_dict(cell, held, merged)
-    sent = sum(torch.cat([h.state.memory["error"] for h in held if h.role == "sent"]) for held in new)
-    relay = torch.cat([held[-1].state.memory["error"] for held in new])
+        codec_state.load_state_dict(cell, held, merged)
+    sent = sum(torch.cat([h.state.elementwise["error"] for h in held if h.role == "sent"]) for held in new)
+    relay = torch.cat([held[-1].state.elementwise["error"] for held in new])
     assert torch.allclose(sent, torch.full((2800,), 6.0))
     assert torch.equal(relay, torch.arange(2800, dtype=torch.float32))
     assert new[-1][0].state.numbers["step"] == 7

@@ -237,7 +237,7 @@ def test_warm_start_finds_a_low_rank_matrix() -> None:
     codec = build("powersgd(rank=2)")
     inner_state = codec.init_state("w", matrix)
     for _ in range(3):
-        inner_state.memory["error"].zero_()
+        inner_state.elementwise["error"].zero_()
         decoded = codec.extract(codec.compress(matrix, inner_state))
     assert float((decoded - matrix).norm() / matrix.norm()) < 1e-4
 

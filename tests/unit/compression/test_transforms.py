@@ -41,8 +41,8 @@ def test_masking_zeroes_momentum_where_sent_and_only_when_sparse() -> None:
         codec = build(spec)
         state = codec.init_state("w", gradient)
         sent = codec.extract(codec.compress(gradient, state)) != 0
-        assert bool((state.memory["velocity"][sent] == 0).all()) == masked
-        assert torch.equal(state.memory["velocity"][~sent], gradient[~sent])
+        assert bool((state.elementwise["velocity"][sent] == 0).all()) == masked
+        assert torch.equal(state.elementwise["velocity"][~sent], gradient[~sent])
 
 
 def test_local_clipping_limits_the_norm_that_enters() -> None:
@@ -68,8 +68,8 @@ def test_the_way_back_has_no_momentum_and_its_own_error() -> None:
     codec = build("topk(0.01, momentum=0.9, clip=1.0)+huffman")
     back = codec.relay()
     assert codec.absorbs_momentum == 0.9 and back.absorbs_momentum is None and back.local_clip == 0
-    assert set(back.init_state("w", torch.empty(100)).memory) == {"error"}
-    assert set(codec.init_state("w", torch.empty(100)).memory) == {"error", "velocity"}
+    assert set(back.init_state("w", torch.empty(100)).elementwise) == {"error"}
+    assert set(codec.init_state("w", torch.empty(100)).elementwise) == {"error", "velocity"}
 
 
 @pytest.mark.parametrize(
@@ -82,15 +82,15 @@ def test_the_largest_floats_do_not_become_infinite(spec: str) -> None:
     huge[::100] = torch.finfo(torch.float32).max * torch.tensor([1, -1] * 5)
     state = codec.init_state("w", huge)
     decoded = codec.extract(codec.compress(huge, state))
-    assert bool(decoded.isfinite().all()) and bool(state.memory["error"].isfinite().all())
-    assert torch.allclose(decoded + state.memory["error"], huge, rtol=1e-6, atol=1e31)
+    assert bool(decoded.isfinite().all()) and bool(state.elementwise["error"].isfinite().all())
+    assert torch.allclose(decoded + state.elementwise["error"], huge, rtol=1e-6, atol=1e31)
 
 
 def test_memory_is_kept_in_place() -> None:
     """A hook may let a state's memory be a view of a larger tensor."""
     codec = build("sign")
     state, whole = codec.init_state("w", torch.empty(100)), torch.zeros(300)
-    state.memory["error"] = whole[100:200]
+    state.elementwise["error"] = whole[100:200]
     codec.compress(torch.randn(100, generator=torch.Generator().manual_seed(0)), state)
     assert bool(whole[100:200].any()) and not whole[:100].any() and not whole[200:].any()
 
@@ -105,8 +105,8 @@ def test_transforms_compose_around_any_codec() -> None:
         velocity = 0.5 * velocity + gradient * min(1.0, 5.0 / float(gradient.norm()))
         entered += velocity
         sent += codec.extract(codec.compress(gradient, state))
-    assert torch.allclose(sent + state.memory["error"], entered, atol=1e-5)
-    assert torch.allclose(state.memory["velocity"], velocity, atol=1e-6)
+    assert torch.allclose(sent + state.elementwise["error"], entered, atol=1e-5)
+    assert torch.allclose(state.elementwise["velocity"], velocity, atol=1e-6)
     assert without_transforms(codec) == build("int8")
 
 

@@ -76,8 +76,8 @@ class SentMean:
 class Transform(ABC):
     """What happens to a worker's tensor around its encoding. Subclasses are frozen dataclasses of their settings."""
 
-    memory: ClassVar[str | None] = None
-    """Key of the `State.memory` tensor [numel] that it keeps; None: it keeps nothing."""
+    keeps: ClassVar[str | None] = None
+    """Key of the `State.elementwise` tensor [numel] that it keeps; None: it keeps nothing."""
 
     @abstractmethod
     def before(self, terms: Terms, state: State) -> Terms:

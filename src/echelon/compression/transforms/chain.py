@@ -34,9 +34,9 @@ class Transformed(Wrapper):
         """Return the codec's state with the transforms' memories, zero."""
         state = self.inner.init_state(name, like, seed, stream)
         for transform in reversed(self.transforms):
-            if transform.memory is not None:
+            if transform.keeps is not None:
                 zeros = torch.zeros(like.numel(), dtype=working_dtype(like.dtype), device=like.device)
-                state.memory[transform.memory] = zeros
+                state.elementwise[transform.keeps] = zeros
         return state
 
     def compress(self, tensor: Tensor, state: State) -> Payload:

@@ -22,11 +22,11 @@ class ErrorFeedback(Transform):
     Papers: Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019, arXiv:1901.09847.
     """
 
-    memory: ClassVar[str] = "error"
+    keeps: ClassVar[str] = "error"
 
     def before(self, terms: Terms, state: State) -> Terms:
         """Add the terms to the memory, which is then what is to be encoded."""
-        error = state.memory[self.memory]
+        error = state.elementwise[self.keeps]
         for tensor, weight in terms:
             error.add_(tensor, alpha=weight)
         return [(error, 1.0)]

@@ -44,17 +44,17 @@ class MomentumCorrection(Transform):
     Paper: Lin et al. 2018, arXiv:1712.01887 (momentum correction, masking; Nesterov's form in appendix B).
     """
 
-    memory: ClassVar[str] = "velocity"
+    keeps: ClassVar[str] = "velocity"
     momentum: float
     nesterov: bool = False
 
     def before(self, terms: Terms, state: State) -> Terms:
         """Move the velocity by the gradient, the only term."""
         ((gradient, _),) = terms
-        velocity = state.memory[self.memory].mul_(self.momentum).add_(gradient)
+        velocity = state.elementwise[self.keeps].mul_(self.momentum).add_(gradient)
         return [(gradient, 1.0), (velocity, self.momentum)] if self.nesterov else [(velocity, 1.0)]
 
     def after(self, pending: Tensor, sent: SentTensor, state: State) -> None:
         """Forget the velocity of what was sent, where little is."""
         if sent.sparse:
-            sent.clear(state.memory[self.memory])
+            sent.clear(state.elementwise[self.keeps])

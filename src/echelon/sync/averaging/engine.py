@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from echelon.collectives import memory
+from echelon.collectives import codec_state
 from echelon.collectives.route import Route, open_route
 from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import SHOWN, WireCount
@@ -196,13 +196,13 @@ class Averaging:
 
     def entropy_coded(self) -> Mapping[str, float]:
         """Return what entropy coding did on this rank; synchronous steps at the start are not counted."""
-        return memory.entropy_coded(held for fragment in self._fragments for held in fragment.held())
+        return codec_state.entropy_coded(held for fragment in self._fragments for held in fragment.held())
 
     def density(self) -> float | None:
         """Return the share of the encoded elements that this rank sent last."""
         if self._first:
             return self._first.density()
-        return memory.density(held for fragment in self._fragments for held in fragment.held())
+        return codec_state.density(held for fragment in self._fragments for held in fragment.held())
 
     def state_dict(self) -> StateTree:
         """Return anchors, counters, the rule's and the codec's memories, and means on their way."""

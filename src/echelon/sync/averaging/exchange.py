@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echelon.collectives import memory
+from echelon.collectives import codec_state
 from echelon.collectives.buckets import Bucket, lay_out
 from echelon.collectives.compressed_all_reduce import CodecShard
 from echelon.collectives.reducer import Coding, PlainReducer, Reducer, is_finite, make_reducer
@@ -112,17 +112,17 @@ class Exchange:
         """Return the codec's memories under flat keys (not copied)."""
         flat: StateTree = {}
         for cell, reducer in self._cells:
-            flat |= memory.state_dict(cell, reducer.held)
+            flat |= codec_state.state_dict(cell, reducer.held)
         return flat
 
     def load_state_dict(self, saved: StateView) -> None:
-        """Take back what `state_dict` returned, or what `memory.merge` made of several ranks'.
+        """Take back what `state_dict` returned, or what `codec_state.merge` made of several ranks'.
 
         Raises:
             ValueError: it was saved by another codec, model or number of ranks.
         """
         for cell, reducer in self._cells:
-            memory.load_state_dict(cell, reducer.held, saved)
+            codec_state.load_state_dict(cell, reducer.held, saved)
 
 
 def weighted_sum(

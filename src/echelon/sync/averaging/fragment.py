@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from echelon.collectives import memory
+from echelon.collectives import codec_state
 from echelon.collectives.compressed_all_reduce import CodecShard
 from echelon.core.state_tree import StateTree, StateView
 from echelon.sync.averaging.background import Background, Means, PendingMean
@@ -166,7 +166,7 @@ class Fragment:
         if self._exchange:
             self._exchange.load_state_dict(state["codec"])
         else:
-            self._left_out = memory.left_out(self._merged([state]))
+            self._left_out = codec_state.left_out(self._merged([state]))
 
     def load_resharded(self, states: Sequence[StateView]) -> None:
         """Take over what is the same on all former ranks; what codecs left out is divided, its sum kept.
@@ -180,11 +180,11 @@ class Fragment:
         if self._exchange and merged:
             self._exchange.load_state_dict(merged)
         elif not self._exchange:
-            self._left_out = memory.left_out(merged)
+            self._left_out = codec_state.left_out(merged)
 
     def _merged(self, states: Sequence[StateView]) -> StateTree:
         numels = {v.name: v.tensor.numel() for v in self.values}
-        return memory.merge([state["codec"] for state in states], numels)
+        return codec_state.merge([state["codec"] for state in states], numels)
 
     def _load_shared(self, state: StateView) -> None:
         device = self.values[0].tensor.device

@@ -1,4 +1,4 @@
-"""What codecs remember, by parameter: copies that undo a step, and the part of a checkpoint."""
+"""The state of codecs, by parameter: copies that undo a step, and the part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StateSnapshot:
         """Remember the states as they are now."""
         for state, copies, i in zip(self._states, self._copies, range(len(self._states)), strict=True):
             self._numbers[i] = dict(state.numbers)
-            for key, tensor in (state.memory | state.factors).items():
+            for key, tensor in (state.elementwise | state.factors).items():
                 if key not in copies:
                     copies[key] = torch.empty_like(tensor)
                 copies[key].copy_(tensor)
@@ -38,12 +38,12 @@ class StateSnapshot:
         """Put the states back to what they were."""
         for state, copies, numbers in zip(self._states, self._copies, self._numbers, strict=True):
             state.numbers = dict(numbers)
-            for key, tensor in (state.memory | state.factors).items():
+            for key, tensor in (state.elementwise | state.factors).items():
                 tensor.copy_(copies[key])
 
 
 @dataclass(frozen=True)
-class _MemoryPart:
+class _StatePart:
     """Where a parameter and a state overlap: elements of the parameter, and of the state."""
 
     parameter: str
@@ -69,7 +69,7 @@ def density(helds: Iterable[CodecShard]) -> float | None:
 def state_dict(cell: Bucket, shards: Sequence[CodecShard]) -> StateTree:
     """Return a cell's states as tensors and numbers under flat keys.
 
-    - `sent.error/NAME/START`: elements of a parameter from START on, of one memory of what this rank sends;
+    - `sent.error/NAME/START`: elements of a parameter from START on, of one tensor of what this rank sends;
       `relay.error/...` of what it sends back as owner: over all ranks these cover each element once.
     - `factors.q/STATE`, `numbers.step/STATE`: what belongs to a whole state.
     """
@@ -77,16 +77,16 @@ def state_dict(cell: Bucket, shards: Sequence[CodecShard]) -> StateTree:
     for h in shards:
         flat |= {f"numbers.{k}/{h.state.name}": v for k, v in h.state.numbers.items()}
         flat |= {f"factors.{k}/{h.state.name}": v for k, v in h.state.factors.items()}
-        for kind, memory in h.state.memory.items():
+        for kind, tensor in h.state.elementwise.items():
             for part in _parts(cell, h):
-                flat[f"{h.role}.{kind}/{part.key}"] = memory[part.of_state]
+                flat[f"{h.role}.{kind}/{part.key}"] = tensor[part.of_state]
     return flat
 
 
 def load_state_dict(cell: Bucket, shards: Sequence[CodecShard], saved: StateView) -> None:
     """Take over, in place, what `state_dict` returned for the same cell, or what `merge` made of several ranks'.
 
-    A single worker encodes nothing: of what it saved all but the memories that waited begins anew.
+    A single worker encodes nothing: of what it saved all but what waited to be sent begins anew.
 
     Raises:
         ValueError: it was saved by another codec, model or number of ranks; nothing was changed.
@@ -96,12 +96,12 @@ def load_state_dict(cell: Bucket, shards: Sequence[CodecShard], saved: StateView
     for h in shards:
         for name, factor in h.state.factors.items():
             copies.append((factor, factor if from_one else _find(saved, f"factors.{name}/{h.state.name}", factor)))
-        for kind, memory in h.state.memory.items():
+        for kind, tensor in h.state.elementwise.items():
             for part in _parts(cell, h):
-                own = memory[part.of_state]
+                own = tensor[part.of_state]
                 key = f"{h.role}.{kind}"
                 begins_anew = from_one and f"total.{key}/{part.parameter}" not in saved
-                copies.append((own, torch.zeros_like(own) if begins_anew else _saved_memory(saved, key, part, own, h)))
+                copies.append((own, torch.zeros_like(own) if begins_anew else _saved_part(saved, key, part, own, h)))
     for own, found in copies:
         own.copy_(found)
     for h in shards:
@@ -110,7 +110,7 @@ def load_state_dict(cell: Bucket, shards: Sequence[CodecShard], saved: StateView
             h.state.numbers[name] = h.state.numbers[name] if value is None else value
 
 
-def _saved_memory(saved: StateView, kind: str, part: _MemoryPart, target: Tensor, shard: CodecShard) -> Tensor:
+def _saved_part(saved: StateView, kind: str, part: _StatePart, target: Tensor, shard: CodecShard) -> Tensor:
     total = saved.get(f"total.{kind}/{part.parameter}")
     if total is None:
         return _find(saved, f"{kind}/{part.key}", target)
@@ -135,15 +135,15 @@ def take_velocity(cell: Bucket, shards: Sequence[CodecShard], velocity: Mapping[
     """
     for h in shards:
         for part in _parts(cell, h):
-            if h.role == "sent" and "velocity" in h.state.memory and part.parameter in velocity:
+            if h.role == "sent" and "velocity" in h.state.elementwise and part.parameter in velocity:
                 own = velocity[part.parameter].reshape(-1)[part.of_parameter]
-                h.state.memory["velocity"][part.of_state] = own / h.holders
+                h.state.elementwise["velocity"][part.of_state] = own / h.holders
 
 
 def rescale(shards: Iterable[CodecShard], factor: float) -> None:
     """Multiply what is remembered of gradients, whose scale has changed by that factor."""
     for h in shards:
-        for tensor in h.state.memory.values():
+        for tensor in h.state.elementwise.values():
             tensor.mul_(factor)
         if "threshold" in h.state.numbers:
             h.state.numbers["threshold"] *= factor
@@ -165,7 +165,7 @@ def velocity_of(merged: StateView) -> dict[str, Tensor]:
 
 
 def merge(saved: Sequence[StateView], numels: Mapping[str, int]) -> StateTree:
-    """Turn the states of all ranks into one that any number of ranks can load; the sum of each memory is kept.
+    """Turn the states of all ranks into one that any number of ranks can load; the sum of each tensor is kept.
 
     Args:
         saved: each old rank's `state_dict`.
@@ -187,9 +187,9 @@ def merge(saved: Sequence[StateView], numels: Mapping[str, int]) -> StateTree:
     return merged
 
 
-def _parts(cell: Bucket, shard: CodecShard) -> list[_MemoryPart]:
+def _parts(cell: Bucket, shard: CodecShard) -> list[_StatePart]:
     return [
-        _MemoryPart(member.name, both.in_first, both.in_second)
+        _StatePart(member.name, both.in_first, both.in_second)
         for member in cell.members
         for both in overlaps([member.span], [shard.span])
     ]
