@@ -193,3 +193,14 @@ def random_state_kept() -> Iterator[None]:
         torch.default_generator.set_state(torch_state)
         random.setstate(state)
         np.random.set_state(numpy_state)
+
+
+def labels_of(data: Any) -> Labels | None:
+    """Return a data set's labels where it keeps them, without reading its items."""
+    for attribute in ("targets", "labels", "_labels"):
+        if (found := getattr(data, attribute, None)) is not None:
+            labels = np.asarray(found)
+            return labels.astype(np.int64) if labels.ndim == 1 and labels.dtype.kind in "iub" else None
+    if (samples := getattr(data, "_samples", None)) is not None:
+        return np.asarray([label for _, label in samples], dtype=np.int64)
+    return None

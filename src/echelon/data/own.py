@@ -1,8 +1,7 @@
-"""Data sets of the user's own: objects from Python, or `module:function`."""
+"""Data sets of the user's own: objects from Python."""
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from echelon.core.errors import UserError
-from echelon.core.own import find_own
 from echelon.data.base import CLASS_NUMBER, DataInfo, Source
 from echelon.data.images import (
     ImageArray,
@@ -22,10 +20,10 @@ from echelon.data.images import (
     TensorArray,
     TensorItems,
     as_sample,
+    labels_of,
     random_state_kept,
 )
 from echelon.data.statistics import measure
-from echelon.data.torchvision_sets import labels_of
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest, TensorSpec
 
@@ -113,36 +111,6 @@ def _class_names(name: str, both: tuple[Labels, Labels] | None, classes: Sequenc
             raise UserError(f"data {name}: labels must be 0 to {len(classes) - 1}, for the {len(classes)} classes")
         return tuple(classes)
     return () if least < 0 or most > MOST_CLASSES else tuple(str(i) for i in range(int(most) + 1))
-
-
-def from_function(name: str) -> Source:
-    """Call `module:function`, which returns a `Source` or what `from_datasets` takes, (train, evaluation[, classes]).
-
-    The current folder is searched too, as `python -m` does.
-
-    Raises:
-        UserError: there is no such module or function, or it returns something else.
-    """
-    function = find_own("data", name)
-    if not callable(function):
-        raise UserError(f"data {name} is a {type(function).__name__}: name a function that returns the data")
-    try:
-        needed = [p.name for p in inspect.signature(function).parameters.values() if _must_be_given(p)]
-    except ValueError:  # some functions written in C do not tell
-        needed = []
-    if needed:
-        raise UserError(f"data {name}: it is called without arguments, but needs {', '.join(needed)}: give defaults")
-    given = function()
-    if isinstance(given, Source):
-        return given
-    if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):
-        raise UserError(f"data {name} must return (train, evaluation) or (train, evaluation, classes)")
-    return from_datasets(*given)
-
-
-def _must_be_given(parameter: inspect.Parameter) -> bool:
-    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return parameter.default is inspect.Parameter.empty and parameter.kind not in open_ended
 
 
 def _first_sample(name: str, data: Any) -> tuple[Nest, Nest]:

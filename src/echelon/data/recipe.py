@@ -13,8 +13,8 @@ from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.data.assemble import ArrayRows, ImageRows, ItemRows, Recipe, Rows
 from echelon.data.base import DataInfo
-from echelon.data.folder import SMALL_IMAGE
 from echelon.data.images import ImageArray, ImageFiles, ImageItems, TensorArray, TensorItems
+from echelon.data.statistics import SMALL_IMAGE
 
 _MOST_LOADERS = 12
 _LEAST_CROPPED = 32  # pixels of side; in smaller images four pixels to a side are too many

@@ -9,6 +9,7 @@ from echelon.data.augment import resize_and_crop
 from echelon.data.decode import CannotDecode
 from echelon.data.images import ImageArray, Images
 
+SMALL_IMAGE = 96  # up to this side images are used whole; larger ones as ImageNet's
 _MEASURED_FILES, _MEASURED_IN_MEMORY = 512, 4096
 Channels = tuple[float, ...]
 IMAGENET_MEAN: Channels = (0.485, 0.456, 0.406)

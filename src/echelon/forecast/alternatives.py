@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.collectives import memory
+from echelon.collectives import codec_state
 from echelon.collectives.buckets import Bucket, lay_out
 from echelon.collectives.compressed_all_reduce import CompressedAllReduce
 from echelon.collectives.messages import Mailbox
@@ -271,7 +271,7 @@ class _Trial:
             post = _Loop(cast(dist.ProcessGroup, None), Ring(range(size), rank), meet=self._meet)
             self._coded, self._post = CompressedAllReduce(codec, post, self._flat, "trial", 0), post
             held = self._coded.held
-        self._size, self._snapshot = size, memory.StateSnapshot([h.state for h in held])
+        self._size, self._snapshot = size, codec_state.StateSnapshot([h.state for h in held])
 
     def turn(self) -> None:
         """Copy the gradient in, reduce, look whether it is finite, copy it out: the hook's work on a cell."""

@@ -175,8 +175,7 @@ def _workers(config: RunConfig) -> int:
 
 
 def _preload(config: RunConfig) -> tuple[str, ...]:
-    digits = ("sklearn.datasets",) if config.data.source == "digits" else ()
-    return (*PRELOAD, *digits, *(PRELOAD_ROLES if uses_servers(config) else ()))
+    return (*PRELOAD, *(PRELOAD_ROLES if uses_servers(config) else ()))
 
 
 def _lock(path: Path, config: RunConfig) -> AbstractContextManager[None]:

@@ -14,8 +14,8 @@ from torch.utils.data import Subset, TensorDataset
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.data import Source, check_source, from_datasets, open_data
-from echelon.data.folder import open_folder
 from echelon.data.images import FileNames, ImageArray
+from echelon.data.sources.folder import open_folder
 from echelon.data.statistics import IMAGENET_MEAN
 from echelon.tasks.base import TaskSettings
 from echelon.tasks.image_classification import ImageClassification

@@ -4,18 +4,46 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
+from echelon.config import DataConfig
 from echelon.core.errors import UserError
-from echelon.data.decode import CannotDecode
+from echelon.data.base import Source
 from echelon.data.images import FileNames, ImageFiles
 from echelon.data.order import split
+from echelon.data.sources.base import SourceKind, image_source
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".gif")
-SMALL_IMAGE = 96  # up to this side images are used whole; larger ones as ImageNet's
 _EVALUATION_FOLDERS = ("val", "valid", "validation", "test")
-_PEEKED = 32
+
+
+class Folder(SourceKind):
+    """The path of a folder of images."""
+
+    form: ClassVar[str] = "a folder"
+
+    def takes(self, name: str) -> bool:
+        """Whether something is there under this path."""
+        return Path(name).expanduser().exists()
+
+    def check(self, name: str) -> None:
+        """Refuse a file.
+
+        Raises:
+            UserError: it is no folder.
+        """
+        path = Path(name).expanduser()
+        if not path.is_dir():
+            raise UserError(f"data {path}: it is a file, not a folder")
+
+    def open(self, config: DataConfig, seed: int) -> Source:
+        """Open the folder; where it has no part for evaluation, one is held out by the seed."""
+        return image_source(config, *open_folder(Path(config.source).expanduser(), config.holdout, seed))
+
+
+SOURCE = Folder
 
 
 def open_folder(path: Path, holdout: float, seed: int) -> tuple[ImageFiles, ImageFiles, tuple[str, ...]]:
@@ -51,25 +79,6 @@ def open_folder(path: Path, holdout: float, seed: int) -> tuple[ImageFiles, Imag
             f"data {path}: train/ and {held_out}/ must have the same class folders; {_named(differing)} only in one"
         )
     return images, held, classes
-
-
-def common_size(images: ImageFiles) -> int:
-    """Return the side at which the images are used: their own if small (median of a few), else 224.
-
-    Raises:
-        UserError: none of those few can be read.
-    """
-    sides, refused = [], ""
-    for i in np.unique(np.linspace(0, len(images) - 1, _PEEKED).astype(int)):
-        try:
-            picture = images.picture(int(i))
-            sides.append(min(picture.height, picture.width))
-        except CannotDecode as error:
-            refused = refused or f"{images.path(int(i))}: cannot be decoded ({error})"
-    if not sides:
-        raise UserError(f"{refused}; nor can any other image that was tried: is this an image folder?")
-    side = int(np.median(sides))
-    return side if side <= SMALL_IMAGE else 224
 
 
 def _scan(root: Path) -> tuple[ImageFiles, tuple[str, ...]]:

@@ -10,12 +10,15 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from echelon.config import DataConfig
 from echelon.core.errors import UserError
-from echelon.data.images import FileNames, ImageArray, ImageFiles, ImageItems, Images, Labels
+from echelon.data.base import Source
+from echelon.data.images import FileNames, ImageArray, ImageFiles, ImageItems, Images, Labels, labels_of
+from echelon.data.sources.base import SourceKind, image_source
 
 _DOWNLOAD_S = 3600.0
 _NETWORK_S = 30.0
@@ -52,6 +55,19 @@ SETS: Mapping[str, _Set] = {
     "svhn": _splits("SVHN"),
     "usps": _Set("USPS"),
 }
+
+
+class TorchvisionSet(SourceKind):
+    """A data set of torchvision, by its name."""
+
+    names: ClassVar[tuple[str, ...]] = tuple(SETS)
+
+    def open(self, config: DataConfig, seed: int) -> Source:
+        """Open the set below `config.root`; it has a split of its own."""
+        return image_source(config, *open_torchvision(config.source, Path(config.root)))
+
+
+SOURCE = TorchvisionSet
 
 
 def open_torchvision(name: str, root: Path) -> tuple[Images, Images, tuple[str, ...]]:
@@ -96,17 +112,6 @@ def _images(data: Any) -> Images:
     if samples and isinstance(samples[0][0], (str, os.PathLike)):
         return ImageFiles("", FileNames([os.fspath(path) for path, _ in samples]), labels)
     return ImageItems(data, labels)
-
-
-def labels_of(data: Any) -> Labels | None:
-    """Return a data set's labels where it keeps them, without reading its items."""
-    for attribute in ("targets", "labels", "_labels"):
-        if (found := getattr(data, attribute, None)) is not None:
-            labels = np.asarray(found)
-            return labels.astype(np.int64) if labels.ndim == 1 and labels.dtype.kind in "iub" else None
-    if (samples := getattr(data, "_samples", None)) is not None:
-        return np.asarray([label for _, label in samples], dtype=np.int64)
-    return None
 
 
 def _channels_first(pixels: Any) -> Any:

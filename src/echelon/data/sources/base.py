@@ -1,0 +1,105 @@
+"""What a kind of data is asked; order, division over ranks and resume are the loader's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import numpy as np
+
+from echelon.config import DataConfig
+from echelon.core.errors import UserError
+from echelon.data.base import DataInfo, Source
+from echelon.data.decode import CannotDecode
+from echelon.data.images import ImageArray, ImageFiles, Images
+from echelon.data.statistics import IMAGENET_MEAN, IMAGENET_STD, SMALL_IMAGE, measure
+
+_PEEKED = 32
+_LARGE_SIDE = 224
+
+
+class SourceKind(ABC):
+    """A kind of data: the names that it takes, and how these are opened.
+
+    Attributes:
+        names: those that are its own; a kind that takes others answers by `takes`.
+        form: how a user writes its other names, such as `a folder`; empty: it has none.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ()
+    form: ClassVar[str] = ""
+
+    def takes(self, name: str) -> bool:
+        """Whether data of this name is of this kind. A name that is some kind's own is asked of no other kind."""
+        return name in self.names
+
+    def check(self, name: str) -> None:  # noqa: B027 (a name that is known may be enough)
+        """Refuse data that is not there, without opening, calling or downloading anything.
+
+        Raises:
+            UserError: as `open` would.
+        """
+
+    @abstractmethod
+    def open(self, config: DataConfig, seed: int) -> Source:
+        """Open data, the same in every process.
+
+        Args:
+            config: the data's part of a run's description, with the name.
+            seed: of the split, where the data has none.
+
+        Raises:
+            UserError: there is no such data, or it cannot be used.
+        """
+
+
+def image_source(config: DataConfig, train: Images, evaluation: Images, classes: tuple[str, ...]) -> Source:
+    """Return images with what is known of them: side as the model sees them, mean and standard deviation.
+
+    Raises:
+        UserError: none of the images that were tried can be read.
+    """
+    side = config.image_size or _own_size(train)
+    if side > SMALL_IMAGE:
+        mean, std = IMAGENET_MEAN, IMAGENET_STD
+        if isinstance(train, ImageArray) and train.pixels.shape[1] == 1:
+            mean, std = measure(train, side)
+    else:
+        mean, std = measure(train, side)
+    info = DataInfo(
+        name=config.source,
+        classes=classes,
+        channels=train.pixels.shape[1] if isinstance(train, ImageArray) else 3,
+        image_size=side,
+        train_size=len(train),
+        eval_size=len(evaluation),
+        class_counts=tuple(np.bincount(train.labels, minlength=len(classes)).tolist()),
+        mean=mean,
+        std=std,
+    )
+    return Source(train, evaluation, info)
+
+
+def _own_size(images: Images) -> int:
+    """Return the side at which images are used: their own if small (of files, the median of a few), else 224."""
+    if isinstance(images, ImageArray):
+        side = min(images.pixels.shape[-2:])
+    elif isinstance(images, ImageFiles):
+        side = _median_side(images)
+    else:
+        picture = images.picture(0)
+        side = min(picture.height, picture.width)
+    return side if side <= SMALL_IMAGE else _LARGE_SIDE
+
+
+def _median_side(images: ImageFiles) -> int:
+    sides, refused = [], ""
+    for i in np.unique(np.linspace(0, len(images) - 1, _PEEKED).astype(int)):
+        try:
+            picture = images.picture(int(i))
+            sides.append(min(picture.height, picture.width))
+        except CannotDecode as error:
+            refused = refused or f"{images.path(int(i))}: cannot be decoded ({error})"
+    if not sides:
+        raise UserError(f"{refused}; nor can any other image that was tried: is this an image folder?")
+    return int(np.median(sides))

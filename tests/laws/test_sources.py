@@ -1,0 +1,151 @@
+"""What every kind of data obeys; a new file of `data/sources/` is tested by giving its example here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from echelon.config import DataConfig
+from echelon.core.errors import UserError
+from echelon.data import EvalLoader, LoaderConfig, Shard, TrainLoader, check_source, open_data, sources
+from echelon.data.open import SOURCES, kind_of
+from echelon.data.sources.base import SourceKind
+from echelon.tasks import nest
+from tests.unit.data.images import make_folder
+
+KINDS = [SOURCES.settings_class(name)() for name in SOURCES.names()]
+
+
+def _mnist(folder: Path) -> str:
+    """Write MNIST in the files' own format, as this needs no network."""
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    draw = np.random.default_rng(0)
+    for part, count in (("train", 30), ("t10k", 10)):
+        images = draw.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        labels = (np.arange(count) % 10).astype(np.uint8)
+        for name, array in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", labels)):
+            sizes = b"".join(n.to_bytes(4, "big") for n in array.shape)
+            (raw / name).write_bytes(bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes())
+    return "mnist"
+
+
+EXAMPLES: dict[str, Callable[[Path], str]] = {
+    "digits": lambda folder: "digits",
+    "folder": lambda folder: str(make_folder(folder, per_class=5, side=40)),
+    "function": lambda folder: "tests.laws.test_sources:own_data",
+    "torchvision": _mnist,
+}
+"""For each kind, what makes its data in a folder and returns its name."""
+
+
+def own_data() -> tuple[torch.utils.data.Dataset, torch.utils.data.Dataset]:
+    data = torch.utils.data.TensorDataset(torch.arange(24.0).view(12, 2), torch.arange(12) % 3)
+    return data, torch.utils.data.Subset(data, range(5))
+
+
+@pytest.fixture(params=list(EXAMPLES))
+def data(request: pytest.FixtureRequest, tmp_path: Path) -> DataConfig:
+    name = EXAMPLES[request.param](tmp_path)
+    assert type(kind_of(name)) is SOURCES.settings_class(request.param)
+    return DataConfig(source=name, root=str(tmp_path), batch_size=8)
+
+
+def test_every_kind_has_an_example() -> None:
+    assert set(SOURCES.names()) == set(EXAMPLES), "give the example of a new kind of data in EXAMPLES"
+
+
+def test_no_name_is_of_two_kinds() -> None:
+    counts = Counter(name for kind in KINDS for name in kind.names)
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: type(kind).__name__)
+def test_a_kind_takes_its_own_names_or_says_the_form_of_others(kind: SourceKind) -> None:
+    assert kind.names or kind.form
+    assert all(kind.takes(name) and type(kind_of(name)) is type(kind) for name in kind.names)
+
+
+def test_one_kind_takes_a_name_and_finds_it_there(data: DataConfig) -> None:
+    assert sum(kind.takes(data.source) for kind in KINDS) == 1
+    check_source(data.source)
+
+
+def test_what_is_said_of_data_is_so(data: DataConfig) -> None:
+    source = open_data(data, seed=1)
+    info = source.info
+    assert (info.name, info.train_size) == (source.info.name, len(source.train))  # type: ignore[arg-type]
+    assert info.eval_size == len(source.evaluation)  # type: ignore[arg-type]
+    assert len(info.class_counts) == len(info.classes) and sum(info.class_counts) == info.train_size
+    assert len(info.mean) == len(info.std)
+    loader = TrainLoader(source, LoaderConfig(data, 1, torch.device("cpu")), Shard(0, 1))
+    try:
+        batch = next(iter(loader.epoch(0)))
+    finally:
+        loader.close()
+    for tensor, blank in zip(nest.leaves(batch.inputs), nest.leaves(nest.blank(info.inputs, 8)), strict=True):
+        assert (tensor.shape, tensor.dtype) == (blank.shape, blank.dtype)
+    for tensor, blank in zip(nest.leaves(batch.targets), nest.leaves(nest.blank(info.targets, 8)), strict=True):
+        assert (tensor.shape, tensor.dtype) == (blank.shape, blank.dtype)
+
+
+def test_opened_twice_it_is_the_same(data: DataConfig) -> None:
+    first, second = (open_data(data, seed=1) for _ in range(2))
+    assert first.info == second.info
+    loaders = [EvalLoader(each, LoaderConfig(data, 1, torch.device("cpu")), Shard(0, 1)) for each in (first, second)]
+    for a, b in zip(*loaders, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(nest.leaves(a.inputs), nest.leaves(b.inputs), strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(nest.leaves(a.targets), nest.leaves(b.targets), strict=True))
+    for loader in loaders:
+        loader.close()
+
+
+COLUMNS = '''"""Numbers of a text file: the last one of a line is the class."""
+
+from pathlib import Path
+
+import torch
+from torch.utils.data import TensorDataset
+
+from echelon.core.errors import UserError
+from echelon.data.own import from_datasets
+from echelon.data.sources.base import SourceKind
+
+
+class Columns(SourceKind):
+    form = "columns=FILE"
+
+    def takes(self, name):
+        return name.startswith("columns=") and name.endswith(".txt")
+
+    def check(self, name):
+        if not Path(name.removeprefix("columns=")).is_file():
+            raise UserError(f"data {name}: no such file")
+
+    def open(self, config, seed):
+        lines = Path(config.source.removeprefix("columns=")).read_text().splitlines()
+        rows = torch.tensor([[float(x) for x in line.split()] for line in lines])
+        data = TensorDataset(rows[:, :-1], rows[:, -1].long())
+        return from_datasets(data, data)
+
+
+SOURCE = Columns
+'''
+
+
+def test_a_new_file_is_a_kind_of_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "columns.py").write_text(COLUMNS)
+    (tmp_path / "table.txt").write_text("1 2 0\n3 4 1\n5 6 0\n")
+    monkeypatch.setattr(sources, "__path__", [str(tmp_path), *sources.__path__])
+    name = f"columns={tmp_path / 'table.txt'}"
+    check_source(name)
+    assert open_data(DataConfig(source=name), 0).info.class_counts == (2, 1)
+    with pytest.raises(UserError, match="no such file"):
+        check_source("columns=nowhere.txt")
+    with pytest.raises(UserError, match=r"columns=FILE, a folder, or module:function"):
+        check_source("nothing")
