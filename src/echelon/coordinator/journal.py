@@ -1,17 +1,20 @@
-"""The coordinator's journal: one JSON line per thing that must survive its death, appended with one write each."""
+"""The coordinator's journal: one JSON line per thing that must survive its death, appended with one write each.
+
+It does not grow with the run: from time to time what it says is written anew, in few lines.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from echelon.coordinator.messages import SetupDone
-from echelon.core.files import write_whole
+from echelon.core.files import write_atomic, write_whole
 from echelon.messages.plain import AnyFloat, Malformed, from_plain, to_plain
 
 
@@ -58,6 +61,21 @@ class Counted(JournalEntry):
 
 
 @dataclass(frozen=True, slots=True)
+class CountedBefore(JournalEntry):
+    """What the entries before this one counted, in one: all steps before `below`, and tasks from there on.
+
+    Attributes:
+        done: the tasks, as first, last, first, last of their runs.
+        shares: into how many shares the step `below` was cut; 0: not yet.
+    """
+
+    kind: ClassVar[str] = "counted"
+    below: int
+    done: list[int]
+    shares: int
+
+
+@dataclass(frozen=True, slots=True)
 class EpochSeen(JournalEntry):
     """So many epochs are done, and what is due after them was asked for."""
 
@@ -89,22 +107,37 @@ class Ended(JournalEntry):
     status: str
 
 
-_KINDS = {entry.kind: entry for entry in (SetUp, Begun, StepCut, Counted, EpochSeen, Best, CheckpointSaved, Ended)}
+_KINDS = {
+    entry.kind: entry
+    for entry in (SetUp, Begun, StepCut, Counted, CountedBefore, EpochSeen, Best, CheckpointSaved, Ended)
+}
 
 
 class Journal:
-    """Appends entries to a file; `read` returns those that earlier processes wrote."""
+    """Appends entries to a file; `read` returns those that earlier processes wrote.
+
+    Attributes:
+        lines: of the file.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self._fd = self._open()
         self._end_torn_line()
+        with path.open("rb") as file:
+            self.lines = sum(1 for _ in file)
 
     def write(self, entry: JournalEntry) -> None:
         """Append one entry. It survives the death of this process when this returns."""
-        line = {"t": round(time.time(), 6), "kind": entry.kind, **to_plain(entry)}
-        write_whole(self._fd, json.dumps(line).encode() + b"\n")
+        write_whole(self._fd, journal_line(entry))
+        self.lines += 1
+
+    def replace(self, entries: Sequence[JournalEntry]) -> None:
+        """Let the file hold these entries alone; a crash leaves the old one or the new one, whole."""
+        write_atomic(self._path, b"".join(map(journal_line, entries)).decode())
+        self.close()
+        self._fd, self.lines = self._open(), len(entries)
 
     def read(self) -> Iterator[JournalEntry]:
         """Yield the whole entries, oldest first."""
@@ -118,10 +151,18 @@ class Journal:
         """Close the file."""
         os.close(self._fd)
 
+    def _open(self) -> int:
+        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+
     def _end_torn_line(self) -> None:
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
             os.write(self._fd, b"\n")
+
+
+def journal_line(entry: JournalEntry) -> bytes:
+    """Write an entry as a line of a journal, with the present time."""
+    return json.dumps({"t": round(time.time(), 6), "kind": entry.kind, **to_plain(entry)}).encode() + b"\n"
 
 
 def read_entry(line: bytes) -> JournalEntry | None:

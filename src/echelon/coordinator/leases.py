@@ -60,8 +60,11 @@ class Leases(Protocol):
     def restore(self, below: int, done: Iterable[int]) -> None:
         """Begin where a checkpoint ended: steps below `below` are done, and those of `done`."""
 
-    def replay(self, done: Iterable[int], shares: Mapping[int, int]) -> None:
-        """Count the tasks of a journal; `shares` says into how many each step was cut."""
+    def replay(self, below: int, done: Iterable[int], shares: Mapping[int, int]) -> None:
+        """Count what a journal says: all steps before `below`, and tasks; into how many shares each step was cut."""
+
+    def counted(self) -> tuple[int, set[int]]:
+        """Return the step before which all are done, and the tasks done from there on."""
 
     def lost(self, stored: set[int], least: int) -> list[int]:
         """Give out again what a server lacks that has the tasks `stored` and all below `least`; returns those tasks."""
@@ -133,9 +136,13 @@ class FreeLeases:
         self._next = below
         self._advance()
 
-    def replay(self, done: Iterable[int], shares: Mapping[int, int]) -> None:
-        """Count a journal's tasks as done; the cut into shares says nothing here."""
-        self.restore(self._below, self._done | set(done))
+    def replay(self, below: int, done: Iterable[int], shares: Mapping[int, int]) -> None:
+        """Count what a journal says as done; the cut into shares says nothing here."""
+        self.restore(max(self._below, below), self._done | set(done))
+
+    def counted(self) -> tuple[int, set[int]]:
+        """Return the step before which all are done, and the steps done beyond."""
+        return self._below, set(self._done)
 
     def hold_back(self, wanted: bool) -> None:
         """Do nothing: a copy may be of any moment."""

@@ -26,6 +26,7 @@ _FRAME_BYTES = 1 << 20
 _POLL_MS = 50
 _FAREWELL_S = 2.0
 _LAST_WORDS_S = 0.6
+_JOURNAL_LINES = 20_000  # about 2 MB
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class Scheduler:
             while self.listener.pump(self._take):
                 pass
             self._do(self.state.tick(time.monotonic()))
+            if self._journal.lines > _JOURNAL_LINES:
+                self._journal.replace(self.state.journal())
         self._farewell(poller)
 
     def _farewell(self, poller: zmq.Poller) -> None:

@@ -31,17 +31,21 @@ class SharedLeases:
         """Begin at a step; one that was half done begins anew."""
         self._begin(below)
 
-    def replay(self, done: Iterable[int], shares: Mapping[int, int]) -> None:
-        """Begin at the first step that a journal's tasks do not complete, with those of its shares that are done."""
+    def replay(self, below: int, done: Iterable[int], shares: Mapping[int, int]) -> None:
+        """Begin at the first step that a journal does not complete, with those of its shares that are done."""
         by_step: dict[int, set[int]] = {}
         for task in done:
             by_step.setdefault(self.step_of(task), set()).add(task)
-        step = self._step
+        step = max(self._step, below)
         while step in shares and len(by_step.get(step, ())) >= max(1, shares[step] - self._backup):
             step += 1
         self._begin(step)
         if step in shares:
             self.cut(step, shares[step], by_step.get(step, set()))
+
+    def counted(self) -> tuple[int, set[int]]:
+        """Return the present step, and its shares that are done."""
+        return self._step, set(self._done)
 
     def hold_back(self, wanted: bool) -> None:
         """Begin no further step while it is wanted; shares of the present one are still given out."""

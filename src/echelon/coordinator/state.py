@@ -16,6 +16,7 @@ from echelon.coordinator.journal import (
     Best,
     CheckpointSaved,
     Counted,
+    CountedBefore,
     Ended,
     EpochSeen,
     JournalEntry,
@@ -53,7 +54,7 @@ from echelon.coordinator.messages import (
     Welcome,
     WorkerBeat,
 )
-from echelon.coordinator.runs import from_runs
+from echelon.coordinator.runs import from_runs, to_runs
 from echelon.coordinator.shares import make_leases
 from echelon.coordinator.window import WindowAccumulator
 from echelon.messages.framing import Content, Message
@@ -100,13 +101,15 @@ class Coordinator:
         self._last_worker_s = now_s
         self._report_s = self._members_s = 0.0
         self._effects: list[Effect] = []
+        self._last_entries: dict[str, JournalEntry] = {}
 
     # In and out
 
     def restore(self, entries: Iterable[JournalEntry], now_s: float) -> list[Effect]:
         """Take up the journal of an earlier coordinator of this run."""
-        done, shares, epochs, best, saved = set[int](), dict[int, int](), 0, None, 0
+        below, done, shares, epochs, best, saved = 0, set[int](), dict[int, int](), 0, None, 0
         for entry in entries:
+            self._remember(entry)
             match entry:
                 case SetUp():
                     self.setup = entry.setup
@@ -116,6 +119,9 @@ class Coordinator:
                     shares[entry.step] = entry.shares
                 case Counted():
                     done.add(entry.task)
+                case CountedBefore():
+                    below, done = entry.below, from_runs(entry.done)
+                    shares = {below: entry.shares} if entry.shares else {}
                 case EpochSeen():
                     epochs = entry.epoch
                 case Best():
@@ -127,10 +133,18 @@ class Coordinator:
         self._evaluations.restore(epochs, best, saved)
         if self.setup is not None:
             leases = self._make_leases(self.setup)
-            leases.replay(done, shares)
+            leases.replay(below, done, shares)
             steps = self._steps()
             self._tell(SchedulerRestored(f"the scheduler came back at step {steps}", steps))
         return self._drain()
+
+    def journal(self) -> list[JournalEntry]:
+        """Return what a journal has to say, in as few entries as can be: the same as all that were saved so far."""
+        entries = list(self._last_entries.values())
+        if self._leases is not None:
+            below, done = self._leases.counted()
+            entries.append(CountedBefore(below, to_runs(done), self._leases.shares))
+        return entries
 
     def handle(self, message: Message, peer: bytes, now_s: float) -> list[Effect]:
         """Take a message that a peer sent.
@@ -198,7 +212,12 @@ class Coordinator:
         self._effects.append(Tell(record))
 
     def _save(self, entry: JournalEntry) -> None:
+        self._remember(entry)
         self._effects.append(Save(entry))
+
+    def _remember(self, entry: JournalEntry) -> None:
+        if not isinstance(entry, Counted | CountedBefore | StepCut):
+            self._last_entries[entry.kind] = entry
 
     def _end(self, status: str) -> None:
         self.status = status

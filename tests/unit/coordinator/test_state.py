@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import count
+from pathlib import Path
 
 import pytest
 
 from echelon.coordinator.config import CoordinationPolicy, CoordinatorConfig, TrainingPlan
 from echelon.coordinator.effects import Effect, Save, Send, Tell, WindowClosed
-from echelon.coordinator.journal import Counted, JournalEntry
+from echelon.coordinator.journal import Counted, CountedBefore, Journal, JournalEntry, journal_line, read_entry
 from echelon.coordinator.messages import (
     AskTask,
     BecomeStandby,
@@ -238,6 +239,42 @@ def test_a_journal_is_taken_up_wherever_it_ends(policy: CoordinationPolicy, entr
     train(second, "a", "b")
     steps = {task // 4096 for task in second.counted()} if policy.shared else second.counted()
     assert sorted(steps) == list(range(STEPS))
+
+
+@pytest.mark.parametrize("policy", [FREE, SHARED], ids=["free", "shared"])
+@pytest.mark.parametrize("entries", [1, 3, 9, 14, 100])
+def test_a_journal_in_few_entries_says_the_same(policy: CoordinationPolicy, entries: int) -> None:
+    first = Run(policy)
+    first.begin("a", "b")
+    train(first, "a", "b")
+    long, again = Run(policy), Run(policy)
+    long.take(long.state.restore(first.journal[:entries], long.now_s))
+    short = [entry for line in map(journal_line, long.state.journal()) if (entry := read_entry(line)) is not None]
+    assert len(short) <= 6
+    again.take(again.state.restore(short, again.now_s))
+    assert {e.kind: e for e in again.state.journal()} == {e.kind: e for e in long.state.journal()}
+    again.journal = [*short]
+    again.say("server0", READY)
+    for worker in ("a", "b"):
+        again.say(worker, JoinWorker("model"))
+    train(again, "a", "b")
+    before = {entry.task for entry in first.journal[:entries] if isinstance(entry, Counted)}
+    steps = {task // 4096 if policy.shared else task for task in [*before, *again.counted()]}
+    assert sorted(steps) == list(range(STEPS))
+
+
+def test_a_journal_is_written_anew_in_one_piece(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "scheduler.jsonl")
+    for task in range(100):
+        journal.write(Counted(task, "a", 1, False))
+    assert journal.lines == 100
+    journal.replace([CountedBefore(90, [92, 99], 0)])
+    journal.write(Counted(100, "b", 1, False))
+    journal.close()
+    again = Journal(tmp_path / "scheduler.jsonl")
+    assert again.lines == 2
+    assert list(again.read()) == [CountedBefore(90, [92, 99], 0), Counted(100, "b", 1, False)]
+    again.close()
 
 
 def test_a_run_that_ended_stays_so() -> None:
