@@ -144,6 +144,10 @@ class LaunchConfig:
     link: str = setting("", "shape the links between this machine's workers: 100mbit, or 10mbit,20ms; needs root")
     max_restarts: int = setting(3, "restarts after a worker died, before the run is given up", above=0)
     timeout: str = setting("2m", "how long any rank waits for another before the run is restarted")
+    log_dir: str = setting(
+        "", "where logs and output of processes go, in a folder of the run's name; default: RUN/logs"
+    )
+    log_limit: str = setting("64mb", "bytes of each process's log, and of what it prints: of more, the newest stay")
 
 
 @dataclass(frozen=True, config=STRICT)

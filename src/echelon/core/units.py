@@ -48,6 +48,15 @@ def seconds_for(setting: str) -> Callable[[str], float]:
     return read
 
 
+def parse_bytes(text: str) -> float:
+    """Read a size such as `64mb`, in bytes.
+
+    >>> parse_bytes("64mb")
+    64000000.0
+    """
+    return _parse(text, _BYTES, "size", "64mb")
+
+
 def parse_bits_per_s(text: str) -> float:
     """Read a link rate such as `100mbit`, in bits per second.
 

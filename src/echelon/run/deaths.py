@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from echelon.launch.culprit import Hang, Living, Standstill
 from echelon.launch.hangs import HangWatch, Verdict
+from echelon.launch.logs import LogLimit
 from echelon.launch.noticeboard import NoticeBoard
 from echelon.launch.places.base import Job, Place, Started
 from echelon.launch.slow import Slow
@@ -35,13 +36,20 @@ def watched(
 ) -> Iterator[tuple[Job, Watch]]:
     """Watch the processes of this machine; gives the job as it is to be run, and what its supervisor tells."""
     chronicle = _Chronicle(machine, path, record)
+    logs = LogLimit(path / "logs", run.log_limit)
     if not hasattr(os, "memfd_create"):  # Linux alone
-        yield machine.job, chronicle.watch()
+        yield machine.job, replace(chronicle.watch(), on_look=lambda _: logs.look())
         return
     board = NoticeBoard([p.name for group in machine.job.groups for p in group.processes])
     try:
         hangs = HangWatch(board, place, run.timeout_s, chronicle, ends=machine.scheduler is not None)
-        yield board.noted(machine.job), replace(chronicle.watch(), on_look=hangs.look, explain=_Explain(hangs))
+
+        def look(living: Sequence[Living]) -> None:
+            """See who hangs, and what has become too long."""
+            hangs.look(living)
+            logs.look()
+
+        yield board.noted(machine.job), replace(chronicle.watch(), on_look=look, explain=_Explain(hangs))
     finally:
         board.close()
 

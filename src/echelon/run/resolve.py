@@ -9,12 +9,12 @@ from echelon.compression import registry as codecs
 from echelon.config import RunConfig
 from echelon.config.validate import Nodes, parse_interval, parse_nodes
 from echelon.core.address import Address, parse_rendezvous
-from echelon.core.errors import naming
+from echelon.core.errors import UserError, naming
 from echelon.core.hints import parse_tensor_plan
 from echelon.core.layout import Layout, parse_layout
 from echelon.core.link import Link, parse_link
 from echelon.core.spec import parse_spec
-from echelon.core.units import parse_seconds
+from echelon.core.units import parse_bytes, parse_seconds
 from echelon.launch.places import check_place
 from echelon.sync.registry import STRATEGIES
 from echelon.tasks.registry import check_task
@@ -96,6 +96,14 @@ def uses_servers(config: RunConfig) -> bool:
     return STRATEGIES.declaration(parse_spec(config.strategy.sync).name).constants.get("uses_servers") == "True"
 
 
+def _log_limit(config: RunConfig) -> int:
+    with naming("--log-limit"):
+        limit = parse_bytes(config.launch.log_limit)
+        if limit < 10_000:
+            raise UserError(f"{config.launch.log_limit} leaves nothing to read: at least 10kb")
+        return int(limit)
+
+
 def resolve(config: RunConfig) -> ResolvedRun:
     """Return a description as typed objects.
 
@@ -125,6 +133,7 @@ def resolve(config: RunConfig) -> ResolvedRun:
         cuts=read_cuts(strategy.cuts),
         nodes=nodes_of(config),
         timeout_s=parse_seconds(config.launch.timeout),
+        log_limit=_log_limit(config),
         checkpoint_every=parse_interval(config.checkpoint.every),
     )
     return run.compressed_by(compression)

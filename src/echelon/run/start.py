@@ -16,6 +16,7 @@ from echelon.core.errors import UserError, naming
 from echelon.core.files import full_disk_in_words
 from echelon.core.stop import StopFlag, Stopped, stop_on_signals, stopped_exit_code
 from echelon.launch.link import check_link
+from echelon.launch.logs import prepare_logs
 from echelon.launch.places import build_place
 from echelon.launch.places.base import Place
 from echelon.launch.places.local import start_import_server
@@ -237,7 +238,8 @@ def _run(run: ResolvedRun, plan: LaunchPlan, place: Place, path: Path, record: R
     Raises:
         UserError: a process refused its input, or the machines do not meet.
     """
-    plan.log_dir.mkdir(parents=True, exist_ok=True)
+    log_dir = run.config.launch.log_dir
+    prepare_logs(plan.log_dir, Path(log_dir) / path.absolute().name if log_dir else None)
     with (
         this_machine(run, plan, path, record) as machine,
         watched(machine, place, run, path, record) as (job, watch),

@@ -30,6 +30,7 @@ class ResolvedRun:
         cuts: the blocks that stages but the first begin with; empty: balanced.
         nodes: how many machines take part.
         timeout_s: how long any rank waits for another.
+        log_limit: bytes of a process's log before it is shortened.
         checkpoint_every: between checkpoints.
     """
 
@@ -43,6 +44,7 @@ class ResolvedRun:
     cuts: tuple[str, ...]
     nodes: Nodes
     timeout_s: float
+    log_limit: int
     checkpoint_every: CheckpointInterval
 
     def layout_for(self, ranks: int) -> Layout:
