@@ -88,6 +88,7 @@ def gated_run(
 
     from echelon.config import build
     from echelon.data import from_datasets
+    from echelon.observe.notes import RankNotes
     from echelon.records.file import Recorder
     from echelon.run.resolve import resolve
     from echelon.trainer import folder as folders
@@ -99,7 +100,7 @@ def gated_run(
     folders.prepare(path, config)
     model, tensors = own
     given = UserObjects(model, from_datasets(TensorDataset(*tensors), TensorDataset(*(t[:64] for t in tensors))))
-    with join_world(described) as world:
+    with join_world(described, path, RankNotes()) as world:
         run, cursor = assemble(described, path, world, Recorder(path if rank == 0 else None), given)
         run.train_loader = _GatedLoader(run.train_loader, gate)  # type: ignore[assignment]
         try:

@@ -141,6 +141,9 @@ class LaunchConfig:
         "HOST:PORT of the first machine, the same on all machines; they share the run's secret by a common disk, or by "
         "ECHELON_RUN_SECRET",
     )
+    trusted_network: bool = setting(
+        False, "machines meet without a secret: whoever reaches their ports can take part, but run no code"
+    )
     link: str = setting("", "shape the links between this machine's workers: 100mbit, or 10mbit,20ms; needs root")
     max_restarts: int = setting(3, "restarts after a worker died, before the run is given up", above=0)
     timeout: str = setting("2m", "how long any rank waits for another before the run is restarted")

@@ -115,6 +115,8 @@ def _check_launch(config: RunConfig) -> None:
         raise UserError(
             f"--nodes {config.launch.nodes} needs --rendezvous HOST:PORT of the first machine, on each machine"
         )
+    if config.launch.trusted_network and not config.launch.rendezvous:
+        raise UserError("--trusted-network is for machines that meet: give --nodes and --rendezvous, or leave it out")
     if config.launch.link and nodes.most > 1:
         raise UserError("--link shapes the links between workers of one machine: leave out --nodes")
     if config.launch.workers and nodes.least == nodes.most:

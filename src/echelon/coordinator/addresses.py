@@ -21,18 +21,24 @@ _TELL_S = 2.0
 _LONGEST_SOCKET = 100
 
 
-def prepare_roles(path: Path) -> Path:
-    """Make a fresh folder for the roles of this launch, with a new secret that only this user can read."""
-    from echelon.messages.identity import make_secret
+def prepare_roles(path: Path, trusted: bool = False) -> Path:
+    """Make a fresh folder for the roles of this launch, with a new secret that only this user can read.
+
+    Where the network is trusted, it is the secret that everybody knows.
+    """
+    from echelon.messages.identity import PUBLIC_SECRET, make_secret, write_secret
 
     roles = path / ROLES_FOLDER
     shutil.rmtree(roles, ignore_errors=True)
     roles.mkdir(mode=0o700)
-    make_secret(roles)
+    if trusted:
+        write_secret(roles, PUBLIC_SECRET)
+    else:
+        make_secret(roles)
     return roles
 
 
-def own_address(roles: Path, name: str, host: str = "") -> str:
+def role_address(roles: Path, name: str, host: str = "") -> str:
     """Return where a role listens: on `host`, an address of this machine, at any port, with the run's keys.
 
     Without a host it is a Unix socket in the roles' folder, which only this user can enter. Who can open it can read

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from echelon.core.errors import UserError
 
+STORE_VARIABLE = "ECHELON_STORE"
+"""In the environment of a group's ranks: where they find each other, `file:PATH` or `meeting:HOST:PORT`."""
+
 
 @dataclass(frozen=True)
 class Address:

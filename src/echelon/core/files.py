@@ -4,11 +4,32 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from echelon.core.errors import UserError
+
+_FEW_FILES = 2048
+_MOST_FILES = (
+    1 << 20
+)  # some systems allow a thousand times that, and programs that close each possible one take minutes
+
+
+def allow_open_files() -> str:
+    """Raise how many files this process and its children may open to what the system allows them.
+
+    Returns:
+        a remark for the user where that is few; else empty.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted >= _FEW_FILES:
+        return ""
+    return f"a process may open {wanted} files here (ulimit -Hn): raise it for runs of many workers"
 
 
 def is_full(error: OSError) -> bool:

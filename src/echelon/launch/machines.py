@@ -1,21 +1,19 @@
 """The rounds of a group on this machine, with others or alone: who holds their state, and who asks for it.
 
-The first machine holds it, and opens the store where the ranks of a round find each other. Nothing in it is a pickle.
+The first machine holds it, and opens what the ranks of a round find each other in: nothing in it is a pickle.
 """
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import zmq
 
 from echelon.core.address import Address
 from echelon.core.errors import UserError
-from echelon.launch.meeting import LIMITS, NO_ANSWER, Arrival, MeetingRefusal, check_settings
+from echelon.launch.meeting import LIMITS, Arrival, MeetingRefusal, SecretSource, check_settings
 from echelon.launch.rounds import (
     LOST_S,
     Continue,
@@ -24,16 +22,12 @@ from echelon.launch.rounds import (
     Over,
     Rendezvous,
     RoundSettings,
-    Running,
     State,
 )
 from echelon.messages.endpoint import Channel, Sender
 from echelon.messages.framing import Content, Message, content, vocabulary
-from echelon.messages.identity import derive_keys, read_secret
+from echelon.messages.identity import derive_keys
 from echelon.messages.sockets import new_context
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
 
 BEAT_S = 0.5
 AGAIN_S = 2.0
@@ -59,65 +53,8 @@ class StateOrder(Content):
     order: Order
 
 
-class GroupStore:
-    """A `TCPStore` of torch's on a socket of ours: by itself it would listen on every interface of the machine.
-
-    It lives in the process that supervises the ranks: what a rank's end must not take away. The socket listens at once,
-    and torch is imported by `serve`, while the ranks start; what they ask before waits in the socket.
-    """
-
-    def __init__(self, host: str) -> None:
-        """Listen at any port of an address of this machine."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket: socket.socket | None = socket.create_server((host, 0), family=family, backlog=1024)
-        self.host, self.port = host, int(self._socket.getsockname()[1])
-        self._store: TCPStore | None = None
-
-    def serve(self) -> None:
-        """Begin to answer, if not begun."""
-        if self._socket is None:
-            return
-        from torch.distributed import TCPStore
-
-        descriptor, self._socket = self._socket.detach(), None
-        self._store = TCPStore(
-            self.host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
-        )
-
-    def close(self) -> None:
-        """Stop."""
-        if self._socket is not None:
-            self._socket.close()
-        self._socket = self._store = None
-
-
-class StoreHost:
-    """Opens a store for each round, at one address; that of the round before is closed."""
-
-    def __init__(self, host: str) -> None:
-        self._host = host
-        self._store: GroupStore | None = None
-
-    def open(self) -> tuple[str, int]:
-        """Open a fresh store; returns its host and port."""
-        self.close()
-        self._store = GroupStore(self._host)
-        return self._store.host, self._store.port
-
-    def serve(self) -> None:
-        """Let the newest store answer."""
-        if self._store is not None:
-            self._store.serve()
-
-    def close(self) -> None:
-        """Close the store of the last round."""
-        if self._store is not None:
-            self._store.close()
-            self._store = None
-
-
 class FirstMachine:
-    """Holds the rendezvous, and the store of each round; a machine that is alone is the first one.
+    """Holds the rendezvous; a machine that is alone is the first one.
 
     Other machines ask by the meeting's thread (`answer`), the supervisor by its own (`order`).
 
@@ -127,20 +64,17 @@ class FirstMachine:
 
     number = 0
 
-    def __init__(self, arrival: Arrival, terms: RoundSettings, address: str) -> None:
-        """Open rounds whose stores listen on an address of this machine."""
-        self._arrival, self._stores = arrival, StoreHost(address)
-        self._rendezvous = Rendezvous(terms, time.monotonic(), self._stores.open)
+    def __init__(self, arrival: Arrival, terms: RoundSettings, open_store: Callable[[str], str]) -> None:
+        """Open rounds; `open_store` opens the store of one by its name, and returns where ranks find it."""
+        self._arrival = arrival
+        self._rendezvous = Rendezvous(terms, time.monotonic(), open_store)
         self._rendezvous.admit(arrival.machine, arrival.workers, time.monotonic())
         self._lock = threading.Lock()
 
     def order(self, state: State) -> Order:
         """Return what follows from the state of this machine's processes."""
         with self._lock:
-            order = self._rendezvous.handle(self._arrival.machine, state, time.monotonic())
-        if isinstance(state, Running):
-            self._stores.serve()
-        return order
+            return self._rendezvous.handle(self._arrival.machine, state, time.monotonic())
 
     def answer(self, report: StateReport) -> StateOrder:
         """Return the order for another machine.
@@ -163,7 +97,6 @@ class FirstMachine:
         ends = time.monotonic() + GOODBYE_S
         while time.monotonic() < ends and not self._all_know():
             time.sleep(0.05)
-        self._stores.close()
 
     def _all_know(self) -> bool:
         with self._lock:
@@ -177,9 +110,9 @@ class OtherMachine:
         number: of the machine in the run, as far as it has been told.
     """
 
-    def __init__(self, rendezvous: Address, folder: Path, arrival: Arrival, terms: RoundSettings) -> None:
-        """Take the address of the first machine, and where the run's secret lies, which may come later than this."""
-        self._rendezvous, self._folder, self._arrival, self._terms = rendezvous, folder, arrival, terms
+    def __init__(self, rendezvous: Address, secret: SecretSource, arrival: Arrival, terms: RoundSettings) -> None:
+        """Take the address of the first machine, and where the run's secret is, which may come later than this."""
+        self._rendezvous, self._secret, self._arrival, self._terms = rendezvous, secret, arrival, terms
         self._context = new_context()
         self._channel: Channel | None = None
         self._connected = self._sent = 0.0
@@ -250,9 +183,9 @@ class OtherMachine:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-            self._reason = NO_ANSWER.format(folder=self._folder)
+            self._reason = self._secret.no_answer
         try:
-            keys = derive_keys(read_secret(self._folder))
+            keys = derive_keys(self._secret.read())
         except UserError as error:
             self._reason = str(error)
             return

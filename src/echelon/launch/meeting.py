@@ -24,7 +24,8 @@ from echelon.core.address import Address
 from echelon.core.errors import UserError
 from echelon.messages.endpoint import Channel, Listener, Sender, ask_once
 from echelon.messages.framing import Content, Message, content, vocabulary
-from echelon.messages.identity import SECRET_VARIABLE, derive_keys, read_secret
+from echelon.messages.identity import PUBLIC_SECRET, SECRET_VARIABLE, derive_keys, read_secret
+from echelon.messages.key_values import KeyRequest, KeyTables
 from echelon.messages.sockets import Limits, new_context
 
 LIMITS = Limits(1 << 20, queued=1000)
@@ -32,10 +33,32 @@ _POLL_MS = 200
 _ASK_S = 2.0
 _AGAIN_S = 0.3
 _ELSEWHERE = "198.51.100.1"  # reserved for documentation: nobody has it
-NO_ANSWER = (
-    f"no answer: the run must go on there, and the secret ({SECRET_VARIABLE}, else the file in {{folder}}) "
-    "must be the one of the first machine"
-)
+
+
+@dataclass(frozen=True)
+class SecretSource:
+    """Where a machine has the run's secret from: the environment or a file in `folder`, or it needs none."""
+
+    folder: Path
+    trusted_network: bool = False
+
+    def read(self) -> bytes:
+        """Return the secret.
+
+        Raises:
+            UserError: it is not there yet, or is not one.
+        """
+        return PUBLIC_SECRET if self.trusted_network else read_secret(self.folder)
+
+    @property
+    def no_answer(self) -> str:
+        """What may be wrong where the first machine does not answer."""
+        if self.trusted_network:
+            return "no answer: the run must go on there, with --trusted-network as here"
+        return (
+            f"no answer: the run must go on there, and the secret ({SECRET_VARIABLE}, else the file in {self.folder}) "
+            "must be the one of the first machine"
+        )
 
 
 RequestT = TypeVar("RequestT", bound=Content)
@@ -155,23 +178,31 @@ class Meeting(Generic[RequestT]):
     """The first machine's side, in a thread of its own: `with Meeting(...)`."""
 
     def __init__(
-        self, rendezvous: Address, secret: bytes, request: type[RequestT], answer: Callable[[RequestT], Content]
+        self,
+        rendezvous: Address,
+        secret: bytes,
+        request: type[RequestT],
+        answer: Callable[[RequestT], Content],
+        tables: KeyTables | None = None,
     ) -> None:
-        """Bind to the port of `rendezvous`.
+        """Bind to the port of `rendezvous`, on this machine's address and, where its name leads there, on loopback.
 
         Args:
             request: what the other machines ask.
             answer: is called by the thread, and may refuse by a `UserError`.
+            tables: where the ranks of all machines find each other.
 
         Raises:
             UserError: the port is taken.
         """
-        self._request, self._answer = request, answer
+        self._request, self._answer, self._tables = request, answer, tables or KeyTables()
         self._context = new_context()
         self._sender = Sender(derive_keys(secret), "meeting")
         try:
-            address = f"tcp://*:{rendezvous.port}"
-            self.listener = Listener(self._context, self._sender, address, LIMITS, vocabulary(request))
+            first, *others = (f"tcp://{host}:{rendezvous.port}" for host in listening_addresses(rendezvous))
+            known = vocabulary(request, KeyRequest)
+            self.listener = Listener(self._context, self._sender, first, LIMITS, known)
+            self.listener.listen_also(others)
         except zmq.ZMQError as error:
             self._context.destroy()
             taken = error.errno == zmq.EADDRINUSE
@@ -196,9 +227,13 @@ class Meeting(Generic[RequestT]):
                 poller.poll(_POLL_MS)
                 self.listener.pump(self._take)
         finally:
+            self.listener.close()
             self._context.destroy()
 
     def _take(self, peer: bytes, message: Message) -> None:
+        if isinstance(message.content, KeyRequest):
+            self._sender.reply(self.listener.socket, peer, self._tables.handle(message, message.content))
+            return
         assert isinstance(message.content, self._request)
         try:
             answer = self._answer(message.content)
@@ -208,13 +243,12 @@ class Meeting(Generic[RequestT]):
 
 
 def join_meeting(
-    rendezvous: Address, folder: Path, arrival: Arrival, deadline_s: float, say: Callable[[str], None]
+    rendezvous: Address, secret: SecretSource, arrival: Arrival, deadline_s: float, say: Callable[[str], None]
 ) -> Admission:
     """Ask the first machine for this one's place; the secret may come later than this machine.
 
     Args:
         rendezvous: of the first machine.
-        folder: where the run's secret lies, unless the environment has it.
         say: is told, once, what is waited for.
 
     Raises:
@@ -223,7 +257,7 @@ def join_meeting(
     ends = time.monotonic() + deadline_s
     said = False
     while True:
-        answer, why = _attempt(rendezvous, folder, arrival)
+        answer, why = _attempt(rendezvous, secret, arrival)
         if isinstance(answer, MeetingRefusal):
             raise UserError(answer.reason)
         if isinstance(answer, Admission):
@@ -236,10 +270,10 @@ def join_meeting(
         time.sleep(_AGAIN_S)
 
 
-def _attempt(rendezvous: Address, folder: Path, arrival: Arrival) -> tuple[Content, str]:
+def _attempt(rendezvous: Address, secret: SecretSource, arrival: Arrival) -> tuple[Content, str]:
     """Ask once; returns the answer, or where there is none, to ask later and why."""
     try:
-        keys = derive_keys(read_secret(folder))
+        keys = derive_keys(secret.read())
     except UserError as error:
         return AskLater(), str(error)
     context = new_context()
@@ -248,7 +282,7 @@ def _attempt(rendezvous: Address, folder: Path, arrival: Arrival) -> tuple[Conte
     try:
         answer = ask_once(line, arrival, Content, _ASK_S)
     except TimeoutError:
-        return AskLater(), NO_ANSWER.format(folder=folder)
+        return AskLater(), secret.no_answer
     finally:
         context.destroy()
     return answer, "its scheduler is not there yet"
@@ -272,6 +306,17 @@ def own_address(rendezvous: Address) -> str:
         return _address_towards(socket.AF_INET, (_ELSEWHERE, port))
     except OSError:  # there are no other machines
         return own
+
+
+def listening_addresses(rendezvous: Address) -> list[str]:
+    """Return where the first machine listens: at its address for the others, and at the one that its own name has.
+
+    Raises:
+        UserError: the host is unknown.
+    """
+    own = own_address(rendezvous)
+    of_name = socket.getaddrinfo(rendezvous.host, rendezvous.port, type=socket.SOCK_DGRAM)[0][4][0]
+    return list(dict.fromkeys((own, str(of_name))))
 
 
 def _address_towards(family: int, address: tuple[Any, ...]) -> str:

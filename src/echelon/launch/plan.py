@@ -25,6 +25,7 @@ class LaunchPlan:
         preload: modules imported once, before workers are forked: what makes a restart fast.
         log_dir: each rank's output goes to a file here.
         rendezvous: where the machines meet; None: this one is alone.
+        trusted_network: the machines meet without a secret.
         link: of the shaped links between the workers; None: loopback.
     """
 
@@ -37,6 +38,7 @@ class LaunchPlan:
     max_restarts: int
     log_dir: Path
     preload: tuple[str, ...] = ()
+    trusted_network: bool = False
     link: Link | None = None
 
 

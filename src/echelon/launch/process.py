@@ -13,6 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
+from echelon.core.files import allow_open_files
 from echelon.core.output import outlive_readers
 from echelon.core.stop import STOP_SIGNALS
 from echelon.launch.link import enter
@@ -54,6 +55,7 @@ def run_process(process: Process) -> None:
     launcher = multiprocessing.parent_process()
     if launcher is not None and not launcher.is_alive():
         os._exit(1)
+    allow_open_files()
     _set_signals(process.stops_on_signal)
     if process.folder:
         os.chdir(process.folder)

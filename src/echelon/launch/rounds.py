@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from echelon.core.address import STORE_VARIABLE
 from echelon.core.errors import UserError
 from echelon.launch.plan import ROUND_VARIABLE
 
@@ -170,8 +171,8 @@ class _Machine:
 class Rendezvous:
     """Which machines are there, and their rounds. `handle(machine, state, now)` is the whole interface."""
 
-    def __init__(self, terms: RoundSettings, now: float, open_store: Callable[[], tuple[str, int]]) -> None:
-        """Take the time, in seconds of any clock, and what opens a store for a round: it returns host and port."""
+    def __init__(self, terms: RoundSettings, now: float, open_store: Callable[[str], str]) -> None:
+        """Take the time, in seconds of any clock, and what opens a store for the round of a name: it returns where."""
         self._terms, self._open_store = terms, open_store
         self._restarts = Restarts(terms.max_restarts)
         self._machines: dict[str, _Machine] = {}  # in the order of arrival: the order of ranks
@@ -281,12 +282,11 @@ class Rendezvous:
             self._enough_since = now
         if len(present) < self._terms.most and now - self._enough_since < LAST_CALL_S:
             return
-        host, port = self._open_store()
+        name = uuid.uuid4().hex
         world, self._number = sum(m.workers for m in present), self._number + 1
         common = {
-            "WORLD_SIZE": str(world), "MASTER_ADDR": host, "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(self._number - 1),
-            ROUND_VARIABLE: uuid.uuid4().hex,
+            "WORLD_SIZE": str(world), STORE_VARIABLE: self._open_store(name), ROUND_VARIABLE: name,
+            "TORCHELASTIC_RESTART_COUNT": str(self._number - 1),
         }  # fmt: skip
         first = 0
         for m in present:

@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 
 import zmq
 
+from echelon.messages.connection_cap import ConnectionCap
 from echelon.messages.framing import Content, Message, ReplayGuard, Vocabulary, decode, encode_header
 from echelon.messages.identity import PeerCheck, RunKeys
 from echelon.messages.plain import Malformed
-from echelon.messages.sockets import Context, Limits, Socket, connect, give, has_message, listen, take
+from echelon.messages.sockets import LOCAL, Context, Limits, Socket, connect, give, has_message, listen, take
 
 T = TypeVar("T")
 
@@ -82,7 +83,11 @@ Handler = Callable[[bytes, Message], None]
 
 
 class Listener:
-    """A ROUTER with its checks: gives every sound message to a handler, counts the others."""
+    """A ROUTER with its checks: gives every sound message to a handler, counts the others.
+
+    Attributes:
+        cap: of strangers' connections; None: a Unix socket, which strangers cannot reach.
+    """
 
     def __init__(self, context: Context, sender: Sender, address: str, limits: Limits, known: Vocabulary) -> None:
         self.sender = sender
@@ -92,9 +97,23 @@ class Listener:
         except zmq.ZMQError:
             self.check.socket.close()
             raise
+        self.cap = None if address.startswith(LOCAL) else ConnectionCap(self.socket)
         self._guard, self._known = ReplayGuard(), known
         self._limit = limits.frame_bytes
         self.messages = 0
+
+    def listen_also(self, addresses: Sequence[str]) -> None:
+        """Listen at more addresses of this machine.
+
+        Raises:
+            zmq.ZMQError: one is taken; then the listener is closed.
+        """
+        try:
+            for address in addresses:
+                self.socket.bind(address)
+        except zmq.ZMQError:
+            self.close()
+            raise
 
     def register(self, poller: zmq.Poller) -> None:
         """Add this listener's sockets to a poller."""
@@ -113,6 +132,8 @@ class Listener:
     def _take(self, frames: list[zmq.Frame], handle: Handler) -> None:
         traffic = self.sender.traffic
         self.messages += 1
+        if self.cap is not None:
+            self.cap.note_message(frames[-1])
         sizes = [len(f) for f in frames]
         traffic.received_bytes += sum(sizes)
         try:
@@ -126,6 +147,8 @@ class Listener:
 
     def close(self, linger_ms: int = 0) -> None:
         """Close the sockets; what was sent last has so long to leave."""
+        if self.cap is not None:
+            self.cap.close()
         self.socket.close(linger=linger_ms)
         self.check.socket.close()
 

@@ -20,6 +20,8 @@ from echelon.core.errors import UserError
 SECRET_FILE = "secret"
 SECRET_VARIABLE = "ECHELON_RUN_SECRET"
 _BYTES = 32
+PUBLIC_SECRET = blake2b(b"machines on a network that is trusted", digest_size=_BYTES).digest()
+"""What machines share that meet without a secret: anybody knows it, and what is read is checked as ever."""
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
 
@@ -46,15 +48,26 @@ def derive_keys(secret: bytes) -> RunKeys:
 
 
 def make_secret(folder: Path) -> bytes:
-    """Return the secret of the run in `folder`, from the environment or its file; make one where there is none."""
+    """Return the secret of the run in `folder`, from the environment or its file; make one where there is none.
+
+    One that anybody knows, from a start that went without, is replaced.
+    """
     if SECRET_VARIABLE in os.environ or (folder / SECRET_FILE).exists():
-        return read_secret(folder)
-    secret = secrets.token_bytes(_BYTES)
-    descriptor = os.open(folder / SECRET_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        secret = read_secret(folder)
+        if secret != PUBLIC_SECRET:
+            return secret
+    return write_secret(folder, secrets.token_bytes(_BYTES))
+
+
+def write_secret(folder: Path, secret: bytes) -> bytes:
+    """Write a run's secret, for this user alone, over one that is there; returns it."""
+    temporary = folder / f".{SECRET_FILE}.{secrets.token_hex(8)}"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(secret.hex())
         file.flush()
         os.fsync(descriptor)
+    temporary.replace(folder / SECRET_FILE)
     return secret
 
 

@@ -15,6 +15,8 @@ Socket = zmq.Socket[bytes]
 LOCAL = "ipc://"
 _POLLIN, _LAST, _MORE = int(zmq.POLLIN), int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
 SLACK_BYTES = 1 << 20
+BACKLOG = 1024  # connections that the kernel holds until they are taken in: many workers come at once
+HANDSHAKE_MS = 10_000  # a connection that has not shown the run's keys by then is dropped
 LOCAL_BUFFER_BYTES = 4 << 20  # room for a whole key: while a socket is full, two threads wake each other
 
 
@@ -57,6 +59,8 @@ def _bind(socket: Socket, keys: RunKeys, address: str, limits: Limits) -> str:
         socket.curve_secretkey = keys.server_secret
         socket.curve_publickey = keys.server_public
         socket.zap_domain = b"echelon"
+        socket.handshake_ivl = HANDSHAKE_MS
+        socket.backlog = BACKLOG
     socket.router_mandatory = True
     socket.router_handover = True  # a peer that connects again takes its old place
     socket.bind(address)

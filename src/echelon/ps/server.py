@@ -84,6 +84,7 @@ class Server:
                 self._writing.result()
             self._snapshots.close()
         finally:
+            self.listener.close()
             self._context.destroy()
 
     def _beat(self) -> None:

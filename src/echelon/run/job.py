@@ -50,16 +50,19 @@ class ServerPart:
     hosts: Mapping[str, Host] = field(default_factory=dict)
 
 
-def ranks_job(plan: LaunchPlan, hosts: Sequence[Host] = (), interface: str = "") -> Job:
+def ranks_job(plan: LaunchPlan, hosts: Sequence[Host] = (), interface: str | None = None) -> Job:
     """Return the ranks of a run without servers; the first one's output is the run's.
 
     Args:
         hosts: network namespaces of the ranks; empty: the machine's own network.
-        interface: network interface that leads to the other machines, if there are any: what ranks talk through,
-            unless the user's environment says otherwise.
+        interface: network interface that leads to the other machines (empty: unknown), through which ranks talk unless
+            the user's environment says otherwise; None: there are none, and ranks talk through loopback alone.
     """
-    talk = {"GLOO_SOCKET_IFNAME": interface} if interface else _NEAR
-    environment = talk | _environment(plan)
+    environment = _environment(plan)
+    if interface is None:
+        environment |= _NEAR
+    elif interface:
+        environment = {"GLOO_SOCKET_IFNAME": interface} | environment
     if hosts:  # a namespace has its own interfaces
         environment = {name: value for name, value in environment.items() if name not in _NEAR}
     processes = [

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from echelon.config import RunConfig
-from echelon.coordinator.addresses import ADDRESS_FILE, ROLES_FOLDER, SchedulerLine, note_address, prepare_roles
+from echelon.coordinator.addresses import (
+    ADDRESS_FILE,
+    ROLES_FOLDER,
+    SchedulerLine,
+    note_address,
+    prepare_roles,
+    role_address,
+)
+from echelon.core.address import Address
+from echelon.core.errors import UserError
 from echelon.core.link import Link
-from echelon.launch.link import ShapedNetwork
+from echelon.launch.link import Host, ShapedNetwork
 from echelon.launch.places.base import Job
 from echelon.launch.plan import LaunchPlan
 from echelon.launch.rounds import RoundSettings
@@ -23,13 +34,13 @@ from echelon.records.file import Recorder
 from echelon.records.kinds import LinkTraffic
 from echelon.run.job import ServerPart, ranks_job, server_job
 from echelon.sync.ps import server_settings
+from echelon.trainer.folder import SECRET_FOLDER
 
 if TYPE_CHECKING:
     from echelon.launch.machines import FirstMachine, OtherMachine
     from echelon.launch.meeting import Arrival
     from echelon.trainer.resolved import ResolvedRun
 
-SECRET_FOLDER = "machines"
 ARRIVAL_S = 600.0
 
 
@@ -68,26 +79,24 @@ def this_machine(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Recorde
 
 
 @contextmanager
-def _ranks(plan: LaunchPlan) -> Iterator[Machine]:
+def _ranks(plan: LaunchPlan, hosts: Sequence[Host] = ()) -> Iterator[Machine]:
+    """Let the ranks of this machine meet in files that this user alone can read, wherever in the network they live."""
     from echelon.launch.machines import FirstMachine
 
-    first = FirstMachine(_arrival(plan, {}), RoundSettings(max_restarts=plan.max_restarts), "127.0.0.1")
-    try:
-        yield Machine(ranks_job(plan), first)
-    finally:
+    terms = RoundSettings(max_restarts=plan.max_restarts)
+    with TemporaryDirectory(prefix="echelon-") as stores:  # on this machine's disk: locks of files work there
+        first = FirstMachine(_arrival(plan, {}), terms, lambda name: f"file:{stores}/{name}")
+        yield Machine(ranks_job(plan, hosts), first)
         first.close()
 
 
 @contextmanager
 def _ranks_on_links(run: ResolvedRun, plan: LaunchPlan, link: Link, record: Recorder) -> Iterator[Machine]:
-    from echelon.launch.machines import FirstMachine
-
     with ShapedNetwork(plan.workers, link) as network:
-        first = FirstMachine(_arrival(plan, {}), RoundSettings(max_restarts=plan.max_restarts), network.host_address)
         try:
-            yield Machine(ranks_job(plan, network.hosts), first)
+            with _ranks(plan, network.hosts) as machine:
+                yield machine
         finally:
-            first.close()
             record.write(LinkTraffic(run.described.launch.link, [network.counters(i) for i in range(plan.workers)]))
 
 
@@ -95,23 +104,34 @@ def _ranks_on_links(run: ResolvedRun, plan: LaunchPlan, link: Link, record: Reco
 def _ranks_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Iterator[Machine]:
     """Meet the other machines at the rendezvous, and agree with them on every start of the ranks."""
     from echelon.launch.machines import FirstMachine, OtherMachine, StateReport
-    from echelon.launch.meeting import Meeting, interface_of, is_own, own_address
-    from echelon.messages.identity import make_secret
+    from echelon.launch.meeting import Meeting, SecretSource, interface_of, is_own, own_address
+    from echelon.messages.identity import PUBLIC_SECRET, make_secret, write_secret
+    from echelon.messages.key_values import KeyTables
 
-    assert plan.rendezvous is not None
-    own, folder = own_address(plan.rendezvous), path / SECRET_FOLDER
+    rendezvous = _rendezvous(plan)
+    own, folder = own_address(rendezvous), path / SECRET_FOLDER
     arrival = _arrival(plan, common_settings(run.described), own)
     terms = RoundSettings(plan.nodes.least, plan.nodes.most, plan.max_restarts, ARRIVAL_S, run.timeout_s)
     job = ranks_job(plan, interface=interface_of(own))
     machine: FirstMachine | OtherMachine
     meeting: AbstractContextManager[object] = nullcontext()
-    if is_own(plan.rendezvous.host, own):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        machine = FirstMachine(arrival, terms, own)
-        meeting = Meeting(plan.rendezvous, make_secret(folder), StateReport, machine.answer)
-        _say_first(plan, folder)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if plan.trusted_network:
+        write_secret(folder, PUBLIC_SECRET)
+    if is_own(rendezvous.host, own):
+        tables = KeyTables()
+
+        def open_table(name: str) -> str:
+            """Begin the table of a round, at the rendezvous."""
+            tables.open(name)
+            return f"meeting:{rendezvous}"
+
+        machine = FirstMachine(arrival, terms, open_table)
+        secret = PUBLIC_SECRET if plan.trusted_network else make_secret(folder)
+        meeting = Meeting(rendezvous, secret, StateReport, machine.answer, tables)
+        _say_first(plan, own, folder)
     else:
-        machine = OtherMachine(plan.rendezvous, folder, arrival, terms)
+        machine = OtherMachine(rendezvous, SecretSource(folder, plan.trusted_network), arrival, terms)
     with meeting:
         reason = ""
         try:
@@ -157,7 +177,9 @@ def _servers_on_links(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Re
         names = [*workers, *servers]
         with ShapedNetwork(len(names), plan.link) as network:
             hosts = dict(zip(names, network.hosts, strict=True))
-            addresses = {name: hosts[name].address for name in servers} | {"scheduler": network.host_address}
+            addresses = {name: hosts[name].address for name in servers}
+            if not role_address(path / ROLES_FOLDER, "scheduler").startswith("ipc:"):  # too long a path
+                addresses["scheduler"] = network.host_address
             try:
                 yield ServerPart(
                     part.ranks, part.workers, part.servers, part.standbys, addresses=addresses, hosts=hosts
@@ -171,11 +193,21 @@ def _servers_on_links(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Re
 @contextmanager
 def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Iterator[ServerPart]:
     """Meet the other machines at the rendezvous: the first one has the scheduler, servers are spread over all."""
-    from echelon.launch.meeting import Admission, Arrival, Meeting, Register, Shape, is_own, join_meeting, own_address
-    from echelon.messages.identity import read_secret
+    from echelon.launch.meeting import (
+        Admission,
+        Arrival,
+        Meeting,
+        Register,
+        SecretSource,
+        Shape,
+        is_own,
+        join_meeting,
+        own_address,
+    )
+    from echelon.messages.identity import PUBLIC_SECRET, read_secret, write_secret
 
-    assert plan.rendezvous is not None
-    own, settings = own_address(plan.rendezvous), server_settings(run.sync)
+    rendezvous = _rendezvous(plan)
+    own, settings = own_address(rendezvous), server_settings(run.sync)
     layout = run.layout_for(plan.workers * plan.nodes.most)
     shape = Shape(plan.nodes.least, plan.nodes.most, settings.servers, settings.replicas)
     arrival = _arrival(plan, common_settings(run.described), own)
@@ -190,19 +222,35 @@ def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> I
             layout.model_size, layout.dp, servers, standbys, machine, admission.first_worker, addresses
         )  # fmt: skip
 
-    if is_own(plan.rendezvous.host, own):
-        roles = prepare_roles(path)
+    if is_own(rendezvous.host, own):
+        roles = prepare_roles(path, plan.trusted_network)
         answer = partial(Register(shape, arrival).answer, roles / ADDRESS_FILE)
-        meeting = Meeting(plan.rendezvous, read_secret(roles), Arrival, answer)
-        _say_first(plan, roles)
+        meeting = Meeting(rendezvous, read_secret(roles), Arrival, answer)
+        _say_first(plan, own, roles)
         with meeting:
             yield part(Admission())
         return
-    admission = join_meeting(
-        plan.rendezvous, path / ROLES_FOLDER, arrival, run.timeout_s, say
-    )  # fmt: skip
-    note_address(path / ROLES_FOLDER, admission.scheduler)
+    roles = path / ROLES_FOLDER
+    secret = SecretSource(roles, plan.trusted_network)
+    admission = join_meeting(rendezvous, secret, arrival, run.timeout_s, say)
+    note_address(roles, admission.scheduler)
+    if plan.trusted_network:
+        write_secret(roles, PUBLIC_SECRET)
     yield part(admission)
+
+
+def _rendezvous(plan: LaunchPlan) -> Address:
+    """Return where the machines meet.
+
+    Raises:
+        UserError: a secret is given, and one is not to be used.
+    """
+    from echelon.messages.identity import SECRET_VARIABLE
+
+    assert plan.rendezvous is not None
+    if plan.trusted_network and SECRET_VARIABLE in os.environ:
+        raise UserError(f"--trusted-network goes without a secret: unset {SECRET_VARIABLE}, or leave it out")
+    return plan.rendezvous
 
 
 def _arrival(plan: LaunchPlan, settings: dict[str, str], address: str = "") -> Arrival:
@@ -219,11 +267,16 @@ def common_settings(config: RunConfig) -> dict[str, str]:
     return {name: str(value) for name, value in named.items()}
 
 
-def _say_first(plan: LaunchPlan, folder: Path) -> None:
+def _say_first(plan: LaunchPlan, address: str, folder: Path) -> None:
     from echelon.messages.identity import SECRET_FILE, SECRET_VARIABLE
 
+    assert plan.rendezvous is not None
+    first = f"this is the first machine of {plan.nodes.most}, at {address}:{plan.rendezvous.port}"
+    if plan.trusted_network:
+        say(f"{first}; whoever reaches it can take part (--trusted-network)")
+        return
     say(
-        f"this is the first machine of {plan.nodes.most}; the others need the run's secret: a common disk, "
+        f"{first}; the others need the run's secret: a common disk, "
         f"a copy of {folder / SECRET_FILE} at the same place, or {SECRET_VARIABLE} set to the same on all machines"
     )
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from echelon.config import RunConfig, load_run_config
-from echelon.coordinator.addresses import ADDRESS_FILE, ROLES_FOLDER, STATUS_FILE, own_address, wait_for_address
+from echelon.coordinator.addresses import ADDRESS_FILE, ROLES_FOLDER, STATUS_FILE, role_address, wait_for_address
 from echelon.coordinator.config import CoordinatorConfig, TrainingPlan
 from echelon.coordinator.messages import EvaluationDone, SetupDone
 from echelon.coordinator.runs import count_of
@@ -57,7 +57,7 @@ def run_server(folder: str, name: str, index: int, host: str = "") -> None:
         address = wait_for_address(roles, run.timeout_s)
         Server(
             ServerConfig(
-                name, index, server_settings(run.sync), keys, address, own_address(roles, name, host),
+                name, index, server_settings(run.sync), keys, address, role_address(roles, name, host),
                 run.compression, run.config.training.seed, roles, optimizer_maker(run.config),
             )
         ).run()  # fmt: skip
@@ -71,7 +71,7 @@ def run_scheduler(folder: str, host: str = "") -> None:
     def schedule(path: Path, run: ResolvedRun) -> None:
         """Schedule until the run is over, and write its report."""
         roles = path / ROLES_FOLDER
-        address_file, address = roles / ADDRESS_FILE, own_address(roles, "scheduler", host)
+        address_file, address = roles / ADDRESS_FILE, role_address(roles, "scheduler", host)
         if address_file.exists():  # it died here: the others know it at the old address
             address = json.loads(address_file.read_text())["address"]
         keys = derive_keys(read_secret(roles))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from echelon.config import RunConfig
 from echelon.config.validate import check_world
 from echelon.core.errors import UserError, naming
-from echelon.core.files import full_disk_in_words
+from echelon.core.files import allow_open_files, full_disk_in_words
 from echelon.core.stop import StopFlag, Stopped, stop_on_signals, stopped_exit_code
 from echelon.launch.link import check_link
 from echelon.launch.logs import prepare_logs
@@ -28,7 +28,7 @@ from echelon.records.going import read_launch
 from echelon.records.kinds import End
 from echelon.run.deaths import watched
 from echelon.run.job import RANK
-from echelon.run.machine import Machine, this_machine
+from echelon.run.machine import Machine, say, this_machine
 from echelon.run.resolve import check_names, layout_of, link_of, nodes_of, rendezvous_of, resolve, uses_servers
 from echelon.trainer import folder as folders
 
@@ -159,6 +159,7 @@ def plan_of(config: RunConfig, path: Path, user_objects: UserObjects | None = No
         max_restarts=config.launch.max_restarts,
         log_dir=path / "logs",
         preload=_preload(config),
+        trusted_network=config.launch.trusted_network,
         link=link_of(config),
     )
 
@@ -227,8 +228,9 @@ def _end_before_start(path: Path, record: Recorder) -> None:
 
 
 def _begin_imports(plan: LaunchPlan) -> None:
-    if plan.link or plan.nodes.most > 1:  # torch's store wants the name of every client, and many have none
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    """Start what processes are forked from; they inherit how many files may be open."""
+    if remark := allow_open_files():
+        say(remark)
     start_import_server(plan.preload)
 
 

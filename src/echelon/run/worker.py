@@ -32,7 +32,7 @@ from echelon.reporting.report import write_report
 from echelon.run.resolve import resolve
 from echelon.trainer.assemble import UserObjects, assemble, assemble_worker
 from echelon.trainer.batches import EpochOrder
-from echelon.trainer.folder import CONFIG_FILE, create, default_folder
+from echelon.trainer.folder import CONFIG_FILE, SECRET_FOLDER, create, default_folder
 from echelon.trainer.loop import TrainingRun, fit
 from echelon.trainer.precision import set_numerics
 from echelon.trainer.process import is_lost_wait, leave, log_to, one_line
@@ -106,7 +106,8 @@ def train_rank(
     log_to(path / "logs" / f"rank{os.environ.get('RANK', '0')}.log")
     resolved = resolve(load_run_config(path / "config.yaml"))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    with full_disk_in_words(path), join_world(resolved, notes or RankNotes()) as world:
+    secret, notes = path / SECRET_FOLDER, notes or RankNotes()
+    with full_disk_in_words(path), join_world(resolved, secret, notes) as world:
         set_numerics(resolved.config.training)
         record = Recorder(path if world.leads else None)
         run, cursor = assemble(resolved, path, world, record, user_objects or UserObjects())

@@ -22,6 +22,7 @@ from echelon.records.going import LAUNCH_FILE, LOCK_FILE, Launch, read_launch
 from echelon.records.kinds import Steps
 from echelon.records.segments import RECORD_FILE
 
+SECRET_FOLDER = "machines"  # below a run's folder: what its machines share
 CONFIG_FILE = "config.yaml"
 
 

@@ -13,8 +13,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from echelon.collectives.meeting_store import MeetingStore
+from echelon.core.address import STORE_VARIABLE
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
+from echelon.messages.identity import derive_keys, read_secret
 from echelon.observe.environment import allowed_cores
 from echelon.observe.notes import RankNotes
 from echelon.parallel.base import Placement, alone, place
@@ -68,8 +71,11 @@ class World:
 
 
 @contextmanager
-def join_world(run: ResolvedRun, notes: RankNotes) -> Iterator[World]:
+def join_world(run: ResolvedRun, secret_folder: Path, notes: RankNotes) -> Iterator[World]:
     """Join the process group of the run and leave it at the end.
+
+    Args:
+        secret_folder: where the run's secret lies, for a run of several machines.
 
     Raises:
         UserError: the number of ranks does not fit the description, or there is no GPU for this rank.
@@ -82,15 +88,29 @@ def join_world(run: ResolvedRun, notes: RankNotes) -> Iterator[World]:
         yield World(rank, size, local_rank, device, None, alone(), notes)
         return
     timeout = timedelta(seconds=run.timeout_s)
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    base = _store(size, secret_folder, timeout)  # referred to until the end: the group holds its C++ half alone
     round_name = os.environ.get("ECHELON_ROUND") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"echelon/{round_name}", store)  # it may outlive a restart, with addresses of the dead
+    store = dist.PrefixStore(f"echelon/{round_name}", base)  # it may outlive a restart, with addresses of the dead
     dist.init_process_group(_backend(device), store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         placement = place(layout, rank, device.type, timeout)
         yield World(rank, size, local_rank, device, dist.group.WORLD, placement, notes)
     finally:
         dist.destroy_process_group()
+        if isinstance(base, MeetingStore):
+            base.close()
+
+
+def _store(size: int, secret_folder: Path, timeout: timedelta) -> dist.Store:
+    """Return the store of this start: a file on one machine, the first machine's among several, else the launcher's."""
+    kind, _, where = os.environ.get(STORE_VARIABLE, "").partition(":")
+    if kind == "file":
+        store: dist.Store = dist.FileStore(where, size)
+        store.set_timeout(timeout)
+        return store
+    if kind == "meeting":
+        return MeetingStore(where, derive_keys(read_secret(secret_folder)), os.environ["ECHELON_ROUND"], timeout)
+    return next(dist.rendezvous("env://", timeout=timeout))[0]
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -13,10 +12,10 @@ import pytest
 
 from echelon.core.address import Address
 from echelon.core.errors import UserError
-from echelon.launch.machines import FirstMachine, GroupStore, OtherMachine, StateReport
-from echelon.launch.meeting import Arrival, AskLater, Meeting
+from echelon.launch.machines import FirstMachine, OtherMachine, StateReport
+from echelon.launch.meeting import Arrival, AskLater, Meeting, SecretSource
 from echelon.launch.rounds import Continue, Finished, Go, Order, Over, Ready, RoundSettings, Running
-from echelon.messages.identity import make_secret, read_secret
+from echelon.messages.identity import PUBLIC_SECRET, make_secret, read_secret, write_secret
 
 TERMS = RoundSettings(2, 2, 1, arrival_s=30.0, return_s=5.0)
 ARRIVAL = Arrival("first", 1, {"--lr": "0.1"})
@@ -31,7 +30,7 @@ def rendezvous() -> Address:
 
 @pytest.fixture
 def first(tmp_path: Path, rendezvous: Address) -> Iterator[FirstMachine]:
-    machine = FirstMachine(ARRIVAL, TERMS, "127.0.0.1")
+    machine = FirstMachine(ARRIVAL, TERMS, lambda name: f"meeting:{rendezvous}")
     with Meeting(rendezvous, make_secret(tmp_path), StateReport, machine.answer):
         yield machine
         machine.close("the test ends")
@@ -46,7 +45,7 @@ def _wait(order: Callable[[], Order], kind: type[Order]) -> Order:
 
 
 def test_machines_meet_run_a_round_and_end_together(tmp_path: Path, rendezvous: Address, first: FirstMachine) -> None:
-    other = OtherMachine(rendezvous, tmp_path, replace(ARRIVAL, machine="other"), TERMS)
+    other = OtherMachine(rendezvous, SecretSource(tmp_path), replace(ARRIVAL, machine="other"), TERMS)
     assert isinstance(first.order(Ready()), Continue)
     theirs = _wait(lambda: other.order(Ready()), Go)
     ours = _wait(lambda: first.order(Ready()), Go)
@@ -63,13 +62,13 @@ def test_machines_meet_run_a_round_and_end_together(tmp_path: Path, rendezvous: 
 def test_another_setting_is_refused_and_another_secret_is_not_answered(
     tmp_path: Path, rendezvous: Address, first: FirstMachine
 ) -> None:
-    other = OtherMachine(rendezvous, tmp_path, Arrival("other", 1, {"--lr": "0.2"}), TERMS)
+    other = OtherMachine(rendezvous, SecretSource(tmp_path), Arrival("other", 1, {"--lr": "0.2"}), TERMS)
     with pytest.raises(UserError, match=r"--lr 0.2, the first machine with 0.1"):
         _wait(lambda: other.order(Ready()), Go)
     other.close()
     (tmp_path / "foreign").mkdir()
     assert make_secret(tmp_path / "foreign") != read_secret(tmp_path)
-    foreign = OtherMachine(rendezvous, tmp_path / "foreign", replace(ARRIVAL, machine="foreign"), TERMS)
+    foreign = OtherMachine(rendezvous, SecretSource(tmp_path / "foreign"), replace(ARRIVAL, machine="foreign"), TERMS)
     ends = time.monotonic() + DEADLINE_S
     while not isinstance(order := foreign.order(Ready()), Continue) or "secret" not in order.reason:
         assert time.monotonic() < ends
@@ -84,25 +83,18 @@ def test_a_taken_port_is_refused(tmp_path: Path) -> None:
         )
 
 
-class Trap:
-    """Leaves a file where it is unpickled."""
+def test_on_a_trusted_network_machines_meet_without_a_secret(tmp_path: Path, rendezvous: Address) -> None:
+    machine = FirstMachine(ARRIVAL, TERMS, lambda name: f"meeting:{rendezvous}")
+    with Meeting(rendezvous, PUBLIC_SECRET, StateReport, machine.answer):
+        other = OtherMachine(rendezvous, SecretSource(tmp_path, True), replace(ARRIVAL, machine="other"), TERMS)
+        machine.order(Ready())
+        assert isinstance(_wait(lambda: other.order(Ready()), Go), Go)
+        machine.close("the test ends")
+        other.close()
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
 
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[Path]]:
-        return Path.touch, (self.file,)
-
-
-def test_a_store_listens_on_its_address_alone_and_is_not_unpickled(tmp_path: Path) -> None:
-    from torch.distributed import TCPStore
-
-    store = GroupStore("127.0.0.1")
-    store.serve()
-    client = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
-    trap = pickle.dumps(Trap(tmp_path / "sprung"))
-    client.set("key", trap)
-    assert client.get("key") == trap and not (tmp_path / "sprung").exists()
-    listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    assert [a for a in listening if a.endswith(f":{store.port:04X}") and not a.startswith("0100007F")] == []
-    store.close()
+def test_a_secret_that_anybody_knows_is_not_used_again(tmp_path: Path) -> None:
+    write_secret(tmp_path, PUBLIC_SECRET)
+    secret = make_secret(tmp_path)
+    assert secret != PUBLIC_SECRET and read_secret(tmp_path) == secret == make_secret(tmp_path)
+    assert [file.stat().st_mode & 0o777 for file in tmp_path.iterdir()] == [0o600]

@@ -33,9 +33,9 @@ class Machines:
 
     def __init__(self, least: int, most: int, max_restarts: int = 3) -> None:
         self.now = 0.0
-        self.ports: Iterator[int] = count(1)
+        self.stores: Iterator[int] = count(1)
         terms = RoundSettings(least, most, max_restarts, arrival_s=100.0, return_s=20.0)
-        self.rendezvous = Rendezvous(terms, 0.0, lambda: ("first", next(self.ports)))
+        self.rendezvous = Rendezvous(terms, 0.0, lambda name: f"store {next(self.stores)}")
 
     def ask(self, name: str, state: State) -> Order:
         self.rendezvous.admit(name, 2, self.now)
@@ -70,12 +70,12 @@ def test_ranks_and_the_store_are_the_same_for_all_and_new_in_each_round() -> Non
     assert isinstance(first, Go) and isinstance(second, Go)
     assert (first.round.first_rank, second.round.first_rank) == (0, 2)
     assert first.round.environment == second.round.environment
-    assert first.round.environment["WORLD_SIZE"] == "4" and first.round.environment["MASTER_PORT"] == "1"
+    assert first.round.environment["WORLD_SIZE"] == "4" and first.round.environment["ECHELON_STORE"] == "store 1"
     machines.ask("a", Running(1)), machines.ask("b", Running(1))
     assert isinstance(machines.ask("b", Ready(1, "rank 3 died")), Continue)
     assert machines.ask("a", Running(1)) == Leave(gracefully=False)
     again = machines.ask("a", Ready(1))
-    assert isinstance(again, Go) and again.round.environment["MASTER_PORT"] == "2"
+    assert isinstance(again, Go) and again.round.environment["ECHELON_STORE"] == "store 2"
     assert again.round.environment["TORCHELASTIC_RESTART_COUNT"] == "1"
 
 

@@ -110,9 +110,11 @@ def make_server(app: ASGIApp) -> Any:
     """Return the uvicorn server, not started."""
     import uvicorn
 
+    from echelon.reporting.live.connections import ImpatientProtocol
+
     config = uvicorn.Config(
         app, lifespan="off", log_level="critical", access_log=False, server_header=False, limit_concurrency=64,
-        timeout_graceful_shutdown=1, ws="none", interface="asgi3", proxy_headers=False,
+        timeout_graceful_shutdown=1, ws="none", interface="asgi3", proxy_headers=False, http=ImpatientProtocol,
     )  # fmt: skip
     return uvicorn.Server(config)
 
