@@ -104,6 +104,9 @@ class Leases(Protocol):
     def complete(self) -> bool:
         """Whether nothing is left."""
 
+    def under_way(self, now_s: float) -> bool:
+        """Whether steps will count soon that a last checkpoint has to wait for."""
+
 
 @dataclass
 class Pace:
@@ -194,6 +197,11 @@ class FreeLeases:
     def complete(self) -> bool:
         """Whether all steps of the run are done."""
         return self._below >= self._work.steps
+
+    def under_way(self, now_s: float) -> bool:
+        """Whether workers have steps, and have not had them for longer than others take."""
+        deadline_s = self._pace.deadline_s()
+        return any(now_s - lease.since_s <= deadline_s for lease in self._out.values())
 
     def join(self, worker: str, holding: Iterable[int], now_s: float) -> None:
         """Let a worker take part, at the clock of the slowest; what it works on already is its lease from now on."""

@@ -89,6 +89,10 @@ class SharedLeases:
         """Whether all steps of the run are done."""
         return self._step >= self._work.steps
 
+    def under_way(self, now_s: float) -> bool:
+        """Nothing: a step that is half done is trained again after a resume."""
+        return False
+
     @property
     def at_boundary(self) -> bool:
         """Whether the present step has not been cut yet."""

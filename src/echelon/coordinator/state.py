@@ -512,7 +512,7 @@ class Coordinator:
     # Evaluations and checkpoints
 
     def _turn_evaluations(self, leases: Leases, now_s: float) -> None:
-        if self.stopping and self.setup is not None:
+        if self.stopping and self.setup is not None and not leases.under_way(now_s):
             epoch = self._steps() // self.setup.steps_per_epoch
             # A half-done step is not in the checkpoint; it is trained again after a resume.
             if self._evaluations.stop_early(epoch, self._steps()) and not leases.at_boundary:

@@ -376,6 +376,24 @@ def test_a_stop_saves_before_it_ends() -> None:
     assert run.state.status == "stopped"
 
 
+def test_a_stop_waits_for_steps_under_way_but_not_for_one_that_takes_too_long() -> None:
+    run = Run()
+    run.begin("a", "b", "c")
+    run.done("a", run.ask("a").task)
+    under_way, _ = run.ask("a").task, run.ask("b").task
+    run.say("launcher", Stop("stop"))
+    run.tick()
+    assert not run.sent("server0", KeepCopy)
+    run.done("a", under_way)
+    run.tick()
+    assert not run.sent("server0", KeepCopy)
+    run.now_s += 5.1
+    for name in ("b", "server0"):  # both live
+        run.say(name, WorkerBeat({}, 0, 0) if name == "b" else READY)
+    run.tick()
+    assert len(run.sent("server0", KeepCopy)) == 1
+
+
 def test_a_copy_that_is_lost_is_kept_again_and_another_worker_reads_it() -> None:
     run = Run(plan=TrainingPlan(1, 1, 1, None, None))
     run.begin("a", "b")
