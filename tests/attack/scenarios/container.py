@@ -1,0 +1,80 @@
+"""Containers that give little: no init, no user, no home, hardly any shared memory, no place for sockets, no ptrace."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+from tests.attack.scenario import CannotRunHere, Scenario
+from tests.ranks import orphan_parts
+from tests.ranks.containers import CANNOT, Container, first_process_of, zombies_below
+from tests.ranks.runs import SMALL, Runs
+
+POOR = Container(user=True, home="read-only", shm="small", temporary="long")
+POORER = Container(user=True, home="none", shm="read-only", temporary="read-only", root="read-only")
+MODEL = ("--workers", "2", "--model", "orphan_parts:mlp")
+
+
+def _poor(folder: Path, container: Container, sync: str) -> str:
+    """Train two epochs in a container, with a model whose code leaves orphans."""
+    _prepare(folder)
+    with Runs(folder) as runs:
+        settings = ("--loaders", "1", "--epochs", "2", "--lr", "0.05", "--sync", sync)
+        run = runs.start("train", "digits", *SMALL, *MODEL, *settings, folder="run", prefix=container.prefix(folder))
+        code = run.end()
+        assert code == 0, f"exit code {code}: {run.errors()[-300:]}"
+        assert not run.events("worker_died"), run.events("worker_died")[0]["message"]
+        assert run.left_behind() == [], "processes were left"
+    return f"completed, top-1 {run.summary()['metrics']['top1']:.2f}; said: {run.errors().strip()[:60] or 'nothing'}"
+
+
+def _first_process(folder: Path) -> str:
+    """Stop a run that is process 1 and whose code leaves orphans."""
+    _prepare(folder)
+    with Runs(folder) as runs:
+        settings = ("--epochs", "1000000", "--eval-every", "0")
+        run = runs.start("train", "digits", *SMALL, *MODEL, *settings, folder="run", prefix=Container().prefix(folder))
+        run.wait_for_step(5)
+        first = first_process_of(run.process.pid)
+        run.wait_for(lambda: not zombies_below(first), "no zombies", 10.0)
+        began = time.monotonic()
+        os.kill(first, signal.SIGTERM)
+        code = run.end()
+        took_s = time.monotonic() - began
+        assert code == 143, f"exit code {code}"
+        assert run.left_behind() == [], "processes were left"
+    last, saved = run.records("steps")[-1]["step"], run.records("checkpoint")[-1]["step"]
+    assert saved == last, f"the last step was {last}, the checkpoint is of step {saved}"
+    return f"orphans reaped; SIGTERM to process 1 ended it after {took_s:.1f} s with a checkpoint of step {saved}"
+
+
+def _prepare(folder: Path) -> None:
+    if CANNOT:
+        raise CannotRunHere(CANNOT)
+    shutil.copy(orphan_parts.__file__, folder)
+
+
+SCENARIOS = (
+    Scenario(
+        "first-process",
+        "As a container's first process a run reaps orphans, saves on SIGTERM, and leaves nothing",
+        _first_process,
+    ),
+    *(
+        Scenario(
+            f"{name}-{sync.partition('(')[0]}",
+            f"A run by {sync} works {where}",
+            functools.partial(_poor, container=container, sync=sync),
+            short=sync == "allreduce",
+        )
+        for name, container, where in (
+            ("poor", POOR, "as a user without a name, a read-only home, 64 kB of /dev/shm and a long TMPDIR"),
+            ("poorer", POORER, "without a home, on a read-only root, /dev/shm and TMPDIR, and without ptrace"),
+        )
+        for sync in ("allreduce", "local(4)", "ps(mode=async)")
+    ),
+)
