@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -29,12 +30,16 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class AppendedFile:
-    """A run's `record.jsonl`, open for appending; it is opened again where another process sealed it."""
+    """A run's `record.jsonl`, open for appending by the threads of this process.
+
+    It is opened again where another process sealed it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / RECORD_FILE
         self._fd = self._open()
         self._can_lock = True
+        self._one_thread = threading.Lock()  # a checkpoint is recorded by the thread that wrote it
 
     def _open(self) -> int:
         fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -52,12 +57,13 @@ class AppendedFile:
         Raises:
             OSError: what kept it from being written.
         """
-        locked = self._lock_current()
-        try:
-            write_whole(self._fd, line)
-        finally:
-            if locked:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+        with self._one_thread:
+            locked = self._lock_current()
+            try:
+                write_whole(self._fd, line)
+            finally:
+                if locked:
+                    fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _lock_current(self) -> bool:
         """Share the lock of the file that has the name now; False: it cannot be had (in a second), and is not needed.
@@ -107,6 +113,10 @@ class AppendedFile:
 
     def seal(self, head: bytes) -> bool:
         """Make the file the newest segment, and begin a new one with a line; False: another process is at the file."""
+        with self._one_thread:
+            return self._seal(head)
+
+    def _seal(self, head: bytes) -> bool:
         if not self._lock(fcntl.LOCK_EX):
             return False
         if not self._is_current():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,22 @@ def test_another_writer_goes_on_in_the_new_file(tmp_path: Path) -> None:
     assert len(segments_of(tmp_path)) > 2
     told = [c.step for c in read_records(tmp_path, Checkpoint) if c.reason == "launcher"]
     assert told == [*range(2, 200)] and covered(tmp_path)[-1] == 5 * 199
+
+
+def test_a_thread_records_while_another_seals(tmp_path: Path) -> None:
+    recorder = sealed(tmp_path, 1)
+
+    def save() -> None:
+        for number in range(2000):
+            recorder.write(Checkpoint(number, reason="thread"))
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    record_windows(recorder, 2, 400)
+    thread.join()
+    recorder.close()
+    assert len(segments_of(tmp_path)) > 5 and covered(tmp_path)[-1] == 2000
+    assert [c.step for c in read_records(tmp_path, Checkpoint) if c.reason == "thread"] == [*range(2000)]
 
 
 @pytest.mark.parametrize("merges", [False, True])
