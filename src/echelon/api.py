@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echelon.config import RunConfig, build, load_run_config
+from echelon.config import Resolved, build
 from echelon.config.build import SettingValue, flag_of, leaves
 from echelon.core.errors import UserError, nearest
 from echelon.run.start import Outcome, start, start_again
+from echelon.run.trust import check_trust
 from echelon.trainer import folder as folders
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 RESUMABLE = (
     *("launch.", "checkpoint.", "training.epochs", "training.max_steps", "training.eval_every", "data.loaders"),
-    "data.on_bad_image",  # one may be found hours after the start
+    *("data.on_bad_image", "data.follow_links"),  # one may be found hours after the start
     *("strategy.parallel", "strategy.tensor_plan", "strategy.cuts", "training.recompute"),
 )
 
@@ -55,30 +56,53 @@ def train(
     overrides |= {"run": str(run), "model.name": model if isinstance(model, str) else type(model).__name__}
     overrides["data.source"] = data if isinstance(data, str) else type(data[0]).__name__
     overrides["task"] = task if isinstance(task, str) else task.facts().spec
-    config = build(None, overrides).config
+    resolved = build(None, overrides)
+    check_trust(resolved, trust=False)  # all of it is the caller's own: remembered, for what resumes or evaluates it
+    config = resolved.config
     objects = [None if isinstance(value, str) else value for value in (model, data, task)]
     user_objects = _user_objects(*objects) if any(value is not None for value in objects) else None
     return start(config, user_objects)
 
 
-def resume(run: str | Path, overrides: Mapping[str, SettingValue] | None = None) -> Outcome:
+def resume(
+    run: str | Path,
+    overrides: Mapping[str, SettingValue] | None = None,
+    trust: bool = False,
+    from_scratch: bool = False,
+) -> Outcome:
     """Continue a run from its newest whole checkpoint, on any number of workers.
 
+    Args:
+        overrides: settings to change, by dotted name.
+        trust: import code that the run's description names (`module:function`) and you have not used before.
+        from_scratch: train from the beginning; the checkpoints so far are put aside.
+
     Raises:
-        UserError: the folder holds no run, or a setting would make it another run.
+        UserError: the folder holds no run, names code that is not trusted, its newest checkpoint is gone, or a setting
+            would make it another run.
     """
     path = Path(run)
-    config = _with_overrides(path, overrides or {})
-    return start_again(path, config)
+    resolved = _with_overrides(path, overrides or {})
+    check_trust(resolved, trust)
+    return start_again(path, replace(resolved.config, run=str(path)), from_scratch)
 
 
-def evaluate(run: str | Path) -> Mapping[str, float | None]:
-    """Evaluate a run's best checkpoint on its evaluation data; returns the metrics."""
+def evaluate(run: str | Path, trust: bool = False, follow_links: bool = False) -> Mapping[str, float | None]:
+    """Evaluate a run's best checkpoint on its evaluation data; returns the metrics.
+
+    Args:
+        trust: import code that the run's description names (`module:function`) and you have not used before.
+        follow_links: use links in the data folder that lead out of it, as the run may have done.
+
+    Raises:
+        UserError: the folder holds no run that can be evaluated, or names code that is not trusted.
+    """
     path = Path(run)
-    config = _config_of(path)
+    resolved = _read(path, {"data.follow_links": True} if follow_links else {})
+    check_trust(resolved, trust)
     from echelon.run.evaluate import rescore
 
-    return rescore(path, config)
+    return rescore(path, resolved.config)
 
 
 def export(run: str | Path, file: str | Path) -> Path:
@@ -91,7 +115,7 @@ def export(run: str | Path, file: str | Path) -> Path:
         UserError: no whole checkpoint, or the file cannot be written.
     """
     path = Path(run)
-    _config_of(path)
+    _read(path)
     from echelon.checkpoint import export_weights
     from echelon.trainer.saving import best_state
 
@@ -107,7 +131,7 @@ def report(run: str | Path) -> Path:
         UserError: the folder holds no run.
     """
     path = Path(run)
-    _config_of(path)
+    _read(path)
     from echelon.reporting.report import write_report
 
     write_report(path)
@@ -128,19 +152,18 @@ def _user_objects(model: Any, data: Any, task: Any) -> UserObjects:
     return UserObjects(model, from_datasets(*data) if data is not None else None, task)
 
 
-def _config_of(path: Path) -> RunConfig:
+def _read(path: Path, overrides: Mapping[str, Any] | None = None) -> Resolved:
     if not (path / folders.CONFIG_FILE).exists():
         known = [str(p.parent) for p in Path("runs").glob(f"*/{folders.CONFIG_FILE}")]
         raise UserError(f"{path} holds no run: {nearest(str(path), known)}there is no {folders.CONFIG_FILE} in it")
-    return load_run_config(path / folders.CONFIG_FILE)
+    return build(path / folders.CONFIG_FILE, overrides)
 
 
-def _with_overrides(path: Path, overrides: Mapping[str, SettingValue]) -> RunConfig:
-    _config_of(path)
+def _with_overrides(path: Path, overrides: Mapping[str, SettingValue]) -> Resolved:
+    _read(path)
     for name in overrides:
         if not name.startswith(RESUMABLE):
             raise UserError(
                 f"{name} cannot change when a run is resumed: start a new run, with --weights from this one"
             )
-    config = build(path / folders.CONFIG_FILE, overrides).config
-    return replace(config, run=str(path))
+    return _read(path, overrides)

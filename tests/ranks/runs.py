@@ -147,7 +147,8 @@ class Runs:
         path = self.root / folder
         where = ["--run", str(path)] if folder and arguments and arguments[0] == "train" else []
         output = self.root / f"command-{number}.out"
-        env = {**os.environ, "OMP_NUM_THREADS": "1", MARK: mark, **(environment or {})}
+        state = str(self.root / "state")  # what this user's runs remember: nothing of it outlives the test
+        env = {**os.environ, "OMP_NUM_THREADS": "1", MARK: mark, "XDG_STATE_HOME": state, **(environment or {})}
         with output.open("wb") as out, output.with_suffix(".err").open("wb") as err:
             process = subprocess.Popen(
                 [*prefix, *program, *map(str, arguments), *where],

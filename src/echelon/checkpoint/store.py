@@ -176,6 +176,10 @@ class CheckpointStore:
                 files.unlock(self._lock)
                 self._lock = None
 
+    def newest_step(self) -> int | None:
+        """Return the step of the newest checkpoint by its name, whole or not; None where there is none."""
+        return max((entry.step for entry in files.entries(self.folder)), default=None)
+
     def newest(self, rank: int | None = None) -> tuple[int, StateView] | None:
         """Return step and state of the newest checkpoint that is whole, or None where none was ever saved.
 

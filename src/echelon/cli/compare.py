@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from echelon.cli.app import COMMANDS, as_command
-from echelon.cli.settings import overrides_of, parameter, with_settings
+from echelon.cli.settings import overrides_of, parameter, trust_parameter, with_settings
 from echelon.core.files import full_disk_in_words
 from echelon.core.stop import stop_on_signals, stopped_exit_code
 
 if TYPE_CHECKING:
     from echelon.study import Study
+    from echelon.study.file import StudyRequest
 
 _CONTINUE = "echelon compare --run"
 _EXIT_INCOMPLETE = 1
@@ -27,18 +28,20 @@ def command() -> Any:
         tries: list[str] | None, seeds: str | None, loss: str | None, config: str | None, **others: Any
     ) -> None:
         """Describe a study, and run it or show what would be run."""
-        from echelon.study.file import StudyRequest, requested_folder, requested_study
+        from echelon.study.file import StudyRequest, claim_folder, requested_folder, requested_study
 
-        retry, dry_run, serve = (others.pop(name) for name in ("retry", "dry_run", "serve"))
+        retry, dry_run, serve, trust = (others.pop(name) for name in ("retry", "dry_run", "serve", "trust"))
         settings = {name: str(value) for name, value in overrides_of(others).items()}
         folder = settings.pop("run", "")
         request = StudyRequest(settings, tuple(tries or ()), seeds or "", loss or "", config or "")
         study = requested_study(request)
-        path = Path(folder) if folder else requested_folder(study, request)
+        _check_trust(request, folder, trust)
         if dry_run:
-            _show(study, path)
-        else:
-            _run(path, study, retry, serve)
+            _show(study, Path(folder) if folder else requested_folder(study, request))
+            return
+        if study is not None:
+            _warn(study)
+        _run(Path(folder) if folder else claim_folder(study, request), study, retry, serve)
 
     text = "DATA, or a study file (study.yaml); with --run alone the study in that folder is continued"
     extra = [
@@ -54,9 +57,30 @@ def command() -> Any:
         parameter("dry_run", bool, typer.Option(False, "--dry-run", help="show each run's command, start nothing")),
         parameter("serve", bool, typer.Option(
             False, "--serve", help="show the study as a page on this machine while it goes")),
+        trust_parameter(),
     ]  # fmt: skip
     function = with_settings(compare, extra, without=("training.seed",))
     return as_command(function, "compare", f"{COMMANDS['compare'][1]}\n\n{text}.")
+
+
+def _check_trust(request: StudyRequest, folder: str, trust: bool) -> None:
+    """Refuse code that a study's file, or a file of settings, names and this user has not used before.
+
+    Raises:
+        UserError: names the code and the file.
+    """
+    from echelon.config import build
+    from echelon.run.trust import check_settings, check_trust
+    from echelon.study.file import STUDY_FILE, is_study, load_study, study_file
+
+    file = study_file(request) or (Path(folder) / STUDY_FILE if is_study(Path(folder)) else None)
+    if request.config:
+        check_trust(build(Path(request.config)), trust)
+    if file is None:
+        return
+    study = load_study(file)
+    for settings in [study.base, *(c.settings for c in study.candidates), *(t.settings for t in study.terms)]:
+        check_settings(settings, dict.fromkeys(settings, str(file)), trust)
 
 
 def conclude(path: Path) -> bool:
@@ -102,8 +126,6 @@ def _run(path: Path, study: Study | None, retry: bool, serve: bool) -> None:
     from echelon.study.live import StudyDisplay
     from echelon.study.serving import served
 
-    if study is not None:
-        _warn(study)
     study = open_study(path, study)
     try:
         with full_disk_in_words(path, _CONTINUE), served(path, serve), StudyDisplay(path) as display:

@@ -6,16 +6,23 @@ from typing import Annotated, Any
 import typer
 
 from echelon.cli.app import COMMANDS, as_command
+from echelon.cli.settings import TRUST
 
 
 def evaluate_command() -> Any:
     """Build `echelon evaluate`."""
 
-    def evaluate(run: Annotated[str, typer.Argument(help="the run's folder")]) -> None:
+    def evaluate(
+        run: Annotated[str, typer.Argument(help="the run's folder")],
+        trust: Annotated[bool, typer.Option("--trust", help=TRUST)] = False,
+        follow_links: Annotated[
+            bool, typer.Option("--follow-links", help="use links in the data folder that lead out of it")
+        ] = False,
+    ) -> None:
         """Print the metrics of a run's best checkpoint."""
         from echelon import api
 
-        for name, value in api.evaluate(run).items():
+        for name, value in api.evaluate(run, trust, follow_links).items():
             print(f"{name:16} {value:.4f}" if value is not None else f"{name:16} undefined")
 
     return as_command(evaluate, "evaluate", COMMANDS["evaluate"][1])

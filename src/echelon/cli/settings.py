@@ -11,6 +11,8 @@ import typer
 
 from echelon.config.build import flag_of, leaves
 
+TRUST = "import code (module:function) that a description's file names and you have not used before"
+
 Setting = str | bool | None
 
 
@@ -22,6 +24,11 @@ def overrides_of(arguments: Mapping[str, Setting]) -> dict[str, Setting]:
 
 def _argument_name(dotted: str) -> str:
     return dotted.replace(".", "__")
+
+
+def trust_parameter() -> inspect.Parameter:
+    """Build `--trust`, for commands that read descriptions which may be anyone's."""
+    return parameter("trust", bool, typer.Option(False, "--trust", help=TRUST))
 
 
 def with_settings(

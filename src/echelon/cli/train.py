@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from echelon.cli.app import COMMANDS, EXIT_CODES, as_command
-from echelon.cli.settings import overrides_of, parameter, with_settings
+from echelon.cli.settings import overrides_of, parameter, trust_parameter, with_settings
 from echelon.config import build
 from echelon.run.resolve import check_names
 
@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 def command() -> Any:
     """Build `echelon train`."""
 
-    def train(config: str | None, dry_run: bool, serve: bool, **settings: Any) -> None:
+    def train(config: str | None, dry_run: bool, serve: bool, trust: bool, **settings: Any) -> None:
         """Train, or show what would be started."""
         resolved = build(Path(config) if config else None, overrides_of(settings))
         check_names(resolved.config)  # before what starts runs is imported: a misspelt word is said at once
+        from echelon.run.trust import check_trust
+
+        check_trust(resolved, trust)
         if dry_run:
             from echelon.cli.dry_run import show
 
@@ -44,36 +47,37 @@ def command() -> Any:
         parameter(
             "serve", bool, typer.Option(False, "--serve", help="show the run as a page on this machine while it goes")
         ),
+        trust_parameter(),
     ]
     return as_command(with_settings(train, extra), "train", f"{COMMANDS['train'][1]}\n\n{EXIT_CODES}")
 
 
 def _start(config: RunConfig, serve: bool) -> Outcome:
-    """Start a run; with a page, its folder must be known beforehand (under torchrun the ranks agree on it later)."""
     from echelon.run.start import start
 
     if not serve:
         return start(config)
-    from echelon.launch.plan import is_worker
     from echelon.study.serving import served
-    from echelon.trainer.folder import default_folder
 
-    folder = Path(config.run) if config.run else default_folder(config)
-    with served(folder, wanted=True):
-        return start(config if is_worker() else replace(config, run=str(folder)))
+    return start(config, around=partial(served, wanted=True))
 
 
 def resume_command() -> Any:
     """Build `echelon resume`."""
     from echelon.api import RESUMABLE
 
-    def resume(run_folder: str, **settings: Any) -> None:
+    def resume(run_folder: str, trust: bool, from_scratch: bool, **settings: Any) -> None:
         """Continue a run."""
         from echelon import api
 
-        _finish(api.resume(run_folder, overrides_of(settings)))
+        _finish(api.resume(run_folder, overrides_of(settings), trust, from_scratch))
 
-    extra = [parameter("run_folder", str, typer.Argument(..., metavar="RUN", help="the run's folder"))]
+    extra = [
+        parameter("run_folder", str, typer.Argument(..., metavar="RUN", help="the run's folder")),
+        trust_parameter(),
+        parameter("from_scratch", bool, typer.Option(
+            False, "--from-scratch", help="train from the beginning; checkpoints so far are put aside")),
+    ]  # fmt: skip
     return as_command(with_settings(resume, extra, RESUMABLE), "resume", f"{COMMANDS['resume'][1]}\n\n{EXIT_CODES}")
 
 

@@ -13,9 +13,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from echelon.config.schema import RunConfig
 from echelon.config.validate import check
+from echelon.config.yaml_file import plain, read_yaml, shown
 from echelon.core.errors import UserError, nearest
 
 DEFAULT = "default"
+COMMAND_LINE = "command line"  # the origin of what a user, or Python, gives directly
 
 SettingValue = str | int | float | bool | None
 SettingTree = dict[str, "SettingValue | SettingTree"]
@@ -53,7 +55,7 @@ def build(file: Path | None = None, overrides: Mapping[str, SettingValue] | None
     """
     values: dict[str, SettingValue] = {}
     origins: dict[str, str] = {}
-    for name, value, origin in [*_from_file(file), *((k, v, "command line") for k, v in (overrides or {}).items())]:
+    for name, value, origin in [*_from_file(file), *((k, v, COMMAND_LINE) for k, v in (overrides or {}).items())]:
         values[name], origins[name] = value, origin
     tree: SettingTree = {}
     known = {name: (item, kind) for name, item, kind in leaves()}
@@ -94,16 +96,16 @@ def _checked(name: str, value: SettingValue, known: tuple[Field[Any], Any], orig
     flag = flag_of(name, item)
     if isinstance(value, str):
         value = item.metadata["renamed"].get(value, value)
-    where = f"{flag} ({name})" if origin == "command line" else f"{origin}: {name}"
+    where = f"{flag} ({name})" if origin == COMMAND_LINE else f"{origin}: {name}"
     try:
         checked: SettingValue = TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
         reason = error.errors()[0]["msg"]
         hint = nearest(str(value), [str(a) for a in getattr(kind, "__args__", ())])
-        raise UserError(f"{where} is {value!r}: {hint}{reason[0].lower()}{reason[1:]}") from None
+        raise UserError(f"{where} is {shown(repr(value))}: {hint}{reason[0].lower()}{reason[1:]}") from None
     if not isinstance(checked, int | float):
         return checked
-    if not math.isfinite(checked):  # nan is below no bound
+    if isinstance(checked, float) and not math.isfinite(checked):  # nan is below no bound
         raise UserError(f"{where} is {checked}: it must be a finite number")
     low, high = item.metadata.get("min"), item.metadata.get("max")
     if (low is not None and checked < low) or (high is not None and checked > high):
@@ -115,13 +117,7 @@ def _checked(name: str, value: SettingValue, known: tuple[Field[Any], Any], orig
 def _from_file(file: Path | None) -> Iterator[tuple[str, SettingValue, str]]:
     if file is None:
         return
-    try:
-        text = file.read_text(encoding="utf-8")
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
+    node = read_yaml(file)
     if node is None:
         return
     if not isinstance(node, yaml.MappingNode):
@@ -132,13 +128,9 @@ def _from_file(file: Path | None) -> Iterator[tuple[str, SettingValue, str]]:
 def _walk(file: Path, node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, SettingValue, str]]:
     """Yield each leaf; a section given as a scalar is its main setting (`model: resnet20` is `model.name`)."""
     settings = {name: kind for name, _, kind in leaves()}
-    seen: set[str] = set()
     for key_node, value_node in node.value:
         name = f"{prefix}{key_node.value}"
         origin = f"{file}, line {key_node.start_mark.line + 1}"
-        if name in seen:
-            raise UserError(f"{origin}: {name} stands twice")
-        seen.add(name)
         is_section = any(s.startswith(f"{name}.") for s in settings)
         if is_section and isinstance(value_node, yaml.MappingNode):
             yield from _walk(file, value_node, f"{name}.")
@@ -150,8 +142,9 @@ def _walk(file: Path, node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str
             name = main
         elif name not in settings:
             sections = {s.partition(".")[0] for s in settings}
-            raise UserError(f"{origin}: unknown setting {name!r}: {nearest(name, [*settings, *sections])}".rstrip(": "))
+            hint = nearest(name, [*settings, *sections])
+            raise UserError(f"{origin}: unknown setting {shown(name)!r}: {hint}".rstrip(": "))
         if settings[name] is str and isinstance(value_node, yaml.ScalarNode):
             yield name, value_node.value, origin  # as written: YAML reads 1:4 as a number to base 60
         else:
-            yield name, yaml.SafeLoader("").construct_object(value_node, deep=True), origin
+            yield name, plain(value_node, f"{origin}: {name}"), origin

@@ -31,15 +31,24 @@ def setting(
     return field(default=default, metadata=metadata)
 
 
+def code_setting(default: str, help: str, flag: str) -> Any:
+    """Declare a field whose value may be `module:name`: code that a run imports."""
+    metadata = {"help": help, "flag": flag, "min": None, "max": None, "renamed": {}, "code": True}
+    return field(default=default, metadata=metadata)
+
+
 @dataclass(frozen=True, config=STRICT)
 class DataConfig:
     """Where samples come from and how they are batched."""
 
-    source: str = setting("digits", "digits, an image folder, a torchvision data set name, or module:function", "DATA")
+    source: str = code_setting(
+        "digits", "digits, an image folder, a torchvision data set name, or module:function", "DATA"
+    )
     root: str = setting("data", "folder for downloaded torchvision data sets", "--data-root")
     batch_size: int = setting(128, "samples per optimizer step over all workers (global batch)", above=1)
     eval_batch_size: int = setting(0, "samples per evaluation step and worker; 0: as in training", above=0)
     image_size: int = setting(0, "side of the square image in pixels; 0: from the data (ImageNet-sized: 224)", above=0)
+    follow_links: bool = setting(False, "use links in the data folder that lead out of it")
     augment: Literal["auto", "none", "flip_crop", "imagenet"] = setting(
         "auto", "augmentation: auto (by image size), none, flip_crop (pad and crop), imagenet (random resized crop)"
     )
@@ -58,7 +67,7 @@ class DataConfig:
 class ModelConfig:
     """The network."""
 
-    name: str = setting(
+    name: str = code_setting(
         "auto", "auto, a built-in (mlp, small_cnn, resnet20), timm/NAME, torchvision/NAME or module:function", "--model"
     )
     weights: str = setting("", "file of weights to start from (safetensors, or a torch state dict)")
@@ -132,7 +141,7 @@ class StrategyConfig:
 class LaunchConfig:
     """Processes and machines."""
 
-    on: str = setting("local", "where processes run: local, or module:Class of your own")
+    on: str = code_setting("local", "where processes run: local, or module:Class of your own", "--on")
     workers: int = setting(0, "processes on this machine; 0: one per GPU, or min(2, cores) on a CPU", above=0)
     threads: int = setting(0, "compute threads per worker; 0: cores / workers", above=0)
     nodes: str = setting("1", "machines: a number, or a range such as 1:4 that may change while the run goes")
@@ -172,5 +181,5 @@ class RunConfig:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    task: str = setting("auto", "what is learnt: auto (by the data), a task's name, or module:Class", "--task")
+    task: str = code_setting("auto", "what is learnt: auto (by the data), a task's name, or module:Class", "--task")
     run: str = setting("", "the run's folder; default: runs/DATA-MODEL-NUMBER", "--run")

@@ -144,6 +144,7 @@ class SetupDone(Content):
         best: the best result of the checkpoint that is resumed.
         about: the record's line of the run's start (`records.kinds.Start`), as plain values.
         notes: what a user has to know of this run, each with the name of its event before it.
+        passed_over: what is wrong with newer checkpoints than the one that is resumed.
     """
 
     task: int
@@ -155,6 +156,7 @@ class SetupDone(Content):
     resumed: bool = False
     about: dict[str, Any] = field(default_factory=dict)
     notes: list[list[str]] = field(default_factory=list)
+    passed_over: list[str] = field(default_factory=list)
     moved: MovedBytes = MovedBytes()
 
 

@@ -62,11 +62,16 @@ class DataInfo:
 
 @dataclass(frozen=True)
 class Source:
-    """Training and evaluation data: map-style data sets, items before any transform."""
+    """Training and evaluation data: map-style data sets, items before any transform.
+
+    Attributes:
+        notes: what a user has to know of where the data comes from.
+    """
 
     train: Dataset[Any]
     evaluation: Dataset[Any]
     info: DataInfo
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,13 @@ class Resumed(Event):
 
 
 @dataclass(frozen=True)
+class StartedOver(Event):
+    """A run was told to start over: checkpoints saved before do not count."""
+
+    name: str = field(default="started_over", kw_only=True)
+
+
+@dataclass(frozen=True)
 class CheckpointRejected(Event):
     """A checkpoint is damaged and was passed over."""
 
@@ -198,7 +205,7 @@ class SchedulerRestored(Event):
 
 
 EVENTS: tuple[type[Event], ...] = (
-    WorkerDied, Restarted, HangSeen, SlowProcess, RankFailed, RoleFailed, Refusal, BadImageSkipped, Resumed,
+    WorkerDied, Restarted, HangSeen, SlowProcess, RankFailed, RoleFailed, Refusal, BadImageSkipped, Resumed, StartedOver,
     CheckpointRejected, MachineLeft, WorkerGone, ServerGone, ServerLost, ServerSettled, SharesAgain, SchedulerRestored,
 )  # fmt: skip
 """Events with details, told apart by the default of `name`."""

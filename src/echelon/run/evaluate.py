@@ -13,6 +13,7 @@ from echelon.data import LoaderConfig, Shard, open_data
 from echelon.data.loader import EvalLoader
 from echelon.models import build_model
 from echelon.optim.build import EMA
+from echelon.run.machine import say
 from echelon.trainer.evaluate import evaluate
 from echelon.trainer.inputs import model_input, run_task
 from echelon.trainer.saving import best_state
@@ -27,6 +28,8 @@ def rescore(folder: Path, config: RunConfig) -> Mapping[str, float | None]:
     """
     state = best_state(folder)
     source = open_data(config.data, config.training.seed)
+    for note in source.notes:
+        say(note)
     info = source.info
     device = torch.device("cuda" if torch.cuda.is_available() and config.training.device != "cpu" else "cpu")
     task = run_task(config, info)

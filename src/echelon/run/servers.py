@@ -166,8 +166,7 @@ class Chronicle:
         self._record.write(start)
         for name, note in setup.notes:
             progress.note(name, note)
-        if setup.resumed:
-            progress.resumed(done, self._path)
+        progress.restored(done if setup.resumed else None, self._path, setup.passed_over)
 
     def _evaluated(self, epoch: int, result: EvaluationDone) -> None:
         evaluation = result.evaluation

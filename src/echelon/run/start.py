@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ from echelon.trainer import folder as folders
 if TYPE_CHECKING:
     from echelon.trainer.assemble import UserObjects
     from echelon.trainer.resolved import ResolvedRun
+
+Around = Callable[[Path], AbstractContextManager[None]]
 
 _EXIT_FAILED = 1
 PRELOAD = (
@@ -72,32 +74,47 @@ class Outcome:
         return 0 if self.status == "completed" else _EXIT_FAILED
 
 
-def start(config: RunConfig, user_objects: UserObjects | None = None) -> Outcome:
+def start(
+    config: RunConfig, user_objects: UserObjects | None = None, around: Around = lambda _: nullcontext()
+) -> Outcome:
     """Start a new run.
+
+    Args:
+        around: entered with the run's folder, for as long as the run takes.
 
     Raises:
         UserError: it cannot start as described.
     """
+    around = around or (lambda _: nullcontext())
     if is_worker():
-        return _start_as_worker(config, user_objects)
+        return _start_as_worker(config, user_objects, around)
     check_names(config)  # at once, before anything heavy is imported
-    path = Path(config.run) if config.run else folders.default_folder(config)
-    config = replace(config, run=str(path))
-    plan = plan_of(config, path, user_objects)
-    _begin_imports(plan)
-    run = check(config, user_objects)  # before there is a folder: what is refused leaves nothing behind
+    _begin_imports(plan_of(config, Path(config.run), user_objects))
+    check(config, user_objects)  # before there is a folder: what is refused leaves nothing behind
     with closing(build_place(config.launch.on)) as place:
-        folders.create(path, config)
-        with _lock(path, config):
-            return _run_here(run, plan, path, place)
+        config = folders.claim(config)
+        path = Path(config.run)
+        with around(path), _lock(path, config):
+            return _run_here(resolve(config), plan_of(config, path, user_objects), path, place)
 
 
-def start_again(path: Path, config: RunConfig) -> Outcome:
+def start_again(path: Path, config: RunConfig, from_scratch: bool = False) -> Outcome:
     """Continue the run of a folder, as its description says now.
+
+    Args:
+        from_scratch: train from the beginning, whatever was saved; with several machines, on the first one alone.
 
     Raises:
         UserError: it cannot start as described, or goes on already.
     """
+    if from_scratch:
+        if is_worker():
+            raise UserError("--from-scratch would start over at each restart by torchrun: leave it to `echelon resume`")
+        check(config)
+        from echelon.trainer.saving import start_over
+
+        with folders.locked(path, shared=False):
+            start_over(path)
     with _lock(path, config):
         if is_worker():
             folders.prepare(path, config)
@@ -184,11 +201,13 @@ def _lock(path: Path, config: RunConfig) -> AbstractContextManager[None]:
     return nullcontext() if is_worker() else folders.locked(path, shared=nodes_of(config).most > 1)
 
 
-def _start_as_worker(config: RunConfig, user_objects: UserObjects | None) -> Outcome:
+def _start_as_worker(config: RunConfig, user_objects: UserObjects | None, around: Around) -> Outcome:
     from echelon.run.worker import agree_on_folder
 
     check(config, user_objects)
-    return _as_worker(agree_on_folder(config), user_objects)
+    path = agree_on_folder(config)
+    with around(path):
+        return _as_worker(path, user_objects)
 
 
 def _as_worker(path: Path, user_objects: UserObjects | None = None) -> Outcome:

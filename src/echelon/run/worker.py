@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -32,7 +31,7 @@ from echelon.reporting.report import write_report
 from echelon.run.resolve import resolve
 from echelon.trainer.assemble import UserObjects, assemble, assemble_worker
 from echelon.trainer.batches import EpochOrder
-from echelon.trainer.folder import CONFIG_FILE, SECRET_FOLDER, create, default_folder
+from echelon.trainer.folder import CONFIG_FILE, SECRET_FOLDER, claim
 from echelon.trainer.loop import TrainingRun, fit
 from echelon.trainer.precision import set_numerics
 from echelon.trainer.process import is_lost_wait, leave, log_to, one_line
@@ -176,9 +175,9 @@ def agree_on_folder(config: RunConfig) -> Path:
     if restarted and store.check([key]):
         return Path(store.get(key).decode())
     try:
-        path = Path(config.run) if config.run else default_folder(config)
-        if not (restarted and (path / CONFIG_FILE).exists()):
-            create(path, replace(config, run=str(path)))
+        path = Path(config.run)
+        if not (restarted and config.run and (path / CONFIG_FILE).exists()):
+            path = Path(claim(config).run)
     except UserError:
         store.set(key, "")
         raise

@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from echelon.config import build
+from echelon.config.yaml_file import read_yaml, shown
 from echelon.core.errors import UserError, nearest
 from echelon.core.files import write_atomic
 from echelon.study.base import DEFAULT_LOSS, Settings, Study
@@ -20,6 +21,7 @@ STUDY_FILE = "study.yaml"
 Node = str | None | list["Node"] | dict[str, "Node"]
 """A YAML file's contents: texts as written, lists and mappings."""
 
+MAX_SEEDS = 1000
 KEYS = ("base", "candidates", "exclude", "terms", "seeds", "loss")
 
 
@@ -60,19 +62,25 @@ class StudyRequest:
     config: str = ""
 
 
+def study_file(request: StudyRequest) -> Path | None:
+    """Return the study file that stands in place of data, if one does."""
+    data = request.settings.get("data.source", "")
+    return Path(data) if data.endswith((".yaml", ".yml")) else None
+
+
 def requested_study(request: StudyRequest) -> Study | None:
     """Return the study that the command line describes; None: it describes none, but that in a folder.
 
     Raises:
         UserError: settings beside a study file, no candidate, or a setting that does not exist.
     """
-    data = request.settings.get("data.source", "")
+    file = study_file(request)
     given = [name for name in ("tries", "seeds", "loss", "config") if getattr(request, name)]
-    if data.endswith((".yaml", ".yml")):
+    if file is not None:
         beside = given + [name for name in request.settings if name != "data.source"]
         if beside:
-            raise UserError(f"{data} describes the whole study: write there what {beside[0]} should be")
-        return load_study(Path(data))
+            raise UserError(f"{file} describes the whole study: write there what {beside[0]} should be")
+        return load_study(file)
     if not request.tries:
         if request.settings or given:
             raise UserError('no candidate to compare: give each with --try, such as --try "sync=allreduce"')
@@ -93,6 +101,26 @@ def requested_folder(study: Study | None, request: StudyRequest) -> Path:
     name, root = name or "study", Path("runs")
     numbers = [int(m[1]) for p in root.glob(f"compare-{name}-*") if (m := re.fullmatch(r".*-(\d+)", p.name))]
     return root / f"compare-{name}-{max(numbers, default=0) + 1}"
+
+
+def claim_folder(study: Study | None, request: StudyRequest) -> Path:
+    """Make the folder of a study whose `--run` was not given: of studies that begin at the same moment each gets one.
+
+    Raises:
+        UserError: no study is described, or the folder cannot be written.
+    """
+    while True:
+        path = requested_folder(study, request)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir()
+            return path
+        except FileExistsError:
+            if path.parent.is_dir():  # taken meanwhile
+                continue
+            raise UserError(f"--run {path} cannot be written: {path.parent} is a file") from None
+        except OSError as error:
+            raise UserError(f"--run {path} cannot be written: {error.strerror}") from None
 
 
 def _from_config(file: str) -> dict[str, str]:
@@ -121,11 +149,14 @@ def seeds_of(value: Node, where: str) -> tuple[int, ...]:
         UserError: neither, or none, or one that stands twice.
     """
     words = [str(v).strip() for v in value] if isinstance(value, list) else [w.strip() for w in str(value).split(",")]
-    if not all(w.isdigit() for w in words) or (len(words) == 1 and not isinstance(value, list) and int(words[0]) == 0):
-        raise UserError(f"{where} {value!r}: write how many (3), or which (0,5,7)")
-    seeds = [int(w) for w in words] if len(words) > 1 or isinstance(value, list) else list(range(int(words[0])))
+    count = len(words) == 1 and not isinstance(value, list)
+    if not all(w.isdecimal() and len(w) < 19 for w in words) or (count and int(words[0]) == 0):
+        raise UserError(f"{where} {shown(repr(value))}: write how many (3), or which (0,5,7)")
+    if max(int(words[0]) if count else 0, len(words)) > MAX_SEEDS:
+        raise UserError(f"{where} {shown(repr(value))}: a study has at most {MAX_SEEDS} seeds")
+    seeds = list(range(int(words[0]))) if count else [int(w) for w in words]
     if not seeds or len(set(seeds)) < len(seeds):
-        raise UserError(f"{where} {value!r}: each seed once, and at least one")
+        raise UserError(f"{where} {shown(repr(value))}: each seed once, and at least one")
     return tuple(seeds)
 
 
@@ -180,29 +211,19 @@ def _terms_node(study: Study) -> dict[str, list[str]]:
 
 
 def _read(file: Path) -> dict[str, Node]:
-    try:
-        node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
-    plain = _plain(node, file) if node is not None else {}
-    if not isinstance(plain, dict):
+    node = read_yaml(file)
+    texts = _texts(node) if node is not None else {}
+    if not isinstance(texts, dict):
         raise UserError(f"{file}: expected a study: {', '.join(KEYS)}")
-    return plain
+    return texts
 
 
-def _plain(node: yaml.Node, file: Path) -> Node:
+def _texts(node: yaml.Node) -> Node:
     """Return texts as written, lists and mappings: YAML would read 1:4 as a number to base 60, and `off` as false."""
     if isinstance(node, yaml.MappingNode):
-        mapping: dict[str, Node] = {}
-        for key, value in node.value:
-            if key.value in mapping:
-                raise UserError(f"{file}, line {key.start_mark.line + 1}: {key.value} stands twice")
-            mapping[str(key.value)] = _plain(value, file)
-        return mapping
+        return {str(key.value): _texts(value) for key, value in node.value}
     if isinstance(node, yaml.SequenceNode):
-        return [_plain(item, file) for item in node.value]
+        return [_texts(item) for item in node.value]
     return None if node.tag.endswith(":null") else str(node.value)
 
 

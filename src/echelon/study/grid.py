@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,13 +12,20 @@ from echelon.core.errors import UserError
 from echelon.study.base import Candidate, Exclusion, PlannedRun, Settings, Study, Terms
 from echelon.study.settings import full_name, label_of, read_try
 
+MAX_COMBINATIONS = 1000
+
 
 def product(values: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
     """Return all combinations, the last name varying fastest.
 
     >>> product({"a": ["1", "2"], "b": ["x"]})
     [{'a': '1', 'b': 'x'}, {'a': '2', 'b': 'x'}]
+
+    Raises:
+        UserError: they are more than anyone could run.
     """
+    if (count := math.prod(map(len, values.values()))) > MAX_COMBINATIONS:
+        raise UserError(f"the lists of {', '.join(values)} make {count} combinations: at most {MAX_COMBINATIONS}")
     return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
 
 

@@ -151,10 +151,10 @@ def assemble(
     progress = RunProgress(record, Scalars(path if world.leads else None), display)
     run = ground.run(run_parts, saver, progress, _start_bytes(run_parts.local_model, world))
     _record_start(resolved, run, ground.source, cursor, path)
-    for name, note in run_notes(config, info, run_parts.split.notes if run_parts.split else (), notes):
+    for name, note in run_notes(config, ground.source, run_parts.split.notes if run_parts.split else (), notes):
         progress.note(name, note)
-    if restored is not None:
-        progress.resumed(cursor.step, path)
+    if world.leads:
+        progress.restored(None if restored is None else cursor.step, path, saver.passed_over)
     return run, cursor
 
 
@@ -185,7 +185,7 @@ def assemble_worker(
     run = ground.run(run_parts, saver, progress)
     split_notes = run_parts.split.notes if run_parts.split else ()
     start = _start_of_workers(ground, run_parts, link, path)
-    return run, Leases(run, link, state, start, run_notes(config, info, split_notes, notes))
+    return run, Leases(run, link, state, start, run_notes(config, ground.source, split_notes, notes))
 
 
 def workers_at_start(process: WorkerRank, nodes: Nodes) -> int:
@@ -224,11 +224,11 @@ def _start_of_workers(ground: _Groundwork, run_parts: RunParts, link: ServerLink
 
 
 def run_notes(
-    config: RunConfig, info: DataInfo, layout: Sequence[str], settings: Sequence[str]
+    config: RunConfig, source: Source, layout: Sequence[str], settings: Sequence[str]
 ) -> list[tuple[str, str]]:
     """Return what a user has to know of this run, each with the name of its event."""
-    size = [note] if (note := size_note(info, config.data.batch_size)) else []
-    named = {"layout": layout, "settings": settings, "batch_size": size}
+    size = [note] if (note := size_note(source.info, config.data.batch_size)) else []
+    named = {"data": source.notes, "layout": layout, "settings": settings, "batch_size": size}
     return [(name, note) for name, notes in named.items() for note in notes]
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from uuid import uuid4
 
 from echelon.config import RunConfig, to_yaml
 from echelon.core.errors import UserError
@@ -52,6 +56,41 @@ def never_began(folder: Path) -> bool:
     if not read_launch(folder).ended or any((folder / "checkpoints").glob("*")):
         return False
     return next(newest(folder, Steps), None) is None
+
+
+def claim(config: RunConfig, root: Path = Path("runs")) -> RunConfig:
+    """Make a new run's folder, and return the description that names it.
+
+    Where the user names none it is the next free one of `default_folder`. It appears with the launch in it, in one
+    step: commands that start at the same moment each get their own, and machines that share a rendezvous get the same.
+
+    Raises:
+        UserError: the folder holds a run already, or cannot be written.
+    """
+    folder = Path(config.run) if config.run else _claim_next(config, root)
+    config = replace(config, run=str(folder))
+    create(folder, config)
+    return config
+
+
+def _claim_next(config: RunConfig, root: Path) -> Path:
+    hidden = root / f".claim-{uuid4().hex}"
+    try:
+        hidden.mkdir(parents=True)
+        _write_launch(hidden, config)
+        while True:
+            folder = default_folder(config, root)
+            if folder.exists():  # another machine's, of this very run
+                return folder
+            try:
+                return hidden.rename(folder)
+            except OSError as error:  # taken meanwhile: a folder that holds something is not replaced
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+    except OSError as error:
+        raise _not_writable(root, error) from None
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def create(folder: Path, config: RunConfig) -> None:
@@ -102,11 +141,15 @@ def prepare(folder: Path, config: RunConfig) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        launch = Launch(time.time(), command_line(), config.launch.rendezvous)
-        write_atomic(folder / LAUNCH_FILE, json.dumps(vars(launch)))
+        _write_launch(folder, config)
         write_atomic(folder / CONFIG_FILE, to_yaml(config))  # last: who sees it can tell whose it is
     except OSError as error:
         raise _not_writable(folder, error) from None
+
+
+def _write_launch(folder: Path, config: RunConfig) -> None:
+    launch = Launch(time.time(), command_line(), config.launch.rendezvous)
+    write_atomic(folder / LAUNCH_FILE, json.dumps(vars(launch)))
 
 
 def last_message(folder: Path, event: type[Event]) -> str:

@@ -156,7 +156,7 @@ class Leases:
         return SetupDone(
             task.task, link.table.fingerprint, run.train_loader.batches_per_epoch, self._state.below,
             self._state.beyond, run.saver.best, resumed, about,
-            [list(note) for note in self._notes],
+            [list(note) for note in self._notes], run.saver.passed_over,
         )  # fmt: skip
 
     def _put(self) -> None:

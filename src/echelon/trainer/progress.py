@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 
 from echelon.observe.scalars import Scalars
 from echelon.parallel.split import SplitModel
 from echelon.records.events import Event, Resumed
 from echelon.records.file import Recorder, newest
-from echelon.records.kinds import Evaluation, Pause, PipelineStep, Resources, Steps
+from echelon.records.kinds import Evaluation, Pause, PipelineStep, Resources, Start, Steps
 from echelon.trainer.display import Display
 from echelon.trainer.evaluate import EvaluationReport
 
@@ -34,6 +34,20 @@ class RunProgress:
         lost = max((window.step for window in beyond), default=step) - step
         message = f"resumed at step {step}" + (f"; {lost} steps since the checkpoint are trained again" if lost else "")
         self.record.write(Resumed(message, step, lost))
+
+    def restored(self, step: int | None, folder: Path, passed_over: Sequence[str]) -> None:
+        """Say how a start goes on from what came before; nothing of a run's first start.
+
+        Args:
+            step: of the checkpoint that was restored; None: there is none.
+            passed_over: what is wrong with newer checkpoints.
+        """
+        for message in passed_over:
+            self.display.say(message)
+        if step is not None:
+            self.resumed(step, folder)
+        elif len(list(islice(newest(folder, Start), 2))) > 1:
+            self.note("from_start", "no checkpoint was saved so far: training starts from its beginning")
 
     def window(self, steps: Steps, resources: Sequence[Sequence[float]]) -> None:
         """Tell of a window of steps of all ranks, or of all workers.

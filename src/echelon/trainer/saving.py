@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -29,8 +30,8 @@ from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.core.state_tree import StateView
 from echelon.parallel.local_shards import LocalShards
-from echelon.records.events import CheckpointRejected
-from echelon.records.file import Recorder
+from echelon.records.events import CheckpointRejected, StartedOver
+from echelon.records.file import Recorder, newest
 from echelon.records.kinds import Checkpoint
 from echelon.tasks.base import Task
 from echelon.trainer.evaluate import EvaluationReport
@@ -49,6 +50,7 @@ from echelon.trainer.state import (
 from echelon.trainer.world import World
 
 EVALUATION_FILE = "evaluation.json"
+CHECKPOINTS_FOLDER = "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -179,13 +181,15 @@ class Saver:
 
     Attributes:
         best: the best result so far.
+        passed_over: what is wrong with checkpoints that `restore` found damaged.
     """
 
     def __init__(self, folder: Path, keep: int, state: RunState, record: Recorder, fingerprint: Fingerprint) -> None:
         """Take a run's folder; `record` is told of what is saved, by the process that leads."""
         self._folder, self._state, self._record, self._fingerprint = folder, state, record, fingerprint
-        self._store = CheckpointStore(folder / "checkpoints", keep, partial(record_saved, record), self._rejected)
+        self._store = CheckpointStore(folder / CHECKPOINTS_FOLDER, keep, partial(record_saved, record), self._rejected)
         self._last_step = -1
+        self.passed_over: list[str] = []
         self.best: float | None = None
 
     @property
@@ -228,8 +232,11 @@ class Saver:
         """Restore the newest whole checkpoint that any rank sees; None when there is none.
 
         Raises:
-            UserError: the checkpoint is of another run, or not all machines see it.
+            UserError: the checkpoint is of another run, or older than the newest that the record knows, or not all
+                machines see it.
         """
+        if self._state.leads:
+            self._check_not_behind()
         found = self._state.newest(self._store)
         if found is None:
             return None
@@ -249,7 +256,40 @@ class Saver:
 
     def _rejected(self, path: Path, reason: str) -> None:
         message = f"checkpoint {path.name} is damaged and was passed over: {reason}"
-        self._record.write(CheckpointRejected(message, str(path), reason))
+        if message not in self.passed_over:
+            self.passed_over.append(message)
+            self._record.write(CheckpointRejected(message, str(path), reason))
+
+    def _check_not_behind(self) -> None:
+        """Refuse to train again what the record says was saved: its checkpoint was removed, or lies elsewhere."""
+        saved, present = last_saved(self._folder), self._store.newest_step()
+        if saved is None or (present is not None and present >= saved):
+            return
+        newest = "there is none" if present is None else f"the newest one is of step {present}"
+        raise UserError(
+            f"{self._store.folder}: a checkpoint of step {saved} was saved here, and {newest}: put it back, "
+            "or start over with --from-scratch"
+        )
+
+
+def last_saved(folder: Path) -> int | None:
+    """Return the step of the last checkpoint that a run's record says was saved, since it last started over."""
+    last: Checkpoint | StartedOver | None = next(newest(folder, Checkpoint, StartedOver), None)
+    return last.step if isinstance(last, Checkpoint) else None
+
+
+def start_over(folder: Path) -> None:
+    """Let a run start from its beginning: its checkpoints are put aside, under another name."""
+    checkpoints = folder / CHECKPOINTS_FOLDER
+    message = "starting over (--from-scratch)"
+    if checkpoints.exists():
+        numbers = itertools.count(1)
+        aside = next(path for n in numbers if not (path := folder / f"{CHECKPOINTS_FOLDER}-before-{n}").exists())
+        checkpoints.rename(aside)
+        message += f"; the checkpoints so far are in {aside.name}/"
+    record = Recorder(folder)
+    record.write(StartedOver(message))
+    record.close()
 
 
 def record_saved(record: Recorder, saved: Saved) -> None:
@@ -275,7 +315,7 @@ def best_state(folder: Path) -> StateView:
     Raises:
         UserError: the run has no whole checkpoint.
     """
-    store = CheckpointStore(folder / "checkpoints", keep=1)
+    store = CheckpointStore(folder / CHECKPOINTS_FOLDER, keep=1)
     found = store.best() or store.newest()
     if found is None:
         raise UserError(f"{folder} holds no whole checkpoint to evaluate")

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import time
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,6 +10,7 @@ import pytest
 from echelon.config import RunConfig, build, to_yaml
 from echelon.config.validate import check_world
 from echelon.core.errors import UserError
+from echelon.study.file import load_study
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -83,3 +87,66 @@ def test_a_value_that_has_another_name_now_is_shown_by_it(tmp_path: Path) -> Non
     file.write_text("strategy: {collective: auto}\n")
     assert build(file).config.strategy.collective == "backend"
     assert build(None, {"strategy.collective": "auto"}).config == build().config
+
+
+def _billion(name: str) -> str:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
+    return "\n".join([*lines, f"{name}: *a11"])
+
+
+HOSTILE = {
+    "exponential aliases": (_billion("optimizer"), "values, which no description needs"),
+    "an alias to itself": ("optimizer: &a {lr: [*a]}", "stands for what it is in"),
+    "a list of itself": ("candidates: &a [*a]", "stands for what it is in"),
+    "a tag of Python": ("model: !!python/object/apply:os.system ['touch never']", "!!python/object/apply:os.system"),
+    "a tag on a text": ("model: {name: !!python/name:os.system x}", "!!python/name:os.system is not used"),
+    "a tag of one's own": ("model: !mine x", "!mine is not used"),
+    "a huge file": ("# " + "x" * 50_000_000, "kB, which no description needs"),
+    "a long file": ("".join(f"a{i}: 1\n" for i in range(10_000)), "kB, which no description needs"),
+    "lists within lists": ("optimizer: {lr: " + "[" * 20_000 + "]" * 20_000 + "}", "deeper than any setting needs"),
+    "aliases behind aliases": (
+        "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 3000)), "deeper than any"),
+    "a key twice": ("data:\n  batch_size: 1\n  batch_size: 2", "line 3: batch_size stands twice"),
+    "a key that is a list": ("? [a, b]\n: 1", "a key must be a word"),
+    "a number of many digits": ("optimizer: {lr: " + "9" * 10_000 + "}", "integer string conversion"),
+    "a number to base 60": ("training: {epochs: 1" + ":59" * 15_000 + "}", "epochs is"),
+    "a word without end": ("x" * 60_000 + ": 1", "unknown|not YAML"),
+    "bytes that are no text": ("\x00\x01", "not YAML"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("read", [build, load_study], ids=["run", "study"])
+def test_hostile_files_are_refused_at_once_in_one_line(
+    kind: str, read: Callable[[Path], object], tmp_path: Path
+) -> None:
+    text, words = HOSTILE[kind]
+    file = written(tmp_path, text)
+    tracemalloc.start()
+    began = time.process_time()
+    with pytest.raises(UserError, match=words if read is build else "") as refusal:
+        read(file)
+    seconds, (_, peak) = time.process_time() - began, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(str(refusal.value)) < 500 and "\n" not in str(refusal.value)
+    assert seconds < 4 and peak < 100e6  # with every allocation traced, which takes several times as long
+
+
+def test_aliases_that_stand_for_little_are_read(tmp_path: Path) -> None:
+    file = written(tmp_path, "data: {batch_size: &n 64, eval_batch_size: *n}")
+    assert build(file).config.data.eval_batch_size == 64
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "candidates: [sync=allreduce]\nseeds: 99999999999",
+        "candidates: [sync=allreduce]\nseeds: " + "9" * 9000,
+        "candidates: [{" + ", ".join(f"{k}: {list(range(1, 30))}" for k in ("lr", "epochs", "accumulate")) + "}]",
+    ],
+    ids=["seeds", "digits", "combinations"],
+)  # fmt: skip
+def test_studies_of_more_runs_than_anyone_could_do_are_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"at most|how many"):
+        load_study(written(tmp_path, text))

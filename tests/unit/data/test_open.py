@@ -211,3 +211,72 @@ def test_all_bad_images_name_the_first(tmp_path: Path) -> None:
         (tmp_path / name / "1.jpg").write_text("text")
     with pytest.raises(UserError, match=re.escape(f"{tmp_path}/")):
         open_data(DataConfig(source=str(tmp_path)), 0)
+
+
+def _leave(tmp_path: Path) -> None:
+    make_folder(tmp_path / "elsewhere", classes=("owl",))
+    (tmp_path / "data" / "cat" / "9.jpg").symlink_to(tmp_path / "elsewhere" / "owl" / "0.jpg")
+    (tmp_path / "data" / "owl").symlink_to("../elsewhere/owl")
+
+
+def test_links_out_of_the_folder_are_refused_unless_they_are_meant(tmp_path: Path) -> None:
+    make_folder(tmp_path / "data")
+    _leave(tmp_path)
+    with pytest.raises(UserError, match=r"2 links lead out of the folder, the first one .* -> .*--follow-links"):
+        open_data(DataConfig(source=str(tmp_path / "data")), 0)
+    source = open_data(DataConfig(source=str(tmp_path / "data"), follow_links=True), 0)
+    assert source.info.classes == ("cat", "dog", "owl") and source.info.train_size + source.info.eval_size == 10
+    (note,) = source.notes
+    assert "2 links lead out of the folder" in note and note.endswith("followed")
+
+
+def test_links_within_the_folder_and_a_folder_that_is_a_link_are_used(tmp_path: Path) -> None:
+    make_folder(tmp_path / "real")
+    (tmp_path / "real" / "cat" / "9.jpg").symlink_to("../dog/0.jpg")
+    (tmp_path / "real" / "pup").symlink_to("dog")
+    (tmp_path / "data").symlink_to("real")
+    source = open_data(DataConfig(source=str(tmp_path / "data")), 0)
+    assert source.info.classes == ("cat", "dog", "pup") and not source.notes
+
+
+def _circle(cat: Path) -> None:
+    (cat / "a").symlink_to("b")
+    (cat / "b").symlink_to("a")
+
+
+def _doubling(cat: Path) -> None:
+    for i in range(40):
+        (cat / f"d{i}").mkdir()
+        for way in "ab":
+            (cat / f"d{i}" / way).symlink_to(f"../d{i + 1}")
+
+
+LOOPS = {
+    "to the class": lambda cat: (cat / "again").symlink_to("."),
+    "to the top": lambda cat: (cat / "again").symlink_to("../.."),
+    "of images": lambda cat: (cat / "again.jpg").symlink_to("again.jpg"),
+    "in a circle": _circle,
+    "that double": _doubling,
+}
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+@pytest.mark.parametrize("follow", [False, True])
+def test_loops_of_links_are_one_line(kind: str, follow: bool, tmp_path: Path) -> None:
+    make_folder(tmp_path / "data" / "train")
+    make_folder(tmp_path / "data" / "val")
+    LOOPS[kind](tmp_path / "data" / "train" / "cat")
+    began = time.process_time()
+    with pytest.raises(UserError, match=r"link|levels of symbolic") as refusal:
+        open_data(DataConfig(source=str(tmp_path / "data"), follow_links=follow), 0)
+    assert "\n" not in str(refusal.value) and time.process_time() - began < 2
+
+
+def test_a_part_that_leads_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
+    make_folder(tmp_path / "elsewhere")
+    make_folder(tmp_path / "data" / "val")
+    (tmp_path / "data" / "train").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="1 link leads out of the folder, the first one train -> "):
+        open_data(DataConfig(source=str(tmp_path / "data")), 0)
+    source = open_data(DataConfig(source=str(tmp_path / "data"), follow_links=True), 0)
+    assert source.info.train_size == 6 and len(source.notes) == 1

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from echelon.config.yaml_file import plain, read_yaml
+from echelon.core.errors import UserError
 from echelon.core.task import BEFORE_TASKS, TaskFacts
 from echelon.records.events import Event
 from echelon.records.file import Detail, RecordReader
@@ -235,7 +235,8 @@ def _add_known(curve: Curve, step: int, values: Sequence[float]) -> None:
 def _max_steps(folder: Path) -> int:
     """Return the run's `max_steps`; 0: none, or its description cannot be read (then the epochs count)."""
     try:
-        described: Any = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        node = read_yaml(folder / "config.yaml")
+        described: Any = {} if node is None else plain(node, "config.yaml")
         return int(described["training"]["max_steps"])
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+    except (UserError, ValueError, KeyError, TypeError):
         return 0

@@ -13,8 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
+from echelon.config.yaml_file import plain, read_yaml
 from echelon.core.errors import UserError
 from echelon.core.figure import ReportSection
 from echelon.core.task import BEFORE_TASKS, TaskFacts
@@ -168,7 +167,7 @@ def load_run(run: Path) -> RunRecord:
     notes: list[str] = []
     config_text = _read_text(run / CONFIG_FILE, notes)
     records = _read_all(run, notes)
-    config = _parse_config(config_text, notes)
+    config = _read_config(run / CONFIG_FILE, notes)
     evaluation = _read_evaluation(run / EVALUATION_FILE, records, notes)
     return RunRecord(run.resolve().name, records, config_text, config, evaluation, notes)
 
@@ -198,10 +197,13 @@ def _read_text(path: Path, notes: list[str]) -> str:
         return ""
 
 
-def _parse_config(text: str, notes: list[str]) -> Mapping[str, object]:
+def _read_config(file: Path, notes: list[str]) -> Mapping[str, object]:
+    if not file.exists():
+        return {}
     try:
-        config = yaml.safe_load(text) if text else {}
-    except yaml.YAMLError:
+        node = read_yaml(file)
+        config = {} if node is None else plain(node, CONFIG_FILE)
+    except UserError:
         notes.append(f"{CONFIG_FILE} is not readable as YAML.")
         return {}
     return config if isinstance(config, dict) else {}

@@ -1,0 +1,115 @@
+"""YAML that anyone may have written: read in bounded time and memory, or refused in one line.
+
+What YAML can say beyond settings is not settings: aliases that stand for millions of values or for themselves, tags
+that name Python's objects, keys that are no words, a key twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from echelon.core.errors import UserError
+
+MAX_BYTES = 64 * 1024
+MAX_VALUES = 10_000  # with aliases written out
+MAX_SHOWN = 80
+_STANDARD = "tag:yaml.org,2002:"
+_TOO_DEEP = "lists within lists, deeper than any setting needs"
+
+
+def read_yaml(file: Path) -> yaml.Node | None:
+    """Return what a file holds as nodes, each with its line; None: nothing.
+
+    Raises:
+        UserError: the file cannot be read, is no YAML, is longer than any description, or holds what is no setting.
+    """
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
+    if len(data) > MAX_BYTES:
+        raise UserError(
+            f"{file} has more than {MAX_BYTES // 1024} kB, which no description needs: is it the one meant?"
+        )
+    try:
+        node = yaml.compose(data.decode("utf-8"), Loader=yaml.SafeLoader)
+        if node is not None:
+            _Check(file).size(node)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is not YAML: {shown(' '.join(str(error).split()), 300)}") from None
+    except RecursionError:
+        raise UserError(f"{file}: {_TOO_DEEP}") from None
+    return node
+
+
+def plain(node: yaml.Node, where: str) -> Any:
+    """Return a node's value as YAML understands it, without tags of any program.
+
+    Raises:
+        UserError: it has no value, such as a number of thousands of digits.
+    """
+    try:
+        return yaml.SafeLoader("").construct_object(node, deep=True)
+    except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise UserError(f"{where}: {shown(' '.join(str(error).split()))}") from None
+
+
+def shown(text: str, most: int = MAX_SHOWN) -> str:
+    """Return a text that is cut where it would fill more than a line."""
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+class _Check:
+    """Walks the nodes of a file once each, however often aliases name them."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._sizes: dict[int, int] = {}
+        self._open: set[int] = set()
+
+    def size(self, node: yaml.Node) -> int:
+        """Return how many values a node stands for.
+
+        Raises:
+            UserError: too many, or itself, or it is no setting.
+        """
+        if id(node) in self._open:
+            raise self._refusal(node, "an alias stands for what it is in")
+        if id(node) not in self._sizes:
+            self._check_tag(node)
+            self._open.add(id(node))
+            size = 1 + sum(self.size(child) for child in self._children(node))
+            self._open.discard(id(node))
+            if size > MAX_VALUES:
+                raise self._refusal(node, f"more than {MAX_VALUES} values, which no description needs")
+            self._sizes[id(node)] = size
+        return self._sizes[id(node)]
+
+    def _children(self, node: yaml.Node) -> Iterator[yaml.Node]:
+        if isinstance(node, yaml.SequenceNode):
+            yield from node.value
+        if not isinstance(node, yaml.MappingNode):
+            return
+        keys: set[str] = set()
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise self._refusal(key, "a key must be a word")
+            if key.value in keys:
+                raise self._refusal(key, f"{shown(key.value)} stands twice")
+            keys.add(key.value)
+            yield key
+            yield value
+
+    def _check_tag(self, node: yaml.Node) -> None:
+        name = node.tag.removeprefix(_STANDARD)
+        if name == node.tag or name.startswith("python/"):
+            tag = f"!!{name}" if name != node.tag else node.tag
+            raise self._refusal(node, f"{shown(tag)} is not used in descriptions: write a plain value")
+
+    def _refusal(self, node: yaml.Node, reason: str) -> UserError:
+        return UserError(f"{self._file}, line {node.start_mark.line + 1}: {reason}")

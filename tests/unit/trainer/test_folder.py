@@ -1,0 +1,74 @@
+"""A run's folder is had by one command alone, however many begin at the same moment."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from echelon.config import LaunchConfig, RunConfig, load_run_config
+from echelon.core.errors import UserError
+from echelon.trainer.folder import CONFIG_FILE, claim, default_folder, mark_ended
+
+MANY = 10
+CLAIM = """
+import sys
+from pathlib import Path
+from echelon.config import RunConfig
+from echelon.trainer.folder import claim
+sys.stdin.read()
+print(claim(RunConfig(), Path(sys.argv[1])).run)
+"""
+
+
+def _names(root: Path) -> list[str]:
+    return sorted((path.name for path in root.iterdir()), key=lambda name: int(name.rpartition("-")[2]))
+
+
+def test_claims_of_the_same_moment_each_get_a_folder(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    with ThreadPoolExecutor(MANY) as pool:
+        configs = list(pool.map(lambda _: claim(RunConfig(), root), range(5 * MANY)))
+    expected = [f"digits-auto-{i + 1}" for i in range(5 * MANY)]
+    assert _names(root) == expected and {Path(config.run).name for config in configs} == set(expected)
+    for config in configs:
+        assert load_run_config(Path(config.run) / CONFIG_FILE) == config
+
+
+def test_claims_of_processes_each_get_a_folder(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    command = [sys.executable, "-c", CLAIM, str(root)]
+    claims = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(MANY)]
+    for process in claims:  # all wait for this: their imports are done
+        assert process.stdin is not None
+        process.stdin.close()
+    folders = [process.stdout.read().strip() for process in claims if process.stdout is not None]
+    assert [process.wait(60) for process in claims] == [0] * MANY
+    assert len(set(folders)) == MANY and _names(root) == [f"digits-auto-{i + 1}" for i in range(MANY)]
+
+
+def test_machines_of_one_run_get_the_same_folder_and_a_later_run_another(tmp_path: Path) -> None:
+    config = replace(RunConfig(), launch=LaunchConfig(nodes="4", rendezvous="here:1"))
+    with ThreadPoolExecutor(4) as pool:
+        folders = {claimed.run for claimed in pool.map(lambda _: claim(config, tmp_path), range(4))}
+    assert folders == {str(tmp_path / "digits-auto-1")}
+    mark_ended(tmp_path / "digits-auto-1")
+    assert claim(config, tmp_path).run == str(tmp_path / "digits-auto-2")
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        claim(RunConfig(), tmp_path / "runs")
+
+
+def test_nothing_but_the_claim_is_left(tmp_path: Path) -> None:
+    config = claim(RunConfig(), tmp_path)
+    assert default_folder(RunConfig(), tmp_path).name == "digits-auto-2"
+    assert sorted(path.name for path in Path(config.run).iterdir()) == [CONFIG_FILE, "launch.json"]
+    assert not json.loads((Path(config.run) / "launch.json").read_text())["ended"]

@@ -1,0 +1,102 @@
+"""A run never goes on from less than its record says was saved, unless it is told to start over."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from echelon.checkpoint import CheckpointStore
+from echelon.core.errors import UserError
+from echelon.core.state_tree import StateView
+from echelon.records.file import Recorder
+from echelon.records.kinds import Checkpoint
+from echelon.trainer.saving import Captured, Saver, last_saved, start_over
+from echelon.trainer.state import Cursor, Fingerprint
+
+
+class _State:
+    """A state of one number: the step."""
+
+    leads, bytes_sent = True, 0
+
+    def newest(self, store: CheckpointStore) -> tuple[int, StateView] | None:
+        """Return the newest whole checkpoint."""
+        return store.newest()
+
+    def load(self, state: StateView) -> Cursor:
+        """Return how far it is."""
+        return Cursor(**state["cursor"])
+
+    @contextmanager
+    def captured(self, cursor: Cursor, store: CheckpointStore) -> Iterator[Captured | None]:
+        """Give the cursor alone."""
+        yield Captured({"cursor": asdict(cursor)})
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+
+def _saver(folder: Path) -> Saver:
+    return Saver(folder, 2, _State(), Recorder(folder), Fingerprint())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run that saved steps 10, 20 and 30."""
+    saver = _saver(tmp_path)
+    for step in (10, 20, 30):
+        saver.save(Cursor(0, step, step), "")
+        saver.finish()
+    assert last_saved(tmp_path) == 30
+    return tmp_path
+
+
+def test_the_newest_is_restored(run: Path) -> None:
+    assert _saver(run).restore() == Cursor(0, 30, 30)
+
+
+def test_a_missing_folder_is_refused(run: Path) -> None:
+    (run / "checkpoints").rename(run / "elsewhere")
+    with pytest.raises(UserError, match=r"of step 30 was saved here, and there is none: .*--from-scratch"):
+        _saver(run).restore()
+    (run / "elsewhere").rename(run / "checkpoints")
+    assert _saver(run).restore() == Cursor(0, 30, 30)
+
+
+def test_an_older_one_than_the_record_says_is_refused(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints" / "step-00000030")
+    with pytest.raises(UserError, match="of step 30 was saved here, and the newest one is of step 20"):
+        _saver(run).restore()
+
+
+def test_a_damaged_one_is_passed_over_and_said_once(run: Path) -> None:
+    (run / "checkpoints" / "step-00000030" / "tree.json").write_text("{}")
+    saver = _saver(run)
+    assert saver.restore() == Cursor(0, 20, 20) == saver.restore()
+    (message,) = saver.passed_over
+    assert message.startswith("checkpoint step-00000030 is damaged and was passed over")
+
+
+def test_starting_over_puts_the_checkpoints_aside(run: Path) -> None:
+    start_over(run)
+    assert last_saved(run) is None and _saver(run).restore() is None
+    assert [path.name for path in (run / "checkpoints-before-1").iterdir() if path.name.endswith("30")]
+    start_over(run)  # before anything was saved
+    assert not (run / "checkpoints-before-2").exists()
+    saver = _saver(run)
+    saver.save(Cursor(0, 5, 5), "")
+    saver.finish()
+    assert last_saved(run) == 5 and _saver(run).restore() == Cursor(0, 5, 5)
+
+
+def test_a_run_that_was_rolled_back_goes_on_from_there(run: Path) -> None:
+    record = Recorder(run)
+    record.write(Checkpoint(20))
+    record.close()
+    shutil.rmtree(run / "checkpoints" / "step-00000030")
+    assert _saver(run).restore() == Cursor(0, 20, 20)
