@@ -152,7 +152,7 @@ def _user_objects(model: Any, data: Any, task: Any) -> UserObjects:
     return UserObjects(model, from_datasets(*data) if data is not None else None, task)
 
 
-def _read(path: Path, overrides: Mapping[str, Any] | None = None) -> Resolved:
+def _read(path: Path, overrides: Mapping[str, SettingValue] | None = None) -> Resolved:
     if not (path / folders.CONFIG_FILE).exists():
         known = [str(p.parent) for p in Path("runs").glob(f"*/{folders.CONFIG_FILE}")]
         raise UserError(f"{path} holds no run: {nearest(str(path), known)}there is no {folders.CONFIG_FILE} in it")

@@ -17,6 +17,7 @@ from echelon.config.yaml_file import plain, read_yaml, shown
 from echelon.core.errors import UserError, nearest
 
 DEFAULT = "default"
+MAX_NUMBER = 2**63 - 1
 COMMAND_LINE = "command line"  # the origin of what a user, or Python, gives directly
 
 SettingValue = str | int | float | bool | None
@@ -105,7 +106,9 @@ def _checked(name: str, value: SettingValue, known: tuple[Field[Any], Any], orig
         raise UserError(f"{where} is {shown(repr(value))}: {hint}{reason[0].lower()}{reason[1:]}") from None
     if not isinstance(checked, int | float):
         return checked
-    if isinstance(checked, float) and not math.isfinite(checked):  # nan is below no bound
+    if isinstance(checked, int) and abs(checked) > MAX_NUMBER:
+        raise UserError(f"{where} has more digits than any setting needs")
+    if not math.isfinite(checked):  # nan is below no bound
         raise UserError(f"{where} is {checked}: it must be a finite number")
     low, high = item.metadata.get("min"), item.metadata.get("max")
     if (low is not None and checked < low) or (high is not None and checked > high):

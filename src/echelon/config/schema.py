@@ -33,7 +33,7 @@ def setting(
 
 def code_setting(default: str, help: str, flag: str) -> Any:
     """Declare a field whose value may be `module:name`: code that a run imports."""
-    metadata = {"help": help, "flag": flag, "min": None, "max": None, "renamed": {}, "code": True}
+    metadata: dict[str, Any] = {"help": help, "flag": flag, "min": None, "max": None, "renamed": {}, "code": True}
     return field(default=default, metadata=metadata)
 
 

@@ -7,6 +7,7 @@ that name Python's objects, keys that are no words, a key twice.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from echelon.core.errors import UserError
 
 MAX_BYTES = 64 * 1024
 MAX_VALUES = 10_000  # with aliases written out
+MAX_DEPTH = 100
 MAX_SHOWN = 80
 _STANDARD = "tag:yaml.org,2002:"
 _TOO_DEEP = "lists within lists, deeper than any setting needs"
@@ -37,7 +39,10 @@ def read_yaml(file: Path) -> yaml.Node | None:
             f"{file} has more than {MAX_BYTES // 1024} kB, which no description needs: is it the one meant?"
         )
     try:
-        node = yaml.compose(data.decode("utf-8"), Loader=yaml.SafeLoader)
+        text = data.decode("utf-8")
+        if max(accumulate((c in "[{") - (c in "]}") for c in text), default=0) > MAX_DEPTH:
+            raise RecursionError  # which composing would take its time to find out
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None:
             _Check(file).size(node)
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -8,6 +8,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 from echelon.core.errors import UserError
 
@@ -69,7 +70,7 @@ def write_whole(fd: int, data: bytes) -> None:
 
 def write_atomic(path: Path, text: str) -> None:
     """Write a text file under a temporary name, flush it to the disk, and rename it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}")  # machines that share a disk have the same process ids
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)

@@ -85,7 +85,8 @@ def start(
     Raises:
         UserError: it cannot start as described.
     """
-    around = around or (lambda _: nullcontext())
+    if around is None:
+        around = _nothing_around
     if is_worker():
         return _start_as_worker(config, user_objects, around)
     check_names(config)  # at once, before anything heavy is imported
@@ -199,6 +200,10 @@ def _preload(config: RunConfig) -> tuple[str, ...]:
 
 def _lock(path: Path, config: RunConfig) -> AbstractContextManager[None]:
     return nullcontext() if is_worker() else folders.locked(path, shared=nodes_of(config).most > 1)
+
+
+def _nothing_around(path: Path) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _start_as_worker(config: RunConfig, user_objects: UserObjects | None, around: Around) -> Outcome:

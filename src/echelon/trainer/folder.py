@@ -80,7 +80,7 @@ def _claim_next(config: RunConfig, root: Path) -> Path:
         _write_launch(hidden, config)
         while True:
             folder = default_folder(config, root)
-            if folder.exists():  # another machine's, of this very run
+            if joins(folder, config):  # another machine's, of this very run
                 return folder
             try:
                 return hidden.rename(folder)

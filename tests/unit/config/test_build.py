@@ -106,11 +106,11 @@ HOSTILE = {
     "a long file": ("".join(f"a{i}: 1\n" for i in range(10_000)), "kB, which no description needs"),
     "lists within lists": ("optimizer: {lr: " + "[" * 20_000 + "]" * 20_000 + "}", "deeper than any setting needs"),
     "aliases behind aliases": (
-        "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 3000)), "deeper than any"),
+        "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 2000)), "more than 10000 values"),
     "a key twice": ("data:\n  batch_size: 1\n  batch_size: 2", "line 3: batch_size stands twice"),
     "a key that is a list": ("? [a, b]\n: 1", "a key must be a word"),
     "a number of many digits": ("optimizer: {lr: " + "9" * 10_000 + "}", "integer string conversion"),
-    "a number to base 60": ("training: {epochs: 1" + ":59" * 15_000 + "}", "epochs is"),
+    "a number to base 60": ("training: {epochs: 1" + ":59" * 15_000 + "}", "more digits than any setting needs"),
     "a word without end": ("x" * 60_000 + ": 1", "unknown|not YAML"),
     "bytes that are no text": ("\x00\x01", "not YAML"),
 }  # fmt: skip
@@ -125,7 +125,7 @@ def test_hostile_files_are_refused_at_once_in_one_line(
     file = written(tmp_path, text)
     tracemalloc.start()
     began = time.process_time()
-    with pytest.raises(UserError, match=words if read is build else "") as refusal:
+    with pytest.raises(UserError, match=words if read is build else ".") as refusal:
         read(file)
     seconds, (_, peak) = time.process_time() - began, tracemalloc.get_traced_memory()
     tracemalloc.stop()

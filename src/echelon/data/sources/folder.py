@@ -20,7 +20,7 @@ from echelon.data.sources.base import SourceKind, image_source
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".gif")
 _EVALUATION_FOLDERS = ("val", "valid", "validation", "test")
-_MOST_WAYS = 1000  # to one folder, through links: these multiply where links lie behind links
+_MOST_WAYS = 100  # to one folder, through links: these multiply where links lie behind links
 
 
 class Folder(SourceKind):
