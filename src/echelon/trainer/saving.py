@@ -274,7 +274,7 @@ class Saver:
 
 def last_saved(folder: Path) -> int | None:
     """Return the step of the last checkpoint that a run's record says was saved, since it last started over."""
-    last: Checkpoint | StartedOver | None = next(newest(folder, Checkpoint, StartedOver), None)
+    last = next(newest(folder, Checkpoint, StartedOver), None)
     return last.step if isinstance(last, Checkpoint) else None
 
 
