@@ -205,7 +205,8 @@ class SchedulerRestored(Event):
 
 
 EVENTS: tuple[type[Event], ...] = (
-    WorkerDied, Restarted, HangSeen, SlowProcess, RankFailed, RoleFailed, Refusal, BadImageSkipped, Resumed, StartedOver,
-    CheckpointRejected, MachineLeft, WorkerGone, ServerGone, ServerLost, ServerSettled, SharesAgain, SchedulerRestored,
+    WorkerDied, Restarted, HangSeen, SlowProcess, RankFailed, RoleFailed, Refusal, BadImageSkipped, Resumed,
+    StartedOver, CheckpointRejected, MachineLeft, WorkerGone, ServerGone, ServerLost, ServerSettled, SharesAgain,
+    SchedulerRestored,
 )  # fmt: skip
 """Events with details, told apart by the default of `name`."""
