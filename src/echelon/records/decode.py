@@ -51,10 +51,12 @@ def _decoder(hint: Any) -> Decoder:
         return decoder
     if origin in (Union, UnionType):
         (inner,) = (_decoder(argument) for argument in arguments if argument is not type(None))
+        if inner is nan_number:
+            return _nan_number_or_none
         return lambda value: None if value is None else inner(value)
     if origin is Sequence:
         inner = _decoder(arguments[0])
-        if inner in (number, nan_number):
+        if inner in (number, nan_number, _nan_number_or_none):
             return partial(_numbers, inner)
         return lambda value: tuple(map(inner, _checked(value, list)))
     if origin is Mapping:
@@ -103,9 +105,16 @@ def _nested(kind: Any, value: Any) -> Any:
 def _numbers(inner: Decoder, value: Any) -> tuple[float, ...]:
     """Return a list of numbers as a tuple: most of a record is such lists, so they are not looked at one by one."""
     values = _checked(value, list)
-    if set(map(type, values)) == {float} and (inner is nan_number or math.isfinite(sum(values))):
+    types = set(map(type, values))
+    if types == {float} and (inner is not number or math.isfinite(sum(values))):
+        return tuple(values)
+    if inner is _nan_number_or_none and types <= {float, type(None)}:
         return tuple(values)
     return tuple(map(inner, values))
+
+
+def _nan_number_or_none(value: Any) -> float | None:
+    return None if value is None else nan_number(value)
 
 
 def number(value: Any) -> float:
