@@ -99,6 +99,14 @@ class Observed:
 
 
 @dataclass(frozen=True)
+class Elsewhere:
+    """What processes of other machines are at; `is_complete`: all machines have told."""
+
+    observed: tuple[Observed, ...] = ()
+    is_complete: bool = True
+
+
+@dataclass(frozen=True)
 class Hang:
     """The process that others wait for.
 
@@ -120,6 +128,7 @@ class Hang:
     waiting: tuple[Living, ...]
     collective: str
     loader_pid: int | None = None
+    stack: Stack | None = None
 
     @property
     def is_in_step(self) -> bool:
@@ -156,14 +165,14 @@ class Standstill:
 
     Attributes:
         since_s: when the last of them began to wait, by `time.monotonic`.
-        changes: of activity of each until then, by name.
+        changes: of activity of each until then.
         reason: what is between them, where that can be seen.
     """
 
     waiting: tuple[Living, ...]
     step: int
     since_s: float
-    changes: tuple[tuple[str, int], ...]
+    changes: tuple[tuple[Living, int], ...]
     reason: str
 
     def sentence(self, now_s: float) -> str:
@@ -175,7 +184,7 @@ class Standstill:
         )
 
 
-def find_standstill(observed: Sequence[Observed], still_s: float) -> Standstill | None:
+def find_standstill(observed: Sequence[Observed], now_s: float, still_s: float) -> Standstill | None:
     """Return that all wait for each other, and why as far as their connections and calls tell; None: they do not."""
     observed = [o for o in observed if o.note.activity != SERVING]
     if len(observed) < 2 or not all(o.waits and o.still_s >= still_s for o in observed):
@@ -183,8 +192,8 @@ def find_standstill(observed: Sequence[Observed], still_s: float) -> Standstill 
     return Standstill(
         waiting=tuple(o.process for o in observed),
         step=max(o.note.step for o in observed),
-        since_s=max(o.note.since_s for o in observed),
-        changes=tuple((o.process.name, o.note.changes) for o in observed),
+        since_s=now_s - min(o.still_s for o in observed),
+        changes=tuple((o.process, o.note.changes) for o in observed),
         reason=_unreachable(observed) or _different_calls(observed),
     )
 
@@ -192,7 +201,7 @@ def find_standstill(observed: Sequence[Observed], still_s: float) -> Standstill 
 def _unreachable(observed: Sequence[Observed]) -> str:
     """Say who gets no answer from which address, and who has it."""
     having = {address: o.process for o in observed if o.tcp is not None for address in o.tcp.own}
-    pairs = [(o.process, address) for o in observed if o.tcp is not None for address in sorted(o.tcp.silent)]
+    pairs = [(o.process, address) for o in observed if o.tcp is not None for address in o.tcp.silent]
     if not pairs:
         return ""
     told = [f"{p} gets no answer from {a}{f' ({having[a]})' if a in having else ''}" for p, a in pairs[:_NAMED]]
@@ -206,10 +215,11 @@ def _different_calls(observed: Sequence[Observed]) -> str:
     return f"; they are in different collectives: {', '.join(f'{who} in {call}' for who, call in calls.items())}"
 
 
-def find_hang(observed: Sequence[Observed], still_s: float, independent: bool = False) -> Hang | None:
+def find_hang(observed: Sequence[Observed], now_s: float, still_s: float, independent: bool = False) -> Hang | None:
     """Return who the others wait for; None where nobody waits, or where all do (then it is no process).
 
     Args:
+        now_s: by `time.monotonic`.
         still_s: who has changed its activity since then does not hang.
         independent: processes go on without each other, so that one may hang while nobody waits.
     """
@@ -226,13 +236,14 @@ def find_hang(observed: Sequence[Observed], still_s: float, independent: bool = 
         process=first.process,
         activity=first.note.activity,
         step=first.note.step,
-        since_s=first.note.since_s,
+        since_s=now_s - first.still_s,
         changes=first.note.changes,
         is_stopped=first.is_stopped,
         line=first.line,
         waiting=tuple(o.process for o in waiting),
         collective=calls.pop() if len(calls) == 1 else "",
         loader_pid=first.loader.pid if first.loader else None,
+        stack=first.stack,
     )
 
 

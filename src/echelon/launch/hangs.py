@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Protocol
 
 from echelon.core.units import format_seconds
-from echelon.launch.culprit import Hang, Living, Observed, Standstill, StuckLoader, find_hang, find_standstill
+from echelon.launch.culprit import (
+    Elsewhere,
+    Hang,
+    Living,
+    Observed,
+    Standstill,
+    StuckLoader,
+    find_hang,
+    find_standstill,
+)
 from echelon.launch.noticeboard import NoticeBoard
 from echelon.launch.places.base import Place
 from echelon.launch.process import is_stopped
@@ -31,11 +40,32 @@ STILL_S = 1.0  # who changed its activity more recently does not hang, when a wa
 Verdict = Hang | Standstill
 
 
+class Others(Protocol):
+    """The other machines of a run."""
+
+    def share(self, observed: Sequence[Observed]) -> None:
+        """Tell the machine that judges what this one's processes are at."""
+
+    def elsewhere(self) -> Elsewhere:
+        """Return what the processes of the others are at, as far as they have told."""
+
+
+class NoOthers:
+    """A run on one machine, or one whose machines judge each for themselves."""
+
+    def share(self, observed: Sequence[Observed]) -> None:
+        """Do nothing."""
+
+    def elsewhere(self) -> Elsewhere:
+        """Return nothing, which is all."""
+        return Elsewhere()
+
+
 class Listener(Protocol):
     """Who is told."""
 
-    def on_hang(self, verdict: Verdict, stacks: str) -> None:
-        """Hear of a hang or a standstill, with the stacks of who is to blame as text."""
+    def on_hang(self, verdict: Verdict) -> None:
+        """Hear of a hang or a standstill."""
 
     def on_slow(self, slow: Slow) -> None:
         """Hear of a process that makes the others wait."""
@@ -64,16 +94,19 @@ class HangWatch:
     It is told then, once, with its stack, while nobody has given up yet.
     """
 
-    def __init__(self, board: NoticeBoard, place: Place, deadline_s: float, listener: Listener, ends: bool) -> None:
+    def __init__(
+        self, board: NoticeBoard, place: Place, others: Others, deadline_s: float, listener: Listener, ends: bool
+    ) -> None:
         """Prepare.
 
         Args:
             board: where the processes write.
+            others: the other machines.
             deadline_s: how long one waits for another.
             listener: is told.
             ends: who hangs in a step for nine tenths of the deadline is killed, since it restarts alone.
         """
-        self._board, self._place, self._listener = board, place, listener
+        self._board, self._place, self._others, self._listener = board, place, others, listener
         self._deadline_s, self._ends = deadline_s, ends
         self._slow = SlowWatch(independent=ends)
         self._verdict: Verdict | None = None
@@ -100,8 +133,17 @@ class HangWatch:
             self._end(verdict, now)
         if self._verdict is None and self._is_suspicious(living, now):
             self._next_s = now + self._deadline_s / 10  # stacks are not asked for at every look
-            observed, still_s = self._observe(living), self._deadline_s / 2
-            self._take_up(find_hang(observed, still_s, self._ends) or find_standstill(observed, still_s))
+            self._look_closely(self._observe(living))
+
+    def _look_closely(self, own: list[Observed]) -> None:
+        """Judge by what this machine's processes are at and what others have told of theirs; tell them as well."""
+        self._others.share(own)
+        elsewhere, now, still_s = self._others.elsewhere(), time.monotonic(), self._deadline_s / 2
+        observed = [*own, *elsewhere.observed]
+        verdict: Verdict | None = find_hang(observed, now, still_s, self._ends)
+        if verdict is None and elsewhere.is_complete:
+            verdict = find_standstill(observed, now, still_s)
+        self._take_up(verdict)
 
     def _follow(self, living: Sequence[Living], now: float) -> None:
         """Note how long activities take, and look for who is slow."""
@@ -120,21 +162,20 @@ class HangWatch:
     def _is_suspicious(self, living: Sequence[Living], now: float) -> bool:
         """Whether a process that seems not to wait has been in the same activity for long."""
         notes = [note for p in living if (note := self._board.note(p.name, p.pid)) is not None]
-        return len(living) > 1 and any(now - note.since_s > self._deadline_s / 2 for note in notes)
+        return any(now - note.since_s > self._deadline_s / 2 for note in notes)
 
     def _goes_on(self, verdict: Verdict, living: Sequence[Living]) -> bool:
         """Whether those that a verdict is about have done nothing since."""
-        if isinstance(verdict, Hang):
-            note = self._board.note(verdict.process.name, verdict.process.pid)
-            return verdict.process in living and note is not None and note.changes == verdict.changes
-        notes = [(p.name, self._board.note(p.name, p.pid)) for p in verdict.waiting]
-        return verdict.changes == tuple((name, note.changes if note else 0) for name, note in notes)
+        before = [(verdict.process, verdict.changes)] if isinstance(verdict, Hang) else verdict.changes
+        elsewhere = {o.process: o.note.changes for o in self._others.elsewhere().observed}
+        notes = {p: note for p in living if (note := self._board.note(p.name, p.pid)) is not None}
+        now = {**elsewhere, **{process: note.changes for process, note in notes.items()}}
+        return all(now.get(process) == changes for process, changes in before)
 
     def _take_up(self, verdict: Verdict | None) -> None:
         if verdict is not None:
             self._verdict = verdict
-            stacks = self._board.stacks(verdict.process.name) if isinstance(verdict, Hang) else ""
-            self._listener.on_hang(verdict, stacks)
+            self._listener.on_hang(verdict)
 
     def _end(self, hang: Hang, now: float) -> None:
         self._ended[hang.process.pid] = hang.in_words(format_seconds(now - hang.since_s))
@@ -162,7 +203,7 @@ class HangWatch:
             if not left:
                 return None
             time.sleep(0.05)
-        hang = find_hang([*self._observe(left), *self._waited(failed)], STILL_S)
+        hang = find_hang([*self._observe(left), *self._waited(failed)], time.monotonic(), STILL_S)
         self._take_up(hang)
         return hang
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import zmq
 
 from echelon.core.address import Address
 from echelon.core.errors import UserError
+from echelon.launch.culprit import Elsewhere, Observed
 from echelon.launch.meeting import LIMITS, Arrival, MeetingRefusal, SecretSource, check_settings
 from echelon.launch.rounds import (
     LOST_S,
@@ -37,11 +38,15 @@ _POLL_MS = 50
 
 @content(64)
 class StateReport(Content):
-    """Another machine's processes are in a state; `number` rises with each report."""
+    """Another machine's processes are in a state; `number` rises with each report.
+
+    `observed` is what they are at, where one of them has not moved for long.
+    """
 
     arrival: Arrival
     number: int
     state: State
+    observed: tuple[Observed, ...] = ()
 
 
 @content(65)
@@ -69,6 +74,7 @@ class FirstMachine:
         self._arrival = arrival
         self._rendezvous = Rendezvous(terms, time.monotonic(), open_store)
         self._rendezvous.admit(arrival.machine, arrival.workers, time.monotonic())
+        self._observed: dict[str, tuple[Observed, ...]] = {}  # by machine
         self._lock = threading.Lock()
 
     def order(self, state: State) -> Order:
@@ -88,7 +94,17 @@ class FirstMachine:
             now = time.monotonic()
             machine = self._rendezvous.admit(arrival.machine, arrival.workers, now)
             order = self._rendezvous.handle(arrival.machine, report.state, now)
+            self._observed[arrival.machine] = report.observed
         return StateOrder(machine, report.number, order)
+
+    def share(self, observed: Sequence[Observed]) -> None:
+        """Do nothing: this machine judges."""
+
+    def elsewhere(self) -> Elsewhere:
+        """Return what the processes of the other machines are at."""
+        with self._lock:
+            told = [self._observed.get(name, ()) for name in self._rendezvous.others()]
+        return Elsewhere(tuple(o for observed in told for o in observed), all(told))
 
     def close(self, reason: str = "") -> None:
         """End the run for the other machines, and wait a moment until each has heard it."""
@@ -121,6 +137,7 @@ class OtherMachine:
         self._state: State | None = None
         self._first_number = 0  # of the questions about this state
         self._order: Order | None = None
+        self._observed: tuple[Observed, ...] = ()
         self._error: Exception | None = None
         self._known = False
         self.number = 1
@@ -145,6 +162,15 @@ class OtherMachine:
             if self._error is not None:
                 raise self._error
             return self._order or self._unanswered(time.monotonic())
+
+    def share(self, observed: Sequence[Observed]) -> None:
+        """Tell the first machine, with the next report, what this one's processes are at."""
+        with self._changed:
+            self._observed = tuple(observed)
+
+    def elsewhere(self) -> Elsewhere:
+        """Return nothing: the first machine judges."""
+        return Elsewhere(is_complete=False)
 
     def _unanswered(self, now: float) -> Order:
         first, silent_s = f"the first machine at {self._rendezvous}", now - self._heard
@@ -197,7 +223,8 @@ class OtherMachine:
         assert self._channel is not None
         with self._changed:
             self._number, self._sent = self._number + 1, now
-        self._channel.send(StateReport(self._arrival, self._number, state))
+            observed = self._observed
+        self._channel.send(StateReport(self._arrival, self._number, state, observed))
 
     def _take(self, message: Message) -> None:
         answer = message.content

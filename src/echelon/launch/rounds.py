@@ -233,6 +233,10 @@ class Rendezvous:
         """Whether every machine that is there has been told that the run is over."""
         return all(m.knows or not m.present for m in list(self._machines.values())[1:])
 
+    def others(self) -> list[str]:
+        """Return the machines that are there, but for the first one."""
+        return [m.name for m in list(self._machines.values())[1:] if m.present]
+
     def absent(self) -> list[str]:
         """Return the machines that were there and are gone."""
         return [m.name for m in self._machines.values() if not m.present]

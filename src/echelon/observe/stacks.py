@@ -43,6 +43,9 @@ class Stack:
 
     frames: tuple[Frame, ...]
 
+    def __str__(self) -> str:
+        return "\n".join(f'  File "{f.file}", line {f.line} in {f.function}' for f in self.frames)
+
     @property
     def telling(self) -> Frame | None:
         """The innermost call that is not of the machinery that everything waits or computes in."""

@@ -20,8 +20,8 @@ class TcpState:
         silent: addresses that have not acknowledged what was sent to them again and again.
     """
 
-    own: frozenset[str]
-    silent: frozenset[str]
+    own: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
 
 
 def tcp_state(pid: int) -> TcpState:
@@ -31,7 +31,7 @@ def tcp_state(pid: int) -> TcpState:
         inodes = _sockets(pid)
         tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
     except OSError:
-        return TcpState(frozenset(), frozenset())
+        return TcpState()
     for line in (line for table in tables for line in table.splitlines()[1:]):
         fields = line.split()
         if fields[9] not in inodes:
@@ -42,7 +42,7 @@ def tcp_state(pid: int) -> TcpState:
         is_sending_again = fields[5].startswith("01") and int(fields[6], 16) >= LEAST_TRIES
         if is_sending_again:
             silent.add(there)
-    return TcpState(frozenset(own), frozenset(silent))
+    return TcpState(tuple(sorted(own)), tuple(sorted(silent)))
 
 
 def _sockets(pid: int) -> set[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.launch.culprit import Hang, Living, Standstill
-from echelon.launch.hangs import HangWatch, Verdict
+from echelon.launch.hangs import HangWatch, NoOthers, Verdict
 from echelon.launch.logs import LogLimit
 from echelon.launch.noticeboard import NoticeBoard
 from echelon.launch.places.base import Job, Place, Started
@@ -42,7 +42,8 @@ def watched(
         return
     board = NoticeBoard([p.name for group in machine.job.groups for p in group.processes])
     try:
-        hangs = HangWatch(board, place, run.timeout_s, chronicle, ends=machine.scheduler is not None)
+        others, restarts_alone = machine.rounds or NoOthers(), machine.scheduler is not None
+        hangs = HangWatch(board, place, others, run.timeout_s, chronicle, ends=restarts_alone)
 
         def look(living: Sequence[Living]) -> None:
             """See who hangs, and what has become too long."""
@@ -112,7 +113,7 @@ class _Chronicle:
         if self._scheduler is not None:
             self._record.write(ProcessStarted(started.name, started.pid))
 
-    def on_hang(self, verdict: Verdict, stacks: str) -> None:
+    def on_hang(self, verdict: Verdict) -> None:
         """Record who others wait for, say it, and add its stacks to its log."""
         now = time.monotonic()
         message, seconds = verdict.sentence(now), now - verdict.since_s
@@ -122,7 +123,7 @@ class _Chronicle:
             role = None if who.rank is not None else who.name
             seen = replace(seen, rank=who.rank, role=role, host=who.host, pid=who.pid)
             seen = replace(seen, activity=verdict.activity, line=verdict.line)
-            self._log(who, f"{message}\n{stacks}")
+            self._log(who, f"{message}\n{verdict.stack or ''}\n")
         self._record.write(seen)
         say(message)
 
