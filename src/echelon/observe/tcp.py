@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+_ESTABLISHED = "01"
+_TIMERS = ("01", "04")  # to send again; to ask whether there is room, which is also how one waits without a route
+UNCHANGED_S = 0.3
 LEAST_TRIES = 3  # by then a packet has been sent again over more than a second
 
 
@@ -25,24 +30,48 @@ class TcpState:
 
 
 def tcp_state(pid: int) -> TcpState:
-    """Look at the connections of a process; nothing is seen of one that is gone."""
-    own, silent = set[str](), set[str]()
+    """Look at the connections of a process, twice where something may be on its way; nothing is seen of the dead.
+
+    An address is silent when packets to it have been sent again several times, or when what waits for its word stays
+    the same for a while: without a route packets are not even sent again.
+    """
+    first = _connections(pid)
+    waiting = {c for c in first if c.is_waiting}
+    silent = {c.there for c in waiting if c.tries >= LEAST_TRIES}
+    if any(c.there not in silent for c in waiting):
+        time.sleep(UNCHANGED_S)
+        unchanged = {(c.inode, c.unacknowledged) for c in _connections(pid) if c.is_waiting}
+        silent |= {c.there for c in waiting if (c.inode, c.unacknowledged) in unchanged}
+    own = {c.here for c in first if not ipaddress.ip_address(c.here).is_loopback}
+    return TcpState(tuple(sorted(own)), tuple(sorted(silent)))
+
+
+@dataclass(frozen=True)
+class _Connection:
+    """A connection: its addresses, bytes that are not acknowledged, and how often they were sent again."""
+
+    inode: str
+    here: str
+    there: str
+    unacknowledged: int
+    is_waiting: bool
+    tries: int
+
+
+def _connections(pid: int) -> list[_Connection]:
     try:
         inodes = _sockets(pid)
         tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
     except OSError:
-        return TcpState()
+        return []
+    connections = []
     for line in (line for table in tables for line in table.splitlines()[1:]):
-        fields = line.split()
-        if fields[9] not in inodes:
-            continue
-        here, there = (_address(field) for field in fields[1:3])
-        if not here.startswith("127.") and here not in ("::1", "0.0.0.0", "::"):
-            own.add(here)
-        is_sending_again = fields[5].startswith("01") and int(fields[6], 16) >= LEAST_TRIES
-        if is_sending_again:
-            silent.add(there)
-    return TcpState(tuple(sorted(own)), tuple(sorted(silent)))
+        _, here, there, state, queues, timer, tries, _, _, inode, *_ = line.split()
+        if inode in inodes and state == _ESTABLISHED:
+            queued = int(queues.partition(":")[0], 16)
+            is_waiting = queued > 0 and timer[:2] in _TIMERS
+            connections.append(_Connection(inode, _address(here), _address(there), queued, is_waiting, int(tries, 16)))
+    return connections
 
 
 def _sockets(pid: int) -> set[str]:

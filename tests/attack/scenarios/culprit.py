@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from echelon.core.errors import UserError
-from echelon.launch.link import check_link, parse_link
+from echelon.launch.link import ShapedNetwork, check_link, parse_link
 from echelon.observe.oom import memory_group
 from tests.attack.scenario import CannotRunHere, Scenario
 from tests.ranks import faulty_parts
@@ -138,6 +138,7 @@ def _try(folder: Path, case: Case) -> str:
             return str(error).splitlines()[0]
         finally:
             run.process.kill()
+            run.process.wait()
 
 
 def names_the_culprit(cases: Sequence[Case], folder: Path) -> str:
@@ -147,6 +148,33 @@ def names_the_culprit(cases: Sequence[Case], folder: Path) -> str:
     count = f"{len(cases) - len(wrong)} of {len(cases)}"
     assert not wrong, f"{count} named; {'; '.join(wrong)}"
     return f"{count} named, with --timeout {TIMEOUT_S}s"
+
+
+def names_the_culprit_of_another_machine(folder: Path) -> str:
+    """Let the only rank of the second machine sleep; the first machine has to say so."""
+    try:
+        check_link(parse_link(LINK))
+    except UserError as refusal:
+        raise CannotRunHere(str(refusal)) from None
+    shutil.copy(faulty_parts.__file__, folder)
+    with ShapedNetwork(2, parse_link(LINK)) as network, Runs(folder) as runs:
+        machines = [
+            runs.start(
+                "train", "faulty_parts:points", "--model", "faulty_parts:net", "--nodes", "2", "--workers", "1",
+                "--rendezvous", f"{network.addresses[0]}:29400", "--threads", "1", "--device", "cpu", "--batch-size",
+                "64", "--epochs", "100000", "--max-steps", str(STEPS), "--eval-every", "0", "--timeout",
+                f"{TIMEOUT_S}s", "--checkpoint-every", "10", folder="run", prefix=network.command_prefix(machine),
+                environment={"ECHELON_FAULT": f"sleep:rank0:{AT_STEP}" if machine else "::"},
+            )
+            for machine in range(2)
+        ]  # fmt: skip
+        first = machines[0]
+        hang = first.wait_for(lambda: first.events("hang"), "a sentence")[0]
+        assert hang["rank"] == 1 and LINE["sleep"] in hang["message"], hang["message"]
+        assert hang["waiting"] == ["rank 0"], hang["message"]
+        assert [machine.end() for machine in machines] == [0, 0], first.text()[-600:]
+    message: str = hang["message"]
+    return message
 
 
 @contextmanager
@@ -195,6 +223,12 @@ SCENARIOS = [
         "hang",
         "A process that hangs is named with its phase and its line of code, and the run goes on.",
         partial(names_the_culprit, SHORT),
+    ),
+    Scenario(
+        "machines",
+        "A rank that hangs on another machine is named by the first one.",
+        names_the_culprit_of_another_machine,
+        short=False,
     ),
     Scenario(
         "memory",
