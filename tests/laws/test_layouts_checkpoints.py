@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from echelon.checkpoint import export_weights
+from echelon.core.patience import Patience
 from echelon.records.file import Recorder
 from echelon.trainer.saving import RanksState, Saver, best_state
 from echelon.trainer.state import Cursor, Fingerprint
@@ -26,9 +27,8 @@ LAYOUTS = {
 
 
 def _saver(trainer: Trainer, folder: Path) -> Saver:
-    return Saver(
-        folder, 2, RanksState(trainer.parts, trainer.world), Recorder(None), Fingerprint(model=trainer.trial.model)
-    )
+    state = RanksState(trainer.parts, trainer.world, Patience(folder))
+    return Saver(folder, 2, state, Recorder(None), Fingerprint(model=trainer.trial.model))
 
 
 def _save(trainer: Trainer, folder: Path, step: int) -> None:

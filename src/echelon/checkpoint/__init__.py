@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from echelon.checkpoint.parts import PartWriter, merge, take_parts, whole
+from echelon.checkpoint.parts import WRITING_PART, PartWriter, merge, take_parts, whole
 from echelon.checkpoint.ranks import gather_rank_state, pick_rank_state
-from echelon.checkpoint.store import RANKS, Arriving, CheckpointStore, Saved
+from echelon.checkpoint.store import RANKS, WRITING, Arriving, CheckpointStore, Saved
 from echelon.checkpoint.tensors import export_weights
 
 __all__ = [
     "RANKS",
+    "WRITING",
+    "WRITING_PART",
     "Arriving",
     "CheckpointStore",
     "PartWriter",

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -94,6 +95,13 @@ def remove(path: Path) -> None:
         shutil.rmtree(doomed)
     path.rename(doomed)
     shutil.rmtree(doomed)
+
+
+def empty(folder: Path, but: Sequence[str] = ()) -> None:
+    """Remove all files of a folder but those named. Raises OSError."""
+    for path in folder.iterdir():
+        if path.name not in but:
+            path.unlink()
 
 
 def clean(folder: Path) -> None:

@@ -11,7 +11,8 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,12 @@ from torch import Tensor
 
 from echelon.checkpoint.tensors import stage
 from echelon.core.errors import UserError
+from echelon.core.patience import Patience
 from echelon.core.shards import Region
 from echelon.core.state_tree import StateView
+
+WRITING_PART = "part of a checkpoint"
+"""What patience with the disk calls it."""
 
 _KEY = "__parts__"
 _POLL_S = 0.02
@@ -135,12 +140,16 @@ def whole(state: Any) -> Any:
 
 
 class PartWriter:
-    """Writes a rank's parts behind the training, one file after the other."""
+    """Writes a rank's parts behind the training, one file after the other.
 
-    def __init__(self, deadline_s: float = 600.0) -> None:
-        self._deadline_s = deadline_s
+    With patience a file that the disk does not take now is tried again, until it is written or patience is over.
+    """
+
+    def __init__(self, deadline_s: float = 600.0, patience: Patience | None = None) -> None:
+        self._deadline_s = deadline_s + (patience.limit_s if patience is not None else 0.0)
+        self._patience = patience
         self._thread: threading.Thread | None = None
-        self._failure: OSError | None = None
+        self._failure: OSError | UserError | None = None
 
     def write(self, file: Path, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors, then write them to `file` in the background; the file appears when it is whole.
@@ -152,6 +161,11 @@ class PartWriter:
         staged = stage(tensors)
         self._thread = threading.Thread(target=self._run, args=(file, staged), name="echelon-parts")
         self._thread.start()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a file is under way, or waits for the disk."""
+        return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
         """Wait for the file under way.
@@ -166,16 +180,30 @@ class PartWriter:
                 raise TimeoutError(f"a part of a checkpoint is not written after {self._deadline_s:g} s: a stuck disk?")
             self._thread = None
         failure, self._failure = self._failure, None
-        if failure is not None:
+        if isinstance(failure, OSError):
             raise UserError(f"cannot write a part of a checkpoint: {failure.strerror or failure}") from failure
+        if failure is not None:
+            raise failure
 
     def _run(self, file: Path, tensors: Mapping[str, Tensor]) -> None:
-        unfinished = file.with_suffix(".unfinished")
         try:
-            write_file(unfinished, tensors)
-            unfinished.rename(file)
-        except OSError as error:  # raised by `wait`, where it can be handled
+            if self._patience is None:
+                _write_whole_file(file, tensors)
+            else:
+                self._patience.insist(WRITING_PART, lambda: _write_whole_file(file, tensors))
+        except (OSError, UserError) as error:  # raised by `wait`, where it can be handled
             self._failure = error
+
+
+def _write_whole_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    unfinished = file.with_suffix(".unfinished")
+    try:
+        write_file(unfinished, tensors)
+        unfinished.rename(file)
+    except OSError:
+        with suppress(OSError):  # gives a full disk its room back; the next try writes over what is left
+            unfinished.unlink(missing_ok=True)
+        raise
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -196,24 +224,17 @@ def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
         os.fsync(file.fileno())
 
 
-def collect(source: Path, names: list[str], target: Path, deadline_s: float) -> None:
-    """Move the ranks' files from one folder into another as they become whole.
+def await_parts(folder: Path, names: Sequence[str], deadline_s: float) -> None:
+    """Wait until the ranks' files in a folder are whole.
 
     Raises:
         UserError: some did not come in time.
     """
     end = time.monotonic() + deadline_s
-    missing = list(names)
-    while missing:
-        here = [name for name in missing if (source / name).exists()]
-        for name in here:
-            (source / name).rename(target / name)
-        missing = [name for name in missing if name not in here]
-        if missing and time.monotonic() > end:
+    while missing := [name for name in names if not (folder / name).exists()]:
+        if time.monotonic() > end:
             raise UserError(
-                f"{len(missing)} ranks did not write their parts of a checkpoint to {source} within {deadline_s:g} s: "
+                f"{len(missing)} ranks did not write their parts of a checkpoint to {folder} within {deadline_s:g} s: "
                 "put --run on storage that all machines share"
             )
-        if missing:
-            time.sleep(_POLL_S)
-    source.rmdir()
+        time.sleep(_POLL_S)

@@ -6,30 +6,36 @@ import errno
 import json
 import logging
 import math
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from echelon.checkpoint import files
 from echelon.checkpoint.files import CheckpointEntry, DamagedError, Manifest
-from echelon.checkpoint.parts import collect, join_parts
+from echelon.checkpoint.parts import await_parts, join_parts
 from echelon.checkpoint.tensors import read_tensors, stage, write_tensors
 from echelon.checkpoint.tree import flatten, slots, unflatten
 from echelon.core.errors import UserError
+from echelon.core.patience import Patience, may_pass
 from echelon.core.state_tree import StateTree, StateView
 
 RANKS = "ranks"
 """The key of a state under which each rank's own part lies, by rank: `state["ranks"][3]`."""
 
+WRITING = "checkpoint"
+"""What patience with the disk calls it."""
+
 _TREE = "tree.json"
 _LOCK_DEADLINE_S = 10.0
 _READ_ERRORS_OF_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,9 @@ class CheckpointStore:
     `on_saved` is called from the writer's thread when `save` works in the background. `on_rejected` is told of each
     damaged checkpoint that was passed over and why; without it, this is logged as a warning.
     `deadline_s` bounds every wait for the background writer.
+
+    With `patience` a save that the disk does not take now is tried again, in the background, until it is written; only
+    when patience is over is it an error.
     """
 
     def __init__(
@@ -86,6 +95,7 @@ class CheckpointStore:
         on_saved: Callable[[Saved], None] | None = None,
         on_rejected: Callable[[Path, str], None] | None = None,
         deadline_s: float = 600.0,
+        patience: Patience | None = None,
     ) -> None:
         if keep < 1:
             raise UserError(f"checkpoints to keep: {keep}: keep at least 1")
@@ -94,12 +104,18 @@ class CheckpointStore:
         self.deadline_s = deadline_s
         self._on_saved = on_saved
         self._on_rejected = on_rejected
+        self._patience = patience
         self._lock: int | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
     def claim(self) -> None:
-        """Become the writer of the folder, as the first `save` does by itself. Raises UserError."""
+        """Become the writer of the folder, as the first `save` does by itself.
+
+        Raises:
+            UserError: this process may not be it.
+            OSError: the disk fails, for now; only with patience.
+        """
         if self._lock is not None:
             return
         try:
@@ -107,6 +123,8 @@ class CheckpointStore:
             self._lock = files.lock(self.folder, min(_LOCK_DEADLINE_S, self.deadline_s))
             files.clean(self.folder)
         except OSError as error:
+            if self._patience is not None and may_pass(error):
+                raise
             raise UserError(f"cannot keep checkpoints in {self.folder}: {error.strerror or error}") from error
 
     def save(
@@ -131,7 +149,7 @@ class CheckpointStore:
         if step < 0:
             raise ValueError(f"step {step}: steps count from 0")
         self.wait()
-        self.claim()
+        self._insist(self.claim)
         tree, tensors = flatten(state)
         staged = stage(tensors)
         blocked_s = time.monotonic() - started_s
@@ -143,7 +161,10 @@ class CheckpointStore:
             self.wait()
 
     def room_for_parts(self, token: int) -> Path:
-        """Make the folder where ranks put their parts of the checkpoint that comes next; removed if it never comes."""
+        """Make the folder where ranks put their parts of the checkpoint that comes next; removed if it never comes.
+
+        It becomes the checkpoint. Raises as `claim` does.
+        """
         self.wait()
         self.claim()
         folder = self.parts_folder(token)
@@ -154,13 +175,26 @@ class CheckpointStore:
         """Return the folder of `room_for_parts`, for ranks that only know the token."""
         return files.temporary(self.folder / f"parts-{token:016x}")
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether the background writer has not finished, or waits for the disk."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def _deadline_s(self) -> float:
+        return self.deadline_s + (self._patience.limit_s if self._patience is not None else 0.0)
+
     def wait(self) -> None:
-        """Wait for the background writer and raise what it raised. Raises TimeoutError after `deadline_s`."""
+        """Wait for the background writer and raise what it raised.
+
+        Raises:
+            TimeoutError: it is not done after `deadline_s`, and what patience adds.
+        """
         if self._thread is not None:
-            self._thread.join(self.deadline_s)
+            self._thread.join(self._deadline_s)
             if self._thread.is_alive():
                 raise TimeoutError(
-                    f"a checkpoint in {self.folder} is not written after {self.deadline_s:g} s: is its disk stuck?"
+                    f"a checkpoint in {self.folder} is not written after {self._deadline_s:g} s: is its disk stuck?"
                 )
             self._thread = None
         failure, self._failure = self._failure, None
@@ -225,37 +259,49 @@ class CheckpointStore:
 
     def _run(self, job: _Job, background: bool) -> None:
         try:
-            saved = self._write(job, background)
+            target, manifest = self._insist(lambda: self._write(job))
+            self._insist(lambda: self._prune(target, manifest))
+            total_s = time.monotonic() - job.started_s
+            blocked_s = job.blocked_s if background else total_s
             if self._on_saved is not None:
-                self._on_saved(saved)
+                self._on_saved(
+                    Saved(job.step, target.path, job.metric, manifest.n_bytes, blocked_s, total_s, job.reason)
+                )
         except OSError as error:
             need = sum(tensor.nbytes for tensor in job.tensors.values())
             self._failure = files.in_words(error, self.folder, job.step, need)
         except BaseException as error:  # noqa: BLE001 - kept for `wait`, which raises it where it can be handled
             self._failure = error
 
-    def _write(self, job: _Job, background: bool) -> Saved:
+    def _insist(self, action: Callable[[], R]) -> R:
+        return action() if self._patience is None else self._patience.insist(WRITING, action)
+
+    def _write(self, job: _Job) -> tuple[CheckpointEntry, Manifest]:
+        """Write a checkpoint whole, or leave nothing but the parts that ranks have written."""
         target = files.free_entry(self.folder, job.step)
-        unfinished = files.temporary(target.path)
+        unfinished = files.temporary(target.path) if job.arriving is None else job.arriving.folder
+        parts = [] if job.arriving is None else job.arriving.names
+        if job.arriving is not None:
+            await_parts(unfinished, parts, self._deadline_s)
+        else:
+            unfinished.mkdir(exist_ok=True)
         try:
-            unfinished.mkdir()
+            files.empty(unfinished, but=parts)
             write_tensors(unfinished, job.tensors)
-            if job.arriving is not None:
-                collect(job.arriving.folder, job.arriving.names, unfinished, self.deadline_s)
             files.write_durable(unfinished / _TREE, json.dumps(job.tree).encode())
             manifest = files.seal(unfinished, job.step, job.metric)
             unfinished.rename(target.path)
         except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)  # gives a full disk its room back
+            with suppress(OSError):  # gives a full disk its room back; what is left is removed by the next try
+                files.empty(unfinished, but=parts)
+                if not parts:
+                    unfinished.rmdir()
             raise
-        files.sync(self.folder)
-        self._prune(target, manifest)
-        total_s = time.monotonic() - job.started_s
-        blocked_s = job.blocked_s if background else total_s
-        return Saved(job.step, target.path, job.metric, manifest.n_bytes, blocked_s, total_s, job.reason)
+        return target, manifest
 
     def _prune(self, new: CheckpointEntry, manifest: Manifest) -> None:
         """Remove what is neither among the newest nor the best, and what the new checkpoint replaces."""
+        files.sync(self.folder)
         older = [entry for entry in files.entries(self.folder) if entry.step < new.step]
         scored = [(metric, entry) for entry in older if (metric := _metric(entry)) is not None]
         if manifest.metric is not None:

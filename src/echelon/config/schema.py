@@ -154,7 +154,9 @@ class LaunchConfig:
         False, "machines meet without a secret: whoever reaches their ports can take part, but run no code"
     )
     link: str = setting("", "shape the links between this machine's workers: 100mbit, or 10mbit,20ms; needs root")
-    max_restarts: int = setting(3, "restarts after a worker died, before the run is given up", above=0)
+    max_restarts: int = setting(
+        3, "restarts after a worker died with no new checkpoint in between, before the run is given up", above=0
+    )
     timeout: str = setting("2m", "how long any rank waits for another before the run is restarted")
     log_dir: str = setting(
         "", "where logs and output of processes go, in a folder of the run's name; default: RUN/logs"
@@ -168,6 +170,9 @@ class CheckpointConfig:
 
     every: str = setting("1m", "between checkpoints: a number of steps (200), or a duration (5m)", "--checkpoint-every")
     keep: int = setting(2, "newest checkpoints kept, beside the best one", "--keep-checkpoints", above=1)
+    io_patience: str = setting(
+        "10m", "how long training goes on while the run's folder cannot be written, such as on a full disk"
+    )
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -10,7 +10,7 @@ from echelon.core.address import parse_rendezvous
 from echelon.core.errors import UserError, naming
 from echelon.core.layout import Layout, parse_layout
 from echelon.core.spec import parse_chain, parse_spec
-from echelon.core.units import parse_seconds
+from echelon.core.units import parse_seconds, seconds_for
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,7 @@ def _check_launch(config: RunConfig) -> None:
     if timeout_s < 1:
         raise UserError(f"--timeout {config.launch.timeout}: use at least 1s")
     parse_interval(config.checkpoint.every)
+    seconds_for("--io-patience")(config.checkpoint.io_patience)
 
 
 def _check_training(config: RunConfig) -> None:

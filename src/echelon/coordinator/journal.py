@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from echelon.coordinator.messages import SetupDone
-from echelon.core.files import write_atomic, write_whole
+from echelon.core.files import write_atomic
+from echelon.core.lines import WaitingLines, append_line
+from echelon.core.patience import Patience
 from echelon.messages.plain import AnyFloat, Malformed, from_plain, to_plain
 
 
@@ -120,24 +122,39 @@ class Journal:
         lines: of the file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, patience: Patience) -> None:
+        """Open the journal; entries that the disk does not take wait in memory, for as long as patience lasts."""
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = self._open()
         self._end_torn_line()
         with path.open("rb") as file:
             self.lines = sum(1 for _ in file)
+        self._patience = patience
+        self._waiting = WaitingLines(path.name, lambda line: append_line(self._fd, line), patience)
 
     def write(self, entry: JournalEntry) -> None:
-        """Append one entry. It survives the death of this process when this returns."""
-        write_whole(self._fd, journal_line(entry))
+        """Append one entry. It survives the death of this process when this returns, unless the disk fails.
+
+        Raises:
+            UserError: the disk has taken nothing for longer than patience lasts.
+        """
+        self._waiting.append(journal_line(entry))
         self.lines += 1
 
     def replace(self, entries: Sequence[JournalEntry]) -> None:
-        """Let the file hold these entries alone; a crash leaves the old one or the new one, whole."""
+        """Let the file hold these entries alone; a crash leaves the old one or the new one, whole.
+
+        Where the disk takes nothing now the file stays as it is.
+        """
+        if not self._waiting.waiting:
+            self._patience.attempt("compacted journal", lambda: self._replace(entries))
+
+    def _replace(self, entries: Sequence[JournalEntry]) -> None:
         write_atomic(self._path, b"".join(map(journal_line, entries)).decode())
-        self.close()
-        self._fd, self.lines = self._open(), len(entries)
+        before, self._fd = self._fd, self._open()
+        os.close(before)
+        self.lines = len(entries)
 
     def read(self) -> Iterator[JournalEntry]:
         """Yield the whole entries, oldest first."""
@@ -148,8 +165,15 @@ class Journal:
                     yield entry
 
     def close(self) -> None:
-        """Close the file."""
-        os.close(self._fd)
+        """Write what waits, and close the file.
+
+        Raises:
+            UserError: the disk has taken nothing for longer than patience lasts.
+        """
+        try:
+            self._waiting.flush()
+        finally:
+            os.close(self._fd)
 
     def _open(self) -> int:
         return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)

@@ -56,7 +56,7 @@ class Scheduler:
         self._context = new_context()
         self._sender = Sender(config.keys, "scheduler")
         self.listener = Listener(self._context, self._sender, config.address, Limits(_FRAME_BYTES), TO_COORDINATOR)
-        self._journal = Journal(config.folder / "scheduler.jsonl")
+        self._journal = Journal(config.folder / "scheduler.jsonl", record.patience)
         now_s = time.monotonic()
         self.state = Coordinator(config.coordinator, random.randrange(1, 2**30), now_s)
         self._do(self.state.restore(self._journal.read(), now_s))

@@ -82,6 +82,11 @@ class FirstMachine:
         with self._lock:
             return self._rendezvous.handle(self._arrival.machine, state, time.monotonic())
 
+    def saved(self, checkpoints: int) -> None:
+        """Note that checkpoints of new steps were saved."""
+        with self._lock:
+            self._rendezvous.saved(checkpoints)
+
     def answer(self, report: StateReport) -> StateOrder:
         """Return the order for another machine.
 
@@ -171,6 +176,9 @@ class OtherMachine:
     def elsewhere(self) -> Elsewhere:
         """Return nothing: the first machine judges."""
         return Elsewhere(is_complete=False)
+
+    def saved(self, checkpoints: int) -> None:
+        """Do nothing: the first machine counts restarts, and sees what its first rank saves."""
 
     def _unanswered(self, now: float) -> Order:
         first, silent_s = f"the first machine at {self._rendezvous}", now - self._heard

@@ -7,8 +7,10 @@ the next one forms. A run on one machine is the case of one machine: it has the 
 
 from __future__ import annotations
 
+import math
+import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,6 +20,8 @@ from echelon.launch.plan import ROUND_VARIABLE
 
 LAST_CALL_S = 2.0  # a run on some of its machines waits so long for more of them before it starts
 LOST_S = 6.0  # a machine that is silent for so long is gone
+INCIDENT_S = 30.0  # what dies within so long of the first one died of the same, such as a machine's lack of memory
+_RANKS = "ranks"
 
 
 @dataclass(frozen=True)
@@ -37,10 +41,15 @@ class Round:
 
 @dataclass(frozen=True)
 class Ready:
-    """A machine's processes have not begun, or have ended with round `after`, because of `death` if one died there."""
+    """A machine's processes have not begun, or have ended with round `after`, because of `death` if one died there.
+
+    Attributes:
+        failures: the errors of processes that failed before their first step: type, message and place in the code.
+    """
 
     after: int = 0
     death: str = ""
+    failures: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -91,10 +100,16 @@ class Leave:
 
 @dataclass(frozen=True)
 class Over:
-    """No round follows: the run is `completed`, `stopped` or `failed`."""
+    """No round follows: the run is `completed`, `stopped` or `failed`.
+
+    Attributes:
+        reason: why it failed.
+        no_restart: why no restart follows the death that is the reason.
+    """
 
     status: str
     reason: str = ""
+    no_restart: str = ""
 
 
 Order = Go | Continue | Leave | Over
@@ -106,25 +121,55 @@ class Rounds(Protocol):
     def order(self, state: State) -> Order:
         """Return what follows from the state of this machine's processes; asked again and again."""
 
+    def saved(self, checkpoints: int) -> None:
+        """Note that checkpoints of new steps were saved."""
 
-@dataclass
+
 class Restarts:
-    """Deaths that are followed by a restart, counted down over all groups of a job."""
+    """How many deaths are followed by a restart, over all groups of a job: a number for each progress.
 
-    left: int
+    A checkpoint of a new step restores one, up to the number. Groups that die within `INCIDENT_S` of each other are one
+    incident, which counts once; a group that dies again counts again, or a run that always dies would never end.
+    """
 
-    def take(self) -> bool:
-        """Use one up; returns whether there was one."""
-        self.left -= 1
-        return self.left >= 0
+    def __init__(self, most: int) -> None:
+        self._most = self.left = most
+        self._incident_s = -math.inf  # when it began
+        self._dead: set[str] = set()  # in the incident
+        self._failures: dict[str, frozenset[str]] = {}  # of each group's last death
+
+    def saved(self, checkpoints: int) -> None:
+        """Note that checkpoints of new steps were saved."""
+        self.left = min(self._most, self.left + checkpoints)
+
+    def take(self, group: str, failures: Sequence[str], now: float) -> str:
+        """Take a death of a group; returns why no restart follows, or nothing.
+
+        Args:
+            failures: what its processes failed with before their first step.
+        """
+        before, self._failures[group] = self._failures.get(group, frozenset()), frozenset(failures)
+        if before & self._failures[group]:
+            return "no restart: it failed in the same way twice before its first step"
+        if now - self._incident_s > INCIDENT_S or group in self._dead:
+            self._incident_s, self._dead = now, set()
+            self.left -= 1
+        self._dead.add(group)
+        if self.left >= 0:
+            return ""
+        return f"no restarts are left: --max-restarts {self._most} were used up with no new checkpoint in between"
 
 
 class OwnRounds:
     """Rounds of a group that depends on nobody else: it starts again at once."""
 
-    def __init__(self, restarts: Restarts) -> None:
-        self._restarts = restarts
+    def __init__(self, name: str, restarts: Restarts, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._restarts, self._clock = name, restarts, clock
         self._number = 0
+
+    def saved(self, checkpoints: int) -> None:
+        """Note that checkpoints of new steps were saved."""
+        self._restarts.saved(checkpoints)
 
     def order(self, state: State) -> Order:
         """Return what follows from the state of the group's processes."""
@@ -135,8 +180,8 @@ class OwnRounds:
                 return Over("stopped" if stopped else "completed")
             case Left():
                 return Over("stopped")
-        if state.death and not self._restarts.take():
-            return Over("failed", state.death)
+        if state.death and (why := self._restarts.take(self._name, state.failures, self._clock())):
+            return Over("failed", state.death, why)
         self._number += 1
         return Go(Round(self._number, {ROUND_VARIABLE: uuid.uuid4().hex}))
 
@@ -225,6 +270,10 @@ class Rendezvous:
                     self.over = Over("failed", f"{name} left the run{': ' if reason else ''}{reason}")
                 return Over("stopped")
 
+    def saved(self, checkpoints: int) -> None:
+        """Note that checkpoints of new steps were saved."""
+        self._restarts.saved(checkpoints)
+
     def close(self, reason: str) -> None:
         """End the run for all machines, if it has not ended; `reason` is why the first one leaves."""
         self.over = self.over or Over("failed", reason)
@@ -246,8 +295,8 @@ class Rendezvous:
         machine.state = state
         current = self._rounds.get(machine.name)
         if current is not None and first_report:  # its processes of this round are gone
-            if state.death and not self._restarts.take():
-                self.over = Over("failed", state.death)
+            if state.death and (why := self._restarts.take(_RANKS, state.failures, now)):
+                self.over = Over("failed", state.death, why)
             self._break_round(now, gracefully=False)
         elif current is not None:  # the order to go has been lost, or not been heeded yet
             return Go(current)

@@ -33,6 +33,7 @@ from echelon.launch.rounds import (
 )
 
 TICK_S = 0.1
+LOOK_S = 1.0  # between looks for new checkpoints
 GRACE_S = 10.0
 LEAVE_S = 60.0
 ASK_AGAIN_S = 1.0
@@ -83,21 +84,25 @@ class Watch:
     """What the supervisor tells.
 
     Attributes:
-        on_death: a death, and whether its group starts again.
+        on_death: a death, and why its group does not start again; empty: it does.
         on_stop: the run was asked to stop; called again and again until it has.
         on_start: a process began.
         on_wait: what a group waits for before it starts.
         on_look: all processes that run; again and again.
         explain: a death whose group's other processes still run, and these; returns it as it is to be told, which may
             be of another process of its group.
+        failures: what the processes of a death failed with, if that was before their first step.
+        saved: how many checkpoints of new steps there are since the last call.
     """
 
-    on_death: Callable[[Death, bool], None]
+    on_death: Callable[[Death, str], None]
     on_stop: Callable[[], None] = _nothing
     on_start: Callable[[Started], None] = _nothing
     on_wait: Callable[[str], None] = _nothing
     on_look: Callable[[Sequence[Living]], None] = _nothing
     explain: Callable[[Death, Sequence[Living]], Death] = _as_it_is
+    failures: Callable[[Death], Sequence[str]] = lambda _: ()
+    saved: Callable[[], int] = lambda: 0
 
 
 class RunFailed(Exception):
@@ -197,12 +202,14 @@ class _Supervisor:
     def __init__(self, job: Job, place: Place, watch: Watch, stop: StopFlag, rounds: Rounds | None) -> None:
         self._place, self._watch, self._stop = place, watch, stop
         restarts = Restarts(job.max_restarts)
+        self._restarts: list[Rounds | Restarts] = [rounds, restarts] if rounds is not None else [restarts]
+        self._looked_s = 0.0
         self._groups: list[_Group] = []
         for group in job.groups:
             if group.restart is Restart.TOGETHER:
-                self._groups.append(_Group(group.processes, rounds or OwnRounds(restarts)))
+                self._groups.append(_Group(group.processes, rounds or OwnRounds(group.processes[0].name, restarts)))
             else:
-                self._groups += [_Group((process,), OwnRounds(restarts)) for process in group.processes]
+                self._groups += [_Group((process,), OwnRounds(process.name, restarts)) for process in group.processes]
         self._by_name = {p.name: group for group in self._groups for p in group.processes}
         self._stop_by = self._ask_again_at = 0.0
         self._waits_for = ""
@@ -218,6 +225,8 @@ class _Supervisor:
                 return told or any(over is not None and over.status == "stopped" for over in leading)
             self._take(self._place.events(TICK_S))
             self._watch.on_look(self._living())
+            if time.monotonic() - self._looked_s >= LOOK_S:
+                self._look_for_checkpoints()
             self._heed_stop()
 
     def _living(self) -> list[Living]:
@@ -252,7 +261,7 @@ class _Supervisor:
         """Tell of a group's death once it is known what follows; returns whether there was one."""
         death, group.death = group.death, None
         if death is not None:
-            self._watch.on_death(death, not isinstance(order, Over))
+            self._watch.on_death(death, order.no_restart or order.status if isinstance(order, Over) else "")
         return death is not None
 
     def _leave(self, group: _Group, gracefully: bool) -> None:
@@ -292,15 +301,22 @@ class _Supervisor:
             group.death = self._watch.explain(group.death, self._living())
             self._kill(group)
             if stops and had_begun:
-                self._tell_death(group, Over("failed"))
+                self._tell_death(group, Over("failed", no_restart="no restart: the run was being stopped"))
                 raise RunFailed("")  # over its last checkpoint
             if stops or group.leave_by:  # on its way out, before its first step: nothing follows
                 group.death = None
                 group.state = Finished(number, stopped=True) if self._stop_by else Ready(number)
             else:
-                group.state = Ready(number, str(group.death))
+                self._look_for_checkpoints()  # before this death is counted
+                group.state = Ready(number, str(group.death), tuple(self._watch.failures(group.death)))
         elif not group.alive:
             group.state = Finished(number, STOPPED_EXIT_CODE in group.exit_codes.values())
+
+    def _look_for_checkpoints(self) -> None:
+        self._looked_s = time.monotonic()
+        if checkpoints := self._watch.saved():
+            for restarts in self._restarts:
+                restarts.saved(checkpoints)
 
     def _kill(self, group: _Group) -> None:
         """End what is left of a group, such as a rank that waits in a collective for a dead one.

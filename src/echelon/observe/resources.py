@@ -57,7 +57,7 @@ class Sampler:
         self._cpu_s, self._network, self._at_s = cpu_s, network, now
         if first:
             return False  # rates need two looks
-        memory = self._process.memory_info().rss
+        memory = rss if (rss := self._try(lambda: self._process.memory_info().rss)) is not None else UNKNOWN
         loaders = sum(info.rss for child in self._children if (info := self._try(child.memory_info)) is not None)
         gpu = (self._try(self._gpu.read) if self._gpu else None) or (UNKNOWN,) * 3
         self.row = [100 * spent / passed, float(memory), float(loaders), *rates, *gpu]

@@ -13,6 +13,7 @@ import zmq
 
 from echelon.checkpoint import CheckpointStore
 from echelon.coordinator.messages import TO_SERVER, Promote
+from echelon.core.patience import Patience
 from echelon.messages.endpoint import Channel, Listener, Sender
 from echelon.messages.framing import Message
 from echelon.messages.sockets import Limits, new_context
@@ -28,7 +29,8 @@ _ALL = 1_000_000
 class Server:
     """The keys of one server; `run` returns when the scheduler says that the run is over."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, patience: Patience | None = None) -> None:
+        """Begin to listen; snapshots that the disk does not take are tried again for as long as patience lasts."""
         self.config = config
         self.sender = Sender(config.keys, config.name)
         self._context = new_context()
@@ -37,7 +39,7 @@ class Server:
         self._scheduler = Channel(self._context, self.sender, config.scheduler, self._limits, TO_SERVER)
         self._primary: Channel | None = None
         self.state = ServerState(config, self.sender.session, self.listener.address, os.getpid())
-        self._snapshots = CheckpointStore(config.folder / "servers" / f"server{config.index}", KEEP)
+        self._snapshots = CheckpointStore(config.folder / "servers" / f"server{config.index}", KEEP, patience=patience)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="echelon-snapshot")
         self._writing: Future[dict[bytes, int]] | None = None
         self._poller = zmq.Poller()

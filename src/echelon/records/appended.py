@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from echelon.core.files import write_whole
+from echelon.core.lines import append_line
 from echelon.records.segments import RECORD_FILE, Segment, all_segments
 
 HEAD_FILE = ".record-head"
@@ -52,7 +52,7 @@ class AppendedFile:
         return os.fstat(self._fd).st_size
 
     def append(self, line: bytes) -> None:
-        """Append a line.
+        """Append a line, whole or not at all.
 
         Raises:
             OSError: what kept it from being written.
@@ -60,7 +60,7 @@ class AppendedFile:
         with self._one_thread:
             locked = self._lock_current()
             try:
-                write_whole(self._fd, line)
+                append_line(self._fd, line)
             finally:
                 if locked:
                     fcntl.flock(self._fd, fcntl.LOCK_UN)

@@ -47,20 +47,23 @@ class Restarted(Event):
 
 @dataclass(frozen=True)
 class RankFailed(Event):
-    """A rank ended with an error, which is the message."""
+    """A rank ended with an error, which is the message; where in the code, and after how many steps of its own."""
 
     rank: int | None = None
     pid: int | None = None
     role: str | None = None
+    place: str = ""
+    steps: int | None = None
     name: str = field(default="rank_failed", kw_only=True)
 
 
 @dataclass(frozen=True)
 class RoleFailed(Event):
-    """A scheduler or server ended with an error."""
+    """A scheduler or server ended with an error; where in the code."""
 
     role: str = ""
     pid: int | None = None
+    place: str = ""
     name: str = field(default="role_failed", kw_only=True)
 
 
@@ -204,9 +207,29 @@ class SchedulerRestored(Event):
     name: str = field(default="scheduler_restored", kw_only=True)
 
 
+@dataclass(frozen=True)
+class DiskFails(Event):
+    """A run's folder cannot be written for now, and training goes on: what was to be written, and why it was not."""
+
+    what: str = ""
+    reason: str = ""
+    name: str = field(default="disk_fails", kw_only=True)
+
+
+@dataclass(frozen=True)
+class DiskWorks(Event):
+    """A run's folder can be written again, after some seconds; `lost` records in between were dropped."""
+
+    what: str = ""
+    reason: str = ""
+    seconds: float = 0.0
+    lost: int = 0
+    name: str = field(default="disk_works", kw_only=True)
+
+
 EVENTS: tuple[type[Event], ...] = (
     WorkerDied, Restarted, HangSeen, SlowProcess, RankFailed, RoleFailed, Refusal, BadImageSkipped, Resumed,
     StartedOver, CheckpointRejected, MachineLeft, WorkerGone, ServerGone, ServerLost, ServerSettled, SharesAgain,
-    SchedulerRestored,
+    SchedulerRestored, DiskFails, DiskWorks,
 )  # fmt: skip
 """Events with details, told apart by the default of `name`."""

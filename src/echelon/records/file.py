@@ -20,13 +20,15 @@ from typing import Any, BinaryIO, TypeVar
 
 from pydantic_core import from_json
 
+from echelon.core.lines import WaitingLines
+from echelon.core.patience import PATIENCE_S, DiskNotice, Patience, print_notice
 from echelon.records import kinds
 from echelon.records.appended import AppendedFile, Compaction
 from echelon.records.decode import decode, number
-from echelon.records.events import EVENTS, Event
+from echelon.records.events import EVENTS, DiskFails, DiskWorks, Event
 from echelon.records.kinds import PipelineAction, Record, Resources, Start, Steps
 from echelon.records.merged import MergedSteps
-from echelon.records.segments import FAN, SEGMENT_BYTES, OpenFile, level_for, open_record
+from echelon.records.segments import FAN, RECORD_FILE, SEGMENT_BYTES, OpenFile, level_for, open_record
 from echelon.records.thin import thinned
 
 KINDS: dict[str, type[Record]] = {
@@ -41,6 +43,7 @@ _EVENTS: dict[str, type[Event]] = {event().name: event for event in EVENTS}
 _HEAD = re.compile(rb'\{"t": [^,"]*, "kind": "([^"\\]*)"')  # as `Recorder` begins a line
 _BLOCK_BYTES = 1 << 20
 _CONTINUED = "continued"
+_MOST_WAITING = 32 << 20  # bytes of records that wait for the disk
 _SAMPLED = {Steps.kind, Resources.kind}
 
 R = TypeVar("R", bound=Record)
@@ -67,26 +70,64 @@ def _line(values: Mapping[str, Any]) -> bytes:
 class Recorder:
     """Append records to `record.jsonl` in a run's folder; a recorder without a folder drops them (ranks above 0).
 
-    The one that writes where attempts begin, and their steps, also seals the file when it is large (see `segments.py`).
+    Records that the disk does not take are kept in memory and written later, in order; the disk's failing and its
+    return are records too. The one that writes where attempts begin, and their steps, also seals the file when it is
+    large (see `segments.py`).
+
+    Attributes:
+        patience: with the disk; what else this process writes to the run's folder may share it.
     """
 
-    def __init__(self, folder: Path | None, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(self, folder: Path | None, segment_bytes: int = SEGMENT_BYTES, patience_s: float = PATIENCE_S) -> None:
+        """Open the record of a folder.
+
+        Args:
+            patience_s: for how long the disk may take nothing before the run ends.
+            segment_bytes: of a file that is sealed.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        self.patience = Patience(folder or Path(), patience_s, self._tell)
         self._file = AppendedFile(folder) if folder is not None else None
+        self._lines = WaitingLines(RECORD_FILE, self._append, self.patience, _MOST_WAITING)
+        self._told_lost = 0
         self._compaction = Compaction(folder) if folder is not None else None
         self._start: Mapping[str, Any] | None = None
         self._segment_bytes = self._seal_at = segment_bytes
 
     def write(self, record: Record) -> None:
-        """Append a record, with the present time as its `t`."""
+        """Append a record, with the present time as its `t`.
+
+        Raises:
+            UserError: the disk has taken nothing for longer than patience lasts.
+        """
         if self._file is None:
             return
         values = {"t": math.nan, "kind": record.kind, **vars(record)}
         values["t"] = round(time.time(), 6)
-        self._file.append(_line(values))
+        self._lines.append(_line(values))
         if isinstance(record, Start):
             self._start = values
-        elif isinstance(record, Steps) and self._start is not None and self._file.size > self._seal_at:
+        elif isinstance(record, Steps) and self._start is not None and self._is_large(self._file):
             self._seal(self._file, self._start)
+
+    def _is_large(self, file: AppendedFile) -> bool:
+        return not self._lines.waiting and file.size > self._seal_at
+
+    def _append(self, line: bytes) -> None:
+        if self._file is None:
+            raise ValueError("the record is closed")
+        self._file.append(line)
+
+    def _tell(self, notice: DiskNotice) -> None:
+        print_notice(notice)
+        if notice.seconds is None:
+            self.write(DiskFails(notice.message, notice.what, notice.reason))
+        else:
+            lost, self._told_lost = self._lines.lost - self._told_lost, self._lines.lost
+            dropped = f"; {lost} records in between are lost" if lost else ""
+            self.write(DiskWorks(notice.message + dropped, notice.what, notice.reason, notice.seconds, lost))
 
     def _seal(self, file: AppendedFile, start: Mapping[str, Any]) -> None:
         """Begin a new file; its first line is the last start, so that who reads nothing else knows the processes."""
@@ -98,11 +139,26 @@ class Recorder:
             logging.warning("the record could not be sealed (%s): it is tried again when it has grown", error)
             self._seal_at = file.size + self._segment_bytes
 
+    def flush(self) -> None:
+        """Wait until everything is written, within patience.
+
+        Raises:
+            UserError: the disk has taken nothing for longer than patience lasts.
+        """
+        self._lines.flush()
+
     def close(self) -> None:
-        """Close the file; later writes are an error."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Write what waits, within patience, and close the file; later writes are dropped.
+
+        Raises:
+            UserError: the disk has taken nothing for longer than patience lasts.
+        """
+        try:
+            self.flush()
+        finally:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
         if self._compaction is not None:
             self._compaction.close()
 

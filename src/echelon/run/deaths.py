@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from echelon.core.patience import may_pass
 from echelon.launch.culprit import Hang, Living, Standstill
 from echelon.launch.hangs import HangWatch, NoOthers, Verdict
 from echelon.launch.logs import LogLimit
@@ -22,12 +24,15 @@ from echelon.launch.slow import Slow
 from echelon.launch.supervisor import Death, Watch
 from echelon.records.events import HangSeen, RankFailed, RoleFailed, SlowProcess, WorkerDied
 from echelon.records.file import Recorder, newest
-from echelon.records.kinds import ProcessStarted, Start
+from echelon.records.kinds import ProcessStarted, Start, Steps
 from echelon.run.machine import Machine, say
 from echelon.run.out_of_memory import OutOfMemory
 
 if TYPE_CHECKING:
     from echelon.trainer.resolved import ResolvedRun
+
+_LOOK_BACK_S = 300.0
+_ADDRESS = re.compile(r"0x[0-9a-f]+")  # of an object, in an error's message: another one in each process
 
 
 @contextmanager
@@ -84,22 +89,24 @@ class _Chronicle:
 
     def __init__(self, machine: Machine, path: Path, record: Recorder) -> None:
         self._path, self._record, self._scheduler = path, record, machine.scheduler
+        self._started_t: dict[str, float] = {}
         names = [process.name for group in machine.job.groups for process in group.processes]
         self._memory = OutOfMemory(path, sum(name.startswith(("rank", "worker")) for name in names))
 
     def watch(self) -> Watch:
         """Return what the supervisor calls."""
         stop = self._scheduler.stop if self._scheduler is not None else lambda: None
-        return Watch(self.on_death, stop, self.on_start, say)
+        saved = SavedSteps(self._path / "checkpoints").count_new
+        return Watch(self.on_death, stop, self.on_start, say, failures=self._early_failures, saved=saved)
 
-    def on_death(self, death: Death, goes_on: bool) -> None:
+    def on_death(self, death: Death, no_restart: str) -> None:
         """Record a death and what follows."""
         if death.rank is not None:
             then = "the group restarts from the newest checkpoint"
         else:
             then = "it alone is started again" if not death.others else "its worker's processes are started again"
         reason = _last_words(self._path, death)
-        message = f"{death}{reason}{self._memory.about(death, reason)}; {then if goes_on else 'no restarts are left'}"
+        message = f"{death}{reason}{self._memory.about(death, reason)}; {no_restart or then}"
         role = death.name if death.rank is None else None
         self._record.write(WorkerDied(message, death.rank, role, death.host, death.pid, death.exit_code))
         if self._scheduler is not None:
@@ -107,8 +114,26 @@ class _Chronicle:
             for name, pid in death.others:
                 self._scheduler.died(name, f"ended with {death.name}", pid)
 
+    def _early_failures(self, death: Death) -> list[str]:
+        """Return error and place in the code of a death's processes that failed before their first step.
+
+        None where one was killed: the others may have failed because of it. What a server or scheduler failed with
+        counts while the run makes no step.
+        """
+        if death.exit_code is None or death.exit_code < 0:
+            return []
+        pids = {death.pid, *(pid for _, pid in death.others)}
+        since = max(self._started_t.get(death.name, 0.0), time.time() - _LOOK_BACK_S)
+        lately = list(takewhile(lambda record: record.t >= since, newest(self._path, RankFailed, RoleFailed, Steps)))
+        makes_steps = any(isinstance(record, Steps) for record in lately)
+        ranks = [(e.message, e.place) for e in lately if isinstance(e, RankFailed) and e.pid in pids and e.steps == 0]
+        roles = [(e.message, e.place) for e in lately if isinstance(e, RoleFailed) and e.pid in pids]
+        failed = ranks if makes_steps else ranks + roles
+        return [_ADDRESS.sub("0x", f"{message} at {place}") for message, place in failed if place]
+
     def on_start(self, started: Started) -> None:
         """Record a process that is no rank."""
+        self._started_t[started.name] = time.time()
         self._memory.begin(started.pid)
         if self._scheduler is not None:
             self._record.write(ProcessStarted(started.name, started.pid))
@@ -142,6 +167,28 @@ class _Chronicle:
                 log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} HANG {text}")
         except OSError as error:  # the sentence is recorded: training does not end for want of a log
             logging.warning("the stacks of %s cannot be written: %s", who, error)
+
+
+class SavedSteps:
+    """Counts the checkpoints of a folder whose step is beyond all before."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._highest = folder, -1
+        self.count_new()
+
+    def count_new(self) -> int:
+        """Return how many there are since the last call; none while the disk does not answer."""
+        from echelon.checkpoint.files import entries
+
+        try:
+            steps = {entry.step for entry in entries(self._folder)}
+        except OSError as error:
+            if not may_pass(error):
+                raise
+            return 0
+        new = [step for step in steps if step > self._highest]
+        self._highest = max((self._highest, *new))
+        return len(new)
 
 
 def _last_words(path: Path, death: Death) -> str:

@@ -135,5 +135,6 @@ def resolve(config: RunConfig) -> ResolvedRun:
         timeout_s=parse_seconds(config.launch.timeout),
         log_limit=_log_limit(config),
         checkpoint_every=parse_interval(config.checkpoint.every),
+        io_patience_s=parse_seconds(config.checkpoint.io_patience),
     )
     return run.compressed_by(compression)

@@ -40,7 +40,7 @@ from echelon.sync.ps import server_settings
 from echelon.tasks.base import EvaluationResult
 from echelon.trainer.display import Display, RunLength
 from echelon.trainer.evaluate import EvaluationReport
-from echelon.trainer.process import leave, log_to, one_line
+from echelon.trainer.process import leave, log_to, one_line, place_of, record_last
 from echelon.trainer.progress import RunProgress
 from echelon.trainer.resolved import ResolvedRun
 
@@ -55,12 +55,13 @@ def run_server(folder: str, name: str, index: int, host: str = "") -> None:
         roles = path / ROLES_FOLDER
         keys = derive_keys(read_secret(roles))
         address = wait_for_address(roles, run.timeout_s)
-        Server(
-            ServerConfig(
-                name, index, server_settings(run.sync), keys, address, role_address(roles, name, host),
-                run.compression, run.config.training.seed, roles, optimizer_maker(run.config),
-            )
-        ).run()  # fmt: skip
+        record = Recorder(path, patience_s=run.io_patience_s)
+        config = ServerConfig(
+            name, index, server_settings(run.sync), keys, address, role_address(roles, name, host),
+            run.compression, run.config.training.seed, roles, optimizer_maker(run.config),
+        )  # fmt: skip
+        Server(config, record.patience).run()
+        record.close()
 
     _as_role(folder, name, serve)
 
@@ -75,38 +76,38 @@ def run_scheduler(folder: str, host: str = "") -> None:
         if address_file.exists():  # it died here: the others know it at the old address
             address = json.loads(address_file.read_text())["address"]
         keys = derive_keys(read_secret(roles))
-        record = Recorder(path)
+        record = Recorder(path, patience_s=run.io_patience_s)
         chronicle = Chronicle(run, path, record)
         plan = CoordinatorConfig(coordination_policy(server_settings(run.sync)), _plan(run), run.timeout_s)
         scheduler = Scheduler(SchedulerConfig(plan, keys, address, roles), record, chronicle.callbacks())
-        write_atomic(address_file, json.dumps({"address": scheduler.listener.address, "pid": os.getpid()}))
+        where = json.dumps({"address": scheduler.listener.address, "pid": os.getpid()})
+        record.patience.insist(address_file.name, lambda: write_atomic(address_file, where))
         status = scheduler.run()
-        chronicle.close()
         seconds, others = read_launch(path).seconds_since(), scheduler.state.bytes_left
         record.write(End(status, seconds=seconds, other_wire_bytes=others))
+        record.flush()
+        chronicle.close()
+        record.patience.insist("report", lambda: write_report(path))
+        record.patience.insist(STATUS_FILE, lambda: write_atomic(roles / STATUS_FILE, json.dumps({"status": status})))
         record.close()
-        write_report(path)
-        write_atomic(roles / STATUS_FILE, json.dumps({"status": status}))
 
     _as_role(folder, "scheduler", schedule)
 
 
 def _as_role(folder: str, name: str, role: Callable[[Path, ResolvedRun], None]) -> None:
     path = Path(folder)
-    record = Recorder(path)
     try:
         log_to(path / "logs" / f"{name}.log")
         open_notes().enter(SERVING)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         role(path, resolve(load_run_config(path / "config.yaml")))
     except UserError as error:
-        record.write(Refusal(str(error), role=name))
+        record_last(path, Refusal(str(error), role=name))
         leave(USER_ERROR_EXIT_CODE)
     except Exception as error:
         logging.exception("this role failed")
-        record.write(RoleFailed(f"{name}: {one_line(error)}", name, os.getpid()))
+        record_last(path, RoleFailed(f"{name}: {one_line(error)}", name, os.getpid(), place_of(error)))
         leave(1)
-    record.close()
     sys.stdout.flush()
 
 
@@ -150,7 +151,7 @@ class Chronicle:
         self._run, self._path, self._record = run, path, record
         # A scheduler that came back does not know how long the run is: it records, and shows nothing.
         task = next((start.task for start in newest(path, Start)), BEFORE_TASKS)
-        self._progress = RunProgress(record, Scalars(path), Display(RunLength(0, 0), task, False))
+        self._progress = RunProgress(record, Scalars(path, record.patience), Display(RunLength(0, 0), task, False))
 
     def callbacks(self) -> Callbacks:
         """Return what the scheduler calls."""

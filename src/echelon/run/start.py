@@ -24,7 +24,7 @@ from echelon.launch.plan import LaunchPlan, is_worker, thread_count, worker_coun
 from echelon.launch.supervisor import Refused, RunFailed, supervise
 from echelon.records.events import MachineLeft, Refusal, WorkerDied
 from echelon.records.file import Recorder, newest
-from echelon.records.going import read_launch
+from echelon.records.going import LAUNCH_FILE, read_launch
 from echelon.records.kinds import End
 from echelon.run.deaths import watched
 from echelon.run.job import RANK
@@ -226,7 +226,7 @@ def _as_worker(path: Path, user_objects: UserObjects | None = None) -> Outcome:
 def _run_here(run: ResolvedRun, plan: LaunchPlan, path: Path, place: Place) -> Outcome:
     """Run this machine's processes to the end; a signal stops them after a checkpoint."""
     with full_disk_in_words(path), stop_on_signals(raises=True) as stop:
-        record = Recorder(path)
+        record = Recorder(path, patience_s=run.io_patience_s)
         try:
             status = _run(run, plan, place, path, record, stop)
         except Stopped:
@@ -236,7 +236,7 @@ def _run_here(run: ResolvedRun, plan: LaunchPlan, path: Path, place: Place) -> O
         finally:
             stop.raises = False
             record.close()
-            folders.mark_ended(path)
+            record.patience.insist(LAUNCH_FILE, lambda: folders.mark_ended(path))
         if plan.link:  # what the kernel counted is known only now
             from echelon.reporting.report import write_report
 
@@ -290,6 +290,7 @@ def _run(run: ResolvedRun, plan: LaunchPlan, place: Place, path: Path, record: R
 
 def _end(path: Path, record: Recorder, machine: Machine, status: str, reason: str) -> None:
     """Record how the run ended; where another machine fails, that it left."""
+    record.patience.give_up()  # the run is over: no disk is waited for
     if machine.number == 0:
         _write_end(path, record, End(status, reason))
     else:
@@ -300,7 +301,8 @@ def _write_end(path: Path, record: Recorder, end: End) -> None:
     from echelon.reporting.report import write_report
 
     record.write(end)
-    write_report(path)
+    record.flush()
+    record.patience.insist("report", lambda: write_report(path))
 
 
 def _outcome(path: Path, status: str, signum: int = 0) -> Outcome:

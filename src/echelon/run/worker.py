@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch.distributed import Store, TCPStore
 from echelon.config import RunConfig, load_run_config
 from echelon.coordinator.addresses import ROLES_FOLDER, note_status
 from echelon.core.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
-from echelon.core.files import full_disk_in_words, is_full
+from echelon.core.files import full_disk_in_words
 from echelon.core.stop import StopFlag, stop_on_signals
 from echelon.forecast.alternatives import record_alternatives
 from echelon.observe.notes import RankNotes, open_notes
@@ -32,9 +31,9 @@ from echelon.run.resolve import resolve
 from echelon.trainer.assemble import UserObjects, assemble, assemble_worker
 from echelon.trainer.batches import EpochOrder
 from echelon.trainer.folder import CONFIG_FILE, SECRET_FOLDER, claim
-from echelon.trainer.loop import TrainingRun, fit
+from echelon.trainer.loop import StepCount, TrainingRun, fit
 from echelon.trainer.precision import set_numerics
-from echelon.trainer.process import is_lost_wait, leave, log_to, one_line
+from echelon.trainer.process import is_lost_wait, leave, log_to, one_line, place_of, record_last
 from echelon.trainer.world import join_worker, join_world
 
 _STORE_TIMEOUT = timedelta(seconds=60)
@@ -43,8 +42,8 @@ _STORE_TIMEOUT = timedelta(seconds=60)
 def run_worker(folder: str, user_objects: UserObjects | None = None) -> None:
     """Train one rank in a process of its own, which ends with exit code 3 when the run was stopped."""
     path, rank, notes = Path(folder), int(os.environ.get("RANK", "0")), open_notes()
-    with _recording_errors(Recorder(path), rank, notes), stop_on_signals() as stop:
-        status = train_rank(path, stop, user_objects.unshared() if user_objects else None, notes)
+    with _recording_errors(path, rank, notes) as count, stop_on_signals() as stop:
+        status = train_rank(path, stop, user_objects.unshared() if user_objects else None, notes, count)
     if status == "stopped":
         leave(STOPPED_EXIT_CODE)
 
@@ -52,9 +51,11 @@ def run_worker(folder: str, user_objects: UserObjects | None = None) -> None:
 def run_server_worker(folder: str, process: WorkerRank, user_objects: UserObjects | None = None) -> None:
     """Be a process of a parameter server's worker, to the end of the run that a folder describes."""
     path, notes = Path(folder), open_notes()
-    with _recording_errors(Recorder(path), process.number * process.size + process.rank, notes, process.name):
+    number = process.number * process.size + process.rank
+    with _recording_errors(path, number, notes, process.name) as count:
         log_to(path / "logs" / f"{process.name}.log")
-        status = _train_on_servers(path, process, user_objects.unshared() if user_objects else UserObjects(), notes)
+        own_objects = user_objects.unshared() if user_objects else UserObjects()
+        status = _train_on_servers(path, process, own_objects, notes, count)
     if process.machine and process.leads:
         note_status(path / ROLES_FOLDER, status)
     if status == "refused":
@@ -62,32 +63,36 @@ def run_server_worker(folder: str, process: WorkerRank, user_objects: UserObject
 
 
 @contextmanager
-def _recording_errors(record: Recorder, rank: int, notes: RankNotes, role: str | None = None) -> Iterator[None]:
-    """Record what ends the block, and end the process.
+def _recording_errors(path: Path, rank: int, notes: RankNotes, role: str | None = None) -> Iterator[StepCount]:
+    """Record what ends the block, and end the process; gives what counts the steps of the block.
 
     A user's mistake ends it with exit code 2. Any other error is logged with its traceback and ends it with exit code
     1, so that the rank or its group can be restarted: at once, for a peer may be gone, and nothing that exit handlers
     would wait for will come.
     """
+    count = StepCount()
     try:
-        yield
+        yield count
     except UserError as error:
-        _refuse(record, Refusal(str(error), None if role else rank, role))
+        record_last(path, Refusal(str(error), None if role else rank, role))
+        leave(USER_ERROR_EXIT_CODE)
     except Exception as error:
         if is_lost_wait(error):
             notes.fail()
         logging.exception("this rank failed")
-        record.write(RankFailed(one_line(error), rank, os.getpid(), role))
+        record_last(path, RankFailed(one_line(error), rank, os.getpid(), role, place_of(error), count.finished))
         leave(1)
-    record.close()
 
 
-def _train_on_servers(path: Path, process: WorkerRank, user_objects: UserObjects, notes: RankNotes) -> str:
+def _train_on_servers(
+    path: Path, process: WorkerRank, user_objects: UserObjects, notes: RankNotes, count: StepCount
+) -> str:
     resolved = resolve(load_run_config(path / "config.yaml"))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with full_disk_in_words(path), join_worker(resolved, process, path / ROLES_FOLDER, notes) as world:
         set_numerics(resolved.config.training)
         run, batches = assemble_worker(resolved, path, world, process, user_objects)
+        run.count = count
         status = fit(run, batches)
         _close(run, path)
         run.progress.record.close()
@@ -95,9 +100,16 @@ def _train_on_servers(path: Path, process: WorkerRank, user_objects: UserObjects
 
 
 def train_rank(
-    path: Path, stop: StopFlag, user_objects: UserObjects | None = None, notes: RankNotes | None = None
+    path: Path,
+    stop: StopFlag,
+    user_objects: UserObjects | None = None,
+    notes: RankNotes | None = None,
+    count: StepCount | None = None,
 ) -> str:
     """Train one rank of the run that a folder describes; returns `completed` or, once the flag is set, `stopped`.
+
+    Args:
+        count: is told of each step.
 
     Raises:
         UserError: something in the description cannot be used.
@@ -108,8 +120,9 @@ def train_rank(
     secret, notes = path / SECRET_FOLDER, notes or RankNotes()
     with full_disk_in_words(path), join_world(resolved, secret, notes) as world:
         set_numerics(resolved.config.training)
-        record = Recorder(path if world.leads else None)
+        record = Recorder(path if world.leads else None, patience_s=resolved.io_patience_s)
         run, cursor = assemble(resolved, path, world, record, user_objects or UserObjects())
+        run.count = count or run.count
         try:
             with run.progress.display:
                 status = fit(run, EpochOrder(run, cursor, stop))
@@ -123,27 +136,14 @@ def train_rank(
     return status
 
 
-def _refuse(record: Recorder, refusal: Refusal) -> NoReturn:
-    """Record why, and end; on a full disk there is no place for it, and the launcher finds that out as well."""
-    try:
-        record.write(refusal)
-    except OSError as error:
-        if not is_full(error):
-            raise
-    leave(USER_ERROR_EXIT_CODE)
-
-
 def _close(run: TrainingRun, path: Path) -> None:
     """Wait for what is being saved, end connections and loaders, and record what this rank saw."""
     run.saver.finish()
     run.parts.sync.close()
     run.train_loader.close()
     run.eval_loader.close()
-    run.progress.scalars.close()
-    own = Recorder(path)
-    for file, reason in run.train_loader.bad_images + run.eval_loader.bad_images:
-        own.write(BadImageSkipped(f"{file}: {reason}", file))
-    own.close()
+    bad_images = run.train_loader.bad_images + run.eval_loader.bad_images
+    record_last(path, *(BadImageSkipped(f"{file}: {reason}", file) for file, reason in bad_images))
 
 
 def _end(run: TrainingRun, path: Path, status: str, measured_bytes: int) -> None:
@@ -153,9 +153,11 @@ def _end(run: TrainingRun, path: Path, status: str, measured_bytes: int) -> None
     if run.world.group is not None:
         dist.all_reduce(others, group=run.world.group)  # and so no rank is still writing
     if run.world.leads:
-        seconds = read_launch(path).seconds_since()
-        run.progress.record.write(End(status, seconds=seconds, other_wire_bytes=int(others)))
-        write_report(path)
+        record, seconds = run.progress.record, read_launch(path).seconds_since()
+        record.write(End(status, seconds=seconds, other_wire_bytes=int(others)))
+        record.flush()
+        run.progress.scalars.close()
+        record.patience.insist("report", lambda: write_report(path))
 
 
 def agree_on_folder(config: RunConfig) -> Path:

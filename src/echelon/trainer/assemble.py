@@ -141,14 +141,18 @@ def assemble(
     run_parts = build_parts(resolved, ground.work(user_objects), world, ground.clock)
     keep_cuts(run_parts, world, path)
     saver = Saver(
-        path, config.checkpoint.keep, RanksState(run_parts, world), record, Fingerprint.of(config, info, ground.task)
+        path,
+        config.checkpoint.keep,
+        RanksState(run_parts, world, record.patience),
+        record,
+        Fingerprint.of(config, info, ground.task),
     )
     restored = saver.restore()
     if restored is None:
         seed_everything(_rank_seed(config.training.seed, world.data_rank))
     cursor = restored or Cursor()
     display = _display(config, ground.train_loader.batches_per_epoch, world, cursor, ground.task)
-    progress = RunProgress(record, Scalars(path if world.leads else None), display)
+    progress = RunProgress(record, Scalars(path if world.leads else None, record.patience), display)
     run = ground.run(run_parts, saver, progress, _start_bytes(run_parts.local_model, world))
     _record_start(resolved, run, ground.source, cursor, path)
     for name, note in run_notes(config, ground.source, run_parts.split.notes if run_parts.split else (), notes):
@@ -171,16 +175,19 @@ def assemble_worker(
     info = ground.source.info
     run_parts, link = build_worker(resolved, ground.work(user_objects), process, world, ground.clock, path)
     seed_everything(_rank_seed(config.training.seed, process.number * world.data_size + world.data_rank))
-    record = Recorder(path if link else None)
-    progress = RunProgress(record, Scalars(None), Display(RunLength(0, 0), ground.task.facts(), visible=False))
+    record = Recorder(path if link else None, patience_s=resolved.io_patience_s)
+    silent = Display(RunLength(0, 0), ground.task.facts(), visible=False)
+    progress = RunProgress(record, Scalars(None, record.patience), silent)
     if link is None:
         assert isinstance(run_parts.sync, SplitWorker)
         saver = Saver(
-            path, config.checkpoint.keep, RanksState(run_parts, world), record, Fingerprint()
+            path, config.checkpoint.keep, RanksState(run_parts, world, record.patience), record, Fingerprint()
         )  # the first rank saves
         run = ground.run(run_parts, saver, progress)
         return run, Commands(run, run_parts.sync)
-    state = ServersState(link.servers, link.table, ground.train_loader.batches_per_epoch)
+    idle = run_parts.sync.channel.tell_idle if isinstance(run_parts.sync, SplitWorker) else None
+    per_epoch = ground.train_loader.batches_per_epoch
+    state = ServersState(link.servers, link.table, per_epoch, record.patience, idle)
     saver = Saver(path, config.checkpoint.keep, state, record, Fingerprint.of(config, info, ground.task))
     run = ground.run(run_parts, saver, progress)
     split_notes = run_parts.split.notes if run_parts.split else ()

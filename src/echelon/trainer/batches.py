@@ -49,13 +49,13 @@ class EpochOrder:
                     run.world.notes.at_step(cursor.step + 1)
                     yield batch
                     if self.status == "stopped":
-                        self._save("stop")
+                        self._save("stop", last=True)
                         return
                     if self._reached:
                         break
                     run.clock.enter(Phase.DATA)
                 self._end_epoch()
-            self._save("end")
+            self._save("end", last=True)
 
     def step_done(self, result: StepResult) -> None:
         """Add a step to the window; close it when it is full, and save where that is due."""
@@ -86,7 +86,7 @@ class EpochOrder:
         run, cursor = self._run, self._cursor
         self._trained = True
         every_s = run.settings.checkpoint.seconds
-        due = every_s is not None and time.monotonic() - self._saved_s >= every_s
+        due = (every_s is not None and time.monotonic() - self._saved_s >= every_s) or run.saver.is_due()
         sync = run.parts.sync
         sent, others = run.traffic.since_last(sync.bytes_sent(), run.saver.bytes_sent)
         end = WindowEnd(cursor.epoch, cursor.step, run.schedule.lr, sync.density())
@@ -110,7 +110,7 @@ class EpochOrder:
             cursor.epoch, cursor.batch = cursor.epoch + 1, 0
         if report is not None:
             with self._pause("checkpoint"):
-                run.saver.consider_best(cursor, report, run.task)
+                run.saver.consider_best(cursor, report, run.task, last)
         if self._trained:
             with self.window.pause(RECORDING):
                 run.progress.epoch_ended(epoch, report)
@@ -124,9 +124,9 @@ class EpochOrder:
             self._run.progress.evaluated(self._cursor.epoch, self._cursor.step, report)
         return report
 
-    def _save(self, reason: str) -> None:
+    def _save(self, reason: str, last: bool = False) -> None:
         with self._pause("checkpoint"):
-            self._run.saver.save(self._cursor, reason=reason)
+            self._run.saver.save(self._cursor, reason, last=last)
         self._saved_s = time.monotonic()
 
     @contextmanager

@@ -204,15 +204,17 @@ class Leases:
         buffers = link.client.fetch(link.table, [BUFFERS_KEY], task.tag, full=True)[BUFFERS_KEY]["value"]
         copy = link.servers.copy = ServersCopy(keys, buffers)
         cursor = self._cursor(task, copy)
-        saver.best = task.best
+        saver.best, last = task.best, task.reason in ("end", "stop")  # the run is over after it
         done = EvaluationDone(task.task)
         if task.evaluate:
             report = evaluate_agreed(self._run)
             result = CopyResult(report.loss, dict(report.metrics), report.seconds, report.samples, task.step)
-            is_best = saver.consider_best(cursor, report, self._run.task)
+            is_best = saver.consider_best(cursor, report, self._run.task, last)
             done = EvaluationDone(task.task, best=saver.best if is_best else None, evaluation=result)
         if task.reason:
-            saver.save(cursor, task.reason)
+            saver.save(cursor, task.reason, last=last)
+        if last:
+            saver.finish()
         link.servers.copy = None
         return done
 

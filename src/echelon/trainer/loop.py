@@ -34,6 +34,13 @@ class LoopSettings:
 
 
 @dataclass
+class StepCount:
+    """Steps that a process has finished since it began."""
+
+    finished: int = 0
+
+
+@dataclass
 class TrainingRun:
     """The parts of a run, put together by `assemble.py` or by a loop of one's own."""
 
@@ -49,6 +56,7 @@ class TrainingRun:
     progress: RunProgress
     settings: LoopSettings
     traffic: Traffic = field(default_factory=Traffic)
+    count: StepCount = field(default_factory=StepCount)
 
 
 class Batches(Protocol):
@@ -81,6 +89,7 @@ def fit(run: TrainingRun, batches: Batches) -> str:
             run.parts.ema.update(run.parts.local_model)
         run.clock.enter(Phase.OTHER)
         batches.step_done(result)
+        run.count.finished += 1
     return batches.status
 
 

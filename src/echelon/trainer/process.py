@@ -5,13 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import NoReturn
 
 from torch.distributed import DistError
 
 from echelon.collectives.transfer import PeerLostError
+from echelon.core.errors import UserError
+from echelon.core.patience import may_pass
 from echelon.ps.worker_state import ClientFailed
+from echelon.records.events import Event
+from echelon.records.file import Recorder
 
 _NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")
 _COMMUNICATION = ("gloo", "NCCL", "ProcessGroup", "Connection closed by peer", "Connection reset by peer")
@@ -44,6 +49,31 @@ def is_lost_wait(error: BaseException) -> bool:
     return isinstance(error, (DistError, PeerLostError, ClientFailed)) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in _COMMUNICATION)
     )
+
+
+def place_of(error: BaseException) -> str:
+    """Return where in the code an error was raised; empty where the same may work later: it is no fault of the code.
+
+    >>> place_of(TimeoutError("a peer"))
+    ''
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or may_pass(error) or isinstance(error, TimeoutError | ConnectionError) or is_lost_wait(error):
+        return ""
+    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}"
+
+
+def record_last(path: Path, *events: Event) -> None:
+    """Record what ends this process; where the disk takes nothing it is logged, and the launcher finds out as well."""
+    if not events:
+        return
+    try:
+        record = Recorder(path, patience_s=0.0)
+        for event in events:
+            record.write(event)
+        record.close()
+    except (UserError, OSError):
+        logging.exception("the record of this run cannot be written: %s", "; ".join(e.message for e in events))
 
 
 def log_to(file: Path) -> None:

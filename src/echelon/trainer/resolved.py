@@ -32,6 +32,7 @@ class ResolvedRun:
         timeout_s: how long any rank waits for another.
         log_limit: bytes of a process's log before it is shortened.
         checkpoint_every: between checkpoints.
+        io_patience_s: how long training goes on while the run's folder cannot be written.
     """
 
     config: RunConfig
@@ -46,6 +47,7 @@ class ResolvedRun:
     timeout_s: float
     log_limit: int
     checkpoint_every: CheckpointInterval
+    io_patience_s: float
 
     def layout_for(self, ranks: int) -> Layout:
         """Return the layout with every size known, for this number of ranks.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
+from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +18,8 @@ import torch.distributed as dist
 
 from echelon.checkpoint import (
     RANKS,
+    WRITING,
+    WRITING_PART,
     Arriving,
     CheckpointStore,
     PartWriter,
@@ -28,6 +31,7 @@ from echelon.checkpoint import (
 )
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
+from echelon.core.patience import Patience
 from echelon.core.state_tree import StateView
 from echelon.parallel.local_shards import LocalShards
 from echelon.records.events import CheckpointRejected, StartedOver
@@ -51,6 +55,7 @@ from echelon.trainer.world import World
 
 EVALUATION_FILE = "evaluation.json"
 CHECKPOINTS_FOLDER = "checkpoints"
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,14 @@ class Captured:
 
     tree: StateView
     arriving: Arriving | None = None
+
+
+class Writer(IntEnum):
+    """What a rank's writers of checkpoints do; of several ranks the greatest counts."""
+
+    IDLE = 0
+    BUSY = 1
+    FAILS = 2  # for now: it is tried again
 
 
 class RunState(Protocol):
@@ -78,8 +91,21 @@ class RunState(Protocol):
     def load(self, state: StateView) -> Cursor:
         """Restore a checkpoint's state; returns how far it is."""
 
+    def prepare(self, store: CheckpointStore, begins: bool) -> Writer:
+        """Return how all ranks' writers stand, to all alike.
+
+        Args:
+            begins: make ready what the next `captured` needs on the disk.
+
+        Raises:
+            UserError: what is being written failed for good.
+        """
+
     def captured(self, cursor: Cursor, store: CheckpointStore) -> AbstractContextManager[Captured | None]:
-        """Give the present state where it is written, None elsewhere; all ranks enter it together."""
+        """Give the present state where it is written, None elsewhere; all ranks enter it together.
+
+        Only when `prepare` has just said that all are idle: from here on no rank may fail for its disk.
+        """
 
     def finish(self) -> None:
         """Wait until what ranks write by themselves is on disk."""
@@ -88,9 +114,11 @@ class RunState(Protocol):
 class RanksState:
     """State that ranks hold: gathered on rank 0, or written by each in parts where the model is split."""
 
-    def __init__(self, run_parts: RunParts, world: World) -> None:
-        self._parts, self._world, self.leads = run_parts, world, world.leads
-        self._writer = PartWriter()
+    def __init__(self, run_parts: RunParts, world: World, patience: Patience) -> None:
+        """Take the parts of a run; `patience` is this rank's, with the disk."""
+        self._parts, self._world, self.leads, self._patience = run_parts, world, world.leads, patience
+        self._writer = PartWriter(patience=patience)
+        self._token: int | None = None  # of the room made for the ranks' next parts
         self.bytes_sent = 0
 
     def newest(self, store: CheckpointStore) -> tuple[int, StateView] | None:
@@ -115,7 +143,7 @@ class RanksState:
     def captured(self, cursor: Cursor, store: CheckpointStore) -> Iterator[Captured | None]:
         """Give the state that the replicas agree on, and each rank's own, on rank 0."""
         local = rank_state(self._parts, self._world)
-        token = self._agree_on_token(store) if self._parts.split is not None else 0
+        token = self._agree_on_token() if self._parts.split is not None else 0
         ranks = self._gather(local)  # before the replicas agree: buffers are each rank's own here
         about = {"world_size": self._world.size, "layout": layout_of(self._world), RANKS: ranks}
         with agreed_state(self._parts, cursor) as state:
@@ -152,11 +180,37 @@ class RanksState:
             self.bytes_sent += tensor_bytes(local)
         return gather_rank_state(local, self._world.group)
 
-    def _agree_on_token(self, store: CheckpointStore) -> int:
-        """Make room for the ranks' parts, under a name that all of them then know."""
-        token = torch.randint(2**62, (1,), generator=torch.Generator().manual_seed(time.time_ns()))
-        if self._world.leads:
-            store.room_for_parts(int(token))
+    def prepare(self, store: CheckpointStore, begins: bool) -> Writer:
+        """Return how all ranks' writers stand, to all alike; all ranks call it together.
+
+        Args:
+            begins: make room for the ranks' parts where the model is split.
+
+        Raises:
+            UserError: what is being written failed for good.
+        """
+        if not self._writer.is_writing:
+            self._writer.wait()  # raises what it failed for
+        own = writer_state(self._writer.is_writing, self._patience, WRITING_PART)
+        if self.leads:
+            own = max(own, stand_by(store, self._patience, self._make_room if begins else None))
+        if self._world.group is None:
+            return own
+        worst = torch.tensor([own], device=self._world.device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._world.group)
+        return Writer(int(worst))
+
+    def _make_room(self, store: CheckpointStore) -> None:
+        store.claim()
+        if self._parts.split is not None and self._token is None:
+            token = int(torch.randint(2**62, (1,), generator=torch.Generator().manual_seed(time.time_ns())))
+            store.room_for_parts(token)
+            self._token = token
+
+    def _agree_on_token(self) -> int:
+        """Return the name under which there is room for the ranks' parts, which all of them then know."""
+        token = torch.tensor([self._token or 0])
+        self._token = None
         if self._world.group is not None:
             token = token.to(self._world.device)
             dist.broadcast(token, 0, group=self._world.group)
@@ -176,8 +230,31 @@ class RanksState:
             )
 
 
+def writer_state(is_writing: bool, patience: Patience, what: str) -> Writer:
+    """Return what a writer does whose troubles with the disk are known by a name."""
+    if not is_writing:
+        return Writer.IDLE
+    return Writer.FAILS if patience.fails(what) else Writer.BUSY
+
+
+def stand_by(store: CheckpointStore, patience: Patience, prepare: Callable[[CheckpointStore], None] | None) -> Writer:
+    """Return what the writer of a store does; where it is idle, prepare the next checkpoint, if there is one.
+
+    Raises:
+        UserError: the last save failed for good, or nothing can be saved here.
+    """
+    if not store.is_writing:
+        store.wait()  # raises what it failed for
+        ready = prepare is None or patience.attempt(WRITING, lambda: prepare(store))
+        return Writer.IDLE if ready else Writer.FAILS
+    return writer_state(True, patience, WRITING)
+
+
 class Saver:
     """Writes and reads the checkpoints of one run.
+
+    A checkpoint that the disk does not take now is kept and tried again in the background while training goes on; what
+    is due meanwhile is postponed, on all ranks alike.
 
     Attributes:
         best: the best result so far.
@@ -187,8 +264,13 @@ class Saver:
     def __init__(self, folder: Path, keep: int, state: RunState, record: Recorder, fingerprint: Fingerprint) -> None:
         """Take a run's folder; `record` is told of what is saved, by the process that leads."""
         self._folder, self._state, self._record, self._fingerprint = folder, state, record, fingerprint
-        self._store = CheckpointStore(folder / CHECKPOINTS_FOLDER, keep, partial(record_saved, record), self._rejected)
+        self._patience = record.patience
+        self._store = CheckpointStore(
+            folder / CHECKPOINTS_FOLDER, keep, partial(record_saved, record), self._rejected, patience=self._patience
+        )
         self._last_step = -1
+        self._postponed = self._has_saved = False
+        self._evaluation = ""  # not on the disk yet
         self.passed_over: list[str] = []
         self.best: float | None = None
 
@@ -197,36 +279,79 @@ class Saver:
         """Bytes that this rank sent to bring the state together."""
         return self._state.bytes_sent
 
-    def save(self, cursor: Cursor, reason: str, metric: float | None = None) -> None:
-        """Write a checkpoint in the background; all ranks call it after the same step."""
+    def save(self, cursor: Cursor, reason: str, metric: float | None = None, last: bool = False) -> bool:
+        """Write a checkpoint in the background; all ranks call it after the same step.
+
+        Args:
+            last: wait for a disk that takes nothing, as long as patience lasts.
+
+        Returns:
+            Whether it is being written: not while the disk takes nothing. It is then due again (`is_due`).
+
+        Raises:
+            UserError: the disk has taken nothing for longer than patience lasts.
+        """
         if cursor.step == self._last_step and metric is None:
-            return
-        self._last_step = cursor.step
+            return True
+        self._postponed = not self._wait_for_writers(for_disk=last)
+        if self._postponed:
+            return False
+        self._last_step, self._has_saved = cursor.step, True
         with self._state.captured(cursor, self._store) as captured:
             if captured is not None:
                 tree = {**captured.tree, "fingerprint": asdict(self._fingerprint), "best": self.best}
                 self._store.save(cursor.step, tree, metric=metric, arriving=captured.arriving, reason=reason)
+        return True
 
-    def consider_best(self, cursor: Cursor, report: EvaluationReport, task: Task) -> bool:
+    def _wait_for_writers(self, for_disk: bool, begins: bool = True) -> bool:
+        """Wait until no rank writes; returns at once, and False, where a disk takes nothing and is not waited for."""
+        while (state := self._state.prepare(self._store, begins)) is not Writer.IDLE:
+            if state is Writer.FAILS and not for_disk:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def is_due(self) -> bool:
+        """Whether a postponed checkpoint can be tried again, as far as this process knows; called now and then.
+
+        Raises:
+            UserError: the disk has taken nothing for longer than patience lasts.
+        """
+        self._write_evaluation()
+        if not self._store.is_writing:
+            self._store.wait()  # raises what it failed for
+        return self._postponed and not self._patience.waits(WRITING) and not self._store.is_writing
+
+    def consider_best(self, cursor: Cursor, report: EvaluationReport, task: Task, last: bool = False) -> bool:
         """Keep a checkpoint, and what reports show of the evaluation, when the primary metric is the best so far.
 
-        All ranks call it together.
+        All ranks call it together. While the disk takes nothing, it is not kept, and counts for nothing.
+
+        Args:
+            last: wait for a disk that takes nothing, as long as patience lasts.
 
         Returns:
-            Whether it is the best.
+            Whether it is the best, and kept.
         """
         primary = task.primary
         value = report.metrics[primary.name]
         if value is None or not primary.better(value, self.best):
             return False
-        self.best = value
+        best_before, self.best = self.best, value
+        if not self.save(cursor, "best", metric=primary.score(value), last=last):
+            self.best = best_before
+            return False
         if self._state.leads:
             sections = [asdict(section) for section in task.report_sections(report.result)]
             detail = {"metrics": report.metrics, **report.result.detail, "sections": sections}
-            stored = {**detail, "epoch": cursor.epoch, "step": cursor.step}
-            write_atomic(self._folder / EVALUATION_FILE, json.dumps(stored))
-        self.save(cursor, "best", metric=primary.score(value))
+            self._evaluation = json.dumps({**detail, "epoch": cursor.epoch, "step": cursor.step})
+            self._write_evaluation()
         return True
+
+    def _write_evaluation(self) -> None:
+        path = self._folder / EVALUATION_FILE
+        if self._evaluation and self._patience.attempt(path.name, lambda: write_atomic(path, self._evaluation)):
+            self._evaluation = ""
 
     def restore(self) -> Cursor | None:
         """Restore the newest whole checkpoint that any rank sees; None when there is none.
@@ -246,13 +371,18 @@ class Saver:
         return self._state.load(state)
 
     def finish(self) -> None:
-        """Wait until everything is on disk.
+        """Wait until everything is on disk; all ranks that saved call it together.
 
         Raises:
-            UserError: the disk is full, or cannot be written.
+            UserError: the disk has taken nothing for longer than patience lasts, or cannot be written.
         """
+        if self._has_saved:
+            self._wait_for_writers(for_disk=True, begins=False)
         self._state.finish()
         self._store.close()
+        while self._evaluation:
+            self._write_evaluation()
+            time.sleep(_POLL_S)
 
     def _rejected(self, path: Path, reason: str) -> None:
         message = f"checkpoint {path.name} is damaged and was passed over: {reason}"

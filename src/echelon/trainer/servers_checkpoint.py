@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 
 from echelon.checkpoint import RANKS, CheckpointStore
 from echelon.coordinator.runs import to_runs
 from echelon.core.errors import UserError
+from echelon.core.patience import Patience
 from echelon.core.state_tree import StateTree, StateView
 from echelon.ps.messages import BUFFERS_KEY
 from echelon.ps.strategy import ParameterServer
 from echelon.ps.table import KeyTable
-from echelon.trainer.saving import Captured
+from echelon.trainer.saving import Captured, Writer, stand_by
 from echelon.trainer.state import Cursor
 
 
@@ -27,8 +28,22 @@ class ServersState:
     leads = True
     bytes_sent = 0
 
-    def __init__(self, strategy: ParameterServer, table: KeyTable, steps_per_epoch: int) -> None:
+    def __init__(
+        self,
+        strategy: ParameterServer,
+        table: KeyTable,
+        steps_per_epoch: int,
+        patience: Patience,
+        while_waiting: Callable[[], None] | None = None,
+    ) -> None:
+        """Take the servers' strategy and their keys.
+
+        Args:
+            patience: with the disk.
+            while_waiting: called now and then while a checkpoint waits for the disk.
+        """
         self._strategy, self._table, self._per_epoch = strategy, table, steps_per_epoch
+        self._patience, self._while_waiting = patience, while_waiting
         self._restored: dict[int, StateTree] | None = None
         self.below, self.beyond = 0, list[int]()
 
@@ -59,6 +74,19 @@ class ServersState:
         if self._restored is not None:
             return self._restored
         return {key: {"value": value, "version": 0} for key, value in self._strategy.key_values().items()}
+
+    def prepare(self, store: CheckpointStore, begins: bool) -> Writer:
+        """Return how this worker's writer stands.
+
+        Args:
+            begins: make ready what the next `captured` needs on the disk.
+
+        Raises:
+            UserError: what is being written failed for good.
+        """
+        if self._while_waiting is not None:
+            self._while_waiting()
+        return stand_by(store, self._patience, CheckpointStore.claim if begins else None)
 
     @contextmanager
     def captured(self, cursor: Cursor, store: CheckpointStore) -> Iterator[Captured | None]:

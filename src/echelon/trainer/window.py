@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import GROUPS, SHOWN
+from echelon.core.patience import may_pass
 from echelon.observe.garbage import GarbageClock
 from echelon.observe.phases import PHASE_NAMES, PHASES, Phase, PhaseClock
 from echelon.observe.resources import Sampler
@@ -320,7 +322,12 @@ def resident_bytes(device: torch.device) -> int:
     """Return the memory in use: the allocator's peak on a GPU, this process's resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return int(_process(os.getpid()).memory_info().rss)
+    try:
+        return int(_process(os.getpid()).memory_info().rss)
+    except OSError as error:
+        if not may_pass(error):
+            raise
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # needs no file: there may be too many open
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from echelon.compression import read
 from echelon.coordinator.messages import EvaluateTask, EvaluationDone
 from echelon.core.axes import Axis
+from echelon.core.patience import Patience
 from echelon.data.base import Batch, Shard
 from echelon.data.order import local_part
 from echelon.observe.phases import HostClock
@@ -120,7 +122,7 @@ class _Looking(Leases):
     """Leases of a worker that keeps what it is given to look at, and evaluates nothing."""
 
     def __init__(self, run: TrainingRun, link: ServerLink) -> None:
-        super().__init__(run, link, ServersState(link.servers, link.table, 1), Start(), ())
+        super().__init__(run, link, ServersState(link.servers, link.table, 1, Patience(Path())), Start(), ())
         self._of = link
         self.seen = list[Tensor]()
 

@@ -41,6 +41,7 @@ from echelon.coordinator.messages import (
     WorkerBeat,
 )
 from echelon.coordinator.state import Coordinator
+from echelon.core.patience import Patience
 from echelon.messages.framing import Content, Message
 from echelon.messages.plain import Malformed
 from echelon.records.events import ServerGone, ServerLost, ServerSettled, WorkerGone
@@ -264,14 +265,14 @@ def test_a_journal_in_few_entries_says_the_same(policy: CoordinationPolicy, entr
 
 
 def test_a_journal_is_written_anew_in_one_piece(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "scheduler.jsonl")
+    journal = Journal(tmp_path / "scheduler.jsonl", Patience(tmp_path))
     for task in range(100):
         journal.write(Counted(task, "a", 1, False))
     assert journal.lines == 100
     journal.replace([CountedBefore(90, [92, 99], 0)])
     journal.write(Counted(100, "b", 1, False))
     journal.close()
-    again = Journal(tmp_path / "scheduler.jsonl")
+    again = Journal(tmp_path / "scheduler.jsonl", Patience(tmp_path))
     assert again.lines == 2
     assert list(again.read()) == [CountedBefore(90, [92, 99], 0), Counted(100, "b", 1, False)]
     again.close()

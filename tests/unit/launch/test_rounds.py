@@ -9,6 +9,7 @@ import pytest
 
 from echelon.core.errors import UserError
 from echelon.launch.rounds import (
+    INCIDENT_S,
     LAST_CALL_S,
     LOST_S,
     Continue,
@@ -85,8 +86,20 @@ def test_a_death_that_another_one_led_to_uses_up_no_restart() -> None:
     machines.ask("b", Ready(number, "rank 3 died"))
     assert isinstance(machines.ask("a", Ready(number, "rank 0 lost its peer")), Go)
     number = machines.begin("b", "a")
-    assert machines.ask("a", Ready(number, "rank 1 died")) == Over("failed", "rank 1 died")
-    assert machines.ask("b", Running(number)) == Over("failed", "rank 1 died")
+    over = machines.ask("a", Ready(number, "rank 1 died"))
+    assert isinstance(over, Over) and over.reason == "rank 1 died" and "no restarts are left" in over.no_restart
+    assert machines.ask("b", Running(number)) == over
+
+
+def test_checkpoints_of_the_first_machine_give_restarts_back_to_all() -> None:
+    machines = Machines(2, 2, max_restarts=1)
+    for _ in range(3):
+        number = machines.begin("a", "b")
+        machines.rendezvous.saved(1)
+        machines.ask("b", Ready(number, "rank 3 died"))
+        assert isinstance(machines.ask("a", Ready(number)), Go)
+    number = machines.begin("b", "a")
+    assert isinstance(machines.ask("a", Ready(number, "rank 1 died")), Over)
 
 
 def test_a_machine_that_comes_joins_after_a_checkpoint_of_the_others() -> None:
@@ -158,11 +171,44 @@ def test_a_machine_that_leaves_ends_a_run_that_needs_it() -> None:
 
 def test_groups_of_their_own_share_the_restarts() -> None:
     restarts = Restarts(1)
-    one, other = OwnRounds(restarts), OwnRounds(restarts)
+    now = 0.0
+    one, other = OwnRounds("one", restarts, lambda: now), OwnRounds("other", restarts, lambda: now)
     names = {
         order.round.environment["ECHELON_ROUND"] for r in (one, other) if isinstance(order := r.order(Ready()), Go)
     }
     assert len(names) == 2
     assert isinstance(one.order(Ready(1, "died")), Go)
-    assert other.order(Ready(1, "died")) == Over("failed", "died")
+    now = 1000.0
+    over = other.order(Ready(1, "died"))
+    assert isinstance(over, Over) and over.reason == "died" and "no restarts are left" in over.no_restart
     assert one.order(Finished(2, stopped=False)) == Over("completed")
+
+
+def test_what_dies_at_the_same_time_is_one_incident_and_who_dies_again_is_not() -> None:
+    restarts = Restarts(2)
+    assert [restarts.take(name, (), 10.0 + i) for i, name in enumerate("abc")] == [""] * 3
+    assert restarts.left == 1
+    assert restarts.take("b", (), 14.0) == "" and restarts.left == 0  # again
+    assert restarts.take("c", (), 15.0) == "" and restarts.left == 0  # with it
+    assert "no restarts are left" in restarts.take("a", (), 15.0 + INCIDENT_S)
+
+
+def test_restarts_come_back_with_checkpoints_up_to_their_number() -> None:
+    restarts = Restarts(2)
+    for i in range(10):
+        assert restarts.take("a", (), 100.0 * i) == ""
+        restarts.saved(1)
+    restarts.saved(50)
+    assert restarts.left == 2
+
+
+def test_the_same_failure_twice_in_a_row_before_the_first_step_is_the_last() -> None:
+    restarts = Restarts(9)
+    same = ("ValueError: bad at model.py:3 in forward",)
+    assert restarts.take("a", same, 0.0) == ""
+    assert restarts.take("b", same, 0.1) == ""  # another one, of the same incident
+    assert restarts.take("a", ("KeyError: 1 at model.py:9 in forward",), 1.0) == ""
+    assert restarts.take("a", same, 2.0) == ""
+    assert restarts.take("a", (), 3.0) == ""  # this time it had made steps
+    assert restarts.take("a", same, 4.0) == ""
+    assert "in the same way twice" in restarts.take("a", (*same, "another rank's"), 5.0)

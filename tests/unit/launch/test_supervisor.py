@@ -62,7 +62,7 @@ def _group(*names: str, restart: Restart = Restart.TOGETHER, **settings: bool) -
 
 def _run(place: Script, *groups: Group, max_restarts: int = 1) -> tuple[bool, list[tuple[Death, bool]]]:
     deaths: list[tuple[Death, bool]] = []
-    watch = Watch(lambda death, goes_on: deaths.append((death, goes_on)))
+    watch = Watch(lambda death, no_restart: deaths.append((death, not no_restart)))
     return supervise(Job(groups, max_restarts), place, watch, StopFlag()), deaths
 
 
@@ -100,12 +100,31 @@ def test_who_died_first_is_named(
 
 
 def test_restarts_are_used_up_over_all_processes() -> None:
-    place = Script([("a", 1)], [("b", 1)])
-    deaths: list[bool] = []
-    watch = Watch(lambda death, goes_on: deaths.append(goes_on))
+    place = Script([("a", 1)], [("b", 1)], [("a", 1)])
+    deaths: list[str] = []
+    watch = Watch(lambda death, no_restart: deaths.append(no_restart))
     with pytest.raises(RunFailed):
         supervise(Job((_group("a", "b", restart=Restart.ALONE),), 1), place, watch, StopFlag())
-    assert deaths == [True, False] and not place.alive
+    assert deaths[:2] == ["", ""] and "no restarts are left" in deaths[2]  # the second one died of the same incident
+    assert not place.alive
+
+
+def test_a_new_checkpoint_gives_restarts_back() -> None:
+    place = Script(*[[("a", -9)]] * 4, [("a", 0)])
+    saved = iter([1, 0, 1, 1, 1, 0, 0])
+    deaths: list[str] = []
+    watch = Watch(lambda death, no_restart: deaths.append(no_restart), saved=lambda: next(saved, 0))
+    assert not supervise(Job((_group("a"),), 1), place, watch, StopFlag())
+    assert deaths == [""] * 4
+
+
+def test_the_same_failure_twice_before_the_first_step_ends_the_run() -> None:
+    place = Script([("a", 1)], [("a", 1)])
+    deaths: list[str] = []
+    watch = Watch(lambda death, no_restart: deaths.append(no_restart), failures=lambda _: ["ValueError at model.py:1"])
+    with pytest.raises(RunFailed):
+        supervise(Job((_group("a"),), 5), place, watch, StopFlag())
+    assert deaths[0] == "" and "in the same way twice" in deaths[1]
 
 
 def test_what_refuses_the_input_is_not_restarted() -> None:
@@ -138,16 +157,16 @@ def test_a_stop_is_a_signal_or_a_message(heeds: bool, told: list[tuple[str, int]
 
 @pytest.mark.parametrize("code, fails", [(-signal.SIGTERM, False), (1, True), (-signal.SIGKILL, True)])
 def test_a_run_that_fails_over_its_last_checkpoint_was_not_stopped(code: int, fails: bool) -> None:
-    stop, deaths = StopFlag(), list[bool]()
+    stop, deaths = StopFlag(), list[str]()
     stop.signum = signal.SIGTERM
-    watch = Watch(lambda death, goes_on: deaths.append(goes_on))
+    watch = Watch(lambda death, no_restart: deaths.append(no_restart))
     place = Script([("a", code)])
     if fails:
         with pytest.raises(RunFailed):
             supervise(Job((_group("a", "b"),), 1), place, watch, stop)
     else:
         assert supervise(Job((_group("a", "b"),), 1), place, watch, stop)
-    assert deaths == ([False] if fails else []) and place.starts == ["a", "b"]
+    assert deaths == (["no restart: the run was being stopped"] if fails else []) and place.starts == ["a", "b"]
 
 
 def test_a_process_is_the_same_as_text() -> None:

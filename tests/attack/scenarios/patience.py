@@ -1,0 +1,192 @@
+"""What is transient ends no run: disks that fail for a while, deaths that are far apart."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from tests.attack.faulty_disk import FaultyDisk, small_disk
+from tests.attack.scenario import Scenario
+from tests.ranks.runs import Run, Runs
+
+SYNCS: dict[str, tuple[str, ...]] = {
+    "allreduce": ("--sync", "allreduce"),
+    "local": ("--sync", "local(period=4)"),
+    "ps": ("--sync", "ps(mode=async)"),
+    "fsdp": ("--parallel", "fsdp=2"),
+}
+STEADY = ("--workers", "2", "--epochs", "100000", "--eval-every", "0", "--checkpoint-every", "20", "--lr", "0.01")
+FAILS_S = 2.0
+
+
+def _checkpoints_after(run: Run, moment_t: float) -> list[int]:
+    return [record["step"] for record in run.records("checkpoint") if record["t"] > moment_t]
+
+
+def _fails_for_a_while(run: Run, begin: Callable[[], None], end: Callable[[], None]) -> str:
+    """Let a run's disk fail until it has been told, and train on; returns what became of it."""
+    run.wait_for(lambda: run.records("checkpoint"), "a checkpoint")
+    begin()
+    run.wait_for(lambda: "training goes on" in run.text(), "that the disk fails")
+    time.sleep(FAILS_S)
+    end()
+    works = run.wait_for(lambda: run.events("disk_works"), "that the disk works again")[0]
+    saved = run.wait_for(lambda: _checkpoints_after(run, works["t"] - works["seconds"]), "a checkpoint afterwards")
+    os.kill(run.process.pid, signal.SIGTERM)
+    run.end()
+    steps = [r["step"] for r in run.records("steps")]
+    assert len(set(steps)) == len(steps) and sorted(run.losses()) == list(range(1, max(steps) + 1)), "steps are missing"
+    assert len(run.records("start")) == 1 and not run.events("worker_died"), "it was restarted"
+    trained = sum(1 for r in run.records("steps") if works["t"] - works["seconds"] < r["t"] <= works["t"])
+    assert trained, "training stood still"
+    assert run.text().count("training goes on") == 1 and run.text().count("works again") == 1, run.text()
+    return f"{trained} records of steps while it failed for {works['seconds']:.1f} s; saved again at step {saved[0]}"
+
+
+def _full_disk(sync: str, folder: Path) -> str:
+    with small_disk(folder / "disk") as disk, Runs(folder) as runs:
+        run = runs.train("digits", *STEADY, *SYNCS[sync], folder="disk/run")
+        return _fails_for_a_while(run, disk.fill, disk.free)
+
+
+def _error(code: int, folder: Path) -> str:
+    disk = FaultyDisk(folder, folder / "run" / "checkpoints")
+    with Runs(folder) as runs:
+        arguments = ("train", "digits", "--threads", "1", "--device", "cpu", *STEADY)
+        run = runs.start(*arguments, folder="run", environment=disk.environment)
+        return _fails_for_a_while(run, partial(disk.fail, code), disk.work)
+
+
+def _no_more_files(folder: Path) -> str:
+    with Runs(folder) as runs:
+        run = runs.train("digits", *STEADY, folder="run")
+        pid = run.wait_for(lambda: run.records("checkpoint") and run.pids()[0], "a checkpoint")
+        soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        least = min(set(range(soft)) - {int(fd.name) for fd in Path(f"/proc/{pid}/fd").iterdir()})
+        return _fails_for_a_while(
+            run,
+            lambda: _set_limit(pid, (least, hard)),
+            lambda: _set_limit(pid, (soft, hard)),
+        )
+
+
+def _set_limit(pid: int, limits: tuple[int, int]) -> None:
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+
+
+def _stays_full(folder: Path) -> str:
+    with small_disk(folder / "disk") as disk, Runs(folder) as runs:
+        run = runs.train("digits", *STEADY, "--io-patience", "3s", folder="disk/run")
+        run.wait_for(lambda: run.records("checkpoint"), "a checkpoint")
+        disk.fill()
+        full_t = time.monotonic()
+        code = run.end()
+        seconds = time.monotonic() - full_t
+        line = run.errors().splitlines()[-1]
+        assert code == 2 and "No space left" in line and "echelon resume" in line, run.text()
+        disk.free()
+        resumed = runs.start("resume", "disk/run", "--max-steps", "400", folder="disk/run")
+        assert resumed.end() == 0, resumed.text()
+        return f"it ended with code 2 after {seconds:.1f} s of a full disk, and could be resumed"
+
+
+def _full_at_the_end(folder: Path) -> str:
+    with small_disk(folder / "disk") as disk, Runs(folder) as runs:
+        run = runs.train("digits", *STEADY, "--max-steps", "400", folder="disk/run")
+        run.wait_for(lambda: run.records("checkpoint"), "a checkpoint")
+        disk.fill()
+        time.sleep(6 * FAILS_S)
+        assert run.process.poll() is None, run.text()
+        disk.free()
+        assert run.end() == 0, run.text()
+        assert run.records("checkpoint")[-1]["step"] == 400 and sorted(run.losses()) == list(range(1, 401))
+        assert run.summary()["status"] == "completed"
+        return f"the last save waited: {run.events('disk_works')[0]['message']}"
+
+
+def _far_apart(folder: Path) -> str:
+    deaths = 5
+    with Runs(folder) as runs:
+        run = runs.train("digits", *STEADY, "--max-restarts", "2", folder="run")
+        for number in range(deaths):
+            started = run.wait_for(lambda n=number: run.records("start")[n:], f"start {number + 1}")[0]
+            run.wait_for(lambda t=started["t"]: len(_checkpoints_after(run, t)) >= 1, "a checkpoint")
+            os.kill(run.pids()[number % 2], signal.SIGKILL)
+        started = run.wait_for(lambda: run.records("start")[deaths:], "the last start")[0]
+        run.wait_for(lambda: _checkpoints_after(run, started["t"]), "a checkpoint")
+        os.kill(run.process.pid, signal.SIGTERM)
+        run.end()
+        assert run.summary()["status"] == "stopped", run.text()
+        return f"{deaths} deaths with a checkpoint between each two, --max-restarts 2: the run went on"
+
+
+BROKEN_MODEL = """
+import torch
+
+class Broken(torch.nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, classes)
+
+    def forward(self, x):
+        if self.training:
+            raise RuntimeError(f"this model at {object()} cannot work")
+        return self.layer(x.flatten(1))
+
+def build(num_classes=10, **settings):
+    return Broken(num_classes)
+"""
+
+
+def _never_works(folder: Path) -> str:
+    (folder / "broken.py").write_text(BROKEN_MODEL)
+    with Runs(folder) as runs:
+        environment = {"PYTHONPATH": str(folder)}
+        run = runs.start(
+            "train", "digits", "--threads", "1", "--device", "cpu", *STEADY, "--model", "broken:build",
+            folder="run", environment=environment,
+        )  # fmt: skip
+        assert run.end() == 1, run.text()
+        deaths = run.events("worker_died")
+        assert len(deaths) == 2 and "in the same way twice" in deaths[1]["message"], run.text()
+        return f"the run ended at the second start of --max-restarts 3: {deaths[1]['message'].rpartition('; ')[2]}"
+
+
+def _one_incident(folder: Path) -> str:
+    with Runs(folder) as runs:
+        run = runs.train("digits", *STEADY, "--sync", "ps(mode=async)", "--max-restarts", "1", folder="run")
+        run.wait_for(lambda: run.records("checkpoint"), "a checkpoint")
+        joined = {r["name"]: r["pid"] for r in run.records("worker_joined")}
+        for name in ("worker0", "worker1"):
+            os.kill(joined[name], signal.SIGKILL)
+        died_t = time.time()
+        run.wait_for(lambda: len(run.events("worker_died")) == 2, "both deaths")
+        run.wait_for_step(1, after_t=died_t + 2)
+        os.kill(run.process.pid, signal.SIGTERM)
+        run.end()
+        assert run.summary()["status"] == "stopped", run.text()
+        return "two workers killed at once, --max-restarts 1: the run went on"
+
+
+_FULL = "A disk that is full for a while ends no run ({}): training goes on, and a checkpoint follows when it has room."
+_ERROR = "{} while checkpoints are saved ends no run: training goes on, and the save is tried again."
+
+SCENARIOS = [
+    *(Scenario(f"full-disk-{name}", _FULL.format(name), partial(_full_disk, name)) for name in SYNCS),
+    *(
+        Scenario(f"error-{errno.errorcode[code].lower()}", _ERROR.format(errno.errorcode[code]), partial(_error, code))
+        for code in (errno.EIO, errno.ESTALE)
+    ),
+    Scenario("error-emfile", _ERROR.format("EMFILE"), _no_more_files),
+    Scenario("stays-full", "A disk that stays full ends the run after --io-patience; it can be resumed.", _stays_full),
+    Scenario("full-at-the-end", "The last save waits for a full disk.", _full_at_the_end),
+    Scenario("far-apart", "Deaths with a checkpoint between never use up --max-restarts.", _far_apart, short=False),
+    Scenario("never-works", "A model that fails in its first forward ends the run at the second start.", _never_works),
+    Scenario("one-incident", "Workers that die at once use up one restart.", _one_incident),
+]
