@@ -66,7 +66,7 @@ class Captured:
     arriving: Arriving | None = None
 
 
-class Writer(IntEnum):
+class WriterState(IntEnum):
     """What a rank's writers of checkpoints do; of several ranks the greatest counts."""
 
     IDLE = 0
@@ -91,7 +91,7 @@ class RunState(Protocol):
     def load(self, state: StateView) -> Cursor:
         """Restore a checkpoint's state; returns how far it is."""
 
-    def prepare(self, store: CheckpointStore, begins: bool) -> Writer:
+    def prepare(self, store: CheckpointStore, begins: bool) -> WriterState:
         """Return how all ranks' writers stand, to all alike.
 
         Args:
@@ -180,7 +180,7 @@ class RanksState:
             self.bytes_sent += tensor_bytes(local)
         return gather_rank_state(local, self._world.group)
 
-    def prepare(self, store: CheckpointStore, begins: bool) -> Writer:
+    def prepare(self, store: CheckpointStore, begins: bool) -> WriterState:
         """Return how all ranks' writers stand, to all alike; all ranks call it together.
 
         Args:
@@ -198,7 +198,7 @@ class RanksState:
             return own
         worst = torch.tensor([own], device=self._world.device)
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._world.group)
-        return Writer(int(worst))
+        return WriterState(int(worst))
 
     def _make_room(self, store: CheckpointStore) -> None:
         store.claim()
@@ -230,14 +230,16 @@ class RanksState:
             )
 
 
-def writer_state(is_writing: bool, patience: Patience, what: str) -> Writer:
+def writer_state(is_writing: bool, patience: Patience, what: str) -> WriterState:
     """Return what a writer does whose troubles with the disk are known by a name."""
     if not is_writing:
-        return Writer.IDLE
-    return Writer.FAILS if patience.fails(what) else Writer.BUSY
+        return WriterState.IDLE
+    return WriterState.FAILS if patience.fails(what) else WriterState.BUSY
 
 
-def stand_by(store: CheckpointStore, patience: Patience, prepare: Callable[[CheckpointStore], None] | None) -> Writer:
+def stand_by(
+    store: CheckpointStore, patience: Patience, prepare: Callable[[CheckpointStore], None] | None
+) -> WriterState:
     """Return what the writer of a store does; where it is idle, prepare the next checkpoint, if there is one.
 
     Raises:
@@ -246,7 +248,7 @@ def stand_by(store: CheckpointStore, patience: Patience, prepare: Callable[[Chec
     if not store.is_writing:
         store.wait()  # raises what it failed for
         ready = prepare is None or patience.attempt(WRITING, lambda: prepare(store))
-        return Writer.IDLE if ready else Writer.FAILS
+        return WriterState.IDLE if ready else WriterState.FAILS
     return writer_state(True, patience, WRITING)
 
 
@@ -305,8 +307,8 @@ class Saver:
 
     def _wait_for_writers(self, for_disk: bool, begins: bool = True) -> bool:
         """Wait until no rank writes; returns at once, and False, where a disk takes nothing and is not waited for."""
-        while (state := self._state.prepare(self._store, begins)) is not Writer.IDLE:
-            if state is Writer.FAILS and not for_disk:
+        while (state := self._state.prepare(self._store, begins)) is not WriterState.IDLE:
+            if state is WriterState.FAILS and not for_disk:
                 return False
             time.sleep(_POLL_S)
         return True

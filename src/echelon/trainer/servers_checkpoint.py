@@ -14,7 +14,7 @@ from echelon.core.state_tree import StateTree, StateView
 from echelon.ps.messages import BUFFERS_KEY
 from echelon.ps.strategy import ParameterServer
 from echelon.ps.table import KeyTable
-from echelon.trainer.saving import Captured, Writer, stand_by
+from echelon.trainer.saving import Captured, WriterState, stand_by
 from echelon.trainer.state import Cursor
 
 
@@ -75,7 +75,7 @@ class ServersState:
             return self._restored
         return {key: {"value": value, "version": 0} for key, value in self._strategy.key_values().items()}
 
-    def prepare(self, store: CheckpointStore, begins: bool) -> Writer:
+    def prepare(self, store: CheckpointStore, begins: bool) -> WriterState:
         """Return how this worker's writer stands.
 
         Args:
