@@ -49,7 +49,7 @@ class Ready:
 
     after: int = 0
     death: str = ""
-    failures: Sequence[str] = ()
+    failures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
