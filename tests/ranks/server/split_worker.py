@@ -96,7 +96,7 @@ def work_split(rank: Rank, work: Work4) -> list[Tensor]:
         train_loader=cast(Any, _Loader(work.trial)),
         eval_loader=cast(Any, None),
         clock=clock,
-        saver=cast(Any, SimpleNamespace(restore=lambda: None, best=None)),
+        saver=cast(Any, SimpleNamespace(passed_over=[], restore=lambda: None, best=None)),
         progress=RunProgress(Recorder(None), cast(Any, None), cast(Any, None)),
         settings=cast(Any, None),
     )
