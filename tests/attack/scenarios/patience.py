@@ -162,9 +162,9 @@ def _one_incident(folder: Path) -> str:
     with Runs(folder) as runs:
         run = runs.train("digits", *STEADY, "--sync", "ps(mode=async)", "--max-restarts", "1", folder="run")
         run.wait_for(lambda: run.records("checkpoint"), "a checkpoint")
-        joined = {r["name"]: r["pid"] for r in run.records("worker_joined")}
+        started = {r["role"]: r["pid"] for r in run.records("process")}
         for name in ("worker0", "worker1"):
-            os.kill(joined[name], signal.SIGKILL)
+            os.kill(started[name], signal.SIGKILL)
         died_t = time.time()
         run.wait_for(lambda: len(run.events("worker_died")) == 2, "both deaths")
         run.wait_for_step(1, after_t=died_t + 2)
