@@ -76,8 +76,21 @@ def record_last(path: Path, *events: Event) -> None:
         logging.exception("the record of this run cannot be written: %s", "; ".join(e.message for e in events))
 
 
+class _LogFile(logging.FileHandler):
+    """A log whose lines wait in the stream's buffer, or are lost, while the disk takes nothing."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say nothing of a disk that takes nothing: the run's patience tells of it, once."""
+        error = sys.exc_info()[1]
+        if error is None or not may_pass(error):
+            super().handleError(record)
+
+
 def log_to(file: Path) -> None:
     """Send this process's log to a file of its rank; warnings too."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    logging.basicConfig(filename=file, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True)
+    handlers = [_LogFile(file)]
+    logging.basicConfig(
+        handlers=handlers, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True
+    )
     logging.captureWarnings(True)

@@ -15,7 +15,7 @@ from echelon.core.errors import UserError
 from echelon.core.state_tree import StateView
 from echelon.records.file import Recorder
 from echelon.records.kinds import Checkpoint
-from echelon.trainer.saving import Captured, Saver, last_saved, start_over
+from echelon.trainer.saving import Captured, Saver, WriterState, last_saved, start_over
 from echelon.trainer.state import Cursor, Fingerprint
 
 
@@ -31,6 +31,11 @@ class _State:
     def load(self, state: StateView) -> Cursor:
         """Return how far it is."""
         return Cursor(**state["cursor"])
+
+    def prepare(self, store: CheckpointStore, begins: bool) -> WriterState:
+        """Wait for the one before."""
+        store.wait()
+        return WriterState.IDLE
 
     @contextmanager
     def captured(self, cursor: Cursor, store: CheckpointStore) -> Iterator[Captured | None]:
