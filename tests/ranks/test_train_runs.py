@@ -94,7 +94,7 @@ def test_a_disk_that_stays_full_ends_the_run_after_its_patience_with_the_older_c
         with Runs(tmp_path) as runs:
             settings = ("--workers", "2", "--epochs", "100", "--lr", "0.02", "--checkpoint-every", "5",
                         "--eval-every", "0", "--io-patience", "2s")  # fmt: skip
-            run = runs.train("digits", *settings, "--max-steps", "2000", folder="disk/run")
+            run = runs.train("digits", *settings, "--max-steps", "1000", folder="disk/run")
             run.wait_for(lambda: run.records("checkpoint"), "a checkpoint")
             with (disk / "other").open("wb", buffering=0) as other:
                 _fill(other.fileno())
@@ -107,7 +107,7 @@ def test_a_disk_that_stays_full_ends_the_run_after_its_patience_with_the_older_c
             resumed = runs.start("resume", "disk/run", folder="disk/run")
             assert resumed.end() == 0, resumed.text()
             assert run.records("start")[-1]["start_step"] > 0
-            assert list(run.losses()) == list(range(1, 2001))
+            assert list(run.losses()) == list(range(1, 1001))
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
 
