@@ -188,7 +188,7 @@ def _reached(own: Trainer, path: Path, setting: Setting, share: float, ends: flo
         for entry in map(json.loads, whole.splitlines()):
             done += entry["kind"] == "done"
             if entry["kind"] == "setup":
-                wanted = share * entry["info"]["steps_per_epoch"] * reports
+                wanted = share * entry["setup"]["steps_per_epoch"] * reports
         time.sleep(0.005)
     return True
 
@@ -200,7 +200,7 @@ def _pids(path: Path) -> dict[str, int]:
 def _judge(path: Path, setting: Setting, strike: tuple[str, float, float], seed: int, seconds: float) -> Trial:
     name, killed_t, share = strike
     entries, record = _lines(path / "ps" / "scheduler.jsonl"), _lines(path / "record.jsonl")
-    setup = next((e["info"] for e in entries if e["kind"] == "setup"), {"steps_per_epoch": 0})
+    setup = next((e["setup"] for e in entries if e["kind"] == "setup"), {"steps_per_epoch": 0})
     done = Counter(e["task"] for e in entries if e["kind"] == "done" and not e["late"])
     whole = setup["steps_per_epoch"] * setting.epochs
     journal = setting.mode != "async" or (set(done) == set(range(whole)) and set(done.values()) == {1})

@@ -12,6 +12,8 @@ from echelon.models.base import ModelInput
 
 PAUSE_S = 0.06
 SAVE_S = 0.3
+STALL_S = 0.5
+STALL_PASS = 40
 
 
 class Slept(nn.Module):
@@ -40,6 +42,26 @@ def once(data: ModelInput) -> nn.Module:
 def twice(data: ModelInput) -> nn.Module:
     """A step of two pauses."""
     return Slept(data, 2 * PAUSE_S)
+
+
+class Stalled(Slept):
+    """One forward pass of training takes `STALL_S` longer."""
+
+    def __init__(self, data: ModelInput) -> None:
+        super().__init__(data, 0.0)
+        self._passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits `(B, classes)`."""
+        self._passes += self.training
+        if self._passes == STALL_PASS and self.training:
+            time.sleep(STALL_S)
+        return super().forward(x)
+
+
+def stalled(data: ModelInput) -> nn.Module:
+    """A model of quick steps, of which one is slow."""
+    return Stalled(data)
 
 
 def slow_to_save(data: ModelInput) -> nn.Module:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
 
+from echelon.records.kinds import Evaluation, SlowStep, Start, WorkerJoined
 from echelon.reporting.report import load_run, summarise
 from echelon.reporting.report.waterfall import TOLERANCE
 from tests.ranks.run_many import python_path
 from tests.ranks.runs import SMALL, Runs
-from tests.ranks.slow_parts import SAVE_S
+from tests.ranks.slow_parts import SAVE_S, STALL_S
 
 WAYS = {"bf16", "int8", "sign", "topk(density=0.01)", "powersgd(rank=2)"}
 WAYS |= {"local(period=8)", "local(period=8, overlap=2)", "diloco(period=20)"}
@@ -41,6 +43,29 @@ def test_phases_and_pauses_of_each_rank_are_the_wall_time(tmp_path: Path) -> Non
     stored = json.loads((run.folder / "summary.json").read_text())
     assert stored["predictions"][0]["gain"] > 0
     assert "completed; report:" in said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_run_with_servers_tells_of_its_workers_what_other_runs_tell_of_ranks(tmp_path: Path, mode: str) -> None:
+    """Evaluations are no step's time; the start names every worker; a step that took long is told with its cause."""
+    options = ["--sync", f"ps(mode={mode})", "--epochs", "6", "--eval-every", "2", "--workers", "2", *SMALL]
+    options += ["--model", "tests.ranks.slow_parts:stalled"]
+    with Runs(tmp_path) as runs:
+        run = runs.start("train", "digits", *options, folder="run", environment={"PYTHONPATH": python_path()})
+        assert run.end() == 0, run.text()
+        record = load_run(run.folder)
+    (start,), joined = record.of(Start), record.of(WorkerJoined)
+    assert list(start.pids) == [w.pid for w in sorted(joined, key=lambda w: w.name)]
+    assert list(start.hosts) == [socket.gethostname()] * 2 and all(start.affinity)
+    waterfall = summarise(record).waterfall
+    assert waterfall is not None and waterfall.missing <= TOLERANCE, waterfall
+    evaluated = sum(e.seconds for e in record.of(Evaluation))
+    assert sum(waterfall.parts["evaluation"]) >= 0.9 * evaluated
+    slow = max(record.of(SlowStep), key=lambda step: step.seconds)
+    assert slow.seconds >= STALL_S and slow.median_s < STALL_S / 3
+    phases = next(row for row in slow.phases if row is not None)
+    assert dict(zip(slow.phase_names, phases, strict=True))["forward"] >= STALL_S
 
 
 def test_waiting_for_the_rank_that_saves_is_its_checkpoints_pause(tmp_path: Path) -> None:

@@ -16,7 +16,17 @@ COMMON = (
     "--device", "cpu", "--epochs", "1", "--batch-size", "100",
 )  # fmt: skip
 SYNCS = ("allreduce", "ps(mode=sync)", "ps(mode=async)")
-SETTINGS = ("--deterministic", "--tf32", "on", "--recompute", "blocks", "--precision", "bf16-params")
+SETTINGS = (
+    "--deterministic",
+    "--tf32",
+    "on",
+    "--recompute",
+    "blocks",
+    "--precision",
+    "bf16-params",
+    "--channels-last",
+    "on",
+)
 
 
 def test_settings_of_training_reach_every_worker(tmp_path: Path) -> None:
@@ -24,8 +34,14 @@ def test_settings_of_training_reach_every_worker(tmp_path: Path) -> None:
     commands += [[*COMMON, "--sync", sync, "--run", f"plain{i}"] for i, sync in enumerate(SYNCS)]
     results = run_many(tmp_path, commands)
     assert [r.code for r in results] == [0] * len(commands), results
-    told = {"deterministic": True, "matmul": "high", "block_calls": 4, "parameters": "torch.bfloat16"}
-    plain = {"deterministic": False, "matmul": "highest", "block_calls": 2, "parameters": "torch.float32"}
+    told = {
+        "deterministic": True, "matmul": "high", "block_calls": 4, "parameters": "torch.bfloat16",
+        "channels_last": True,
+    }  # fmt: skip
+    plain = {
+        "deterministic": False, "matmul": "highest", "block_calls": 2, "parameters": "torch.float32",
+        "channels_last": False,
+    }  # fmt: skip
     for i in range(len(SYNCS)):
         for folder, expected in ((tmp_path / str(i), told), (tmp_path / f"plain{i}", plain)):
             seen = seen_in(folder)

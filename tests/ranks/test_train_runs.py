@@ -121,8 +121,9 @@ def _fill(fd: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_model_trains_alike(tmp_path: Path) -> None:
-    commands = [["train", "digits", *COMMON, *extra, "--run", name] for name, extra in
+@pytest.mark.parametrize("sync", ["allreduce", "ps(mode=sync)"])
+def test_a_compiled_model_trains_alike(tmp_path: Path, sync: str) -> None:
+    commands = [["train", "digits", *COMMON, *extra, "--sync", sync, "--run", name] for name, extra in
                 (("plain", ()), ("compiled", ("--compile",)))]  # fmt: skip
     assert [r.code for r in run_many(tmp_path, commands)] == [0, 0]
     assert losses_of(tmp_path / "compiled") == pytest.approx(losses_of(tmp_path / "plain"), rel=1e-3)

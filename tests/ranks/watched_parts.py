@@ -32,7 +32,8 @@ class Watched(nn.Module):
 
     def __init__(self, data: ModelInput) -> None:
         super().__init__()
-        self.first = nn.Linear(data.channels * data.image_size**2, 32)
+        self.mix = nn.Sequential(nn.Conv2d(data.channels, 4, 1), nn.Conv2d(4, 2, 3, padding=1))
+        self.first = nn.Linear(2 * data.image_size**2, 32)
         self.blocks = nn.Sequential(_Block(32), _Block(32))
         self.last = nn.Linear(32, data.classes)
         self._passes = 0
@@ -43,16 +44,18 @@ class Watched(nn.Module):
             self._passes += 1
             if self._passes == 3:
                 self._tell()
-        logits: Tensor = self.last(self.blocks(self.first(x.reshape(len(x), -1))))
+        logits: Tensor = self.last(self.blocks(self.first(self.mix(x).reshape(len(x), -1))))
         return logits
 
     def _tell(self) -> None:
+        mixed = self.mix[1].weight
         block = next(m for m in self.modules() if isinstance(m, _Block))
         seen = {
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "matmul": torch.get_float32_matmul_precision(),
             "block_calls": block.calls,
             "parameters": str(self.first.weight.dtype),
+            "channels_last": mixed.is_contiguous(memory_format=torch.channels_last) and not mixed.is_contiguous(),
         }
         logging.getLogger("watched").warning("%s%s", _MARK, json.dumps(seen))
 

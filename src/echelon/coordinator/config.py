@@ -43,8 +43,12 @@ class CoordinationPolicy:
 
 @dataclass(frozen=True)
 class CoordinatorConfig:
-    """What the coordinator is told when it starts; without a worker for `timeout_s` it gives the run up."""
+    """What the coordinator is told when it starts; without a worker for `timeout_s` it gives the run up.
+
+    `workers` are those that the run begins with: they are waited for, but not for long.
+    """
 
     policy: CoordinationPolicy
     plan: TrainingPlan
     timeout_s: float
+    workers: int = 0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echelon.coordinator.journal import JournalEntry
-from echelon.coordinator.messages import EvaluationDone, SetupDone
+from echelon.coordinator.messages import EvaluationDone, JoinWorker, SetupDone
 from echelon.messages.framing import Content
 from echelon.records.kinds import Record, Steps
 
@@ -34,9 +35,10 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """The run begins; not again after a setup that had to be repeated."""
+    """The run begins, with the workers that have joined in order of their numbers; not again after another setup."""
 
     setup: SetupDone
+    workers: Sequence[JoinWorker] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,12 @@ class MemberList:
         return sorted((m for m in self._by_name.values() if m.is_worker), key=lambda m: m.name)
 
     @property
+    def worker_joins(self) -> list[JoinWorker]:
+        """What the workers said when they joined, in order of their numbers."""
+        ordered = sorted(self.workers, key=lambda m: (len(m.name), m.name))
+        return [member.join for member in ordered if isinstance(member.join, JoinWorker)]
+
+    @property
     def servers(self) -> list[RunMember]:
         """The servers and their standbys by name."""
         return sorted((m for m in self._by_name.values() if not m.is_worker), key=lambda m: m.name)

@@ -34,6 +34,7 @@ class TaskReport:
         density: share of elements that its last message carried; None without a sparse codec.
         entropy_coded: what entropy coding did since the worker began.
         resources: a row of `observe.resources`; empty where nothing new was sampled.
+        pauses: seconds of what the worker did since its last report that belongs to no step, by name: evaluation.
     """
 
     loss: AnyFloat
@@ -46,6 +47,7 @@ class TaskReport:
     entropy_coded: dict[str, float] = field(default_factory=dict)
     resources: list[AnyFloat] = field(default_factory=list)
     gc_s: float = 0.0
+    pauses: dict[str, float] = field(default_factory=dict)
 
 
 # To the coordinator
@@ -60,6 +62,7 @@ class JoinWorker(Content):
         holding: tasks that it works on already, or has done without word that it was heard.
         machine: the number of its machine; 0: the first one.
         host, affinity: where it runs, for the record.
+        pids: of all its processes, where it is split over several.
     """
 
     fingerprint: str
@@ -68,6 +71,7 @@ class JoinWorker(Content):
     pid: int = 0
     host: str = ""
     affinity: str = ""
+    pids: list[int] = field(default_factory=list)
 
 
 @content(21)

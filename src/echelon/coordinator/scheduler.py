@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import zmq
 from echelon.coordinator.config import CoordinatorConfig
 from echelon.coordinator.effects import Began, Effect, Evaluated, Save, Send, Tell, WindowClosed
 from echelon.coordinator.journal import Journal
-from echelon.coordinator.messages import TO_COORDINATOR, EvaluationDone, SetupDone
+from echelon.coordinator.messages import TO_COORDINATOR, EvaluationDone, JoinWorker, SetupDone
 from echelon.coordinator.state import Coordinator
 from echelon.messages.endpoint import Listener, Sender
 from echelon.messages.framing import Message
@@ -43,7 +43,7 @@ class SchedulerConfig:
 class Callbacks:
     """What others do with what happens: the run's record, the display."""
 
-    started: Callable[[SetupDone], None]
+    started: Callable[[SetupDone, Sequence[JoinWorker]], None]
     window: Callable[[Steps, list[list[float]]], None]
     evaluated: Callable[[int, EvaluationDone], None]
 
@@ -111,7 +111,7 @@ class Scheduler:
                 case Tell():
                     self._record.write(effect.record)
                 case Began():
-                    self._callbacks.started(effect.setup)
+                    self._callbacks.started(effect.setup, effect.workers)
                 case WindowClosed():
                     self._callbacks.window(effect.steps, effect.resources)
                 case Evaluated():

@@ -5,6 +5,7 @@ Nothing here touches a socket, a file or a clock: time comes in as an argument, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
@@ -72,6 +73,7 @@ from echelon.records.events import (
 from echelon.records.kinds import EntropyCoding, Record, ServerWindow, WorkerJoined, WorkerWindow
 
 REPORT_S = 2.0
+GATHER_S = 2.0  # what a run begins with waits so long for workers that are late: its start tells of all
 
 
 class Coordinator:
@@ -98,7 +100,7 @@ class Coordinator:
         self._begun = self._recorded = False
         self._late = 0
         self._settled_lives = set[int]()
-        self._last_worker_s = now_s
+        self._last_worker_s, self._asked_s = now_s, math.inf
         self._report_s = self._members_s = 0.0
         self._effects: list[Effect] = []
         self._last_entries: dict[str, JournalEntry] = {}
@@ -255,6 +257,7 @@ class Coordinator:
                 member.beat = content
             case AskTask():
                 self._asking[member.name] = None
+                self._asked_s = min(self._asked_s, now_s)
                 self._give_all(now_s)
             case TaskDone():
                 self._task_done(member, content, now_s)
@@ -447,7 +450,7 @@ class Coordinator:
         self._window = WindowAccumulator(now_s)
         if not self._recorded:
             self._recorded = True
-            self._effects.append(Began(setup))
+            self._effects.append(Began(setup, self.members.worker_joins))
         for member in self.members.workers:
             leases.join(member.name, (), now_s)
         self._look(leases, now_s)
@@ -467,6 +470,8 @@ class Coordinator:
     def _task_for(self, member: RunMember, now_s: float) -> Task | None:
         if self.setup is None:
             if self._setup_worker or not all(pair.primary for pair in self._pairs) or not member.is_home:
+                return None
+            if len(self.members.workers) < self._config.workers and now_s - self._asked_s < GATHER_S:
                 return None
             self._setup_worker = member.name
             return SetupTask()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from echelon.coordinator.messages import MovedBytes, TaskReport
-from echelon.observe.phases import PHASE_NAMES, PHASES
+from echelon.observe.phases import PAUSES, PHASE_NAMES, PHASES
 from echelon.records.kinds import RESOURCE_NAMES, Steps
 
 WINDOW_S = 0.5
@@ -28,6 +28,7 @@ class WindowAccumulator:
     resources: dict[str, list[float]] = field(default_factory=dict)
     gc_s: dict[str, float] = field(default_factory=dict)
     coded: dict[str, dict[str, float]] = field(default_factory=dict)
+    pauses: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, worker: str, step: int, report: TaskReport, counted: bool) -> None:
         """Add a finished task; one that was not counted into the parameters adds only its time."""
@@ -40,6 +41,8 @@ class WindowAccumulator:
         row = self.phases.setdefault(worker, [0.0] * len(PHASES))
         for i, seconds in enumerate(report.phases[: len(PHASES)]):
             row[i] += seconds
+        before = self.pauses.get(worker, [0.0] * len(PAUSES))
+        self.pauses[worker] = [s + report.pauses.get(name, 0.0) for name, s in zip(PAUSES, before, strict=True)]
         self.gc_s[worker] = self.gc_s.get(worker, 0.0) + report.gc_s
         self.latest[worker] = report
         if report.resources:
@@ -75,6 +78,8 @@ class WindowAccumulator:
         """
         zeros, latest = [0.0] * len(PHASES), self.latest
         densities = [report.density for report in latest.values() if report.density is not None]
+        seen = [i for i in range(len(PAUSES)) if any(seconds[i] for seconds in self.pauses.values())]
+        paused = {w: [self.pauses[w][i] if w in self.pauses else 0.0 for i in seen] for w in workers}
         waiting = {s: loss for s, loss in self.losses.items() if s >= below}
         steps = Steps(
             epoch=epoch,
@@ -84,8 +89,11 @@ class WindowAccumulator:
             samples=self.samples,
             lr=self.lr,
             seconds=now_s - self.began_s,
-            phase_names=PHASE_NAMES,
-            phases=[self.phases.get(w, zeros) for w in workers],
+            phase_names=(
+                *PHASE_NAMES,
+                *(PAUSES[i] for i in seen),
+            ),  # a pause of one is no pause of all: seconds hold it
+            phases=[self.phases.get(w, zeros) + paused[w] for w in workers],
             wire_bytes=self.moved.sent + self.moved.received,  # servers send what workers pull
             wire_bytes_by_group={"pushed": self.moved.sent, "pulled": self.moved.received},
             other_wire_bytes=self.moved.other,

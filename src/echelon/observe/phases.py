@@ -28,6 +28,10 @@ class Phase(StrEnum):
 PHASES = list(Phase)
 PHASE_NAMES = tuple(phase.value for phase in PHASES)
 
+RECORDING = "recording"
+PAUSES = ("evaluation", "checkpoint", RECORDING)
+"""What interrupts the steps; recording is adding up over the ranks, and what rank 0 writes and shows."""
+
 
 class PhaseClock(Protocol):
     """Divides time into phases: `enter` ends the phase before and begins the next."""

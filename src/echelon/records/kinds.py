@@ -74,7 +74,8 @@ class Start(Record):
 
     Attributes:
         attempt: restarts of this launch before it.
-        hosts, pids, affinity: by rank; empty where workers come and go (each then writes a `WorkerJoined`).
+        hosts, pids, affinity: by rank. Of workers that come and go those that it begins with (each writes a
+            `WorkerJoined` too); empty where one of them was late.
         backend: what carries messages between ranks.
         layout: sizes of the mesh by axis; axes of size 1 may be left out, and `None` is of runs before layouts.
         task: what is learnt; runs of before tasks are of image classification.

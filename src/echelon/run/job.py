@@ -92,7 +92,8 @@ def server_job(plan: LaunchPlan, part: ServerPart) -> Job:
             name, entry, (path, *args), environment, host, log, leads, stops_on_signal=False, folder=str(Path.cwd())
         )
 
-    alone = [process("scheduler", SCHEDULER, (part.addresses.get("scheduler", ""),), True)] if first else []
+    expected = part.workers * plan.nodes.least // plan.nodes.most
+    alone = [process("scheduler", SCHEDULER, (part.addresses.get("scheduler", ""), expected), True)] if first else []
     for kind, numbers in (("server", part.servers), ("standby", part.standbys)):
         names = [(f"{kind}{i}", i) for i in numbers]
         alone += [process(name, SERVER, (name, i, part.addresses.get(name, "")), False) for name, i in names]

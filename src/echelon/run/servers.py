@@ -16,7 +16,7 @@ from torch import nn
 from echelon.config import RunConfig, load_run_config
 from echelon.coordinator.addresses import ADDRESS_FILE, ROLES_FOLDER, STATUS_FILE, role_address, wait_for_address
 from echelon.coordinator.config import CoordinatorConfig, TrainingPlan
-from echelon.coordinator.messages import EvaluationDone, SetupDone
+from echelon.coordinator.messages import EvaluationDone, JoinWorker, SetupDone
 from echelon.coordinator.runs import count_of
 from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
@@ -66,8 +66,8 @@ def run_server(folder: str, name: str, index: int, host: str = "") -> None:
     _as_role(folder, name, serve)
 
 
-def run_scheduler(folder: str, host: str = "") -> None:
-    """Be the scheduler to the end of the run: it records, and shows the progress."""
+def run_scheduler(folder: str, host: str = "", workers: int = 0) -> None:
+    """Be the scheduler to the end of the run, which begins with so many workers: it records, and shows the progress."""
 
     def schedule(path: Path, run: ResolvedRun) -> None:
         """Schedule until the run is over, and write its report."""
@@ -78,7 +78,7 @@ def run_scheduler(folder: str, host: str = "") -> None:
         keys = derive_keys(read_secret(roles))
         record = Recorder(path, patience_s=run.io_patience_s)
         chronicle = Chronicle(run, path, record)
-        plan = CoordinatorConfig(coordination_policy(server_settings(run.sync)), _plan(run), run.timeout_s)
+        plan = CoordinatorConfig(coordination_policy(server_settings(run.sync)), _plan(run), run.timeout_s, workers)
         scheduler = Scheduler(SchedulerConfig(plan, keys, address, roles), record, chronicle.callbacks())
         where = json.dumps({"address": scheduler.listener.address, "pid": os.getpid()})
         record.patience.insist(address_file.name, lambda: write_atomic(address_file, where))
@@ -144,6 +144,15 @@ def optimizer_maker(config: RunConfig) -> MakeOptimizer:
     return make
 
 
+def _with_workers(start: Start, workers: Sequence[JoinWorker]) -> Start:
+    """Return a start with each process of the workers, in order of ranks; with none where some had not joined yet."""
+    rows = [(worker.host, pid, worker.affinity) for worker in workers for pid in worker.pids or [worker.pid]]
+    if len(rows) != start.world_size:
+        return replace(start, pids=())
+    hosts, pids, affinity = zip(*rows, strict=True)
+    return replace(start, hosts=hosts, pids=pids, affinity=affinity)
+
+
 class Chronicle:
     """Tells what the scheduler knows, as rank 0 of other runs tells it."""
 
@@ -157,11 +166,12 @@ class Chronicle:
         """Return what the scheduler calls."""
         return Callbacks(self._started, self._progress.window, self._evaluated)
 
-    def _started(self, setup: SetupDone) -> None:
+    def _started(self, setup: SetupDone, workers: Sequence[JoinWorker]) -> None:
         per_epoch, progress = setup.steps_per_epoch, self._progress
         done = setup.done_below + count_of(setup.done_beyond)
         length = RunLength(_plan(self._run).steps(per_epoch), self._run.config.training.epochs)
         start = replace(decode(Start, setup.about), start_step=done, start_epoch=done // per_epoch)
+        start = _with_workers(start, workers)
         progress.display = Display(length, start.task, True, done)
         progress.display.__enter__()
         self._record.write(start)

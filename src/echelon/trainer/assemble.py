@@ -175,6 +175,7 @@ def assemble_worker(
     info = ground.source.info
     run_parts, link = build_worker(resolved, ground.work(user_objects), process, world, ground.clock, path)
     seed_everything(_rank_seed(config.training.seed, process.number * world.data_size + world.data_rank))
+    pids = roll_call(world).pids
     record = Recorder(path if link else None, patience_s=resolved.io_patience_s)
     silent = Display(RunLength(0, 0), ground.task.facts(), visible=False)
     progress = RunProgress(record, Scalars(None, record.patience), silent)
@@ -191,7 +192,7 @@ def assemble_worker(
     saver = Saver(path, config.checkpoint.keep, state, record, Fingerprint.of(config, info, ground.task))
     run = ground.run(run_parts, saver, progress)
     split_notes = run_parts.split.notes if run_parts.split else ()
-    start = _start_of_workers(ground, run_parts, link, path)
+    start = replace(_start_of_workers(ground, run_parts, link, path), pids=pids)
     return run, Leases(run, link, state, start, run_notes(config, ground.source, split_notes, notes))
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from echelon.core.stop import StopFlag
 from echelon.data.base import Batch
 from echelon.observe.garbage import GarbageClock
-from echelon.observe.phases import Phase
+from echelon.observe.phases import RECORDING, Phase
 from echelon.records.kinds import EntropyCoding
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.loop import TrainingRun, evaluate_agreed
@@ -17,7 +17,6 @@ from echelon.trainer.progress import record_pipeline
 from echelon.trainer.slow_steps import SlowSteps
 from echelon.trainer.state import Cursor
 from echelon.trainer.step import StepResult
-from echelon.trainer.step_watch import RECORDING
 from echelon.trainer.window import ClosedWindow, Window, WindowEnd, WindowTraffic
 
 

@@ -26,7 +26,7 @@ from echelon.coordinator.messages import (
 from echelon.data.base import Shard
 from echelon.observe.environment import allowed_cores
 from echelon.observe.garbage import GarbageClock
-from echelon.observe.phases import PHASES, Phase
+from echelon.observe.phases import PAUSES, Phase
 from echelon.observe.resources import Sampler
 from echelon.ps.client import PushInfo, TagLost
 from echelon.ps.commands import Command
@@ -69,7 +69,7 @@ class Leases:
         """Take the parts of a run, the link to its servers, and their state.
 
         Args:
-            start: what the record says of the start, but for how far the run is.
+            start: what the record says of the start, with this worker's processes alone; its scheduler knows the rest.
             notes: what a user has to know of this run, each with the name of its event.
         """
         self.status = ""
@@ -79,7 +79,6 @@ class Leases:
         self._garbage = GarbageClock()
         self._watch = StepWatch(run.clock, self._garbage)
         self._slow = SlowSteps(run.progress.record)
-        self._between = [0.0] * len(PHASES)
 
     def __iter__(self) -> Iterator[Batch]:
         """Do what the coordinator asks for, and give the batches of leases, until it says that the run is over."""
@@ -97,7 +96,6 @@ class Leases:
                     case TrainTask():
                         if not trained:  # what came before the first lease is no step's time
                             clock.drain()
-                            self._between = [0.0] * len(PHASES)
                         trained = True
                         yield self._begin(task)
                 clock.enter(Phase.COMMUNICATE)  # until the next task is there
@@ -118,11 +116,11 @@ class Leases:
         (after,), facts = self._watch.pauses, self._watch.close(phases, None)
         report = TaskReport(
             loss, score if run.task.score_label else None, round(samples), run.schedule.lr,
-            [a + b for a, b in zip(phases, self._between, strict=True)], resident_bytes(run.world.device),
+            phases, resident_bytes(run.world.device),
             link.servers.density(), dict(link.servers.entropy_coded()),
             self._sampler.row if self._sampler.sample() else [], facts.gc_s,
+            {name: seconds for name, seconds in zip(PAUSES, facts.pauses, strict=True) if seconds},
         )  # fmt: skip
-        self._between = [0.0] * len(PHASES)
         link.client.finish_task(task.task, report)
         self._slow.look_alone(task.step + 1, link.process.number, facts.slowest, after, self._watch)
         if link.process.number == 0:
@@ -131,8 +129,9 @@ class Leases:
     def _joining(self) -> JoinWorker:
         link = self._link
         return JoinWorker(
-            link.table.fingerprint, [], link.process.machine, os.getpid(), socket.gethostname(), allowed_cores()
-        )
+            link.table.fingerprint, [], link.process.machine, os.getpid(), socket.gethostname(), allowed_cores(),
+            list(self._start.pids),
+        )  # fmt: skip
 
     def _begin(self, task: TrainTask) -> Batch:
         run = self._run
@@ -184,15 +183,14 @@ class Leases:
             link.servers.load_buffers(fetched)
 
     def _evaluate(self, task: EvaluateTask) -> EvaluationDone:
-        """Evaluate and save the servers' copy that a task names: a pause of this worker, which counts as other."""
-        self._between = [a + b for a, b in zip(self._between, self._run.clock.drain(), strict=True)]
+        """Evaluate and save the servers' copy that a task names: a pause of this worker between its steps."""
+        self._run.clock.enter(None)
         name, began = "evaluation" if task.evaluate else "checkpoint", time.perf_counter()
         self._run.world.notes.enter(name)
         try:
             done = self._evaluate_copy(task)
         except TagLost:
             done = EvaluationDone(task.task, lost=True)
-        self._between = [a + b for a, b in zip(self._between, self._run.clock.drain(), strict=True)]
         seconds = time.perf_counter() - began
         self._watch.paused(name, seconds)
         self._run.progress.paused(name, task.step, seconds)

@@ -14,7 +14,7 @@ from echelon.coordinator.addresses import ROLES_FOLDER, wait_for_address
 from echelon.messages.identity import derive_keys, read_secret
 from echelon.observe.phases import PhaseClock
 from echelon.optim.build import build_optimizer
-from echelon.optim.traits import is_elementwise
+from echelon.optim.traits import is_split_on_servers
 from echelon.parallel.base import alone
 from echelon.ps.client import Client, ClientConfig
 from echelon.ps.spans import model_table
@@ -94,7 +94,7 @@ def _connect(
             keeps=settings.replicas == 0, aggregates=settings.aggregates,
         )
     )  # fmt: skip
-    by_element = is_elementwise(config.optimizer.name) and not client.sends_shapes
+    by_element = is_split_on_servers(config.optimizer.name) and not client.sends_shapes
     table = model_table(model, Cut(settings.servers, settings.chunk_bytes, whole_tensors=not by_element))
     client.set_table(table)
     compiled = config.model.compile and worker is None

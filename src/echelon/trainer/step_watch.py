@@ -9,11 +9,7 @@ from statistics import median
 
 from echelon.collectives.times import ReduceTimes
 from echelon.observe.garbage import GarbageClock
-from echelon.observe.phases import PHASES, Phase, PhaseClock
-
-RECORDING = "recording"
-PAUSES = ("evaluation", "checkpoint", RECORDING)
-"""What interrupts the steps; recording is adding up over the ranks, and what rank 0 writes and shows."""
+from echelon.observe.phases import PAUSES, PHASES, RECORDING, Phase, PhaseClock
 
 _REMEMBERED = 256
 _WAIT = PHASES.index(Phase.COMMUNICATE)

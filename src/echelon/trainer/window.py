@@ -20,11 +20,11 @@ from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import GROUPS, SHOWN
 from echelon.core.patience import may_pass
 from echelon.observe.garbage import GarbageClock
-from echelon.observe.phases import PHASE_NAMES, PHASES, Phase, PhaseClock
+from echelon.observe.phases import PAUSES, PHASE_NAMES, PHASES, RECORDING, Phase, PhaseClock
 from echelon.observe.resources import Sampler
 from echelon.records.kinds import RESOURCE_NAMES, Steps
 from echelon.trainer.step import StepResult
-from echelon.trainer.step_watch import PAUSES, RECORDING, RankFacts, SlowestStep, StepWatch
+from echelon.trainer.step_watch import RankFacts, SlowestStep, StepWatch
 from echelon.trainer.world import World
 
 TARGET_S = 2.0  # closing a window takes some milliseconds: well below 1% of it

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from echelon.coordinator.config import CoordinationPolicy, CoordinatorConfig, TrainingPlan
-from echelon.coordinator.effects import Effect, Save, Send, Tell, WindowClosed
+from echelon.coordinator.effects import Began, Effect, Save, Send, Tell, WindowClosed
 from echelon.coordinator.journal import Counted, CountedBefore, Journal, JournalEntry, journal_line, read_entry
 from echelon.coordinator.messages import (
     AskTask,
@@ -172,6 +172,39 @@ def test_a_report_of_another_process_of_the_name_ends_nobody() -> None:
     assert [m.name for m in run.state.members.servers] == ["server0"]
     run.say("launcher", Died("server0", pid=7))
     assert not run.state.members.servers
+
+
+def test_the_setup_waits_for_the_workers_that_a_run_begins_with_but_not_for_long() -> None:
+    """The start tells of them all, in order of their numbers."""
+    run = Run()
+    run.state = Coordinator(CoordinatorConfig(FREE, PLAN, 60.0, workers=3), 1, run.now_s)
+    run.say("server0", READY)
+    for number in (10, 2):
+        run.say(f"worker{number}", JoinWorker("model", pid=number))
+        run.say(f"worker{number}", AskTask())
+    run.tick(1.0)
+    assert not run.sent("worker10", SetupTask)
+    run.tick(0.9)
+    for number in (10, 2):
+        run.say(f"worker{number}", WorkerBeat({}, 0, 0))
+    run.say("server0", READY)
+    run.tick(0.2)
+    assert run.sent("worker10", SetupTask)
+    run.say("worker10", SetupDone(SetupTask().task, "model", STEPS // 2, 0, []))
+    (began,) = (effect for effect in run.effects if isinstance(effect, Began))
+    assert [join.pid for join in began.workers] == [2, 10]
+
+
+def test_a_pause_of_one_worker_is_its_share_of_the_windows_time() -> None:
+    run = Run()
+    run.begin("a", "b")
+    for worker, seconds in (("a", 0.0), ("b", 1.5)):
+        report = replace(REPORT, phases=[0.5], pauses={"evaluation": seconds} if seconds else {})
+        run.say(worker, TaskDone(run.ask(worker).task, False, report, NOTHING))
+    run.tick(1.0)
+    (window,) = (effect.steps for effect in run.effects if isinstance(effect, WindowClosed))
+    assert window.phase_names[-1] == "evaluation" and [row[-1] for row in window.phases] == [0.0, 1.5]
+    assert all(len(row) == len(window.phase_names) for row in window.phases)
 
 
 def test_who_is_silent_is_gone_and_joins_again_with_what_it_holds() -> None:

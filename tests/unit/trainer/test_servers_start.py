@@ -9,7 +9,7 @@ import pytest
 
 from echelon.config import build
 from echelon.config.validate import Nodes
-from echelon.coordinator.messages import SetupDone
+from echelon.coordinator.messages import JoinWorker, SetupDone
 from echelon.ps.worker_rank import WorkerRank
 from echelon.records.file import Recorder, read_records
 from echelon.records.kinds import Start
@@ -27,7 +27,17 @@ def test_all_workers_count(workers: int, ranks: int, nodes: Nodes, expected: int
     assert workers_at_start(WorkerRank(0, 0, size=ranks, workers=workers), nodes) == expected
 
 
-def test_the_start_has_the_workers_that_there_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("joins", "pids"),
+    [
+        ([JoinWorker("m", pid=7, host="a"), JoinWorker("m", pid=8, host="b")], (7, 8)),
+        ([JoinWorker("m", pid=7, host="a", pids=[7, 9])], (7, 9)),  # split over two processes
+        ([JoinWorker("m", pid=7, host="a")], ()),  # one was late
+    ],
+)
+def test_the_start_has_the_workers_that_there_are(
+    tmp_path: Path, joins: list[JoinWorker], pids: tuple[int, ...]
+) -> None:
     """Without `--workers` a run has as many as the machine offers: the description does not know how many."""
     run = resolve(build(None, {"strategy.sync": "ps"}).config)
     assert run.config.launch.workers is None or not run.config.launch.workers
@@ -38,8 +48,9 @@ def test_the_start_has_the_workers_that_there_are(tmp_path: Path) -> None:
     about |= {name: list(value) for name, value in about.items() if isinstance(value, tuple)}  # as it is carried
     about["task"] |= {name: list(value) for name, value in about["task"].items() if isinstance(value, tuple)}
     about["environment"] |= {"gpus": []}
-    chronicle.callbacks().started(SetupDone(0, "model", 4, 5, [], about=about))
+    chronicle.callbacks().started(SetupDone(0, "model", 4, 5, [], about=about), joins)
     chronicle.close()
     record.close()
     (start,) = read_records(tmp_path, Start)
     assert (start.world_size, start.served, start.start_step, start.start_epoch) == (2, True, 5, 1)
+    assert start.pids == pids and len(start.hosts) == len(pids)

@@ -10,11 +10,11 @@ import pytest
 
 from echelon.collectives.times import ReduceTimes
 from echelon.observe.garbage import GarbageClock
-from echelon.observe.phases import PHASES, HostClock, Phase
+from echelon.observe.phases import PAUSES, PHASES, HostClock, Phase
 from echelon.records.file import Recorder, read_records
 from echelon.records.kinds import SlowStep, Steps
 from echelon.trainer.slow_steps import MOST_RECORDED, SlowSteps
-from echelon.trainer.step_watch import PAUSES, RankFacts, StepWatch
+from echelon.trainer.step_watch import RankFacts, StepWatch
 from echelon.trainer.window import ClosedWindow
 
 WAIT = PHASES.index(Phase.COMMUNICATE)

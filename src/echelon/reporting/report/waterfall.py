@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from echelon.observe.phases import PHASES
+from echelon.observe.phases import PAUSES, PHASES
 from echelon.records.kinds import Checkpoint, Evaluation, Pause, Start, Steps
 from echelon.reporting.report.clock import Sitting, sittings
 from echelon.reporting.report.records import RunRecord
@@ -103,6 +103,7 @@ def _ending(stretch: Sitting, moments: Sequence[float]) -> float:
 def _phases(windows: Sequence[Steps], n: int) -> dict[str, tuple[float, ...]]:
     names = list(dict.fromkeys(name for w in windows for name in w.phase_names))
     known = [str(p) for p in PHASES if str(p) in names]
+    names = [name for name in names if name not in PAUSES]
     return {
         name: tuple(
             sum(w.phases[r][w.phase_names.index(name)] for w in windows if name in w.phase_names) for r in range(n)
@@ -113,16 +114,18 @@ def _phases(windows: Sequence[Steps], n: int) -> dict[str, tuple[float, ...]]:
 
 def _pauses(record: RunRecord, windows: Sequence[Steps], n: int) -> dict[str, tuple[float, ...]]:
     """Pauses that ranks told with their windows; what came after an attempt's last one, rank 0 alone recorded."""
-    told = [w for w in windows if w.pauses]
+    told = [w for w in windows if w.pauses or set(w.phase_names) & set(PAUSES)]
     if not told:
         evaluated = sum(e.seconds for e in record.of(Evaluation))
         saved = sum(c.blocked_s for c in record.of(Checkpoint))
         return {_EVALUATED: (evaluated,) * n, _SAVED: (saved,) * n}
-    sums = {name: [0.0] * n for w in told for name in w.pause_names}
+    sums = {name: [0.0] * n for name in PAUSES}
     for window in told:
-        for r, row in enumerate(window.pauses):
-            for name, seconds in zip(window.pause_names, row, strict=True):
-                sums[name][r] += seconds
+        for names, rows in ((window.pause_names, window.pauses), (window.phase_names, window.phases)):
+            for r, row in enumerate(rows):
+                for name, seconds in zip(names, row, strict=True):
+                    if name in sums:
+                        sums[name][r] += seconds
     starts = [start.t for start in record.of(Start)] + [float("inf")]
     for begin, end in pairwise(starts):
         last = max((w.t for w in told if begin <= w.t < end), default=end)
