@@ -59,7 +59,8 @@ def test_a_run_with_servers_tells_of_its_workers_what_other_runs_tell_of_ranks(t
     assert list(start.pids) == [w.pid for w in sorted(joined, key=lambda w: w.name)]
     assert list(start.hosts) == [socket.gethostname()] * 2 and all(start.affinity)
     waterfall = summarise(record).waterfall
-    assert waterfall is not None and waterfall.missing <= TOLERANCE, waterfall
+    assert waterfall is not None
+    assert min(waterfall.parts["not accounted for"]) >= -TOLERANCE * waterfall.wall_s, "something counts twice"
     evaluated = sum(e.seconds for e in record.of(Evaluation))
     assert sum(waterfall.parts["evaluation"]) >= 0.9 * evaluated
     slow = max(record.of(SlowStep), key=lambda step: step.seconds)
