@@ -39,10 +39,18 @@ def outlive_readers() -> None:
 
 def _lasting(stream: TextIO, fd: int) -> TextIO:
     """Return a stream of the same form; one that was closed before, or replaced, as it is."""
-    if stream is None or not isinstance(stream, io.TextIOWrapper) or stream.fileno() != fd:
+    if stream is None or not isinstance(stream, io.TextIOWrapper) or _descriptor(stream) != fd:
         return stream
     stream.flush()
     buffered = io.BufferedWriter(LastingFile(fd))
     return io.TextIOWrapper(
         buffered, stream.encoding, stream.errors, line_buffering=stream.line_buffering, write_through=fd == 2
     )
+
+
+def _descriptor(stream: TextIO) -> int | None:
+    """Return the descriptor that a stream writes to; None for one in memory, such as a notebook's."""
+    try:
+        return stream.fileno()
+    except io.UnsupportedOperation:
+        return None

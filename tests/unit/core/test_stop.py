@@ -6,10 +6,20 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from echelon.core.stop import STOP_SIGNALS, StopFlag, Stopped, stop_on_signals, stopped_exit_code
+
+
+@pytest.fixture(autouse=True)
+def _default_handlers() -> Iterator[None]:
+    """Take the signals as a terminal's program does, also where the tests were started with some ignored (nohup)."""
+    before = {signum: signal.signal(signum, signal.default_int_handler) for signum in STOP_SIGNALS}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
 @pytest.mark.parametrize("signum", STOP_SIGNALS)
