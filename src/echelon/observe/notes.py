@@ -1,7 +1,7 @@
 """What a process is at, in memory that its launcher reads without its help: also when it hangs and holds the GIL.
 
 A process notes its phase and step by a few stores of eight bytes each, which need no lock and no thread. On a signal it
-writes the Python stacks of its threads (`faulthandler`, whose handler needs no GIL either).
+writes the Python stack of its main thread (`faulthandler`, whose handler needs no GIL either).
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class RankNotes:
         """Begin in `memory`; `stacks` is a file descriptor for the stacks that `STACK_SIGNAL` asks for."""
         self._numbers = (memory if memory is not None else memoryview(bytearray(SLOT_BYTES))).cast("d")
         if stacks is not None:
-            faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+            # Of this thread alone: walking the frames of one that runs may read memory that is no frame any more.
+            faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False)
         about = [0.0, 0.0, time.monotonic(), 0.0, 0.0, float(threading.main_thread().ident or 0), stacks is not None, 0]
         for place, number in enumerate(about):
             self._numbers[place] = number

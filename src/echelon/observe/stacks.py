@@ -7,7 +7,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
+_THREAD = re.compile(r"^(?:(?:Current thread|Thread) 0x([0-9a-f]+)|Stack \(most recent)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 _LIBRARY = sysconfig.get_paths()["stdlib"]
@@ -80,6 +80,8 @@ def _is_in(frame: Frame, places: tuple[str, ...]) -> bool:
 def stack_of(text: str, thread: int) -> Stack | None:
     """Return the stack of a thread (its identity) in the last dump that a text has whole; None: it has none.
 
+    A dump of one thread, the one that took the signal, names none: it counts as the wanted one.
+
     >>> text = 'Current thread 0x1f (most recent call first):\\n  File "a.py", line 3 in f\\n'
     >>> print(stack_of(text, 0x1F).frames[0])
     a.py:3 in f
@@ -87,7 +89,7 @@ def stack_of(text: str, thread: int) -> Stack | None:
     frames: list[Frame] | None = None
     for line in text.splitlines():
         if match := _THREAD.match(line):
-            is_wanted = int(match[1], 16) == thread
+            is_wanted = match[1] is None or int(match[1], 16) == thread
             frames = [] if is_wanted else frames
         elif frames is not None and is_wanted and (match := _FRAME.match(line)):
             frames.append(Frame(match[1], int(match[2]), match[3]))
