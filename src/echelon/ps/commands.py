@@ -45,17 +45,23 @@ class CommandChannel:
     def __init__(self, group: Group, timeout_s: float) -> None:
         self._group = group
         self._returned: list[Command] = []
+        self._is_over = False
         self.idle_s = timeout_s / _IDLE_A_TIMEOUT
 
     def tell(self, command: Command) -> None:
         """Tell a command, as the first rank; the others hear it."""
         text = json.dumps(asdict(command)).encode()
         assert len(text) <= _BYTES
+        self._is_over = command.kind == "over"
         self._broadcast(torch.frombuffer(bytearray(text.ljust(_BYTES)), dtype=torch.uint8))
 
     def tell_idle(self) -> None:
-        """Tell that there is nothing to do yet, every `idle_s`: the others wait no longer than a timeout."""
-        self.tell(Command("idle"))
+        """Tell that there is nothing to do yet, every `idle_s`: the others wait no longer than a timeout.
+
+        Once the run is over nobody hears it: the first rank waits for the disk alone.
+        """
+        if not self._is_over:
+            self.tell(Command("idle"))
 
     def hear(self) -> Command:
         """Wait for a command, as one of the others."""
