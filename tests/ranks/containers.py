@@ -43,7 +43,8 @@ class Container:
         user: it is no root, and in no file of users.
         home: `read-only`, `none` (no variable at all), or as it is.
         shm: `small` (64 kB), `read-only`, or as it is.
-        temporary: `long` (a path too long for sockets), `read-only`, or as it is.
+        temporary: `long` (a path too long for sockets), `read-only`, `none` (no folder but the run's can be written),
+            or as it is.
         root: `read-only`: nothing can be written but the run's folder and the temporary ones.
     """
 
@@ -81,10 +82,13 @@ class Container:
             lines += [f"mkdir -m 1777 {path}", f"export TMPDIR={path}"]
         elif self.temporary == "read-only":
             lines += [f"mkdir {where}/ro", f"mount -t tmpfs -o ro tmpfs {where}/ro", f"export TMPDIR={where}/ro"]
+        if self.temporary == "none":
+            for path in ("/tmp", "/var/tmp", "/dev/shm", "/run"):
+                lines += [f"mount --bind {path} {path}", f"mount -o remount,bind,ro {path}"]
+            lines += [f"mount --bind {where} {where}", f"mount -o remount,bind,rw {where}", "cd /"]
         if self.root == "read-only":
-            lines += [
-                f"mount --bind {where} {where}", "mount --bind /tmp /tmp", "mount -o remount,bind,ro /",
-            ]  # fmt: skip
+            kept = [] if self.temporary == "none" else [where, "/tmp"]
+            lines += [*(f"mount --bind {path} {path}" for path in kept), "mount -o remount,bind,ro /"]
         return lines
 
 

@@ -72,22 +72,18 @@ def test_every_signal_saves_first(tmp_path: Path, sync: str, send: Callable[[Run
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "settings",
+    "setting",
     [
-        *(
-            [("--sync", s)]
-            for s in ("local(4)", "diloco(10)", "easgd(4)", "ps(mode=sync)", "ps(mode=ssp, staleness=2)")
-        ),
-        [("--parallel", "fsdp=2")],
-        [("--parallel", "pp=2")],
-        [("--workers", "1")],
+        *(("--sync", s) for s in ("local(4)", "diloco(10)", "easgd(4)", "ps(mode=sync)", "ps(mode=ssp, staleness=2)")),
+        ("--parallel", "fsdp=2"),
+        ("--parallel", "pp=2"),
+        ("--workers", "1"),
     ],
-    ids=lambda settings: " ".join(settings[0]),
+    ids=" ".join,
 )
-def test_every_way_of_training_saves_first(tmp_path: Path, settings: list[tuple[str, str]]) -> None:
-    [setting] = settings
+def test_every_way_of_training_saves_first(tmp_path: Path, setting: tuple[str, str]) -> None:
     with Runs(tmp_path) as runs:
-        run = runs.train("digits", *LONG, setting, folder="run")
+        run = runs.train("digits", *LONG, *setting, folder="run")
         run.wait_for_step(5)
         _to_group_twice(run, signal.SIGHUP)
         check_stopped(run, signal.SIGHUP)
@@ -109,18 +105,19 @@ def test_a_signal_before_the_first_step_ends_it_with_a_report(tmp_path: Path, sy
 @pytest.mark.long
 @pytest.mark.parametrize(
     "ignore, signum",
-    [("nohup", signal.SIGHUP), ("trap '' INT QUIT;", signal.SIGINT), ("trap '' INT QUIT;", signal.SIGQUIT)],
+    [
+        ("exec nohup", signal.SIGHUP),
+        ("trap '' INT QUIT; exec", signal.SIGINT),
+        ("trap '' INT QUIT; exec", signal.SIGQUIT),
+    ],
 )
 def test_a_signal_that_was_ignored_stays_ignored(tmp_path: Path, ignore: str, signum: int) -> None:
-    exec_ = "exec" if ignore.endswith(";") else ""
     with Runs(tmp_path) as runs:
-        prefix = ("sh", "-c", f'{ignore} {exec_} "$@"', "sh")
-        run = runs.start(
-            "train", "digits", "--threads", "1", "--device", "cpu", *LONG, folder="run", prefix=prefix
-        )  # fmt: skip
+        prefix = ("sh", "-c", f'{ignore} "$@"', "sh")
+        run = runs.start("train", "digits", *SMALL, *LONG, folder="run", prefix=prefix)
         run.wait_for_step(5)
         before = last_step(run)
-        _to_group(run, signal.Signals[f"SIG{signum}"])
+        _to_group(run, signum)
         run.wait_for_step(before + 200)
         _to_group(run, signal.SIGTERM)
         check_stopped(run, signal.SIGTERM)

@@ -9,6 +9,7 @@ import sys
 from typing import Any, TextIO
 
 _GONE = (errno.EIO, errno.EPIPE)  # of a terminal, of a pipe
+_NOBODY_READS = b"echelon: nobody reads standard output any more; what is shown goes nowhere\n"
 
 
 class LastingFile(io.FileIO):
@@ -28,7 +29,7 @@ class LastingFile(io.FileIO):
         os.dup2(nowhere, self.fileno())
         os.close(nowhere)
         if self.fileno() == 1:
-            print("echelon: nobody reads standard output any more; what is shown goes nowhere", file=sys.stderr)
+            LastingFile(2).write(_NOBODY_READS)  # not through sys.stderr: a live display sends that here
         return len(data)
 
 
