@@ -1,8 +1,13 @@
-"""Weights from a file: safetensors or a torch state dict. No code is unpickled; a misfit is refused in one line."""
+"""Weights from a file: safetensors, a torch state dict, or the checkpoint of another trainer.
+
+No code is unpickled; a misfit is refused in one line.
+"""
 
 from __future__ import annotations
 
+import json
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,21 +18,28 @@ from torch import Tensor, nn
 from echelon.core.errors import UserError
 
 WRAPPERS = ("module.", "_orig_mod.")
-NESTED = ("state_dict", "model", "model_state_dict")
+NESTED = ("state_dict", "model", "model_state_dict", "module")  # Lightning, Horovod's examples, torch's, DeepSpeed
 COUNTER = "num_batches_tracked"
+DEEPSPEED = "mp_rank_00_model_states.pt"
+IN_FOLDERS = (
+    *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
+    DEEPSPEED,
+)
+"""What a folder of weights may hold (transformers, Accelerate, zero_to_fp32.py, DeepSpeed), the first one is read."""
 
 
 def load_weights(model: nn.Module, path: Path, new_head: bool = False) -> None:
     """Copy the file's tensors into the model; every parameter and buffer must be there, with its shape.
 
-    BatchNorm's batch counter may be missing (older files have none). With `new_head`, the classifier keeps its own
-    values where the file's has another number of classes.
+    Names may have a prefix that the model's have not, such as a LightningModule's `model.`; what has another prefix (a
+    loss, a metric) is passed over. BatchNorm's batch counter may be missing (older files have none). With `new_head`,
+    the classifier keeps its own values where the file's has another number of classes.
 
     Raises:
         UserError: the file cannot be read, or does not fit: names the first parameter, both shapes, and the fix.
     """
-    state = read_weights(path)
     model_state = model.state_dict()
+    state = _without_prefix(read_weights(path), model_state, path)
     if new_head:
         state |= {
             name: model_state[name]
@@ -41,37 +53,96 @@ def load_weights(model: nn.Module, path: Path, new_head: bool = False) -> None:
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Read name -> tensor from safetensors or a torch file, on the CPU; the format is told by the content.
 
-    A dict nested under `state_dict` or `model` is unwrapped, and so are the prefixes of DistributedDataParallel
-    (`module.`) and torch.compile (`_orig_mod.`).
+    A dict nested under `state_dict` (Lightning), `model`, `model_state_dict` or `module` (DeepSpeed) is unwrapped, and
+    so are the prefixes of DistributedDataParallel (`module.`) and torch.compile (`_orig_mod.`). Of a folder the weights
+    in it are read: one file, several with an index beside them, or DeepSpeed's newest.
 
     Raises:
-        UserError: no such file, or not such a file, or it holds other things than tensors.
+        UserError: no such file, or not such a file, or it holds other things than tensors or only parts of them.
     """
-    if not path.is_file():
-        reason = "this is a folder" if path.is_dir() else "no such file"
-        raise UserError(f"--weights {path}: {reason}; name a file of weights")
-    try:
-        content = _read(path)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+    file = _file_in(path) if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"--weights {path}: no such file; name a file of weights")
+    if file.name == DEEPSPEED:
+        _refuse_pieces(file.parent)
+    if file.name.endswith(".index.json"):
+        return {name: tensor for piece in _pieces(file) for name, tensor in _unwrap(_read(piece), piece).items()}
+    return _unwrap(_read(file), file)
+
+
+def _file_in(folder: Path) -> Path:
+    latest = folder / "latest"
+    if latest.is_file():  # DeepSpeed: the name of the folder with the newest checkpoint
+        folder = folder / Path(latest.read_text(encoding="utf-8").strip()).name
+    _refuse_pieces(folder)
+    for name in IN_FOLDERS:
+        if (folder / name).is_file():
+            return folder / name
+    raise UserError(f"--weights {folder}: this is a folder, without {', '.join(IN_FOLDERS)}; name a file of weights")
+
+
+def _refuse_pieces(folder: Path) -> None:
+    """Refuse checkpoints whose tensors are divided, with the command that puts them together (UserError)."""
+    if (folder / f"zero_pp_rank_0_{DEEPSPEED}").exists():
         raise UserError(
-            f"--weights {path} cannot be read as safetensors or as a torch state dict saved with torch.save "
-            f"({str(error).splitlines()[0][:120] if str(error) else type(error).__name__}); nothing else is unpickled"
-        ) from error
-    return _unwrap(content, path)
+            f"--weights {folder}: ZeRO-3 has divided the parameters: run the zero_to_fp32.py that DeepSpeed has put "
+            "beside the checkpoint, and name what it writes"
+        )
+    if (folder / DEEPSPEED.replace("00", "01")).exists():
+        raise UserError(
+            f"--weights {folder}: its tensors are divided among tensor-parallel ranks: save the whole state dict where "
+            "it was trained"
+        )
+    if (folder / ".metadata").exists():
+        raise UserError(
+            f"--weights {folder}: a sharded checkpoint of torch: make one file of it with python -m "
+            f"torch.distributed.checkpoint.format_utils dcp_to_torch {folder} FILE"
+        )
+
+
+def _pieces(index: Path) -> list[Path]:
+    """Return the files that an index names, all of them beside it.
+
+    Raises:
+        UserError: it cannot be read, or names a file elsewhere or one that is not there.
+    """
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise UserError(f"--weights {index} is no index of weights: it has no weight_map") from error
+    pieces = [index.parent / Path(str(name)).name for name in names]
+    missing = [piece for name, piece in zip(names, pieces, strict=True) if piece.name != name or not piece.is_file()]
+    if missing:
+        raise UserError(f"--weights {index} names {missing[0].name}, which is not beside it: copy all of its files")
+    return pieces
 
 
 def _read(path: Path) -> Any:
-    with path.open("rb") as file:
-        start = file.read(9)
-    if len(start) == 9 and start[8:] == b"{":
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
+    try:
+        with path.open("rb") as file:
+            start = file.read(9)
+        if len(start) == 9 and start[8:] == b"{":
+            return _read_safetensors(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+        refused = re.search(r"GLOBAL ([\w.]+)", str(error))
+        why = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+        if refused:
+            why = f"it holds an object of {refused[1]} beside tensors: save model.state_dict() alone where it was made"
+        raise UserError(
+            f"--weights {path} cannot be read as safetensors or as a torch state dict saved with torch.save ({why}); "
+            "nothing else is unpickled"
+        ) from error
 
-        try:
-            return load_file(path)
-        except SafetensorError as error:
-            raise ValueError(str(error)) from error
-    return torch.load(path, map_location="cpu", weights_only=True)
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error
 
 
 def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
@@ -84,6 +155,27 @@ def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
         if all(name.startswith(prefix) for name in state):
             state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
     return state
+
+
+def _without_prefix(state: dict[str, Tensor], model_state: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """Return the tensors under the one prefix after which all of the model's names follow; all, where there is none.
+
+    Raises:
+        UserError: several such models are in the file.
+    """
+    names = [name for name in model_state if not name.endswith(COUNTER)]
+    if not names or all(name in state for name in names):
+        return state
+    candidates = [name.removesuffix(names[0]) for name in state if name.endswith(f".{names[0]}")]
+    prefixes = [prefix for prefix in candidates if all(prefix + name in state for name in names)]
+    if len(prefixes) > 1:
+        raise UserError(
+            f"--weights {path} holds {len(prefixes)} such models, under {' and '.join(prefixes)}: "
+            "save the state dict of the one that is meant"
+        )
+    if not prefixes:
+        return state
+    return {name.removeprefix(prefixes[0]): tensor for name, tensor in state.items() if name.startswith(prefixes[0])}
 
 
 def _check(state: Mapping[str, Tensor], model_state: Mapping[str, Tensor], path: Path) -> None:

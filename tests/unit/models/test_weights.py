@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,99 @@ def test_no_code_in_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_file_that_is_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "w").write_bytes(content)
     assert "cannot be read" in refusal(model(), tmp_path / "w")
+
+
+def lightning(state: dict[str, Tensor], path: Path) -> Path:
+    """A LightningModule's checkpoint: the network under `model.`, a metric beside it, loops and hyperparameters."""
+    content = {
+        "epoch": 2,
+        "global_step": 30,
+        "pytorch-lightning_version": "2.6.6",
+        "state_dict": {f"model.{name}": tensor for name, tensor in state.items()} | {"criterion.weight": torch.ones(3)},
+        "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"current": {"completed": 2}}}},
+        "callbacks": {"ModelCheckpoint{'monitor': None}": {"best_model_path": "a.ckpt", "current_score": None}},
+        "optimizer_states": [{"state": {}, "param_groups": [{"lr": 0.1}]}],
+        "hyper_parameters": {"lr": 0.1},
+    }
+    torch.save(content, path / "last.ckpt")
+    return path / "last.ckpt"
+
+
+def deepspeed(state: dict[str, Tensor], path: Path) -> Path:
+    """The folder of `engine.save_checkpoint` (ZeRO up to 2): `latest`, and bf16 weights under `module`."""
+    folder = path / "global_step30"
+    folder.mkdir()
+    (path / "latest").write_text("global_step30")
+    content = {
+        "module": state,
+        "buffer_names": ["features.1.running_mean"],
+        "optimizer": None,
+        "param_shapes": [{name: tensor.shape for name, tensor in state.items()}],
+        "sparse_tensor_module_names": set(),
+        "ds_config": {"train_batch_size": 32, "bf16": {"enabled": True}},
+        "ds_version": "0.19.8",
+    }
+    torch.save(content, folder / "mp_rank_00_model_states.pt")
+    return path
+
+
+def horovod(state: dict[str, Tensor], path: Path) -> Path:
+    """What Horovod's examples save on rank 0."""
+    torch.save({"model": state, "optimizer": {"state": {}, "param_groups": []}}, path / "checkpoint-3.pth.tar")
+    return path / "checkpoint-3.pth.tar"
+
+
+def sharded(state: dict[str, Tensor], path: Path) -> Path:
+    """A folder with an index, as transformers, Accelerate and zero_to_fp32.py write it."""
+    names = list(state)
+    weight_map = {name: f"model-0000{1 + (names.index(name) > 3)}-of-00002.safetensors" for name in names}
+    for file in set(weight_map.values()):
+        save_file({name: state[name] for name in names if weight_map[name] == file}, path / file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return path
+
+
+@pytest.mark.parametrize("write", [lightning, deepspeed, horovod, sharded])
+def test_weights_of_other_trainers(tmp_path: Path, write: Callable[[dict[str, Tensor], Path], Path]) -> None:
+    source, target = model("resnet20"), model("resnet20")
+    load_weights(target, write(dict(source.state_dict()), tmp_path))
+    assert same(source, target)
+
+
+def test_a_checkpoint_with_two_models_is_refused(tmp_path: Path) -> None:
+    state = model("mlp").state_dict()
+    both = {f"{prefix}{name}": tensor for prefix in ("student.", "teacher.") for name, tensor in state.items()}
+    torch.save({"state_dict": both}, tmp_path / "w.ckpt")
+    assert "holds 2 such models, under student. and teacher." in refusal(model("mlp"), tmp_path / "w.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("zero_pp_rank_0_mp_rank_00_model_states.pt", "run the zero_to_fp32.py"),
+        ("mp_rank_01_model_states.pt", "tensor-parallel ranks"),
+        (".metadata", "dcp_to_torch"),
+    ],
+)
+def test_divided_checkpoints_are_refused_with_what_joins_them(tmp_path: Path, file: str, words: str) -> None:
+    deepspeed(dict(model().state_dict()), tmp_path)
+    (tmp_path / "global_step30" / file).touch()
+    assert words in refusal(model(), tmp_path)
+
+
+def test_a_class_in_a_checkpoint_is_named_and_not_made(tmp_path: Path) -> None:
+    torch.save({"state_dict": model().state_dict(), "hyper_parameters": ModelInput(10, 3, 32)}, tmp_path / "w.ckpt")
+    words = refusal(model(), tmp_path / "w.ckpt")
+    assert "it holds an object of echelon.models.base.ModelInput beside tensors: save model.state_dict() alone" in words
+
+
+@pytest.mark.parametrize("name", ["../w.safetensors", "none.safetensors"])
+def test_an_index_names_files_beside_it_alone(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    save_file(model().state_dict(), tmp_path / "w.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    assert "which is not beside it" in refusal(model(), folder)
 
 
 def test_missing_file_folder_and_no_state_dict(tmp_path: Path) -> None:
