@@ -114,10 +114,11 @@ def _warn(study: Study) -> None:
     Raises:
         UserError: no run can start.
     """
+    from echelon.run.resolve import launch_request
     from echelon.run.start import check
     from echelon.study.execute import check_settings
 
-    for name, reason in check_settings(study, check).items():
+    for name, reason in check_settings(study, lambda config: check(launch_request(config))).items():
         print(f"echelon: {name} will be refused: {reason}", file=sys.stderr, flush=True)
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from echelon.config import Resolved
 from echelon.core.axes import Axis
 from echelon.core.units import format_bytes
+from echelon.run.resolve import launch_request
 from echelon.run.start import check, plan_of
 from echelon.trainer.folder import check_new, default_folder
 
@@ -35,8 +36,8 @@ def show(resolved: Resolved) -> None:
 
     config = resolved.config
     folder = Path(config.run) if config.run else default_folder(config)
-    plan = plan_of(config, folder)
-    run = check(config)
+    request = launch_request(config)
+    plan, run = plan_of(request, folder), check(request)
     check_new(folder, config)
     ranks = plan.workers * plan.nodes.most
     tried = try_out(run, plan.workers, ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from echelon.collectives.registry import PATHS
@@ -42,35 +43,46 @@ def check_names(config: RunConfig) -> None:
     check_place(config.launch.on)
 
 
-def layout_of(config: RunConfig) -> Layout:
-    """Return the layout as described; sizes may be left open."""
-    return parse_layout(config.strategy.parallel)
+@dataclass(frozen=True)
+class LaunchRequest:
+    """What a description asks of machines, read once, without importing torch (`launch_request`).
+
+    Attributes:
+        config: the plain values.
+        layout: as described; sizes may be left open.
+        nodes: how many machines take part.
+        rendezvous: where they meet; None: this one is alone.
+        link: the shaped links between workers; None: loopback.
+        uses_servers: parameters are held by servers, as the strategy's file declares.
+    """
+
+    config: RunConfig
+    layout: Layout
+    nodes: Nodes
+    rendezvous: Address | None
+    link: Link | None
+    uses_servers: bool
 
 
-def nodes_of(config: RunConfig) -> Nodes:
-    """Return how many machines take part."""
-    return parse_nodes(config.launch.nodes)
-
-
-def rendezvous_of(config: RunConfig) -> Address | None:
-    """Return where the machines of a run meet; None: this one is alone.
+def launch_request(config: RunConfig) -> LaunchRequest:
+    """Read what a description asks of machines; refuse names that do not exist.
 
     Raises:
-        UserError: the text is not an address.
+        UserError: names the setting, and the nearest that exists.
     """
-    return parse_rendezvous(config.launch.rendezvous) if config.launch.rendezvous else None
-
-
-def link_of(config: RunConfig) -> Link | None:
-    """Return the shaped links between workers; None: loopback.
-
-    Raises:
-        UserError: the text is not a link.
-    """
-    if not config.launch.link:
-        return None
+    check_names(config)
+    launch, strategy = config.launch, config.strategy
     with naming("--link"):
-        return parse_link(config.launch.link)
+        link = parse_link(launch.link) if launch.link else None
+    constants = STRATEGIES.declaration(parse_spec(strategy.sync).name).constants
+    return LaunchRequest(
+        config=config,
+        layout=parse_layout(strategy.parallel),
+        nodes=parse_nodes(launch.nodes),
+        rendezvous=parse_rendezvous(launch.rendezvous) if launch.rendezvous else None,
+        link=link,
+        uses_servers=constants.get("uses_servers") == "True",
+    )
 
 
 def rate_of(link: str) -> float:
@@ -91,11 +103,6 @@ def canonical(setting: str, spec: str) -> str:
     return registries[setting].canonical(spec)
 
 
-def uses_servers(config: RunConfig) -> bool:
-    """Whether a run's parameters are held by servers, as its strategy's file declares; imports no torch."""
-    return STRATEGIES.declaration(parse_spec(config.strategy.sync).name).constants.get("uses_servers") == "True"
-
-
 def _log_limit(config: RunConfig) -> int:
     with naming("--log-limit"):
         limit = parse_bytes(config.launch.log_limit)
@@ -114,8 +121,7 @@ def resolve(config: RunConfig) -> ResolvedRun:
     from echelon.trainer.layouts import read_cuts, read_tensor_plan
     from echelon.trainer.resolved import ResolvedRun
 
-    check_names(config)
-    strategy = config.strategy
+    request, strategy = launch_request(config), config.strategy
     with naming("--sync"):
         sync = strategies.read(strategy.sync).with_ema(config.training.ema)
     with naming("--compression"):
@@ -125,13 +131,13 @@ def resolve(config: RunConfig) -> ResolvedRun:
     run = ResolvedRun(
         config=config,
         described=config,
-        layout=layout_of(config),
+        layout=request.layout,
         sync=sync,
         compression=compression,
         path=path,
         tensor_plan=parse_tensor_plan(read_tensor_plan(strategy.tensor_plan)),
         cuts=read_cuts(strategy.cuts),
-        nodes=nodes_of(config),
+        nodes=request.nodes,
         timeout_s=parse_seconds(config.launch.timeout),
         log_limit=_log_limit(config),
         checkpoint_every=parse_interval(config.checkpoint.every),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.config import RunConfig
-from echelon.config.validate import check_world
+from echelon.config.validate import Nodes, check_batch
 from echelon.core.errors import UserError, naming
 from echelon.core.files import allow_open_files, full_disk_in_words
 from echelon.core.stop import StopFlag, Stopped, stop_on_signals, stopped_exit_code
@@ -29,7 +29,7 @@ from echelon.records.kinds import End
 from echelon.run.deaths import watched
 from echelon.run.job import RANK
 from echelon.run.machine import Machine, say, this_machine
-from echelon.run.resolve import check_names, layout_of, link_of, nodes_of, rendezvous_of, resolve, uses_servers
+from echelon.run.resolve import LaunchRequest, launch_request, resolve
 from echelon.trainer import folder as folders
 
 if TYPE_CHECKING:
@@ -89,14 +89,14 @@ def start(
         around = _nothing_around
     if is_worker():
         return _start_as_worker(config, user_objects, around)
-    check_names(config)  # at once, before anything heavy is imported
-    _begin_imports(plan_of(config, Path(config.run), user_objects))
-    check(config, user_objects)  # before there is a folder: what is refused leaves nothing behind
+    request = launch_request(config)  # refuses names at once, before anything heavy is imported
+    _begin_imports(plan_of(request, Path(config.run), user_objects))
+    check(request, user_objects)  # before there is a folder: what is refused leaves nothing behind
     with closing(build_place(config.launch.on)) as place:
         config = folders.claim(config)
-        path = Path(config.run)
-        with around(path), _lock(path, config):
-            return _run_here(resolve(config), plan_of(config, path, user_objects), path, place)
+        path, request = Path(config.run), replace(request, config=config)
+        with around(path), _lock(path, request.nodes):
+            return _run_here(resolve(config), plan_of(request, path, user_objects), path, place)
 
 
 def start_again(path: Path, config: RunConfig, from_scratch: bool = False) -> Outcome:
@@ -108,28 +108,28 @@ def start_again(path: Path, config: RunConfig, from_scratch: bool = False) -> Ou
     Raises:
         UserError: it cannot start as described, or goes on already.
     """
+    request = launch_request(config)
     if from_scratch:
         if is_worker():
             raise UserError("--from-scratch would start over at each restart by torchrun: leave it to `echelon resume`")
-        check(config)
+        check(request)
         from echelon.trainer.saving import start_over
 
         with folders.locked(path, shared=False):
             start_over(path)
-    with _lock(path, config):
+    with _lock(path, request.nodes):
         if is_worker():
             folders.prepare(path, config)
             return _as_worker(path)
-        check_names(config)
-        plan = plan_of(config, path)
+        plan = plan_of(request, path)
         _begin_imports(plan)
-        run = check(config)  # before its description is replaced: what is refused changes nothing
+        run = check(request)  # before its description is replaced: what is refused changes nothing
         with closing(build_place(config.launch.on)) as place:
             folders.prepare(path, config)
             return _run_here(run, plan, path, place)
 
 
-def check(config: RunConfig, user_objects: UserObjects | None = None) -> ResolvedRun:
+def check(request: LaunchRequest, user_objects: UserObjects | None = None) -> ResolvedRun:
     """Refuse what this machine, or the combination of the four choices, cannot do, and data that is not there.
 
     Returns:
@@ -138,9 +138,10 @@ def check(config: RunConfig, user_objects: UserObjects | None = None) -> Resolve
     Raises:
         UserError: names the setting, the reason, and what works.
     """
-    if link := link_of(config):
+    config = request.config
+    if request.link:
         with naming("--link"):
-            check_link(link)
+            check_link(request.link)
     from echelon.data import check_source
     from echelon.tasks.registry import build_task
     from echelon.trainer.compatibility import check_strategies
@@ -152,40 +153,39 @@ def check(config: RunConfig, user_objects: UserObjects | None = None) -> Resolve
     run = resolve(config)
     if run.sync.uses_servers and is_worker():
         raise UserError(f"--sync {config.strategy.sync} starts roles of its own: run `echelon train` without torchrun")
-    ranks = _workers(config) * nodes_of(config).most
+    ranks = _workers(request) * request.nodes.most
     check_strategies(run, int(os.environ["WORLD_SIZE"]) if is_worker() else ranks)
     return run
 
 
-def plan_of(config: RunConfig, path: Path, user_objects: UserObjects | None = None) -> LaunchPlan:
+def plan_of(request: LaunchRequest, path: Path, user_objects: UserObjects | None = None) -> LaunchPlan:
     """Return what would be started on this machine.
 
     Raises:
         UserError: the workers do not fit the machine or the description.
     """
-    nodes = nodes_of(config)
-    workers = _workers(config)
+    nodes, launch, workers = request.nodes, request.config.launch, _workers(request)
     if nodes.least == nodes.most:
-        check_world(config, workers * nodes.most)
+        check_batch(request.config, request.layout.resolve(workers * nodes.most))
     return LaunchPlan(
         entry=RANK,
         args=(str(path), user_objects),
         workers=workers,
-        threads=thread_count(config.launch, workers),
+        threads=thread_count(launch, workers),
         nodes=nodes,
-        rendezvous=rendezvous_of(config),
-        max_restarts=config.launch.max_restarts,
+        rendezvous=request.rendezvous,
+        max_restarts=launch.max_restarts,
         log_dir=path / "logs",
-        preload=_preload(config),
-        trusted_network=config.launch.trusted_network,
-        link=link_of(config),
+        preload=(*PRELOAD, *(PRELOAD_ROLES if request.uses_servers else ())),
+        trusted_network=launch.trusted_network,
+        link=request.link,
     )
 
 
-def _workers(config: RunConfig) -> int:
+def _workers(request: LaunchRequest) -> int:
     """Return the workers of this machine: as given, else as many as the layout asks for."""
+    config, layout, machines = request.config, request.layout, request.nodes.most
     workers = worker_count(config.launch, config.training.device)
-    layout, machines = layout_of(config), nodes_of(config).most
     if config.launch.workers:
         return workers
     if layout.ranks is not None:
@@ -194,12 +194,8 @@ def _workers(config: RunConfig) -> int:
     return max(of_replica, workers - workers % of_replica)
 
 
-def _preload(config: RunConfig) -> tuple[str, ...]:
-    return (*PRELOAD, *(PRELOAD_ROLES if uses_servers(config) else ()))
-
-
-def _lock(path: Path, config: RunConfig) -> AbstractContextManager[None]:
-    return nullcontext() if is_worker() else folders.locked(path, shared=nodes_of(config).most > 1)
+def _lock(path: Path, nodes: Nodes) -> AbstractContextManager[None]:
+    return nullcontext() if is_worker() else folders.locked(path, shared=nodes.most > 1)
 
 
 def _nothing_around(path: Path) -> AbstractContextManager[None]:
@@ -209,7 +205,7 @@ def _nothing_around(path: Path) -> AbstractContextManager[None]:
 def _start_as_worker(config: RunConfig, user_objects: UserObjects | None, around: Around) -> Outcome:
     from echelon.run.worker import agree_on_folder
 
-    check(config, user_objects)
+    check(launch_request(config), user_objects)
     path = agree_on_folder(config)
     with around(path):
         return _as_worker(path, user_objects)
