@@ -241,3 +241,25 @@ def fuse_rounds(rounds: Sequence[Rounds]) -> Generator[Tensor, Tensor, list[Tens
                 results[i] = stop.value
         waiting = following
     return [results[i] for i in range(len(rounds))]
+
+
+class CorrectsMomentum(Codec):
+    """A codec whose worker applies momentum before it encodes; a frozen dataclass with these fields.
+
+    Attributes:
+        momentum: its coefficient; 0: none, None: not settled yet.
+        nesterov: whether it has Nesterov's form; None: not settled yet.
+    """
+
+    momentum: float | None
+    nesterov: bool | None
+
+    @property
+    def absorbs_momentum(self) -> float | None:
+        """`momentum`, where it is above 0."""
+        return self.momentum or None
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether momentum has Nesterov's form: `nesterov`."""
+        return bool(self.nesterov)

@@ -22,7 +22,25 @@ from echelon.tasks.nest import Nest
 __all__ = ["EvalLoader", "LoaderConfig", "TrainLoader", "size_note"]
 
 
-class TrainLoader:
+class _Loader:
+    _feed: Feed
+
+    @property
+    def bad_images(self) -> list[tuple[str, str]]:
+        """Images that this rank could not decode: (path, reason), each once."""
+        return self._feed.bad_images
+
+    @property
+    def loader_pids(self) -> list[int]:
+        """Process ids of the loaders."""
+        return list(self._feed.pool.pids) if self._feed.pool else []
+
+    def close(self) -> None:
+        """End the loader processes."""
+        self._feed.close()
+
+
+class TrainLoader(_Loader):
     """Gives a rank its part of each global batch; loader processes start here and live until `close`.
 
     The batches of an epoch depend on (seed, epoch) alone: neither on the number of ranks nor on that of loaders.
@@ -68,20 +86,6 @@ class TrainLoader:
         (made,) = self._feed.run(epoch, [BatchJob(batch, local_part(indices, shard), len(indices), indices)])
         return made
 
-    @property
-    def bad_images(self) -> list[tuple[str, str]]:
-        """Images that this rank could not decode: (path, reason), each once."""
-        return self._feed.bad_images
-
-    @property
-    def loader_pids(self) -> list[int]:
-        """Process ids of the loaders."""
-        return list(self._feed.pool.pids) if self._feed.pool else []
-
-    def close(self) -> None:
-        """End the loader processes."""
-        self._feed.close()
-
 
 def size_note(info: DataInfo, batch_size: int) -> str:
     """Say that no batch is as large as described, for there are not so many samples; empty where some are.
@@ -97,7 +101,7 @@ def size_note(info: DataInfo, batch_size: int) -> str:
     )
 
 
-class EvalLoader:
+class EvalLoader(_Loader):
     """Gives a rank its contiguous part of the evaluation set, once per iteration and unpadded; it may be empty.
 
     A batch's `global_size` is the size of this rank's batch: ranks have different numbers of batches.
@@ -124,17 +128,3 @@ class EvalLoader:
     def blank(self) -> Nest:
         """Return the inputs of one sample of zeros, as batches have them."""
         return self._feed.blank()
-
-    @property
-    def bad_images(self) -> list[tuple[str, str]]:
-        """Images that this rank could not decode: (path, reason), each once."""
-        return self._feed.bad_images
-
-    @property
-    def loader_pids(self) -> list[int]:
-        """Process ids of the loaders."""
-        return list(self._feed.pool.pids) if self._feed.pool else []
-
-    def close(self) -> None:
-        """End the loader processes."""
-        self._feed.close()

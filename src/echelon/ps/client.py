@@ -121,10 +121,6 @@ class Client:
             self.stats.waited_s["parameters"] += time.perf_counter() - began
         return connection.cached(key).value
 
-    def version_of(self, key: KeyRange) -> int:
-        """Return the version of the value that this worker has."""
-        return self.connection.cached(key).version
-
     def put(self, table: KeyTable, states: Mapping[int, StateTree], deadline_s: float) -> None:
         """Give the servers their keys' states (by key number): the start of a run.
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
 
-LEVEL = 0.95
 RESAMPLES = 9999
 _EXACT_UP_TO = 6
 # Student's t, 97.5% quantile, by degrees of freedom from 1

@@ -111,11 +111,6 @@ def blank(specs: Nest, samples: int) -> Nest:
     return map_leaves(lambda spec: spec.zeros(samples), specs)
 
 
-def specs_of(nest: Nest) -> Nest:
-    """Return the `TensorSpec` of each tensor `(B, ...)`."""
-    return map_leaves(lambda leaf: TensorSpec(tuple(leaf.shape[1:]), str(leaf.dtype).removeprefix("torch.")), nest)
-
-
 def describe(specs: Nest) -> str:
     """Return a nest of specs in words."""
     return " and ".join(spec.describe() for spec in leaves(specs))

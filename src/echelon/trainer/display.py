@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from echelon.core.task import TaskFacts
-from echelon.core.units import format_seconds
 from echelon.observe.phases import PHASES
 from echelon.records.kinds import Steps
 from echelon.trainer.evaluate import EvaluationReport
@@ -86,8 +85,3 @@ class Display:
     def say(self, text: str) -> None:
         """Print a line above the live one."""
         self._progress.console.print(text, markup=False, soft_wrap=True)
-
-
-def closing_line(status: str, seconds: float, folder: str) -> str:
-    """Say in one line how a run ended."""
-    return f"{status} after {format_seconds(seconds)}; report: {folder}/report.html"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from echelon.compression.base import (
     Codec,
+    CorrectsMomentum,
     Meta,
     Payload,
     Rounds,
@@ -28,7 +29,7 @@ _PRIME = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
-class RandomK(Codec):
+class RandomK(CorrectsMomentum):
     """One element, drawn at random, of each of k = density * n equal stretches; the rest waits in the error memory.
 
     The draws come from the shared seed: no index travels and the workers' values can be summed as they are (linear).
@@ -56,16 +57,6 @@ class RandomK(Codec):
     def __post_init__(self) -> None:
         check_density(self.density)
         check_momentum(self.momentum)
-
-    @property
-    def absorbs_momentum(self) -> float | None:
-        """`momentum`, where it is above 0."""
-        return self.momentum or None
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether momentum has Nesterov's form: `nesterov`."""
-        return bool(self.nesterov)
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
         """The state's "sent" is the share of elements that the last message carried; -1 before the first one."""

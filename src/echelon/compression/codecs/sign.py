@@ -11,7 +11,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from echelon.compression.base import Codec, Meta, Payload, State, check_momentum, empty, flat32, refuse_nonfinite
+from echelon.compression.base import (
+    Codec,
+    CorrectsMomentum,
+    Meta,
+    Payload,
+    State,
+    check_momentum,
+    empty,
+    flat32,
+    refuse_nonfinite,
+)
 from echelon.compression.bits import pack_bits, packed_size, unpack_bits
 from echelon.compression.blocks import block_count, check_block, rows
 from echelon.compression.chunks import DecodedChunks, accumulate, spans, tiles, write
@@ -19,7 +29,7 @@ from echelon.compression.wire import Layout
 
 
 @dataclass(frozen=True)
-class Sign(Codec):
+class Sign(CorrectsMomentum):
     """delta = (|p|_1 / d) sign(p) per block of d elements, p = gradient + kept error; error feedback keeps p - delta.
 
     The momentum is applied in the worker, before encoding: applied after decoding, together with error feedback, it
@@ -77,16 +87,6 @@ class Sign(Codec):
     def direction(self) -> bool:
         """True for a vote."""
         return self.vote
-
-    @property
-    def absorbs_momentum(self) -> float | None:
-        """`momentum`, where it is above 0."""
-        return self.momentum or None
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether momentum has Nesterov's form: `nesterov`."""
-        return bool(self.nesterov)
 
     def relay(self) -> Codec:
         """Return the codec without momentum; of a vote the one that sends its outcome."""

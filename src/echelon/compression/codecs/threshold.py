@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from echelon.compression.base import Codec, State, check_momentum
+from echelon.compression.base import Codec, CorrectsMomentum, State, check_momentum
 from echelon.compression.selection import above, largest, quantile, sampled
 from echelon.compression.sparse import Sparse, check_density, check_values, count_for
 
@@ -20,7 +20,7 @@ _OFF = 1.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Threshold(Sparse):
+class Threshold(CorrectsMomentum, Sparse):
     """All elements of magnitude above a threshold t; the rest waits in the error memory.
 
     `threshold(tau=0.01)`: t = tau. `threshold(density=0.01)`: t follows the gradient, so that the density stays at its
@@ -63,16 +63,6 @@ class Threshold(Sparse):
             check_density(self.density)
         check_momentum(self.momentum)
         check_values(self.values)
-
-    @property
-    def absorbs_momentum(self) -> float | None:
-        """`momentum`, where it is above 0."""
-        return self.momentum or None
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether momentum has Nesterov's form: `nesterov`."""
-        return bool(self.nesterov)
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
         """Return a state with the last "threshold" and the "slope" d log(count) / d log(threshold) there."""

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from echelon.compression.base import Codec, State, check_momentum
+from echelon.compression.base import Codec, CorrectsMomentum, State, check_momentum
 from echelon.compression.selection import largest
 from echelon.compression.sparse import Sparse, check_density, check_values, count_for
 
@@ -15,7 +15,7 @@ _STAGES = 4
 
 
 @dataclass(frozen=True)
-class TopK(Sparse):
+class TopK(CorrectsMomentum, Sparse):
     """The k = density * n elements of largest magnitude, indices packed; the rest waits in the error memory.
 
     Deep Gradient Compression: u = m u + g; v = v + u; send the k largest of v; zero v and u where sent (u only once the
@@ -61,16 +61,6 @@ class TopK(Sparse):
             raise ValueError("clip must be positive, or 0 for none")
         if self.warmup_steps < 0:
             raise ValueError("warmup_steps must be positive, or 0 for none")
-
-    @property
-    def absorbs_momentum(self) -> float | None:
-        """`momentum`, where it is above 0."""
-        return self.momentum or None
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether momentum has Nesterov's form: `nesterov`."""
-        return bool(self.nesterov)
 
     @property
     def local_clip(self) -> float:
