@@ -36,7 +36,7 @@ class Lease:
     again: bool = False
 
 
-class Leases(Protocol):
+class LeaseLedger(Protocol):
     """What the coordinator asks of either way to give out work."""
 
     def take(self, worker: str, now_s: float) -> TrainTask | None:

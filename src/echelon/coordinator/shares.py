@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from echelon.coordinator.config import CoordinationPolicy
-from echelon.coordinator.leases import FreeLeases, Lease, Leases, Pace, StepCount
+from echelon.coordinator.leases import FreeLeases, Lease, LeaseLedger, Pace, StepCount
 from echelon.coordinator.messages import TrainTask
 
 MAX_SHARES = 4096
@@ -201,6 +201,6 @@ class SharedLeases:
         return back
 
 
-def make_leases(work: StepCount, policy: CoordinationPolicy) -> Leases:
+def make_leases(work: StepCount, policy: CoordinationPolicy) -> LeaseLedger:
     """Return the way to give out work that a policy asks for."""
     return SharedLeases(work, policy.backup) if policy.shared else FreeLeases(work, policy.bound)

@@ -24,7 +24,7 @@ from echelon.coordinator.journal import (
     SetUp,
     StepCut,
 )
-from echelon.coordinator.leases import Leases, StepCount
+from echelon.coordinator.leases import LeaseLedger, StepCount
 from echelon.coordinator.members import MemberList, RunMember, ServingPair, may_serve, server_entry
 from echelon.coordinator.messages import (
     SETUP_TASK,
@@ -92,7 +92,7 @@ class Coordinator:
         self.setup: SetupDone | None = None
         self._config = config
         self._pairs = [ServingPair(now_s) for _ in range(config.policy.servers)]
-        self._leases: Leases | None = None
+        self._leases: LeaseLedger | None = None
         self._evaluations = Evaluations(config.plan, first_tag, now_s)
         self._window = WindowAccumulator(now_s)
         self._setup_worker = ""
@@ -430,7 +430,7 @@ class Coordinator:
         """Return how many steps are done."""
         return 0 if self._leases is None else self._leases.done_steps + len(self._leases.done_beyond)
 
-    def _make_leases(self, setup: SetupDone) -> Leases:
+    def _make_leases(self, setup: SetupDone) -> LeaseLedger:
         work = StepCount(self._config.plan.steps(setup.steps_per_epoch), setup.steps_per_epoch)
         leases = self._leases = make_leases(work, self._config.policy)
         leases.restore(setup.done_below, from_runs(setup.done_beyond))
@@ -516,7 +516,7 @@ class Coordinator:
 
     # Evaluations and checkpoints
 
-    def _turn_evaluations(self, leases: Leases, now_s: float) -> None:
+    def _turn_evaluations(self, leases: LeaseLedger, now_s: float) -> None:
         if self.stopping and self.setup is not None and not leases.under_way(now_s):
             epoch = self._steps() // self.setup.steps_per_epoch
             # A half-done step is not in the checkpoint; it is trained again after a resume.
@@ -525,7 +525,7 @@ class Coordinator:
         self._look(leases, now_s)
         self._advance(leases)
 
-    def _look(self, leases: Leases, now_s: float) -> None:
+    def _look(self, leases: LeaseLedger, now_s: float) -> None:
         assert self.setup is not None
         progress = TrainingProgress(leases.done_steps, self._steps(), self.setup.steps_per_epoch, leases.complete)
         due = self._evaluations.look(progress, now_s)
@@ -536,7 +536,7 @@ class Coordinator:
             leases.hold_back(True)
             self._advance(leases)
 
-    def _advance(self, leases: Leases) -> None:
+    def _advance(self, leases: LeaseLedger) -> None:
         """Begin what waits, once every server can keep a copy."""
         if self._evaluations.waiting and leases.at_boundary and all(pair.ready for pair in self._pairs):
             self._evaluations.begin(range(len(self._pairs)))

@@ -61,7 +61,7 @@ class NoOthers:
         return Elsewhere()
 
 
-class Listener(Protocol):
+class HangListener(Protocol):
     """Who is told."""
 
     def on_hang(self, verdict: Verdict) -> None:
@@ -95,7 +95,7 @@ class HangWatch:
     """
 
     def __init__(
-        self, board: NoticeBoard, place: Place, others: Others, deadline_s: float, listener: Listener, ends: bool
+        self, board: NoticeBoard, place: Place, others: Others, deadline_s: float, listener: HangListener, ends: bool
     ) -> None:
         """Prepare.
 

@@ -25,7 +25,7 @@ from echelon.core.errors import UserError
 from echelon.messages.endpoint import Channel, Listener, Sender, ask_once
 from echelon.messages.framing import Content, Message, content, vocabulary
 from echelon.messages.identity import PUBLIC_SECRET, SECRET_VARIABLE, derive_keys, read_secret
-from echelon.messages.key_values import KeyRequest, KeyTables
+from echelon.messages.key_values import KeyRequest, KeyValueTables
 from echelon.messages.sockets import Limits, new_context
 
 LIMITS = Limits(1 << 20, queued=1000)
@@ -183,7 +183,7 @@ class Meeting(Generic[RequestT]):
         secret: bytes,
         request: type[RequestT],
         answer: Callable[[RequestT], Content],
-        tables: KeyTables | None = None,
+        tables: KeyValueTables | None = None,
     ) -> None:
         """Bind to the port of `rendezvous`, on this machine's address and, where its name leads there, on loopback.
 
@@ -195,7 +195,7 @@ class Meeting(Generic[RequestT]):
         Raises:
             UserError: the port is taken.
         """
-        self._request, self._answer, self._tables = request, answer, tables or KeyTables()
+        self._request, self._answer, self._tables = request, answer, tables or KeyValueTables()
         self._context = new_context()
         self._sender = Sender(derive_keys(secret), "meeting")
         try:

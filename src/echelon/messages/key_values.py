@@ -48,7 +48,7 @@ class KeyAnswer(Content):
     value: bytes = b""
 
 
-class KeyTable:
+class KeyValueTable:
     """Values by key. Pure state: `handle(asker, request) -> answer`."""
 
     def __init__(self) -> None:
@@ -96,15 +96,15 @@ class KeyTable:
         raise Malformed("operation")
 
 
-class KeyTables:
+class KeyValueTables:
     """The newest table: what is asked of an earlier one is not answered."""
 
     def __init__(self) -> None:
-        self._newest = ("", KeyTable())
+        self._newest = ("", KeyValueTable())
 
     def open(self, name: str) -> None:
         """Begin an empty table."""
-        self._newest = (name, KeyTable())
+        self._newest = (name, KeyValueTable())
 
     def handle(self, message: Message, request: KeyRequest) -> KeyAnswer:
         """Return the answer to a message's request.

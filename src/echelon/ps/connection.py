@@ -49,7 +49,7 @@ from echelon.messages.sockets import Limits, new_context
 from echelon.ps.coding import KeyCoding, downward, upward
 from echelon.ps.keystore import PushOutcome
 from echelon.ps.messages import TO_PS_WORKER, Durable, KeyValue, Pull, PushAck, PushGradient, PutDone, StateOf
-from echelon.ps.pushes import Outgoing, ServerLink
+from echelon.ps.pushes import Outgoing, ServerTraffic
 from echelon.ps.table import KeyRange, KeyTable
 from echelon.ps.wakeups import ThreadWakeups
 from echelon.ps.worker_state import CachedValue, ClientConfig, ClientFailed, ClientStats, OpenTask, PushInfo
@@ -78,7 +78,7 @@ class Connection:
         self._context = new_context()
         self._limits = Limits(1 << 30, queued=20_000)
         self._scheduler = Channel(self._context, self.sender, config.scheduler, self._limits, TO_WORKER)
-        self._links: dict[int, ServerLink] = {}
+        self._links: dict[int, ServerTraffic] = {}
         self._cached: dict[int, CachedValue] = {}
         self._table: KeyTable | None = None
         self._open: dict[int, OpenTask] = {}
@@ -374,7 +374,7 @@ class Connection:
             if not entry.address or (link is not None and link.life == entry.life):
                 continue
             if link is None:
-                self._links[index] = ServerLink(self._connect(entry.address), entry.life, keeps=self.config.keeps)
+                self._links[index] = ServerTraffic(self._connect(entry.address), entry.life, keeps=self.config.keeps)
             elif entry.ready or entry.empty:  # an empty one is to be set up
                 self._wakeups.remove(link.channel.socket)
                 link.restart(self._connect(entry.address), entry.life)
@@ -397,7 +397,7 @@ class Connection:
 
     # From the servers
 
-    def _from_server(self, link: ServerLink, message: Message) -> None:
+    def _from_server(self, link: ServerTraffic, message: Message) -> None:
         match message.content:
             case KeyValue() as value:
                 self._acknowledged_with(link, value.acks)
@@ -412,17 +412,17 @@ class Connection:
             case PutDone(key=key) | StateOf(key=key):
                 self._take_apart(link, key, message)
 
-    def _take_apart(self, link: ServerLink, key: int, message: Message) -> None:
+    def _take_apart(self, link: ServerTraffic, key: int, message: Message) -> None:
         self._apart.received_bytes += link.channel.message_bytes
         self.fetched[key] = message
 
-    def _acknowledged_with(self, link: ServerLink, acks: list[int]) -> None:
+    def _acknowledged_with(self, link: ServerTraffic, acks: list[int]) -> None:
         if len(acks) % 2:
             raise Malformed("content")
         for number, outcome in zip(acks[::2], acks[1::2], strict=True):
             self._acknowledged(link, number, outcome)
 
-    def _acknowledged(self, link: ServerLink, number: int, outcome: int) -> None:
+    def _acknowledged(self, link: ServerTraffic, number: int, outcome: int) -> None:
         push = link.acknowledged(number)
         if push is None or push.content.task not in self._open:
             return

@@ -27,7 +27,7 @@ class Outgoing:
 
 
 @dataclass
-class ServerLink:
+class ServerTraffic:
     """One server as a worker sees it. Pushes are numbered as they leave; numbers survive the server's restart."""
 
     channel: Channel

@@ -106,7 +106,7 @@ def _ranks_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Ite
     from echelon.launch.machines import FirstMachine, OtherMachine, StateReport
     from echelon.launch.meeting import Meeting, SecretSource, interface_of, is_own, own_address
     from echelon.messages.identity import PUBLIC_SECRET, make_secret, write_secret
-    from echelon.messages.key_values import KeyTables
+    from echelon.messages.key_values import KeyValueTables
 
     rendezvous = _rendezvous(plan)
     own, folder = own_address(rendezvous), path / SECRET_FOLDER
@@ -119,7 +119,7 @@ def _ranks_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Ite
     if plan.trusted_network:
         write_secret(folder, PUBLIC_SECRET)
     if is_own(rendezvous.host, own):
-        tables = KeyTables()
+        tables = KeyValueTables()
 
         def open_table(name: str) -> str:
             """Begin the table of a round, at the rendezvous."""

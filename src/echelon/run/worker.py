@@ -31,7 +31,7 @@ from echelon.run.resolve import resolve
 from echelon.trainer.assemble import UserObjects, assemble, assemble_worker
 from echelon.trainer.batches import EpochOrder
 from echelon.trainer.folder import CONFIG_FILE, SECRET_FOLDER, claim
-from echelon.trainer.loop import StepCount, TrainingRun, fit
+from echelon.trainer.loop import StepCounter, TrainingRun, fit
 from echelon.trainer.precision import set_numerics
 from echelon.trainer.process import is_lost_wait, leave, log_to, one_line, place_of, record_last
 from echelon.trainer.world import join_worker, join_world
@@ -63,14 +63,14 @@ def run_server_worker(folder: str, process: WorkerRank, user_objects: UserObject
 
 
 @contextmanager
-def _recording_errors(path: Path, rank: int, notes: RankNotes, role: str | None = None) -> Iterator[StepCount]:
+def _recording_errors(path: Path, rank: int, notes: RankNotes, role: str | None = None) -> Iterator[StepCounter]:
     """Record what ends the block, and end the process; gives what counts the steps of the block.
 
     A user's mistake ends it with exit code 2. Any other error is logged with its traceback and ends it with exit code
     1, so that the rank or its group can be restarted: at once, for a peer may be gone, and nothing that exit handlers
     would wait for will come.
     """
-    count = StepCount()
+    count = StepCounter()
     try:
         yield count
     except UserError as error:
@@ -85,7 +85,7 @@ def _recording_errors(path: Path, rank: int, notes: RankNotes, role: str | None 
 
 
 def _train_on_servers(
-    path: Path, process: WorkerRank, user_objects: UserObjects, notes: RankNotes, count: StepCount
+    path: Path, process: WorkerRank, user_objects: UserObjects, notes: RankNotes, count: StepCounter
 ) -> str:
     resolved = resolve(load_run_config(path / "config.yaml"))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -104,7 +104,7 @@ def train_rank(
     stop: StopFlag,
     user_objects: UserObjects | None = None,
     notes: RankNotes | None = None,
-    count: StepCount | None = None,
+    count: StepCounter | None = None,
 ) -> str:
     """Train one rank of the run that a folder describes; returns `completed` or, once the flag is set, `stopped`.
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from echelon.core.units import format_seconds
 from echelon.study.base import COMPLETED, PlannedRun
 from echelon.study.folder import RunEnd, run_folder
-from echelon.study.progress import CUT_SHORT, UNFINISHED, RunState, Tail, seconds_left
+from echelon.study.progress import CUT_SHORT, UNFINISHED, RunStatus, Tail, seconds_left
 
 _STYLES = {
     COMPLETED: "green", "running": "bold", "refused": "red", "failed": "red", "stopped": "yellow", CUT_SHORT: "yellow",
@@ -28,8 +28,8 @@ class StudyDisplay:
         self._path = path
         self._console = console or Console(highlight=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
-        self._states: dict[str, RunState] = {}
-        self._current: tuple[RunState, Tail, float] | None = None
+        self._states: dict[str, RunStatus] = {}
+        self._current: tuple[RunStatus, Tail, float] | None = None
 
     def __enter__(self) -> StudyDisplay:
         if self._console.is_terminal:
@@ -43,7 +43,7 @@ class StudyDisplay:
     def began(self, runs: Sequence[PlannedRun], ends: Mapping[str, RunEnd], over: frozenset[str]) -> None:
         """Show all runs, those that are over with what they reached."""
         for run in runs:
-            state = self._states[run.name] = RunState(run)
+            state = self._states[run.name] = RunStatus(run)
             if run.name in over:
                 end = ends.get(run.name, RunEnd(run.name, COMPLETED))
                 state.status, state.seconds, state.message = end.status, end.seconds, end.message
@@ -85,7 +85,7 @@ class StudyDisplay:
         self._console.print(text, markup=False, soft_wrap=True)
 
 
-def study_table(states: Sequence[RunState], height: int) -> Group:
+def study_table(states: Sequence[RunStatus], height: int) -> Group:
     """Draw the runs of a study in about `height` rows, and a line with what is left."""
     shown = _around_running(states, max(3, height - 6))
     table = Table("run", "seed", "status", "done", "metric", "samples/s", "took", box=None, pad_edge=False)
@@ -102,11 +102,11 @@ def study_table(states: Sequence[RunState], height: int) -> Group:
     return Group(table, Text(text + (f"; {hidden} runs not shown" if hidden else ""), style="dim"))
 
 
-def _over(states: Sequence[RunState]) -> int:
+def _over(states: Sequence[RunStatus]) -> int:
     return sum(s.status not in UNFINISHED for s in states)
 
 
-def _around_running(states: Sequence[RunState], room: int) -> Sequence[RunState]:
+def _around_running(states: Sequence[RunStatus], room: int) -> Sequence[RunStatus]:
     """Return at most `room` states, those around the first that is not over."""
     if len(states) <= room:
         return states
@@ -115,7 +115,7 @@ def _around_running(states: Sequence[RunState], room: int) -> Sequence[RunState]
     return states[first : first + room]
 
 
-def _cells(state: RunState) -> list[Text]:
+def _cells(state: RunStatus) -> list[Text]:
     p = state.progress
     texts = [
         state.run.title,
@@ -129,7 +129,7 @@ def _cells(state: RunState) -> list[Text]:
     return [Text(text, overflow="ellipsis", no_wrap=True) for text in texts]
 
 
-def _line(state: RunState, place: str, left_s: float) -> str:
+def _line(state: RunStatus, place: str, left_s: float) -> str:
     run, p = state.run, state.progress
     clauses = [f"[{place}] {run.title}, seed {run.seed}: {state.status} in {format_seconds(state.seconds)}"]
     if state.status == COMPLETED and p.value is not None:

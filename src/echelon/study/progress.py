@@ -28,7 +28,7 @@ class Progress:
 
 
 @dataclass
-class RunState:
+class RunStatus:
     """Status of one planned run, the seconds that it has taken, its progress, and why it ended."""
 
     run: PlannedRun
@@ -67,7 +67,7 @@ def _after(progress: Progress, record: Record) -> Progress:
     return progress
 
 
-def seconds_left(states: Sequence[RunState]) -> float:
+def seconds_left(states: Sequence[RunStatus]) -> float:
     """Estimate the seconds that are left: each run as long as those like it, the running one less what is done."""
     left = 0.0
     for state in states:
@@ -77,7 +77,7 @@ def seconds_left(states: Sequence[RunState]) -> float:
     return left
 
 
-def _expected_s(state: RunState, states: Sequence[RunState]) -> float:
+def _expected_s(state: RunStatus, states: Sequence[RunStatus]) -> float:
     """Return the mean seconds of completed runs of the same candidate and terms, or of the same terms, or of all."""
     done = [s for s in states if s.status == COMPLETED and s.seconds]
     same_terms = [s for s in done if s.run.terms == state.run.terms]

@@ -12,7 +12,7 @@ from echelon.study.base import COMPLETED, PlannedRun
 from echelon.study.file import STUDY_FILE, load_study
 from echelon.study.folder import SETTLED, RunEnd, read_ends, run_folder
 from echelon.study.grid import planned_runs
-from echelon.study.progress import CUT_SHORT, Progress, RunState, Tail, seconds_left
+from echelon.study.progress import CUT_SHORT, Progress, RunStatus, Tail, seconds_left
 
 OVER = (COMPLETED, *SETTLED, "stopped")
 
@@ -68,11 +68,11 @@ class StudyWatch:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._runs = planned_runs(load_study(path / STUDY_FILE))
-        self._ended: dict[str, RunState] = {}
+        self._ended: dict[str, RunStatus] = {}
         self._live: dict[str, LiveRun] = {}
-        self.states = [RunState(run) for run in self._runs]
+        self.states = [RunStatus(run) for run in self._runs]
 
-    def refresh(self) -> list[RunState]:
+    def refresh(self) -> list[RunStatus]:
         """Return the state of each run now, in their order."""
         ends = read_ends(self.path)
         self.states = [self._state(run, ends.get(run.name)) for run in self._runs]
@@ -111,32 +111,32 @@ class StudyWatch:
         folder = run_folder(self.path, name)
         return folder if any(run.name == name for run in self._runs) and folder.is_dir() else None
 
-    def _row(self, state: RunState) -> OverviewRow:
+    def _row(self, state: RunStatus) -> OverviewRow:
         run, p = state.run, state.progress
         return OverviewRow(
             run.name, run.candidate, run.terms, run.seed, state.status, state.message, state.seconds, p.done, p.value,
             p.samples_per_s, self.folder_of(run.name) is not None,
         )  # fmt: skip
 
-    def _state(self, run: PlannedRun, end: RunEnd | None) -> RunState:
+    def _state(self, run: PlannedRun, end: RunEnd | None) -> RunStatus:
         folder = run_folder(self.path, run.name)
         if end is not None and is_held(folder) is not True:  # else it is tried again
             state = self._ended.get(run.name)
             if state is None or (state.status, state.seconds) != (end.status, end.seconds):
-                state = RunState(run, end.status, end.seconds, Tail(folder).read(), end.message)
+                state = RunStatus(run, end.status, end.seconds, Tail(folder).read(), end.message)
                 self._ended[run.name] = state
             return state
         if not folder.is_dir():
-            return RunState(run)
+            return RunStatus(run)
         live = self._live.setdefault(run.name, LiveRun(folder))
         live.refresh()
         return _unrecorded(run, look(live))
 
 
-def _unrecorded(run: PlannedRun, snapshot: RunView) -> RunState:
+def _unrecorded(run: PlannedRun, snapshot: RunView) -> RunStatus:
     """Return the state of a run whose end the study has not recorded: it goes on, or the study was stopped in it."""
     progress = Progress(snapshot.done, snapshot.value, snapshot.samples_per_s, snapshot.total_steps)
     settled = snapshot.status in OVER and snapshot.status != "stopped"
     status = snapshot.status if settled else (CUT_SHORT if snapshot.over else "running")
     message = "it will be repeated from its start" if status == CUT_SHORT else snapshot.message
-    return RunState(run, status, snapshot.elapsed_s or 0.0, progress, message)
+    return RunStatus(run, status, snapshot.elapsed_s or 0.0, progress, message)

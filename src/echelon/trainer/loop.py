@@ -34,7 +34,7 @@ class LoopSettings:
 
 
 @dataclass
-class StepCount:
+class StepCounter:
     """Steps that a process has finished since it began."""
 
     finished: int = 0
@@ -56,7 +56,7 @@ class TrainingRun:
     progress: RunProgress
     settings: LoopSettings
     traffic: Traffic = field(default_factory=Traffic)
-    count: StepCount = field(default_factory=StepCount)
+    count: StepCounter = field(default_factory=StepCounter)
 
 
 class Batches(Protocol):

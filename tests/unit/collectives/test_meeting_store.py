@@ -15,7 +15,7 @@ from echelon.collectives.meeting_store import MeetingStore
 from echelon.core.address import Address
 from echelon.launch.meeting import Arrival, AskLater, Meeting
 from echelon.messages.identity import derive_keys
-from echelon.messages.key_values import KeyTables
+from echelon.messages.key_values import KeyValueTables
 
 SECRET = b"s" * 32
 DEADLINE = timedelta(seconds=30)
@@ -26,7 +26,7 @@ SOON = timedelta(seconds=0.5)
 def address() -> Iterator[Address]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = Address("127.0.0.1", free.getsockname()[1])
-    tables = KeyTables()
+    tables = KeyValueTables()
     tables.open("round")
     with Meeting(address, SECRET, Arrival, lambda arrival: AskLater(), tables):
         yield address

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from echelon.messages.framing import Message
-from echelon.messages.key_values import KeyRequest, KeyTable, KeyTables, Operation
+from echelon.messages.key_values import KeyRequest, KeyValueTable, KeyValueTables, Operation
 from echelon.messages.plain import Malformed
 
 RANK = ("rank", 1)
 
 
 def _ask(
-    table: KeyTable, number: int, operation: str, *keys: str, values: tuple[bytes, ...] = ()
+    table: KeyValueTable, number: int, operation: str, *keys: str, values: tuple[bytes, ...] = ()
 ) -> tuple[bool, bytes]:
     answer = table.handle(RANK, KeyRequest("t", number, operation, list(keys), list(values)))
     assert answer.number == number
@@ -20,7 +20,7 @@ def _ask(
 
 
 def test_operations() -> None:
-    table = KeyTable()
+    table = KeyValueTable()
     assert _ask(table, 1, Operation.GET, "a") == (False, b"")
     assert _ask(table, 2, Operation.SET, "a", values=(b"1",)) == (True, b"")
     assert _ask(table, 3, Operation.GET, "a") == (True, b"1")
@@ -33,7 +33,7 @@ def test_operations() -> None:
 
 
 def test_compare_and_set_as_torch_does() -> None:
-    table = KeyTable()
+    table = KeyValueTable()
     assert _ask(table, 1, Operation.COMPARE_SET, "a", values=(b"old", b"new"))[1] == b"old"
     assert _ask(table, 2, Operation.COMPARE_SET, "a", values=(b"", b"new"))[1] == b"new"
     assert _ask(table, 3, Operation.COMPARE_SET, "a", values=(b"other", b"x"))[1] == b"new"
@@ -41,7 +41,7 @@ def test_compare_and_set_as_torch_does() -> None:
 
 
 def test_a_question_that_is_asked_again_is_done_once() -> None:
-    table = KeyTable()
+    table = KeyValueTable()
     assert [_ask(table, 1, Operation.ADD, "a", values=(b"1",)) for _ in range(3)] == [(True, b"1")] * 3
     assert _ask(table, 2, Operation.ADD, "a", values=(b"1",)) == (True, b"2")
     assert table.handle(("rank", 2), KeyRequest("t", 2, Operation.ADD, ["a"], [b"1"])).value == b"3"
@@ -54,14 +54,14 @@ def test_a_question_that_is_asked_again_is_done_once() -> None:
     KeyRequest("t", 1, Operation.ADD, ["a"], [b"one"]),
 ])  # fmt: skip
 def test_what_makes_no_sense_changes_nothing(request_: KeyRequest) -> None:
-    table = KeyTable()
+    table = KeyValueTable()
     with pytest.raises(Malformed):
         table.handle(RANK, request_)
     assert _ask(table, 2, Operation.COUNT) == (True, b"0")
 
 
 def test_an_earlier_starts_table_is_not_answered() -> None:
-    tables, request = KeyTables(), KeyRequest("first", 1, Operation.SET, ["a"], [b"1"])
+    tables, request = KeyValueTables(), KeyRequest("first", 1, Operation.SET, ["a"], [b"1"])
     message = Message(request, "rank", 1, 1)
     with pytest.raises(Malformed, match="table"):
         tables.handle(message, request)
