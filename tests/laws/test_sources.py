@@ -13,7 +13,7 @@ import torch
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.data import EvalLoader, LoaderConfig, Shard, TrainLoader, check_source, open_data, sources
-from echelon.data.open import SOURCES, kind_of
+from echelon.data.sources import SOURCES, kind_of
 from echelon.data.sources.base import SourceKind
 from echelon.tasks import nest
 from tests.unit.data.images import make_folder

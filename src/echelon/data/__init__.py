@@ -2,8 +2,8 @@
 
 from echelon.data.base import Batch, DataInfo, Shard, Source
 from echelon.data.loader import EvalLoader, LoaderConfig, TrainLoader
-from echelon.data.open import check_source, open_data
 from echelon.data.own import example_inputs, from_datasets
+from echelon.data.sources import SourceChoice, check_source, open_data
 
 __all__ = [
     "Batch",
@@ -12,6 +12,7 @@ __all__ = [
     "LoaderConfig",
     "Shard",
     "Source",
+    "SourceChoice",
     "TrainLoader",
     "check_source",
     "example_inputs",

@@ -6,6 +6,7 @@ must name this machine in `Host` (else a page of another site could reach it thr
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import math
 import secrets
@@ -14,8 +15,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import uvicorn
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from starlette.applications import Starlette
@@ -24,6 +26,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from echelon.core.errors import UserError
 from echelon.core.json_values import JsonObject
@@ -34,6 +37,9 @@ HOST = "127.0.0.1"
 HOSTS = (HOST, "localhost")
 _TEMPLATES = Path(__file__).parent / "templates"
 _REPORT_STYLE = Path(__file__).parents[1] / "report" / "templates" / "page.css"
+# Connections that ask nothing are few, and not for long, so that the page's owner finds it free.
+_MOST_SILENT = 32
+_REQUEST_S = 10.0
 _HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -108,15 +114,41 @@ def serve(app: ASGIApp, listener: socket.socket) -> None:
 
 def make_server(app: ASGIApp) -> Any:
     """Return the uvicorn server, not started."""
-    import uvicorn
-
-    from echelon.reporting.live.connections import ImpatientProtocol
-
     config = uvicorn.Config(
         app, lifespan="off", log_level="critical", access_log=False, server_header=False, limit_concurrency=64,
         timeout_graceful_shutdown=1, ws="none", interface="asgi3", proxy_headers=False, http=ImpatientProtocol,
     )  # fmt: skip
     return uvicorn.Server(config)
+
+
+class ImpatientProtocol(H11Protocol):
+    """HTTP whose connections must ask something within 10 s; beyond 32 that have not, the oldest one is closed."""
+
+    _opened_s = 0.0
+    _patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request."""
+        super().connection_made(transport)
+        self._opened_s = self.loop.time()
+        self._patience = self.loop.call_later(_REQUEST_S, self._close_if_silent)
+        silent = [c for c in map(_of_ours, self.connections) if c.cycle is None and not c.transport.is_closing()]
+        if len(silent) > _MOST_SILENT:
+            min(silent, key=lambda connection: connection._opened_s)._close_if_silent()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no longer."""
+        if self._patience is not None:
+            self._patience.cancel()
+        super().connection_lost(exc)
+
+    def _close_if_silent(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.abort()
+
+
+def _of_ours(connection: object) -> ImpatientProtocol:
+    return cast(ImpatientProtocol, connection)
 
 
 class Guard:
