@@ -118,7 +118,6 @@ def _train(case: Case, world: Any, small: bool) -> tuple[str, ...]:
     from echelon.data.base import Batch
     from echelon.observe.phases import HostClock
     from echelon.run.resolve import resolve
-    from echelon.trainer.inputs import run_task
     from echelon.trainer.parts import Work, build_parts
     from echelon.trainer.state import seed_everything
     from echelon.trainer.step import Step, StepSettings
@@ -132,7 +131,7 @@ def _train(case: Case, world: Any, small: bool) -> tuple[str, ...]:
         model = SmallViT(ModelInput(CLASSES, CHANNELS, SIDE), Size(depth=2, width=32, heads=4, hidden=64))
     else:
         model = MODELS[case.model]()
-    task = run_task(run.config, data)
+    task = run.task.fitted(data)
     clock = HostClock()
     parts = build_parts(run, Work(data, task, model), world, clock)
     del model

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from echelon.config import RunConfig
 from echelon.core.axes import Axis
 from echelon.core.layout import Layout
-from echelon.data import LoaderConfig, open_data
+from echelon.data import LoaderConfig
 from echelon.data.base import DataInfo
 from echelon.data.recipe import make_rows
 from echelon.forecast.rehearsal import Peaks, Role, rehearse
@@ -31,7 +30,7 @@ from echelon.sync.state_bytes import Piece, StateBytes
 from echelon.tasks.nest import Nest
 from echelon.torch_compat import NEEDS_VALUES
 from echelon.trainer.assemble import check_enough
-from echelon.trainer.inputs import any_inputs, model_input, run_task
+from echelon.trainer.inputs import any_inputs, model_input
 from echelon.trainer.precision import to_fp8
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.world import choose_device
@@ -88,7 +87,7 @@ def forecast(run: ResolvedRun, info: DataInfo, ranks: int, model: nn.Module | No
         UserError: the model cannot be built, or not be split as described.
     """
     config, layout, servers = run.config, run.layout_for(ranks), run.sync.uses_servers
-    model = model or _build(config, info, layout)
+    model = model or _build(run, info, layout)
     example = any_inputs(info, _SAMPLES, next(model.parameters()).dtype)
     samples = max(1, config.data.batch_size // run.batch_parts(layout))
     leader = _leader_bytes(run, model) if servers and layout.splits else 0
@@ -102,10 +101,10 @@ def forecast(run: ResolvedRun, info: DataInfo, ranks: int, model: nn.Module | No
     return Forecast(stages, tuple(_memory(run, layout, of_rank) for of_rank in peaks), leader=leader, notes=notes)
 
 
-def _build(config: RunConfig, info: DataInfo, layout: Layout) -> nn.Module:
+def _build(run: ResolvedRun, info: DataInfo, layout: Layout) -> nn.Module:
     """Build the model; where it is to be split, without memory, as ranks do: it may be larger than one process's."""
-    described = replace(config.model, weights="")
-    data = model_input(info, run_task(config, info))
+    described = replace(run.config.model, weights="")
+    data = model_input(info, run.task.fitted(info))
     if not layout.splits or ":" in described.name:
         return build_model(described, data)
     with without_memory():
@@ -199,21 +198,22 @@ def try_out(run: ResolvedRun, workers: int, ranks: int) -> Findings:
     config = run.config
     devices = [choose_device(config.training.device, local_rank, workers) for local_rank in range(workers)]
     layout = run.layout_for(ranks)
-    source = open_data(config.data, config.training.seed)
+    source = run.source.open()
     check_enough(source.info, layout.dp * layout.fsdp)
     settings = LoaderConfig.of(config.data, config.training.seed, devices[0])
     make_rows(source.train, source.info, settings, training=True)
     make_rows(source.evaluation, source.info, settings, training=False)
-    run_task(config, source.info)
-    _try_model(config, source.info, devices[0])
+    run.task.fitted(source.info)
+    _try_model(run, source.info, devices[0])
     return Findings(source.info, forecast(run, source.info, ranks))
 
 
-def _try_model(config: RunConfig, info: DataInfo, device: torch.device) -> None:
+def _try_model(run: ResolvedRun, info: DataInfo, device: torch.device) -> None:
     """Build what the rehearsal leaves out: weights from a file, and 8-bit layers."""
+    config = run.config
     in_8_bits = config.training.precision == "fp8"
     if not (config.model.weights or in_8_bits):
         return
-    model = build_model(config.model, model_input(info, run_task(config, info)))
+    model = build_model(config.model, model_input(info, run.task.fitted(info)))
     if in_8_bits:
         to_fp8(model, device)

@@ -36,7 +36,7 @@ from echelon.torch_compat import (
     tree_leaves,
     unset_fake_temporarily,
 )
-from echelon.trainer.inputs import any_inputs, blank_targets, run_task
+from echelon.trainer.inputs import any_inputs, blank_targets
 from echelon.trainer.parts import Work, build_parts
 from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.resolved import ResolvedRun
@@ -171,7 +171,7 @@ def rehearse(run: ResolvedRun, info: DataInfo, model: nn.Module, role: Role, sam
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     counter = Counter()
     with _world(role) as world, torch.random.fork_rng(), real_meshes(), mode:
-        work = Work(info, run_task(config, info), without_data(model, world.device))
+        work = Work(info, run.task.fitted(info), without_data(model, world.device))
         clock = HostClock()
         parts = build_parts(run, work, world, clock)
         settings = StepSettings(

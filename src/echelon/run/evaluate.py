@@ -14,8 +14,9 @@ from echelon.data.loader import EvalLoader
 from echelon.models import build_model
 from echelon.optim.build import EMA
 from echelon.run.machine import say
+from echelon.tasks.registry import TaskChoice
 from echelon.trainer.evaluate import evaluate
-from echelon.trainer.inputs import model_input, run_task
+from echelon.trainer.inputs import model_input
 from echelon.trainer.saving import best_state
 from echelon.trainer.world import World
 
@@ -32,7 +33,7 @@ def rescore(folder: Path, config: RunConfig) -> Mapping[str, float | None]:
         say(note)
     info = source.info
     device = torch.device("cuda" if torch.cuda.is_available() and config.training.device != "cpu" else "cpu")
-    task = run_task(config, info)
+    task = TaskChoice.of(config).fitted(info)
     model = build_model(config.model, model_input(info, task)).to(device)
     model.load_state_dict(state["model"])
     average = EMA(model, config.training.ema) if config.training.ema else None

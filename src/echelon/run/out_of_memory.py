@@ -86,11 +86,9 @@ def _what_would_fit(run: ResolvedRun, own_ranks: int, limit_bytes: int | None) -
         own_ranks: of this machine, as every machine has.
         limit_bytes: that these may have in all; None: not known.
     """
-    from echelon.data import open_data
-
     ranks = own_ranks * run.nodes.most
     try:
-        info = open_data(run.config.data, run.config.training.seed).info
+        info = run.source.open().info
         now = _peak(run.config, ranks, info)
     except UserError:  # objects of the caller's own, which only the ranks have
         return ""

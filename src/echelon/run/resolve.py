@@ -16,9 +16,9 @@ from echelon.core.layout import Layout, parse_layout
 from echelon.core.link import Link, parse_link
 from echelon.core.spec import parse_spec
 from echelon.core.units import parse_bytes, parse_seconds
-from echelon.launch.places import check_place
+from echelon.launch.places import PlaceChoice, check_place
 from echelon.sync.registry import STRATEGIES
-from echelon.tasks.registry import check_task
+from echelon.tasks.registry import TaskChoice, check_task
 
 if TYPE_CHECKING:
     from echelon.trainer.resolved import ResolvedRun
@@ -53,6 +53,7 @@ class LaunchRequest:
         nodes: how many machines take part.
         rendezvous: where they meet; None: this one is alone.
         link: the shaped links between workers; None: loopback.
+        place: where processes are started.
         uses_servers: parameters are held by servers, as the strategy's file declares.
     """
 
@@ -61,6 +62,7 @@ class LaunchRequest:
     nodes: Nodes
     rendezvous: Address | None
     link: Link | None
+    place: PlaceChoice
     uses_servers: bool
 
 
@@ -81,6 +83,7 @@ def launch_request(config: RunConfig) -> LaunchRequest:
         nodes=parse_nodes(launch.nodes),
         rendezvous=parse_rendezvous(launch.rendezvous) if launch.rendezvous else None,
         link=link,
+        place=PlaceChoice(launch.on),
         uses_servers=constants.get("uses_servers") == "True",
     )
 
@@ -117,6 +120,7 @@ def resolve(config: RunConfig) -> ResolvedRun:
     Raises:
         UserError: a text cannot be read, or codec and optimizer contradict each other; names the setting and the fix.
     """
+    from echelon.data import SourceChoice
     from echelon.sync import registry as strategies
     from echelon.trainer.layouts import read_cuts, read_tensor_plan
     from echelon.trainer.resolved import ResolvedRun
@@ -137,7 +141,11 @@ def resolve(config: RunConfig) -> ResolvedRun:
         path=path,
         tensor_plan=parse_tensor_plan(read_tensor_plan(strategy.tensor_plan)),
         cuts=read_cuts(strategy.cuts),
+        task=TaskChoice.of(config),
+        source=SourceChoice(config.data, config.training.seed),
         nodes=request.nodes,
+        link=request.link,
+        place=request.place,
         timeout_s=parse_seconds(config.launch.timeout),
         log_limit=_log_limit(config),
         checkpoint_every=parse_interval(config.checkpoint.every),

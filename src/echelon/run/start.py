@@ -17,7 +17,6 @@ from echelon.core.files import allow_open_files, full_disk_in_words
 from echelon.core.stop import StopFlag, Stopped, stop_on_signals, stopped_exit_code
 from echelon.launch.link import check_link
 from echelon.launch.logs import prepare_logs
-from echelon.launch.places import build_place
 from echelon.launch.places.base import Place
 from echelon.launch.places.local import start_import_server
 from echelon.launch.plan import LaunchPlan, is_worker, thread_count, worker_count
@@ -92,7 +91,7 @@ def start(
     request = launch_request(config)  # refuses names at once, before anything heavy is imported
     _begin_imports(plan_of(request, Path(config.run), user_objects))
     check(request, user_objects)  # before there is a folder: what is refused leaves nothing behind
-    with closing(build_place(config.launch.on)) as place:
+    with closing(request.place.build()) as place:
         config = folders.claim(config)
         path, request = Path(config.run), replace(request, config=config)
         with around(path), _lock(path, request.nodes):
@@ -124,7 +123,7 @@ def start_again(path: Path, config: RunConfig, from_scratch: bool = False) -> Ou
         plan = plan_of(request, path)
         _begin_imports(plan)
         run = check(request)  # before its description is replaced: what is refused changes nothing
-        with closing(build_place(config.launch.on)) as place:
+        with closing(request.place.build()) as place:
             folders.prepare(path, config)
             return _run_here(run, plan, path, place)
 
@@ -142,15 +141,13 @@ def check(request: LaunchRequest, user_objects: UserObjects | None = None) -> Re
     if request.link:
         with naming("--link"):
             check_link(request.link)
-    from echelon.data import check_source
-    from echelon.tasks.registry import build_task
     from echelon.trainer.compatibility import check_strategies
 
-    if ":" in config.task and (user_objects is None or user_objects.task is None):
-        build_task(config.task)
-    if user_objects is None or user_objects.source is None:
-        check_source(config.data.source)
     run = resolve(config)
+    if user_objects is None or user_objects.task is None:
+        run.task.check()
+    if user_objects is None or user_objects.source is None:
+        run.source.check()
     if run.sync.uses_servers and is_worker():
         raise UserError(f"--sync {config.strategy.sync} starts roles of its own: run `echelon train` without torchrun")
     ranks = _workers(request) * request.nodes.most

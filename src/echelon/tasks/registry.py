@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from echelon.config import RunConfig
 from echelon.core.errors import UserError, naming, unknown
 from echelon.core.own import find_own
 from echelon.core.registry import Registry
@@ -43,18 +45,45 @@ def build_task(name: str) -> Task:
     return built
 
 
-def task_of(task: Task | str, data: DataFacts, settings: TaskSettings) -> Task:
-    """Return the task of a run, fitted to its data.
+@dataclass(frozen=True)
+class TaskChoice:
+    """The task that a description names: built where the data is known.
 
-    Args:
-        task: the caller's own, or a name; `auto`: what the data is for.
-
-    Raises:
-        UserError: there is no such task, or it does not fit the data.
+    Attributes:
+        name: of a file of this folder, `module:Class`, or `auto`: what the data is for.
+        settings: what the description says of the loss.
     """
-    if isinstance(task, str):
-        task = build_task(data.task if task == AUTO else task)
-    return task.fitted(data, settings)
+
+    name: str
+    settings: TaskSettings
+
+    @classmethod
+    def of(cls, config: RunConfig) -> TaskChoice:
+        """Return the choice of a description."""
+        from echelon.tasks.base import TaskSettings
+
+        return cls(config.task, TaskSettings(config.optimizer.label_smoothing, config.optimizer.class_weights))
+
+    def check(self) -> None:
+        """Import a user's own; `check_task` knows the others.
+
+        Raises:
+            UserError: `module:Class` is no task.
+        """
+        if ":" in self.name:
+            build_task(self.name)
+
+    def fitted(self, data: DataFacts, user_task: Task | None = None) -> Task:
+        """Return the task, fitted to its data.
+
+        Args:
+            user_task: the caller's, in place of the described one.
+
+        Raises:
+            UserError: there is no such task, or it does not fit the data.
+        """
+        task = user_task or build_task(data.task if self.name == AUTO else self.name)
+        return task.fitted(data, self.settings)
 
 
 def _file_name(name: str) -> str:

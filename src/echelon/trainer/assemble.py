@@ -17,7 +17,7 @@ from echelon.config import RunConfig
 from echelon.config.validate import Nodes
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
-from echelon.data import LoaderConfig, Shard, Source, example_inputs, open_data
+from echelon.data import LoaderConfig, Shard, Source, example_inputs
 from echelon.data.base import DataInfo
 from echelon.data.loader import EvalLoader, TrainLoader, size_note
 from echelon.models import auto_name, parameter_count
@@ -34,7 +34,7 @@ from echelon.records.kinds import Start
 from echelon.tasks.base import Task
 from echelon.trainer.compatibility import interplay_notes
 from echelon.trainer.display import Display, RunLength
-from echelon.trainer.inputs import model_input, run_task, units_of
+from echelon.trainer.inputs import model_input, units_of
 from echelon.trainer.leases import Commands, Leases
 from echelon.trainer.loop import LoopSettings, TrainingRun
 from echelon.trainer.parts import Work, build_parts, channels_last, keep_cuts, with_kept_cuts
@@ -113,11 +113,11 @@ def _groundwork(resolved: ResolvedRun, world: World, user_objects: UserObjects, 
     """Open the data, for `data_ranks` that divide it or take turns; the same seed on every rank until it trains."""
     config, seed = resolved.config, resolved.config.training.seed
     seed_everything(seed)
-    source = user_objects.source or open_data(config.data, seed)
+    source = user_objects.source or resolved.source.open()
     check_enough(source.info, data_ranks)
     settings = LoaderConfig.of(config.data, seed, world.device)
     shard = Shard(world.data_rank, world.data_size)
-    task = run_task(config, source.info, user_objects.task)
+    task = resolved.task.fitted(source.info, user_objects.task)
     return _Groundwork(
         resolved, world, source, task, NotedClock(make_clock(world.device.type), world.notes),
         TrainLoader(source, settings, shard, units_of(task)), EvalLoader(source, settings, shard),

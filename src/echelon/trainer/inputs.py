@@ -7,26 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from echelon.config import RunConfig
 from echelon.data.base import DataInfo
 from echelon.models import ModelInput
 from echelon.tasks import nest
-from echelon.tasks.base import SAMPLE, Task, TaskSettings
+from echelon.tasks.base import SAMPLE, Task
 from echelon.tasks.nest import Nest
-from echelon.tasks.registry import task_of
-
-
-def run_task(config: RunConfig, info: DataInfo, user_task: Task | None = None) -> Task:
-    """Return the task of a run, fitted to its data.
-
-    Args:
-        user_task: the caller's, in place of the described one.
-
-    Raises:
-        UserError: there is no such task, or it does not fit the data.
-    """
-    settings = TaskSettings(config.optimizer.label_smoothing, config.optimizer.class_weights)
-    return task_of(user_task or config.task, info, settings)
 
 
 def units_of(task: Task) -> Callable[[Nest], int] | None:

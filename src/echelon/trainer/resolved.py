@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from echelon.collectives.base import Path as CollectivePath
 from echelon.compression import Compression
@@ -11,8 +12,14 @@ from echelon.config import RunConfig
 from echelon.config.validate import CheckpointInterval, Nodes, check_batch
 from echelon.core.hints import Style
 from echelon.core.layout import Layout
+from echelon.core.link import Link
+from echelon.data import SourceChoice
 from echelon.optim.traits import NESTEROV, is_nesterov, is_sgd
 from echelon.sync.settings import SyncSettings
+from echelon.tasks.registry import TaskChoice
+
+if TYPE_CHECKING:  # the engine knows no place: `run` builds it
+    from echelon.launch.places import PlaceChoice
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,11 @@ class ResolvedRun:
         path: along which it travels.
         tensor_plan: patterns of module names to styles, over the model's own hints.
         cuts: the blocks that stages but the first begin with; empty: balanced.
+        task: what is learnt, fitted where the data is open.
+        source: the data.
         nodes: how many machines take part.
+        link: the shaped links between workers; None: loopback.
+        place: where processes are started.
         timeout_s: how long any rank waits for another.
         log_limit: bytes of a process's log before it is shortened.
         checkpoint_every: between checkpoints.
@@ -43,7 +54,11 @@ class ResolvedRun:
     path: CollectivePath
     tensor_plan: Mapping[str, Style]
     cuts: tuple[str, ...]
+    task: TaskChoice
+    source: SourceChoice
     nodes: Nodes
+    link: Link | None
+    place: PlaceChoice
     timeout_s: float
     log_limit: int
     checkpoint_every: CheckpointInterval

@@ -11,7 +11,7 @@ import pytest
 from echelon.core.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserError
 from echelon.core.stop import StopFlag
 from echelon.launch.link import Host
-from echelon.launch.places import build_place
+from echelon.launch.places import PlaceChoice
 from echelon.launch.places.base import Event, Exited, Group, Job, Place, Process, Restart, Started
 from echelon.launch.supervisor import Death, Refused, RunFailed, Watch, supervise
 
@@ -181,4 +181,4 @@ def test_a_process_is_the_same_as_text() -> None:
 
 def test_an_unknown_place_is_refused() -> None:
     with pytest.raises(UserError, match="did you mean local"):
-        build_place("locl")
+        PlaceChoice("locl").build()

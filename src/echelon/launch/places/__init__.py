@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from echelon.core.errors import UserError, naming, unknown
@@ -34,14 +35,20 @@ def check_place(name: str) -> None:
             raise unknown("place", name, [*names(), "module:Class"])
 
 
-def build_place(name: str) -> Place:
-    """Build a place from its name.
+@dataclass(frozen=True)
+class PlaceChoice:
+    """The place that a description names, a name that exists (`check_place`) or a user's own `module:Class`."""
 
-    Raises:
-        UserError: there is no such place.
-    """
-    check_place(name)
-    return _own(name) if ":" in name else _classes()[name]()
+    name: str
+
+    def build(self) -> Place:
+        """Build the place, which its user closes.
+
+        Raises:
+            UserError: there is no such place.
+        """
+        check_place(self.name)
+        return _own(self.name) if ":" in self.name else _classes()[self.name]()
 
 
 def _own(name: str) -> Place:
