@@ -148,7 +148,7 @@ def _parse_scalar(text: str, spec: str) -> Scalar:
         try:
             number = convert(word)
         except ValueError:
-            continue
+            continue  # no number of this kind: the next kind, or a word
         if isinstance(number, float) and not math.isfinite(number):
             raise UserError(f"{word} in spec {spec!r}: expected a finite number")
         return number

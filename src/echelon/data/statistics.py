@@ -29,7 +29,7 @@ def measure(images: Images, side: int) -> tuple[Channels, Channels]:
         try:
             pixels = resize_and_crop(images.picture(int(i)), side, side).numpy().astype(np.int64)
         except CannotDecode:
-            continue
+            continue  # its loader tells the user
         sums = sums + pixels.sum(axis=(1, 2))
         squares = squares + (pixels**2).sum(axis=(1, 2))
         count += pixels[0].size

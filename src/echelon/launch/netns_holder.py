@@ -66,7 +66,7 @@ def _end_inhabitants(spaces: set[tuple[int, int]], owner: int) -> None:
                 try:
                     os.kill(pid, end)
                 except ProcessLookupError:
-                    continue
+                    continue  # it has ended, which is what was wanted
             signalled.update(living)
             time.sleep(0.02)
 

@@ -68,14 +68,13 @@ class RoleFailed(Event):
 
 
 @dataclass(frozen=True)
-class HangSeen(Event):
-    """A process has been in one activity for long, and others wait for it.
+class ProcessSeen(Event):
+    """A process was looked at, of a rank or a role.
 
     Attributes:
         activity: a phase of the step, or `start`, `evaluation`, `checkpoint`.
-        seconds: it has been in it.
+        seconds: it has been in it, or a step takes; 0 where that is not known.
         line: the innermost call, of the user's code where there is one.
-        waiting: names of those that wait.
     """
 
     rank: int | None = None
@@ -86,22 +85,20 @@ class HangSeen(Event):
     seconds: float = 0.0
     step: int = 0
     line: str = ""
+
+
+@dataclass(frozen=True)
+class HangSeen(ProcessSeen):
+    """A process has been in one activity for long, and others wait for it, whose names are `waiting`."""
+
     waiting: Sequence[str] = ()
     name: str = field(default="hang", kw_only=True)
 
 
 @dataclass(frozen=True)
-class SlowProcess(Event):
-    """A process makes the others wait without hanging; `seconds` is what a step takes, 0 where it is not known."""
+class SlowProcess(ProcessSeen):
+    """A process makes the others wait without hanging; `seconds` is what a step takes."""
 
-    rank: int | None = None
-    role: str | None = None
-    host: str | None = None
-    pid: int | None = None
-    activity: str = ""
-    seconds: float = 0.0
-    step: int = 0
-    line: str = ""
     name: str = field(default="slow_process", kw_only=True)
 
 

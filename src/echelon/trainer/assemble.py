@@ -108,6 +108,25 @@ class _Groundwork:
             traffic=Traffic(at_start=start_bytes),
         )
 
+    def start(self, path: Path) -> Start:
+        """Return what the record's line of a start has in every run."""
+        config, info, launch = self.resolved.config, self.source.info, read_launch(path)
+        return Start(
+            device=str(self.world.device),
+            threads=torch.get_num_threads(),
+            model=auto_name(model_input(info, self.task)) if config.model.name == "auto" else config.model.name,
+            data=info.name,
+            classes=info.classes,
+            task=self.task.facts(),
+            train_size=info.train_size,
+            eval_size=info.eval_size,
+            batch_size=config.data.batch_size,
+            steps_per_epoch=self.train_loader.batches_per_epoch,
+            epochs=config.training.epochs,
+            environment=environment(launch.command),
+            launched_t=launch.launched_t,
+        )
+
 
 def _groundwork(resolved: ResolvedRun, world: World, user_objects: UserObjects, data_ranks: int) -> _Groundwork:
     """Open the data, for `data_ranks` that divide it or take turns; the same seed on every rank until it trains."""
@@ -154,7 +173,7 @@ def assemble(
     display = _display(config, ground.train_loader.batches_per_epoch, world, cursor, ground.task)
     progress = RunProgress(record, Scalars(path if world.leads else None, record.patience), display)
     run = ground.run(run_parts, saver, progress, _start_bytes(run_parts.local_model, world))
-    _record_start(resolved, run, ground.source, cursor, path)
+    _record_start(ground, run, cursor, path)
     for name, note in run_notes(config, ground.source, run_parts.split.notes if run_parts.split else (), notes):
         progress.note(name, note)
     if world.leads:
@@ -203,31 +222,18 @@ def workers_at_start(process: WorkerRank, nodes: Nodes) -> int:
 
 def _start_of_workers(ground: _Groundwork, run_parts: RunParts, link: ServerLink, path: Path) -> Start:
     """Return the record's line of a run's start; how far the run is, its scheduler knows."""
-    placement, launch, info = ground.world.placement, read_launch(path), ground.source.info
-    config = ground.resolved.config
+    placement = ground.world.placement
     layout: dict[str, int] | None = None
     if run_parts.split is not None and placement is not None:
         sizes = {**placement.layout.sizes, Axis.DP: link.process.workers}
         layout = layout_sizes(replace(placement.layout, sizes=sizes))
-    return Start(
+    return replace(
+        ground.start(path),
         world_size=workers_at_start(link.process, ground.resolved.nodes),
         backend="zmq",
-        device=str(ground.world.device),
-        threads=torch.get_num_threads(),
         parameters=parameter_count(link.servers.held),
         layout=layout or None,
-        model=_model_name(config, ground.source, ground.task),
-        data=info.name,
-        classes=info.classes,
-        task=ground.task.facts(),
-        train_size=info.train_size,
-        eval_size=info.eval_size,
-        batch_size=config.data.batch_size,
-        steps_per_epoch=ground.train_loader.batches_per_epoch,
-        epochs=config.training.epochs,
         served=True,
-        environment=environment(launch.command),
-        launched_t=launch.launched_t,
     )
 
 
@@ -279,38 +285,25 @@ def _rank_seed(seed: int, rank: int) -> int:
     return (seed * 1_000_003 + rank + 1) % 2**63
 
 
-def _record_start(resolved: ResolvedRun, run: TrainingRun, source: Source, cursor: Cursor, path: Path) -> None:
-    config, world, info = resolved.config, run.world, source.info
+def _record_start(ground: _Groundwork, run: TrainingRun, cursor: Cursor, path: Path) -> None:
+    world = run.world
     ranks = roll_call(world)
     parameters = _parameter_count(run.parts, world)
     if not world.leads:
         return
-    launch = read_launch(path)
-    start = Start(
+    start = replace(
+        ground.start(path),
         attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         world_size=world.size,
         hosts=ranks.hosts,
         pids=ranks.pids,
         affinity=ranks.affinity,
         backend="none" if world.group is None else ("nccl" if world.device.type == "cuda" else "gloo"),
-        device=str(world.device),
-        threads=torch.get_num_threads(),
         parameters=parameters,
         layout=layout_of(world),
-        model=_model_name(config, source, run.task),
-        data=info.name,
-        classes=info.classes,
-        task=run.task.facts(),
-        train_size=info.train_size,
-        eval_size=info.eval_size,
-        batch_size=config.data.batch_size,
-        steps_per_epoch=run.train_loader.batches_per_epoch,
-        epochs=config.training.epochs,
         start_step=cursor.step,
         start_epoch=cursor.epoch,
-        idle=_idle_settings(resolved, world),
-        environment=environment(launch.command),
-        launched_t=launch.launched_t,
+        idle=_idle_settings(ground.resolved, world),
     )
     run.progress.record.write(start)
 
@@ -335,8 +328,3 @@ def _parameter_count(run_parts: RunParts, world: World) -> int:
     if group is not None:
         dist.all_reduce(count, group=group)
     return int(count)
-
-
-def _model_name(config: RunConfig, source: Source, task: Task) -> str:
-    chosen = auto_name(model_input(source.info, task))
-    return chosen if config.model.name == "auto" else config.model.name

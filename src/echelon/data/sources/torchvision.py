@@ -90,7 +90,7 @@ def _open(name: str, class_name: str, root: Path, part: Mapping[str, str | bool]
     try:
         return kind(str(root), **part)
     except (RuntimeError, OSError):
-        pass  # not there yet
+        pass  # not there, or not all of it: what keeps the download from mending that is told below
     try:
         return kind(str(root), download=True, **part)
     except (RuntimeError, OSError) as error:
