@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from echelon.compression.registry import Compression, build, names, read
+from echelon.compression.registry import Compression, read
 
-__all__ = ["Compression", "build", "names", "read"]
+__all__ = ["Compression", "read"]

@@ -33,7 +33,6 @@ class ServerTraffic:
     channel: Channel
     life: int = 0
     keeps: bool = True
-    forgotten: int = 0
     _heap: list[tuple[int, int, Outgoing]] = field(default_factory=list)
     _unacked: dict[int, Outgoing] = field(default_factory=dict)
     _kept: dict[int, Outgoing] = field(default_factory=dict)
@@ -70,7 +69,6 @@ class ServerTraffic:
             self._kept_bytes += push.n_bytes
             while self._kept_bytes > KEPT_BYTES:
                 self._drop(next(iter(self._kept)))
-                self.forgotten += 1
         if number in self._repushing:
             self._repushing.discard(number)
             if not self._repushing:

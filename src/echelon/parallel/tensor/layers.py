@@ -34,7 +34,6 @@ class Split:
         first: `enter`: the first input is whole, and its gradient is added over the ranks.
         last: `add`: the ranks' results are added, then the bias; `gather`: they are joined along the last dim.
         shared: its whole parameters are used on split data: their gradients are added over the ranks.
-        per_token: it works on each token by itself.
     """
 
     placements: Mapping[str, Placement] = field(default_factory=dict)
@@ -43,7 +42,6 @@ class Split:
     first: Literal["pass", "enter"] = "pass"
     last: Literal["pass", "add", "gather", "rows"] = "pass"
     shared: bool = False
-    per_token: bool = False
 
 
 def split_of(name: str, module: nn.Module, style: Style, tp: int) -> Split:
@@ -203,7 +201,7 @@ _STYLES: Mapping[str, Callable[[_Case], Split]] = {
     "channels_out": _channels_out,
     "channels_in": _channels_in,
     "channels": _channels,
-    "sequence": lambda case: Split(per_token=True),
+    "sequence": lambda case: Split(),
     "shared": lambda case: Split(shared=True),
     "replicate": lambda case: Split(),
 }
