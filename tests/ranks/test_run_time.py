@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,15 @@ WAYS |= {"local(period=8)", "local(period=8, overlap=2)", "diloco(period=20)"}
 def test_phases_and_pauses_of_each_rank_are_the_wall_time(tmp_path: Path) -> None:
     options = ["--model", "mlp", "--epochs", "6", "--workers", "2", "--checkpoint-every", "20", *SMALL]
     with Runs(tmp_path) as runs:
+        began = time.monotonic()
         run = runs.start("train", "digits", *options, folder="timed")
         assert run.end() == 0, run.text()
+        took_s = time.monotonic() - began
         record = load_run(run.folder)
         said = run.text()
     summary = summarise(record)
+    assert 0 <= took_s - summary.wall_s <= 0.2 + 0.1 * took_s, "the run's clock is its command's, on a busy machine too"
+    assert summary.wall_s == run.summary()["wall_s"] == run.summary()["seconds"]
     waterfall = summary.waterfall
     assert waterfall is not None and waterfall.ranks == 2
     assert waterfall.missing <= TOLERANCE, waterfall

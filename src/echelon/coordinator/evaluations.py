@@ -106,7 +106,8 @@ class Evaluations:
         due = self._save_is_due(progress.steps, now_s)
         if progress.complete:
             self._last_asked = True
-            self._ask(EvaluationJob(max(0, progress.epochs - 1), progress.steps, True, "end"), now_s)
+            epoch = max(0, progress.done_steps - 1) // progress.steps_per_epoch
+            self._ask(EvaluationJob(epoch, progress.steps, True, "end"), now_s)
             return Due(asked=True)
         epoch = None
         if progress.epochs > self._epochs_seen:

@@ -530,6 +530,7 @@ class Coordinator:
         progress = TrainingProgress(leases.done_steps, self._steps(), self.setup.steps_per_epoch, leases.complete)
         due = self._evaluations.look(progress, now_s)
         if due.epoch is not None:
+            self._close_window(now_s, due.epoch - 1)  # no window is of two epochs
             self._save(EpochSeen(due.epoch))
             self._tell_members()  # with the new watermark
         if due.asked:
@@ -588,12 +589,18 @@ class Coordinator:
 
     # The record
 
-    def _close_window(self, now_s: float) -> None:
-        """Write what is summed of whole steps, however short, and begin the next window."""
+    def _close_window(self, now_s: float, epoch: int | None = None) -> None:
+        """Write what is summed of whole steps, however short, and begin the next window.
+
+        Args:
+            epoch: that is over with it; None: the present one, whose steps are not all done.
+        """
         if self.setup is None or self._leases is None or not self._window.has_steps(self._leases.incomplete_from):
             return
         step = self._steps()
-        epoch = max(0, step - 1) // self.setup.steps_per_epoch
+        if epoch is None:
+            done = self._leases.done_steps
+            epoch = max(0, done - self._leases.complete) // self.setup.steps_per_epoch
         workers = self.members.workers
         names, below = [m.name for m in workers], self._leases.incomplete_from
         resources = [self._window.resources.get(name, []) for name in names]

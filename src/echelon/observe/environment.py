@@ -6,9 +6,12 @@ import os
 import platform
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+
+import psutil
 
 from echelon.records.kinds import Environment
 
@@ -58,6 +61,29 @@ def as_ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([n, n])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+_STARTED = 19  # of the fields of /proc/self/stat behind the name: in clock ticks since the machine began
+
+
+def command_given_t() -> float:
+    """Return when the command was given, in unix seconds: when this process began, where it is `echelon` itself.
+
+    A program of the user's did other work before it trains: there it is now.
+    """
+    script = Path(sys.argv[0])
+    is_command = script.name == "echelon" or script.parts[-2:] == ("echelon", "__main__.py")
+    return time.time() - (process_age_s() if is_command else 0.0)
+
+
+def process_age_s() -> float:
+    """Return the seconds since the kernel began this process, the interpreter's start among them."""
+    try:
+        fields = Path("/proc/self/stat").read_bytes().rpartition(b") ")[2].split()
+    except FileNotFoundError:
+        return time.time() - psutil.Process().create_time()
+    began_s = int(fields[_STARTED]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began_s  # psutil knows when the machine began to the second
 
 
 def command_line() -> str:

@@ -33,6 +33,15 @@ PAUSES = ("evaluation", "checkpoint", RECORDING)
 """What interrupts the steps; recording is adding up over the ranks, and what rank 0 writes and shows."""
 
 
+def phase_share(phase_s: float, steps_s: float) -> float:
+    """Return the share of the time of steps (pauses between them left out) that a phase takes, on a rank or the mean.
+
+    That of `communicate` is the share of communication, wherever one is told: what a rank waits for messages that
+    backward does not hide, and for ranks that are slower. It is told of a rank, and otherwise is the mean of the ranks.
+    """
+    return phase_s / steps_s if steps_s > 0 else 0.0
+
+
 class PhaseClock(Protocol):
     """Divides time into phases: `enter` ends the phase before and begins the next."""
 

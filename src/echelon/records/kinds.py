@@ -255,6 +255,11 @@ class Steps(Record):
         waits = self.waits_by_window()
         return max(0.0, sum(self.comm_busy_s) - waits.total_s) if waits else 0.0
 
+    def mean_phases(self) -> dict[str, float]:
+        """Return the seconds of each phase, the mean over the ranks."""
+        sums = zip(*self.phases, strict=True)
+        return {name: sum(column) / len(self.phases) for name, column in zip(self.phase_names, sums, strict=False)}
+
     @property
     def samples_per_s(self) -> float:
         """Samples of all ranks per second."""
@@ -655,7 +660,7 @@ class End(Record):
     """A run ended: `completed`, `stopped`, `failed` or `refused`.
 
     Attributes:
-        seconds: from the command to the end; None where the launcher wrote it.
+        seconds: from the command to the end of training; None where the launcher wrote it.
         other_wire_bytes: sent after the last window.
     """
 
@@ -664,6 +669,14 @@ class End(Record):
     message: str = ""
     seconds: float | None = None
     other_wire_bytes: float = 0
+
+
+@dataclass(frozen=True)
+class CommandEnd(Record):
+    """All processes of a run have ended, and its command does: so many seconds after it was given."""
+
+    kind: ClassVar[str] = "command_end"
+    seconds: float
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ from echelon.records.events import Refusal, RoleFailed
 from echelon.records.file import Recorder, newest
 from echelon.records.going import read_launch
 from echelon.records.kinds import End, Start
-from echelon.reporting.report import write_report
 from echelon.run.resolve import resolve
 from echelon.sync.ps import server_settings
 from echelon.tasks.base import EvaluationResult
@@ -87,7 +86,6 @@ def run_scheduler(folder: str, host: str = "", workers: int = 0) -> None:
         record.write(End(status, seconds=seconds, other_wire_bytes=others))
         record.flush()
         chronicle.close()
-        record.patience.insist("report", lambda: write_report(path))
         record.patience.insist(STATUS_FILE, lambda: write_atomic(roles / STATUS_FILE, json.dumps({"status": status})))
         record.close()
 

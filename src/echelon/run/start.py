@@ -21,10 +21,11 @@ from echelon.launch.places.base import Place
 from echelon.launch.places.local import start_import_server
 from echelon.launch.plan import LaunchPlan, is_worker, thread_count, worker_count
 from echelon.launch.supervisor import Refused, RunFailed, supervise
+from echelon.observe.environment import command_given_t
 from echelon.records.events import MachineLeft, Refusal, WorkerDied
 from echelon.records.file import Recorder, newest
 from echelon.records.going import LAUNCH_FILE, read_launch
-from echelon.records.kinds import End
+from echelon.records.kinds import CommandEnd, End
 from echelon.run.deaths import watched
 from echelon.run.job import RANK
 from echelon.run.machine import Machine, say, this_machine
@@ -84,15 +85,14 @@ def start(
     Raises:
         UserError: it cannot start as described.
     """
-    if around is None:
-        around = _nothing_around
+    given_t = command_given_t()
     if is_worker():
         return _start_as_worker(config, user_objects, around)
     request = launch_request(config)  # refuses names at once, before anything heavy is imported
     _begin_imports(plan_of(request, Path(config.run), user_objects))
     check(request, user_objects)  # before there is a folder: what is refused leaves nothing behind
     with closing(request.place.build()) as place:
-        config = folders.claim(config)
+        config = folders.claim(config, given_t=given_t)
         path, request = Path(config.run), replace(request, config=config)
         with around(path), _lock(path, request.nodes):
             return _run_here(resolve(config), plan_of(request, path, user_objects), path, place)
@@ -107,7 +107,7 @@ def start_again(path: Path, config: RunConfig, from_scratch: bool = False) -> Ou
     Raises:
         UserError: it cannot start as described, or goes on already.
     """
-    request = launch_request(config)
+    given_t, request = command_given_t(), launch_request(config)
     if from_scratch:
         if is_worker():
             raise UserError("--from-scratch would start over at each restart by torchrun: leave it to `echelon resume`")
@@ -124,7 +124,7 @@ def start_again(path: Path, config: RunConfig, from_scratch: bool = False) -> Ou
         _begin_imports(plan)
         run = check(request)  # before its description is replaced: what is refused changes nothing
         with closing(request.place.build()) as place:
-            folders.prepare(path, config)
+            folders.prepare(path, config, given_t)
             return _run_here(run, plan, path, place)
 
 
@@ -195,10 +195,6 @@ def _lock(path: Path, nodes: Nodes) -> AbstractContextManager[None]:
     return nullcontext() if is_worker() else folders.locked(path, shared=nodes.most > 1)
 
 
-def _nothing_around(path: Path) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 def _start_as_worker(config: RunConfig, user_objects: UserObjects | None, around: Around) -> Outcome:
     from echelon.run.worker import agree_on_folder
 
@@ -213,35 +209,46 @@ def _as_worker(path: Path, user_objects: UserObjects | None = None) -> Outcome:
     from echelon.run.worker import train_rank
 
     with stop_on_signals() as stop:
-        return _outcome(path, train_rank(path, stop, user_objects), stop.signum)
+        status = train_rank(path, stop, user_objects)
+        if int(os.environ["RANK"]) == 0:
+            with closing(Recorder(path)) as record:
+                _close(path, record)
+        return _outcome(path, status, stop.signum)
 
 
 def _run_here(run: ResolvedRun, plan: LaunchPlan, path: Path, place: Place) -> Outcome:
     """Run this machine's processes to the end; a signal stops them after a checkpoint."""
-    with full_disk_in_words(path), stop_on_signals(raises=True) as stop:
-        record = Recorder(path, patience_s=run.io_patience_s)
+    opened = closing(Recorder(path, patience_s=run.io_patience_s))
+    with full_disk_in_words(path), stop_on_signals(raises=True) as stop, opened as record:
         try:
-            status = _run(run, plan, place, path, record, stop)
+            status, closes = _run(run, plan, place, path, record, stop)
         except Stopped:
-            status = "stopped"
-            if plan.nodes.most == 1:
+            status, closes = "stopped", plan.nodes.most == 1
+            if closes:
                 _end_before_start(path, record)
         finally:
             stop.raises = False
-            record.close()
+            record.flush()
             record.patience.insist(LAUNCH_FILE, lambda: folders.mark_ended(path))
-        if plan.link:  # what the kernel counted is known only now
-            from echelon.reporting.report import write_report
-
-            write_report(path)
+        if closes:
+            _close(path, record)
         return _outcome(path, status, stop.signum)
+
+
+def _close(path: Path, record: Recorder) -> None:
+    """Record when the command ended, and write the report: what all its processes did is known only now."""
+    from echelon.reporting.report import write_report
+
+    record.write(CommandEnd(read_launch(path).seconds_since()))
+    record.flush()
+    record.patience.insist("report", lambda: write_report(path))
 
 
 def _end_before_start(path: Path, record: Recorder) -> None:
     """Record the end of a run that was stopped, where its processes did not: they had not begun."""
     end = next(newest(path, End), None)
     if end is None or end.t < (read_launch(path).launched_t or 0.0):
-        _write_end(path, record, End("stopped", "it was stopped before it began"))
+        record.write(End("stopped", "it was stopped before it began"))
 
 
 def _begin_imports(plan: LaunchPlan) -> None:
@@ -251,8 +258,13 @@ def _begin_imports(plan: LaunchPlan) -> None:
     start_import_server(plan.preload)
 
 
-def _run(run: ResolvedRun, plan: LaunchPlan, place: Place, path: Path, record: Recorder, stop: StopFlag) -> str:
-    """Run this machine's processes to the end of the run; returns `completed`, `stopped` or `failed`.
+def _run(
+    run: ResolvedRun, plan: LaunchPlan, place: Place, path: Path, record: Recorder, stop: StopFlag
+) -> tuple[str, bool]:
+    """Run this machine's processes to the end of the run.
+
+    Returns:
+        `completed`, `stopped` or `failed`; and whether this machine is the one that records how the run ended.
 
     Raises:
         UserError: a process refused its input, or the machines do not meet.
@@ -269,33 +281,25 @@ def _run(run: ResolvedRun, plan: LaunchPlan, place: Place, path: Path, record: R
         except Refused:
             reason = folders.last_message(path, Refusal)
             _end(path, record, machine, "refused", reason)
+            if machine.number == 0:
+                _close(path, record)
             raise UserError(reason) from None
         except RunFailed as failure:
             _end(path, record, machine, "failed", str(failure) or folders.last_message(path, WorkerDied))
-            return "failed"
+            return "failed", machine.number == 0
         if stopped and machine.number == 0:
             _end_before_start(path, record)
-        if machine.scheduler is None:
-            return "stopped" if stopped else "completed"
-        status = machine.scheduler.status()
-        return "stopped" if stopped and status != "completed" else status
+        status = machine.scheduler.status() if machine.scheduler else "stopped" if stopped else "completed"
+        return "stopped" if stopped and status != "completed" else status, machine.number == 0
 
 
 def _end(path: Path, record: Recorder, machine: Machine, status: str, reason: str) -> None:
     """Record how the run ended; where another machine fails, that it left."""
     record.patience.give_up()  # the run is over: no disk is waited for
     if machine.number == 0:
-        _write_end(path, record, End(status, reason))
+        record.write(End(status, reason))
     else:
         record.write(MachineLeft(f"machine {machine.number} left the run: {reason}", machine.number))
-
-
-def _write_end(path: Path, record: Recorder, end: End) -> None:
-    from echelon.reporting.report import write_report
-
-    record.write(end)
-    record.flush()
-    record.patience.insist("report", lambda: write_report(path))
 
 
 def _outcome(path: Path, status: str, signum: int = 0) -> Outcome:

@@ -26,7 +26,6 @@ from echelon.records.events import BadImageSkipped, RankFailed, Refusal
 from echelon.records.file import Recorder
 from echelon.records.going import read_launch
 from echelon.records.kinds import End
-from echelon.reporting.report import write_report
 from echelon.run.resolve import resolve
 from echelon.trainer.assemble import UserObjects, assemble, assemble_worker
 from echelon.trainer.batches import EpochOrder
@@ -147,7 +146,7 @@ def _close(run: TrainingRun, path: Path) -> None:
 
 
 def _end(run: TrainingRun, path: Path, status: str, measured_bytes: int) -> None:
-    """Record how the run ended, once no rank writes any more, and let rank 0 write the report."""
+    """Record how the run ended, once no rank writes any more; the command that started the ranks writes the report."""
     sent, others_sent = run.traffic.since_last(run.parts.sync.bytes_sent(), run.saver.bytes_sent + measured_bytes)
     others = torch.tensor([sum(sent.values()) + others_sent], device=run.world.device)
     if run.world.group is not None:
@@ -157,7 +156,6 @@ def _end(run: TrainingRun, path: Path, status: str, measured_bytes: int) -> None
         record.write(End(status, seconds=seconds, other_wire_bytes=int(others)))
         record.flush()
         run.progress.scalars.close()
-        record.patience.insist("report", lambda: write_report(path))
 
 
 def agree_on_folder(config: RunConfig) -> Path:

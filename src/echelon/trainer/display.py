@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from echelon.core.task import TaskFacts
-from echelon.observe.phases import PHASES
+from echelon.observe.phases import PHASES, Phase, phase_share
 from echelon.records.kinds import Steps
 from echelon.trainer.evaluate import EvaluationReport
+
+_NAMES = {Phase.COMMUNICATE: "communication"}
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,34 @@ class RunLength:
 
     total_steps: int
     epochs: int
+
+
+@dataclass
+class EpochTotals:
+    """What the windows of an epoch add up to.
+
+    Attributes:
+        loss_sum: of its steps.
+        seconds: of its steps, pauses left out.
+        phases: seconds by name, the mean over the ranks.
+    """
+
+    steps: int = 0
+    samples: int = 0
+    correct: float | None = None
+    loss_sum: float = 0.0
+    seconds: float = 0.0
+    phases: Counter[str] = field(default_factory=Counter)
+
+    def add(self, window: Steps) -> None:
+        """Add a window's steps."""
+        self.steps += window.count
+        self.samples += window.samples
+        self.loss_sum += window.mean_loss * window.count
+        self.seconds += window.seconds
+        self.phases.update(window.mean_phases())
+        if window.correct is not None:
+            self.correct = (self.correct or 0.0) + window.correct
 
 
 class Display:
@@ -57,30 +88,32 @@ class Display:
         """Show where the run is."""
         if self._live:
             where = f"{steps.epoch + 1}/{self._length.epochs}"
-            self._progress.update(self._bar, completed=steps.step, epoch=where, numbers=self._numbers(steps))
+            window = EpochTotals()
+            window.add(steps)
+            self._progress.update(self._bar, completed=steps.step, epoch=where, numbers=self._numbers(window))
 
-    def epoch(self, epoch: int, steps: Steps, report: EvaluationReport | None) -> None:
-        """Print a line for an epoch's end."""
+    def epoch(self, epoch: int, totals: EpochTotals, report: EvaluationReport | None) -> None:
+        """Print a line for an epoch's end: what its evaluation found, and means over all of its steps."""
         result = ""
         if report is not None:
             primary = self.task.primary
             shown = {f"test {primary.title}": report.metrics.get(primary.name)}
             shown |= {metric.title: report.metrics.get(metric.name) for metric in self.task.headlines[:1]}
+            shown |= {"test loss": report.loss} if primary.name != "loss" else {}
             result = "".join(f"  {name} {value:.4f}" for name, value in shown.items() if value is not None)
-        self.say(f"epoch {epoch + 1}/{self._length.epochs}{result}  {self._numbers(steps)}")
+        self.say(f"epoch {epoch + 1}/{self._length.epochs}{result}  {self._numbers(totals)}")
 
-    def _numbers(self, steps: Steps) -> str:
-        busy = [sum(row[i] for row in steps.phases) for i in range(len(PHASES))]
-        total = sum(busy) or 1.0
-        shares = " ".join(
-            f"{phase.value} {spent / total:.0%}"
-            for phase, spent in zip(PHASES, busy, strict=True)
-            if spent / total >= 0.01
+    def _numbers(self, totals: EpochTotals) -> str:
+        """Write the means over some steps; shares are of their time, the mean over the ranks."""
+        shares = {phase: phase_share(totals.phases[phase.value], totals.seconds) for phase in PHASES}
+        shown = " ".join(
+            f"{_NAMES.get(phase, phase.value)} {share:.0%}" for phase, share in shares.items() if share >= 0.01
         )
         label = self.task.score_label
-        score = f"  train {label} {(steps.correct or 0) / max(1, steps.samples):.3f}" if label else ""
-        loss = sum(steps.losses) / max(1, steps.count)
-        return f"loss {loss:.4f}{score}  {steps.samples_per_s:,.0f} samples/s  [{shares}]"
+        score = f"  train {label} {(totals.correct or 0) / max(1, totals.samples):.3f}" if label else ""
+        speed = totals.samples / max(totals.seconds, 1e-9)
+        loss = totals.loss_sum / max(1, totals.steps)
+        return f"train loss {loss:.4f}{score}  {speed:,.0f} samples/s  [of step time: {shown}]"
 
     def say(self, text: str) -> None:
         """Print a line above the live one."""

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +18,7 @@ from uuid import uuid4
 from echelon.config import RunConfig, to_yaml
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
-from echelon.observe.environment import command_line
+from echelon.observe.environment import command_given_t, command_line
 from echelon.records.events import Event
 from echelon.records.file import newest
 from echelon.records.going import LAUNCH_FILE, LOCK_FILE, Launch, read_launch
@@ -58,8 +57,11 @@ def never_began(folder: Path) -> bool:
     return next(newest(folder, Steps), None) is None
 
 
-def claim(config: RunConfig, root: Path = Path("runs")) -> RunConfig:
+def claim(config: RunConfig, root: Path = Path("runs"), given_t: float | None = None) -> RunConfig:
     """Make a new run's folder, and return the description that names it.
+
+    Args:
+        given_t: when the command was given, in unix seconds; None: as this process knows.
 
     Where the user names none it is the next free one of `default_folder`. It appears with the launch in it, in one
     step: commands that start at the same moment each get their own, and machines that share a rendezvous get the same.
@@ -69,7 +71,7 @@ def claim(config: RunConfig, root: Path = Path("runs")) -> RunConfig:
     """
     folder = Path(config.run) if config.run else _claim_next(config, root)
     config = replace(config, run=str(folder))
-    create(folder, config)
+    create(folder, config, given_t)
     return config
 
 
@@ -77,7 +79,7 @@ def _claim_next(config: RunConfig, root: Path) -> Path:
     hidden = root / f".claim-{uuid4().hex}"
     try:
         hidden.mkdir(parents=True)
-        _write_launch(hidden, config)
+        _write_launch(hidden, config, None)
         while True:
             folder = default_folder(config, root)
             if joins(folder, config):  # another machine's, of this very run
@@ -93,7 +95,7 @@ def _claim_next(config: RunConfig, root: Path) -> Path:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def create(folder: Path, config: RunConfig) -> None:
+def create(folder: Path, config: RunConfig, given_t: float | None = None) -> None:
     """Make a new run's folder with its description.
 
     Raises:
@@ -104,7 +106,7 @@ def create(folder: Path, config: RunConfig) -> None:
             (folder / name).unlink(missing_ok=True)
     else:
         _check_free(folder, config)
-    prepare(folder, config)
+    prepare(folder, config, given_t)
 
 
 def check_new(folder: Path, config: RunConfig) -> None:
@@ -133,7 +135,7 @@ def _not_writable(folder: Path, error: OSError) -> UserError:
     return UserError(f"--run {folder} cannot be written ({error.strerror}): name a folder that can be, or a new one")
 
 
-def prepare(folder: Path, config: RunConfig) -> None:
+def prepare(folder: Path, config: RunConfig, given_t: float | None = None) -> None:
     """Write the description and how the run was started.
 
     Raises:
@@ -141,14 +143,14 @@ def prepare(folder: Path, config: RunConfig) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_launch(folder, config)
+        _write_launch(folder, config, given_t)
         write_atomic(folder / CONFIG_FILE, to_yaml(config))  # last: who sees it can tell whose it is
     except OSError as error:
         raise _not_writable(folder, error) from None
 
 
-def _write_launch(folder: Path, config: RunConfig) -> None:
-    launch = Launch(time.time(), command_line(), config.launch.rendezvous)
+def _write_launch(folder: Path, config: RunConfig, given_t: float | None) -> None:
+    launch = Launch(command_given_t() if given_t is None else given_t, command_line(), config.launch.rendezvous)
     write_atomic(folder / LAUNCH_FILE, json.dumps(vars(launch)))
 
 

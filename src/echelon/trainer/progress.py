@@ -12,7 +12,7 @@ from echelon.parallel.split import SplitModel
 from echelon.records.events import Event, Resumed
 from echelon.records.file import Recorder, newest
 from echelon.records.kinds import Evaluation, Pause, PipelineStep, Resources, Start, Steps
-from echelon.trainer.display import Display
+from echelon.trainer.display import Display, EpochTotals
 from echelon.trainer.evaluate import EvaluationReport
 
 
@@ -21,7 +21,7 @@ class RunProgress:
 
     def __init__(self, record: Recorder, scalars: Scalars, display: Display) -> None:
         self.record, self.scalars, self.display = record, scalars, display
-        self._last: Steps | None = None
+        self._epochs: dict[int, EpochTotals] = {}
 
     def note(self, name: str, text: str) -> None:
         """Say what a user has to know of this run before it trains."""
@@ -57,7 +57,7 @@ class RunProgress:
         """
         if not self.display.task.score_label:
             steps = replace(steps, correct=None)
-        self._last = steps
+        self._epochs.setdefault(steps.epoch, EpochTotals()).add(steps)
         self.record.write(steps)
         if any(resources):
             self.record.write(Resources.of(steps.step, resources))
@@ -76,9 +76,10 @@ class RunProgress:
         self.scalars.write(step, values)
 
     def epoch_ended(self, epoch: int, report: EvaluationReport | None) -> None:
-        """Print a line for an epoch's end, once there were steps."""
-        if self._last is not None:
-            self.display.epoch(epoch, self._last, report)
+        """Print a line for an epoch's end, where it had steps since this process began."""
+        if (totals := self._epochs.get(epoch)) is not None:
+            self.display.epoch(epoch, totals, report)
+        self._epochs = {later: totals for later, totals in self._epochs.items() if later > epoch}
 
 
 def record_pipeline(record: Recorder, split: SplitModel | None, step: int) -> None:

@@ -149,6 +149,7 @@ class Window:
         self._length = 1
         self._sampler = Sampler(gpu_uuid(world.device))
         self.watch = StepWatch(clock, garbage)
+        self.meet()  # else waiting for the one that still records the start would be a step's communication
         clock.drain()  # what came before is no step's time
         self._begin(time.perf_counter())
 

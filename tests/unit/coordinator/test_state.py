@@ -207,6 +207,17 @@ def test_a_pause_of_one_worker_is_its_share_of_the_windows_time() -> None:
     assert all(len(row) == len(window.phase_names) for row in window.phases)
 
 
+def test_a_window_ends_with_its_epoch() -> None:
+    run = Run()
+    run.begin("a")
+    for _ in range(STEPS // 2 - 1):
+        run.done("a", run.ask("a").task)
+    assert not [effect for effect in run.effects if isinstance(effect, WindowClosed)]
+    run.done("a", run.ask("a").task)
+    (window,) = (effect.steps for effect in run.effects if isinstance(effect, WindowClosed))
+    assert (window.epoch, window.step, window.count) == (0, STEPS // 2, STEPS // 2)
+
+
 def test_who_is_silent_is_gone_and_joins_again_with_what_it_holds() -> None:
     run = Run()
     run.begin("a", "b")

@@ -38,6 +38,7 @@ WRITTEN: list[Record] = [
     kinds.WorkerWindow(2, {"worker0": 1.0}, 0, {"worker0": {"task": 0.1}}, {"worker0": 5.0}, {"worker0": 6.0}),
     kinds.ServerWindow("server0", 2, 7, 1, dropped={"version": 1}, staleness={"0": 3}, ready=True),
     kinds.End("completed", "", 5.0, 12.0),
+    kinds.CommandEnd(5.5),
     kinds.RunEnd("a-run", "failed", "why", 3.0),
     events.Event("said", name="settings"),
     *(event("said") for event in events.EVENTS),

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from echelon.core.json_values import JsonObject, finite_object
 from echelon.core.units import format_seconds
-from echelon.observe.phases import Phase
+from echelon.observe.phases import Phase, phase_share
 from echelon.records.going import Launch, is_held, is_local, read_launch
 from echelon.records.kinds import RankResources, Start, Steps
 from echelon.reporting.live.state import LiveRun, LiveState, TimelineEntry
@@ -56,7 +56,7 @@ class RunView:
     best: float | None
     samples_per_s: float | None
     step_s: float | None
-    exposed: float | None
+    communication: float | None
     wire_bytes_per_step: float | None
     attempts: int
     checkpoints: int
@@ -86,7 +86,7 @@ def look(run: LiveRun, now: float | None = None) -> RunView:
         total_steps=state.total_steps, loss=_mean([x for w in windows for x in w.losses]),
         metric=state.task.primary.title, score_label=state.task.score_label,
         train_score=sum(correct) / samples if correct and samples else None, value=state.value, best=state.best,
-        samples_per_s=samples / seconds if seconds else None, step_s=step_s, exposed=_exposed(windows),
+        samples_per_s=samples / seconds if seconds else None, step_s=step_s, communication=_communication(windows),
         wire_bytes_per_step=sum(w.wire_bytes for w in windows) / steps if steps else None,
         attempts=state.attempts, checkpoints=state.checkpoints, torn=run.torn, ranks=_ranks(state, windows),
         events=list(state.events),
@@ -145,11 +145,13 @@ def _eta_s(state: LiveState, step_s: float | None) -> float | None:
     return left * max(pace, 0.0)
 
 
-def _exposed(windows: Sequence[Steps]) -> float | None:
-    """Share of recent time in which every rank waits for communication: that of the one that waits least."""
-    per_rank = [_shares(windows, rank) for rank in range(len(windows[-1].phases))] if windows else []
-    waits = [shares.get(Phase.COMMUNICATE, 0.0) for shares in per_rank if shares]
-    return min(waits) if waits else None
+def _communication(windows: Sequence[Steps]) -> float | None:
+    """Share of the recent steps' time, the mean of the ranks."""
+    if not windows or not windows[-1].phases:
+        return None
+    return phase_share(
+        sum(w.mean_phases().get(Phase.COMMUNICATE, 0.0) for w in windows), sum(w.seconds for w in windows)
+    )
 
 
 def _shares(windows: Sequence[Steps], rank: int) -> dict[str, float]:
@@ -158,8 +160,8 @@ def _shares(windows: Sequence[Steps], rank: int) -> dict[str, float]:
         if rank < len(window.phases):
             for name, value in zip(window.phase_names, window.phases[rank], strict=True):
                 seconds[name] = seconds.get(name, 0.0) + value
-    whole = sum(seconds.values())
-    return {name: value / whole for name, value in seconds.items()} if whole > 0 else {}
+    steps_s = sum(window.seconds for window in windows)
+    return {name: phase_share(value, steps_s) for name, value in seconds.items()} if any(seconds.values()) else {}
 
 
 def _ranks(state: LiveState, windows: Sequence[Steps]) -> list[RankView]:

@@ -91,7 +91,7 @@ def _shown(s: RunView) -> list[tuple[str, str]]:
         f"test {s.metric}": _format(s.value, ".4f") + best,
         "samples/s": _format(s.samples_per_s, ",.0f"),
         "step": format_seconds(s.step_s) if s.step_s is not None else "",
-        "exposed communication": _format(s.exposed, ".0%"),
+        "communication": _format(s.communication, ".0%") + " of step time" * (s.communication is not None),
         "sent per step": format_bytes(s.wire_bytes_per_step) if s.wire_bytes_per_step is not None else "",
     }
     return [(name, value) for name, value in found.items() if value]

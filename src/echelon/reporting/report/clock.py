@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from echelon.records.events import Event
-from echelon.records.kinds import End, Evaluation, Start, Steps
+from echelon.records.kinds import CommandEnd, End, Evaluation, Record, Start, Steps
 from echelon.reporting.report.records import RunRecord
 
 
@@ -22,36 +23,59 @@ class Sitting:
         """What the run recorded as its duration, else the time between its first and last record."""
         return self.end - self.begin if self.recorded_s is None else self.recorded_s
 
+    def closed(self, command: CommandEnd) -> Sitting:
+        """Return it with the end of its command, which is later than that of training."""
+        return replace(self, end=max(self.end, self.begin + command.seconds), recorded_s=command.seconds)
+
 
 def sittings(record: RunRecord) -> list[Sitting]:
-    """Split a record at each `end`; the last stretch may lack one, and reaches to the last record.
+    """Split a record at each `end`, and where a command took up what another, that was killed, had begun.
 
-    A stretch begins with the command that a start names, else with its first record; what is recorded between an
+    A stretch begins with the command that a start names, else with its first record, and ends with its command where
+    that recorded its end; the last one may lack an end, and reaches to the last record. What is recorded between an
     end and the next start or event belongs to none.
     """
     stretches: list[Sitting] = []
-    begin, started = None, False
+    lines: list[Record] = []  # of the present stretch, steps and evaluations left out
     for line in record.records:
-        if isinstance(line, Steps | Evaluation):
+        if isinstance(line, CommandEnd) and not lines and stretches:
+            stretches[-1] = stretches[-1].closed(line)
+        elif isinstance(line, End) and not lines:
+            stretches.append(Sitting(line.t, line.t, line.seconds))
+        elif isinstance(line, Steps | Evaluation) or not (lines or isinstance(line, Start | Event)):
             continue
-        if begin is None and not isinstance(line, Start | Event):
-            if isinstance(line, End):
-                stretches.append(Sitting(line.t, line.t, line.seconds))
-            continue
-        begin = line.t if begin is None else begin
-        if isinstance(line, Start) and not started:
-            begin, started = _launched(line, begin, stretches[-1].end if stretches else None), True
-        if isinstance(line, End):
-            stretches.append(Sitting(begin, max(begin, line.t), line.seconds))
-            begin, started = None, False
-    if begin is not None:
-        stretches.append(Sitting(begin, max(begin, record.last_t or begin), None))
+        elif isinstance(line, End):
+            stretches.append(_stretch([*lines, line], stretches))
+            lines = []
+        else:
+            if isinstance(line, Start) and _is_of_another_command(line, lines):
+                before = [earlier for earlier in lines if earlier.t < (line.launched_t or line.t)]
+                lines = lines[len(before) :]
+                stretches.append(_stretch(before, stretches, _last_t(record, line.launched_t)))
+            lines.append(line)
+    if lines:
+        stretches.append(_stretch(lines, stretches, record.last_t))
     return stretches
 
 
-def wall_seconds(stretches: list[Sitting]) -> float:
-    """Seconds from each command to the end of what it recorded, added up."""
-    return sum(stretch.end - stretch.begin for stretch in stretches)
+def _stretch(lines: Sequence[Record], earlier: Sequence[Sitting], last_t: float | None = None) -> Sitting:
+    """Return a stretch from its lines; `last_t`: the last moment of one without an end."""
+    start, last = next((line for line in lines if isinstance(line, Start)), None), lines[-1]
+    begin = lines[0].t if start is None else _launched(start, lines[0].t, earlier[-1].end if earlier else None)
+    if isinstance(last, End):
+        return Sitting(begin, max(begin, last.t), last.seconds)
+    return Sitting(begin, max(begin, last.t, last_t or begin), None)
+
+
+def _is_of_another_command(start: Start, lines: Sequence[Record]) -> bool:
+    """Whether a start was launched by another command than the stretch's so far, which recorded no end."""
+    before = next((line.launched_t for line in lines if isinstance(line, Start)), None)
+    return before is not None and start.launched_t is not None and start.launched_t > before
+
+
+def _last_t(record: RunRecord, before_t: float | None) -> float | None:
+    """Return the latest moment recorded before another one."""
+    return max((line.t for line in record.records if before_t is not None and line.t < before_t), default=None)
 
 
 def _launched(start: Start, begin: float, after: float | None) -> float:

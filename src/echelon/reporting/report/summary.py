@@ -10,7 +10,7 @@ from echelon.observe.phases import PHASES
 from echelon.records.events import BadImageSkipped, Event, RankFailed
 from echelon.records.kinds import End, EntropyCoding, Evaluation, ServerWindow, Start
 from echelon.reporting.report.advice import Advice, Bound, advise, find_bound, shares_of
-from echelon.reporting.report.clock import sittings, wall_seconds
+from echelon.reporting.report.clock import sittings
 from echelon.reporting.report.communication import Communication
 from echelon.reporting.report.incidents import ExplainedStep, Incident, count_restarts, find_incidents, find_slow_steps
 from echelon.reporting.report.predictions import Prediction, predict
@@ -25,8 +25,8 @@ class Summary:
 
     Attributes:
         task: whose metrics they are; `best` is of its primary one, at `best_step`.
-        seconds: as the run measured it from the command to its end; without that, as `wall_s`.
-        wall_s: from the command to the end of the record, without the pause between a stop and a resume.
+        seconds, wall_s: of all its commands, each from the process's start to its end; where that was not recorded, to
+            the last record. Pauses between a stop and a resume are left out.
     """
 
     run: str
@@ -100,7 +100,7 @@ def summarise(record: RunRecord) -> Summary:
         best_step=best[1] if best else None,
         eval_samples=evaluations[-1].samples if evaluations else 0,
         seconds=seconds,
-        wall_s=wall_seconds(stretches),
+        wall_s=seconds,
         startup_s=startup_s,
         samples_per_s=timing.samples_per_s if timing else None,
         step_s=timing.step_s if timing else None,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from echelon.observe.phases import Phase
+from echelon.observe.phases import Phase, phase_share
 from echelon.records.kinds import Steps
 from echelon.records.segments import RECORD_FILE
 from echelon.reporting.report.communication import Communication, communication_of
@@ -63,7 +63,7 @@ class Timing:
 
     def share(self, phase: str) -> float:
         """A phase's share of a step, mean over ranks."""
-        return self.phases.get(phase, 0.0) / self.step_s if self.step_s else 0.0
+        return phase_share(self.phases.get(phase, 0.0), self.step_s)
 
 
 def measure(record: RunRecord) -> Timing | None:

@@ -71,7 +71,7 @@ def test_a_run_that_goes_is_summed_up_over_its_last_seconds(tmp_path: Path) -> N
     assert (s.status, s.over, s.epoch, s.epochs, s.step, s.total_steps) == ("running", False, 8, 10, 80, 100)
     assert s.samples_per_s == pytest.approx(320) and s.wire_bytes_per_step == 1000 and s.step_s == pytest.approx(0.1)
     assert s.eta_s == pytest.approx(20 * 1.0 / 5)  # a second for each five steps
-    assert s.exposed == pytest.approx(0.2) and s.ranks[1].phases["communicate"] == pytest.approx(0.4)
+    assert s.communication == pytest.approx(0.3) and s.ranks[1].phases["communicate"] == pytest.approx(0.4)
     assert s.train_score == pytest.approx(0.5) and s.value == 0.9
     assert [r.host for r in s.ranks] == ["a", "a"] and [r.memory_bytes for r in s.ranks] == [1e8, 2e8]
 

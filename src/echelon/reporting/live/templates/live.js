@@ -186,7 +186,7 @@
       [`Test ${s.metric}`, number(s.value, 4), s.best !== null && s.best !== s.value ? `best ${number(s.best, 4)}` : ""],
       ["Loss", number(s.loss, 4), s.train_score === null ? "" : `train ${s.score_label} ${number(s.train_score, 3)}`],
       ["Samples/s", number(s.samples_per_s), s.step_s === null ? "" : `a step takes ${seconds(s.step_s)}`],
-      ["Exposed communication", percent(s.exposed), s.wire_bytes_per_step === null ? "" : `${bytes(s.wire_bytes_per_step)} sent per step`],
+      ["Communication", percent(s.communication), `of step time${s.wire_bytes_per_step === null ? "" : `; ${bytes(s.wire_bytes_per_step)} sent per step`}`],
       ["Checkpoints", number(s.checkpoints), s.attempts > 1 ? `begun ${s.attempts} times` : ""],
     ]);
     const colors = ["r0", "r1", "r2", "r3", "r4", "r5", "r6", "r7"];

@@ -1,0 +1,64 @@
+"""The clock of a run: from its command to its end, of each command that took it up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echelon.reporting.report import Summary, closing_words, write_report
+from tests.unit.reporting.report.fixtures import T0, LiveState, make_run, tell, write_record
+
+STORY = LiveState(epochs=2, steps_per_epoch=100, jitter=0.0)
+Line = dict[str, Any]
+
+
+def report(folder: Path, lines: list[Line]) -> tuple[Summary, str]:
+    make_run(folder, STORY)
+    write_record(folder, lines)
+    summary = write_report(folder)
+    return summary, "\n".join(closing_words(summary))
+
+
+def resumed_at(lines: list[Line], seconds: float, step: int) -> list[Line]:
+    """Return the lines as another command tells them, so many seconds later and from a step on."""
+    later: list[Line] = [{**line, "t": line["t"] + seconds} for line in lines if line.get("step", step + 1) > step]
+    later[0] |= {"launched_t": T0 + seconds, "start_step": step, "start_epoch": 0}
+    return later
+
+
+def test_a_run_lasts_until_its_command_ends(tmp_path: Path) -> None:
+    lines = tell(STORY)
+    end = lines[-1]
+    summary, words = report(
+        tmp_path, [*lines, {"t": end["t"] + 1.6, "kind": "command_end", "seconds": end["seconds"] + 1.7}]
+    )
+    assert summary.wall_s == summary.seconds == pytest.approx(end["seconds"] + 1.7)
+    assert summary.waterfall is not None and summary.waterfall.wall_s == summary.wall_s
+    assert summary.waterfall.missing < 0.02 and "accounts for" not in words
+
+
+def test_a_killed_run_that_was_resumed_counts_both_commands_once(tmp_path: Path) -> None:
+    whole = tell(STORY)
+    killed = [line for line in whole if line.get("step", 0) <= 150 and line["kind"] != "end"]
+    lines = [*killed, *resumed_at(whole, 1000.0, 100)]
+    summary, words = report(tmp_path, lines)
+    first_s = killed[-1]["t"] - T0
+    assert summary.wall_s == pytest.approx(first_s + whole[-1]["seconds"], abs=0.01)
+    assert summary.waterfall is not None
+    gap_s = (
+        sum(w["seconds"] for w in whole if w["kind"] == "steps" and w["step"] <= 100) + 1.3
+    )  # left out of the second
+    assert summary.waterfall.parts["not accounted for"][0] == pytest.approx(gap_s, abs=0.3)
+    assert "count twice" not in words
+
+
+def test_a_restart_by_the_same_command_is_no_command_of_its_own(tmp_path: Path) -> None:
+    lines = tell(LiveState(epochs=4, death_at=150, jitter=0.0))
+    for line in lines:
+        if line["kind"] == "start":
+            line["launched_t"] = T0
+    summary, _ = report(tmp_path, lines)
+    assert summary.wall_s == pytest.approx(lines[-1]["t"] - T0, abs=0.01)
+    assert summary.waterfall is not None and summary.waterfall.parts["restart"][0] > 2

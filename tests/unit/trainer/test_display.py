@@ -1,0 +1,50 @@
+"""The line of an epoch: of all of its steps, and of no other epoch's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from echelon.core.task import BEFORE_TASKS
+from echelon.observe.phases import PHASE_NAMES
+from echelon.observe.scalars import Scalars
+from echelon.records.file import Recorder
+from echelon.records.kinds import Steps
+from echelon.tasks.base import EvaluationResult
+from echelon.trainer.display import Display, RunLength
+from echelon.trainer.evaluate import EvaluationReport
+from echelon.trainer.progress import RunProgress
+
+
+class NoCurves:
+    """Curves that nobody looks at."""
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Do nothing."""
+
+
+def window(epoch: int, step: int, seconds: float, waits: tuple[float, float], loss: float = 1.0) -> Steps:
+    phases = [[0.0, 0.0, seconds - wait, wait, 0.0, 0.0] for wait in waits]
+    return Steps(
+        epoch=epoch, step=step, losses=[loss] * 4, correct=10, samples=40, seconds=seconds, phase_names=PHASE_NAMES,
+        phases=phases,
+    )  # fmt: skip
+
+
+def test_the_line_of_an_epoch_is_of_its_steps(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    display = Display(RunLength(16, 2), BEFORE_TASKS, visible=True)
+    progress = RunProgress(Recorder(None), cast(Scalars, NoCurves()), display)
+    progress.window(window(0, 4, 1.0, (0.1, 0.3), loss=3.0), [])
+    progress.window(window(0, 8, 3.0, (0.3, 0.9), loss=1.0), [])
+    progress.window(window(1, 12, 1.0, (0.5, 0.5)), [])  # it began before the first one's evaluation was over
+    progress.epoch_ended(0, EvaluationReport(0.25, 100, 1.0, EvaluationResult({"top1": 0.5})))
+    progress.epoch_ended(1, None)
+    progress.epoch_ended(1, None)
+    first, second = capsys.readouterr().out.splitlines()
+    assert "epoch 1/2" in first and "test top-1 0.5000" in first and "test loss 0.2500" in first
+    assert "train loss 2.0000" in first and "20 samples/s" in first and "communication 20%" in first
+    assert (
+        "epoch 2/2" in second and "40 samples/s" in second and "of step time: backward 50% communication 50%" in second
+    )
