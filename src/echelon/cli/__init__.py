@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.output import outlive_readers
@@ -25,7 +27,19 @@ def main() -> None:
     except (Stopped, KeyboardInterrupt) as stop:
         _say("stopped")
         code = stopped_exit_code(stop.signum if isinstance(stop, Stopped) else signal.SIGINT)
-    sys.exit(code)
+    except SystemExit as done:
+        if not isinstance(done.code, int):
+            raise
+        code = done.code
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process at once, its output and logs written: to take torch's modules apart takes most of a second."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    logging.shutdown()
+    os._exit(code)
 
 
 def _run() -> int:

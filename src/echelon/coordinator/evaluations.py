@@ -106,8 +106,8 @@ class Evaluations:
         due = self._save_is_due(progress.steps, now_s)
         if progress.complete:
             self._last_asked = True
-            epoch = max(0, progress.done_steps - 1) // progress.steps_per_epoch
-            self._ask(EvaluationJob(epoch, progress.steps, True, "end"), now_s)
+            last_epoch = max(0, progress.done_steps - 1) // progress.steps_per_epoch
+            self._ask(EvaluationJob(last_epoch, progress.steps, True, "end"), now_s)
             return Due(asked=True)
         epoch = None
         if progress.epochs > self._epochs_seen:
