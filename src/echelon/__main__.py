@@ -1,6 +1,6 @@
 """`python -m echelon`, also under torchrun."""
 
-from echelon.cli import main
+from echelon.cli import command
 
 if __name__ == "__main__":
-    main()
+    command()

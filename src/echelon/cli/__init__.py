@@ -27,19 +27,24 @@ def main() -> None:
     except (Stopped, KeyboardInterrupt) as stop:
         _say("stopped")
         code = stopped_exit_code(stop.signum if isinstance(stop, Stopped) else signal.SIGINT)
+    sys.exit(code)
+
+
+def command() -> NoReturn:
+    """Be the command `echelon`: this process ends with it.
+
+    It ends at once, its output and logs written: to take torch's modules apart takes most of a second.
+    """
+    try:
+        main()
     except SystemExit as done:
-        if not isinstance(done.code, int):
-            raise
         code = done.code
-    _leave(code)
-
-
-def _leave(code: int) -> NoReturn:
-    """End this process at once, its output and logs written: to take torch's modules apart takes most of a second."""
+    else:
+        code = 0
     sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()
-    os._exit(code)
+    os._exit(code if isinstance(code, int) else 0)
 
 
 def _run() -> int:
