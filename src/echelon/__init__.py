@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echelon.api import Outcome, evaluate, report, resume, train
+    from echelon.api import Outcome, RunFailed, evaluate, report, resume, train
     from echelon.collectives.ddp import ddp_hook
 
-__all__ = ["Outcome", "ddp_hook", "evaluate", "report", "resume", "train"]
+__all__ = ["Outcome", "RunFailed", "ddp_hook", "evaluate", "report", "resume", "train"]
 
-_HOMES = dict.fromkeys(("Outcome", "evaluate", "report", "resume", "train"), "echelon.api") | {
+_HOMES = dict.fromkeys(("Outcome", "RunFailed", "evaluate", "report", "resume", "train"), "echelon.api") | {
     "ddp_hook": "echelon.collectives.ddp"
 }
 

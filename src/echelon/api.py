@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from echelon.config import Resolved, build
 from echelon.config.build import SettingValue, flag_of, leaves
 from echelon.core.errors import UserError, nearest
-from echelon.run.start import Outcome, start, start_again
+from echelon.run.start import Outcome, RunFailed, start, start_again
 from echelon.run.trust import check_trust
 from echelon.trainer import folder as folders
 
@@ -26,6 +26,7 @@ RESUMABLE = (
     *("data.on_bad_image", "data.follow_links"),  # one may be found hours after the start
     *("strategy.parallel", "strategy.tensor_plan", "strategy.cuts", "training.recompute"),
 )
+SAFETENSORS = ".safetensors"
 
 
 def train(
@@ -47,6 +48,7 @@ def train(
 
     Raises:
         UserError: a setting that does not exist or does not fit.
+        RunFailed: the run could not go on.
 
     Example:
         >>> echelon.train("small_cnn", "digits", epochs=2).status  # doctest: +SKIP
@@ -61,7 +63,7 @@ def train(
     config = resolved.config
     objects = [None if isinstance(value, str) else value for value in (model, data, task)]
     user_objects = _user_objects(*objects) if any(value is not None for value in objects) else None
-    return start(config, user_objects)
+    return _unless_failed(start(config, user_objects))
 
 
 def resume(
@@ -80,11 +82,18 @@ def resume(
     Raises:
         UserError: the folder holds no run, names code that is not trusted, its newest checkpoint is gone, or a setting
             would make it another run.
+        RunFailed: the run could not go on.
     """
     path = Path(run)
     resolved = _with_overrides(path, overrides or {})
     check_trust(resolved, trust)
-    return start_again(path, replace(resolved.config, run=str(path)), from_scratch)
+    return _unless_failed(start_again(path, replace(resolved.config, run=str(path)), from_scratch))
+
+
+def _unless_failed(outcome: Outcome) -> Outcome:
+    if outcome.status == "failed":
+        raise RunFailed(outcome)
+    return outcome
 
 
 def evaluate(run: str | Path, trust: bool = False, follow_links: bool = False) -> Mapping[str, float | None]:
@@ -112,8 +121,10 @@ def export(run: str | Path, file: str | Path) -> Path:
         the file: one safetensors file, whatever layout the run had.
 
     Raises:
-        UserError: no whole checkpoint, or the file cannot be written.
+        UserError: no whole checkpoint, the file is to be of another format, or it cannot be written.
     """
+    if Path(file).suffix not in ("", SAFETENSORS):
+        raise UserError(f"{file}: weights are written as safetensors: name a file that ends in {SAFETENSORS}")
     path = Path(run)
     _read(path)
     from echelon.checkpoint import export_weights

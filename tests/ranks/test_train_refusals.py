@@ -216,3 +216,32 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
         run = runs.start("train", "digits", "--epochs", "0", "--debug")
         assert run.end() != 0
         assert "Traceback" in run.errors() and "UserError" in run.errors()
+
+
+@pytest.mark.long
+def test_a_run_that_is_done_is_not_done_again_and_its_description_repeats_it(tmp_path: Path) -> None:
+    mlp = ["train", "digits", *QUICK, "--workers", "1", "--model", "mlp", "--max-steps", "0", "--batch-size", "256"]
+    (done,) = run_many(tmp_path, [[*mlp, "--run", "runs/one"]])
+    assert done.code == 0, done
+    before = {file: file.read_bytes() for file in (tmp_path / "runs").rglob("*") if file.is_file()}
+    again, fewer, steps, onnx = run_many(
+        tmp_path,
+        [
+            ["resume", "runs/one"],
+            ["resume", "runs/one", "--max-steps", "2"],
+            ["resume", "runs/one", "--epochs", "0"],
+            ["export", "runs/one", "x.onnx"],
+        ],
+    )
+    assert again.code == 0 and "is complete" in again.err and "nothing to do" in again.err, again
+    _refused(fewer, "--max-steps 2 is less than what is done", "6 steps")
+    _refused(steps, "--epochs")
+    _refused(onnx, "x.onnx", ".safetensors")
+    assert {file: file.read_bytes() for file in (tmp_path / "runs").rglob("*") if file.is_file()} == before
+    repeated, more = run_many(
+        tmp_path, [["train", "--config", "runs/one/config.yaml"], ["resume", "runs/one", "--epochs", "2"]]
+    )
+    assert repeated.code == 0 and "runs/digits-mlp-1/report.html" in repeated.out, repeated
+    assert more.code == 0, more
+    (shorter,) = run_many(tmp_path, [["resume", "runs/one", "--epochs", "1"]])
+    _refused(shorter, "--epochs 1 is less than what is done", "2")

@@ -53,22 +53,37 @@ def _run() -> int:
 
     from echelon.cli.app import app
 
+    if shell := os.environ.get("_ECHELON_COMPLETE"):
+        from echelon.cli.completion import offer
+
+        offer(shell, sys.argv[1:])
+        return 0
+
     usage_error: Any = typer.BadParameter.__mro__[2]
 
     debug = "--debug" in sys.argv
     try:
-        code = app(standalone_mode=False, args=[a for a in sys.argv[1:] if a != "--debug"])
+        code = app(prog_name="echelon", standalone_mode=False, args=[a for a in sys.argv[1:] if a != "--debug"])
     except UserError as error:
         if debug:
             raise
         _say(str(error))
         code = USER_ERROR_EXIT_CODE
     except usage_error as error:
-        _say(" ".join(error.format_message().split()))
+        _say(" ".join(error.format_message().split()) + _hint(getattr(error, "option_name", None)))
         code = USER_ERROR_EXIT_CODE
     except typer.Abort:
         raise KeyboardInterrupt from None
     return int(code or 0)
+
+
+def _hint(option: str | None) -> str:
+    """Return the option that a setting's dotted name stands for: `--training.lr` is `--lr`."""
+    from echelon.config.build import flag_of, leaves
+
+    last = (option or "").rpartition(".")[2].replace("_", "-")
+    flags = [flag_of(name, item) for name, item, _ in leaves()]
+    return f": did you mean --{last}?" if f"--{last}" in flags and f"--{last}" != option else ""
 
 
 def _say(message: str) -> None:

@@ -10,20 +10,33 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from echelon.cli.help import BASIC, HelpfulCommand, Row, paragraphs, section
 from echelon.core.errors import unknown
 
 COMMANDS = {
     "train": ("echelon.cli.train:command", "Train a model on data with any number of workers."),
     "resume": ("echelon.cli.train:resume_command", "Continue a run from its newest checkpoint."),
     "evaluate": ("echelon.cli.runs:evaluate_command", "Evaluate a run's best checkpoint."),
-    "export": ("echelon.cli.runs:export_command", "Write a run's best weights as one plain safetensors file."),
+    "export": ("echelon.cli.runs:export_command", "Write a run's best weights as one safetensors file."),
     "compare": (
         "echelon.cli.compare:command",
-        "Compare ways of training on your own work, with intervals and verdicts.",
+        "Compare ways of training on your own work.",
     ),
-    "watch": ("echelon.cli.watch:command", "Watch a run or a study while it goes, here or as a local page."),
-    "report": ("echelon.cli.runs:report_command", "Write the report of a run or a study again from its record."),
+    "watch": ("echelon.cli.watch:command", "Watch a run or a study while it goes."),
+    "report": ("echelon.cli.runs:report_command", "Write the report of a run or a study again."),
+    "list": ("echelon.cli.catalogue:list_command", "List what can be chosen: models, codecs, ..."),
+    "explain": ("echelon.cli.catalogue:explain_command", "Explain a choice, and when it helps."),
+    "completion": ("echelon.cli.completion:completion_command", "Print a shell's completion: bash, zsh, fish."),
 }
+ABOUT = """Echelon trains PyTorch models on many processes and machines, and shows what each way of doing so costs.
+
+Examples:
+  echelon train digits                            a first run, and its report
+  echelon train DATA --model resnet20 --epochs 5  a folder per class of images
+  echelon train DATA --sync "local(8)" --dry-run  what would start, no more
+  echelon compare DATA --try "compression=none" --try "compression=sign"
+  echelon resume runs/NAME                        go on from the last checkpoint
+  echelon explain topk                            what a choice does, and when"""
 
 EXIT_CODES = (
     "Exit codes: 0 completed; 1 failed; 2 refused, before the first step; 128 + signal when a signal stopped it, after "
@@ -49,14 +62,31 @@ class LazyGroup(TyperGroup):
             raise unknown("command", args[0], COMMANDS)
         name, command, rest = super().resolve_command(ctx, args)
         if name in COMMANDS:
-            module, _, function = COMMANDS[name][0].partition(":")
-            command = getattr(importlib.import_module(module), function)()
+            command = build_command(name)
         return name, command, rest
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write what Echelon is, examples and the commands."""
+        options = [Row("--version", "print the versions and exit"), Row("-h, --help", "show this and exit")]
+        options.append(Row("--debug", "with any command: show the traceback of an error"))
+        lines = ["usage: echelon COMMAND [OPTIONS]", "", *paragraphs(ABOUT)]
+        lines += section("Commands", [Row(name, text) for name, (_, text) in COMMANDS.items()])
+        lines += [*section(BASIC, options), "", "echelon COMMAND --help shows a command's options."]
+        formatter.buffer.append("\n".join(lines))
 
+
+def build_command(name: str) -> TyperCommand:
+    """Import a command's module and build it."""
+    module, _, function = COMMANDS[name][0].partition(":")
+    command: TyperCommand = getattr(importlib.import_module(module), function)()
+    return command
+
+
+HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
-    cls=LazyGroup, rich_markup_mode=None, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
-)
+    cls=LazyGroup, rich_markup_mode=None, invoke_without_command=True, add_completion=False,
+    pretty_exceptions_enable=False, context_settings=HELP_NAMES,
+)  # fmt: skip
 
 
 def _print_version(asked: bool) -> None:
@@ -67,6 +97,7 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def _root(
+    ctx: typer.Context,
     _version: Annotated[
         bool, typer.Option("--version", help="Print the versions and exit.", callback=_print_version, is_eager=True)
     ] = False,
@@ -75,10 +106,12 @@ def _root(
 
     Add --debug to any command to see the traceback of an error.
     """
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
 
 
 def as_command(function: Any, name: str, help: str) -> Any:
     """Turn one function into a command."""
     single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    single.command(name=name, help=help)(function)
+    single.command(name=name, help=help, cls=HelpfulCommand, context_settings=HELP_NAMES)(function)
     return typer.main.get_command(single)

@@ -9,9 +9,29 @@ from typing import Any, get_args, get_origin
 
 import typer
 
+from echelon.cli.help import BASIC
+from echelon.collectives.registry import PATHS
+from echelon.compression.registry import CODECS
 from echelon.config.build import flag_of, leaves
+from echelon.sync.registry import STRATEGIES
 
 TRUST = "import code (module:function) that a description's file names and you have not used before"
+
+BASICS = (  # what most commands need: shown first
+    "model.name", "training.epochs", "data.batch_size", "optimizer.name", "optimizer.lr", "launch.workers",
+    "training.device", "training.precision", "strategy.parallel", "strategy.sync", "strategy.compression",
+    "strategy.collective", "training.seed", "run",
+)  # fmt: skip
+HEADINGS = {
+    "data": "Data", "model": "Model", "optimizer": "Optimizer and loss", "training": "Training",
+    "strategy": "Layout", "launch": "Processes and machines", "checkpoint": "Checkpoints", "run": "Run",
+}  # fmt: skip
+METAVARS = {
+    "strategy.parallel": "LAYOUT", "strategy.sync": "SPEC", "strategy.compression": "SPEC",
+    "strategy.collective": "SPEC", "run": "FOLDER", "data.root": "FOLDER", "launch.log_dir": "FOLDER",
+    "model.weights": "FILE", "model.name": "NAME", "optimizer.name": "NAME", "task": "NAME", "launch.on": "NAME",
+}  # fmt: skip
+_TYPES = {int: "N", float: "NUMBER", str: "TEXT"}
 
 Setting = str | bool | None
 
@@ -40,31 +60,44 @@ def with_settings(
     """Give a function one keyword parameter per setting, for typer to read; `only` holds prefixes, `without` names."""
     wanted = [leaf for leaf in leaves() if (not only or leaf[0].startswith(only)) and leaf[0] not in without]
     settings = [_setting(name, item, kind) for name, item, kind in wanted]
-    parameters = sorted([*extra, *settings], key=lambda p: isinstance(p.default, typer.models.OptionInfo))
+    parameters = sorted([*settings, *extra], key=lambda p: (isinstance(p.default, typer.models.OptionInfo), _place(p)))
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     function.__annotations__ = {p.name: p.annotation for p in parameters}
     return function
 
 
 def _setting(name: str, item: Field[Any], kind: Any) -> inspect.Parameter:
-    flag = flag_of(name, item)
-    panel = name.partition(".")[0].capitalize() if "." in name else "Run"
-    default = "" if item.default in ("", MISSING) else f" [default: {item.default}]"
-    text = item.metadata["help"] + default
+    flag, key = flag_of(name, item), _argument_name(name)
+    text = item.metadata["help"] + _values(name, kind) + _default(item)
     if not flag.startswith("--"):
-        return parameter(
-            _argument_name(name), str | None, typer.Argument(None, metavar=flag, help=text, show_default=False)
-        )
+        return parameter(key, str | None, typer.Argument(None, metavar=flag, help=text, show_default=False))
+    panel = BASIC if name in BASICS else HEADINGS[name.partition(".")[0] if "." in name else "run"]
+    shown = {"help": text, "rich_help_panel": panel, "show_default": False}
     if kind is bool:
-        flags = f"{flag}/--no-{flag[2:]}"
-        return parameter(
-            _argument_name(name),
-            bool | None,
-            typer.Option(None, flags, help=text, rich_help_panel=panel, show_default=False),
-        )
-    metavar = "|".join(get_args(kind)) if get_origin(kind) is not None else kind.__name__.upper()
-    option = typer.Option(None, flag, help=text, metavar=metavar, rich_help_panel=panel, show_default=False)
-    return parameter(_argument_name(name), str | None, option)
+        return parameter(key, bool | None, typer.Option(None, f"{flag}/--no-{flag[2:]}", **shown))
+    metavar = "WORD" if get_origin(kind) is not None else METAVARS.get(name, _TYPES[kind])
+    return parameter(key, str | None, typer.Option(None, flag, metavar=metavar, **shown))
+
+
+def _values(name: str, kind: Any) -> str:
+    """Return the values of a setting that has only a few, or what their names are."""
+    registry = {"strategy.sync": STRATEGIES, "strategy.compression": CODECS, "strategy.collective": PATHS}.get(name)
+    if registry is not None:
+        return f" [{', '.join(registry.names())}; see echelon explain NAME]"
+    return f" [{', '.join(get_args(kind))}]" if get_origin(kind) is not None else ""
+
+
+def _default(item: Field[Any]) -> str:
+    if item.default in ("", MISSING):
+        return ""
+    default = {True: "yes", False: "no"}.get(item.default) if isinstance(item.default, bool) else f"{item.default}"
+    return f" [default: {default}]"
+
+
+def _place(option: inspect.Parameter) -> int:
+    """Return where an option stands in help: basic settings first, in their order, then others as they come."""
+    keys = [_argument_name(name) for name in BASICS]
+    return keys.index(option.name) if option.name in keys else len(keys)
 
 
 def parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,20 @@ import typer
 from echelon.cli.app import COMMANDS, EXIT_CODES, as_command
 from echelon.cli.settings import overrides_of, parameter, trust_parameter, with_settings
 from echelon.config import build
+from echelon.config.build import COMMAND_LINE
 from echelon.run.resolve import check_names
 
 if TYPE_CHECKING:
-    from echelon.config import RunConfig
+    from echelon.config import Resolved, RunConfig
     from echelon.run.start import Outcome
+
+EXAMPLES = """Examples:
+  echelon train digits --epochs 3 --workers 2
+  echelon train PATH/cifar10 --model resnet20 --batch-size 256 --lr 0.2
+  echelon train DATA --workers 2 --sync "local(8)" --compression "topk(0.01)"
+  echelon train DATA --parallel "dp=2,tp=2" --dry-run
+  echelon train DATA --nodes 2 --rendezvous HOST:29400      on each machine
+  echelon train --config runs/NAME/config.yaml              the same run again"""
 
 
 def command() -> Any:
@@ -24,6 +34,8 @@ def command() -> Any:
     def train(config: str | None, dry_run: bool, serve: bool, trust: bool, **settings: Any) -> None:
         """Train, or show what would be started."""
         resolved = build(Path(config) if config else None, overrides_of(settings))
+        if config and _describes_itself(resolved, Path(config)):  # the run is repeated, under the next free name
+            resolved = replace(resolved, config=replace(resolved.config, run=""))
         check_names(resolved.config)  # before what starts runs is imported: a misspelt word is said at once
         from echelon.run.trust import check_trust
 
@@ -49,7 +61,13 @@ def command() -> Any:
         ),
         trust_parameter(),
     ]
-    return as_command(with_settings(train, extra), "train", f"{COMMANDS['train'][1]}\n\n{EXIT_CODES}")
+    text = f"{COMMANDS['train'][1]}\n\n{EXAMPLES}\n\n{EXIT_CODES}"
+    return as_command(with_settings(train, extra), "train", text)
+
+
+def _describes_itself(resolved: Resolved, file: Path) -> bool:
+    """Whether a file is the description in the very run folder that it names."""
+    return resolved.origins["run"] != COMMAND_LINE and Path(resolved.config.run).resolve() == file.resolve().parent
 
 
 def _start(config: RunConfig, serve: bool) -> Outcome:
@@ -69,8 +87,13 @@ def resume_command() -> Any:
     def resume(run_folder: str, trust: bool, from_scratch: bool, **settings: Any) -> None:
         """Continue a run."""
         from echelon import api
+        from echelon.run.start import RunFailed
 
-        _finish(api.resume(run_folder, overrides_of(settings), trust, from_scratch))
+        try:
+            outcome = api.resume(run_folder, overrides_of(settings), trust, from_scratch)
+        except RunFailed as failure:
+            outcome = failure.outcome
+        _finish(outcome)
 
     extra = [
         parameter("run_folder", str, typer.Argument(..., metavar="RUN", help="the run's folder")),
@@ -84,11 +107,14 @@ def resume_command() -> Any:
 def _finish(outcome: Outcome) -> None:
     """Print the closing words of a run; exits with another code than 0 unless it completed."""
     from echelon.reporting.report import closing_words, load_run, summarise
+    from echelon.run.start import failed_log
 
     for line in closing_words(summarise(load_run(outcome.folder))):
         print(line)
     where = outcome.folder / "report.html"
     print(f"{outcome.status}; report: {where}" if where.exists() else f"{outcome.status}; run: {outcome.folder}")
+    if outcome.status == "failed":
+        print(f"log: {failed_log(outcome.folder)}")
     if outcome.status == "stopped":
         print(f"continue with: echelon resume {outcome.folder}")
     if outcome.exit_code:

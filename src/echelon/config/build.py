@@ -48,6 +48,24 @@ def flag_of(name: str, item: Field[Any]) -> str:
     return item.metadata.get("flag") or "--" + name.rsplit(".", 1)[-1].replace("_", "-")
 
 
+def hint_for(name: str) -> str:
+    """Return `did you mean X? ` for a setting that does not exist, wherever in the schema the nearest one is.
+
+    >>> hint_for("training.lr"), hint_for("epochs"), hint_for("optimiser")
+    ('did you mean optimizer.lr? ', 'did you mean training.epochs? ', 'did you mean optimizer? ')
+    """
+    known = {setting: flag_of(setting, item).lstrip("-").replace("-", "_") for setting, item, _ in leaves()}
+    last = name.rpartition(".")[2].replace("-", "_")
+    same = [setting for setting, flag in known.items() if last in (setting.rpartition(".")[2], flag)]
+    if same:
+        return f"did you mean {' or '.join(same)}? "
+    if hint := nearest(name, [*known, *(setting.partition(".")[0] for setting in known)]):
+        return hint
+    by_leaf = {setting.rpartition(".")[2]: setting for setting in known}
+    closest = nearest(last, by_leaf).removeprefix("did you mean ").removesuffix("? ")
+    return f"did you mean {by_leaf[closest]}? " if closest else ""
+
+
 def build(file: Path | None = None, overrides: Mapping[str, SettingValue] | None = None) -> Resolved:
     """Merge defaults, a YAML file and overrides by dotted name, then check the whole.
 
@@ -62,7 +80,7 @@ def build(file: Path | None = None, overrides: Mapping[str, SettingValue] | None
     known = {name: (item, kind) for name, item, kind in leaves()}
     for name, value in values.items():
         if name not in known:
-            raise UserError(f"{origins[name]}: unknown setting {name!r}: {nearest(name, known)}".rstrip(": "))
+            raise UserError(f"{origins[name]}: unknown setting {name!r}: {hint_for(name)}".rstrip(": "))
         _place(tree, name, _checked(name, value, known[name], origins[name]))
     config = TypeAdapter(RunConfig).validate_python(tree)
     check(config)
@@ -144,9 +162,7 @@ def _walk(file: Path, node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str
                 raise UserError(f"{origin}: {name} is a group of settings, write `{name}: {{...}}`")
             name = main
         elif name not in settings:
-            sections = {s.partition(".")[0] for s in settings}
-            hint = nearest(name, [*settings, *sections])
-            raise UserError(f"{origin}: unknown setting {shown(name)!r}: {hint}".rstrip(": "))
+            raise UserError(f"{origin}: unknown setting {shown(name)!r}: {hint_for(name)}".rstrip(": "))
         if settings[name] is str and isinstance(value_node, yaml.ScalarNode):
             yield name, value_node.value, origin  # as written: YAML reads 1:4 as a number to base 60
         else:

@@ -14,6 +14,38 @@ FILL = -1  # a size that takes what is left of the world
 SWITCHES = ("zero1", "sequence")
 OPTIONS = (*SWITCHES, "schedule", "microbatches")
 DEFAULT_SCHEDULE = "1f1b"
+ABOUT_AXES = {
+    Axis.DP: """replicas: each has the whole model and its own part of every batch
+
+A layout such as dp=4 has four replicas, which agree as --sync says. -1, or a dp that is left out, takes what is left.
+
+Helps: Models that fit on one device, and more samples per second.
+Needs: a batch that can be divided by the replicas.""",
+    Axis.PP: """a pipeline: each rank has some of the layers, and micro-batches pass through them in turn
+
+Idle share of a step with S stages and m micro-batches: (S - 1) / (m + S - 1); fewer with schedule=interleaved.
+
+Helps: Models that do not fit on one device, over links too slow for tp.
+Needs: a model that is a chain of blocks; microbatches=N of at least twice the stages.""",
+    Axis.FSDP: """sharded parameters, gradients and optimizer state, gathered layer by layer (Zhao et al. 2023)
+
+Each rank keeps 1 / N of the state, and gathers a layer when it is needed (arXiv:2304.11277; ZeRO 3, arXiv:1910.02054).
+
+Helps: Models whose parameters and optimizer state do not fit on one device.
+Needs: fast links: all parameters travel twice in each step.""",
+    Axis.TP: """tensor parallelism: each rank has a part of every layer (Shoeybi et al. 2019, arXiv:1909.08053)
+
+Columns of a first matrix, rows of the second; results are added in each block.
+
+Helps: Layers that do not fit on one device, and small batches.
+Needs: links as fast as within one machine; a model whose family is known, or --tensor-plan.""",
+}
+ABOUT_OPTIONS = {
+    "zero1": "with dp: each replica updates a part of the parameters and keeps that part's optimizer state alone",
+    "sequence": "with tp: tokens are divided, too, where a layer works on each token by itself (transformers)",
+    "schedule": "with pp: 1f1b, gpipe, interleaved or zero_bubble: in which order micro-batches pass",
+    "microbatches": "with pp: into how many parts a batch is cut on its way through the pipeline",
+}
 
 
 @dataclass(frozen=True)

@@ -49,12 +49,14 @@ class Declaration:
         summary: the first line of its docstring.
         arguments: the settings, in order.
         constants: class variables of the settings, their values as written.
+        text: what its docstrings say beside the arguments, in paragraphs.
     """
 
     name: str
     summary: str
     arguments: tuple[Argument, ...]
     constants: Mapping[str, str] = field(default_factory=dict)
+    text: str = ""
 
 
 class Registry:
@@ -84,11 +86,13 @@ class Registry:
         name = self.resolve_name(name)
         tree = ast.parse(self._files()[name].read_text(encoding="utf-8"))
         target = next(_assigned(node) for node in tree.body if _assigns(node, self.marker))
-        summary = (ast.get_docstring(tree) or "").partition("\n")[0]
+        about = ast.get_docstring(tree) or ""
+        classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == target]
+        texts = [about, *(_beside_attributes(ast.get_docstring(node) or "") for node in classes)]
         declared = {a.name: a for a in _fields_of(tree, target)}
         arguments = tuple(a for a in declared.values() if not a.is_constant)
         constants = {a.name: a.default for a in declared.values() if a.is_constant and a.default is not None}
-        return Declaration(name, summary, arguments, constants)
+        return Declaration(name, about.partition("\n")[0], arguments, constants, "\n\n".join(filter(None, texts)))
 
     def resolve_name(self, name: str) -> str:
         """Return the name that a name or an alias stands for.
@@ -210,6 +214,13 @@ def _own_fields(node: ast.ClassDef) -> Iterator[Argument]:
         argument = Argument(name, ast.unparse(item.annotation), default, kw_only, described.get(name, ""))
         if is_dataclass or argument.is_constant:
             yield argument
+
+
+def _beside_attributes(docstring: str) -> str:
+    before, _, after = docstring.partition("Attributes:\n")
+    lines = after.splitlines()
+    end = next((i for i, line in enumerate(lines) if line and not line.startswith(" ")), len(lines))
+    return f"{before.rstrip()}\n\n{chr(10).join(lines[end:])}".strip()
 
 
 def _described(docstring: str) -> dict[str, str]:

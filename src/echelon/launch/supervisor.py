@@ -105,7 +105,7 @@ class Watch:
     saved: Callable[[], int] = lambda: 0
 
 
-class RunFailed(Exception):
+class JobFailed(Exception):
     """The run cannot go on: as the message says, or, where it is empty, for the death that was told last."""
 
 
@@ -122,14 +122,14 @@ def supervise(job: Job, place: Place, watch: Watch, stop: StopFlag, rounds: Roun
 
     Raises:
         Refused: a process refused its input.
-        RunFailed: restarts are used up, or the run did not end when asked to stop.
+        JobFailed: restarts are used up, or the run did not end when asked to stop.
         UserError: the place cannot run the job, or the machines do not meet.
     """
     supervisor = _Supervisor(job, place, watch, stop, rounds)
     try:
         return supervisor.run()
     except PlaceFailed as failure:
-        raise RunFailed(str(failure)) from failure
+        raise JobFailed(str(failure)) from failure
     finally:
         supervisor.end_all(GRACE_S if not any(sys.exc_info()) else 0.5)
 
@@ -248,7 +248,7 @@ class _Supervisor:
                 self._leave(group, gracefully)
             case Over(status=status, reason=reason):
                 if status == "failed":
-                    raise RunFailed("" if told else reason)
+                    raise JobFailed("" if told else reason)
                 if isinstance(group.state, Running):
                     self._leave(group, gracefully=True)
                 else:
@@ -302,7 +302,7 @@ class _Supervisor:
             self._kill(group)
             if stops and had_begun:
                 self._tell_death(group, Over("failed", no_restart="no restart: the run was being stopped"))
-                raise RunFailed("")  # over its last checkpoint
+                raise JobFailed("")  # over its last checkpoint
             if stops or group.leave_by:  # on its way out, before its first step: nothing follows
                 group.death = None
                 group.state = Finished(number, stopped=True) if self._stop_by else Ready(number)
@@ -344,7 +344,7 @@ class _Supervisor:
             self._ask_again_at = now + ASK_AGAIN_S
             self._watch.on_stop()
         if now > self._stop_by:
-            raise RunFailed(f"the run did not end within {self._place.stop_s:g} s of being asked to stop")
+            raise JobFailed(f"the run did not end within {self._place.stop_s:g} s of being asked to stop")
 
     def end_all(self, grace_s: float) -> None:
         """Give every process a moment to end by itself, then end it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -20,12 +21,12 @@ from echelon.launch.logs import prepare_logs
 from echelon.launch.places.base import Place
 from echelon.launch.places.local import start_import_server
 from echelon.launch.plan import LaunchPlan, is_worker, thread_count, worker_count
-from echelon.launch.supervisor import Refused, RunFailed, supervise
+from echelon.launch.supervisor import JobFailed, Refused, supervise
 from echelon.observe.environment import command_given_t
-from echelon.records.events import MachineLeft, Refusal, WorkerDied
+from echelon.records.events import MachineLeft, Refusal, StartedOver, WorkerDied
 from echelon.records.file import Recorder, newest
 from echelon.records.going import LAUNCH_FILE, read_launch
-from echelon.records.kinds import CommandEnd, End
+from echelon.records.kinds import Checkpoint, CommandEnd, End, Start
 from echelon.run.deaths import watched
 from echelon.run.job import RANK
 from echelon.run.machine import Machine, say, this_machine
@@ -72,6 +73,33 @@ class Outcome:
         if self.status == "stopped":
             return stopped_exit_code(self.signum)
         return 0 if self.status == "completed" else _EXIT_FAILED
+
+
+class RunFailed(Exception):
+    """A run could not go on. Says in one line why, and where the log is.
+
+    Attributes:
+        outcome: how it ended; its folder has the record and a report.
+    """
+
+    def __init__(self, outcome: Outcome) -> None:
+        """Take how the run ended."""
+        super().__init__(outcome)
+        self.outcome = outcome
+
+    def __str__(self) -> str:
+        reason = " ".join(str(self.outcome.summary.get("message") or "the run failed").split())
+        return f"{reason.rstrip('.')}; log: {failed_log(self.outcome.folder)}"
+
+
+def failed_log(folder: Path) -> Path:
+    """Return the log of the process that a run failed with, else the folder of its logs."""
+    logs = folder / "logs"
+    died = next(newest(folder, WorkerDied), None)
+    if died is None:
+        return logs
+    file = logs / f"{died.role or f'rank{died.rank}'}.log"
+    return file if file.exists() else logs
 
 
 def start(
@@ -123,9 +151,38 @@ def start_again(path: Path, config: RunConfig, from_scratch: bool = False) -> Ou
         plan = plan_of(request, path)
         _begin_imports(plan)
         run = check(request)  # before its description is replaced: what is refused changes nothing
+        if _nothing_left(path, config):
+            return _outcome(path, "completed")
         with closing(request.place.build()) as place:
             folders.prepare(path, config, given_t)
             return _run_here(run, plan, path, place)
+
+
+def _nothing_left(path: Path, config: RunConfig) -> bool:
+    """Whether a run has completed as long as its description says now, which is said.
+
+    Raises:
+        UserError: it would be shorter than what is done.
+    """
+    begun, last = next(newest(path, Start), None), next(newest(path, Checkpoint, StartedOver), None)
+    if begun is None or not begun.steps_per_epoch or not isinstance(last, Checkpoint):
+        return False
+    done, per_epoch = last.step, begun.steps_per_epoch
+    epochs, most = config.training.epochs, config.training.max_steps
+    if epochs * per_epoch < done:
+        raise UserError(
+            f"--epochs {epochs} is less than what is done: {path} has trained {done / per_epoch:.4g} epochs"
+        )
+    if 0 < most < done:
+        raise UserError(f"--max-steps {most} is less than what is done: {path} has trained {done} steps")
+    end = next(newest(path, End, Start), None)
+    if not isinstance(end, End) or end.status != "completed" or done < min(epochs * per_epoch, most or math.inf):
+        return False
+    say(
+        f"{path} is complete ({done} steps, epochs: {done / per_epoch:.4g}): nothing to do. To train further: "
+        f"echelon resume {path} --epochs {math.ceil(done / per_epoch) + 1}{' --max-steps 0' if most else ''}"
+    )
+    return True
 
 
 def check(request: LaunchRequest, user_objects: UserObjects | None = None) -> ResolvedRun:
@@ -284,7 +341,7 @@ def _run(
             if machine.number == 0:
                 _close(path, record)
             raise UserError(reason) from None
-        except RunFailed as failure:
+        except JobFailed as failure:
             _end(path, record, machine, "failed", str(failure) or folders.last_message(path, WorkerDied))
             return "failed", machine.number == 0
         if stopped and machine.number == 0:

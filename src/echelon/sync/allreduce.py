@@ -2,6 +2,10 @@
 
 g = sum over replicas of (1 / units of the global batch) * sum over local units of grad(loss_i), so that an uneven share
 of the batch weighs what it should. A unit is a sample, or what else the task sums over (tokens).
+
+Helps: Links that keep up, by themselves or with a codec: the same result as on one device, at the price of a wait in
+    each step.
+Needs: replicas of about the same speed: the slowest sets the pace.
 """
 
 from __future__ import annotations

@@ -8,6 +8,9 @@ After every `period` steps, with N replicas, m = sum_j n_j (x_j - c) / sum_j n_j
 beta = 0.9 is the paper's; `rho` instead of it gives alpha = lr rho, with the learning rate of the moment. Every replica
 holds the same centre. It is what is evaluated and saved; BatchNorm statistics are averaged. The gradient of the next
 step is taken where the elastic force has moved the replica to (the paper: where it was before).
+
+Helps: Slow links, where replicas shall explore on their own, held together by a centre.
+Needs: a period and beta that suit the learning rate; local(...) is easier to set.
 """
 
 from __future__ import annotations

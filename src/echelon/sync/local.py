@@ -13,6 +13,9 @@ the link needs.
 
 Each replica's gradient is the mean over its own part of the batch, so that the learning rate is the one of `allreduce`:
 with `period=1` and SGD both take the same steps.
+
+Helps: Slow links: communication shrinks by the period, and `overlap` hides what is left of it.
+Needs: a period that the data bears: replicas drift apart between averages.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 Forms: synchronous, with backup workers (Chen et al. 2016, arXiv:1604.00981), asynchronous (Downpour; Dean et al. 2012),
 stale synchronous (Ho et al. 2013). This is its declaration, which imports no torch; servers
 and the workers' side are in `ps/`.
+
+Helps: Workers of unequal speed, and machines that come and go: nobody waits for the slowest (async, ssp, backup).
+Needs: network and memory for the servers; async pays with stale gradients.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Images, each of one class: cross-entropy with label smoothing and class weights, judged by top-1.
 
 Shapes: B samples, C classes.
+
+Helps: Images of one class each.
+Needs: a data set of images and labels.
 """
 
 from __future__ import annotations

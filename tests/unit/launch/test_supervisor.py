@@ -13,7 +13,7 @@ from echelon.core.stop import StopFlag
 from echelon.launch.link import Host
 from echelon.launch.places import PlaceChoice
 from echelon.launch.places.base import Event, Exited, Group, Job, Place, Process, Restart, Started
-from echelon.launch.supervisor import Death, Refused, RunFailed, Watch, supervise
+from echelon.launch.supervisor import Death, JobFailed, Refused, Watch, supervise
 
 
 class Script(Place):
@@ -103,7 +103,7 @@ def test_restarts_are_used_up_over_all_processes() -> None:
     place = Script([("a", 1)], [("b", 1)], [("a", 1)])
     deaths: list[str] = []
     watch = Watch(lambda death, no_restart: deaths.append(no_restart))
-    with pytest.raises(RunFailed):
+    with pytest.raises(JobFailed):
         supervise(Job((_group("a", "b", restart=Restart.ALONE),), 1), place, watch, StopFlag())
     assert deaths[:2] == ["", ""] and "no restarts are left" in deaths[2]  # the second one died of the same incident
     assert not place.alive
@@ -122,7 +122,7 @@ def test_the_same_failure_twice_before_the_first_step_ends_the_run() -> None:
     place = Script([("a", 1)], [("a", 1)])
     deaths: list[str] = []
     watch = Watch(lambda death, no_restart: deaths.append(no_restart), failures=lambda _: ["ValueError at model.py:1"])
-    with pytest.raises(RunFailed):
+    with pytest.raises(JobFailed):
         supervise(Job((_group("a"),), 5), place, watch, StopFlag())
     assert deaths[0] == "" and "in the same way twice" in deaths[1]
 
@@ -162,7 +162,7 @@ def test_a_run_that_fails_over_its_last_checkpoint_was_not_stopped(code: int, fa
     watch = Watch(lambda death, no_restart: deaths.append(no_restart))
     place = Script([("a", code)])
     if fails:
-        with pytest.raises(RunFailed):
+        with pytest.raises(JobFailed):
             supervise(Job((_group("a", "b"),), 1), place, watch, stop)
     else:
         assert supervise(Job((_group("a", "b"),), 1), place, watch, stop)

@@ -1,4 +1,8 @@
-"""The backend's own all-reduce: NCCL's or gloo's choice of path."""
+"""The backend's own all-reduce: NCCL's or gloo's choice of path.
+
+Helps: Nearly always: NCCL and gloo choose a path by the network and the size of the message.
+Needs: nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Recursive halving and doubling (Rabenseifner 2004): log2 N rounds each way, for any number of ranks."""
+"""Recursive halving and doubling (Rabenseifner 2004): log2 N rounds each way, for any number of ranks.
+
+Helps: Small messages between many ranks: the fewest rounds.
+Needs: best with a power of two of ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Sum inside groups of ranks that are close to each other, then between groups, then spread inside."""
+"""Sum inside groups of ranks that are close to each other, then between groups, then spread inside.
+
+Helps: Machines of several ranks each: the slow links between them carry one part per machine, which alone is encoded.
+Needs: group=RANKS OF A MACHINE.
+"""
 
 from __future__ import annotations
 

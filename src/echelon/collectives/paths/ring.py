@@ -1,4 +1,8 @@
-"""Ring all-reduce (Patarasuk and Yuan 2009): every rank sends to the next one only."""
+"""Ring all-reduce (Patarasuk and Yuan 2009): every rank sends to the next one only.
+
+Helps: Large messages with a codec over equal links; on GPUs backend does the same by itself.
+Needs: nothing.
+"""
 
 from __future__ import annotations
 

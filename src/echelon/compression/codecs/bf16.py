@@ -1,4 +1,8 @@
-"""bf16: a cast to 16 bits."""
+"""bf16: a cast to 16 bits.
+
+Helps: Any link that bounds the run a little: half the bytes for nearly no computation, at the same accuracy.
+Needs: nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""fp16: a cast to 16 bits."""
+"""fp16: a cast to 16 bits.
+
+Helps: As bf16, where gradients stay within +-65,504; more digits, less range.
+Needs: gradients within the range of float16.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""int8: eight bits an element and a scale per block."""
+"""int8: eight bits an element and a scale per block.
+
+Helps: Links that are two to four times too slow: a quarter of the bytes, at the accuracy of none.
+Needs: nothing.
+"""
 
 from __future__ import annotations
 

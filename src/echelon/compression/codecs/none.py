@@ -1,4 +1,8 @@
-"""none: tensors travel as they are."""
+"""none: tensors travel as they are.
+
+Helps: Links that are faster than what the processors compute, and every first run: it is the yardstick.
+Needs: nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""randomk: elements drawn at random, the same ones by all workers."""
+"""randomk: elements drawn at random, the same ones by all workers.
+
+Helps: Links so slow, and processors so busy, that choosing the largest elements is too dear.
+Needs: a low learning rate: most of the gradient comes late.
+"""
 
 from __future__ import annotations
 

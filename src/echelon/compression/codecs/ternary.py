@@ -1,4 +1,8 @@
-"""ternary: -s, 0 or s, five elements in a byte."""
+"""ternary: -s, 0 or s, five elements in a byte.
+
+Helps: Links some 10 times too slow, where a loss of accuracy is taken; topk and threshold lost less on CIFAR-10.
+Needs: nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""threshold: the elements above a threshold, fixed or following the gradient."""
+"""threshold: the elements above a threshold, fixed or following the gradient.
+
+Helps: As topk, at less computation: nothing is sorted.
+Needs: SGD; a learning rate that suits late gradients (warm-up, or nesterov=true).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""topk: the largest elements, with momentum correction, clipping and a warm-up of the density."""
+"""topk: the largest elements, with momentum correction, clipping and a warm-up of the density.
+
+Helps: Links 10 times too slow and more, and large models: 1% of the elements travel.
+Needs: SGD; a learning rate that suits late gradients (warmup_steps, or nesterov=true).
+"""
 
 from __future__ import annotations
 

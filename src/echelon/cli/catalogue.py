@@ -1,0 +1,272 @@
+"""`echelon list` and `echelon explain`: what can be chosen, read from the registries' files without importing them."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import itertools
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from echelon.cli.app import COMMANDS, as_command
+from echelon.cli.help import WIDTH
+from echelon.collectives.registry import PATHS
+from echelon.compression.registry import CODECS, ENTROPY_CODER
+from echelon.core.errors import UserError, nearest
+from echelon.core.layout import ABOUT_AXES, ABOUT_OPTIONS
+from echelon.core.registry import Argument, Registry
+from echelon.core.spec import parse_chain
+from echelon.sync.registry import STRATEGIES
+from echelon.tasks.registry import TASKS
+
+_PACKAGE = Path(__file__).parents[1]
+_RESULTS = (_PACKAGE / "cli" / "RESULTS.md", _PACKAGE.parents[1] / "benchmarks" / "RESULTS.md")  # of a wheel, a clone
+_MOST_MEASURED = 3
+_MEASURED_KINDS = ("codecs", "syncs", "paths", "layouts")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Something that can be chosen.
+
+    Attributes:
+        text: paragraphs; those that begin with `Helps:` and `Needs:` say when it helps, and what it needs.
+    """
+
+    name: str
+    summary: str
+    text: str = ""
+    arguments: tuple[Argument, ...] = ()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Things of which one is chosen by a setting."""
+
+    title: str
+    flag: str
+    entries: tuple[Entry, ...]
+
+
+def kinds() -> list[Kind]:
+    """Return all that can be chosen, read from files alone."""
+    registry = {"tasks": ("--task", TASKS), "codecs": ("--compression", CODECS)}
+    registry |= {"syncs": ("--sync", STRATEGIES), "paths": ("--collective", PATHS)}
+    declared = {title: Kind(title, flag, tuple(_declared(known))) for title, (flag, known) in registry.items()}
+    codecs = declared["codecs"]
+    return [
+        declared["tasks"],
+        Kind("models", "--model", tuple(_models())),
+        Kind("sources", "DATA", tuple(_sources())),
+        Kind(codecs.title, codecs.flag, (*codecs.entries, _entropy_coder())),
+        declared["syncs"],
+        declared["paths"],
+        Kind("layouts", "--parallel", tuple(_layouts())),
+        Kind("optimizers", "--optimizer", tuple(_optimizers())),
+        Kind("places", "--on", tuple(_places())),
+    ]
+
+
+def _declared(registry: Registry) -> Iterator[Entry]:
+    for name in registry.names():
+        found = registry.declaration(name)
+        shown = name.replace("_", "-") if registry is TASKS else name
+        yield Entry(shown, _summary(found.summary, name), found.text, found.arguments)
+
+
+def _entropy_coder() -> Entry:
+    text = _docstring(_PACKAGE / "compression" / "transforms" / "huffman.py")
+    return Entry(ENTROPY_CODER, f"after a codec, as in qsgd+{ENTROPY_CODER}: shorter codes for frequent symbols", text)
+
+
+def _models() -> Iterator[Entry]:
+    yield Entry("auto", "by the images' size: mlp, small_cnn, resnet20 or timm/resnet50")
+    for file in sorted((_PACKAGE / "models" / "builtin").glob("[!_]*.py")):
+        text = _docstring(file)
+        yield Entry(file.stem, _summary(text, file.stem), text)
+    yield Entry("timm/NAME", "any model of timm, such as timm/resnet50")
+    yield Entry("torchvision/NAME", "any model of torchvision, such as torchvision/resnet18")
+    yield Entry("module:function", "your own: a function that returns a torch.nn.Module")
+
+
+def _sources() -> Iterator[Entry]:
+    for file in sorted((_PACKAGE / "data" / "sources").glob("[!_]*.py")):
+        if file.stem == "base":
+            continue
+        text, constants = _docstring(file), _constants(file)
+        names = constants.get("names") or [constants.get("form", file.stem)]
+        for name in names:
+            yield Entry(str(name), _summary(text, file.stem), text)
+
+
+def _layouts() -> Iterator[Entry]:
+    yield from (Entry(axis.value, about.partition("\n")[0], about) for axis, about in ABOUT_AXES.items())
+    yield from (Entry(name, about) for name, about in ABOUT_OPTIONS.items())
+
+
+def _optimizers() -> Iterator[Entry]:
+    spec = importlib.util.find_spec("timm")
+    folder = Path(next(iter(spec.submodule_search_locations or []), "")) if spec else Path()
+    file = folder / "optim" / "_optim_factory.py"
+    if not file.exists():
+        return
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "OptimInfo":
+            given = {k.arg: k.value.value for k in node.keywords if isinstance(k.value, ast.Constant)}
+            if isinstance(given.get("name"), str):
+                yield Entry(str(given["name"]), str(given.get("description", "")))
+
+
+def _places() -> Iterator[Entry]:
+    for file in sorted((_PACKAGE / "launch" / "places").glob("[!_]*.py")):
+        if file.stem != "base":
+            text = _docstring(file)
+            yield Entry(file.stem, _summary(text, file.stem), text)
+    yield Entry("module:Class", "your own: a subclass of echelon.launch.places.base.Place")
+
+
+def _docstring(file: Path) -> str:
+    return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+
+
+def _summary(text: str, name: str) -> str:
+    return text.partition("\n")[0].rstrip(".").removeprefix(f"{name}: ")
+
+
+def _constants(file: Path) -> Mapping[str, Any]:
+    """Return the class variables `names` and `form` of a source; names that a table has are the table's keys."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tables = {
+        ast.unparse(node.target if isinstance(node, ast.AnnAssign) else node.targets[0]): [
+            key.value for key in node.value.keys if isinstance(key, ast.Constant)
+        ]
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict)
+    }
+    found: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) in ("names", "form") and node.value:
+            table = re.fullmatch(r"tuple\((\w+)\)", ast.unparse(node.value))
+            value = tables.get(table[1]) if table else ast.literal_eval(node.value)
+            found[ast.unparse(node.target)] = value
+    return found
+
+
+def list_command() -> Any:
+    """Build `echelon list`."""
+
+    def list_choices(
+        what: Annotated[str, typer.Argument(metavar="[KIND]", help="one kind alone, such as codecs")] = "",
+    ) -> None:
+        """Print what can be chosen."""
+        known = {kind.title: kind for kind in kinds()}
+        if what and what not in known:
+            raise UserError(f"unknown kind {what!r}: {nearest(what, known)}known: {', '.join(known)}")
+        for kind in [known[what]] if what else known.values():
+            print(f"{kind.title} ({kind.flag})")
+            for entry in kind.entries:
+                print(_row(entry.name, entry.summary))
+            print()
+        if not what:
+            print("echelon explain NAME says what one of them does, and when it helps.")
+
+    return as_command(list_choices, "list", COMMANDS["list"][1])
+
+
+def _row(name: str, text: str, width: int = 18) -> str:
+    lines = textwrap.wrap(text, WIDTH - width - 2) or [""]
+    if len(name) >= width:
+        lines.insert(0, "")
+    rows = [f"  {name if i == 0 else '':{width}}{line}".rstrip() for i, line in enumerate(lines)]
+    return "\n".join(rows)
+
+
+def explain_command() -> Any:
+    """Build `echelon explain`."""
+
+    def explain(name: Annotated[str, typer.Argument(help="a name of `echelon list`, or a spec")]) -> None:
+        """Print what a choice does, and what it cost where it was measured."""
+        word = name if ":" in name or "/" in name else parse_chain(name)[0].name
+        found = [(kind, entry) for kind in kinds() for entry in kind.entries if word == entry.name]
+        if not found:
+            names = [entry.name for kind in kinds() for entry in kind.entries]
+            raise UserError(f"unknown name {word!r}: {nearest(word, names)}`echelon list` shows all")
+        for kind, entry in found:
+            print("\n".join(_explanation(kind, entry)).strip() + "\n")
+
+    return as_command(explain, "explain", COMMANDS["explain"][1])
+
+
+def _explanation(kind: Kind, entry: Entry) -> Iterator[str]:
+    """Yield the lines about one choice."""
+    paragraphs = [p for p in entry.text.split("\n\n") if p.strip()] or [entry.summary]
+    labelled = [p for p in paragraphs if p.startswith(("Helps:", "Needs:"))]
+    papers = [p for p in paragraphs if p.startswith(("Paper:", "Papers:"))]
+    yield f"{entry.name}   {kind.flag} {_usage(entry)}"
+    yield ""
+    for paragraph in paragraphs:
+        if paragraph not in labelled and paragraph not in papers:
+            yield _wrapped(paragraph)
+            yield ""
+    if entry.arguments:
+        yield "Arguments:"
+        for argument in entry.arguments:
+            yield _row(argument.name, f"{argument.help or argument.type} [{_default(argument)}]")
+        yield ""
+    for paragraph in labelled:
+        for line in re.split(r"\n(?=Needs:)", paragraph):
+            yield _wrapped(line)
+        yield ""
+    measured = list(_measured(entry.name)) if kind.title in _MEASURED_KINDS else []
+    if measured:
+        yield "Measured:"
+        for line in measured:
+            yield textwrap.indent(_wrapped(line), "  ")
+        yield ""
+    for paragraph in papers:
+        yield _wrapped(paragraph)
+
+
+def _default(argument: Argument) -> str:
+    if argument.default is None:
+        return "must be given"
+    return "may be left out" if argument.default == "None" else f"default: {argument.default}"
+
+
+def _usage(entry: Entry) -> str:
+    needed = [a.name for a in entry.arguments if a.default is None]
+    return f'"{entry.name}({", ".join(f"{name}=..." for name in needed)})"' if needed else entry.name
+
+
+def _wrapped(paragraph: str) -> str:
+    """Return a paragraph within the width; formulas, which are indented, as they are."""
+    if any(line.startswith("    ") for line in paragraph.splitlines()[:1]):
+        return paragraph
+    return textwrap.fill(" ".join(paragraph.split()), WIDTH)
+
+
+def _measured(name: str) -> Iterator[str]:
+    """Yield what the project's own benchmarks say of a choice: a row of each of a few of their tables."""
+    file = next((file for file in _RESULTS if file.exists()), None)
+    lines = file.read_text(encoding="utf-8").splitlines() if file else []
+    heading, machine, header, told = "", "", [""], set[str]()
+    for line, following in itertools.pairwise(lines):
+        if line.startswith("## "):
+            heading = line.removeprefix("## ").removesuffix(": samples/s")
+        elif re.match(r"20\d\d-\d\d-\d\d · ", line):
+            machine = ", ".join(line.split(" · ")[:2])
+        elif line.startswith("|"):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            spec = re.sub(r"^(echelon|sync):", "", cells[0].strip("`"))
+            if following.startswith("|---"):
+                header = cells
+            elif re.match(rf"{re.escape(name)}($|\W)", spec) and heading not in told and len(told) < _MOST_MEASURED:
+                told.add(heading)
+                values = [f"{title} {value}" for title, value in zip(header[1:], cells[1:], strict=False) if value]
+                yield f"{spec} | {heading} ({machine}): {'; '.join(values)}"

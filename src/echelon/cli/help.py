@@ -1,0 +1,88 @@
+"""Help that reads well in 80 columns: what is used first comes first, each option with its values and its default."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from typer.core import TyperCommand
+
+WIDTH = 80
+_LEFT = 26
+_MOST_WIDTH = 100
+BASIC = "Options"
+
+
+@dataclass(frozen=True)
+class Row:
+    """An option or argument as help shows it: what is typed, and what it does."""
+
+    typed: str
+    text: str
+
+
+class HelpfulCommand(TyperCommand):
+    """A command with help in plain text, by headings."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write usage, description, examples and options."""
+        width = min(_MOST_WIDTH, max(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
+        formatter.buffer.append("\n".join(self._lines(ctx, width)))
+
+    def _lines(self, ctx: Any, width: int) -> Iterator[str]:
+        usage = " ".join(self.collect_usage_pieces(ctx))
+        yield f"usage: {ctx.command_path} {usage}"
+        yield from ("", *paragraphs(self.help or "", width))
+        sections: dict[str, list[Row]] = {"Arguments": [], BASIC: []}
+        for parameter in self.get_params(ctx):
+            if getattr(parameter, "hidden", False):
+                continue
+            heading = getattr(parameter, "rich_help_panel", None) or BASIC
+            is_argument = parameter.param_type_name == "argument"
+            sections.setdefault("Arguments" if is_argument else heading, []).append(_row(parameter))
+        for heading, rows in sections.items():
+            yield from section(heading, rows, width)
+
+
+def section(heading: str, rows: Sequence[Row], width: int = WIDTH) -> Iterator[str]:
+    """Yield the lines of options below a heading; none where there are none."""
+    if not rows:
+        return
+    yield from ("", f"{heading}:")
+    for row in rows:
+        lines = textwrap.wrap(row.text, width - _LEFT, break_long_words=False, break_on_hyphens=False) or [""]
+        if len(row.typed) + 4 > _LEFT:
+            yield f"  {row.typed}"
+        else:
+            yield f"  {row.typed:{_LEFT - 2}}{lines.pop(0)}".rstrip()
+        yield from (" " * _LEFT + line for line in lines)
+
+
+def paragraphs(text: str, width: int = WIDTH) -> Iterator[str]:
+    """Yield the lines of paragraphs, wrapped; indented lines stay as they are."""
+    for i, paragraph in enumerate(text.strip().split("\n\n")):
+        if i:
+            yield ""
+        if paragraph.startswith("  ") or "\n  " in paragraph:
+            yield from paragraph.splitlines()
+        else:
+            yield from textwrap.wrap(" ".join(paragraph.split()), width)
+
+
+def _row(parameter: Any) -> Row:
+    if parameter.param_type_name == "argument":
+        return Row(parameter.metavar or parameter.name.upper(), _text(parameter))
+    flags = [*parameter.opts, *parameter.secondary_opts]
+    if any(flag == f"--no-{parameter.opts[0].removeprefix('--')}" for flag in parameter.secondary_opts):
+        return Row(f"--[no-]{parameter.opts[0].removeprefix('--')}", _text(parameter))
+    flag = ", ".join(sorted(flags, key=len))
+    takes_value = not parameter.is_flag
+    return Row(f"{flag} {parameter.metavar or 'TEXT'}" if takes_value else flag, _text(parameter))
+
+
+def _text(parameter: Any) -> str:
+    return re.sub(r"\s+", " ", getattr(parameter, "help", "") or "").strip()
