@@ -227,7 +227,7 @@ def _explanation(kind: Kind, entry: Entry) -> Iterator[str]:
     if measured:
         yield "Measured:"
         for line in measured:
-            yield textwrap.indent(_wrapped(line), "  ")
+            yield textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="  ")
         yield ""
     for paragraph in papers:
         yield _wrapped(paragraph)
