@@ -89,7 +89,9 @@ def _settled(run: ResolvedRun) -> dict[str, Compression]:
     settled = {run.described.strategy.compression: run.compression}
     for spec in CODECS:
         with suppress(UserError):  # a combination that a run would be refused for is no alternative to this one
-            settled.setdefault(spec, run.compressed_by(read_codec(spec)).compression)
+            other = run.compressed_by(read_codec(spec)).compression
+            if other != run.compression:  # however the run's own is written
+                settled[spec] = other
     return settled
 
 

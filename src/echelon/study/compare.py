@@ -28,7 +28,7 @@ class Verdict(StrEnum):
     NO_DIFFERENCE = "no difference"
     NOT_CONVERGED = "did not converge"
     UNCERTAIN = "uncertain"
-    ONE_SEED = "one seed"
+    TOO_FEW_SEEDS = "too few seeds"
     NOT_MEASURED = "not measured"
 
 
@@ -150,7 +150,7 @@ def _judged(study: Study, c: Comparison, again: set[str], same_speed: float) -> 
     if c.verdict is not Verdict.UNCERTAIN:
         return c
     verdict = judge(c, study.loss_points, same_speed)
-    known = verdict not in (Verdict.NOT_MEASURED, Verdict.ONE_SEED)
+    known = verdict not in (Verdict.NOT_MEASURED, Verdict.TOO_FEW_SEEDS)
     return replace(c, verdict=Verdict.NO_DIFFERENCE if c.candidate in again and known else verdict)
 
 
@@ -227,7 +227,7 @@ def judge(c: Comparison, loss_points: float, same_speed: float = SAME_SPEED) -> 
     if speed is None or c.points is None:
         return Verdict.NOT_MEASURED
     if speed.low is None or speed.high is None or c.points.low is None or c.points.high is None:
-        return Verdict.ONE_SEED
+        return Verdict.TOO_FEW_SEEDS
     faster = speed.low > 1 and speed.value >= same_speed
     slower = speed.high < 1 and speed.value <= 1 / same_speed
     short = c.reached < c.seeds

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean
 
 RESAMPLES = 9999
+FEWEST_SEEDS = 3
+"""That give an interval: from two values the bootstrap's is from one to the other, and holds their mean in half of all
+cases; where they are equal, it has no width at all."""
 _EXACT_UP_TO = 6
 # Student's t, 97.5% quantile, by degrees of freedom from 1
 _T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -17,7 +20,7 @@ _T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with its 95% interval; the bounds are None where one seed gives none."""
+    """An estimate with its 95% interval; the bounds are None where the seeds are too few for one (`FEWEST_SEEDS`)."""
 
     value: float
     low: float | None
@@ -29,7 +32,7 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
     The expanded percentile interval of Hesterberg (2015, "What Teachers Should Know About the Bootstrap", The American
     Statistician 69(4)): quantiles Phi(-sqrt(n/(n-1)) t(n-1)) instead of 2.5%, because the bootstrap's own are too
-    narrow for few samples. For 2 to 4 seeds that is, to within 1%, from the least to the greatest value. All resamples
+    narrow for few samples. For 3 and 4 seeds that is, to within 1%, from the least to the greatest value. All resamples
     are enumerated up to 6 seeds, beyond that 9999 are drawn with a fixed seed: the same numbers give the same interval.
 
     Raises:
@@ -38,8 +41,8 @@ def mean_interval(values: Sequence[float]) -> Interval:
     n = len(values)
     if not n:
         raise ValueError("no values")
-    if n == 1:
-        return Interval(values[0], None, None)
+    if n < FEWEST_SEEDS:
+        return Interval(fmean(values), None, None)
     means = sorted(_resampled_means(values))
     t = _T975[n - 2] if n - 2 < len(_T975) else 1.96
     tail = NormalDist().cdf(-math.sqrt(n / (n - 1)) * t)

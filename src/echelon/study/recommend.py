@@ -10,6 +10,7 @@ from echelon.core.units import format_bytes
 from echelon.run.resolve import rate_of
 from echelon.study.base import COMPLETED, Study
 from echelon.study.compare import Comparison, ComparisonGroup, Verdict
+from echelon.study.intervals import FEWEST_SEEDS
 from echelon.study.tables import RunRow
 
 _FEWER_BYTES = 0.9
@@ -47,8 +48,8 @@ def recommend(study: Study, group: ComparisonGroup, runs: Sequence[RunRow]) -> R
         how = verdicts[base].verdict if base in verdicts else Verdict.NOT_MEASURED
         return Recommendation(group.terms, None, f"Nothing is recommended: the baseline {base} {_was(how)}.", "", ())
     measured = [c for c in group.comparisons if c.candidate != base and c.verdict is not Verdict.NOT_MEASURED]
-    if len(study.seeds) == 1 or (measured and all(c.verdict is Verdict.ONE_SEED for c in measured)):
-        nothing = f"with one seed nothing can be concluded about {group.metric.label}"
+    if len(study.seeds) < FEWEST_SEEDS or (measured and all(c.verdict is Verdict.TOO_FEW_SEEDS for c in measured)):
+        nothing = f"with fewer than {FEWEST_SEEDS} seeds nothing can be concluded about {group.metric.label}"
         says = f"Nothing is recommended: {nothing}; 3 or more would tell."
         return Recommendation(group.terms, None, says, "", _rates(base, costs))
     better = [c for c in group.comparisons if c.verdict is Verdict.BETTER]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from echelon.study.base import COMPLETED, Study
 from echelon.study.compare import SAME_SPEED, Comparison, ComparisonGroup, Verdict, metric_of
-from echelon.study.intervals import Interval, coverage_of
+from echelon.study.intervals import FEWEST_SEEDS, Interval, coverage_of
 from echelon.study.metric import PrimaryMetric
 from echelon.study.predictions import check_predictions, prediction_words
 from echelon.study.recommend import Recommendation
@@ -73,8 +73,9 @@ def sentence(c: Comparison, metric: PrimaryMetric) -> str:
     points = metric.gain_text(c.points) if c.points else f"its {metric.label} is not known"
     if 1 < c.seeds < c.planned:
         points += f", in {c.seeds} of {c.planned} seeds"
-    if c.verdict is Verdict.ONE_SEED:
-        return f"{speed}, in one seed: nothing can be concluded about {metric.label} ({points})."
+    if c.verdict is Verdict.TOO_FEW_SEEDS:
+        few = "one seed" if c.seeds == 1 else f"{c.seeds} seeds"
+        return f"nothing can be concluded from {few}: {speed}; {points}."
     if c.verdict is Verdict.FASTER_AT_A_LOSS and c.points is not None:
         return f"faster at a loss of {-c.points.value:.2f} {metric.unit}: {speed}; {points}."
     return f"{c.verdict}: {speed}; {points}."
@@ -132,9 +133,11 @@ def _equality(study: Study, terms: str, runs: Sequence[RunRow]) -> list[str]:
 def caveats(study: Study, runs: Sequence[RunRow]) -> list[str]:
     """Say how far the figures are to be trusted."""
     n, words, metric = len(study.seeds), [], metric_of(runs)
-    if n == 1:
+    if n < FEWEST_SEEDS:
+        there = "is one seed" if n == 1 else f"are {n} seeds"
         words.append(
-            f"There is one seed: nothing can be concluded about {metric.label}, and the times have no interval."
+            f"There {there}: nothing can be concluded about {metric.label}, and the times have no interval; "
+            f"{FEWEST_SEEDS} seeds give one."
         )
     elif n < 6:
         words.append(

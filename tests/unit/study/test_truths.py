@@ -109,7 +109,7 @@ def test_the_words_say_why_not_and_what_else(report: StudyReport) -> None:
 
 def test_one_seed_concludes_nothing_about_accuracy(tmp_path: Path) -> None:
     report = studied(tmp_path, {BASE: Planted(), "compression=int8": Planted(communicate_s=0.0)}, seeds=1)
-    assert of(report, "compression=int8").verdict is Verdict.ONE_SEED
+    assert of(report, "compression=int8").verdict is Verdict.TOO_FEW_SEEDS
     assert "nothing can be concluded about accuracy" in " ".join(report.words)
     assert report.recommended[0].candidate is None
 
@@ -183,14 +183,15 @@ def test_a_folder_without_a_study_is_refused(tmp_path: Path) -> None:
 
 
 def test_intervals() -> None:
-    assert mean_interval([2.0]).low is None
+    for few in ([2.0], [0.56, 0.56], [1.0, 3.0]):  # from one to the other is no interval
+        assert (mean_interval(few).low, mean_interval(few).high) == (None, None)
     three = mean_interval([1.0, 2.0, 6.0])
     assert three.value == 3.0 and three.low == pytest.approx(1, abs=0.01) and three.high == pytest.approx(6, abs=0.01)
     many = mean_interval([float(i % 10) for i in range(100)])
     assert many == mean_interval([float(i % 10) for i in range(100)])
     assert many.low is not None and many.high is not None
     assert many.high - many.low == pytest.approx(2 * 1.96 * 2.872 / math.sqrt(99), rel=0.05)
-    ratio = ratio_interval([2, 4], [1, 2])
+    ratio = ratio_interval([2, 4, 6], [1, 2, 3])
     assert (ratio.value, ratio.low, ratio.high) == pytest.approx((2, 2, 2))
 
 

@@ -45,12 +45,12 @@ class Bound:
 
 
 def shares_of(timing: Timing) -> dict[str, float]:
-    """Share of a step by cause. Communication is what is left when no rank waits for a slower one."""
+    """Share of the time of steps by cause; of each phase the mean of the ranks, waiting for slower ones among it."""
     compute = (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
     return {
         "compute": sum(timing.share(p) for p in compute),
         "input": timing.share(Phase.DATA),
-        "communication": timing.exposed_s / timing.step_s if timing.step_s else 0.0,
+        "communication": timing.share(Phase.COMMUNICATE),
         "slow rank": timing.slow.saving_s / timing.step_s if timing.slow and timing.step_s else 0.0,
         "other": timing.share(Phase.OTHER),
     }
@@ -75,7 +75,7 @@ def held_up_by(timing: Timing) -> SlowRank | None:
     if slow is None or not timing.step_s:
         return None
     matters = slow.saving_s / timing.step_s >= _WORTH_SAYING and slow.ratio >= _SLOW_RATIO
-    return slow if matters and slow.persistence >= _PERSISTENT else None
+    return slow if matters and slow.is_slow and slow.persistence >= _PERSISTENT else None
 
 
 def advise(record: RunRecord, timing: Timing | None, seconds: float, startup_s: float | None) -> list[Advice]:
@@ -120,7 +120,7 @@ def _predicted(record: RunRecord, timing: Timing, share: float) -> Advice | None
     first, *others = pick_ways(better)
     more = "".join(f", {p.label} {p.saves:.0%}" for p in others)
     text = (
-        f"Communication is exposed for {share:.0%} of a step: {first.label} would save {first.saves:.0%} of the step"
+        f"Communication takes {share:.0%} of a step: {first.label} would save {first.saves:.0%} of the step"
         f"{more}, computed from the record (what accuracy each costs, `echelon compare` measures)"
     )
     return Advice(text, better[0].gain, said=True)
@@ -129,19 +129,19 @@ def _predicted(record: RunRecord, timing: Timing, share: float) -> Advice | None
 def _communication(record: RunRecord, share: float) -> Advice:
     if record.one_replica:
         text = (
-            f"Communication inside the replica is exposed for {share:.0%} of a step, which no --compression acts on; "
+            f"Communication inside the replica takes {share:.0%} of a step, which no --compression acts on; "
             "other sizes in --parallel, more micro-batches of a pipeline, or a larger --batch-size"
         )
         return Advice(text, _gain(share))
     compression = record.setting("strategy", "compression")
     if compression in (None, "none"):
         text = (
-            f"Communication is exposed for {share:.0%} of a step; --compression sends less "
+            f"Communication takes {share:.0%} of a step; --compression sends less "
             f"(half the bytes, as bf16, about {_gain(share / 2):.2f}x)"
         )
     else:
         text = (
-            f"Communication is exposed for {share:.0%} of a step in spite of {compression}; "
+            f"Communication takes {share:.0%} of a step in spite of {compression}; "
             "a stronger --compression or a larger --batch-size"
         )
     return Advice(text, _gain(share))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from echelon.core.figure import Chart, Json, axis, color, line, pick, safe
 from echelon.core.units import format_bytes, format_seconds
-from echelon.observe.phases import PHASES, Phase
+from echelon.observe.phases import PHASES, Phase, phase_share
 from echelon.records.kinds import Steps
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import Timing
@@ -43,7 +43,7 @@ def _by_rank(record: RunRecord, timing: Timing | None) -> Chart | None:
     traces = []
     for phase in phase_order(list(timing.phases)):
         seconds = [rank.get(phase, 0.0) for rank in timing.by_rank]
-        shares = [s / timing.step_s if timing.step_s else 0.0 for s in seconds]
+        shares = [phase_share(s, timing.step_s) for s in seconds]
         traces.append(
             {
                 "type": "bar",
@@ -60,7 +60,7 @@ def _by_rank(record: RunRecord, timing: Timing | None) -> Chart | None:
                 "hovertemplate": f"{safe(phase)}: %{{x:.3g}} ms<extra>%{{y}}</extra>",
             }
         )
-    parts = ", ".join(f"{p} {s / timing.step_s:.0%}" for p, s in timing.phases.items() if timing.step_s)
+    parts = ", ".join(f"{p} {timing.share(p):.0%}" for p in timing.phases)
     layout = {
         "barmode": "stack",
         "xaxis": axis("milliseconds per step"),
@@ -69,8 +69,8 @@ def _by_rank(record: RunRecord, timing: Timing | None) -> Chart | None:
         "legend": {"traceorder": "normal"},
     }
     caption = (
-        f"Mean over {timing.steps} steps ({timing.skipped_windows} warm-up windows left out). Communication is what "
-        "is not hidden behind backward; a rank that waits for a slower one waits there."
+        f"Mean over {timing.steps} steps ({timing.skipped_windows} warm-up windows left out); shares are of step time. "
+        "Communication is what is not hidden behind backward; a rank that waits for a slower one waits there."
     )
     height = min(900, 130 + 38 * len(labels))
     return Chart("phases", "Where a step goes", caption, f"Mean of the ranks: {parts}.", traces, layout, height, True)

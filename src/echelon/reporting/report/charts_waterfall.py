@@ -9,7 +9,7 @@ from echelon.reporting.report.waterfall import END, MISSING, RESTART, START, Wat
 
 WAITING = "waiting for servers"
 _SAID = {
-    "data": "input", "communicate": "exposed communication", "other": "other (in no phase)", START: "start of the run",
+    "data": "input", "communicate": "communication", "other": "other (in no phase)", START: "start of the run",
     RESTART: "restarts", END: "end (report, last files)",
 }  # fmt: skip
 _MOST_RANKS = 64
@@ -30,7 +30,7 @@ def waterfall_chart(waterfall: Waterfall | None, served: bool = False) -> Chart 
     traces = [_trace(waterfall, shown, rank) for rank in ranks]
     places = list(range(len(shown) + 1))
     layout = {
-        "xaxis": axis("seconds since the command", range=[0, waterfall.wall_s * 1.16]),  # room for the last labels
+        "xaxis": axis("seconds since the command", range=[0, waterfall.wall_s * 1.25]),  # room for the last labels
         "yaxis": {"tickvals": places, "ticktext": [*labels, "wall time"], "autorange": "reversed", "showgrid": False},
         "hovermode": "closest",
         "showlegend": False,
@@ -38,7 +38,8 @@ def waterfall_chart(waterfall: Waterfall | None, served: bool = False) -> Chart 
     }
     caption = (
         "Each part begins where the one before it ends; parts of all steps are added up. Pauses between steps "
-        "(evaluation, checkpoint, recording) belong to no phase. "
+        "(evaluation, checkpoint, recording) belong to no phase. Shares here are of the wall time, elsewhere of step "
+        "time. "
         f"Together they are the wall time within {waterfall.missing:.1%}."
     )
     largest = sorted(shown.items(), key=lambda item: -item[1][0])[:4]
@@ -64,7 +65,7 @@ def _trace(waterfall: Waterfall, shown: dict[str, tuple[float, ...]], rank: int)
         "y": list(range(len(widths))),
         "x": widths,
         "base": [*bases, 0.0],
-        "text": [f"{format_seconds(s)} · {s / waterfall.wall_s:.0%}" if s else "" for s in widths],
+        "text": [f"{format_seconds(s)} · {s / waterfall.wall_s:.0%} of wall time" if s else "" for s in widths],
         "textposition": "outside",
         "cliponaxis": False,
         "marker": {"color": [color(_token(name)) for name in [*shown, "wall"]]},

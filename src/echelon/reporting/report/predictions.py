@@ -35,7 +35,7 @@ class Prediction:
         label: the settings as one writes them: `bf16`, `local(period=8), int8`.
         settings: by dotted name.
         now_s, then_s: seconds per step.
-        wire_bytes: that each rank would send per step, the mean.
+        wire_bytes: that each rank would send per step, the mean; `now_bytes`: as it was.
     """
 
     label: str
@@ -43,6 +43,7 @@ class Prediction:
     now_s: float
     then_s: float
     wire_bytes: float
+    now_bytes: float = 0.0
 
     @property
     def gain(self) -> float:
@@ -69,7 +70,8 @@ def predict(record: RunRecord, timing: Timing | None) -> list[Prediction]:
         then_s = _then_s(timing, timing.communication, latency_s, (now, way))
         label = ", ".join(way.settings.values())
         if way is not now and then_s > 0:
-            predictions.append(Prediction(label, way.settings, timing.step_s, then_s, way.wire_bytes / way.period))
+            sent = way.wire_bytes / way.period, now.wire_bytes / now.period
+            predictions.append(Prediction(label, way.settings, timing.step_s, then_s, *sent))
     return sorted(predictions, key=lambda p: p.then_s)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from echelon.core.units import format_bytes, format_seconds, rounded
+from echelon.observe.phases import Phase, phase_share
 from echelon.records.events import Event
 from echelon.records.kinds import Checkpoint, End, LinkTraffic, Record, Start
 from echelon.reporting.report.charts_cost import phase_order
@@ -210,7 +211,9 @@ def prediction_table(summary: Summary) -> Table | None:
     if not summary.predictions:
         return None
     head = ["change", "a step would take", "times as fast", "saved of a step", "sent by a rank per step"]
-    rows = [
+    now_s = summary.predictions[0].now_s
+    rows = [["none: this run", format_seconds(now_s), "1.00x", "0%", format_bytes(summary.predictions[0].now_bytes)]]
+    rows += [
         [p.label, format_seconds(p.then_s), f"{p.gain:.2f}x", f"{rounded(p.saves, 2):.0%}", format_bytes(p.wire_bytes)]
         for p in summary.predictions
     ]
@@ -231,13 +234,14 @@ def slow_step_table(summary: Summary) -> Table | None:
 
 
 def communication_words(summary: Summary) -> list[str]:
-    """Say what communication takes in all, and what of it is hidden."""
+    """Say what communication takes of the time of steps, what of that is waiting, and what is hidden beside it."""
     c, step_s = summary.communication, summary.step_s
     if c is None or not step_s or c.total_s / step_s < 0.01:
         return []
-    hidden = f"{format_seconds(c.hidden_s)} of it hidden behind backward, " if c.timed else ""
-    waited = f" Beside it, ranks wait {format_seconds(c.waited_s)} a step for slower ones." if c.waited_s > 0 else ""
+    seconds = summary.phases.get(Phase.COMMUNICATE, 0.0)
+    waited = f", {format_seconds(c.waited_s)} of it waiting for slower ranks" if c.waited_s > 0 else ""
+    hidden = f" Another {format_seconds(c.hidden_s)} is hidden behind backward." if c.timed else ""
     return [
-        f"Communication takes {format_seconds(c.total_s)} of a step of {format_seconds(step_s)}: {hidden}"
-        f"{format_seconds(c.exposed_s)} exposed.{waited}"
+        f"Communication takes {phase_share(seconds, step_s):.0%} of step time, the mean of the ranks: "
+        f"{format_seconds(seconds)} of a step of {format_seconds(step_s)}{waited}.{hidden}"
     ]

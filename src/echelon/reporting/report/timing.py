@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -14,6 +15,7 @@ from echelon.reporting.report.records import RunRecord
 
 _ENOUGH_WINDOWS = 3
 _OUTLIER = 2.0
+SIGNIFICANT = 0.01
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class SlowRank:
 
     `saving_s` is what a step would be shorter if it were as fast as the next slowest;
     `persistence` the share of windows in which it was the slowest; `host` is empty where it is not known.
+    `chance` is how likely as much comes from ranks that are alike (`_chance`), over `tested` windows.
     """
 
     rank: int
@@ -31,6 +34,20 @@ class SlowRank:
     saving_s: float
     persistence: float
     host: str = ""
+    chance: float = 1.0
+    tested: int = 0
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether that it works longer is more than chance."""
+        return self.chance < SIGNIFICANT
+
+    @property
+    def evidence(self) -> str:
+        """A sentence on what was tested."""
+        chance = f"p = {self.chance:.2g}" if self.chance >= 1e-4 else "p < 0.0001"
+        times = round(self.persistence * self.tested)
+        return f"Tested: it was the slowest in {times} of {self.tested} windows of steps (sign test, {chance})."
 
 
 @dataclass(frozen=True)
@@ -138,6 +155,7 @@ def _slow_rank(by_rank: Sequence[dict[str, float]], windows: list[Steps]) -> Slo
     excess = {n: by_rank[slow][n] - median(r.get(n, 0.0) for r in others) for n in by_rank[slow]}
     excess.pop(Phase.COMMUNICATE, None)
     waits = [r.get(Phase.COMMUNICATE, 0.0) for r in others]
+    slowest, tested = sum(w.slowest_ranks()[slow] for w in windows), _windows(windows)
     wait_s = max(0.0, sum(waits) / len(waits) - by_rank[slow].get(Phase.COMMUNICATE, 0.0))
     return SlowRank(
         rank=slow,
@@ -145,8 +163,25 @@ def _slow_rank(by_rank: Sequence[dict[str, float]], windows: list[Steps]) -> Slo
         phase=max(excess, key=excess.__getitem__) if excess else "",
         wait_s=wait_s,
         saving_s=min(wait_s, work[slow] - max(own_work(r) for r in others)),
-        persistence=sum(w.slowest_ranks()[slow] for w in windows) / _windows(windows),
+        persistence=slowest / tested,
+        chance=_chance(slowest, tested, len(work)),
+        tested=tested,
     )
+
+
+def _chance(slowest: int, windows: int, ranks: int) -> float:
+    """Return how likely one of several equal ranks is the slowest in so many windows, or in more.
+
+    A sign test: a given rank is the slowest of a window with chance 1 / ranks; times the number of ranks, for the one
+    that was it most was chosen (Bonferroni). Windows last seconds: what disturbs a core for one is one observation.
+    """
+    log_one, log_other = -math.log(ranks), math.log1p(-1 / ranks)
+    ways = (
+        math.lgamma(windows + 1) - math.lgamma(k + 1) - math.lgamma(windows - k + 1)
+        + k * log_one + (windows - k) * log_other
+        for k in range(slowest, windows + 1)
+    )  # fmt: skip
+    return min(1.0, ranks * math.fsum(map(math.exp, ways)))
 
 
 def _peak_memory(windows: Sequence[Steps], n_ranks: int) -> tuple[float, ...]:

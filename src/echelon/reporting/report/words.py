@@ -80,6 +80,7 @@ def _bound(s: Summary) -> list[str]:
         words = [
             f"A slow rank bounds this run: rank {slow.rank} works {slow.ratio:.2f}x as long as the median of the "
             f"others, mostly in {slow.phase}; they wait for it, {share} of a step of {step} is lost."
+            f" {slow.evidence}"
         ]
     else:
         names = {
@@ -108,6 +109,7 @@ def _slow_steps(s: Summary) -> list[str]:
 
 def _rank_words(s: Summary) -> list[str]:
     slowest = s.slowest_rank
-    if slowest is None or slowest.ratio < 1.05:
+    if slowest is None or slowest.ratio < 1.05 or not slowest.is_slow:
         return []
-    return [f"The slowest rank ({slowest.rank}) works {slowest.ratio:.2f}x as long as the median of the others."]
+    longer = f"Rank {slowest.rank} works {slowest.ratio:.2f}x as long as the median of the others."
+    return [f"{longer} {slowest.evidence}"]

@@ -8,7 +8,7 @@ from echelon.core.units import format_bytes, format_seconds, rounded
 from echelon.reporting.report.tables import Table
 from echelon.study.base import COMPLETED
 from echelon.study.compare import Comparison, ComparisonGroup, Verdict, metric_of
-from echelon.study.intervals import Interval
+from echelon.study.intervals import FEWEST_SEEDS, Interval, coverage_of
 from echelon.study.metric import PrimaryMetric
 from echelon.study.page.scene import Scene, spread
 from echelon.study.predictions import CLOSE, PredictionCheck
@@ -36,8 +36,16 @@ def verdict_table(group: ComparisonGroup, scene: Scene) -> Table:
         ]
         rows.append(cells + [_cell(scene, c.candidate, column, write) for column, write in columns])
     return Table(
-        "Each candidate against the baseline, means over the seeds; 95% bootstrap intervals in brackets", head, rows
+        f"Each candidate against the baseline, means over {_seeds(max(c.seeds for c in group.comparisons))}", head, rows
     )
+
+
+def _seeds(n: int) -> str:
+    """Name what means are over, and what the intervals in brackets are."""
+    if n < FEWEST_SEEDS:
+        return f"{n} seed{'s' * (n != 1)}: too few for an interval"
+    holds = f", which hold the truth in about {coverage_of(n):.0%} of studies" if n < 6 else ""
+    return f"{n} seeds; in brackets 95% bootstrap intervals{holds}"
 
 
 def prediction_table(checked: list[PredictionCheck]) -> Table | None:

@@ -49,6 +49,19 @@ def test_summary_file_holds_what_was_promised(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+SLOWER = (0.040, 0.030, 0.060, 0.000, 0.005, 0.002)
+
+
+@pytest.mark.parametrize(("epochs", "named"), [(2, True), (1, False)])
+def test_a_slow_rank_is_named_once_it_is_more_than_chance(tmp_path: Path, epochs: int, named: bool) -> None:
+    summary, words = report(tmp_path, phases_s=(BALANCED, SLOWER), epochs=epochs, steps_per_epoch=60)
+    windows = 6 * epochs - 1
+    assert summary.slowest_rank is not None and summary.slowest_rank.tested == windows
+    assert summary.slowest_rank.chance == pytest.approx(2 * 0.5**windows)
+    assert ("rank 1 works 1.28x as long" in words) == named
+    assert (f"it was the slowest in {windows} of {windows} windows of steps (sign test, p" in words) == named
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_one_worker_cannot_do_is_said(tmp_path: Path, workers: int) -> None:
     words = report(tmp_path, compression="int8", phases_s=(BALANCED,) * workers)[1]
