@@ -16,6 +16,6 @@ def test_a_runs_own_codec_is_no_alternative_however_it_is_written(own: str) -> N
     config = RunConfig()
     run = resolve(replace(config, strategy=replace(config.strategy, compression=own)))
     codecs = alternatives._settled(run)
-    assert list(codecs)[0] == own
+    assert next(iter(codecs)) == own
     assert [spec for spec, codec in codecs.items() if codec == run.compression] == [own]
     assert len(codecs) == len(alternatives.CODECS)
