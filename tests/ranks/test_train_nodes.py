@@ -67,6 +67,43 @@ def test_a_machine_goes_away_and_comes_back_and_a_stop_on_one_machine_stops_the_
         assert first.summary()["status"] == "completed"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("sync", ["allreduce", "ps(mode=async)"])
+def test_the_first_machine_goes_away_and_the_other_waits_for_its_return(tmp_path: Path, sync: str) -> None:
+    settings = ("--nodes", "2", "--epochs", "100000", "--eval-every", "0", "--checkpoint-every", "20", "--sync", sync)
+    with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:
+        first = start_machine(runs, network, 0, *settings, "--timeout", "20s", folder="run")
+        second = start_machine(runs, network, 1, *settings, "--timeout", "20s", folder="run")
+        first.wait_for(lambda: first.records("checkpoint"), "a checkpoint")
+        for pid in marked_processes(first.mark):
+            os.kill(pid, signal.SIGKILL)
+        first.process.wait()
+        reached = max(first.losses())
+        second.wait_for(lambda: "waiting up to 10m 0s for its return" in second.text(), "the sentence")
+        again = start_machine(runs, network, 0, *settings, "--timeout", "60s", folder="run")
+        again.wait_for_step(reached + 20)
+        again.process.terminate()
+        assert [again.end(), second.end()] == [143, 143], again.text() + second.text()
+        assert second.text().count("for its return") == 1
+        assert sorted(first.losses()) == list(range(1, max(first.losses()) + 1))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sync", ["allreduce", "ps(mode=async)"])
+def test_a_first_machine_that_does_not_return_is_waited_for_until_a_deadline(tmp_path: Path, sync: str) -> None:
+    settings = ("--nodes", "2", "--epochs", "100000", "--eval-every", "0", "--timeout", "20s", "--sync", sync)
+    with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:
+        first, second = (
+            start_machine(runs, network, i, *settings, "--machine-patience", "15s", folder="run") for i in range(2)
+        )
+        first.wait_for_step(5)
+        for pid in marked_processes(first.mark):
+            os.kill(pid, signal.SIGKILL)
+        first.process.wait()
+        assert second.end() in (1, 2), second.text()
+        assert "--machine-patience" in second.text() and "Traceback" not in second.text()
+
+
 def _sizes(run: Run) -> list[int]:
     return [r["world_size"] for r in run.records("start")]
 

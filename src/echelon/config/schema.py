@@ -158,6 +158,7 @@ class LaunchConfig:
         3, "restarts after a worker died with no new checkpoint in between, before the run is given up", above=0
     )
     timeout: str = setting("2m", "how long any rank waits for another before the run is restarted")
+    machine_patience: str = setting("10m", "how long the machines of a run wait for one that was lost, before they end")
     log_dir: str = setting(
         "", "where logs and output of processes go, in a folder of the run's name; default: RUN/logs"
     )

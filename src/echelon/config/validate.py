@@ -127,6 +127,7 @@ def _check_launch(config: RunConfig) -> None:
         raise UserError(f"--timeout: {error}") from None
     if timeout_s < 1:
         raise UserError(f"--timeout {config.launch.timeout}: use at least 1s")
+    seconds_for("--machine-patience")(config.launch.machine_patience)
     parse_interval(config.checkpoint.every)
     seconds_for("--io-patience")(config.checkpoint.io_patience)
 

@@ -52,11 +52,15 @@ def role_address(roles: Path, name: str, host: str = "") -> str:
 
 
 def note_address(roles: Path, address: str) -> None:
-    """Write where the scheduler of another machine listens, unless it has done so itself on a common disk."""
+    """Write where the scheduler of another machine listens, unless it has done so itself on a common disk.
+
+    One at another address belongs to another launch: what this machine's servers saved for the one before goes.
+    """
     roles.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = roles / ADDRESS_FILE
     if not file.exists() or json.loads(file.read_text())["address"] != address:
         (roles / STATUS_FILE).unlink(missing_ok=True)
+        shutil.rmtree(roles / "servers", ignore_errors=True)
         write_atomic(file, json.dumps({"address": address}))
 
 

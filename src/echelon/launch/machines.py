@@ -1,6 +1,7 @@
 """The rounds of a group on this machine, with others or alone: who holds their state, and who asks for it.
 
-The first machine holds it, and opens what the ranks of a round find each other in: nothing in it is a pickle.
+The first machine holds it, and opens what the ranks of a round find each other in: nothing in it is a pickle. A run with
+servers has no rounds: there the other machines ask whether the first one, which has the scheduler, is still the same.
 """
 
 from __future__ import annotations
@@ -13,8 +14,17 @@ import zmq
 
 from echelon.core.address import Address
 from echelon.core.errors import UserError
+from echelon.core.units import format_seconds
 from echelon.launch.culprit import Elsewhere, Observed
-from echelon.launch.meeting import LIMITS, Arrival, MeetingRefusal, SecretSource, check_settings
+from echelon.launch.meeting import (
+    LIMITS,
+    Admission,
+    Arrival,
+    MeetingRefusal,
+    SecretSource,
+    ask_for_place,
+    check_settings,
+)
 from echelon.launch.rounds import (
     LOST_S,
     Continue,
@@ -25,6 +35,7 @@ from echelon.launch.rounds import (
     RoundSettings,
     State,
 )
+from echelon.launch.supervisor import FirstMachineGone
 from echelon.messages.endpoint import Channel, Sender
 from echelon.messages.framing import Content, Message, content, vocabulary
 from echelon.messages.identity import derive_keys
@@ -34,6 +45,7 @@ BEAT_S = 0.5
 AGAIN_S = 2.0
 GOODBYE_S = 10.0
 _POLL_MS = 50
+_SILENT_S = 2 * LOST_S
 
 
 @content(64)
@@ -124,6 +136,11 @@ class FirstMachine:
             return self._rendezvous.all_know()
 
 
+def waits_for_return(first: str, most_s: float) -> str:
+    """Return the sentence for who waits for a first machine that does not answer."""
+    return f"{first} gives no answer: waiting up to {format_seconds(most_s)} for its return (--machine-patience)"
+
+
 class OtherMachine:
     """Asks the first machine, by messages that a thread sends again and again: they are its signs of life as well.
 
@@ -185,9 +202,9 @@ class OtherMachine:
         if not self._known and now - self._begun > self._terms.arrival_s:
             raise UserError(f"--rendezvous {self._rendezvous}: {self._reason}")
         if self._known and silent_s > self._terms.return_s:
-            return Over("failed", f"{first} gave no answer for {silent_s:.0f} s")
+            return Over("failed", f"{first} gave no answer for {silent_s:.0f} s (--machine-patience)")
         if self._known and silent_s > LOST_S:
-            return Continue(f"waiting for {first}, which gives no answer")
+            return Continue(waits_for_return(first, self._terms.return_s))
         return Continue(f"waiting for {first}: {self._reason}" if self._reason else "")
 
     def _ask(self) -> None:
@@ -255,3 +272,58 @@ class OtherMachine:
                 self._send(Left(reason), time.monotonic())
             self._channel.socket.close(linger=int(1000 * AGAIN_S))
         self._context.destroy()
+
+
+class FirstMachineWatch:
+    """Asks the first machine of a run with servers whether it is there, again and again, in a thread of its own."""
+
+    def __init__(
+        self, rendezvous: Address, secret: SecretSource, arrival: Arrival, scheduler: str, say: Callable[[str], None],
+        lost_s: float, patience_s: float,
+    ) -> None:  # fmt: skip
+        """Begin to ask.
+
+        Args:
+            scheduler: where it listens; another address is that of a run that began anew.
+            say: is told, once, that there is no answer.
+            lost_s: after so long without an answer what runs here is given up.
+            patience_s: how long will be waited then.
+        """
+        self._place = (rendezvous, secret, arrival)
+        self._scheduler, self._say, self._lost_s, self._patience_s = scheduler, say, lost_s, patience_s
+        self._heard_s, self._silent, self._gone = time.monotonic(), False, ""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._ask, name="echelon-first-machine", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Look at the answers so far; called again and again.
+
+        Raises:
+            FirstMachineGone: it gave none for too long, or has begun anew.
+        """
+        if self._gone:
+            raise FirstMachineGone(self._gone)
+        silent_s, first = time.monotonic() - self._heard_s, f"the first machine at {self._place[0]}"
+        if silent_s > _SILENT_S and not self._silent:
+            self._silent = True
+            self._say(waits_for_return(first, self._patience_s))
+        elif silent_s < _SILENT_S and self._silent:
+            self._silent = False
+            self._say(f"{first} answers again")
+        if silent_s > self._lost_s:
+            raise FirstMachineGone(f"{first} gave no answer for {silent_s:.0f} s")
+
+    def _ask(self) -> None:
+        while not self._over.wait(AGAIN_S):
+            answer, _ = ask_for_place(*self._place)
+            if isinstance(answer, Admission) and answer.scheduler == self._scheduler:
+                self._heard_s = time.monotonic()
+            elif isinstance(answer, Admission | MeetingRefusal):
+                self._gone = f"the first machine at {self._place[0]} has begun anew"
+                return
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._over.set()
+        self._thread.join()

@@ -257,7 +257,7 @@ def join_meeting(
     ends = time.monotonic() + deadline_s
     said = False
     while True:
-        answer, why = _attempt(rendezvous, secret, arrival)
+        answer, why = ask_for_place(rendezvous, secret, arrival)
         if isinstance(answer, MeetingRefusal):
             raise UserError(answer.reason)
         if isinstance(answer, Admission):
@@ -270,7 +270,7 @@ def join_meeting(
         time.sleep(_AGAIN_S)
 
 
-def _attempt(rendezvous: Address, secret: SecretSource, arrival: Arrival) -> tuple[Content, str]:
+def ask_for_place(rendezvous: Address, secret: SecretSource, arrival: Arrival) -> tuple[Content, str]:
     """Ask once; returns the answer, or where there is none, to ask later and why."""
     try:
         keys = derive_keys(secret.read())

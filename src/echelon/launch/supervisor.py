@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from echelon.core.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from echelon.core.stop import StopFlag
+from echelon.core.units import format_seconds
 from echelon.launch.culprit import Living
 from echelon.launch.places.base import Event, Exited, Job, Place, PlaceFailed, Process, Restart, Started
 from echelon.launch.rounds import (
@@ -107,6 +108,10 @@ class Watch:
 
 class JobFailed(Exception):
     """The run cannot go on: as the message says, or, where it is empty, for the death that was told last."""
+
+
+class FirstMachineGone(Exception):
+    """The scheduler that this machine's roles belong to is gone with its machine; the message says how."""
 
 
 class Refused(Exception):
@@ -212,7 +217,7 @@ class _Supervisor:
                 self._groups += [_Group((process,), OwnRounds(process.name, restarts)) for process in group.processes]
         self._by_name = {p.name: group for group in self._groups for p in group.processes}
         self._stop_by = self._ask_again_at = 0.0
-        self._waits_for = ""
+        self._waits_for, self._waits_since_s = "", 0.0
 
     def run(self) -> bool:
         """Run until the processes that lead have ended; returns whether the run was stopped."""
@@ -243,6 +248,7 @@ class _Supervisor:
         told = self._tell_death(group, order)
         match order:
             case Go(round=round_) if isinstance(group.state, Ready):
+                self._end_wait(had_begun=group.state.after > 0)
                 self._place.start(group.begin(round_))
             case Leave(gracefully=gracefully):
                 self._leave(group, gracefully)
@@ -254,8 +260,17 @@ class _Supervisor:
                 else:
                     group.over = order
             case Continue(reason=reason) if reason and reason != self._waits_for:
+                self._waits_since_s = self._waits_since_s or time.monotonic()
                 self._waits_for = reason
                 self._watch.on_wait(reason)
+            case Continue(reason="") if isinstance(group.state, Running):
+                self._end_wait(had_begun=True)
+
+    def _end_wait(self, had_begun: bool) -> None:
+        """Forget what is waited for; how long is told, unless it was for the first start."""
+        if self._waits_for and had_begun:
+            self._watch.on_wait(f"goes on after {format_seconds(time.monotonic() - self._waits_since_s)} of waiting")
+        self._waits_for, self._waits_since_s = "", 0.0
 
     def _tell_death(self, group: _Group, order: Order) -> bool:
         """Tell of a group's death once it is known what follows; returns whether there was one."""

@@ -42,8 +42,15 @@ def watched(
     """Watch the processes of this machine; gives the job as it is to be run, and what its supervisor tells."""
     chronicle = _Chronicle(machine, path, record)
     logs = LogLimit(path / "logs", run.log_limit)
+
+    def look_around() -> None:
+        """See what has become too long, and whether the machine with the scheduler is there."""
+        logs.look()
+        if machine.first is not None:
+            machine.first.check()
+
     if not hasattr(os, "memfd_create"):  # Linux alone
-        yield machine.job, replace(chronicle.watch(), on_look=lambda _: logs.look())
+        yield machine.job, replace(chronicle.watch(), on_look=lambda _: look_around())
         return
     board = NoticeBoard([p.name for group in machine.job.groups for p in group.processes])
     try:
@@ -51,9 +58,9 @@ def watched(
         hangs = HangWatch(board, place, others, run.timeout_s, chronicle, ends=restarts_alone)
 
         def look(living: Sequence[Living]) -> None:
-            """See who hangs, and what has become too long."""
+            """See who hangs, and what else there is to see."""
             hangs.look(living)
-            logs.look()
+            look_around()
 
         yield board.noted(machine.job), replace(chronicle.watch(), on_look=look, explain=_Explain(hangs))
     finally:

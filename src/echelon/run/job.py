@@ -38,6 +38,7 @@ class ServerPart:
         servers, standbys: numbers of those that live here.
         addresses: by process, where it listens; absent: for this machine only.
         hosts: by server, standby and worker, the network namespace that its processes live in.
+        scheduler: where it listens, on another machine; empty: on this one.
     """
 
     ranks: int
@@ -48,6 +49,7 @@ class ServerPart:
     first_worker: int = 0
     addresses: Mapping[str, str] = field(default_factory=dict)
     hosts: Mapping[str, Host] = field(default_factory=dict)
+    scheduler: str = ""
 
 
 def ranks_job(plan: LaunchPlan, hosts: Sequence[Host] = (), interface: str | None = None) -> Job:

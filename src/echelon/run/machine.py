@@ -37,7 +37,7 @@ from echelon.sync.ps import server_settings
 from echelon.trainer.folder import SECRET_FOLDER
 
 if TYPE_CHECKING:
-    from echelon.launch.machines import FirstMachine, OtherMachine
+    from echelon.launch.machines import FirstMachine, FirstMachineWatch, OtherMachine
     from echelon.launch.meeting import Arrival
     from echelon.trainer.resolved import ResolvedRun
 
@@ -52,12 +52,14 @@ class Machine:
         rounds: of ranks that restart together.
         scheduler: who is told of deaths and of a stop, where there is one.
         server_machine: its number among machines with servers.
+        first: of a machine with servers that is not the first one: whether that is there.
     """
 
     job: Job
     rounds: FirstMachine | OtherMachine | None = None
     scheduler: SchedulerLine | None = None
     server_machine: int = 0
+    first: FirstMachineWatch | None = None
 
     @property
     def number(self) -> int:
@@ -111,7 +113,7 @@ def _ranks_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Ite
     rendezvous = _rendezvous(plan)
     own, folder = own_address(rendezvous), path / SECRET_FOLDER
     arrival = _arrival(plan, common_settings(run.described), own)
-    terms = RoundSettings(plan.nodes.least, plan.nodes.most, plan.max_restarts, ARRIVAL_S, run.timeout_s)
+    terms = RoundSettings(plan.nodes.least, plan.nodes.most, plan.max_restarts, ARRIVAL_S, run.machine_patience_s)
     job = ranks_job(plan, interface=interface_of(own))
     machine: FirstMachine | OtherMachine
     meeting: AbstractContextManager[object] = nullcontext()
@@ -153,10 +155,25 @@ def _with_servers(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Record
         around = _servers(run, plan, path)
     with around as part:
         scheduler = SchedulerLine(path / ROLES_FOLDER)
+        first = _watch_first(run, plan, path, part) if part.scheduler else None
         try:
-            yield Machine(server_job(plan, part), None, scheduler, part.machine)
+            yield Machine(server_job(plan, part), None, scheduler, part.machine, first)
         finally:
+            if first is not None:
+                first.close()
             scheduler.close()
+
+
+def _watch_first(run: ResolvedRun, plan: LaunchPlan, path: Path, part: ServerPart) -> FirstMachineWatch:
+    """Begin to ask the first machine whether it is there; roles wait for its scheduler for `--timeout`."""
+    from echelon.launch.machines import FirstMachineWatch
+    from echelon.launch.meeting import SecretSource, own_address
+
+    rendezvous = _rendezvous(plan)
+    secret = SecretSource(path / ROLES_FOLDER, plan.trusted_network)
+    arrival = _arrival(plan, common_settings(run.described), own_address(rendezvous))
+    lost_s, patience_s = run.timeout_s / 2, run.machine_patience_s
+    return FirstMachineWatch(rendezvous, secret, arrival, part.scheduler, say, lost_s, patience_s)
 
 
 @contextmanager
@@ -219,7 +236,8 @@ def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> I
         names = ["scheduler", *(f"server{i}" for i in servers), *(f"standby{i}" for i in standbys)]
         addresses = dict.fromkeys(names, own)
         return ServerPart(
-            layout.model_size, layout.dp, servers, standbys, machine, admission.first_worker, addresses
+            layout.model_size, layout.dp, servers, standbys, machine, admission.first_worker, addresses,
+            scheduler=admission.scheduler,
         )  # fmt: skip
 
     if is_own(rendezvous.host, own):
@@ -232,7 +250,7 @@ def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> I
         return
     roles = path / ROLES_FOLDER
     secret = SecretSource(roles, plan.trusted_network)
-    admission = join_meeting(rendezvous, secret, arrival, run.timeout_s, say)
+    admission = join_meeting(rendezvous, secret, arrival, run.machine_patience_s, say)
     note_address(roles, admission.scheduler)
     if plan.trusted_network:
         write_secret(roles, PUBLIC_SECRET)

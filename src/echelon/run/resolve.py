@@ -147,6 +147,7 @@ def resolve(config: RunConfig) -> ResolvedRun:
         link=request.link,
         place=request.place,
         timeout_s=parse_seconds(config.launch.timeout),
+        machine_patience_s=parse_seconds(config.launch.machine_patience),
         log_limit=_log_limit(config),
         checkpoint_every=parse_interval(config.checkpoint.every),
         io_patience_s=parse_seconds(config.checkpoint.io_patience),

@@ -21,7 +21,7 @@ from echelon.launch.logs import prepare_logs
 from echelon.launch.places.base import Place
 from echelon.launch.places.local import start_import_server
 from echelon.launch.plan import LaunchPlan, is_worker, thread_count, worker_count
-from echelon.launch.supervisor import JobFailed, Refused, supervise
+from echelon.launch.supervisor import FirstMachineGone, JobFailed, Refused, supervise
 from echelon.observe.environment import command_given_t
 from echelon.records.events import MachineLeft, Refusal, StartedOver, WorkerDied
 from echelon.records.file import Recorder, newest
@@ -328,6 +328,23 @@ def _run(
     """
     log_dir = run.config.launch.log_dir
     prepare_logs(plan.log_dir, Path(log_dir) / path.absolute().name if log_dir else None)
+    while True:
+        try:
+            return _run_once(run, plan, place, path, record, stop)
+        except FirstMachineGone as reason:
+            say(f"{reason}: this machine's processes have ended, and begin again once it answers")
+            if stop:
+                return "stopped"
+            stop.raises = True  # while the machines meet
+
+
+def _run_once(run: ResolvedRun, plan: LaunchPlan, place: Place, path: Path, record: Recorder, stop: StopFlag) -> str:
+    """Meet the other machines and run this one's processes; returns how the run ended.
+
+    Raises:
+        UserError: a process refused its input, or the machines do not meet.
+        FirstMachineGone: the run's scheduler is gone with its machine.
+    """
     with (
         this_machine(run, plan, path, record) as machine,
         watched(machine, place, run, path, record) as (job, watch),

@@ -41,6 +41,7 @@ class ResolvedRun:
         link: the shaped links between workers; None: loopback.
         place: where processes are started.
         timeout_s: how long any rank waits for another.
+        machine_patience_s: how long machines wait for one that was lost.
         log_limit: bytes of a process's log before it is shortened.
         checkpoint_every: between checkpoints.
         io_patience_s: how long training goes on while the run's folder cannot be written.
@@ -60,6 +61,7 @@ class ResolvedRun:
     link: Link | None
     place: PlaceChoice
     timeout_s: float
+    machine_patience_s: float
     log_limit: int
     checkpoint_every: CheckpointInterval
     io_patience_s: float
