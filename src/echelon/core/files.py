@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +15,7 @@ from uuid import uuid4
 
 from echelon.core.errors import UserError
 
+_SCRATCH, _OWNED = "echelon-", ".owned"
 _FEW_FILES = 2048
 _MOST_FILES = (
     1 << 20
@@ -79,3 +83,49 @@ def write_atomic(path: Path, text: str) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Make a folder on this machine's temporary disk that this user alone can enter, and remove it at the end.
+
+    A process that is killed leaves its own: those go here first, whose owners hold their locks no more.
+    """
+    _remove_deserted(Path(tempfile.gettempdir()))
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_SCRATCH))
+        fd = os.open(folder / _OWNED, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if not _locked(fd) or not os.fstat(fd).st_nlink:  # removed by who looked before it was locked
+                continue
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            return
+        finally:
+            os.close(fd)
+
+
+def _remove_deserted(temporary: Path) -> None:
+    for lock in temporary.glob(f"{_SCRATCH}*/{_OWNED}"):
+        try:
+            if lock.parent.is_symlink() or lock.parent.stat().st_uid != os.geteuid():
+                continue
+            fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:  # another user's, or gone meanwhile
+            continue
+        try:
+            if _locked(fd):
+                shutil.rmtree(lock.parent, ignore_errors=True)
+        finally:
+            os.close(fd)
+
+
+def _locked(fd: int) -> bool:
+    """Lock a file unless another process has; returns whether that was done."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,7 +1,7 @@
 """The rounds of a group on this machine, with others or alone: who holds their state, and who asks for it.
 
-The first machine holds it, and opens what the ranks of a round find each other in: nothing in it is a pickle. A run with
-servers has no rounds: there the other machines ask whether the first one, which has the scheduler, is still the same.
+The first machine holds it, and opens what the ranks of a round find each other in: nothing in it is a pickle. A run
+with servers has no rounds: there the other machines ask whether the first one, with the scheduler, is still the same.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from echelon.config import RunConfig
@@ -24,6 +23,7 @@ from echelon.coordinator.addresses import (
 )
 from echelon.core.address import Address
 from echelon.core.errors import UserError
+from echelon.core.files import scratch_folder
 from echelon.core.link import Link
 from echelon.launch.link import Host, ShapedNetwork
 from echelon.launch.places.base import Job
@@ -86,7 +86,7 @@ def _ranks(plan: LaunchPlan, hosts: Sequence[Host] = ()) -> Iterator[Machine]:
     from echelon.launch.machines import FirstMachine
 
     terms = RoundSettings(max_restarts=plan.max_restarts)
-    with TemporaryDirectory(prefix="echelon-") as stores:  # on this machine's disk: locks of files work there
+    with scratch_folder() as stores:  # on this machine's disk: locks of files work there
         first = FirstMachine(_arrival(plan, {}), terms, lambda name: f"file:{stores}/{name}")
         yield Machine(ranks_job(plan, hosts), first)
         first.close()

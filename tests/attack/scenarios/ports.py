@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-import functools
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
+import torch.distributed as dist
+
+from echelon.core.errors import UserError
+from echelon.launch.link import ShapedNetwork, check_link, parse_link
+from tests.attack.intruder import Code, fill
 from tests.attack.scenario import CannotRunHere, Scenario
-from tests.ranks.ports import HAS_SS, ports_during
-from tests.ranks.runs import SMALL, Runs
+from tests.ranks.ports import HAS_SS, Port, open_ports, ports_during
+from tests.ranks.runs import SMALL, Run, Runs, losses_of, marked_processes
+
+LINK = "1gbit"
+STEPS = 1200
+SILENT = 2500
+FILES = 1024
+RUN = ("train", "digits", *SMALL, "--model", "mlp", "--epochs", "100000", "--eval-every", "0")
+SYNCS = {"allreduce": ("allreduce", 2), "servers": ("ps(mode=async)", 1)}  # and workers: whose order is always the same
+DEADLINE_S = 60.0
 
 
 def _open_ports(sync: str, folder: Path) -> str:
-    if not HAS_SS:
-        raise CannotRunHere("this machine has no `ss`")
+    _needs_ss()
     with Runs(folder) as runs:
         run = runs.start("train", "digits", *SMALL, "--workers", "2", "--max-steps", "10", "--sync", sync, folder="run")
         ports = ports_during(run)
@@ -22,11 +40,157 @@ def _open_ports(sync: str, folder: Path) -> str:
     return f"{len(ports)} ports, all on loopback"
 
 
-SCENARIOS = [
-    Scenario(
-        f"{name}-on-one-machine",
-        f"A run on one machine ({sync}) opens no port that another machine reaches.",
-        functools.partial(_open_ports, sync),
+def _needs_ss() -> None:
+    if not HAS_SS:
+        raise CannotRunHere("this machine has no `ss`")
+
+
+def _ports_of(runs: Sequence[Run]) -> set[Port]:
+    return {port for run in runs for port in open_ports(marked_processes(run.mark))}
+
+
+@contextmanager
+def _intruder(folder: Path, ports: set[Port], prefix: Sequence[str] = (), silent: int = 0) -> Iterator[dict[str, int]]:
+    """Let an intruder at ports while the block runs; what it tried is there at the end of it."""
+    where = [f"{'127.0.0.1' if port.address == '*' else port.address}:{port.number}" for port in ports]
+    command = [sys.executable, "-m", "tests.attack.intruder", "--canary", folder / "canary", "--silent", str(silent)]
+    process = subprocess.Popen(
+        [*prefix, *command, *where], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=Path(__file__).parents[3],
+    )  # fmt: skip
+    tried: dict[str, int] = {}
+    try:
+        if silent:
+            assert process.stdout is not None
+            tried |= json.loads(process.stdout.readline() or "{}")
+        yield tried
+        out, errors = process.communicate("end", timeout=DEADLINE_S)
+        assert process.returncode == 0, errors[-500:]
+        tried |= json.loads(out.splitlines()[-1])
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _fill_file_stores(folder: Path) -> int:
+    """Put a pickle into every key of the stores that the ranks of one machine meet in, as their own user could."""
+    keys = 0
+    for file in (folder / "tmp").glob("echelon-*/[!.]*"):
+        keys += fill(dist.FileStore(str(file), -1), pickle.dumps(Code(folder / "canary")))
+    return keys
+
+
+def _in_words(folder: Path, tried: dict[str, int], keys: int, losses: str) -> str:
+    assert not (folder / "canary").exists(), "code was run"
+    set_there = {name: count for name, count in tried.items() if name.startswith("keys set") and count}
+    assert not set_there, f"{set_there}"
+    count = sum(tried.values()) - tried.get("not reached", 0)
+    pickles = f", a pickle in {keys} keys of its file stores" if keys else ""
+    return f"{count} connections with garbage{pickles}: no code ran, {losses}"
+
+
+def _attacked(name: str, folder: Path) -> str:
+    """Attack a run on one machine while it trains; its losses are those of a run that nobody attacks."""
+    _needs_ss()
+    sync, workers = SYNCS[name]
+    (folder / "tmp").mkdir()
+    command = (*RUN, "--sync", sync, "--workers", str(workers), "--max-steps", str(STEPS))
+    with Runs(folder) as runs:
+        quiet = runs.start(*command, folder="quiet")
+        assert quiet.end() == 0, quiet.text()
+        run = runs.start(*command, "--serve", folder="run", environment={"TMPDIR": str(folder / "tmp")})
+        run.wait_for(lambda: run.records("steps"), "a step")
+        with _intruder(folder, _ports_of([run])) as tried:
+            keys = _fill_file_stores(folder)
+            assert run.end() == 0, run.text()[-800:]
+        assert run.losses() == quiet.losses(), "the losses are others"
+    return _in_words(folder, tried, keys, f"{len(run.losses())} losses are those of a run that was left alone")
+
+
+def _attacked_machines(name: str, folder: Path) -> str:
+    """Attack a run on two machines from both of them; with all-reduce its losses are those of one left alone."""
+    _needs_ss()
+    try:
+        check_link(parse_link(LINK))
+    except UserError as refusal:
+        raise CannotRunHere(str(refusal)) from None
+    sync, _ = SYNCS[name]
+    with ShapedNetwork(2, parse_link(LINK)) as network, Runs(folder) as runs:
+
+        def start(where: str) -> list[Run]:
+            """Start the run on both machines."""
+            command = (*RUN, "--sync", sync, "--workers", "1", "--nodes", "2", "--max-steps", str(STEPS))
+            meeting = ("--rendezvous", f"{network.addresses[0]}:29400")
+            return [runs.start(*command, *meeting, folder=where, prefix=network.command_prefix(i)) for i in range(2)]
+
+        quiet, both = start("quiet"), []
+        assert [run.end() for run in quiet] == [0, 0], quiet[0].text()[-800:]
+        both = start("run")
+        both[0].wait_for(lambda: both[0].records("steps"), "a step")
+        ports = _ports_of(both)
+        with ExitStack() as intruders:
+            tried = [intruders.enter_context(_intruder(folder, ports, network.command_prefix(i))) for i in range(2)]
+            assert [run.end() for run in both] == [0, 0], both[0].text()[-800:]
+        losses, alone = losses_of(folder / "run"), losses_of(folder / "quiet")
+        if name == "allreduce":  # two workers of servers that wait for nobody never come in the same order twice
+            assert losses == alone, "the losses are others"
+        assert sorted(losses) == list(range(1, STEPS + 1)), "steps are missing"
+    total = {kind: sum(each.get(kind, 0) for each in tried) for kind in tried[0] | tried[1]}
+    same = "those of a run that was left alone" if losses == alone else "all there"
+    return f"{len(ports)} ports; {_in_words(folder, total, 0, f'{len(losses)} losses are {same}')}"
+
+
+def _flooded(name: str, folder: Path) -> str:
+    """Hold 2,500 silent connections to each port of a run that may open 1,024 files, and look at it train on."""
+    _needs_ss()
+    sync, workers = SYNCS[name]
+    limited = ("sh", "-c", f'ulimit -n {FILES}; exec "$@"', "sh")
+    with Runs(folder) as runs:
+        run = runs.start(*RUN, "--sync", sync, "--workers", str(workers), "--serve", "--checkpoint-every", "50",
+                         folder="run", prefix=limited)  # fmt: skip
+        run.wait_for(lambda: run.records("steps"), "a step")
+        ports = _ports_of([run])
+        with _intruder(folder, ports, silent=SILENT) as tried:
+            assert tried, "no connection was made"
+            reached = max(run.losses())
+            run.wait_for_step(reached + 300)
+        run.process.terminate()
+        assert run.end() == 143, run.text()[-800:]
+        deaths = [death["message"] for death in run.events("worker_died")]
+        assert not deaths, deaths[0]
+    return (
+        f"{tried['connections']} silent connections to {len(ports)} ports, {FILES} files: it trained on from {reached}"
     )
-    for name, sync in (("allreduce", "allreduce"), ("servers", "ps(mode=async, servers=2)"))
+
+
+def _each_sync(prefix: str, promise: str, attack: Callable[[str, Path], str], short: bool = True) -> list[Scenario]:
+    return [
+        Scenario(f"{prefix}-{name}", promise.format(sync), partial(attack, name), short)
+        for name, (sync, _) in SYNCS.items()
+    ]
+
+
+SCENARIOS = [
+    *(
+        Scenario(
+            f"{name}-on-one-machine",
+            f"A run on one machine ({sync}) opens no port that another machine reaches.",
+            partial(_open_ports, sync),
+        )
+        for name, sync in (("allreduce", "allreduce"), ("servers", "ps(mode=async, servers=2)"))
+    ),
+    *_each_sync(
+        "attacked",
+        "Garbage at each port of a run on one machine ({}) and a pickle in every key change no loss and run no code.",
+        _attacked,
+    ),
+    *_each_sync(
+        "machines", "Garbage and pickles at each port of a run on two machines ({}) run no code.", _attacked_machines
+    ),
+    *_each_sync(
+        "flood",
+        "2,500 silent connections to each port of a run ({}) that may open 1,024 files do not end it.",
+        _flooded,
+        short=False,
+    ),
 ]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from echelon.core.files import write_whole
+from echelon.core.files import scratch_folder, write_whole
 
 
 @contextmanager
@@ -33,3 +36,34 @@ def test_what_cannot_be_written_whole_is_an_error(tmp_path: Path) -> None:
     finally:
         os.close(fd)
     assert (tmp_path / "file").read_bytes() == b"fits\ndoe"
+
+
+HOLD = """
+import time
+from echelon.core.files import scratch_folder
+with scratch_folder() as folder:
+    print(folder, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_folders_of_the_dead_are_removed_and_those_of_the_living_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    others = [
+        subprocess.Popen([sys.executable, "-c", HOLD], env={**os.environ, "TMPDIR": str(tmp_path)},
+                         stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]  # fmt: skip
+    dead, living = (Path(other.stdout.readline().strip()) for other in others if other.stdout)
+    others[0].kill()
+    others[0].wait()
+    (tmp_path / "echelon-without-a-lock").mkdir()
+    assert dead.exists() and living.exists()
+    with scratch_folder() as folder:
+        assert set(tmp_path.glob("echelon-*")) == {living, folder, tmp_path / "echelon-without-a-lock"}
+        assert folder.stat().st_mode & 0o777 == 0o700
+    others[1].kill()
+    others[1].wait()
+    assert not folder.exists() and living.exists()
