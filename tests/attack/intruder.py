@@ -1,6 +1,6 @@
 """Who reaches a port and has no secret: a program that tries what is known against each port that it is given.
 
-python -m tests.attack.intruder --canary FILE [--silent COUNT] HOST:PORT ...
+echo HOST:PORT ... | python -m tests.attack.intruder --canary FILE [--silent COUNT]
 
 It goes on until its standard input ends, and prints how many attempts it made, as JSON. Code that it gets to run would
 make the canary.
@@ -143,13 +143,14 @@ def stay_silent(ports: list[tuple[str, int]], count: int) -> Counter[str]:
 
 
 def main() -> None:
-    """Attack until standard input ends."""
+    """Say that it is ready, read the ports, and attack until standard input has more or ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--canary", type=Path, required=True)
     parser.add_argument("--silent", type=int, default=0, help="connections that say nothing, instead")
-    parser.add_argument("ports", nargs="+")
     options = parser.parse_args()
-    ports = [(host.strip("[]"), int(port)) for host, _, port in (text.rpartition(":") for text in options.ports)]
+    print("ready", flush=True)
+    where = [text.rpartition(":") for text in os.read(sys.stdin.fileno(), 1 << 16).decode().split()]
+    ports = [(host.strip("[]"), int(port)) for host, _, port in where]
     tried = stay_silent(ports, options.silent) if options.silent else send_garbage(ports, options.canary)
     print(json.dumps(tried))
 

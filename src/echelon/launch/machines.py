@@ -291,7 +291,7 @@ class FirstMachineWatch:
         """
         self._place = (rendezvous, secret, arrival)
         self._scheduler, self._say, self._lost_s, self._patience_s = scheduler, say, lost_s, patience_s
-        self._heard_s, self._silent, self._gone = time.monotonic(), False, ""
+        self._heard_s, self._silent, self._begun_anew = time.monotonic(), False, False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._ask, name="echelon-first-machine", daemon=True)
         self._thread.start()
@@ -302,8 +302,8 @@ class FirstMachineWatch:
         Raises:
             FirstMachineGone: it gave none for too long, or has begun anew.
         """
-        if self._gone:
-            raise FirstMachineGone(self._gone)
+        if self._begun_anew:
+            raise FirstMachineGone
         silent_s, first = time.monotonic() - self._heard_s, f"the first machine at {self._place[0]}"
         if silent_s > _SILENT_S and not self._silent:
             self._silent = True
@@ -311,8 +311,8 @@ class FirstMachineWatch:
         elif silent_s < _SILENT_S and self._silent:
             self._silent = False
             self._say(f"{first} answers again")
-        if silent_s > self._lost_s:
-            raise FirstMachineGone(f"{first} gave no answer for {silent_s:.0f} s")
+        if silent_s > max(self._lost_s, _SILENT_S):
+            raise FirstMachineGone
 
     def _ask(self) -> None:
         while not self._over.wait(AGAIN_S):
@@ -320,7 +320,7 @@ class FirstMachineWatch:
             if isinstance(answer, Admission) and answer.scheduler == self._scheduler:
                 self._heard_s = time.monotonic()
             elif isinstance(answer, Admission | MeetingRefusal):
-                self._gone = f"the first machine at {self._place[0]} has begun anew"
+                self._begun_anew = True
                 return
 
     def close(self) -> None:

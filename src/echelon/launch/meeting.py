@@ -22,6 +22,7 @@ import zmq
 
 from echelon.core.address import Address
 from echelon.core.errors import UserError
+from echelon.core.units import format_seconds
 from echelon.messages.endpoint import Channel, Listener, Sender, ask_once
 from echelon.messages.framing import Content, Message, content, vocabulary
 from echelon.messages.identity import PUBLIC_SECRET, SECRET_VARIABLE, derive_keys, read_secret
@@ -263,7 +264,7 @@ def join_meeting(
         if isinstance(answer, Admission):
             return answer
         if time.monotonic() > ends:
-            raise UserError(f"--rendezvous {rendezvous}: {why}")
+            raise UserError(f"--rendezvous {rendezvous}: {why} (waited {format_seconds(deadline_s)})")
         if not said:
             say(f"waiting for the first machine at {rendezvous}: {why}")
             said = True

@@ -27,6 +27,7 @@ class LaunchPlan:
         rendezvous: where the machines meet; None: this one is alone.
         trusted_network: the machines meet without a secret.
         link: of the shaped links between the workers; None: loopback.
+        meets_again: the first machine had gone, which the user has been told.
     """
 
     entry: str
@@ -40,6 +41,7 @@ class LaunchPlan:
     preload: tuple[str, ...] = ()
     trusted_network: bool = False
     link: Link | None = None
+    meets_again: bool = False
 
 
 def is_worker() -> bool:

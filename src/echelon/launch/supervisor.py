@@ -111,7 +111,7 @@ class JobFailed(Exception):
 
 
 class FirstMachineGone(Exception):
-    """The scheduler that this machine's roles belong to is gone with its machine; the message says how."""
+    """The scheduler that this machine's roles belong to is gone with its machine; the user has been told."""
 
 
 class Refused(Exception):

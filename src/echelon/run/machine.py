@@ -250,7 +250,10 @@ def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> I
         return
     roles = path / ROLES_FOLDER
     secret = SecretSource(roles, plan.trusted_network)
-    admission = join_meeting(rendezvous, secret, arrival, run.machine_patience_s, say)
+    tell = (lambda _: None) if plan.meets_again else say
+    admission = join_meeting(rendezvous, secret, arrival, run.machine_patience_s, tell)
+    if plan.meets_again:
+        say(f"the first machine at {rendezvous} is back: this one begins again with it")
     note_address(roles, admission.scheduler)
     if plan.trusted_network:
         write_secret(roles, PUBLIC_SECRET)

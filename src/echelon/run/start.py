@@ -331,11 +331,11 @@ def _run(
     while True:
         try:
             return _run_once(run, plan, place, path, record, stop)
-        except FirstMachineGone as reason:
-            say(f"{reason}: this machine's processes have ended, and begin again once it answers")
+        except FirstMachineGone:
             if stop:
                 return "stopped"
             stop.raises = True  # while the machines meet
+            plan = replace(plan, meets_again=True)
 
 
 def _run_once(run: ResolvedRun, plan: LaunchPlan, place: Place, path: Path, record: Recorder, stop: StopFlag) -> str:

@@ -6,8 +6,7 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from tests.ranks.ports import HAS_SS, Port, open_ports, ports_during
 from tests.ranks.runs import SMALL, Run, Runs, losses_of, marked_processes
 
 LINK = "1gbit"
-STEPS = 1200
+STEPS = 2500
 SILENT = 2500
 FILES = 1024
 RUN = ("train", "digits", *SMALL, "--model", "mlp", "--epochs", "100000", "--eval-every", "0")
@@ -49,27 +48,45 @@ def _ports_of(runs: Sequence[Run]) -> set[Port]:
     return {port for run in runs for port in open_ports(marked_processes(run.mark))}
 
 
-@contextmanager
-def _intruder(folder: Path, ports: set[Port], prefix: Sequence[str] = (), silent: int = 0) -> Iterator[dict[str, int]]:
-    """Let an intruder at ports while the block runs; what it tried is there at the end of it."""
-    where = [f"{'127.0.0.1' if port.address == '*' else port.address}:{port.number}" for port in ports]
-    command = [sys.executable, "-m", "tests.attack.intruder", "--canary", folder / "canary", "--silent", str(silent)]
-    process = subprocess.Popen(
-        [*prefix, *command, *where], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        cwd=Path(__file__).parents[3],
-    )  # fmt: skip
-    tried: dict[str, int] = {}
-    try:
-        if silent:
-            assert process.stdout is not None
-            tried |= json.loads(process.stdout.readline() or "{}")
-        yield tried
-        out, errors = process.communicate("end", timeout=DEADLINE_S)
-        assert process.returncode == 0, errors[-500:]
-        tried |= json.loads(out.splitlines()[-1])
-    finally:
-        process.kill()
-        process.wait()
+class _Intruder:
+    """An intruder that is ready before the run is: `with _Intruder(...) as intruder: ...; intruder.begin(ports)`."""
+
+    def __init__(self, folder: Path, prefix: Sequence[str] = (), silent: int = 0) -> None:
+        command = [sys.executable, "-m", "tests.attack.intruder", "--canary", folder / "canary", "--silent"]
+        self._process = subprocess.Popen(
+            [*prefix, *command, str(silent)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, cwd=Path(__file__).parents[3],
+        )  # fmt: skip
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def __enter__(self) -> _Intruder:
+        assert self._line() == "ready", self._process.communicate()[1][-500:]
+        return self
+
+    def begin(self, ports: set[Port]) -> None:
+        """Attack these ports from now on."""
+        where = [f"{'127.0.0.1' if port.address == '*' else port.address}:{port.number}" for port in ports]
+        assert self._process.stdin is not None
+        self._process.stdin.write(" ".join(where) + "\n")
+        self._process.stdin.flush()
+
+    def connections(self) -> int:
+        """Return how many silent connections it made, once it has."""
+        return int(json.loads(self._line())["connections"])
+
+    def end(self) -> dict[str, int]:
+        """Let it end; returns what it tried how often."""
+        out, errors = self._process.communicate("end", timeout=DEADLINE_S)
+        assert self._process.returncode == 0, errors[-500:]
+        tried: dict[str, int] = json.loads(out.splitlines()[-1])
+        return tried
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 def _fill_file_stores(folder: Path) -> int:
@@ -85,6 +102,7 @@ def _in_words(folder: Path, tried: dict[str, int], keys: int, losses: str) -> st
     set_there = {name: count for name, count in tried.items() if name.startswith("keys set") and count}
     assert not set_there, f"{set_there}"
     count = sum(tried.values()) - tried.get("not reached", 0)
+    assert count, "no port was reached"
     pickles = f", a pickle in {keys} keys of its file stores" if keys else ""
     return f"{count} connections with garbage{pickles}: no code ran, {losses}"
 
@@ -95,14 +113,15 @@ def _attacked(name: str, folder: Path) -> str:
     sync, workers = SYNCS[name]
     (folder / "tmp").mkdir()
     command = (*RUN, "--sync", sync, "--workers", str(workers), "--max-steps", str(STEPS))
-    with Runs(folder) as runs:
+    with Runs(folder) as runs, _Intruder(folder) as intruder:
         quiet = runs.start(*command, folder="quiet")
         assert quiet.end() == 0, quiet.text()
         run = runs.start(*command, "--serve", folder="run", environment={"TMPDIR": str(folder / "tmp")})
         run.wait_for(lambda: run.records("steps"), "a step")
-        with _intruder(folder, _ports_of([run])) as tried:
-            keys = _fill_file_stores(folder)
-            assert run.end() == 0, run.text()[-800:]
+        intruder.begin(_ports_of([run]))
+        keys = _fill_file_stores(folder)
+        assert run.end() == 0, run.text()[-800:]
+        tried = intruder.end()
         assert run.losses() == quiet.losses(), "the losses are others"
     return _in_words(folder, tried, keys, f"{len(run.losses())} losses are those of a run that was left alone")
 
@@ -123,14 +142,16 @@ def _attacked_machines(name: str, folder: Path) -> str:
             meeting = ("--rendezvous", f"{network.addresses[0]}:29400")
             return [runs.start(*command, *meeting, folder=where, prefix=network.command_prefix(i)) for i in range(2)]
 
-        quiet, both = start("quiet"), []
-        assert [run.end() for run in quiet] == [0, 0], quiet[0].text()[-800:]
-        both = start("run")
-        both[0].wait_for(lambda: both[0].records("steps"), "a step")
-        ports = _ports_of(both)
-        with ExitStack() as intruders:
-            tried = [intruders.enter_context(_intruder(folder, ports, network.command_prefix(i))) for i in range(2)]
+        with _Intruder(folder, network.command_prefix(0)) as one, _Intruder(folder, network.command_prefix(1)) as other:
+            quiet = start("quiet")
+            assert [run.end() for run in quiet] == [0, 0], quiet[0].text()[-800:]
+            both = start("run")
+            both[0].wait_for(lambda: both[0].records("steps"), "a step")
+            ports = _ports_of(both)
+            one.begin(ports)
+            other.begin(ports)
             assert [run.end() for run in both] == [0, 0], both[0].text()[-800:]
+            tried = [one.end(), other.end()]
         losses, alone = losses_of(folder / "run"), losses_of(folder / "quiet")
         if name == "allreduce":  # two workers of servers that wait for nobody never come in the same order twice
             assert losses == alone, "the losses are others"
@@ -145,22 +166,19 @@ def _flooded(name: str, folder: Path) -> str:
     _needs_ss()
     sync, workers = SYNCS[name]
     limited = ("sh", "-c", f'ulimit -n {FILES}; exec "$@"', "sh")
-    with Runs(folder) as runs:
+    with Runs(folder) as runs, _Intruder(folder, silent=SILENT) as intruder:
         run = runs.start(*RUN, "--sync", sync, "--workers", str(workers), "--serve", "--checkpoint-every", "50",
                          folder="run", prefix=limited)  # fmt: skip
         run.wait_for(lambda: run.records("steps"), "a step")
         ports = _ports_of([run])
-        with _intruder(folder, ports, silent=SILENT) as tried:
-            assert tried, "no connection was made"
-            reached = max(run.losses())
-            run.wait_for_step(reached + 300)
+        intruder.begin(ports)
+        count, reached = intruder.connections(), max(run.losses())
+        run.wait_for_step(reached + 300)
         run.process.terminate()
         assert run.end() == 143, run.text()[-800:]
         deaths = [death["message"] for death in run.events("worker_died")]
         assert not deaths, deaths[0]
-    return (
-        f"{tried['connections']} silent connections to {len(ports)} ports, {FILES} files: it trained on from {reached}"
-    )
+    return f"{count} silent connections to {len(ports)} ports, {FILES} files: it trained on from step {reached}"
 
 
 def _each_sync(prefix: str, promise: str, attack: Callable[[str, Path], str], short: bool = True) -> list[Scenario]:
