@@ -333,13 +333,15 @@ def _run(
             return _run_once(run, plan, place, path, record, stop)
         except FirstMachineGone:
             if stop:
-                return "stopped"
+                return "stopped", False
             stop.raises = True  # while the machines meet
             plan = replace(plan, meets_again=True)
 
 
-def _run_once(run: ResolvedRun, plan: LaunchPlan, place: Place, path: Path, record: Recorder, stop: StopFlag) -> str:
-    """Meet the other machines and run this one's processes; returns how the run ended.
+def _run_once(
+    run: ResolvedRun, plan: LaunchPlan, place: Place, path: Path, record: Recorder, stop: StopFlag
+) -> tuple[str, bool]:
+    """Meet the other machines and run this one's processes; returns what `_run` does.
 
     Raises:
         UserError: a process refused its input, or the machines do not meet.
