@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, partial
+from itertools import chain
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -58,6 +59,10 @@ def _decoder(hint: Any) -> Decoder:
         inner = _decoder(arguments[0])
         if inner in (number, nan_number, _nan_number_or_none):
             return partial(_numbers, inner)
+        if isinstance(inner, partial) and inner.func is _numbers:
+            return partial(_table, inner)
+        if inner is _text:
+            return _texts
         return lambda value: tuple(map(inner, _checked(value, list)))
     if origin is Mapping:
         inner = _decoder(arguments[1])
@@ -111,6 +116,21 @@ def _numbers(inner: Decoder, value: Any) -> tuple[float, ...]:
     if inner is _nan_number_or_none and types <= {float, type(None)}:
         return tuple(values)
     return tuple(map(inner, values))
+
+
+def _table(row: partial[tuple[float, ...]], value: Any) -> tuple[tuple[float, ...], ...]:
+    """Return a list of rows of numbers as tuples, looked at all at once where they are what nearly all are."""
+    rows = _checked(value, list)
+    if all(type(r) is list for r in rows) and set(map(type, chain.from_iterable(rows))) == {float}:
+        (inner,) = row.args
+        if inner is not number or math.isfinite(sum(map(sum, rows))):
+            return tuple(map(tuple, rows))
+    return tuple(map(row, rows))
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    values = _checked(value, list)
+    return tuple(values) if set(map(type, values)) == {str} else tuple(map(_text, values))
 
 
 def _nan_number_or_none(value: Any) -> float | None:

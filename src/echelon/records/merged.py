@@ -10,8 +10,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any
 
-from echelon.records.kinds import Resources, Steps, Waits
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.records.kinds import COMMUNICATE, Resources, Steps, Waits
 
 MOST_LOSSES = 8  # of a merged line
 _GROWTH = 1.02
@@ -133,17 +138,17 @@ def merge(windows: Sequence[Steps]) -> Steps:
         lr=last.lr,
         seconds=_sum(w.seconds for w in windows),
         phase_names=last.phase_names,
-        phases=_table_sum([w.phases for w in windows]),
+        phases=_column_sums([w.phases for w in windows]),
         wire_bytes=_sum(w.wire_bytes for w in windows),
         wire_bytes_by_group=groups,
         other_wire_bytes=_sum(w.other_wire_bytes for w in windows),
         density=sum(share * n for share, n in densities) / tally.steps if densities else None,
-        memory_bytes=[max(column) for column in zip(*(w.memory_bytes for w in windows), strict=True)],
-        gc_s=_row_sum([w.gc_s for w in windows]),
-        comm_busy_s=_row_sum([w.comm_busy_s for w in windows]),
-        comm_spread_s=_row_sum([w.comm_spread_s for w in windows]),
+        memory_bytes=np.array([w.memory_bytes for w in windows]).max(axis=0, initial=0.0).tolist(),
+        gc_s=_column_sums([w.gc_s for w in windows]),
+        comm_busy_s=_column_sums([w.comm_busy_s for w in windows]),
+        comm_spread_s=_column_sums([w.comm_spread_s for w in windows]),
         pause_names=last.pause_names,
-        pauses=_table_sum([w.pauses for w in windows]),
+        pauses=_column_sums([w.pauses for w in windows]),
         tally=tally,
     )
 
@@ -151,56 +156,82 @@ def merge(windows: Sequence[Steps]) -> Steps:
 def mean_resources(samples: Sequence[Resources]) -> Resources:
     """Return the means of samples of the same ranks and columns, as of the last; null where none is known."""
     last = samples[-1]
+    values = np.array([s.ranks for s in samples], dtype=np.float64)  # (samples, ranks, columns); null is NaN
+    known = np.isfinite(values)
+    counts = known.sum(axis=0)
+    means = np.where(known, values, 0.0).sum(axis=0) / np.maximum(counts, 1)
     ranks = [
-        [_mean([v for v in values if v is not None and math.isfinite(v)]) for values in zip(*rows, strict=True)]
-        for rows in zip(*(s.ranks for s in samples), strict=True)
+        [round(mean, 1) if n else None for mean, n in zip(*row, strict=True)]
+        for row in zip(means.tolist(), counts.tolist(), strict=True)
     ]
     return Resources(last.names, ranks, last.step, t=last.t)
 
 
 def _tally(windows: Sequence[Steps]) -> Tally:
+    merged = [w.tally for w in windows if isinstance(w, MergedSteps)]
+    single = [w for w in windows if not isinstance(w, MergedSteps)]
+    known = [t for t in (*merged, *([_tally_of_single(single)] if single else [])) if t.windows]
+    finite = [t for t in known if t.finite_steps]
     step_s: Counter[str] = Counter()
-    finite = [_finite_losses(w) for w in windows]
-    known = [f for f in finite if f[0]]
-    by_window, by_step = [w.waits_by_window() for w in windows], [w.waits_by_step() for w in windows]
-    for window in windows:
-        step_s.update(_buckets(window))
+    for tally in known:
+        step_s.update(tally.step_s)
     return Tally(
-        windows=sum(w.windows for w in windows),
-        steps=sum(w.count for w in windows),
-        finite_steps=sum(n for n, *_ in known),
-        loss_sum=math.fsum(total for _, total, _, _ in known),
-        loss_min=min((least for *_, least, _ in known), default=None),
-        loss_max=max((most for *_, most in known), default=None),
+        windows=sum(t.windows for t in known),
+        steps=sum(t.steps for t in known),
+        finite_steps=sum(t.finite_steps for t in finite),
+        loss_sum=math.fsum(t.loss_sum for t in finite),
+        loss_min=min((t.loss_min for t in finite if t.loss_min is not None), default=None),
+        loss_max=max((t.loss_max for t in finite if t.loss_max is not None), default=None),
         nonfinite_step=next((w.nonfinite_step for w in windows if w.nonfinite_step is not None), None),
         step_s=step_s,
-        slowest=[sum(column) for column in zip(*(w.slowest_ranks() for w in windows), strict=True)],
-        hidden_s=_sum(w.hidden_s for w in windows),
-        waits_by_window=_waits(by_window),
-        waits_by_step=_waits(by_step),
+        slowest=[sum(column) for column in zip(*(t.slowest for t in known), strict=True)],
+        hidden_s=_sum(t.hidden_s for t in known),
+        waits_by_window=_waits([t.waits_by_window for t in known]),
+        waits_by_step=_waits([t.waits_by_step for t in known]),
     )
 
 
-def _finite_losses(w: Steps) -> tuple[int, float, float, float]:
-    """Return how many finite losses a line has, their sum, the least and the greatest."""
-    if isinstance(w, MergedSteps):
-        t = w.tally
-        return t.finite_steps, t.loss_sum, _or_nan(t.loss_min), _or_nan(t.loss_max)
-    losses = [loss for loss in w.losses if math.isfinite(loss)]
-    return len(losses), sum(losses), min(losses, default=math.nan), max(losses, default=math.nan)
+def _tally_of_single(windows: Sequence[Steps]) -> Tally:
+    """Return what windows of the same columns, none of which was merged, say together."""
+    phases = np.array([w.phases for w in windows])  # (windows, ranks, phases)
+    names, ranks = windows[-1].phase_names, len(windows[-1].phases)
+    losses = np.concatenate([w.losses for w in windows])
+    finite = losses[np.isfinite(losses)]
+    work = [i for i, name in enumerate(names) if name != COMMUNICATE]
+    slowest = np.bincount(phases[:, :, work].sum(axis=2).argmax(axis=1), minlength=ranks).tolist() if ranks else []
+    by_window, hidden_s = None, 0.0
+    if COMMUNICATE in names and ranks:
+        waits = phases[:, :, names.index(COMMUNICATE)]
+        by_window = _waits_of(waits)
+        busy = np.array([w.comm_busy_s for w in windows]).sum(axis=1)
+        hidden_s = float(np.maximum(0.0, busy - waits.sum(axis=1)).sum())
+    by_step = None
+    if ranks and all(len(w.waits) == ranks for w in windows):
+        by_step = _waits_of(np.concatenate([np.array(w.waits) for w in windows], axis=1).T)
+    return Tally(
+        windows=len(windows),
+        steps=len(losses),
+        finite_steps=len(finite),
+        loss_sum=math.fsum(finite),
+        loss_min=float(finite.min()) if len(finite) else None,
+        loss_max=float(finite.max()) if len(finite) else None,
+        step_s=Counter(str(_bucket(w.seconds / w.count)) for w in windows),
+        slowest=slowest,
+        hidden_s=hidden_s,
+        waits_by_window=by_window,
+        waits_by_step=by_step,
+    )
 
 
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
+def _waits_of(columns: NDArray[np.float64]) -> Waits:
+    """Add up waits (steps or windows, ranks), as `Waits.of` does."""
+    critical = np.bincount(columns.argmin(axis=1), minlength=columns.shape[1])
+    return Waits(len(columns), float(columns.sum()), float(columns.min(axis=1).sum()), critical.tolist())
 
 
 def _waits(of_windows: Sequence[Waits | None]) -> Waits | None:
     known = [waits for waits in of_windows if waits is not None]
     return Waits.sum(known) if len(known) == len(of_windows) else None
-
-
-def _buckets(w: Steps) -> Mapping[str, int]:
-    return w.tally.step_s if isinstance(w, MergedSteps) else {str(_bucket(w.seconds / w.count)): 1}
 
 
 def _bucket(value: float) -> int:
@@ -214,15 +245,22 @@ def _middle(bucket: int) -> float:
 
 def _loss_means(windows: Sequence[Steps], steps: int) -> list[float]:
     """Return the means of a few runs of neighbouring steps of about the same length, NaN where none is finite."""
-    sums, counts, passed = [0.0] * MOST_LOSSES, [0] * MOST_LOSSES, 0
-    for window in windows:
-        for _, loss, n in window.loss_points():
-            place = min(passed * MOST_LOSSES // steps, MOST_LOSSES - 1)
-            passed += n
-            if math.isfinite(loss):
-                sums[place] += loss * n
-                counts[place] += n
-    return [s / n if n else math.nan for s, n in zip(sums, counts, strict=True)][: max(1, min(steps, MOST_LOSSES))]
+    points = [point for w in windows for point in _points(w)]
+    losses, counts = np.array(points).T  # a loss, and for how many steps it stands
+    places = np.minimum((np.cumsum(counts) - counts) * MOST_LOSSES // steps, MOST_LOSSES - 1).astype(np.intp)
+    finite = np.isfinite(losses)
+    places, losses, counts = places[finite], losses[finite], counts[finite]
+    sums = np.bincount(places, losses * counts, MOST_LOSSES)
+    weights = np.bincount(places, counts, MOST_LOSSES)
+    means = np.divide(sums, weights, out=np.full(MOST_LOSSES, math.nan), where=weights > 0)
+    return means[: max(1, min(steps, MOST_LOSSES))].tolist()
+
+
+def _points(w: Steps) -> Iterator[tuple[float, int]]:
+    """Yield losses, and for how many steps each stands."""
+    if isinstance(w, MergedSteps):
+        return ((loss, n) for _, loss, n in w.loss_points())
+    return zip(w.losses, repeat(1), strict=False)
 
 
 def _sum(values: Iterable[float]) -> float:
@@ -230,13 +268,7 @@ def _sum(values: Iterable[float]) -> float:
     return round(math.fsum(values), 9)
 
 
-def _row_sum(rows: Sequence[Sequence[float]]) -> list[float]:
-    return [_sum(column) for column in zip(*rows, strict=True)]
-
-
-def _table_sum(tables: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
-    return [_row_sum(rows) for rows in zip(*tables, strict=True)]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return round(sum(values) / len(values), 1) if values else None
+def _column_sums(rows: Sequence[Sequence[float]] | Sequence[Sequence[Sequence[float]]]) -> list[Any]:
+    """Add up rows, or tables, of the same columns."""
+    sums: list[Any] = np.round(np.array(rows).sum(axis=0), 9).tolist()
+    return sums

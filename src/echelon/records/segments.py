@@ -25,6 +25,7 @@ FAN = 8
 _NAME = re.compile(r"record-(\d{6,})-(\d{6,})-(\d+)\.jsonl")
 _STEADY_S = 2.0  # for which a reader waits until the files fit together
 _POLL_S = 0.01
+_BUFFER_BYTES = 256 << 10  # a line has some kB
 
 
 @dataclass(frozen=True, order=True)
@@ -121,7 +122,7 @@ def _try_open(folder: Path, stack: ExitStack) -> tuple[list[OpenFile], bool]:
 
 def _open(path: Path, stack: ExitStack) -> BinaryIO | None:
     try:
-        return stack.enter_context(path.open("rb"))
+        return stack.enter_context(path.open("rb", _BUFFER_BYTES))
     except FileNotFoundError:
         return None
 

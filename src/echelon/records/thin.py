@@ -65,6 +65,7 @@ class _Thinner:
     def __init__(self, windows: int, fan: int, restarts: Sequence[int]) -> None:
         self._windows, self._fan, self._restarts = windows, fan, restarts
         self._group: list[Steps] = []
+        self._group_windows = 0
         self._alone = False  # the next window is an attempt's first
         self._resources: list[Resources] = []
         self._pauses: list[Pause] = []
@@ -119,7 +120,8 @@ class _Thinner:
         if self._group and not self._goes_with(window):
             yield from self._end_group()
         self._group.append(window)
-        if self._alone or sum(w.windows for w in self._group) >= self._windows:
+        self._group_windows += window.windows
+        if self._alone or self._group_windows >= self._windows:
             yield from self._end_group()
         self._alone = False
 
@@ -129,7 +131,7 @@ class _Thinner:
         undone_from = self._restarts[place] if place < len(self._restarts) else window.step
         return (
             before.step < window.step <= undone_from
-            and sum(w.windows for w in self._group) + window.windows <= self._windows
+            and self._group_windows + window.windows <= self._windows
             and are_alike(before, window)
         )
 
@@ -137,7 +139,7 @@ class _Thinner:
         if self._group:
             yield merge(self._group)
             yield from self._end_resources()
-        self._group = []
+        self._group, self._group_windows = [], 0
 
     def _end_resources(self) -> Iterator[Record]:
         if self._resources:

@@ -60,12 +60,13 @@ class EpochOrder:
         """Add a step to the window; close it when it is full, and save where that is due."""
         cursor, window = self._cursor, self.window
         window.add(result)
+        stops = window.stops(bool(self._stop))
         window.end_step()
         cursor.step, cursor.batch = cursor.step + 1, cursor.batch + 1
         every = self._run.settings.checkpoint.steps
         self._due = every is not None and cursor.step % every == 0
         epoch_ends = cursor.batch == self._run.train_loader.batches_per_epoch or self._reached
-        if not (window.full or self._due or epoch_ends):
+        if not (window.full or self._due or epoch_ends or stops):
             return
         closed = self._close_window()
         self._slow.look(closed, window.watch)

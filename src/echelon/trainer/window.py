@@ -29,6 +29,7 @@ from echelon.trainer.world import World
 
 TARGET_S = 2.0  # closing a window takes some milliseconds: well below 1% of it
 MOST_STEPS = 100
+LOOK_S = 0.2  # between looks, within a window, for a rank that was asked to stop
 _HEAD = 6  # numbers that are not of one step, nor of one rank, nor of one group of bytes
 _USED = len(PHASES) + 1 + len(RESOURCE_NAMES)  # of a rank: seconds by phase, memory, what it uses of its machine
 _COLUMNS = _USED + RankFacts.COLUMNS
@@ -67,6 +68,51 @@ class ClosedWindow:
     pauses: list[list[str]]
     stop: bool
     checkpoint_due: bool
+
+
+class _StopLooks:
+    """Tells all ranks within a window that one of them was asked to stop, at the same step.
+
+    Each look begins a sum over the ranks, on the CPU, and reads the one that the look before began: no rank waits for
+    it, unless another is behind by as many steps as lie between two looks.
+    """
+
+    def __init__(self, world: World, clock: PhaseClock) -> None:
+        self._world, self._clock = world, clock
+        self._every = 0  # steps; 0: none within a window
+        self._begun: tuple[Tensor, dist.Work] | None = None
+        self.count = 0
+
+    def begin_window(self, steps: int, step_s: float) -> None:
+        """Look so often that `LOOK_S` passes in between; all ranks give the same steps of a window, and time of one."""
+        self.count = 0
+        self._every = max(1, round(LOOK_S / max(step_s, 1e-9))) if self._world.group is not None else 0
+        if self._every >= steps:
+            self._every = 0
+
+    def look(self, step: int, stop: bool) -> bool:
+        """Return whether a rank was asked to stop before the last look; all call it after the same step of a window."""
+        if not self._every or step % self._every:
+            return False
+        seen = self.settle()
+        asked = torch.tensor([float(stop)], dtype=torch.float64)
+        work = dist.all_reduce(asked, group=self._world.group, async_op=True)
+        assert work is not None
+        self._begun, self.count = (asked, work), self.count + 1
+        return seen
+
+    def settle(self) -> bool:
+        """Wait for the sum that was begun last; returns whether a rank was asked to stop."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return False
+        asked, work = begun
+        if not work.is_completed():  # another rank is behind
+            self._clock.enter(Phase.COMMUNICATE)
+            work.wait()
+            self._clock.enter(Phase.OTHER)
+        work.wait()  # raises what it failed for
+        return bool(asked > 0)
 
 
 @dataclass
@@ -141,7 +187,7 @@ class Window:
     """Collects steps until it is full; all ranks close it after the same step.
 
     Its length follows the measured step time of rank 0, which tells the others when they add up, so that statistics
-    (and the answer to a signal) come about every two seconds.
+    come about every two seconds; a signal to stop is answered sooner (`stops`).
     """
 
     def __init__(self, world: World, clock: PhaseClock, garbage: GarbageClock) -> None:
@@ -149,6 +195,7 @@ class Window:
         self._length = 1
         self._sampler = Sampler(gpu_uuid(world.device))
         self.watch = StepWatch(clock, garbage)
+        self._looks = _StopLooks(world, clock)
         self.meet()  # else waiting for the one that still records the start would be a step's communication
         clock.drain()  # what came before is no step's time
         self._begin(time.perf_counter())
@@ -164,6 +211,14 @@ class Window:
         self._losses.append(result.loss)
         self._scores.append(result.score)
         self._samples += result.samples
+
+    def stops(self, stop: bool) -> bool:
+        """Whether a rank was asked to stop, so that all are to close the window; all call it after each step.
+
+        Args:
+            stop: this rank was asked to.
+        """
+        return self._looks.look(self.steps, stop)
 
     def end_step(self) -> None:
         """The step that was added is over, its update too."""
@@ -217,6 +272,7 @@ class Window:
             stop: this rank was asked to stop.
             checkpoint_due: a checkpoint is due by the clock; rank 0's word counts.
         """
+        self._looks.settle()
         world, count, watch = self._world, self.steps, self.watch
         numbers = [x * world.counts for x in _read([*self._losses, *self._scores])]
         now = time.perf_counter()
@@ -230,7 +286,7 @@ class Window:
         sizes = [_HEAD, len(groups), len(numbers), len(rows), len(waits)]
         head = [
             self._samples * world.counts,
-            sent.other_bytes + self._own_bytes(sum(sizes)),
+            sent.other_bytes + self._own_bytes(sum(sizes)) + self._looks.count * self._own_bytes(1),
             stop,
             leads * checkpoint_due,
             leads * seconds,
@@ -241,6 +297,7 @@ class Window:
         ranks = _rows(rows, world.size)
         by_rank = [RankFacts.of(row[_USED:]) for row in ranks]
         self._length = max(1, int(head[5]))
+        self._looks.begin_window(self._length, head[4] / count)
         self._begin(now)
         sums = _Sums(head, by_group, numbers[:count], numbers[count:], ranks, by_rank, _rows(waits, world.size))
         resources = [row[len(PHASES) + 1 : _USED] for row in ranks] if sampled else []
