@@ -106,10 +106,9 @@ def resume_command() -> Any:
 
 def _finish(outcome: Outcome) -> None:
     """Print the closing words of a run; exits with another code than 0 unless it completed."""
-    from echelon.reporting.report import closing_words, load_run, summarise
     from echelon.run.start import failed_log
 
-    for line in closing_words(summarise(load_run(outcome.folder))):
+    for line in outcome.words or _closing_words(outcome.folder):
         print(line)
     where = outcome.folder / "report.html"
     print(f"{outcome.status}; report: {where}" if where.exists() else f"{outcome.status}; run: {outcome.folder}")
@@ -119,3 +118,10 @@ def _finish(outcome: Outcome) -> None:
         print(f"continue with: echelon resume {outcome.folder}")
     if outcome.exit_code:
         raise SystemExit(outcome.exit_code)
+
+
+def _closing_words(folder: Path) -> list[str]:
+    """Return what a report would say in closing, from the record: it takes a second or more."""
+    from echelon.reporting.report import closing_words, load_run, summarise
+
+    return closing_words(summarise(load_run(folder)))

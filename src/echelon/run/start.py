@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,12 +60,14 @@ class Outcome:
         status: `completed`, `stopped` or `failed`.
         summary: the numbers of `summary.json`.
         signum: the signal that stopped it; 0 where that came to another machine, or none did.
+        words: what the report that was written since the command was given says in closing; empty where none was.
     """
 
     status: str
     folder: Path
     summary: Mapping[str, Any]
     signum: int = 0
+    words: Sequence[str] = ()
 
     @property
     def exit_code(self) -> int:
@@ -380,4 +382,8 @@ def _end(path: Path, record: Recorder, machine: Machine, status: str, reason: st
 
 def _outcome(path: Path, status: str, signum: int = 0) -> Outcome:
     summary = path / "summary.json"
-    return Outcome(status, path, json.loads(summary.read_text()) if summary.exists() else {}, signum)
+    if not summary.exists():
+        return Outcome(status, path, {}, signum)
+    numbers = json.loads(summary.read_text())
+    is_new = summary.stat().st_mtime >= (read_launch(path).launched_t or math.inf)
+    return Outcome(status, path, numbers, signum, numbers.get("words", ()) if is_new else ())

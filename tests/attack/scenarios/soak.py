@@ -1,15 +1,17 @@
 """A run that goes on and on: memory, open files, threads and disk do not grow with it.
 
-An hour for each strategy; ECHELON_SOAK_S makes it shorter or longer.
+An hour for each strategy; ECHELON_SOAK_S makes it shorter or longer, ECHELON_SOAK_SAMPLES names a file for the samples.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,10 +19,13 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from echelon.records.file import newest
+from echelon.records.kinds import Start, Steps
 from tests.attack.scenario import Scenario
 from tests.ranks.runs import Run, Runs, marked_processes
 
 SOAK_S = float(os.environ.get("ECHELON_SOAK_S", "3600"))
+SAMPLES_FILE = os.environ.get("ECHELON_SOAK_SAMPLES", "")
 SAMPLES = 120
 SETTLED = 0.4  # of the time: libraries are loaded, pages that were shared at the fork are the process's own
 MB = 1e6
@@ -76,38 +81,68 @@ def sampled(run: Run, seconds: float) -> Iterator[dict[int, Sample]]:
         yield samples
 
 
+def lines_bytes(folder: Path) -> int:
+    """Return the bytes of a run's record and journal; folders beside them come and go."""
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            if ".jsonl" in name:
+                with suppress(FileNotFoundError):
+                    total += os.stat(os.path.join(path, name)).st_size  # noqa: PTH116, PTH118
+    return total
+
+
+def role_of(run: Run, pid: int) -> str:
+    """Return what a process of a run is."""
+    if pid == run.process.pid:
+        return "the launcher"
+    ranks = next(newest(run.folder, Start)).pids
+    return f"rank {ranks.index(pid)}" if pid in ranks else f"process {pid}"
+
+
 def soak(sync: str, folder: Path) -> str:
     """Train with a strategy; every process that lived through must not have grown."""
     with Runs(folder) as runs:
         run = runs.train("digits", "--sync", sync, "--workers", "2", "--epochs", "1000000", folder="run")
         run.wait_for_step(20)
-        rows: dict[int, list[Sample]] = {}
+        rows: dict[str, list[Sample]] = {}
         disk: list[tuple[float, float]] = []
         for samples in sampled(run, SOAK_S):
             for pid, sample in samples.items():
-                rows.setdefault(pid, []).append(sample)
+                rows.setdefault(role_of(run, pid), []).append(sample)
             now = next(iter(samples.values())).seconds
-            disk.append((now, sum(p.stat().st_size for p in run.folder.rglob("*.jsonl*")) / MB))
-        steps = run.records("steps")[-1]["step"]
+            disk.append((now, lines_bytes(run.folder) / MB))
+        steps = next(newest(run.folder, Steps)).step
         run.process.send_signal(signal.SIGTERM)
         run.end()
-    lasting = [r[int(SETTLED * SAMPLES) :] for r in rows.values() if len(r) >= 0.9 * SAMPLES]
+    if SAMPLES_FILE:
+        Path(SAMPLES_FILE).write_text(json.dumps({name: [vars(s) for s in row] for name, row in rows.items()}))
+    lasting = {name: row[int(SETTLED * SAMPLES) :] for name, row in rows.items() if len(row) >= 0.9 * SAMPLES}
     assert len(lasting) >= 3, "processes did not live through"
-    slopes = [slope([s.seconds for s in r], [s.resident / MB for s in r]) for r in lasting]
-    worst = max(slopes, key=lambda s: s.per_hour - s.within)
-    assert worst.per_hour - worst.within < MOST_MB_PER_HOUR, f"a process grows by {worst} MB an hour"
-    for name in ("files", "threads"):
-        grown = [
-            statistics.median(getattr(s, name) for s in r[-10:]) - statistics.median(getattr(s, name) for s in r[:10])
-            for r in lasting
-        ]
-        assert max(grown) <= 1, f"{name} grow by {max(grown):g}"
+    slopes = {name: resident_slope(row) for name, row in lasting.items()}
+    name, worst = max(slopes.items(), key=lambda item: item[1].per_hour - item[1].within)
+    halves = [resident_slope(half) for half in (lasting[name][: SAMPLES // 3], lasting[name][-(SAMPLES // 3) :])]
+    drift = f"{worst} MB an hour ({halves[0]} at first, {halves[1]} at last)"
+    assert worst.per_hour - worst.within < MOST_MB_PER_HOUR, f"{name} grows by {drift}"
+    for what in ("files", "threads"):
+        grown = {
+            name: statistics.median(getattr(s, what) for s in row[-10:])
+            - statistics.median(getattr(s, what) for s in row[:10])
+            for name, row in lasting.items()
+        }
+        most = max(grown, key=grown.__getitem__)
+        assert grown[most] <= 1, f"{what} of {most} grow by {grown[most]:g}"
     late = disk[int(SETTLED * SAMPLES) :]
     written = slope([t for t, _ in late], [mb for _, mb in late])
     return (
-        f"{steps} steps in {SOAK_S:g} s; resident MB an hour, of {len(lasting)} processes: at most {worst}; files and "
-        f"threads constant; record and journal {written} MB an hour"
+        f"{steps} steps in {SOAK_S:g} s; of {len(lasting)} processes {name} grows most: by {drift}; files and threads "
+        f"constant; record and journal {written} MB an hour"
     )
+
+
+def resident_slope(row: list[Sample]) -> Slope:
+    """Return how a process's memory grows, in MB."""
+    return slope([s.seconds for s in row], [s.resident / MB for s in row])
 
 
 SCENARIOS = tuple(
