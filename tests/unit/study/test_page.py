@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -75,6 +76,15 @@ def test_the_page_fetches_nothing_and_is_well_formed(folder: Path) -> None:
     assert len(ids) == len(set(ids))
     levels = [int(tag[1]) for tag, _ in found if tag in ("h1", "h2", "h3", "h4")]
     assert levels[0] == 1 and all(b - a <= 1 for a, b in pairwise(levels))
+
+
+def test_rows_lead_to_the_pages_of_runs_that_have_one(folder: Path) -> None:
+    page = (folder / "report.html").read_text()
+    links = [a["href"] or "" for tag, a in outline(page) if tag == "a" and not (a["href"] or "").startswith("#")]
+    refused = sum(truth.status == "refused" for truth in TRUTHS.values())
+    assert len(links) == (len(TRUTHS) - refused) * 2 * 3
+    assert all(re.fullmatch(r"runs/[^/]+/report\.html", link) for link in links)
+    assert len(page) < 1_300_000
 
 
 def test_each_set_of_terms_has_all_charts(folder: Path) -> None:

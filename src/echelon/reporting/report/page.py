@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from markupsafe import Markup
 
 from echelon.core.figure import Chart
 from echelon.core.json_values import finite
+from echelon.reporting.report.terms import TERMS, with_specs, with_term
 
 _TEMPLATES = Path(__file__).parent / "templates"
+_CONTENTS = "<!-- contents -->"
 PLOTLY_FILE = Path(__file__).parent / "plotly" / "plotly-cartesian.min.js.gz"
 
 
@@ -27,13 +30,22 @@ def render_page(template: str, charts: Iterable[Chart], **context: Any) -> str:
     """Fill a template of this folder; `charts` are those that it draws. All text is escaped."""
     drawn = list(charts)
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
-    return environment.get_template(template).render(
+    environment.filters |= {"term": with_term, "specs": with_specs}
+    page = environment.get_template(template).render(
         style=Markup(_asset("page.css")),
         script=Markup(_asset("page.js")),
         plotly=Markup(base64.b64encode(PLOTLY_FILE.read_bytes()).decode()) if drawn else Markup(""),
         figures=script_json({c.id: _figure(c) for c in drawn}),
+        terms=TERMS,
         **context,
     )
+    return page.replace(_CONTENTS, _contents(page), 1)
+
+
+def _contents(page: str) -> str:
+    """Return links to the sections of a page, as they are in it."""
+    sections = re.findall(r'<h2 id="([^"]+)">(.*?)</h2>', page)
+    return "".join(f'<li><a href="#{place}">{title}</a></li>' for place, title in sections)
 
 
 def script_json(value: object) -> Markup:

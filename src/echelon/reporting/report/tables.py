@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echelon.core.units import format_bytes, format_seconds, rounded
@@ -20,11 +21,12 @@ from echelon.reporting.report.words import wilson_interval
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text below a head; `caption` names it for all readers."""
+    """Rows of text below a head; `caption` names it for all readers, `links` lead on from its rows."""
 
     caption: str
     head: list[str]
     rows: list[list[str]]
+    links: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

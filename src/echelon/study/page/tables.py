@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from urllib.parse import quote
 
 from echelon.core.units import format_bytes, format_seconds, rounded
+from echelon.reporting.report import REPORT_FILE
 from echelon.reporting.report.tables import Table
 from echelon.study.base import COMPLETED
 from echelon.study.compare import Comparison, ComparisonGroup, Verdict, metric_of
+from echelon.study.folder import RUNS_FOLDER
 from echelon.study.intervals import FEWEST_SEEDS, Interval, coverage_of
 from echelon.study.metric import PrimaryMetric
 from echelon.study.page.scene import Scene, spread
@@ -76,7 +79,8 @@ def run_table(runs: list[RunRow]) -> Table:
                 _by_rank(r.memory_bytes_by_rank),
             ]
         )  # fmt: skip
-    return Table("Every run", head, rows)
+    pages = [f"{RUNS_FOLDER}/{quote(r.run)}/{REPORT_FILE}" if r.steps else "" for r in runs]
+    return Table("Every run", head, rows, pages)
 
 
 def failures(runs: list[RunRow]) -> list[str]:

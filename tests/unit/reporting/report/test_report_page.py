@@ -13,6 +13,7 @@ import pytest
 from echelon.core.figure import safe
 from echelon.reporting.report import write_report
 from echelon.reporting.report.page import script_json
+from echelon.reporting.report.terms import with_specs
 from echelon.tasks.classification_report import most_confused, worst_pairs
 from tests.unit.reporting.report.fixtures import LiveState, make_run
 
@@ -79,6 +80,31 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     assert len([tag for tag, _ in found if tag == "script"]) == 3
     assert not [tag for tag, attrs in found if tag == "img" or "onerror" in attrs]
     assert "&lt;img src=x onerror=alert(1)&gt;" in page
+
+
+def test_the_page_has_contents_terms_and_a_bounded_size(tmp_path: Path) -> None:
+    page = page_of(tmp_path)
+    assert len(page) < 1_300_000
+    found = outline(page)
+    places = {a["id"] for tag, a in found if tag == "h2"}
+    linked = {(a["href"] or "").removeprefix("#") for tag, a in found if tag == "a"}
+    assert places and places <= linked
+    assert 'title="Training samples of all ranks per second of step time' in page
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        ("use local(period=8, overlap=2), then", "local(period=8, overlap=2)"),
+        ("compression=topk(0.01)+huffman.", "compression=topk(0.01)+huffman"),
+        ("a larger --eval-every: so", "--eval-every"),
+        ("1.60x (1.57 to 1.65)", None),
+    ],
+)
+def test_a_line_does_not_end_within_a_spec(text: str, whole: str | None) -> None:
+    shown = str(with_specs(f"<b> {text}"))
+    assert shown.startswith("&lt;b&gt; ")
+    assert re.findall(r'<span class="spec">(.*?)</span>', shown) == ([whole] if whole else [])
 
 
 def test_script_json_cannot_leave_its_element() -> None:

@@ -70,6 +70,14 @@
     for (const details of folded) details.open = false;
     drawAll(false);
   });
+  // Tables that are wider than the page say so.
+  const overflows = () => {
+    for (const box of document.querySelectorAll(".scroll")) box.classList.toggle("overflows", box.scrollWidth > box.clientWidth + 1);
+  };
+  overflows();
+  addEventListener("resize", overflows);
+  for (const details of document.querySelectorAll("details")) details.addEventListener("toggle", overflows);
+
   // Unpack plotly.js and run it: an element of text is what this page's policy allows.
   async function loadPlotly() {
     const packed = document.getElementById("plotly").textContent;
