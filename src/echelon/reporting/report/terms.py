@@ -1,4 +1,4 @@
-"""What the terms of a page mean, and its text as HTML: terms with their meaning, specs and flags that no line's end splits."""
+"""What the terms of a page mean, and its text as HTML: terms with their meaning, specs and flags on one line."""
 
 from __future__ import annotations
 
