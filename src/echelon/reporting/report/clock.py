@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from echelon.records.events import Event
 from echelon.records.kinds import CommandEnd, End, Evaluation, Record, Start, Steps
@@ -24,8 +24,9 @@ class Sitting:
         return self.end - self.begin if self.recorded_s is None else self.recorded_s
 
     def closed(self, command: CommandEnd) -> Sitting:
-        """Return it with the end of its command, which is later than that of training."""
-        return replace(self, end=max(self.end, self.begin + command.seconds), recorded_s=command.seconds)
+        """Return it with the time of its command, which ends later than training, and began even where that did not."""
+        begin = min(self.begin, command.t - command.seconds)
+        return Sitting(begin, max(self.end, command.t), command.seconds)
 
 
 def sittings(record: RunRecord) -> list[Sitting]:

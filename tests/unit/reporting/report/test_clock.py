@@ -39,6 +39,14 @@ def test_a_run_lasts_until_its_command_ends(tmp_path: Path) -> None:
     assert summary.waterfall.missing < 0.02 and "accounts for" not in words
 
 
+def test_a_run_that_never_started_took_the_time_of_its_command(tmp_path: Path) -> None:
+    died = {"t": T0 + 6.0, "kind": "event", "name": "worker_died", "message": "rank 0 died", "rank": 0}
+    end = {"t": T0 + 6.1, "kind": "end", "status": "failed", "message": "it died"}
+    summary, words = report(tmp_path, [died, end, {"t": T0 + 6.5, "kind": "command_end", "seconds": 6.5}])
+    assert summary.wall_s == 6.5
+    assert "Failed after 0 steps and 6.5 s" in words and "At 6 s: rank 0 died" in words
+
+
 def test_a_killed_run_that_was_resumed_counts_both_commands_once(tmp_path: Path) -> None:
     whole = tell(STORY)
     killed = [line for line in whole if line.get("step", 0) <= 150 and line["kind"] != "end"]
