@@ -14,6 +14,7 @@ RUN if [ "$TORCH" = cpu ]; then pip install --no-cache-dir torch torchvision --i
 
 COPY pyproject.toml README.md LICENSE /tmp/echelon/
 COPY src /tmp/echelon/src
+COPY benchmarks/RESULTS.md /tmp/echelon/benchmarks/RESULTS.md
 RUN pip install --no-cache-dir /tmp/echelon && rm -rf /tmp/echelon
 
 # Runs are written to /work/runs: mount a volume there. Any user will do.

@@ -104,8 +104,8 @@ def _implementation(registry: Registry, name: str) -> Iterator[str]:
     yield f"## {name}"
     yield f"**{escaped(declaration.summary.removeprefix(f'{name}: '))}**"
     _, _, module_text = (inspect.getdoc(sys.modules[kind.__module__]) or "").partition("\n")
-    if len(module_text.splitlines()) > 2:
-        yield escaped(module_text.strip("\n"))
+    if module_text.strip():
+        yield re.sub(r"^(Helps|Needs):", r"\n**\1:**", escaped(module_text.strip("\n")), flags=re.MULTILINE)
     before, _, after = (inspect.getdoc(kind) or "").partition("Attributes:\n")
     yield escaped(before.strip("\n"))
     if declaration.arguments:
