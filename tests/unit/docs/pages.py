@@ -57,6 +57,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _arguments(line: str) -> list[str] | None:
+    line = re.sub(r".*\$\((echelon .*)\).*", r"\1", line)  # eval "$(echelon completion bash)"
     if not re.search(r"(^|\s)(echelon|-m echelon)\s", line):
         return None
     words = shlex.split(line, comments=True)
