@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.config import Resolved, build
-from echelon.config.build import SettingValue, flag_of, leaves
+from echelon.config.build import DEFAULT, SettingValue, flag_of, leaves
 from echelon.core.errors import UserError, nearest
+from echelon.run.resolve import launch_request
 from echelon.run.start import Outcome, RunFailed, start, start_again
 from echelon.run.trust import check_trust
 from echelon.trainer import folder as folders
@@ -63,6 +64,12 @@ def train(
     config = resolved.config
     objects = [None if isinstance(value, str) else value for value in (model, data, task)]
     user_objects = _user_objects(*objects) if any(value is not None for value in objects) else None
+    if resolved.origins["launch.max_restarts"] == DEFAULT:
+        from echelon.run.in_process import runs_in_process, start_in_process
+
+        request = launch_request(config)
+        if runs_in_process(request):
+            return start_in_process(request, user_objects)
     return _unless_failed(start(config, user_objects))
 
 

@@ -12,6 +12,7 @@ that has moved one fails there and not in a run. Nothing here imports `torch.dis
     tree_flatten, ...       torch.utils._pytree
     reparametrized          torch.nn.utils.stateless._reparametrize_module
     foreach_lerp_, ...      torch._foreach_lerp_, ...
+    inject_parametrized_... torch.nn.utils.parametrize._inject_new_class, _inject_property
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.conv import _ConvNd as ConvNd
+from torch.nn.utils.parametrize import _inject_new_class as inject_parametrized_class
+from torch.nn.utils.parametrize import _inject_property as inject_parametrized_property
 from torch.nn.utils.stateless import _reparametrize_module as reparametrized
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
@@ -59,6 +62,8 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "group_timeout",
+    "inject_parametrized_class",
+    "inject_parametrized_property",
     "is_compiled",
     "is_persistent",
     "local_tensor",

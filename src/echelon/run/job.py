@@ -83,7 +83,7 @@ def server_job(plan: LaunchPlan, part: ServerPart) -> Job:
     Each restarts alone; a split worker's processes, which need each other, together. Where the scheduler is elsewhere,
     the workers' end is the run's.
     """
-    first, (path, *user_objects) = part.machine == 0, plan.args
+    first, (path, *parcel) = part.machine == 0, plan.args
     environment = _environment(plan) | {"LOCAL_WORLD_SIZE": str(plan.workers)}
 
     def process(name: str, entry: str, args: tuple[Any, ...], leads: bool) -> Process:
@@ -103,7 +103,7 @@ def server_job(plan: LaunchPlan, part: ServerPart) -> Job:
     for local in range(plan.workers):
         number, rank = divmod(part.first_worker + local, part.ranks)
         seat = WorkerRank(number, local, part.machine, rank, part.ranks, part.workers)
-        workers.setdefault(number, []).append(process(seat.name, WORKER, (seat, *user_objects), not first))
+        workers.setdefault(number, []).append(process(seat.name, WORKER, (seat, *parcel), not first))
     if part.ranks == 1:
         return Job((Group((*alone, *(p for [p] in workers.values())), Restart.ALONE),), plan.max_restarts)
     split = [tuple(replace(p, environment=environment | _NEAR) for p in ranks) for ranks in workers.values()]

@@ -34,6 +34,7 @@ from echelon.run.resolve import LaunchRequest, launch_request, resolve
 from echelon.trainer import folder as folders
 
 if TYPE_CHECKING:
+    from echelon.run.parcel import Parcel
     from echelon.trainer.assemble import UserObjects
     from echelon.trainer.resolved import ResolvedRun
 
@@ -119,13 +120,14 @@ def start(
     if is_worker():
         return _start_as_worker(config, user_objects, around)
     request = launch_request(config)  # refuses names at once, before anything heavy is imported
-    _begin_imports(plan_of(request, Path(config.run), user_objects))
+    _begin_imports(plan_of(request, Path(config.run)))
     check(request, user_objects)  # before there is a folder: what is refused leaves nothing behind
+    parcel = _parcel(user_objects)
     with closing(request.place.build()) as place:
         config = folders.claim(config, given_t=given_t)
         path, request = Path(config.run), replace(request, config=config)
         with around(path), _lock(path, request.nodes):
-            return _run_here(resolve(config), plan_of(request, path, user_objects), path, place)
+            return _run_here(resolve(config), plan_of(request, path, parcel), path, place)
 
 
 def start_again(path: Path, config: RunConfig, from_scratch: bool = False) -> Outcome:
@@ -154,7 +156,7 @@ def start_again(path: Path, config: RunConfig, from_scratch: bool = False) -> Ou
         _begin_imports(plan)
         run = check(request)  # before its description is replaced: what is refused changes nothing
         if _nothing_left(path, config):
-            return _outcome(path, "completed")
+            return outcome_of(path, "completed")
         with closing(request.place.build()) as place:
             folders.prepare(path, config, given_t)
             return _run_here(run, plan, path, place)
@@ -214,7 +216,7 @@ def check(request: LaunchRequest, user_objects: UserObjects | None = None) -> Re
     return run
 
 
-def plan_of(request: LaunchRequest, path: Path, user_objects: UserObjects | None = None) -> LaunchPlan:
+def plan_of(request: LaunchRequest, path: Path, parcel: Parcel | None = None) -> LaunchPlan:
     """Return what would be started on this machine.
 
     Raises:
@@ -225,7 +227,7 @@ def plan_of(request: LaunchRequest, path: Path, user_objects: UserObjects | None
         check_batch(request.config, request.layout.resolve(workers * nodes.most))
     return LaunchPlan(
         entry=RANK,
-        args=(str(path), user_objects),
+        args=(str(path), parcel),
         workers=workers,
         threads=thread_count(launch, workers),
         nodes=nodes,
@@ -265,14 +267,20 @@ def _start_as_worker(config: RunConfig, user_objects: UserObjects | None, around
 
 def _as_worker(path: Path, user_objects: UserObjects | None = None) -> Outcome:
     """Be one rank, started by a launcher of the user's."""
-    from echelon.run.worker import train_rank
+    from echelon.run.worker import train_launched
 
     with stop_on_signals() as stop:
-        status = train_rank(path, stop, user_objects)
+        status = train_launched(path, stop, user_objects)
         if int(os.environ["RANK"]) == 0:
             with closing(Recorder(path)) as record:
-                _close(path, record)
-        return _outcome(path, status, stop.signum)
+                close_run(path, record)
+        return outcome_of(path, status, stop.signum)
+
+
+def _parcel(user_objects: UserObjects | None) -> Parcel | None:
+    from echelon.run.parcel import Parcel
+
+    return None if user_objects is None else Parcel.of(user_objects)
 
 
 def _run_here(run: ResolvedRun, plan: LaunchPlan, path: Path, place: Place) -> Outcome:
@@ -290,11 +298,11 @@ def _run_here(run: ResolvedRun, plan: LaunchPlan, path: Path, place: Place) -> O
             record.flush()
             record.patience.insist(LAUNCH_FILE, lambda: folders.mark_ended(path))
         if closes:
-            _close(path, record)
-        return _outcome(path, status, stop.signum)
+            close_run(path, record)
+        return outcome_of(path, status, stop.signum)
 
 
-def _close(path: Path, record: Recorder) -> None:
+def close_run(path: Path, record: Recorder) -> None:
     """Record when the command ended, and write the report: what all its processes did is known only now."""
     from echelon.reporting.report import write_report
 
@@ -360,7 +368,7 @@ def _run_once(
             reason = folders.last_message(path, Refusal)
             _end(path, record, machine, "refused", reason)
             if machine.number == 0:
-                _close(path, record)
+                close_run(path, record)
             raise UserError(reason) from None
         except JobFailed as failure:
             _end(path, record, machine, "failed", str(failure) or folders.last_message(path, WorkerDied))
@@ -380,7 +388,8 @@ def _end(path: Path, record: Recorder, machine: Machine, status: str, reason: st
         record.write(MachineLeft(f"machine {machine.number} left the run: {reason}", machine.number))
 
 
-def _outcome(path: Path, status: str, signum: int = 0) -> Outcome:
+def outcome_of(path: Path, status: str, signum: int = 0) -> Outcome:
+    """Return how the run of a folder ended, with the numbers of its summary."""
     summary = path / "summary.json"
     if not summary.exists():
         return Outcome(status, path, {}, signum)

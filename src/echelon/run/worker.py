@@ -26,6 +26,7 @@ from echelon.records.events import BadImageSkipped, RankFailed, Refusal
 from echelon.records.file import Recorder
 from echelon.records.going import read_launch
 from echelon.records.kinds import End
+from echelon.run.parcel import Parcel
 from echelon.run.resolve import resolve
 from echelon.trainer.assemble import UserObjects, assemble, assemble_worker
 from echelon.trainer.batches import EpochOrder
@@ -38,23 +39,23 @@ from echelon.trainer.world import join_worker, join_world
 _STORE_TIMEOUT = timedelta(seconds=60)
 
 
-def run_worker(folder: str, user_objects: UserObjects | None = None) -> None:
+def run_worker(folder: str, parcel: Parcel | None = None) -> None:
     """Train one rank in a process of its own, which ends with exit code 3 when the run was stopped."""
     path, rank, notes = Path(folder), int(os.environ.get("RANK", "0")), open_notes()
     with _recording_errors(path, rank, notes) as count, stop_on_signals() as stop:
-        status = train_rank(path, stop, user_objects.unshared() if user_objects else None, notes, count)
+        _set_threads()
+        status = train_rank(path, stop, parcel.open() if parcel else None, notes, count)
     if status == "stopped":
         leave(STOPPED_EXIT_CODE)
 
 
-def run_server_worker(folder: str, process: WorkerRank, user_objects: UserObjects | None = None) -> None:
+def run_server_worker(folder: str, process: WorkerRank, parcel: Parcel | None = None) -> None:
     """Be a process of a parameter server's worker, to the end of the run that a folder describes."""
     path, notes = Path(folder), open_notes()
     number = process.number * process.size + process.rank
     with _recording_errors(path, number, notes, process.name) as count:
         log_to(path / "logs" / f"{process.name}.log")
-        own_objects = user_objects.unshared() if user_objects else UserObjects()
-        status = _train_on_servers(path, process, own_objects, notes, count)
+        status = _train_on_servers(path, process, parcel.open() if parcel else UserObjects(), notes, count)
     if process.machine and process.leads:
         note_status(path / ROLES_FOLDER, status)
     if status == "refused":
@@ -87,7 +88,7 @@ def _train_on_servers(
     path: Path, process: WorkerRank, user_objects: UserObjects, notes: RankNotes, count: StepCounter
 ) -> str:
     resolved = resolve(load_run_config(path / "config.yaml"))
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    _set_threads()
     with full_disk_in_words(path), join_worker(resolved, process, path / ROLES_FOLDER, notes) as world:
         set_numerics(resolved.config.training)
         run, batches = assemble_worker(resolved, path, world, process, user_objects)
@@ -115,7 +116,6 @@ def train_rank(
     """
     log_to(path / "logs" / f"rank{os.environ.get('RANK', '0')}.log")
     resolved = resolve(load_run_config(path / "config.yaml"))
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     secret, notes = path / SECRET_FOLDER, notes or RankNotes()
     with full_disk_in_words(path), join_world(resolved, secret, notes) as world:
         set_numerics(resolved.config.training)
@@ -127,12 +127,27 @@ def train_rank(
                 status = fit(run, EpochOrder(run, cursor, stop))
         except Exception as error:
             error.add_note(f"in step {cursor.step + 1}")
+            if world.group is None:  # this process may go on after it
+                run.train_loader.close()
+                run.eval_loader.close()
+                record.close()
             raise
         _close(run, path)
         measured_bytes = record_alternatives(run, resolved) if status == "completed" else 0
         _end(run, path, status, measured_bytes)
         record.close()
     return status
+
+
+def _set_threads() -> None:
+    """Compute on as many threads as this process was started for."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def train_launched(path: Path, stop: StopFlag, user_objects: UserObjects | None = None) -> str:
+    """Train the rank that a launcher of the user's started; returns what `train_rank` returns."""
+    _set_threads()
+    return train_rank(path, stop, user_objects)
 
 
 def _close(run: TrainingRun, path: Path) -> None:

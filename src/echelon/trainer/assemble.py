@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from collections.abc import Sequence
@@ -57,13 +56,6 @@ class UserObjects:
     model: nn.Module | None = None
     source: Source | None = None
     task: Task | None = None
-
-    def unshared(self) -> UserObjects:
-        """Return it with a model in this process's own memory.
-
-        What a launcher sends to several workers lies in memory that they share: each would update the others' model.
-        """
-        return replace(self, model=copy.deepcopy(self.model))
 
 
 @dataclass(frozen=True)

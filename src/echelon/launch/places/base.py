@@ -68,7 +68,7 @@ class Process:
 def _as_json(value: object) -> dict[str, object]:
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         raise UserError(
-            f"a {type(value).__name__} of your own cannot be sent to another place: name it as module:function"
+            "objects of your own cannot be sent to another place: name model, data and task as module:function"
         )
     kind = type(value)
     fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}

@@ -8,10 +8,12 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from types import ModuleType
 from typing import ClassVar
 
 from echelon.core.errors import UserError
@@ -43,7 +45,8 @@ class Local(Place):
         for process in processes:
             child = context.Process(target=run_process, args=(process,), name=process.name)
             try:
-                child.start()
+                with _without_main():
+                    child.start()
             except (EOFError, ConnectionError) as error:
                 reason = f"{process.name} cannot start: the process that all are forked from died"
                 raise PlaceFailed(reason) from error
@@ -79,6 +82,20 @@ class Local(Place):
         for child in self._running.values():
             child.join()
         self._running.clear()
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Let a child start without importing this process's script again; what it needs of it travels by value.
+
+    `multiprocessing` tells a child where `__main__` comes from: an empty module comes from nowhere.
+    """
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 def start_import_server(modules: tuple[str, ...]) -> None:

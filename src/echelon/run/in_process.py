@@ -1,0 +1,103 @@
+"""A run of one worker in the process that asks for it: breakpoints stop there, and nothing has to be sent."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from echelon.core.errors import UserError
+from echelon.core.files import full_disk_in_words
+from echelon.core.stop import stop_on_signals
+from echelon.data.images import random_state_kept
+from echelon.launch.logs import prepare_logs
+from echelon.launch.plan import is_worker
+from echelon.observe.environment import command_given_t
+from echelon.records.events import RankFailed
+from echelon.records.file import Recorder
+from echelon.records.going import LAUNCH_FILE
+from echelon.records.kinds import End
+from echelon.run.machine import say
+from echelon.run.parcel import own_copy
+from echelon.run.resolve import LaunchRequest
+from echelon.run.start import Outcome, RunFailed, check, close_run, outcome_of, plan_of
+from echelon.run.worker import train_rank
+from echelon.trainer import folder as folders
+from echelon.trainer.assemble import UserObjects
+from echelon.trainer.process import one_line, place_of, record_last
+
+
+def runs_in_process(request: LaunchRequest) -> bool:
+    """Whether a run is one worker of this machine alone, with nothing beside it, that no launcher started."""
+    launch = request.config.launch
+    alone = launch.workers == 1 and request.nodes.most == 1 and request.link is None
+    return alone and launch.on == "local" and not request.uses_servers and not is_worker()
+
+
+def start_in_process(request: LaunchRequest, user_objects: UserObjects | None) -> Outcome:
+    """Start a new run of one worker in this process, and train it to its end.
+
+    The caller's model stays as it is; random state, signal handlers, logging and torch's settings are put back.
+
+    Raises:
+        UserError: it cannot start as described.
+        RunFailed: the run could not go on; what the caller's own code raised is its cause.
+    """
+    given_t, run = command_given_t(), check(request, user_objects)
+    objects = user_objects or UserObjects()
+    if objects.model is not None:
+        objects = replace(objects, model=own_copy(objects.model))
+    config = folders.claim(request.config, given_t=given_t)
+    path = Path(config.run)
+    plan = plan_of(replace(request, config=config), path)
+    say("workers=1 trains in this process, with no restarts; max_restarts=N gives it a process of its own")
+    opened = closing(Recorder(path, patience_s=run.io_patience_s))
+    with folders.locked(path, shared=False), full_disk_in_words(path), stop_on_signals() as stop, opened as record:
+        log_dir = config.launch.log_dir
+        prepare_logs(plan.log_dir, Path(log_dir) / path.absolute().name if log_dir else None)
+        try:
+            with _process_kept(plan.threads):
+                status = train_rank(path, stop, objects)
+        except UserError as error:
+            record.write(End("refused", str(error)))
+            raise
+        except Exception as error:
+            record_last(path, RankFailed(one_line(error), 0, os.getpid(), None, place_of(error)))
+            record.write(End("failed", one_line(error)))
+            close_run(path, record)
+            raise RunFailed(outcome_of(path, "failed")) from error
+        finally:
+            record.patience.insist(LAUNCH_FILE, lambda: folders.mark_ended(path))
+        close_run(path, record)
+        return outcome_of(path, status, stop.signum)
+
+
+@contextmanager
+def _process_kept(threads: int) -> Iterator[None]:
+    """Compute on so many threads inside the block, and give the process back as it was before."""
+    root, before = logging.getLogger(), torch.get_num_threads()
+    handlers, level, show = root.handlers, root.level, warnings.showwarning
+    precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    deterministic, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    root.handlers = []  # whoever logs anew closes the handlers of before, which are the caller's
+    torch.set_num_threads(threads)
+    try:
+        with random_state_kept():
+            yield
+    finally:
+        logging.captureWarnings(False)
+        warnings.showwarning = show
+        for handler in root.handlers:
+            handler.close()
+        root.handlers = handlers
+        root.setLevel(level)
+        torch.set_num_threads(before)
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = tf32, benchmark
+        torch.use_deterministic_algorithms(deterministic)

@@ -1,0 +1,117 @@
+"""A caller's own model, data and task as bytes, for processes that this one starts.
+
+They travel by value: classes and functions of a script, a notebook or a REPL go along with what they hold, so that no
+child imports the script again. A parcel goes through the pipe that a child inherits, and nowhere else: nothing that
+came from the network or from a checkpoint is unpickled.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from echelon.core.errors import UserError
+from echelon.torch_compat import inject_parametrized_class, inject_parametrized_property
+from echelon.trainer.assemble import UserObjects
+
+_PROTOCOL = 5
+
+
+class Parcel:
+    """Objects as bytes; each child opens its own copy.
+
+    Tensors that share memory share it again in the copy; all of them are on the CPU.
+    """
+
+    def __init__(self, contents: bytes) -> None:
+        self._contents = contents
+
+    @classmethod
+    def of(cls, objects: UserObjects) -> Parcel:
+        """Pack a caller's objects.
+
+        Raises:
+            UserError: one of them cannot be sent; says which, and why.
+        """
+        try:
+            return cls(_packed(objects))
+        except Exception as error:
+            raise _refusal(objects, error) from error
+
+    def open(self) -> UserObjects:
+        """Return the objects, in this process's own memory."""
+        objects = _unpacked(self._contents)
+        assert isinstance(objects, UserObjects)
+        return objects
+
+    def __repr__(self) -> str:
+        return f"Parcel({len(self._contents):,} bytes)"
+
+
+def own_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of a caller's model, of the same class: training in this process leaves the caller's as it is.
+
+    Raises:
+        UserError: it cannot be copied.
+    """
+    computed = [v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf]
+    try:  # what a hook computes of parameters (weight_norm) is computed anew in each forward
+        return copy.deepcopy(model, {id(value): value.detach().clone() for value in computed})
+    except Exception as error:
+        raise UserError(f"model of your own cannot be copied: {' '.join(str(error).split())[:200]}") from error
+
+
+def _packed(value: object) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream, pickle_module=sys.modules[__name__], pickle_protocol=_PROTOCOL)
+    return stream.getvalue()
+
+
+def _unpacked(contents: bytes) -> object:
+    return torch.load(io.BytesIO(contents), map_location="cpu", weights_only=False)
+
+
+def _refusal(objects: UserObjects, error: Exception) -> UserError:
+    """Say which of the objects cannot be sent."""
+    for name in ("model", "source", "task"):
+        try:
+            _packed(getattr(objects, name))
+        except Exception as reason:  # noqa: BLE001 - whatever a caller's class raises when it is pickled
+            what, error = {"source": "data"}.get(name, name), reason
+            break
+    else:
+        what = "what you gave"
+    why = " ".join(str(error).split())[:200] or type(error).__name__
+    return UserError(f"{what} of your own cannot be sent to the workers: {why}; make that inside of its methods")
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """What `torch.save` pickles with: by value where a class cannot be imported, parametrised modules too."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how an object is rebuilt; weight_norm and the like make classes that refuse to be pickled."""
+        if isinstance(obj, nn.Module) and not isinstance(obj, type) and parametrize.is_parametrized(obj):
+            kind, names = parametrize.type_before_parametrizations(obj), tuple(obj.parametrizations)
+            return _parametrized, (kind, names), obj.__dict__, None, None, _set_state
+        return super().reducer_override(obj)
+
+
+def _parametrized(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    """Return an empty module of a class, with these of its tensors parametrised."""
+    module = kind.__new__(kind)
+    inject_parametrized_class(module)
+    for name in names:
+        inject_parametrized_property(module, name)
+    return module
+
+
+def _set_state(module: nn.Module, state: Mapping[str, Any]) -> None:
+    module.__dict__.update(state)

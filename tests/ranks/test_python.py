@@ -1,0 +1,148 @@
+"""Training from a script without a guard, a notebook and a REPL, with classes that nobody can import."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.runs import Runs
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+
+CLASSES = """
+import echelon, torch
+from torch import nn
+
+print("the script runs")
+SCALE = 3.0
+
+class Dots(torch.utils.data.Dataset):
+    def __init__(self, count, seed):
+        self.points = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
+    def __len__(self):
+        return len(self.points)
+    def __getitem__(self, index):
+        return self.points[index], int(self.points[index].sum() > 0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 2))
+        self.scaled = lambda x: x * SCALE
+    def forward(self, x):
+        return self.scaled(self.layer(x))
+
+my_module, my_train_set, my_test_set = Net(), Dots(400, 0), Dots(100, 1)
+"""
+TRAIN = """
+data = my_train_set, my_test_set
+outcome = echelon.train(model=my_module, data=data, epochs=3, workers={workers}, lr=0.05, device="cpu")
+print("ended", outcome.status, outcome.summary["metrics"]["top1"] > 0.8, outcome.folder / "report.html")
+"""
+ENDED = "ended completed True runs/Dots-Net-1/report.html"
+
+
+def test_a_script_without_a_guard_is_run_once(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(CLASSES + TRAIN.format(workers=2))
+    with Runs(tmp_path) as runs:
+        run = runs.start(program=[sys.executable, "script.py"])
+        assert run.end() == 0, run.text()
+        assert run.text().count("the script runs") == 1 and ENDED in run.text(), run.text()
+
+
+def test_a_repl_trains(tmp_path: Path) -> None:
+    typed = "".join(f"{line}\n" for line in _as_typed(CLASSES + TRAIN.format(workers=2)))
+    done = _run([sys.executable, "-i"], tmp_path, typed)
+    assert ENDED in done.stdout, done.stdout + done.stderr
+    assert done.stdout.count("the script runs") == 1
+
+
+def _as_typed(code: str) -> list[str]:
+    """Return lines with an empty one after each block, as a REPL wants them."""
+    lines = [line for line in textwrap.dedent(code).splitlines() if line]
+    following = [*lines[1:], ""]
+    typed = []
+    for line, after in zip(lines, following, strict=True):
+        typed += [line, ""] if line.startswith(" ") and not after.startswith(" ") else [line]
+    return typed
+
+
+def _run(command: list[str], folder: Path, typed: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}  # kernels ask it
+    environment["OMP_NUM_THREADS"] = "1"
+    return subprocess.run(
+        command, input=typed, capture_output=True, text=True, timeout=300, cwd=folder, env=environment
+    )
+
+
+@pytest.mark.parametrize("workers", [2, 1])
+def test_a_notebook_cell_trains(tmp_path: Path, workers: int) -> None:
+    cells = [_cell("0", CLASSES), _cell("1", TRAIN.format(workers=workers))]
+    spec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook = {"cells": cells, "metadata": {"kernelspec": spec}, "nbformat": 4, "nbformat_minor": 5}
+    (tmp_path / "first.ipynb").write_text(json.dumps(notebook))
+    execute = [str(Path(sys.executable).parent / "jupyter-execute"), "--inplace", "--timeout", "200", "first.ipynb"]
+    done = _run(execute, tmp_path)
+    assert done.returncode == 0, done.stderr
+    outputs = json.loads((tmp_path / "first.ipynb").read_text())["cells"][1]["outputs"]
+    text = "".join("".join(o.get("text", o.get("data", {}).get("text/plain", ""))) for o in outputs)
+    assert ENDED in text and "epoch 3/3" in text, text
+
+
+def _cell(name: str, source: str) -> dict[str, object]:
+    cell = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
+    return cell | {"id": name, "source": source}
+
+
+HERE = """
+import logging, os, signal, sys, threading
+pids, depths = set(), []
+
+class Watched(Net):
+    def forward(self, x):
+        pids.add(os.getpid())
+        breakpoint()
+        return super().forward(x)
+
+logging.basicConfig(stream=sys.stdout)
+before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)], torch.get_num_threads()
+before += logging.getLogger().handlers[:], torch.get_rng_state().tolist()
+model = Watched()
+weights = [p.detach().clone() for p in model.parameters()]
+sys.breakpointhook = lambda: depths.append(sys._getframe(1).f_code.co_name)
+outcome = echelon.train(model, (my_train_set, my_test_set), epochs=1, workers=1, lr=0.05, device="cpu", threads=1)
+after = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)], torch.get_num_threads()
+after += logging.getLogger().handlers[:], torch.get_rng_state().tolist()
+"""
+
+
+def test_one_worker_trains_in_the_process_itself_and_leaves_it_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        CLASSES + HERE + "assert outcome.status == 'completed'\n"
+        "assert pids == {os.getpid()} and set(depths) == {'forward'}, (pids, depths)\n"
+        "assert before == after and threading.active_count() == 1, threading.enumerate()\n"
+        "assert all(map(torch.equal, weights, model.parameters()))\nprint('as it was')\n"
+    )
+    with Runs(tmp_path) as runs:
+        run = runs.start(program=[sys.executable, "script.py"])
+        assert run.end() == 0 and "as it was" in run.text(), run.text()
+        assert "no restarts" in run.errors()
+
+
+def test_what_own_code_raises_in_the_process_itself_ends_the_run_and_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        CLASSES + "class Broken(Net):\n    def forward(self, x):\n        raise ValueError('too deep')\n"
+        "echelon.train(Broken(), (my_train_set, my_test_set), run='run', workers=1, device='cpu')\n"
+    )
+    with Runs(tmp_path) as runs:
+        run = runs.start(program=[sys.executable, "script.py"], folder="run")
+        assert run.end() == 1
+        assert "ValueError: too deep" in run.errors() and "raise ValueError('too deep')" in run.errors()
+        assert run.records("end")[-1]["status"] == "failed"
+        assert (tmp_path / "run" / "report.html").exists()
