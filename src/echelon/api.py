@@ -40,7 +40,7 @@ def train(
     """Train a model on data and return how it went.
 
     Args:
-        model: a name as on the command line, or a module (with several workers it is sent to them: it must pickle).
+        model: a name as on the command line, or a module; workers train copies of it, sent by value.
         data: a name or folder as on the command line, or (training, evaluation) map-style data sets of (input, target),
             (input, input, ..., target), or dicts with a target.
         run: the run's folder; empty: `runs/DATA-MODEL-NUMBER`.

@@ -111,10 +111,10 @@ class Watched(Net):
         return super().forward(x)
 
 logging.basicConfig(stream=sys.stdout)
-before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)], torch.get_num_threads()
-before += logging.getLogger().handlers[:], torch.get_rng_state().tolist()
 model = Watched()
 weights = [p.detach().clone() for p in model.parameters()]
+before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)], torch.get_num_threads()
+before += logging.getLogger().handlers[:], torch.get_rng_state().tolist()
 sys.breakpointhook = lambda: depths.append(sys._getframe(1).f_code.co_name)
 outcome = echelon.train(model, (my_train_set, my_test_set), epochs=1, workers=1, lr=0.05, device="cpu", threads=1)
 after = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)], torch.get_num_threads()

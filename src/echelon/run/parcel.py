@@ -93,14 +93,16 @@ def _refusal(objects: UserObjects, error: Exception) -> UserError:
     return UserError(f"{what} of your own cannot be sent to the workers: {why}; make that inside of its methods")
 
 
-class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class Pickler(cloudpickle.Pickler):
     """What `torch.save` pickles with: by value where a class cannot be imported, parametrised modules too."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how an object is rebuilt; weight_norm and the like make classes that refuse to be pickled."""
         if isinstance(obj, nn.Module) and not isinstance(obj, type) and parametrize.is_parametrized(obj):
-            kind, names = parametrize.type_before_parametrizations(obj), tuple(obj.parametrizations)
-            return _parametrized, (kind, names), obj.__dict__, None, None, _set_state
+            parametrizations = obj.parametrizations
+            assert isinstance(parametrizations, nn.ModuleDict)
+            made_of = parametrize.type_before_parametrizations(obj), tuple(parametrizations)
+            return _parametrized, made_of, obj.__dict__, None, None, _set_state
         return super().reducer_override(obj)
 
 
