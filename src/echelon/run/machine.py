@@ -250,8 +250,10 @@ def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> I
         return
     roles = path / ROLES_FOLDER
     secret = SecretSource(roles, plan.trusted_network)
-    tell = (lambda _: None) if plan.meets_again else say
-    admission = join_meeting(rendezvous, secret, arrival, run.machine_patience_s, tell)
+    deadline_s, tell = run.timeout_s, say
+    if plan.meets_again:
+        deadline_s, tell = run.machine_patience_s, _say_nothing
+    admission = join_meeting(rendezvous, secret, arrival, deadline_s, tell)
     if plan.meets_again:
         say(f"the first machine at {rendezvous} is back: this one begins again with it")
     note_address(roles, admission.scheduler)
@@ -300,6 +302,10 @@ def _say_first(plan: LaunchPlan, address: str, folder: Path) -> None:
         f"{first}; the others need the run's secret: a common disk, "
         f"a copy of {folder / SECRET_FILE} at the same place, or {SECRET_VARIABLE} set to the same on all machines"
     )
+
+
+def _say_nothing(line: str) -> None:
+    """Leave a line out: its reader knows."""
 
 
 def say(line: str) -> None:

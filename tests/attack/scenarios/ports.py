@@ -20,7 +20,7 @@ from tests.ranks.ports import HAS_SS, Port, open_ports, ports_during
 from tests.ranks.runs import SMALL, Run, Runs, losses_of, marked_processes
 
 LINK = "1gbit"
-STEPS = 2500
+STEPS = 1500
 SILENT = 2500
 FILES = 1024
 RUN = ("train", "digits", *SMALL, "--model", "mlp", "--epochs", "100000", "--eval-every", "0")
