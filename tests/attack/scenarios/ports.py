@@ -181,9 +181,9 @@ def _flooded(name: str, folder: Path) -> str:
     return f"{count} silent connections to {len(ports)} ports, {FILES} files: it trained on from step {reached}"
 
 
-def _each_sync(prefix: str, promise: str, attack: Callable[[str, Path], str], short: bool = True) -> list[Scenario]:
+def _each_sync(prefix: str, promise: str, attack: Callable[[str, Path], str]) -> list[Scenario]:
     return [
-        Scenario(f"{prefix}-{name}", promise.format(sync), partial(attack, name), short)
+        Scenario(f"{prefix}-{name}", promise.format(sync), partial(attack, name), short=False)
         for name, (sync, _) in SYNCS.items()
     ]
 
@@ -209,6 +209,5 @@ SCENARIOS = [
         "flood",
         "2,500 silent connections to each port of a run ({}) that may open 1,024 files do not end it.",
         _flooded,
-        short=False,
     ),
 ]
