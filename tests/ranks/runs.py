@@ -110,6 +110,22 @@ class Run:
         """Return the loss of every step, from 1; a step that was trained again counts as it was the last time."""
         return losses_of(self.folder)
 
+    def check_stopped(self, signum: int) -> int:
+        """Return the last step of a run that a signal asks to stop, once it has ended.
+
+        Raises:
+            AssertionError: it left no checkpoint of its last step, no end, no report, processes, or another exit code.
+        """
+        code = self.end()
+        assert code == 128 + signum, f"exit code {code}: {self.text()[-2000:]}"
+        assert self.left_behind() == [], "processes were left"
+        last, saved = self.records("steps")[-1]["step"], self.records("checkpoint")[-1]
+        assert saved["step"] == last, f"the last step was {last}, the checkpoint is of step {saved['step']}"
+        assert saved["reason"] == "stop" and [e["status"] for e in self.records("end")] == ["stopped"]
+        assert self.summary()["status"] == "stopped" and (self.folder / "report.html").exists(), "no report"
+        assert not self.events("worker_died") and "Traceback" not in self.text(), self.text()[-2000:]
+        return int(last)
+
     def left_behind(self, deadline_s: float = LEAVE_S) -> list[int]:
         """Return the processes of this run that live on past a deadline."""
         end = time.monotonic() + deadline_s
