@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -73,51 +70,6 @@ def test_under_torchrun_and_from_python_with_own_parts(tmp_path: Path) -> None:
         assert own.end() == 0, own.text()
         status, top1 = own.text().split()[-2:]
         assert status == "completed" and float(top1) > 0.8
-
-
-def _tmpfs(folder: Path) -> str:
-    """Mount 24 MB at a folder; returns why that cannot be."""
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        return "mounting a small disk needs root"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", folder], capture_output=True, text=True)
-    return done.stderr.strip()
-
-
-@pytest.mark.root
-@pytest.mark.slow
-def test_a_disk_that_stays_full_ends_the_run_after_its_patience_with_the_older_checkpoint_whole(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    if reason := _tmpfs(disk):
-        pytest.skip(reason)
-    try:
-        with Runs(tmp_path) as runs:
-            settings = ("--workers", "2", "--epochs", "100", "--lr", "0.02", "--checkpoint-every", "5",
-                        "--eval-every", "0", "--io-patience", "2s")  # fmt: skip
-            run = runs.train("digits", *settings, "--max-steps", "1000", folder="disk/run")
-            run.wait_for(lambda: run.records("checkpoint"), "a checkpoint")
-            with (disk / "other").open("wb", buffering=0) as other:
-                _fill(other.fileno())
-            assert run.end() == 2
-            assert "Traceback" not in run.errors()
-            *notices, line = run.errors().splitlines()
-            assert notices and all("training goes on" in notice for notice in notices)
-            assert "No space left" in line and "free or mend the disk, then continue with `echelon resume" in line
-            (disk / "other").unlink()
-            resumed = runs.start("resume", "disk/run", folder="disk/run")
-            assert resumed.end() == 0, resumed.text()
-            assert run.records("start")[-1]["start_step"] > 0
-            assert list(run.losses()) == list(range(1, 1001))
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
-
-
-def _fill(fd: int) -> None:
-    try:
-        while True:
-            os.write(fd, bytes(4096))
-    except OSError:
-        return
 
 
 @pytest.mark.slow
