@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import statistics
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from echelon.coordinator.messages import TrainTask
 
@@ -36,78 +36,6 @@ class Lease:
     again: bool = False
 
 
-class LeaseLedger(Protocol):
-    """What the coordinator asks of either way to give out work."""
-
-    def take(self, worker: str, now_s: float) -> TrainTask | None:
-        """Give a worker a task, or None when it must wait."""
-
-    def finish(self, task: int, worker: str, now_s: float, late: bool) -> bool:
-        """Count a task; whether it is the first time."""
-
-    def join(self, worker: str, holding: Iterable[int], now_s: float) -> None:
-        """Let a worker take part; `holding` is what it works on already (after a restart of the coordinator)."""
-
-    def leave(self, worker: str) -> list[int]:
-        """Take back what a worker has; returns those tasks."""
-
-    def pause(self, worker: str, paused: bool) -> None:
-        """Do not count on a worker for a while: it evaluates."""
-
-    def hold_back(self, wanted: bool) -> None:
-        """Begin no further step until a copy is kept, where steps have a boundary at which all servers agree."""
-
-    def restore(self, below: int, done: Iterable[int]) -> None:
-        """Begin where a checkpoint ended: steps below `below` are done, and those of `done`."""
-
-    def replay(self, below: int, done: Iterable[int], shares: Mapping[int, int]) -> None:
-        """Count what a journal says: all steps before `below`, and tasks; into how many shares each step was cut."""
-
-    def counted(self) -> tuple[int, set[int]]:
-        """Return the step before which all are done, and the tasks done from there on."""
-
-    def lost(self, stored: set[int], least: int) -> list[int]:
-        """Give out again what a server lacks that has the tasks `stored` and all below `least`; returns those tasks."""
-
-    def step_of(self, task: int) -> int:
-        """Return the step that a task is part of."""
-
-    @property
-    def clocks(self) -> dict[str, int]:
-        """How far each worker is, in steps."""
-
-    @property
-    def shares(self) -> int:
-        """Into how many shares the present step is cut; 0: not yet."""
-
-    @property
-    def at_boundary(self) -> bool:
-        """Whether no step is half done, where that matters."""
-
-    @property
-    def done_steps(self) -> int:
-        """Steps before which all are done."""
-
-    @property
-    def done_beyond(self) -> set[int]:
-        """Steps done beyond `done_steps`."""
-
-    @property
-    def watermark(self) -> int:
-        """Tasks before which servers need not remember each one: all are done, and will not be given out again."""
-
-    @property
-    def incomplete_from(self) -> float:
-        """The step from which on steps may have shares that are not done; infinite where steps have none."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing is left."""
-
-    def under_way(self, now_s: float) -> bool:
-        """Whether steps will count soon that a last checkpoint has to wait for."""
-
-
 @dataclass
 class Pace:
     """How long a task takes, for the deadline of a lease."""
@@ -119,19 +47,126 @@ class Pace:
         return max(5.0, 10 * statistics.median(self.seconds)) if self.seconds else _FIRST_GUESS_S * 6
 
 
-class FreeLeases:
+class LeaseLedger(ABC):
+    """What the coordinator asks of either way to give out work; by itself one whose steps are not cut into shares."""
+
+    def __init__(self, work: StepCount) -> None:
+        self._work = work
+        self._out: dict[int, Lease] = {}
+        self._done: set[int] = set()
+        self._paused: set[str] = set()
+        self._pace = Pace()
+        self._held_back = False
+
+    @abstractmethod
+    def take(self, worker: str, now_s: float) -> TrainTask | None:
+        """Give a worker a task, or None when it must wait."""
+
+    @abstractmethod
+    def finish(self, task: int, worker: str, now_s: float, late: bool) -> bool:
+        """Count a task; whether it is the first time."""
+
+    @abstractmethod
+    def join(self, worker: str, holding: Iterable[int], now_s: float) -> None:
+        """Let a worker take part; `holding` is what it works on already (after a restart of the coordinator)."""
+
+    @abstractmethod
+    def leave(self, worker: str) -> list[int]:
+        """Forget a worker; returns the tasks that it had, which are to be given out again."""
+
+    def pause(self, worker: str, paused: bool) -> None:
+        """Do not count on a worker for a while: it evaluates."""
+        if paused:
+            self._paused.add(worker)
+        else:
+            self._paused.discard(worker)
+
+    def hold_back(self, wanted: bool) -> None:
+        """Begin no further step until a copy is kept, where steps have a boundary at which all servers agree."""
+        self._held_back = wanted
+
+    @abstractmethod
+    def restore(self, below: int, done: Iterable[int]) -> None:
+        """Begin where a checkpoint ended: steps below `below` are done, and those of `done`."""
+
+    @abstractmethod
+    def replay(self, below: int, done: Iterable[int], shares: Mapping[int, int]) -> None:
+        """Count what a journal says: all steps before `below`, and tasks; into how many shares each step was cut."""
+
+    def counted(self) -> tuple[int, set[int]]:
+        """Return the step before which all are done, and the tasks done from there on."""
+        return self.done_steps, set(self._done)
+
+    @abstractmethod
+    def lost(self, stored: set[int], least: int) -> list[int]:
+        """Give out again what a server lacks that has the tasks `stored` and all below `least`; returns those tasks."""
+
+    @abstractmethod
+    def step_of(self, task: int) -> int:
+        """Return the step that a task is part of."""
+
+    @property
+    @abstractmethod
+    def clocks(self) -> dict[str, int]:
+        """How far each worker is, in steps."""
+
+    @property
+    def shares(self) -> int:
+        """Into how many shares the present step is cut; 0: not yet."""
+        return 1
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether no step is half done, where that matters."""
+        return True
+
+    @property
+    @abstractmethod
+    def done_steps(self) -> int:
+        """Steps before which all are done."""
+
+    @property
+    def done_beyond(self) -> set[int]:
+        """Steps done beyond `done_steps`."""
+        return set()
+
+    @property
+    def watermark(self) -> int:
+        """Tasks before which servers need not remember each one: all are done, and will not be given out again."""
+        return 0
+
+    @property
+    def incomplete_from(self) -> float:
+        """The step from which on steps may have shares that are not done; infinite where steps have none."""
+        return math.inf
+
+    @property
+    def complete(self) -> bool:
+        """Whether all steps of the run are done."""
+        return self.done_steps >= self._work.steps
+
+    def under_way(self, now_s: float) -> bool:
+        """Whether steps will count soon that a last checkpoint has to wait for."""
+        return False
+
+    def _take_back(self, worker: str) -> list[int]:
+        self._paused.discard(worker)
+        back = sorted(task for task, lease in self._out.items() if lease.worker == worker)
+        for task in back:
+            del self._out[task]
+        return back
+
+
+class FreeLeases(LeaseLedger):
     """Asynchronous: each lease is a step; with a bound, no worker starts one further ahead of the slowest (Ho 2013)."""
 
     def __init__(self, work: StepCount, bound: int | None = None) -> None:
-        self._work, self._bound = work, bound
+        super().__init__(work)
+        self._bound = bound
         self._next = 0
         self._returned: deque[int] = deque()
-        self._out: dict[int, Lease] = {}
-        self._done: set[int] = set()
         self._below = 0
         self._clocks: dict[str, int] = {}
-        self._paused: set[str] = set()
-        self._pace = Pace()
 
     def restore(self, below: int, done: Iterable[int]) -> None:
         """Begin where a checkpoint ended: steps before `below` are done, and those of `done`."""
@@ -143,13 +178,6 @@ class FreeLeases:
         """Count what a journal says as done; the cut into shares says nothing here."""
         self.restore(max(self._below, below), self._done | set(done))
 
-    def counted(self) -> tuple[int, set[int]]:
-        """Return the step before which all are done, and the steps done beyond."""
-        return self._below, set(self._done)
-
-    def hold_back(self, wanted: bool) -> None:
-        """Do nothing: a copy may be of any moment."""
-
     def lost(self, stored: set[int], least: int) -> list[int]:
         """Give nothing out again: workers push again what a server lacks. Returns what is done and is not there."""
         return sorted((set(range(least, self._below)) | self._done) - stored)
@@ -159,24 +187,9 @@ class FreeLeases:
         return task
 
     @property
-    def shares(self) -> int:
-        """One: a step is not cut."""
-        return 1
-
-    @property
-    def at_boundary(self) -> bool:
-        """Always: no step has parts."""
-        return True
-
-    @property
     def watermark(self) -> int:
         """The step before which all are done, as tasks and steps are the same."""
         return self._below
-
-    @property
-    def incomplete_from(self) -> float:
-        """Infinite: no step has shares."""
-        return math.inf
 
     @property
     def clocks(self) -> dict[str, int]:
@@ -193,11 +206,6 @@ class FreeLeases:
         """Steps done beyond `done_steps`, as a set of its own."""
         return set(self._done)
 
-    @property
-    def complete(self) -> bool:
-        """Whether all steps of the run are done."""
-        return self._below >= self._work.steps
-
     def under_way(self, now_s: float) -> bool:
         """Whether workers have steps, and have not had them for longer than others take."""
         deadline_s = self._pace.deadline_s()
@@ -212,23 +220,17 @@ class FreeLeases:
 
     def leave(self, worker: str) -> list[int]:
         """Forget a worker and its clock; returns its tasks, which are the next to be given out."""
-        back = sorted(task for task, lease in self._out.items() if lease.worker == worker)
-        for task in back:
-            del self._out[task]
+        back = self._take_back(worker)
         self._returned.extend(back)
         self._clocks.pop(worker, None)
-        self._paused.discard(worker)
         return back
 
     def pause(self, worker: str, paused: bool) -> None:
         """Do not wait for a worker's clock; when it comes back it is as far as the slowest of the others."""
-        if paused:
-            self._paused.add(worker)
-        else:
-            others = self._slowest()  # before it counts again
-            self._paused.discard(worker)
-            if worker in self._clocks:
-                self._clocks[worker] = max(self._clocks[worker], others)
+        others = self._slowest()  # before it counts again
+        super().pause(worker, paused)
+        if not paused and worker in self._clocks:
+            self._clocks[worker] = max(self._clocks[worker], others)
 
     def take(self, worker: str, now_s: float) -> TrainTask | None:
         """Give a worker a step; None where it would be too far ahead, or where none is left to do."""

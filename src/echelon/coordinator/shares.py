@@ -5,27 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from echelon.coordinator.config import CoordinationPolicy
-from echelon.coordinator.leases import FreeLeases, Lease, LeaseLedger, Pace, StepCount
+from echelon.coordinator.leases import FreeLeases, Lease, LeaseLedger, StepCount
 from echelon.coordinator.messages import TrainTask
 
 MAX_SHARES = 4096
 
 
-class SharedLeases:
+class SharedLeases(LeaseLedger):
     """Synchronous: a step is cut into one share per worker; `backup` of them need not come (Chen et al. 2016)."""
 
     def __init__(self, work: StepCount, backup: int = 0) -> None:
-        self._work, self._backup = work, backup
+        super().__init__(work)
+        self._backup = backup
         self._step = 0
         self._shares = 0
         self._free: list[int] = []
-        self._out: dict[int, Lease] = {}
-        self._done: set[int] = set()
         self._workers: set[str] = set()
-        self._paused: set[str] = set()
         self._had: set[str] = set()
-        self._held_back = False
-        self._pace = Pace()
 
     def restore(self, below: int, done: Iterable[int]) -> None:
         """Begin at a step; one that was half done begins anew."""
@@ -43,14 +39,6 @@ class SharedLeases:
         if step in shares:
             self.cut(step, shares[step], by_step.get(step, set()))
 
-    def counted(self) -> tuple[int, set[int]]:
-        """Return the present step, and its shares that are done."""
-        return self._step, set(self._done)
-
-    def hold_back(self, wanted: bool) -> None:
-        """Begin no further step while it is wanted; shares of the present one are still given out."""
-        self._held_back = wanted
-
     def step_of(self, task: int) -> int:
         """Return the step that a share is part of."""
         return task // MAX_SHARES
@@ -59,11 +47,6 @@ class SharedLeases:
     def incomplete_from(self) -> float:
         """The present step."""
         return self._step
-
-    @property
-    def watermark(self) -> int:
-        """Zero: servers know what they have counted by their versions."""
-        return 0
 
     def _begin(self, step: int) -> None:
         self._step, self._shares = step, 0
@@ -78,20 +61,6 @@ class SharedLeases:
     def done_steps(self) -> int:
         """Steps before the present one."""
         return self._step
-
-    @property
-    def done_beyond(self) -> set[int]:
-        """No step is done beyond `done_steps`."""
-        return set()
-
-    @property
-    def complete(self) -> bool:
-        """Whether all steps of the run are done."""
-        return self._step >= self._work.steps
-
-    def under_way(self, now_s: float) -> bool:
-        """Nothing: a step that is half done is trained again after a resume."""
-        return False
 
     @property
     def at_boundary(self) -> bool:
@@ -121,21 +90,11 @@ class SharedLeases:
 
     def leave(self, worker: str) -> list[int]:
         """Forget a worker; returns its tasks, whose shares are free again."""
-        back = sorted(task for task, lease in self._out.items() if lease.worker == worker)
-        for task in back:
-            del self._out[task]
-            self._free.append(task % MAX_SHARES)
+        back = self._take_back(worker)
+        self._free.extend(task % MAX_SHARES for task in back)
         self._workers.discard(worker)
-        self._paused.discard(worker)
         self._had.discard(worker)
         return back
-
-    def pause(self, worker: str, paused: bool) -> None:
-        """Cut no share for a worker while it is away."""
-        if paused:
-            self._paused.add(worker)
-        else:
-            self._paused.discard(worker)
 
     @property
     def shares(self) -> int:
