@@ -35,8 +35,6 @@ from echelon.launch.places.base import Exited, Place, Started
 
 
 class Shell(Place):
-    name = "shell"
-
     def __init__(self):
         self._running, self._started = {}, []
         self._folder = tempfile.TemporaryDirectory()
@@ -83,7 +81,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("sync", ["allreduce", "ps(mode=sync)"])
-@pytest.mark.parametrize("place", [*places.names(), OWN])
+@pytest.mark.parametrize("place", [*places.PLACES.names(), OWN])
 def test_the_same_description_gives_the_same_bits(tmp_path: Path, place: str, sync: str) -> None:
     (tmp_path / "shell_place.py").write_text(SHELL)
     # A server's steps begin with the workers that are there: with one, every step has the same shares.

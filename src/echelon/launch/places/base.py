@@ -129,7 +129,6 @@ class Place(ABC):
     A place restarts nothing: what follows a death is the supervisor's to decide.
     """
 
-    name: ClassVar[str]
     stop_s: ClassVar[float] = 600.0
     """Seconds from asking a run to stop until it is ended: for a checkpoint that is as large as the disk is slow."""
 

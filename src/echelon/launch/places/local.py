@@ -14,7 +14,6 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import ModuleType
-from typing import ClassVar
 
 from echelon.core.errors import UserError
 from echelon.core.stop import STOP_SIGNALS
@@ -27,8 +26,6 @@ _OTHER_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 class Local(Place):
     """Processes of this machine, children of the fork server (`start_import_server`)."""
-
-    name: ClassVar[str] = "local"
 
     def __init__(self) -> None:
         """Start nothing yet."""
@@ -82,6 +79,9 @@ class Local(Place):
         for child in self._running.values():
             child.join()
         self._running.clear()
+
+
+PLACE = Local
 
 
 @contextmanager
