@@ -85,8 +85,3 @@ def ring_sum(ring: Ring, span: Span, first_round: int) -> list[PathStep]:
     pieces = cut(span, len(ring.members))
     halfway = first_round + len(ring.members) - 1
     return reduce_scatter(ring, pieces, first_round) + all_gather(ring, pieces, halfway)
-
-
-def sent_numel(steps: Sequence[PathStep]) -> int:
-    """Elements that a schedule makes its rank send."""
-    return sum(s.send[1] - s.send[0] for s in steps if s.send_to is not None)

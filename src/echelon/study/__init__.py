@@ -6,23 +6,16 @@ A study is a folder: `study.yaml` (which alone repeats it), an ordinary run fold
 
 from __future__ import annotations
 
-from echelon.study.base import Candidate, PlannedRun, Study, Terms
+from echelon.study.base import Study
 from echelon.study.execute import StudyStopped, run_study
-from echelon.study.file import STUDY_FILE, from_tries, is_study, load_study, open_study
+from echelon.study.file import from_tries, load_study, open_study
 from echelon.study.grid import planned_runs
-from echelon.study.report import StudyReport
 from echelon.study.write import write_study
 
 __all__ = [
-    "STUDY_FILE",
-    "Candidate",
-    "PlannedRun",
     "Study",
-    "StudyReport",
     "StudyStopped",
-    "Terms",
     "from_tries",
-    "is_study",
     "load_study",
     "open_study",
     "planned_runs",

@@ -8,13 +8,18 @@ from torch import Tensor
 
 from echelon.collectives import build, names
 from echelon.collectives.registry import examples
-from echelon.collectives.schedule import sent_numel
+from echelon.collectives.schedule import PathStep
 from echelon.collectives.transfer import Plan, make_plan
 from echelon.core.errors import UserError
 from echelon.core.shards import cut
 
 SCHEDULED = [spec for specs in examples().values() for spec in specs[:2] if not build(spec).by_backend]
 """Paths with a schedule of their own: the first two examples of each."""
+
+
+def sent_numel(steps: list[PathStep]) -> int:
+    """Return the elements that a schedule makes its rank send."""
+    return sum(s.send[1] - s.send[0] for s in steps if s.send_to is not None)
 
 
 def test_cut_covers_without_gaps() -> None:

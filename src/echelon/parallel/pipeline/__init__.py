@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from echelon.parallel.pipeline.pipeline import Judge, Pipeline
-from echelon.parallel.pipeline.settings import PipelineResult, PipelineSettings
+from echelon.parallel.pipeline.settings import PipelineSettings
 
-__all__ = ["Judge", "Pipeline", "PipelineResult", "PipelineSettings"]
+__all__ = ["Judge", "Pipeline", "PipelineSettings"]

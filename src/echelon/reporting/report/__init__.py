@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from echelon.core.figure import Chart
 from echelon.reporting.report.page import render_page
-from echelon.reporting.report.records import RunRecord, load_run
+from echelon.reporting.report.records import load_run
 from echelon.reporting.report.summary import Summary, summarise
 from echelon.reporting.report.words import closing_words
-from echelon.reporting.report.write import REPORT_FILE, SUMMARY_FILE, write_report
+from echelon.reporting.report.write import write_report
 
 __all__ = [
-    "REPORT_FILE",
-    "SUMMARY_FILE",
     "Chart",
-    "RunRecord",
     "Summary",
     "closing_words",
     "load_run",

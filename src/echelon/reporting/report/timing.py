@@ -73,11 +73,6 @@ class Timing:
     communication: Communication | None = None
     gc_s: tuple[float, ...] = ()
 
-    @property
-    def accounted(self) -> float:
-        """Share of the steps' wall time that the phases add up to, mean over the ranks."""
-        return sum(self.phases.values()) / self.step_s if self.step_s and self.phases else 0.0
-
     def share(self, phase: str) -> float:
         """A phase's share of a step, mean over ranks."""
         return phase_share(self.phases.get(phase, 0.0), self.step_s)
