@@ -11,9 +11,10 @@ from echelon.reporting.report.page import render_page
 from echelon.reporting.report.records import load_run
 from echelon.reporting.report.summary import Summary, summarise
 from echelon.reporting.report.words import closing_words
-from echelon.reporting.report.write import write_report
+from echelon.reporting.report.write import REPORT_FILE, write_report
 
 __all__ = [
+    "REPORT_FILE",
     "Chart",
     "Summary",
     "closing_words",
