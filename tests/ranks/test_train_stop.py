@@ -109,3 +109,21 @@ def test_a_service_manager_ends_the_whole_group_and_the_run_saves_first(tmp_path
     assert run.summary()["status"] == "stopped"
     assert run.records("checkpoint")[-1]["reason"] == "stop"
     assert not [e for e in run.records("event") if e["name"] == "worker_died"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sleeper", [0, 1])
+def test_a_worker_that_sleeps_between_checkpoints_lets_the_other_one_save(tmp_path: Path, sleeper: int) -> None:
+    settings = ("--workers", "2", "--sync", "ps(mode=async)", "--epochs", "1000", "--checkpoint-every", "20")
+    with Runs(tmp_path) as runs:
+        run = runs.train("digits", *settings, folder="run")
+        run.wait_for(lambda: len(run.records("checkpoint")) >= 2, "two checkpoints")
+        os.kill(run.pids()[sleeper], signal.SIGSTOP)
+        saved = len(run.records("checkpoint"))
+        run.wait_for(lambda: len(run.records("checkpoint")) >= saved + 3, "checkpoints of the other one")
+        os.kill(run.pids()[sleeper], signal.SIGCONT)
+        saved = len(run.records("checkpoint"))
+        run.wait_for(lambda: len(run.records("checkpoint")) >= saved + 3, "checkpoints of both")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end() == 143, run.text()
+    assert run.records("end")[-1]["status"] == "stopped" and not run.events("worker_died")

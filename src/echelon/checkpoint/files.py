@@ -114,7 +114,7 @@ def clean(folder: Path) -> None:
 def lock(folder: Path, deadline_s: float) -> int:
     """Take the writer's lock of `folder` and return its open file; the kernel frees it when the process ends.
 
-    Raises UserError when another process still holds it after `deadline_s` seconds.
+    Raises BlockingIOError when another process still holds it after `deadline_s` seconds.
     """
     handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     end = time.monotonic() + deadline_s
@@ -126,9 +126,7 @@ def lock(folder: Path, deadline_s: float) -> int:
         except (BlockingIOError, PermissionError):
             if time.monotonic() > end:
                 os.close(handle)
-                raise UserError(
-                    f"{folder}: another run is saving its checkpoints here: give this one a folder of its own"
-                ) from None
+                raise BlockingIOError(errno.EAGAIN, "another process is saving its checkpoints here") from None
             time.sleep(_POLL_S)
 
 

@@ -84,6 +84,9 @@ class CheckpointStore:
     damaged checkpoint that was passed over and why; without it, this is logged as a warning.
     `deadline_s` bounds every wait for the background writer.
 
+    With `in_turns` other processes of the run save here too, as workers of a parameter server do: the lock is given
+    back once a checkpoint is written, and one that another process holds is a disk that takes nothing for now.
+
     With `patience` a save that the disk does not take now is tried again, in the background, until it is written; only
     when patience is over is it an error.
     """
@@ -96,6 +99,8 @@ class CheckpointStore:
         on_rejected: Callable[[Path, str], None] | None = None,
         deadline_s: float = 600.0,
         patience: Patience | None = None,
+        *,
+        in_turns: bool = False,
     ) -> None:
         if keep < 1:
             raise UserError(f"checkpoints to keep: {keep}: keep at least 1")
@@ -105,6 +110,7 @@ class CheckpointStore:
         self._on_saved = on_saved
         self._on_rejected = on_rejected
         self._patience = patience
+        self._in_turns = in_turns
         self._lock: int | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -114,14 +120,20 @@ class CheckpointStore:
 
         Raises:
             UserError: this process may not be it.
-            OSError: the disk fails, for now; only with patience.
+            OSError: the disk fails, or another writer has its turn, for now; only with patience.
         """
         if self._lock is not None:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = files.lock(self.folder, min(_LOCK_DEADLINE_S, self.deadline_s))
+            self._lock = files.lock(self.folder, 0.0 if self._in_turns else min(_LOCK_DEADLINE_S, self.deadline_s))
             files.clean(self.folder)
+        except BlockingIOError as error:
+            if self._in_turns:
+                raise
+            raise UserError(
+                f"{self.folder}: another run is saving its checkpoints here: give this one a folder of its own"
+            ) from error
         except OSError as error:
             if self._patience is not None and may_pass(error):
                 raise
@@ -206,9 +218,13 @@ class CheckpointStore:
         try:
             self.wait()
         finally:
-            if self._lock is not None and self._thread is None:
-                files.unlock(self._lock)
-                self._lock = None
+            if self._thread is None:
+                self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            files.unlock(self._lock)
+            self._lock = None
 
     def newest_step(self) -> int | None:
         """Return the step of the newest checkpoint by its name, whole or not; None where there is none."""
@@ -261,6 +277,8 @@ class CheckpointStore:
         try:
             target, manifest = self._insist(lambda: self._write(job))
             self._insist(lambda: self._prune(target, manifest))
+            if self._in_turns:
+                self._unlock()
             total_s = time.monotonic() - job.started_s
             blocked_s = job.blocked_s if background else total_s
             if self._on_saved is not None:

@@ -25,7 +25,7 @@ class ServersState:
         below, beyond: steps that what is restored has counted: all below a number, and runs of those beyond it.
     """
 
-    leads = True
+    leads = in_turns = True  # whichever worker the coordinator asks
     bytes_sent = 0
 
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,6 +148,27 @@ def test_two_writers_are_refused_and_readers_are_not(store: CheckpointStore) -> 
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_writers_of_one_run_take_turns(tmp_path: Path) -> None:
+    """One that stopped in the middle holds the others up, one that has written does not."""
+    store = CheckpointStore(tmp_path, keep=2, in_turns=True)
+    store.save(1, small_state(), background=False)
+    child = os.fork()
+    if child == 0:
+        other = CheckpointStore(store.folder, keep=2, in_turns=True)
+        other.save(2, small_state(), background=False)
+        other.claim()  # and is not done
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+    assert store.newest_step() == 2
+    with pytest.raises(BlockingIOError, match="another process is saving"):
+        store.claim()
+    os.kill(child, signal.SIGCONT)
+    os.waitpid(child, 0)
+    store.save(3, small_state(), background=False)
+    assert store.newest_step() == 3
 
 
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
