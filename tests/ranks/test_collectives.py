@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from echelon import compression
 from echelon.collectives import all_reduce, open_route
 from echelon.collectives import registry as paths
 from echelon.collectives.reducer import Coding, make_reducer
 from echelon.collectives.registry import examples
 from echelon.collectives.transfer import PeerLostError
+from echelon.compression.registry import build as build_codec
+from echelon.compression.registry import examples as codec_examples
 from echelon.core.shards import FlatTensor
 from tests.ranks.spawn import Rank, Struck, fail_at, run_ranks
 
@@ -37,7 +38,7 @@ WITH_SETTINGS = [
 ]
 CODECS = WITH_SETTINGS + [
     specs[0]
-    for name, specs in compression.registry.examples().items()
+    for name, specs in codec_examples().items()
     if name != "none" and not any(re.match(rf"{name}\b", spec) for spec in WITH_SETTINGS)
 ]
 REPEATS = 12
@@ -110,7 +111,7 @@ def code_everything(rank: Rank, path: str, codecs: list[str]) -> dict[str, tuple
     found = {}
     numel = 8_000
     for spec in codecs:
-        codec = compression.build(spec)
+        codec = build_codec(spec)
         route = open_route(paths.build(path))
         shape = (100, 80)
         pieces = [FlatTensor("w", shape, (0, numel))]
@@ -135,7 +136,7 @@ def code_everything(rank: Rank, path: str, codecs: list[str]) -> dict[str, tuple
 
 
 def _bytes_wanted(spec: str, size: int) -> float:
-    codec = compression.build(spec)
+    codec = build_codec(spec)
     return 2 * (size - 1) / size * 8_000 * codec.bits_per_element(8_000) / 8
 
 
@@ -157,7 +158,7 @@ def test_every_codec_is_near_the_mean_and_the_same_on_all_ranks(world_size: int,
     for spec in codecs:
         first, mean, sent = found[0][spec]
         assert first < exact.get(spec, 6.0), spec
-        if not compression.build(spec).direction and "momentum" not in spec:
+        if not build_codec(spec).direction and "momentum" not in spec:
             # What was left out comes later (error feedback) or averages out (unbiased): the mean converges.
             assert mean < max(0.9, first / 2) or mean < exact.get(spec, 0.0), (spec, first, mean)
         if path == "backend" and spec in ("fp16", "int8", "topk(density=0.05)", "randomk(density=0.1)", "sign"):
@@ -172,7 +173,7 @@ def reduce_odd_lengths(rank: Rank) -> list[str]:
     for spec in ("int8", "topk(density=0.5)", "threshold(density=0.5)", "bf16", "qsgd(levels=7)+huffman"):
         for path in ("backend", "hierarchical(group=2)"):
             for numel in (1, 2, 4, 7):
-                coding = Coding(compression.build(spec), open_route(paths.build(path)), average=False)
+                coding = Coding(build_codec(spec), open_route(paths.build(path)), average=False)
                 x = torch.arange(1.0, numel + 1) * (rank.index + 1)
                 make_reducer(coding, _whole("w", numel), "w", x).reduce_(x)
                 other = x.clone()
@@ -191,7 +192,7 @@ def overflow(rank: Rank) -> dict[str, bool]:
     seen = {}
     for spec in ("int8", "sign", "threshold(density=0.5)", "powersgd(rank=1)", "fp16"):
         for path in ("backend", "hierarchical(group=2)"):
-            coding = Coding(compression.build(spec), open_route(paths.build(path)), average=True)
+            coding = Coding(build_codec(spec), open_route(paths.build(path)), average=True)
             x = torch.ones(4000)
             if rank.index == 1:
                 x[17] = torch.inf
