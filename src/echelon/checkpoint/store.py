@@ -84,9 +84,6 @@ class CheckpointStore:
     damaged checkpoint that was passed over and why; without it, this is logged as a warning.
     `deadline_s` bounds every wait for the background writer.
 
-    With `in_turns` other processes of the run save here too, as workers of a parameter server do: the lock is given
-    back once a checkpoint is written, and one that another process holds is a disk that takes nothing for now.
-
     With `patience` a save that the disk does not take now is tried again, in the background, until it is written; only
     when patience is over is it an error.
     """
@@ -99,8 +96,6 @@ class CheckpointStore:
         on_rejected: Callable[[Path, str], None] | None = None,
         deadline_s: float = 600.0,
         patience: Patience | None = None,
-        *,
-        in_turns: bool = False,
     ) -> None:
         if keep < 1:
             raise UserError(f"checkpoints to keep: {keep}: keep at least 1")
@@ -110,13 +105,17 @@ class CheckpointStore:
         self._on_saved = on_saved
         self._on_rejected = on_rejected
         self._patience = patience
-        self._in_turns = in_turns
+        self._in_turns = False
         self._lock: int | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
-    def claim(self) -> None:
+    def claim(self, in_turns: bool = False) -> None:
         """Become the writer of the folder, as the first `save` does by itself.
+
+        Args:
+            in_turns: other processes of the run save here too, as workers of a parameter server do: the lock is given
+                back once the next checkpoint is written, and one that another holds is a disk that takes nothing now.
 
         Raises:
             UserError: this process may not be it.
@@ -124,12 +123,13 @@ class CheckpointStore:
         """
         if self._lock is not None:
             return
+        self._in_turns = in_turns
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = files.lock(self.folder, 0.0 if self._in_turns else min(_LOCK_DEADLINE_S, self.deadline_s))
+            self._lock = files.lock(self.folder, 0.0 if in_turns else min(_LOCK_DEADLINE_S, self.deadline_s))
             files.clean(self.folder)
         except BlockingIOError as error:
-            if self._in_turns:
+            if in_turns:
                 raise
             raise UserError(
                 f"{self.folder}: another run is saving its checkpoints here: give this one a folder of its own"

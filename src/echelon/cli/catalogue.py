@@ -21,7 +21,7 @@ from echelon.compression.registry import CODECS, ENTROPY_CODER
 from echelon.core.errors import UserError, nearest
 from echelon.core.layout import ABOUT_AXES, ABOUT_OPTIONS
 from echelon.core.registry import Argument, Registry
-from echelon.core.spec import parse_chain
+from echelon.core.spec import name_of
 from echelon.sync.registry import STRATEGIES
 from echelon.tasks.registry import TASKS
 
@@ -192,7 +192,7 @@ def explain_command() -> Any:
 
     def explain(name: Annotated[str, typer.Argument(help="a name of `echelon list`, or a spec")]) -> None:
         """Print what a choice does, and what it cost where it was measured."""
-        word = name if ":" in name or "/" in name else parse_chain(name)[0].name
+        word = name if ":" in name or "/" in name else name_of(name)
         found = [(kind, entry) for kind in kinds() for entry in kind.entries if word == entry.name]
         if not found:
             names = [entry.name for kind in kinds() for entry in kind.entries]

@@ -91,14 +91,14 @@ def _split(line: str) -> list[str]:
         return line.split()
 
 
-def candidates(words: list[str], incomplete: str) -> list[str]:
-    """Return what the last word may become, given the ones before it."""
-    command = next((word for word in words if word in COMMANDS), "")
+def candidates(before: list[str], incomplete: str) -> list[str]:
+    """Return what the last word may become, given the ones `before` it."""
+    command = next((word for word in before if word in COMMANDS), "")
     if not command:
         return _beginning(incomplete, [*COMMANDS, "--help", "--version"])
     settings = _settings()
-    if words[-1].startswith("--") and words[-1] in settings:
-        return _beginning(incomplete, settings[words[-1]](incomplete))
+    if before[-1].startswith("--") and before[-1] in settings:
+        return _beginning(incomplete, settings[before[-1]](incomplete))
     if incomplete.startswith("-"):
         parameters = build_command(command).params
         return _beginning(incomplete, [flag for p in parameters for flag in (*p.opts, *p.secondary_opts)])

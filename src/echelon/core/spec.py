@@ -226,6 +226,15 @@ def parse_spec(text: str) -> Spec:
     return Spec(match[1].replace("-", "_"), tuple(args), tuple(kwargs.items()))
 
 
+def name_of(text: str) -> str:
+    """Return the name that a spec, or a chain of specs, begins with.
+
+    >>> name_of("topk(0.01)+huffman")
+    'topk'
+    """
+    return parse_chain(text)[0].name
+
+
 def parse_chain(text: str) -> tuple[Spec, ...]:
     """Read strategies joined by `+`, such as `topk(0.01)+huffman`."""
     return tuple(parse_spec(item) for item in split_top_level(text, "+"))

@@ -135,11 +135,11 @@ class HangWatch:
             self._next_s = now + self._deadline_s / 10  # stacks are not asked for at every look
             self._look_closely(self._observe(living))
 
-    def _look_closely(self, own: list[Observed]) -> None:
+    def _look_closely(self, here: list[Observed]) -> None:
         """Judge by what this machine's processes are at and what others have told of theirs; tell them as well."""
-        self._others.share(own)
+        self._others.share(here)
         elsewhere, now, still_s = self._others.elsewhere(), time.monotonic(), self._deadline_s / 2
-        observed = [*own, *elsewhere.observed]
+        observed = [*here, *elsewhere.observed]
         verdict: Verdict | None = find_hang(observed, now, still_s, self._ends)
         if verdict is None and elsewhere.is_complete:
             verdict = find_standstill(observed, now, still_s)

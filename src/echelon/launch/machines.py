@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import zmq
 
@@ -274,23 +275,34 @@ class OtherMachine:
         self._context.destroy()
 
 
+@dataclass(frozen=True)
+class FirstMachineContact:
+    """Where the first machine of a run answers, and to what.
+
+    Attributes:
+        scheduler: where the run's scheduler listens; another address is that of a run that began anew.
+    """
+
+    rendezvous: Address
+    secret: SecretSource
+    arrival: Arrival
+    scheduler: str
+
+
 class FirstMachineWatch:
     """Asks the first machine of a run with servers whether it is there, again and again, in a thread of its own."""
 
     def __init__(
-        self, rendezvous: Address, secret: SecretSource, arrival: Arrival, scheduler: str, say: Callable[[str], None],
-        lost_s: float, patience_s: float,
-    ) -> None:  # fmt: skip
+        self, first: FirstMachineContact, say: Callable[[str], None], lost_s: float, patience_s: float
+    ) -> None:
         """Begin to ask.
 
         Args:
-            scheduler: where it listens; another address is that of a run that began anew.
             say: is told, once, that there is no answer.
             lost_s: after so long without an answer what runs here is given up.
             patience_s: how long will be waited then.
         """
-        self._place = (rendezvous, secret, arrival)
-        self._scheduler, self._say, self._lost_s, self._patience_s = scheduler, say, lost_s, patience_s
+        self._first, self._say, self._lost_s, self._patience_s = first, say, lost_s, patience_s
         self._heard_s, self._silent, self._begun_anew = time.monotonic(), False, False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._ask, name="echelon-first-machine", daemon=True)
@@ -304,7 +316,7 @@ class FirstMachineWatch:
         """
         if self._begun_anew:
             raise FirstMachineGone
-        silent_s, first = time.monotonic() - self._heard_s, f"the first machine at {self._place[0]}"
+        silent_s, first = time.monotonic() - self._heard_s, f"the first machine at {self._first.rendezvous}"
         if silent_s > _SILENT_S and not self._silent:
             self._silent = True
             self._say(waits_for_return(first, self._patience_s))
@@ -316,8 +328,8 @@ class FirstMachineWatch:
 
     def _ask(self) -> None:
         while not self._over.wait(AGAIN_S):
-            answer, _ = ask_for_place(*self._place)
-            if isinstance(answer, Admission) and answer.scheduler == self._scheduler:
+            answer, _ = ask_for_place(self._first.rendezvous, self._first.secret, self._first.arrival)
+            if isinstance(answer, Admission) and answer.scheduler == self._first.scheduler:
                 self._heard_s = time.monotonic()
             elif isinstance(answer, Admission | MeetingRefusal):
                 self._begun_anew = True

@@ -37,7 +37,7 @@ def runs_in_process(request: LaunchRequest) -> bool:
     """Whether a run is one worker of this machine alone, with nothing beside it, that no launcher started."""
     launch = request.config.launch
     alone = launch.workers == 1 and request.nodes.most == 1 and request.link is None
-    return alone and launch.on == "local" and not request.uses_servers and not is_worker()
+    return alone and request.place.runs_here and not request.uses_servers and not is_worker()
 
 
 def start_in_process(request: LaunchRequest, user_objects: UserObjects | None) -> Outcome:

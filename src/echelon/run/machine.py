@@ -166,14 +166,15 @@ def _with_servers(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Record
 
 def _watch_first(run: ResolvedRun, plan: LaunchPlan, path: Path, part: ServerPart) -> FirstMachineWatch:
     """Begin to ask the first machine whether it is there; roles wait for its scheduler for `--timeout`."""
-    from echelon.launch.machines import FirstMachineWatch
+    from echelon.launch.machines import FirstMachineContact, FirstMachineWatch
     from echelon.launch.meeting import SecretSource, own_address
 
     rendezvous = _rendezvous(plan)
     secret = SecretSource(path / ROLES_FOLDER, plan.trusted_network)
     arrival = _arrival(plan, common_settings(run.described), own_address(rendezvous))
     lost_s, patience_s = run.timeout_s / 2, run.machine_patience_s
-    return FirstMachineWatch(rendezvous, secret, arrival, part.scheduler, say, lost_s, patience_s)
+    first = FirstMachineContact(rendezvous, secret, arrival, part.scheduler)
+    return FirstMachineWatch(first, say, lost_s, patience_s)
 
 
 @contextmanager

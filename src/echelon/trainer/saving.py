@@ -79,12 +79,10 @@ class RunState(Protocol):
 
     Attributes:
         leads: whether this process writes it.
-        in_turns: whether other processes of the run write it too, one after the other.
         bytes_sent: by this rank to bring it together.
     """
 
     leads: bool
-    in_turns: bool
     bytes_sent: int
 
     def newest(self, store: CheckpointStore) -> tuple[int, StateView] | None:
@@ -115,8 +113,6 @@ class RunState(Protocol):
 
 class RanksState:
     """State that ranks hold: gathered on rank 0, or written by each in parts where the model is split."""
-
-    in_turns = False
 
     def __init__(self, run_parts: RunParts, world: World, patience: Patience) -> None:
         """Take the parts of a run; `patience` is this rank's, with the disk."""
@@ -272,9 +268,8 @@ class Saver:
         self._folder, self._state, self._record, self._fingerprint = folder, state, record, fingerprint
         self._patience = record.patience
         self._store = CheckpointStore(
-            folder / CHECKPOINTS_FOLDER, keep, partial(record_saved, record), self._rejected, patience=self._patience,
-            in_turns=state.in_turns,
-        )  # fmt: skip
+            folder / CHECKPOINTS_FOLDER, keep, partial(record_saved, record), self._rejected, patience=self._patience
+        )
         self._last_step = -1
         self._postponed = self._has_saved = False
         self._evaluation = ""  # not on the disk yet

@@ -25,7 +25,7 @@ class ServersState:
         below, beyond: steps that what is restored has counted: all below a number, and runs of those beyond it.
     """
 
-    leads = in_turns = True  # whichever worker the coordinator asks
+    leads = True
     bytes_sent = 0
 
     def __init__(
@@ -86,7 +86,7 @@ class ServersState:
         """
         if self._while_waiting is not None:
             self._while_waiting()
-        return stand_by(store, self._patience, CheckpointStore.claim if begins else None)
+        return stand_by(store, self._patience, _take_turn if begins else None)
 
     @contextmanager
     def captured(self, cursor: Cursor, store: CheckpointStore) -> Iterator[Captured | None]:
@@ -109,3 +109,7 @@ class ServersState:
 
     def finish(self) -> None:
         """Do nothing: a checkpoint is one part."""
+
+
+def _take_turn(store: CheckpointStore) -> None:
+    store.claim(in_turns=True)  # whichever worker the coordinator asks saves the next one

@@ -152,19 +152,21 @@ def test_two_writers_are_refused_and_readers_are_not(store: CheckpointStore) -> 
 
 def test_writers_of_one_run_take_turns(tmp_path: Path) -> None:
     """One that stopped in the middle holds the others up, one that has written does not."""
-    store = CheckpointStore(tmp_path, keep=2, in_turns=True)
+    store = CheckpointStore(tmp_path, keep=2)
+    store.claim(in_turns=True)
     store.save(1, small_state(), background=False)
     child = os.fork()
     if child == 0:
-        other = CheckpointStore(store.folder, keep=2, in_turns=True)
+        other = CheckpointStore(store.folder, keep=2)
+        other.claim(in_turns=True)
         other.save(2, small_state(), background=False)
-        other.claim()  # and is not done
+        other.claim(in_turns=True)  # and is not done
         os.kill(os.getpid(), signal.SIGSTOP)
         os._exit(0)
     assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
     assert store.newest_step() == 2
     with pytest.raises(BlockingIOError, match="another process is saving"):
-        store.claim()
+        store.claim(in_turns=True)
     os.kill(child, signal.SIGCONT)
     os.waitpid(child, 0)
     store.save(3, small_state(), background=False)

@@ -22,7 +22,7 @@ from echelon.trainer.state import Cursor, Fingerprint
 class _State:
     """A state of one number: the step."""
 
-    leads, in_turns, bytes_sent = True, False, 0
+    leads, bytes_sent = True, 0
 
     def newest(self, store: CheckpointStore) -> tuple[int, StateView] | None:
         """Return the newest whole checkpoint."""

@@ -32,6 +32,11 @@ class PlaceChoice:
 
     name: str
 
+    @property
+    def runs_here(self) -> bool:
+        """Whether one worker alone may run in the process that asks for it."""
+        return ":" not in self.name and bool(PLACES.settings_class(self.name).runs_here)
+
     def build(self) -> Place:
         """Build the place, which its user closes.
 

@@ -129,6 +129,8 @@ class Place(ABC):
     A place restarts nothing: what follows a death is the supervisor's to decide.
     """
 
+    runs_here: ClassVar[bool] = False
+    """Whether one worker alone may run in the process that asks for it."""
     stop_s: ClassVar[float] = 600.0
     """Seconds from asking a run to stop until it is ended: for a checkpoint that is as large as the disk is slow."""
 

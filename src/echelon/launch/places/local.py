@@ -27,6 +27,8 @@ _OTHER_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 class Local(Place):
     """Processes of this machine, children of the fork server (`start_import_server`)."""
 
+    runs_here = True
+
     def __init__(self) -> None:
         """Start nothing yet."""
         self._running: dict[str, BaseProcess] = {}
