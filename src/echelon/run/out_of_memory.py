@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from echelon.config import RunConfig, load_run_config
 from echelon.core.errors import UserError
@@ -15,7 +16,9 @@ from echelon.core.units import format_bytes
 from echelon.launch.supervisor import Death
 from echelon.observe.oom import KillsForMemory
 from echelon.run.resolve import resolve
-from echelon.trainer.resolved import ResolvedRun
+
+if TYPE_CHECKING:
+    from echelon.trainer.resolved import ResolvedRun
 
 PROCESS_BYTES = 400_000_000  # that Python and torch take of themselves
 RECKON_S = 30.0
