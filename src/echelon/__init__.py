@@ -8,19 +8,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echelon.api import Outcome, RunFailed, evaluate, report, resume, train
+    from echelon.api import Outcome, RunFailed, compare, evaluate, export, report, resume, train
     from echelon.collectives.ddp import ddp_hook
+    from echelon.sync.own_loop import wrap
 
-__all__ = ["Outcome", "RunFailed", "ddp_hook", "evaluate", "report", "resume", "train"]
-
-_HOMES = dict.fromkeys(("Outcome", "RunFailed", "evaluate", "report", "resume", "train"), "echelon.api") | {
-    "ddp_hook": "echelon.collectives.ddp"
-}
+__all__ = ["Outcome", "RunFailed", "compare", "ddp_hook", "evaluate", "export", "report", "resume", "train", "wrap"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        import importlib
+    if name not in __all__:
+        raise AttributeError(f"module 'echelon' has no attribute {name!r}")
+    import importlib
 
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'echelon' has no attribute {name!r}")
+    from echelon.core.errors import UserError
+    from echelon.core.system import why_unsupported
+
+    if reason := why_unsupported():
+        raise UserError(reason)
+    homes = {"ddp_hook": "echelon.collectives.ddp", "wrap": "echelon.sync.own_loop"}
+    return getattr(importlib.import_module(homes.get(name, "echelon.api")), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

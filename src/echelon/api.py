@@ -2,50 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from echelon.config import Resolved, build
-from echelon.config.build import DEFAULT, SettingValue, flag_of, leaves
+from echelon.config import Resolved, RunConfig, build
+from echelon.config.build import DEFAULT, SettingValue
+from echelon.config.keywords import RESUMABLE, for_compare, for_resume, for_train, setting_of, takes_settings
+from echelon.config.typed import ResumeSettings, TrainSettings
 from echelon.core.errors import UserError, nearest
+from echelon.core.own import of_object
+from echelon.run.defaults import with_task_defaults
+from echelon.run.outcome import Outcome, RunFailed
 from echelon.run.resolve import launch_request
-from echelon.run.start import Outcome, RunFailed, start, start_again
+from echelon.run.start import start, start_again
 from echelon.run.trust import check_trust
 from echelon.trainer import folder as folders
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.utils.data import Dataset
 
+    from echelon.data import OwnData
+    from echelon.observe.loggers.base import LoggerSettings
+    from echelon.study.outcome import StudyOutcome
     from echelon.tasks.base import Task
+    from echelon.tasks.own_loss import LossFunction
     from echelon.trainer.assemble import UserObjects
 
-RESUMABLE = (
-    *("launch.", "checkpoint.", "training.epochs", "training.max_steps", "training.eval_every", "data.loaders"),
-    *("data.on_bad_image", "data.follow_links"),  # one may be found hours after the start
-    *("strategy.parallel", "strategy.tensor_plan", "strategy.cuts", "training.recompute"),
-)
 SAFETENSORS = ".safetensors"
+OBJECTS = (
+    "model",
+    "data",
+    "task",
+    "loss",
+    "metrics",
+    "callbacks",
+    "loggers",
+    "transform",
+    "eval_transform",
+    "optimizer",
+)
 
 
+@takes_settings(for_train())
 def train(
     model: str | nn.Module = "auto",
-    data: str | tuple[Dataset[Any], Dataset[Any]] = "digits",
+    data: str | OwnData = "digits",
     run: str | Path = "",
     task: str | Task = "auto",
-    **settings: Any,
+    loss: str | LossFunction = "",
+    metrics: object = "",
+    callbacks: str | Sequence[object] = "",
+    loggers: Sequence[str | LoggerSettings] = (),
+    **settings: Unpack[TrainSettings],
 ) -> Outcome:
     """Train a model on data and return how it went.
 
     Args:
         model: a name as on the command line, or a module; workers train copies of it, sent by value.
-        data: a name or folder as on the command line, or (training, evaluation) map-style data sets of (input, target),
-            (input, input, ..., target), or dicts with a target.
+        data: a name or folder as on the command line; or map-style data sets of (input, target), (input, input, ...,
+            target), or dicts with a target: (training, evaluation), (training, validation, test), or one, of which
+            `holdout` is held out; or a `Source`.
         run: the run's folder; empty: `runs/DATA-MODEL-NUMBER`.
         task: a name as on the command line, or a task of your own (see `echelon.tasks.base.Task`).
-        settings: any other setting by its command-line name: `epochs=5, batch_size=64, workers=2, sync="allreduce"`.
+        loss: a function of outputs and targets, or a module of `torch.nn`, that returns one number for each sample,
+            their sum or their mean; or a name as on the command line.
+        metrics: metrics of torchmetrics, one, a list, a dict by name or a `MetricCollection`; or names as on the
+            command line. `primary_metric` names the one by which checkpoints are compared.
+        callbacks: objects that the leading rank tells what happens (see `echelon.observe.callbacks.Callback`), or their
+            names as on the command line; several workers have copies of them.
+        loggers: names as on the command line, and objects (see `echelon.observe.loggers.base.LoggerSettings`).
+        settings: any other setting by its command-line name, such as
+            `epochs=5, batch_size=64, workers=2, sync="allreduce"`; `help(echelon.train)` lists them. `optimizer` may be
+            a subclass of `torch.optim.Optimizer`, or `functools.partial(Class, name=value)`.
 
     Raises:
         UserError: a setting that does not exist or does not fit.
@@ -55,29 +85,57 @@ def train(
         >>> echelon.train("small_cnn", "digits", epochs=2).status  # doctest: +SKIP
         'completed'
     """
-    overrides = {_dotted(name): value for name, value in settings.items()}
+    own = {name: value for name, value in settings.items() if callable(value)}
+    named = {**settings, **{name: _name_of(name, function) for name, function in own.items()}}
+    overrides = _by_setting(named) | _logger_names(loggers, settings.get("logger", ""))
     overrides |= {"run": str(run), "model.name": model if isinstance(model, str) else type(model).__name__}
-    overrides["data.source"] = data if isinstance(data, str) else type(data[0]).__name__
+    overrides["data.source"] = data if isinstance(data, str) else _name_of_data(data)
     overrides["task"] = task if isinstance(task, str) else task.facts().spec
+    overrides["optimizer.loss"] = loss if isinstance(loss, str) else of_object(loss)
+    overrides["training.metrics"] = metrics if isinstance(metrics, str) else of_object(metrics)
+    overrides["tracking.callbacks"] = callbacks if isinstance(callbacks, str) else ""
     resolved = build(None, overrides)
     check_trust(resolved, trust=False)  # all of it is the caller's own: remembered, for what resumes or evaluates it
+    resolved = with_task_defaults(resolved, None if isinstance(task, str) else task, isinstance(data, str))
+    given = {"model": model, "data": data, "task": task, "loss": loss, "metrics": metrics, "callbacks": callbacks}
+    objects = _user_objects({**given, **own, "loggers": _logger_objects(loggers)}, resolved.config)
+    return _started(resolved, objects)
+
+
+def _started(resolved: Resolved, objects: UserObjects | None) -> Outcome:
+    """Train in this process where nothing speaks for others, else in processes of their own."""
     config = resolved.config
-    objects = [None if isinstance(value, str) else value for value in (model, data, task)]
-    user_objects = _user_objects(*objects) if any(value is not None for value in objects) else None
-    if resolved.origins["launch.max_restarts"] == DEFAULT:
+    if resolved.origins["launch.max_restarts"] == DEFAULT and not config.optimizer.lr_find:
         from echelon.run.in_process import runs_in_process, start_in_process
 
         request = launch_request(config)
         if runs_in_process(request):
-            return start_in_process(request, user_objects)
-    return _unless_failed(start(config, user_objects))
+            return replace(start_in_process(request, objects), objects=objects)
+    return _ended(start(config, objects), objects)
 
 
+class ResumeKeywords(ResumeSettings, total=False):
+    """Keywords of `resume`: settings that may change, and what was not given by name."""
+
+    model: nn.Module
+    data: OwnData
+    task: Task
+    loss: LossFunction
+    metrics: object
+    callbacks: str | Sequence[object]
+    loggers: Sequence[str | LoggerSettings]
+    transform: Callable[[Any], Any]
+    eval_transform: Callable[[Any], Any]
+    optimizer: Callable[..., Any]
+
+
+@takes_settings(for_resume(), *OBJECTS)
 def resume(
     run: str | Path,
     overrides: Mapping[str, SettingValue] | None = None,
     trust: bool = False,
     from_scratch: bool = False,
+    **settings: Unpack[ResumeKeywords],
 ) -> Outcome:
     """Continue a run from its newest whole checkpoint, on any number of workers.
 
@@ -85,40 +143,67 @@ def resume(
         overrides: settings to change, by dotted name.
         trust: import code that the run's description names (`module:function`) and you have not used before.
         from_scratch: train from the beginning; the checkpoints so far are put aside.
+        settings: settings to change, by their command-line names: `epochs=20, workers=4`. A run of a module, data
+            sets or a task of the caller's own needs them again: `model=..., data=..., task=...`; so do `callbacks=...`,
+            transforms, objects of `loggers=[...]`, and a `loss=...`, `metrics=...` or `optimizer=...` that no name
+            leads to.
 
     Raises:
         UserError: the folder holds no run, names code that is not trusted, its newest checkpoint is gone, or a setting
             would make it another run.
         RunFailed: the run could not go on.
     """
-    path = Path(run)
-    resolved = _with_overrides(path, overrides or {})
+    path, keywords = Path(run), dict(settings)
+    loggers = keywords.pop("loggers", ())
+    given = [name for name in OBJECTS if not isinstance(keywords.get(name, ""), str)]
+    user_objects = {name: keywords.pop(name) for name in given}
+    changes = {**(overrides or {}), **_by_setting(keywords)} | _logger_names(loggers, keywords.get("logger", ""))
+    resolved = _with_overrides(path, changes)
+    config = resolved.config
+    for keyword, described in (("loss", config.optimizer.loss), ("metrics", config.training.metrics)):
+        if keyword in user_objects:
+            _check_same(keyword, described, of_object(user_objects[keyword]))
+    objects = _user_objects({**user_objects, "loggers": _logger_objects(loggers)}, config)
     check_trust(resolved, trust)
-    return _unless_failed(start_again(path, replace(resolved.config, run=str(path)), from_scratch))
+    return _ended(start_again(path, replace(resolved.config, run=str(path)), from_scratch, objects), objects)
 
 
-def _unless_failed(outcome: Outcome) -> Outcome:
+def _ended(outcome: Outcome, objects: UserObjects | None) -> Outcome:
+    outcome = replace(outcome, objects=objects)
     if outcome.status == "failed":
         raise RunFailed(outcome)
     return outcome
 
 
-def evaluate(run: str | Path, trust: bool = False, follow_links: bool = False) -> Mapping[str, float | None]:
-    """Evaluate a run's best checkpoint on its evaluation data; returns the metrics.
+def evaluate(
+    run: str | Path,
+    trust: bool = False,
+    follow_links: bool = False,
+    data: str = "",
+    checkpoint: str = "best",
+    workers: int = 0,
+) -> Mapping[str, float | None]:
+    """Evaluate a checkpoint of a run on its evaluation data; returns the metrics, the same for any number of workers.
 
     Args:
+        data: other data than the run's, by name or folder.
+        checkpoint: `best`, `newest`, or the number of its step.
+        workers: processes that share the work; 1: this one alone; 0: as many as the run has, where this machine has
+            GPUs or cores for them.
         trust: import code that the run's description names (`module:function`) and you have not used before.
         follow_links: use links in the data folder that lead out of it, as the run may have done.
 
     Raises:
         UserError: the folder holds no run that can be evaluated, or names code that is not trusted.
+        JobFailed: a worker died.
     """
     path = Path(run)
-    resolved = _read(path, {"data.follow_links": True} if follow_links else {})
+    overrides: dict[str, SettingValue] = {"data.follow_links": True} if follow_links else {}
+    resolved = _read(path, overrides | ({"data.source": data} if data else {}))
     check_trust(resolved, trust)
     from echelon.run.evaluate import rescore
 
-    return rescore(path, resolved.config)
+    return rescore(path, resolved.config, checkpoint, workers)
 
 
 def export(run: str | Path, file: str | Path) -> Path:
@@ -135,15 +220,16 @@ def export(run: str | Path, file: str | Path) -> Path:
     path = Path(run)
     _read(path)
     from echelon.checkpoint import export_weights
-    from echelon.trainer.saving import best_state
+    from echelon.run.trained import best_weights
 
-    state = best_state(path)
-    export_weights(state["ema"]["average"] if state["ema"] else state["model"], Path(file))
+    export_weights(best_weights(path), Path(file))
     return Path(file)
 
 
 def report(run: str | Path) -> Path:
     """Write a run's report and summary again from its record; returns its folder.
+
+    The page needs no other file, also where the run is one of a study's, whose pages share a script.
 
     Raises:
         UserError: the folder holds no run.
@@ -152,22 +238,118 @@ def report(run: str | Path) -> Path:
     _read(path)
     from echelon.reporting.report import write_report
 
-    write_report(path)
+    write_report(path, alone=True)
     return path
 
 
-def _dotted(setting: str) -> str:
-    flags = {flag_of(name, item).lstrip("-").replace("-", "_"): name for name, item, _ in leaves()}
-    if setting not in flags:
-        raise UserError(f"unknown setting {setting!r}: {nearest(setting, flags)}".rstrip(": "))
-    return flags[setting]
+@takes_settings(for_compare())
+def compare(
+    tries: Sequence[str] = (),
+    model: str = "auto",
+    data: str = "digits",
+    run: str | Path = "",
+    seeds: int | Sequence[int] | None = None,
+    trust: bool = False,
+    **settings: Unpack[TrainSettings],
+) -> StudyOutcome:
+    """Train candidates on equal terms, one run after the other, and compare them with the first one.
+
+    Args:
+        tries: the candidates, as for `--try`: `["compression=none", "sync=local(8), compression=int8"]`.
+        model: a name as on the command line: each run is a command in a process of its own.
+        data: a name or folder as on the command line, or a study file (`study.yaml`), which says everything else.
+        run: the study's folder; one that holds a study goes on. Empty: `runs/compare-DATA-NUMBER`.
+        seeds: how many, or which; left out: 3.
+        trust: import code that a study file names (`module:function`) and you have not used before.
+        settings: settings of every run, by their command-line names: `epochs=5, workers=2`.
+
+    Raises:
+        UserError: a setting that does not exist or does not fit, no candidate, or the folder holds something else.
+    """
+    if isinstance(tries, str):
+        raise UserError(f"tries is a list of candidates: [{tries!r}, ...]")
+    if "seed" in settings:
+        raise UserError("the runs of every candidate have the same seeds: write seeds=3, or seeds=[0, 5, 7]")
+    from echelon.study.file import StudyRequest, claim_folder, requested_study
+    from echelon.study.outcome import carry_out, check_study_trust
+
+    if objects := [name for name, value in settings.items() if callable(value)]:
+        raise UserError(f"{objects[0]}: each run of a study is a command: name code of yours as 'module:name'")
+    base = {name: str(value) for name, value in _by_setting(settings).items()}
+    if tries:
+        base |= {"data.source": data, "model.name": model}
+    elif data != "digits":
+        base["data.source"] = data
+    count = "" if seeds is None else str(seeds) if isinstance(seeds, int) else ",".join(map(str, seeds))
+    request = StudyRequest(base, tuple(tries), count)
+    study = requested_study(request)
+    check_study_trust(request, str(run), trust)
+    return carry_out(Path(run) if str(run) else claim_folder(study, request), study)
 
 
-def _user_objects(model: Any, data: Any, task: Any) -> UserObjects:
-    from echelon.data import from_datasets
+def _name_of(keyword: str, code: Callable[..., Any]) -> str:
+    """Return how a run's description names what was given as an object."""
+    if keyword == "optimizer":
+        from echelon.optim.own import check_factory, described
+
+        check_factory(code, getattr(code, "__name__", type(code).__name__))
+        return described(code)
+    return getattr(code, "__name__", type(code).__name__)
+
+
+def _logger_names(loggers: object, names: object) -> dict[str, SettingValue]:
+    """Return the setting of the loggers that are named, among others in a list; nothing where it names none."""
+    listed = [logger for logger in _listed(loggers) if isinstance(logger, str)]
+    return {"tracking.loggers": "+".join([*([str(names)] if names else []), *listed])} if listed else {}
+
+
+def _logger_objects(loggers: object) -> tuple[object, ...] | str:
+    """Return the loggers that are objects; an empty text where none is."""
+    return tuple(logger for logger in _listed(loggers) if not isinstance(logger, str)) or ""
+
+
+def _listed(loggers: object) -> Sequence[object]:
+    if isinstance(loggers, str) or not isinstance(loggers, Sequence):
+        raise UserError("loggers is a list: loggers=['wandb', MyLogger()]; or names alone: logger='wandb+mlflow'")
+    return loggers
+
+
+def _check_same(keyword: str, described: str, name: str) -> None:
+    if name != described:
+        raise UserError(f"the run's {keyword} is {described!r}, and what is given from Python is {name!r}")
+
+
+def _by_setting(settings: Mapping[str, Any]) -> dict[str, SettingValue]:
+    return {setting_of(name): value for name, value in settings.items()}
+
+
+def _name_of_data(data: OwnData) -> str:
+    from echelon.data import name_of_data
+
+    return name_of_data(data)
+
+
+def _user_objects(candidates: Mapping[str, Any], config: RunConfig) -> UserObjects | None:
+    """Return what is not given by name; None: all of it is."""
+    objects = {name: value for name, value in candidates.items() if not isinstance(value, str)}
+    if not objects:
+        return None
+    from echelon.data import source_of
+    from echelon.data.transforms import Transforms
     from echelon.trainer.assemble import UserObjects
 
-    return UserObjects(model, from_datasets(*data) if data is not None else None, task)
+    data = objects.get("data")
+    return UserObjects(
+        model=objects.get("model"),
+        source=source_of(data, config.data.holdout, config.training.seed) if data is not None else None,
+        task=objects.get("task"),
+        callbacks=tuple(objects.get("callbacks", ())),
+        loggers=objects.get("loggers", ()),
+        transforms=Transforms(objects.get("transform"), objects.get("eval_transform")),
+        loss=objects.get("loss"),
+        metrics=objects.get("metrics"),
+        optimizer=objects.get("optimizer"),
+    )
 
 
 def _read(path: Path, overrides: Mapping[str, SettingValue] | None = None) -> Resolved:

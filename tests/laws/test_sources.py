@@ -17,6 +17,7 @@ from echelon.data.sources import SOURCES, kind_of
 from echelon.data.sources.base import SourceKind
 from echelon.tasks import nest
 from tests.unit.data.images import make_folder
+from tests.unit.data.test_sounds import make_sounds
 
 KINDS = [SOURCES.settings_class(name)() for name in SOURCES.names()]
 
@@ -35,13 +36,30 @@ def _mnist(folder: Path) -> str:
     return "mnist"
 
 
+def _long_text(folder: Path) -> str:
+    """Write a text of 20 windows."""
+    (folder / "long.txt").write_text("and so it goes on, " * 140)
+    return str(folder / "long.txt")
+
+
+def _table(folder: Path) -> str:
+    """Write numbers, a category and a target of numbers."""
+    rows = [f"{i},{i * i % 7},{'abc'[i % 3]},{i * 0.5}" for i in range(30)]
+    (folder / "table.csv").write_text("\n".join(["a,b,c,y", *rows]))
+    return str(folder / "table.csv")
+
+
 EXAMPLES: dict[str, Callable[[Path], str]] = {
     "digits": lambda folder: "digits",
     "folder": lambda folder: str(make_folder(folder, per_class=5, side=40)),
     "function": lambda folder: "tests.laws.test_sources:own_data",
+    "sounds": lambda folder: str(make_sounds(folder / "sounds")),
+    "text_file": _long_text,
+    "table": _table,
     "torchvision": _mnist,
 }
 """For each kind, what makes its data in a folder and returns its name."""
+TARGETS = {"table": "y"}
 
 
 def own_data() -> tuple[torch.utils.data.Dataset, torch.utils.data.Dataset]:
@@ -53,7 +71,7 @@ def own_data() -> tuple[torch.utils.data.Dataset, torch.utils.data.Dataset]:
 def data(request: pytest.FixtureRequest, tmp_path: Path) -> DataConfig:
     name = EXAMPLES[request.param](tmp_path)
     assert type(kind_of(name)) is SOURCES.settings_class(request.param)
-    return DataConfig(source=name, root=str(tmp_path), batch_size=8)
+    return DataConfig(source=name, root=str(tmp_path), batch_size=8, target=TARGETS.get(request.param, ""))
 
 
 def test_every_kind_has_an_example() -> None:
@@ -72,7 +90,9 @@ def test_a_kind_takes_its_own_names_or_says_the_form_of_others(kind: SourceKind)
 
 
 def test_one_kind_takes_a_name_and_finds_it_there(data: DataConfig) -> None:
-    assert sum(kind.takes(data.source) for kind in KINDS) == 1
+    takers = [kind for kind in KINDS if kind.takes(data.source)]
+    assert sum(not kind.takes_whatever_is_there for kind in takers) <= 1 and takers
+    assert sum(kind.takes_whatever_is_there for kind in KINDS) == 1
     check_source(data.source)
 
 
@@ -81,16 +101,17 @@ def test_what_is_said_of_data_is_so(data: DataConfig) -> None:
     info = source.info
     assert (info.name, info.train_size) == (source.info.name, len(source.train))  # type: ignore[arg-type]
     assert info.eval_size == len(source.evaluation)  # type: ignore[arg-type]
-    assert len(info.class_counts) == len(info.classes) and sum(info.class_counts) == info.train_size
+    assert len(info.class_counts) == len(info.classes)
+    assert sum(info.class_counts) == (info.train_size if info.classes else 0)
     assert len(info.mean) == len(info.std)
     loader = TrainLoader(source, LoaderConfig(data, 1, torch.device("cpu")), Shard(0, 1))
     try:
         batch = next(iter(loader.epoch(0)))
     finally:
         loader.close()
-    for tensor, blank in zip(nest.leaves(batch.inputs), nest.leaves(nest.blank(info.inputs, 8)), strict=True):
-        assert (tensor.shape, tensor.dtype) == (blank.shape, blank.dtype)
-    for tensor, blank in zip(nest.leaves(batch.targets), nest.leaves(nest.blank(info.targets, 8)), strict=True):
+    pairs = ((batch.inputs, info.inputs), (batch.targets, info.targets))
+    for tensor, spec in ((t, s) for a, b in pairs for t, s in zip(nest.leaves(a), nest.leaves(b), strict=True)):
+        blank = spec.zeros(8)[:, : tensor.shape[1]] if spec.ragged else spec.zeros(8)
         assert (tensor.shape, tensor.dtype) == (blank.shape, blank.dtype)
 
 
@@ -127,8 +148,8 @@ class Columns(SourceKind):
         if not Path(name.removeprefix("columns=")).is_file():
             raise UserError(f"data {name}: no such file")
 
-    def open(self, config, seed):
-        lines = Path(config.source.removeprefix("columns=")).read_text().splitlines()
+    def open(self, request):
+        lines = Path(request.config.source.removeprefix("columns=")).read_text().splitlines()
         rows = torch.tensor([[float(x) for x in line.split()] for line in lines])
         data = TensorDataset(rows[:, :-1], rows[:, -1].long())
         return from_datasets(data, data)
@@ -147,5 +168,5 @@ def test_a_new_file_is_a_kind_of_data(tmp_path: Path, monkeypatch: pytest.Monkey
     assert open_data(DataConfig(source=name), 0).info.class_counts == (2, 1)
     with pytest.raises(UserError, match="no such file"):
         check_source("columns=nowhere.txt")
-    with pytest.raises(UserError, match=r"columns=FILE, a folder, or module:function"):
+    with pytest.raises(UserError, match=r"columns=FILE, a folder, module:function, .*or a text \(.txt\)"):
         check_source("nothing")

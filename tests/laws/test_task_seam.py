@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.core.errors import UserError
+from echelon.core.task import TaskDefaults
 from echelon.data import from_datasets
 from echelon.data.base import Shard
 from echelon.data.order import local_part
@@ -200,3 +201,9 @@ def test_it_is_compared_by_its_primary_metric(runs: Runs) -> None:
         r"<script[^>]*>(?:(?!</script>).){500000,}</script>", "", (study / "report.html").read_text(), flags=re.S
     )
     assert "RMSE" in page and "accuracy" not in page  # beside what the library of charts says
+
+
+@pytest.mark.parametrize("name", TASKS.names())
+def test_defaults_are_known_without_importing_a_task(name: str) -> None:
+    declared = TASKS.declaration(name).constants["defaults"]
+    assert (declared == "TaskDefaults()") == (build_task(name).defaults == TaskDefaults()), "annotate it: ClassVar[...]"

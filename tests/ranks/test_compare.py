@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet
 
+import echelon
 from tests.ranks.run_many import python_path
 from tests.ranks.runs import Run, Runs, read_lines
 
@@ -85,3 +86,16 @@ def test_a_study_that_is_killed_goes_on_with_what_is_missing(tmp_path: Path, sig
         assert "1 of 2 runs are there already" in again.text()
         assert [r["status"] for r in rows(run.folder)] == ["completed"] * 2
         assert len([r for r in read_lines(second) if r["kind"] == "start"]) == 1, "it was resumed, not done anew"
+
+
+@pytest.mark.long
+def test_a_study_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tries = ["compression=none", "compression=int8"]
+    small = {"epochs": 1, "max_steps": 3, "workers": 2, "device": "cpu", "threads": 1}
+    outcome = echelon.compare(tries, "mlp", run="study", seeds=1, **small)
+    assert repr(outcome) == "StudyOutcome(completed, 2 of 2 runs, study)"
+    assert list(outcome.runs["candidate"]) == tries and set(outcome.runs["steps"]) == {3}
+    assert outcome.words and "study/report.html" in outcome._repr_html_()
+    again = echelon.compare(run="study")  # nothing is missing
+    assert again.status == "completed" and len(again.report.runs) == 2

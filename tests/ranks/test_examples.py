@@ -24,6 +24,10 @@ COMMANDS = {
     "ddp_plain.py": (TORCHRUN, None),
     "ddp_accelerate.py": (TORCHRUN, "accelerate"),
     "ddp_lightning.py": ([sys.executable], "lightning"),
+    "wrap_plain.py": (TORCHRUN, None),
+    "wrap_accelerate.py": (TORCHRUN, "accelerate"),
+    "wrap_lightning.py": ([sys.executable], "lightning"),
+    "wrap_transformers.py": (TORCHRUN, "transformers"),
 }
 
 
@@ -66,19 +70,20 @@ def test_an_example_learns_and_sends_less(script: str) -> None:
     _check(output)
 
 
-def plain_example(rank: Rank, port: int) -> str:
+def plain_example(rank: Rank, script: str, port: int) -> str:
     """The script itself, with the environment that torchrun would give it."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank.index), "WORLD_SIZE": str(rank.world_size)}
-    sys.argv = ["ddp_plain.py", "--epochs", "3"]
+    sys.argv = [script, "--epochs", "3"]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        runpy.run_path(str(EXAMPLES / "ddp_plain.py"), run_name="__main__")
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     return printed.getvalue()
 
 
-def test_the_plain_example_without_the_time_that_torchrun_takes_to_start() -> None:
+@pytest.mark.parametrize("script", ["ddp_plain.py", "wrap_plain.py"])
+def test_a_plain_example_without_the_time_that_torchrun_takes_to_start(script: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    _check(run_ranks(plain_example, 2, port, backend=None)[0])
+    _check(run_ranks(plain_example, 2, script, port, backend=None)[0])

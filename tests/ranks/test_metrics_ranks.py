@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from echelon.config import build
+from echelon.core.figure import ReportSection
 from echelon.data import Batch
 from echelon.tasks.base import EvaluationResult
 from echelon.tasks.classification_metrics import ClassificationMetrics
+from echelon.tasks.worst_samples import Pixels, WorstSamples
 from echelon.trainer.evaluate import batches_of_all
 from tests.ranks.layouts import make_world
 from tests.ranks.spawn import Rank, run_ranks
@@ -37,6 +40,31 @@ def on_rank(rank: Rank, parts: tuple[int, ...]) -> list[EvaluationResult]:
 def test_each_sample_counts_once_however_the_set_is_cut(parts: tuple[int, ...]) -> None:
     expected = [evaluate((SAMPLES,), 0, None, limit) for limit in LIMITS]
     assert all(result == expected for result in run_ranks(on_rank, len(parts), parts))
+
+
+def worst(parts: tuple[int, ...], index: int, group: dist.ProcessGroup | None) -> ReportSection | None:
+    """Choose 5 of the samples; many losses are equal, and the images differ."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(0, 3, (SAMPLES, CLASSES), generator=generator).float()
+    targets = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+    images = torch.rand(SAMPLES, 1, 8, 8, generator=generator)
+    losses = partial(torch.nn.functional.cross_entropy, reduction="none")
+    chosen, first = WorstSamples(5, "abcdef", Pixels((1, 8, 8), (), ()), losses), sum(parts[:index])
+    for start in range(0, parts[index], 7):
+        rows = slice(first + start, first + min(start + 7, parts[index]))
+        chosen.update(images[rows], logits[rows], targets[rows], rows.start, True)
+    return chosen.section(group)
+
+
+def worst_on_rank(rank: Rank, parts: tuple[int, ...]) -> ReportSection | None:
+    return worst(parts, rank.index, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("parts", [(51, 50), (100, 0, 1)], ids=str)
+def test_the_worst_samples_are_the_same_however_the_set_is_cut(parts: tuple[int, ...]) -> None:
+    expected = worst((SAMPLES,), 0, None)
+    assert expected is not None and len(expected.pictures) == 5
+    assert run_ranks(worst_on_rank, len(parts), parts) == [expected] * len(parts)
 
 
 class Uneven:

@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from tests.unit.data.test_sounds import make_sounds
 from tests.unit.docs.pages import Block, blocks, commands
 
 DEADLINE_S = 280.0
@@ -22,7 +24,50 @@ NAMES = {
 }
 """What stands for data of the reader's, and for a model that takes larger images."""
 DRY = [c for c in commands() if c[:1] == ["train"] and not {"--dry-run", "--config", "--weights"} & set(c)]
-PROGRAMS = [block for block in blocks("python") if '__name__ == "__main__"' in block.text]
+PROGRAMS = [block for block in blocks("python") if "echelon.train(" in block.text]
+SNIPPETS = [block for block in blocks("python") if block not in PROGRAMS]
+BEFORE_PROGRAM = """
+import echelon, torch
+from torch import nn
+
+class Dots(torch.utils.data.Dataset):
+    def __init__(self, count):
+        self.points = torch.randn(count, 4, generator=torch.Generator().manual_seed(count))
+    def __len__(self):
+        return len(self.points)
+    def __getitem__(self, index):
+        return self.points[index], int(self.points[index].sum() > 0)
+
+torch.manual_seed(0)
+my_module, my_train_set, my_test_set = nn.Linear(4, 2), Dots(400), Dots(100)
+"""
+BEFORE_SNIPPETS = """
+import sys
+from types import SimpleNamespace
+import torch, echelon
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+save_file({"weight": torch.zeros(3, 4), "bias": torch.zeros(3)}, "imagenet.safetensors")
+torch.save({"state_dict": nn.Linear(4, 2).state_dict(), "epoch": 3}, "last.ckpt")
+
+def names_of_the_reader():
+    model = nn.Linear(4, 2)
+    ddp_model, of_lightning, of_trainer = (nn.parallel.DistributedDataParallel(nn.Linear(4, 2)) for _ in range(3))
+    optimizer, *optimizers = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, of_lightning, of_trainer))
+    trainer = SimpleNamespace(strategy=SimpleNamespace(model=of_lightning), optimizers=optimizers,
+                              model_wrapped=of_trainer, optimizer=optimizers[1])
+    return {"torch": torch, "echelon": echelon, "model": model, "ddp_model": ddp_model, "optimizer": optimizer,
+            "trainer": trainer, "loader": [(torch.ones(3, 4), torch.zeros(3, dtype=torch.long))],
+            "loss_of": nn.functional.cross_entropy, "evaluate": lambda model: model.eval(),
+            "accelerator": SimpleNamespace(prepare=lambda *objects: objects)}
+
+for file in sys.argv[1:]:
+    exec(compile(open(file).read(), file, "exec"), names_of_the_reader())
+print("all ran")
+"""
 MINE = """
 import torch
 from torch import nn
@@ -31,6 +76,9 @@ from torch.utils.data import TensorDataset
 def data_sets():
     data = TensorDataset(torch.rand(64, 1, 8, 8), torch.arange(64) % 10)
     return data, data, tuple("0123456789")
+
+def loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets)
 
 """
 
@@ -59,11 +107,26 @@ def run(arguments: list[str], folder: Path, deadline_s: float = DEADLINE_S) -> s
     return done.stdout
 
 
+def write_data(folder: Path) -> None:
+    """Write little data under the names that the pages give theirs: a text, tables, texts of classes, sounds."""
+    (folder / "tinyshakespeare.txt").write_text("To be, or not to be, that is the question.\n" * 400)
+    rows = "".join(f"{i},{i % 7},{'xyz'[i % 3]},{i / 2}\n" for i in range(60))
+    (folder / "table.csv").write_text(f"a,b,c,y\n{rows}")
+    (folder / "ratings.csv").write_text(f"userId,movieId,tag,rating\n{rows}")
+    (folder / "banking77").mkdir()
+    texts = "".join(f"where is card number {i} of mine,{'lost' if i % 2 else 'late'}\n" for i in range(60))
+    for part in ("train", "test"):
+        (folder / "banking77" / f"{part}.csv").write_text(f"text,category\n{texts}")
+    make_sounds(folder / "speech-digits", ("train", "test"))
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with the module `mine` that the pages show."""
-    shown = next(block.text for block in blocks("python") if block.text.startswith("# mine.py"))
+    """A folder with the module `mine` that the pages show, a weight for each sample of digits, and data of pages."""
+    shown = "".join(block.text for block in blocks("python") if block.text.startswith("# mine.py"))
     (tmp_path / "mine.py").write_text(MINE + shown)
+    np.save(tmp_path / "weights.npy", np.ones(1438))
+    write_data(tmp_path)
     return tmp_path
 
 
@@ -95,9 +158,23 @@ def test_what_the_pages_train_could_start(folder: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("block", PROGRAMS, ids=lambda block: block.name)
 def test_a_program_of_the_pages_runs(block: Block, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(block.text)
+    (tmp_path / "program.py").write_text(BEFORE_PROGRAM + block.text)
     printed = run(["program.py"], tmp_path)
-    assert float(printed.split()[-2 if printed.rstrip().endswith(".html") else -1]) > 0.3, printed
+    assert "Traceback" not in printed and list(tmp_path.glob("runs/*/report.html")), printed
+    if "print(outcome" in block.text:
+        assert float(printed.split()[-2 if printed.rstrip().endswith(".html") else -1]) > 0.3, printed
+
+
+@pytest.mark.long
+def test_the_snippets_of_the_pages_run(tmp_path: Path) -> None:
+    """With what a reader has when they come to them: a model, an optimizer, a trainer, files of weights."""
+    assert len(PROGRAMS) >= 4 and len(SNIPPETS) >= 4
+    files = []
+    for number, block in enumerate(SNIPPETS):
+        files.append(f"snippet{number}.py")
+        (tmp_path / files[-1]).write_text(f"# {block.name}\n{block.text}")
+    (tmp_path / "all.py").write_text(BEFORE_SNIPPETS)
+    assert "all ran" in run(["all.py", *files], tmp_path)
 
 
 @pytest.mark.long

@@ -57,6 +57,29 @@ def test_a_script_without_a_guard_is_run_once(tmp_path: Path) -> None:
         assert run.text().count("the script runs") == 1 and ENDED in run.text(), run.text()
 
 
+OUTCOME = """
+model, history = outcome.model(), outcome.history
+assert type(model) is Net and not model.training and model is not my_module
+points, targets = my_test_set.points, (my_test_set.points.sum(1) > 0).long()
+assert int((model(points).argmax(1) == targets).sum()) == round(100 * outcome.summary["best_top1"])
+assert list(history["epoch"]) == [1, 2, 3] and history["eval_loss"].iloc[-1] < history["eval_loss"].iloc[0]
+assert outcome.metrics["top1"] == history["top1"].iloc[-1] and (history["seconds"] > 0).all()
+assert repr(outcome).startswith(f"Outcome(completed, top1 {outcome.metrics['top1']:.4g}, ")
+assert outcome._repr_html_().startswith("<table>") and "runs/Dots-Net-1/report.html" in outcome._repr_html_()
+again = echelon.resume(outcome.folder, epochs=4, model=my_module, data=data)
+assert (again.status, list(again.history["epoch"]), type(again.model())) == ("completed", [1, 2, 3, 4], Net)
+print("all of it holds")
+"""
+
+
+@pytest.mark.parametrize("settings", ['sync="ps(mode=async)"', 'parallel="fsdp=2"'])
+def test_what_came_of_a_run_of_ones_own_model_and_its_resume(tmp_path: Path, settings: str) -> None:
+    (tmp_path / "script.py").write_text(CLASSES + TRAIN.format(workers=f"2, {settings}") + OUTCOME)
+    with Runs(tmp_path) as runs:
+        run = runs.start(program=[sys.executable, "script.py"])
+        assert run.end() == 0 and ENDED in run.text() and "all of it holds" in run.text(), run.text() + run.errors()
+
+
 def test_a_repl_trains(tmp_path: Path) -> None:
     typed = "".join(f"{line}\n" for line in _as_typed(CLASSES + TRAIN.format(workers=2)))
     done = _run([sys.executable, "-i"], tmp_path, typed)

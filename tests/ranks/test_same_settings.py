@@ -29,6 +29,7 @@ SETTINGS = (
 )
 
 
+@pytest.mark.long
 def test_settings_of_training_reach_every_worker(tmp_path: Path) -> None:
     commands = [[*COMMON, *SETTINGS, "--sync", sync, "--run", str(i)] for i, sync in enumerate(SYNCS)]
     commands += [[*COMMON, "--sync", sync, "--run", f"plain{i}"] for i, sync in enumerate(SYNCS)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,29 @@ def test_a_first_machine_that_does_not_return_is_waited_for_until_a_deadline(tmp
         first.process.wait()
         assert second.end() == (1 if sync == "allreduce" else 2), second.text()
         assert "waiting up to 15" in second.text() and "Traceback" not in second.text()
+
+
+@pytest.mark.long
+def test_a_service_of_others_at_the_rendezvous_is_one_line_in_time_and_leaves_nothing(tmp_path: Path) -> None:
+    settings = ("--nodes", "2", "--timeout", "10s", "--trusted-network")
+    http = [sys.executable, "-m", "http.server", "29400"]
+    with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:
+        server = runs.start(program=http, prefix=network.command_prefix(0))
+        server.wait_for(lambda: _listens(server), "the other service")
+        both = [start_machine(runs, network, 1, *settings, "--sync", sync) for sync in ("allreduce", "ps(mode=async)")]
+        for run in both:
+            assert run.end() == 2, run.text()
+            lines = [line for line in run.errors().splitlines() if "waiting for the first machine" not in line]
+            assert len(lines) == 1 and "what listens there is another service" in lines[0], run.text()
+        assert not (tmp_path / "runs").exists()
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait()
+
+
+def _listens(run: Run) -> bool:
+    """Whether a process has a listening TCP socket in its network."""
+    lines = Path(f"/proc/{run.process.pid}/net/tcp").read_text().splitlines()[1:]
+    return any(line.split()[3] == "0A" for line in lines)
 
 
 def _sizes(run: Run) -> list[int]:

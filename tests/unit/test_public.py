@@ -21,3 +21,28 @@ def test_train_is_the_function_also_after_its_package_was_imported() -> None:
 def test_what_all_commands_import_is_without_torch() -> None:
     code = "import sys, echelon.api, echelon.cli.app; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_dir_lists_the_public_names_alone() -> None:
+    code = "import echelon.trainer.folder; print(dir(echelon) == sorted(echelon.__all__))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).stdout == b"True\n"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"tries": "compression=int8"}, "tries is a list of candidates"),
+        ({"tries": ["compression=int8"], "seed": 3}, "write seeds=3"),
+        ({}, "nothing to compare|no candidate"),
+        ({"tries": ["compresion=int8"]}, "unknown setting"),
+    ],
+)
+def test_a_study_that_cannot_be_is_refused_in_one_line(call: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message) as refusal:
+        echelon.compare(**call)
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_api_is_what_is_promised() -> None:
+    promised = "train resume evaluate report export compare ddp_hook wrap Outcome RunFailed"
+    assert sorted(promised.split()) == dir(echelon)

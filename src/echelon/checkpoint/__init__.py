@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from echelon.checkpoint.parts import WRITING_PART, PartWriter, merge, take_parts, whole
-from echelon.checkpoint.ranks import gather_rank_state, pick_rank_state
+from echelon.checkpoint.ranks import copy_state, gather_rank_state, pick_rank_state
 from echelon.checkpoint.store import RANKS, WRITING, Arriving, CheckpointStore, Saved
 from echelon.checkpoint.tensors import export_weights
 
@@ -15,6 +15,7 @@ __all__ = [
     "CheckpointStore",
     "PartWriter",
     "Saved",
+    "copy_state",
     "export_weights",
     "gather_rank_state",
     "merge",

@@ -6,9 +6,6 @@ that another layout reads exactly the rows and columns that it needs, bit for bi
 
 from __future__ import annotations
 
-import json
-import os
-import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.tensors import stage
+from echelon.checkpoint.tensors import stage, write_file
 from echelon.core.errors import UserError
 from echelon.core.patience import Patience
 from echelon.core.shards import Region
@@ -31,10 +28,6 @@ WRITING_PART = "part of a checkpoint"
 
 _KEY = "__parts__"
 _POLL_S = 0.02
-_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -204,24 +197,6 @@ def _write_whole_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
         with suppress(OSError):  # gives a full disk its room back; the next try writes over what is left
             unfinished.unlink(missing_ok=True)
         raise
-
-
-def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write CPU tensors as one durable safetensors file, tensor by tensor. Raises OSError."""
-    header: dict[str, dict[str, str | list[int]]] = {}
-    offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors.values():
-            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def await_parts(folder: Path, names: Sequence[str], deadline_s: float) -> None:

@@ -11,25 +11,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.checkpoint.store import RANKS
-from echelon.checkpoint.tensors import as_bytes, from_bytes
+from echelon.checkpoint.tensors import as_bytes, from_bytes, stage
 from echelon.checkpoint.tree import flatten, slots, unflatten
 from echelon.core.errors import UserError
 from echelon.core.state_tree import StateView
 
-_CHUNK_BYTES = 64 << 20  # bounds what rank 0 holds on its device to this much per rank
+_ALIGNMENT = 16  # of each tensor among the bytes: it can then be used where it lies
+_CHUNK_BYTES = 64 << 20  # bounds what rank 0 holds on its device
 
 
 def gather_rank_state(local: StateView, group: dist.ProcessGroup | None = None) -> dict[int, StateView]:
     """Bring every rank's own state to rank 0 of `group`: {rank in group: state} there, an empty dict elsewhere.
 
     Collective: every rank of the group calls it; sizes and kinds of tensors may differ. The states travel as uint8
-    tensors (a JSON tree, then the tensors' bytes), nothing is pickled. Tensors arrive on the CPU.
-    Waits are bounded by the group's timeout. Raises TypeError for a value that a checkpoint cannot hold.
+    tensors (a JSON tree, then the tensors' bytes), nothing is pickled. Tensors arrive on the CPU, in memory of their
+    own. Waits are bounded by the group's timeout. Raises TypeError for a value that a checkpoint cannot hold.
     """
     tree, tensors = flatten(local)
     device = _device(group)
-    text = torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8)
-    parts = [as_bytes(tensor.resolve_conj().resolve_neg()) for tensor in tensors.values()]
+    text = _padded(torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8), ord(" "))
+    parts = [_padded(as_bytes(tensor.resolve_conj().resolve_neg())) for tensor in tensors.values()]
     sizes = torch.tensor([text.numel(), sum(part.numel() for part in parts)], dtype=torch.int64, device=device)
     all_sizes = [torch.empty_like(sizes) for _ in range(dist.get_world_size(group))]
     dist.all_gather(all_sizes, sizes, group=group)
@@ -37,6 +38,13 @@ def gather_rank_state(local: StateView, group: dist.ProcessGroup | None = None) 
     totals = [int(size.sum()) for size in all_sizes]
     gathered = _gather_bytes(payload, totals, group)
     return {rank: _unpack(data, int(all_sizes[rank][0])) for rank, data in enumerate(gathered)}
+
+
+def copy_state(state: StateView) -> StateView:
+    """Return a state whose tensors have memory of their own, on the CPU."""
+    tree, tensors = flatten(state)
+    copied: StateView = unflatten(tree, stage(tensors))
+    return copied
 
 
 def pick_rank_state(state: StateView, rank: int) -> StateView:
@@ -56,27 +64,36 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _gather_bytes(payload: Tensor, totals: list[int], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Gather payloads of `totals` bytes on rank 0, as CPU tensors; in chunks, padded because gather wants one size."""
-    is_root = dist.get_rank(group) == 0
-    received = [torch.empty(total, dtype=torch.uint8) for total in totals] if is_root else []
-    for start in range(0, max(totals), _CHUNK_BYTES):
-        width = min(_CHUNK_BYTES, max(totals) - start)
-        chunk = payload.new_zeros(width)
-        piece = payload[start : start + width]
-        chunk[: piece.numel()] = piece
-        slots_ = [torch.empty_like(chunk) for _ in totals] if is_root else None
-        dist.gather(chunk, slots_, group=group, group_dst=0)
-        for target, source in zip(received, slots_ or []):
-            window = target[start : start + width]
-            window.copy_(source[: window.numel()])
+    """Bring payloads of `totals` bytes to rank 0, as CPU tensors; where they arrive on a GPU, a chunk at a time."""
+    if dist.get_rank(group) != 0:
+        for chunk in payload.split(_CHUNK_BYTES):
+            dist.send(chunk, group=group, group_dst=0)
+        return []
+    received = [payload.cpu()]
+    for source, total in enumerate(totals[1:], start=1):
+        received.append(torch.empty(total, dtype=torch.uint8))
+        for window in received[-1].split(_CHUNK_BYTES):
+            chunk = window if payload.device == window.device else torch.empty_like(window, device=payload.device)
+            dist.recv(chunk, group=group, group_src=source)
+            if chunk is not window:
+                window.copy_(chunk)
     return received
+
+
+def _padded(data: Tensor, fill: int = 0) -> Tensor:
+    """Return bytes whose number is a multiple of the alignment."""
+    missing = -data.numel() % _ALIGNMENT
+    return torch.nn.functional.pad(data, (0, missing), value=fill) if missing else data
 
 
 def _unpack(data: Tensor, text_bytes: int) -> StateView:
     tree = json.loads(bytes(data[:text_bytes].numpy()))
     tensors, offset = {}, text_bytes
     for slot in slots(tree):
-        end = offset + slot.empty().nbytes
-        tensors[slot.name] = from_bytes(data[offset:end], slot)
-        offset = end
+        n_bytes = slot.empty().nbytes
+        piece = data[offset : offset + n_bytes]
+        tensors[slot.name] = (
+            piece.view(slot.dtype).view(slot.shape) if slot.strides is None else from_bytes(piece, slot)
+        )
+        offset += n_bytes + -n_bytes % _ALIGNMENT
     return unflatten(tree, tensors)

@@ -151,9 +151,11 @@ class CheckpointStore:
     ) -> None:
         """Save `state` as the checkpoint of `step`; a higher `metric` is better (give a loss with a minus sign).
 
-        Tensors are copied before this returns. With `background` the rest happens in a thread, and what it raises is
-        raised by the next `save` or `wait`. A save that still runs is waited for. Files that are `arriving` are waited
-        for in the background, and become part of the checkpoint. `on_saved` is told the `reason`.
+        Tensors are copied before this returns, but for those under `RANKS`, which have memory of their own (of
+        `gather_rank_state`, `copy_state`) and belong to the store from now on. With `background` the rest happens in a
+        thread, and what it raises is raised by the next `save` or `wait`. A save that still runs is waited for. Files
+        that are `arriving` are waited for in the background, and become part of the checkpoint. `on_saved` is told the
+        `reason`.
         Raises UserError when the disk is full or the folder cannot be written, TimeoutError when the one before is
         not done after `deadline_s`, TypeError for a value that a checkpoint cannot hold.
         """
@@ -163,7 +165,8 @@ class CheckpointStore:
         self.wait()
         self._insist(self.claim)
         tree, tensors = flatten(state)
-        staged = stage(tensors)
+        ready = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{RANKS}.")}
+        staged = ready | stage({name: tensor for name, tensor in tensors.items() if name not in ready})
         blocked_s = time.monotonic() - started_s
         job = _Job(step, _finite(metric), tree, staged, started_s, blocked_s, arriving, reason)
         # Not a daemon: an interpreter that ends normally finishes the checkpoint first.

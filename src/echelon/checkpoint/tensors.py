@@ -1,31 +1,32 @@
-"""Named tensors to and from safetensors files, through `torch.distributed.checkpoint` (DCP).
+"""Named tensors to and from safetensors files.
 
-DCP's planner and storage are called here step by step, as `dcp.save(no_dist=True)` does: that function warns on each
-call, hides a full disk inside a CheckpointException, and `async_save` refuses a process group that has only NCCL.
-DCP's usual storage keeps a pickle beside the tensors; its safetensors storage keeps none.
-
-DCP is imported on first use: it costs up to 3 s that a process which only reads records should not pay.
+They are written tensor by tensor: `safetensors.torch.save_file` hides a full disk inside an error of its own.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from echelon.checkpoint.files import sync, temporary, write_durable
 from echelon.checkpoint.tree import Slot, is_permuted
 from echelon.core.errors import UserError
 
-# What safetensors and DCP's reader both know; any other dtype is stored as its bytes.
-_STORED_AS_THEY_ARE = frozenset(
-    (
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    )
-)
+TENSORS = "model-00001-of-00001.safetensors"
+"""The file of a checkpoint's tensors."""
+
+# What safetensors and all who read it know; any other dtype is stored as its bytes.
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 
 def stage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -40,39 +41,39 @@ def stage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write CPU tensors into `folder` (one safetensors file and its index). Raises OSError, as on a full disk."""
-    from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageWriter
-
+    """Write CPU tensors into a file of `folder`. Raises OSError, as on a full disk."""
     # A tensor without elements has no bytes: its slot in the tree says all there is.
-    stored = {name: _to_stored(tensor) for name, tensor in tensors.items() if tensor.numel()}
-    planner, writer = DefaultSavePlanner(), HuggingFaceStorageWriter(path=str(folder))
-    planner.set_up_planner(stored, writer.storage_meta(), is_coordinator=True)
-    writer.set_up_storage_writer(is_coordinator=True)
-    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
-    results = writer.write_data(plan, planner)
-    results.wait()
-    writer.finish(metadata, [results.value()])
+    write_file(folder / TENSORS, {name: _to_stored(tensor) for name, tensor in tensors.items() if tensor.numel()})
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write CPU tensors of safetensors' dtypes as one durable safetensors file. Raises OSError."""
+    header: dict[str, dict[str, str | list[int]]] = {}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            file.write(as_bytes(tensor).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_tensors(folder: Path, slots: Iterable[Slot]) -> dict[str, Tensor]:
-    """Read the tensors that `slots` name from the files of `write_tensors`, and no others.
+    """Read the tensors that `slots` name from the file of `write_tensors`, and no others, into memory of their own.
 
-    Raises ValueError or RuntimeError when the files do not hold them.
+    Raises SafetensorError, ValueError or RuntimeError when the file does not hold them.
     """
-    from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageReader
-
-    wanted = list(slots)
-    stored = {slot.name: _stored_like(slot) for slot in wanted if 0 not in slot.shape}
-    planner, reader = DefaultLoadPlanner(), HuggingFaceStorageReader(path=str(folder))
-    metadata = reader.read_metadata()
-    planner.set_up_planner(stored, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
-    reader.read_data(planner.finish_plan(reader.prepare_global_plan(plans)[0]), planner).wait()
-    return {
-        slot.name: _from_stored(stored[slot.name], slot) if slot.name in stored else slot.empty() for slot in wanted
-    }
+    with safe_open(folder / TENSORS, "pt") as file:
+        return {
+            slot.name: slot.empty() if 0 in slot.shape else _from_stored(file.get_tensor(slot.name), slot)
+            for slot in slots
+        }
 
 
 def _copy_to_cpu(tensor: Tensor) -> Tensor:
@@ -86,18 +87,13 @@ def _copy_to_cpu(tensor: Tensor) -> Tensor:
 
 
 def _to_stored(tensor: Tensor) -> Tensor:
-    tensor = tensor.contiguous()
-    return tensor if tensor.dtype in _STORED_AS_THEY_ARE else as_bytes(tensor)
-
-
-def _stored_like(slot: Slot) -> Tensor:
-    if slot.dtype in _STORED_AS_THEY_ARE:
-        return slot.empty()
-    return torch.empty(slot.empty().numel() * slot.dtype.itemsize, dtype=torch.uint8)
+    return tensor if tensor.dtype in _NAMES else as_bytes(tensor)
 
 
 def _from_stored(stored: Tensor, slot: Slot) -> Tensor:
-    return stored if slot.dtype in _STORED_AS_THEY_ARE else from_bytes(stored, slot)
+    if slot.dtype not in _NAMES:
+        return from_bytes(stored, slot)
+    return slot.empty().copy_(stored.reshape(slot.shape))  # what was read is the file itself, mapped
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -9,9 +9,7 @@ import sys
 from typing import Any, NoReturn
 
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
-from echelon.core.output import outlive_readers
-from echelon.core.stop import Stopped, stop_at_once, stopped_exit_code
-from echelon.launch.first_process import leave_first_process
+from echelon.core.system import why_unsupported
 
 
 def main() -> None:
@@ -19,6 +17,13 @@ def main() -> None:
 
     A user's mistake is one line on stderr and exit code 2; a signal that asks to stop is exit code 128 + signal.
     """
+    if reason := why_unsupported():
+        _say(reason)
+        sys.exit(USER_ERROR_EXIT_CODE)
+    from echelon.core.output import outlive_readers
+    from echelon.core.stop import Stopped, stop_at_once, stopped_exit_code
+    from echelon.launch.first_process import leave_first_process
+
     leave_first_process()
     outlive_readers()
     try:

@@ -16,7 +16,7 @@ from echelon.core.errors import unknown
 COMMANDS = {
     "train": ("echelon.cli.train:command", "Train a model on data with any number of workers."),
     "resume": ("echelon.cli.train:resume_command", "Continue a run from its newest checkpoint."),
-    "evaluate": ("echelon.cli.runs:evaluate_command", "Evaluate a run's best checkpoint."),
+    "evaluate": ("echelon.cli.runs:evaluate_command", "Evaluate a checkpoint of a run."),
     "export": ("echelon.cli.runs:export_command", "Write a run's best weights as one safetensors file."),
     "compare": (
         "echelon.cli.compare:command",

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import itertools
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +21,8 @@ from echelon.core.errors import UserError, nearest
 from echelon.core.layout import ABOUT_AXES, ABOUT_OPTIONS
 from echelon.core.registry import Argument, Registry
 from echelon.core.spec import name_of
+from echelon.optim.names import declared_optimizers
+from echelon.run.data_names import declared_kinds
 from echelon.sync.registry import STRATEGIES
 from echelon.tasks.registry import TASKS
 
@@ -68,7 +69,7 @@ def kinds() -> list[Kind]:
         declared["syncs"],
         declared["paths"],
         Kind("layouts", "--parallel", tuple(_layouts())),
-        Kind("optimizers", "--optimizer", tuple(_optimizers())),
+        Kind("optimizers", "--optimizer", tuple(Entry(*each) for each in declared_optimizers().items())),
         Kind("places", "--on", tuple(_places())),
     ]
 
@@ -96,31 +97,14 @@ def _models() -> Iterator[Entry]:
 
 
 def _sources() -> Iterator[Entry]:
-    for file in sorted((_PACKAGE / "data" / "sources").glob("[!_]*.py")):
-        if file.stem == "base":
-            continue
-        text, constants = _docstring(file), _constants(file)
-        names = constants.get("names") or [constants.get("form", file.stem)]
-        for name in names:
-            yield Entry(str(name), _summary(text, file.stem), text)
+    for kind in declared_kinds():
+        for name in kind.names or [kind.form or kind.file]:
+            yield Entry(name, _summary(kind.text, kind.file), kind.text)
 
 
 def _layouts() -> Iterator[Entry]:
     yield from (Entry(axis.value, about.partition("\n")[0], about) for axis, about in ABOUT_AXES.items())
     yield from (Entry(name, about) for name, about in ABOUT_OPTIONS.items())
-
-
-def _optimizers() -> Iterator[Entry]:
-    spec = importlib.util.find_spec("timm")
-    folder = Path(next(iter(spec.submodule_search_locations or []), "")) if spec else Path()
-    file = folder / "optim" / "_optim_factory.py"
-    if not file.exists():
-        return
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "OptimInfo":
-            given = {k.arg: k.value.value for k in node.keywords if isinstance(k.value, ast.Constant)}
-            if isinstance(given.get("name"), str):
-                yield Entry(str(given["name"]), str(given.get("description", "")))
 
 
 def _places() -> Iterator[Entry]:
@@ -139,23 +123,7 @@ def _summary(text: str, name: str) -> str:
     return text.partition("\n")[0].rstrip(".").removeprefix(f"{name}: ")
 
 
-def _constants(file: Path) -> Mapping[str, Any]:
-    """Return the class variables `names` and `form` of a source; names that a table has are the table's keys."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    tables = {
-        ast.unparse(node.target if isinstance(node, ast.AnnAssign) else node.targets[0]): [
-            key.value for key in node.value.keys if isinstance(key, ast.Constant)
-        ]
-        for node in tree.body
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict)
-    }
-    found: dict[str, Any] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) in ("names", "form") and node.value:
-            table = re.fullmatch(r"tuple\((\w+)\)", ast.unparse(node.value))
-            value = tables.get(table[1]) if table else ast.literal_eval(node.value)
-            found[ast.unparse(node.target)] = value
-    return found
+_MOST_ALIKE = 3
 
 
 def list_command() -> Any:
@@ -170,8 +138,13 @@ def list_command() -> Any:
             raise UserError(f"unknown kind {what!r}: {nearest(what, known)}known: {', '.join(known)}")
         for kind in [known[what]] if what else known.values():
             print(f"{kind.title} ({kind.flag})")
-            for entry in kind.entries:
-                print(_row(entry.name, entry.summary))
+            for summary, entries in itertools.groupby(kind.entries, key=lambda entry: entry.summary):
+                names = [entry.name for entry in entries]
+                if len(names) > _MOST_ALIKE:  # the data sets of torchvision: said once
+                    print(textwrap.fill(", ".join(names), WIDTH, initial_indent="  ", subsequent_indent="  "))
+                    names = [""]
+                for name in names:
+                    print(_row(name, summary))
             print()
         if not what:
             print("echelon explain NAME says what one of them does, and when it helps.")

@@ -10,14 +10,13 @@ import typer
 
 from echelon.cli.app import COMMANDS, as_command
 from echelon.cli.settings import overrides_of, parameter, trust_parameter, with_settings
-from echelon.core.files import full_disk_in_words
-from echelon.core.stop import stop_on_signals, stopped_exit_code
+from echelon.config.keywords import NOT_OF_STUDIES
+from echelon.core.stop import stopped_exit_code
 
 if TYPE_CHECKING:
     from echelon.study import Study
-    from echelon.study.file import StudyRequest
+    from echelon.study.outcome import StudyOutcome
 
-_CONTINUE = "echelon compare --run"
 _EXIT_INCOMPLETE = 1
 
 
@@ -29,13 +28,14 @@ def command() -> Any:
     ) -> None:
         """Describe a study, and run it or show what would be run."""
         from echelon.study.file import StudyRequest, claim_folder, requested_folder, requested_study
+        from echelon.study.outcome import check_study_trust
 
         retry, dry_run, serve, trust = (others.pop(name) for name in ("retry", "dry_run", "serve", "trust"))
         settings = {name: str(value) for name, value in overrides_of(others).items()}
         folder = settings.pop("run", "")
         request = StudyRequest(settings, tuple(tries or ()), seeds or "", loss or "", config or "")
         study = requested_study(request)
-        _check_trust(request, folder, trust)
+        check_study_trust(request, folder, trust)
         if dry_run:
             _show(study, Path(folder) if folder else requested_folder(study, request))
             return
@@ -59,40 +59,15 @@ def command() -> Any:
             False, "--serve", help="show the study as a page on this machine while it goes")),
         trust_parameter(),
     ]  # fmt: skip
-    function = with_settings(compare, extra, without=("training.seed",))
+    function = with_settings(compare, extra, without=NOT_OF_STUDIES)
     return as_command(function, "compare", f"{COMMANDS['compare'][1]}\n\n{text}.")
 
 
-def _check_trust(request: StudyRequest, folder: str, trust: bool) -> None:
-    """Refuse code that a study's file, or a file of settings, names and this user has not used before.
-
-    Raises:
-        UserError: names the code and the file.
-    """
-    from echelon.config import build
-    from echelon.run.trust import check_settings, check_trust
-    from echelon.study.file import STUDY_FILE, is_study, load_study, study_file
-
-    file = study_file(request) or (Path(folder) / STUDY_FILE if is_study(Path(folder)) else None)
-    if request.config:
-        check_trust(build(Path(request.config)), trust)
-    if file is None:
-        return
-    study = load_study(file)
-    for settings in [study.base, *(c.settings for c in study.candidates), *(t.settings for t in study.terms)]:
-        check_settings(settings, dict.fromkeys(settings, str(file)), trust)
-
-
-def conclude(path: Path) -> bool:
-    """Write a study's report and print its words; returns whether every run completed."""
-    from echelon.study import write_study
-
-    with full_disk_in_words(path, _CONTINUE):
-        report = write_study(path)
-    for line in report.words:
+def show_outcome(outcome: StudyOutcome) -> None:
+    """Print the words of a study, and where its page is."""
+    for line in outcome.words:
         print(line)
-    print(f"report: {path / 'report.html'}")
-    return report.completed == len(report.runs)
+    print(f"report: {outcome.folder / 'report.html'}")
 
 
 def _show(study: Study | None, path: Path) -> None:
@@ -123,19 +98,13 @@ def _warn(study: Study) -> None:
 
 
 def _run(path: Path, study: Study | None, retry: bool, serve: bool) -> None:
-    from echelon.study import StudyStopped, open_study, run_study
-    from echelon.study.live import StudyDisplay
-    from echelon.study.serving import served
+    from echelon.study.outcome import carry_out
 
-    study = open_study(path, study)
-    try:
-        with full_disk_in_words(path, _CONTINUE), served(path, serve), StudyDisplay(path) as display:
-            run_study(path, study, display, retry)
-    except StudyStopped as stop:
-        with stop_on_signals():  # another signal does not take the report away
-            conclude(path)
+    outcome = carry_out(path, study, retry, serve)
+    show_outcome(outcome)
+    if outcome.status == "stopped":
         print(f"stopped; continue with: echelon compare --run {path}")
-        raise SystemExit(stopped_exit_code(stop.signum)) from None
-    if not conclude(path):
+        raise SystemExit(stopped_exit_code(outcome.signum))
+    if outcome.status == "partial":
         print(f"to run again what was refused or failed: echelon compare --run {path} --retry")
         raise SystemExit(_EXIT_INCOMPLETE)

@@ -13,19 +13,24 @@ from rich.table import Table
 from echelon.config import Resolved
 from echelon.core.axes import Axis
 from echelon.core.units import format_bytes
-from echelon.run.resolve import launch_request
-from echelon.run.start import check, plan_of
+from echelon.run.resolve import launch_request, resolve
+from echelon.run.start import check, likely_model, plan_of, settled
 from echelon.trainer.folder import check_new, default_folder
 
 if TYPE_CHECKING:
+    from echelon.data.base import DataInfo
     from echelon.forecast.memory import Forecast
+    from echelon.launch.plan import LaunchPlan
     from echelon.trainer.resolved import ResolvedRun
 
 _TOLD_APART = ("checkpoint", "peak")
 
 
-def show(resolved: Resolved) -> None:
-    """Print the description and the plan; refuses what a start, or one of its workers, would refuse.
+def show(resolved: Resolved, all_settings: bool = False) -> None:
+    """Print what is not as by default, what `auto` became, and the plan; refuses what a start or a worker would refuse.
+
+    Args:
+        all_settings: print the settings that are as by default, too.
 
     Raises:
         UserError: it would not start; nothing has been printed.
@@ -35,18 +40,25 @@ def show(resolved: Resolved) -> None:
     from echelon.trainer.compatibility import interplay_notes
 
     config = resolved.config
-    folder = Path(config.run) if config.run else default_folder(config)
+    folder = Path(config.run) if config.run else default_folder(config, model=likely_model(config))
     request = launch_request(config)
     plan, run = plan_of(request, folder), check(request)
     check_new(folder, config)
+    run = resolve(settled(run, plan))
     ranks = plan.workers * plan.nodes.most
     tried = try_out(run, plan.workers, ranks)
     console = Console(soft_wrap=True)
     table = Table("setting", "value", "from", box=None)
+    became = _chosen(run, plan, tried.info)
     for name, origin in resolved.origins.items():
-        value = reduce(getattr, name.split("."), config)
-        table.add_row(name, str(value), origin, style=None if origin != "default" else "dim")
+        value, chosen = str(reduce(getattr, name.split("."), config)), became.get(name)
+        if chosen is not None and chosen != value:
+            table.add_row(name, chosen, f"{origin}: {value}")
+        elif origin != "default" or all_settings:
+            table.add_row(name, value, origin, style=None if origin != "default" else "dim")
     console.print(table)
+    if not all_settings:
+        console.print("all else is as by default: --dry-run --all shows it", highlight=False)
     nodes = plan.nodes
     machines = _many(nodes.most, "machine") if nodes.least == nodes.most else f"{nodes.least} to {nodes.most} machines"
     where = "" if nodes.most == 1 else f" on each of {machines}"
@@ -60,6 +72,24 @@ def show(resolved: Resolved) -> None:
     for note in interplay_notes(run, ranks):
         console.print(note, highlight=False, markup=False)
     _show_layout(console, run, tried.forecast, ranks)
+
+
+def _chosen(run: ResolvedRun, plan: LaunchPlan, info: DataInfo) -> dict[str, str]:
+    """Return what settings that leave a choice become in this run, by name."""
+    from echelon.models import auto_name
+    from echelon.trainer.inputs import model_input
+
+    config = run.config
+    chosen = {"launch.workers": str(plan.workers), "launch.threads": str(plan.threads)}
+    chosen["training.accumulate"] = str(config.training.accumulate)
+    chosen["strategy.parallel"] = str(run.layout_for(plan.workers * plan.nodes.most))
+    if config.task == "auto":
+        chosen["task"] = info.task
+    if config.model.name == "auto":
+        chosen["model.name"] = auto_name(model_input(info, run.task.fitted(info)))
+    if not config.data.image_size and info.shape is None:
+        chosen["data.image_size"] = str(info.image_size)
+    return chosen
 
 
 def _many(number: int, what: str) -> str:
@@ -76,7 +106,9 @@ def _show_layout(console: Console, run: ResolvedRun, forecast: Forecast, ranks: 
     for note in forecast.notes:
         console.print(note, highlight=False, markup=False)
     if forecast.unknown:
-        console.print(f"memory per rank cannot be predicted: values matter to this model ({forecast.unknown})")
+        console.print(
+            f"memory per rank cannot be predicted: values matter to this model or its optimizer ({forecast.unknown})"
+        )
     for rank, memory in enumerate(forecast.memory):
         of = f" of pipeline rank {rank}" if forecast.stages else ""
         kinds = [

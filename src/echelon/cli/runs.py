@@ -1,31 +1,48 @@
 """`echelon evaluate`, `echelon export` and `echelon report`: commands on a run that exists."""
 
+import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from echelon.cli.app import COMMANDS, as_command
-from echelon.cli.settings import TRUST
+from echelon.cli.settings import parameter, trust_parameter, with_parameters
 
 
 def evaluate_command() -> Any:
     """Build `echelon evaluate`."""
 
-    def evaluate(
-        run: Annotated[str, typer.Argument(help="the run's folder")],
-        trust: Annotated[bool, typer.Option("--trust", help=TRUST)] = False,
-        follow_links: Annotated[
-            bool, typer.Option("--follow-links", help="use links in the data folder that lead out of it")
-        ] = False,
-    ) -> None:
-        """Print the metrics of a run's best checkpoint."""
+    def evaluate(run: str, as_json: bool, **options: Any) -> None:
+        """Print the metrics of a checkpoint."""
         from echelon import api
+        from echelon.launch.supervisor import JobFailed
 
-        for name, value in api.evaluate(run, trust, follow_links).items():
+        try:
+            metrics = api.evaluate(run, **options)
+        except JobFailed as failure:
+            print(f"echelon: {failure}", file=sys.stderr)
+            raise SystemExit(1) from None
+        if as_json:
+            print(json.dumps(metrics))
+            return
+        for name, value in metrics.items():
             print(f"{name:16} {value:.4f}" if value is not None else f"{name:16} undefined")
 
-    return as_command(evaluate, "evaluate", COMMANDS["evaluate"][1])
+    options = [
+        parameter("run", str, typer.Argument(..., help="the run's folder")),
+        trust_parameter(),
+        parameter("follow_links", bool, typer.Option(
+            False, "--follow-links", help="use links in the data folder that lead out of it")),
+        parameter("data", str, typer.Option("", "--data", help="other data than the run's, by name or folder")),
+        parameter("checkpoint", str, typer.Option(
+            "best", "--checkpoint", metavar="best|newest|STEP", help="which one [default: best]")),
+        parameter("workers", int, typer.Option(
+            0, "--workers", min=0, help="processes that share the work [default: as many as the run has]")),
+        parameter("as_json", bool, typer.Option(False, "--json", help="print the metrics as one JSON object")),
+    ]  # fmt: skip
+    return as_command(with_parameters(evaluate, options), "evaluate", COMMANDS["evaluate"][1])
 
 
 def export_command() -> Any:
@@ -54,9 +71,10 @@ def report_command() -> Any:
         from echelon.study.file import is_study
 
         if is_study(Path(run)):
-            from echelon.cli.compare import conclude
+            from echelon.cli.compare import show_outcome
+            from echelon.study.outcome import concluded
 
-            conclude(Path(run))
+            show_outcome(concluded(Path(run)))
             return
         from echelon import api
         from echelon.reporting.report import closing_words, load_run, summarise

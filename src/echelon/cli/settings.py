@@ -24,7 +24,8 @@ BASICS = (  # what most commands need: shown first
 )  # fmt: skip
 HEADINGS = {
     "data": "Data", "model": "Model", "optimizer": "Optimizer and loss", "training": "Training",
-    "strategy": "Layout", "launch": "Processes and machines", "checkpoint": "Checkpoints", "run": "Run",
+    "strategy": "Layout", "launch": "Processes and machines", "checkpoint": "Checkpoints",
+    "tracking": "Callbacks and loggers", "run": "Run",
 }  # fmt: skip
 METAVARS = {
     "strategy.parallel": "LAYOUT", "strategy.sync": "SPEC", "strategy.compression": "SPEC",
@@ -61,6 +62,11 @@ def with_settings(
     wanted = [leaf for leaf in leaves() if (not only or leaf[0].startswith(only)) and leaf[0] not in without]
     settings = [_setting(name, item, kind) for name, item, kind in wanted]
     parameters = sorted([*settings, *extra], key=lambda p: (isinstance(p.default, typer.models.OptionInfo), _place(p)))
+    return with_parameters(function, parameters)
+
+
+def with_parameters(function: Callable[..., None], parameters: list[inspect.Parameter]) -> Callable[..., None]:
+    """Give a function keyword parameters for typer to read, in place of those that it is written with."""
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     function.__annotations__ = {p.name: p.annotation for p in parameters}
     return function

@@ -13,11 +13,14 @@ from echelon.cli.app import COMMANDS, EXIT_CODES, as_command
 from echelon.cli.settings import overrides_of, parameter, trust_parameter, with_settings
 from echelon.config import build
 from echelon.config.build import COMMAND_LINE
+from echelon.config.keywords import RESUMABLE
+from echelon.optim.names import check_optimizer_name
+from echelon.run.data_names import check_data_name
 from echelon.run.resolve import check_names
 
 if TYPE_CHECKING:
     from echelon.config import Resolved, RunConfig
-    from echelon.run.start import Outcome
+    from echelon.run.outcome import Outcome
 
 EXAMPLES = """Examples:
   echelon train digits --epochs 3 --workers 2
@@ -31,19 +34,23 @@ EXAMPLES = """Examples:
 def command() -> Any:
     """Build `echelon train`."""
 
-    def train(config: str | None, dry_run: bool, serve: bool, trust: bool, **settings: Any) -> None:
+    def train(config: str | None, dry_run: bool, all_settings: bool, serve: bool, trust: bool, **settings: Any) -> None:
         """Train, or show what would be started."""
         resolved = build(Path(config) if config else None, overrides_of(settings))
         if config and _describes_itself(resolved, Path(config)):  # the run is repeated, under the next free name
             resolved = replace(resolved, config=replace(resolved.config, run=""))
         check_names(resolved.config)  # before what starts runs is imported: a misspelt word is said at once
+        check_data_name(resolved.config.data.source)
+        check_optimizer_name(resolved.config.optimizer.name)
+        from echelon.run.defaults import with_task_defaults
         from echelon.run.trust import check_trust
 
         check_trust(resolved, trust)
+        resolved = with_task_defaults(resolved)
         if dry_run:
             from echelon.cli.dry_run import show
 
-            show(resolved)
+            show(resolved, all_settings)
             return
         _finish(_start(resolved.config, serve))
 
@@ -54,8 +61,9 @@ def command() -> Any:
         parameter(
             "dry_run",
             bool,
-            typer.Option(False, "--dry-run", help="show the settings with their origins, start nothing"),
+            typer.Option(False, "--dry-run", help="show what would start and what is not as by default, start nothing"),
         ),
+        parameter("all_settings", bool, typer.Option(False, "--all", help="with --dry-run: show all settings")),
         parameter(
             "serve", bool, typer.Option(False, "--serve", help="show the run as a page on this machine while it goes")
         ),
@@ -82,12 +90,11 @@ def _start(config: RunConfig, serve: bool) -> Outcome:
 
 def resume_command() -> Any:
     """Build `echelon resume`."""
-    from echelon.api import RESUMABLE
 
     def resume(run_folder: str, trust: bool, from_scratch: bool, **settings: Any) -> None:
         """Continue a run."""
         from echelon import api
-        from echelon.run.start import RunFailed
+        from echelon.run.outcome import RunFailed
 
         try:
             outcome = api.resume(run_folder, overrides_of(settings), trust, from_scratch)
@@ -106,7 +113,7 @@ def resume_command() -> Any:
 
 def _finish(outcome: Outcome) -> None:
     """Print the closing words of a run; exits with another code than 0 unless it completed."""
-    from echelon.run.start import failed_log
+    from echelon.run.outcome import failed_log
 
     for line in outcome.words or _closing_words(outcome.folder):
         print(line)

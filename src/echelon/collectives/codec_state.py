@@ -149,13 +149,18 @@ def rescale(shards: Iterable[CodecShard], factor: float) -> None:
             h.state.numbers["threshold"] *= factor
 
 
-def left_out(merged: StateView) -> dict[str, Tensor]:
-    """Return, by parameter, the sum of what `merge` found to wait in error feedback, both ways: float64 [elements]."""
+def left_out(merged: StateView, divisor: int = 1) -> dict[str, Tensor]:
+    """Return, by parameter, the sum of what `merge` found to wait in error feedback, both ways: float64 [elements].
+
+    Args:
+        divisor: of a sum that is averaged: what the ranks send is not divided yet, and what owners send back is.
+    """
     found: dict[str, Tensor] = {}
     for key, total in merged.items():
         kind, _, name = key.partition("/")
         if kind in ("total.sent.error", "total.relay.error"):
-            found[name] = found[name] + total if name in found else total
+            part = total / divisor if kind == "total.sent.error" else total
+            found[name] = found[name] + part if name in found else part
     return found
 
 

@@ -52,7 +52,7 @@ class DdpHook:
             UserError: the codec's momentum contradicts the optimizer's, or parameters differ in theirs.
         """
         if optimizer is not None and self._compression.encodes:
-            self._compression = _take_momentum(self._compression, optimizer)
+            self._compression = take_momentum(self._compression, optimizer)
             self._placed = True
         self._open(ddp.process_group).attach(ddp)
 
@@ -108,8 +108,12 @@ _WHERE_IS_MOMENTUM = (
 )
 
 
-def _take_momentum(compression: Compression, optimizer: torch.optim.Optimizer) -> Compression:
-    """Move an optimizer's momentum into the codec where that is its place; returns what travels then."""
+def take_momentum(compression: Compression, optimizer: torch.optim.Optimizer) -> Compression:
+    """Move an optimizer's momentum into the codec where that is its place; returns what travels then.
+
+    Raises:
+        UserError: the codec's momentum contradicts the optimizer's, or parameters differ in theirs.
+    """
     groups = optimizer.param_groups
     found = {(float(group.get("momentum", 0.0)), bool(group.get("nesterov", False))) for group in groups}
     if len(found) > 1:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,6 +25,7 @@ from echelon.collectives.wire import WireCount, numel_by_group, ring_bytes
 from echelon.collectives.work import CellWork, PathWork
 from echelon.compression import Compression
 from echelon.compression.base import Codec
+from echelon.core.listeners import closed_afterwards
 from echelon.core.state_tree import StateTree, StateView
 from echelon.torch_compat import same_ranks_group
 
@@ -76,11 +78,13 @@ class GradientHook:
         self._counts: dict[tuple[int, int], dict[str, int]] = {}
         self._names: dict[int, str] = {}
         self._lane: CommThread | None = None
+        self._closed = False
         self._work: BucketWork | None = None
         if self.codec is not None:
             check_combination(self.codec, self._route.path, self._route.size)
         if self.codec is not None or not self._route.path.by_backend:
-            self._route = Route(self._route.path, same_ranks_group(self._route.group))
+            with closed_afterwards():
+                self._route = Route(self._route.path, same_ranks_group(self._route.group))
             self._work = self._make_work()
 
     def _make_work(self) -> BucketWork:
@@ -104,6 +108,8 @@ class GradientHook:
 
     def __call__(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
         """Start to reduce a bucket; called by DDP in backward, in the same order on every rank."""
+        if self._closed:
+            return noop_hook(None, bucket)
         handed_s = self.times.handed(bucket.index() == 0, bucket.is_last())
         if bucket.is_last():
             self._mark_ready(bucket, handed_s)
@@ -159,7 +165,8 @@ class GradientHook:
         return codec_state.density(self._work.held()) if isinstance(self._work, CellWork) else None
 
     def close(self) -> None:
-        """End the communication thread; the hook cannot be used afterwards."""
+        """End the communication thread; from now on the model's gradients stay each rank's own."""
+        self._closed = True
         if self._lane is not None:
             self._lane.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, asdict, dataclass, fields, is_dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -41,6 +42,11 @@ def leaves(config_type: type = RunConfig, prefix: str = "") -> Iterator[tuple[st
             yield from leaves(hints[item.name], f"{name}.")
         else:
             yield name, item, hints[item.name]
+
+
+def leaf_values(config: RunConfig) -> dict[str, str | int | float | bool]:
+    """Return every setting's value by dotted name."""
+    return {name: attrgetter(name)(config) for name, _, _ in leaves()}
 
 
 def flag_of(name: str, item: Field[Any]) -> str:

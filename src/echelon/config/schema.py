@@ -25,16 +25,30 @@ def setting(
 ) -> Any:
     """Declare one field: default, help, flag; `above` and `below` are inclusive bounds, checked for numbers.
 
-    `renamed`: values that runs were written with before, and what they are called now.
+    `renamed`: other words for a value, such as those that runs were written with before.
     """
     metadata = {"help": help, "flag": flag, "min": above, "max": below, "renamed": renamed or {}}
     return field(default=default, metadata=metadata)
 
 
-def code_setting(default: str, help: str, flag: str) -> Any:
-    """Declare a field whose value may be `module:name`: code that a run imports."""
+def code_setting(default: str, help: str, flag: str, callables: str = "") -> Any:
+    """Declare a field whose value may be `module:name`: code that a run imports.
+
+    Args:
+        callables: the type of the code itself, which may be given from Python too.
+    """
     metadata: dict[str, Any] = {"help": help, "flag": flag, "min": None, "max": None, "renamed": {}, "code": True}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={**metadata, "callables": callables})
+
+
+def calls_setting(help: str, flag: str, default: str = "", callables: str = "") -> Any:
+    """Declare a field of names joined by `+`, with arguments, some of which may be `module:name`.
+
+    Args:
+        callables: as in `code_setting`.
+    """
+    metadata: dict[str, Any] = {"help": help, "flag": flag, "min": None, "max": None, "renamed": {}, "code": "calls"}
+    return field(default=default, metadata={**metadata, "callables": callables})
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -44,7 +58,15 @@ class DataConfig:
     source: str = code_setting(
         "digits", "digits, an image folder, a torchvision data set name, or module:function", "DATA"
     )
-    root: str = setting("data", "folder for downloaded torchvision data sets", "--data-root")
+    input: str = setting("", "columns that the model is given, joined by commas; empty: all but the target")
+    target: str = setting("", "column that is to be predicted, or several joined by commas")
+    tokeniser: str = setting(
+        "auto", "what text is cut with: auto, bpe(8000), characters, or a folder with a tokenizer.json of transformers"
+    )
+    context: int = setting(128, "tokens of a window, where one long text is cut into windows", above=1)
+    root: str = setting(
+        "data", "folder for downloaded torchvision data sets, and for tokenisers that were trained", "--data-root"
+    )
     batch_size: int = setting(128, "samples per optimizer step over all workers (global batch)", above=1)
     eval_batch_size: int = setting(0, "samples per evaluation step and worker; 0: as in training", above=0)
     image_size: int = setting(0, "side of the square image in pixels; 0: from the data (ImageNet-sized: 224)", above=0)
@@ -52,11 +74,34 @@ class DataConfig:
     augment: Literal["auto", "none", "flip_crop", "imagenet"] = setting(
         "auto", "augmentation: auto (by image size), none, flip_crop (pad and crop), imagenet (random resized crop)"
     )
+    transform: str = code_setting(
+        "",
+        "module:function of your own on each training input (images: uint8, augmented)",
+        "--transform",
+        "Callable[[Any], Any]",
+    )
+    eval_transform: str = code_setting(
+        "", "module:function likewise, on each evaluation input", "--eval-transform", "Callable[[Any], Any]"
+    )
+    mixup: float = setting(
+        0.0, "mixup's alpha, such as 0.2: pairs of samples and their classes are blended; 0: off", above=0
+    )
+    cutmix: float = setting(
+        0.0, "CutMix's alpha, such as 1: a box of another image; with --mixup, a coin decides for each batch", above=0
+    )
+    sample_weights: str = setting(
+        "none",
+        "an epoch is N draws with replacement by weight: none, inverse-class, or a file with a weight for each "
+        "training sample (.npy, or a number a line)",
+    )
     holdout: float = setting(
         0.2, "share held out for evaluation when the data has no val/ or test/", above=0.01, below=0.9
     )
     loaders: int = setting(
         -1, "loading processes per worker; 0: in the worker itself; -1: chosen from the data", above=-1
+    )
+    on_nan: Literal["stop", "skip"] = setting(
+        "stop", "a sample of numbers that are not finite (NaN): stop, or leave it out and count it"
     )
     on_bad_image: Literal["stop", "skip"] = setting(
         "stop", "an image that cannot be decoded: stop, or skip and count it"
@@ -80,16 +125,31 @@ class ModelConfig:
 class OptimizerConfig:
     """Optimizer, schedule and loss; names are timm's."""
 
-    name: str = setting("sgd", "timm optimizer: sgd (Nesterov), momentum, adamw, lars, lamb, ...", "--optimizer")
+    name: str = calls_setting(
+        "timm optimizer: sgd (Nesterov), momentum, adamw, lars, lamb, ...; or module:Class(name=value) of your own",
+        "--optimizer",
+        "sgd",
+        "Callable[..., Any]",
+    )
     lr: float = setting(0.1, "learning rate", above=0)
     momentum: float = setting(0.9, "momentum (SGD family)", above=0, below=1)
     weight_decay: float = setting(5e-4, "weight decay; none on biases and normalisation", above=0)
     schedule: Literal["cosine", "step", "poly", "constant"] = setting("cosine", "learning-rate schedule")
+    lr_find: bool = setting(
+        False,
+        "search the learning rate and train nothing: 100 steps at rates that rise from 1e-6 to 10, in a run folder of "
+        "their own, with a curve and a suggestion",
+    )
     step_epochs: float = setting(30.0, "epochs between drops by 10 of the step schedule", above=0)
     warmup_epochs: float = setting(0.0, "epochs of linear warm-up", above=0)
     scale_lr: int = setting(0, "multiply lr by batch_size / this (linear scaling); 0: off", above=0)
     clip_norm: float = setting(0.0, "clip the gradient's norm at this; 0: off", above=0)
     label_smoothing: float = setting(0.0, "label smoothing", above=0, below=1)
+    loss: str = calls_setting(
+        "a loss of your own, (outputs, targets) -> one number a sample, their sum or mean: module:name, or a class of "
+        "torch.nn such as SmoothL1Loss(beta=0.5)",
+        "--loss",
+    )
     class_weights: str = setting("none", "none, balanced, or a comma-separated list with one weight per class")
 
 
@@ -99,7 +159,17 @@ class TrainingConfig:
 
     epochs: int = setting(10, "passes over the training data", above=1)
     max_steps: int = setting(0, "stop after this many optimizer steps; 0: no limit", above=0)
-    accumulate: int = setting(1, "micro-batches that a worker's part of a batch is cut into", above=1)
+    accumulate: int = setting(
+        1,
+        "micro-batches that a worker's part of a batch is cut into; auto, or 0: as few as fit the memory that is there",
+        above=0,
+        renamed={"auto": "0"},
+    )
+    on_oom: Literal["fail", "halve"] = setting(
+        "fail",
+        "what follows when a worker runs out of memory: fail (an error as any other) or halve (go on from the newest "
+        "checkpoint with twice as many micro-batches; the batch stays as it is)",
+    )
     precision: Literal["fp32", "bf16", "bf16-params", "fp16", "fp8"] = setting(
         "fp32",
         "fp32, bf16 (autocast), bf16-params (float32 masters), fp16 (autocast, scaled losses) or fp8 (torchao, a GPU)",
@@ -113,9 +183,30 @@ class TrainingConfig:
     ema: float = setting(
         0.0, "decay of an exponential moving average of the weights, used in evaluation; 0: off", above=0, below=1
     )
+    metrics: str = calls_setting(
+        "metrics of torchmetrics beside the task's, joined by +: F1Score(average=macro)+module:Class", "--metrics"
+    )
+    primary_metric: str = setting(
+        "", "the metric by which checkpoints are compared: top1, loss, f1_score, mine(min); empty: the task's"
+    )
     eval_every: int = setting(1, "epochs between evaluations; 0: only at the end", above=0)
+    worst_samples: int = setting(
+        12, "images of the highest evaluation loss that the report shows; 0: none", above=0, below=48
+    )
+    early_stop: int = setting(
+        0, "stop after so many evaluations in a row without improvement of the task's primary metric; 0: off", above=0
+    )
+    early_stop_delta: float = setting(0.0, "a change of the primary metric up to this is no improvement", above=0)
+    max_time: str = setting(
+        "",
+        "end with an evaluation, a checkpoint and the report within this time of the command, such as 2h; `echelon "
+        "resume` goes on, with as much again; empty: no limit",
+    )
     seed: int = setting(0, "seed of parameters, order and augmentation", above=0)
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a GPU per worker where there are enough")
+    profile: int = setting(
+        0, "steps of each rank to profile, after 5 others: a trace for Perfetto in the run's folder; 0: none", above=0
+    )
     deterministic: bool = setting(False, "deterministic GPU kernels (slower)")
 
 
@@ -177,6 +268,17 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class TrackingConfig:
+    """Who is told what happens in a run, beside its record and TensorBoard."""
+
+    loggers: str = setting("", "services that draw the run, joined by +: wandb(project=digits)+mlflow", "--logger")
+    callbacks: str = calls_setting(
+        "classes of your own that are told what happens in the run: module:Class, module:Class(every=10)+module:Other",
+        "--callbacks",
+    )
+
+
+@dataclass(frozen=True, config=STRICT)
 class RunConfig:
     """One run. Written to `config.yaml` in the run's folder; that file alone repeats the run."""
 
@@ -187,5 +289,6 @@ class RunConfig:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
     task: str = code_setting("auto", "what is learnt: auto (by the data), a task's name, or module:Class", "--task")
     run: str = setting("", "the run's folder; default: runs/DATA-MODEL-NUMBER", "--run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -59,6 +60,20 @@ def parse_interval(text: str) -> CheckpointInterval:
     except UserError:
         raise UserError(f"--checkpoint-every {text!r}: write a number of steps (200) or a duration (5m)") from None
     return CheckpointInterval(None, seconds)
+
+
+def parse_max_time(text: str) -> float:
+    """Read `2h`, in seconds; infinity where it is empty.
+
+    Raises:
+        UserError: the text is no duration, or too short for a start and an end.
+    """
+    if not text:
+        return math.inf
+    seconds = seconds_for("--max-time")(text)
+    if seconds < 10:
+        raise UserError(f"--max-time {text}: starting and ending take seconds: use at least 10s")
+    return seconds
 
 
 def check_world(config: RunConfig, world_size: int) -> Layout:
@@ -144,5 +159,11 @@ def _check_training(config: RunConfig) -> None:
             f"--accumulate {training.accumulate} cuts a batch of {config.data.batch_size} into empty micro-batches: "
             f"use at most {config.data.batch_size}"
         )
+    if (config.data.mixup or config.data.cutmix) and "skip" in (config.data.on_bad_image, config.data.on_nan):
+        raise UserError("--mixup and --cutmix mix pairs of images: use --on-bad-image stop, or leave them out")
+    if training.early_stop and not training.eval_every:
+        raise UserError("--early-stop counts evaluations, and --eval-every 0 has one at the end: use --eval-every 1")
+    if training.max_time:
+        parse_max_time(training.max_time)
     if training.precision == "fp8" and training.device == "cpu":
         raise UserError("--precision fp8 needs a GPU with 8-bit matrix units: on a CPU use --precision bf16 or fp32")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.core.files import write_atomic
+from echelon.core.patience import may_pass
 
 if TYPE_CHECKING:
     from echelon.messages.endpoint import Channel
@@ -89,9 +90,16 @@ class SchedulerLine:
 
         self._send(Stop("stop"))
 
+    def connect(self) -> None:
+        """Open the line once the scheduler listens; called again and again, so that to tell later takes no file."""
+        try:
+            self._channel = self._channel or self._connect()
+        except OSError as error:
+            if not may_pass(error):
+                raise
+
     def _send(self, content: Content) -> None:
-        if self._channel is None:
-            self._channel = self._connect()
+        self.connect()
         if self._channel is not None:
             self._channel.send(content)
 

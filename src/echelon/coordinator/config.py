@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How long to train, and when to evaluate and save; 0 and None: never."""
+    """How long to train, and when to evaluate and save; 0 and None: never.
+
+    Attributes:
+        early_stop: after so many evaluations in a row without improvement.
+        time_left_s: until the command is to have ended, from the coordinator's start.
+    """
 
     epochs: int
     max_steps: int
     eval_every: int
     save_steps: int | None
     save_s: float | None
+    early_stop: int = 0
+    time_left_s: float = math.inf
 
     def steps(self, steps_per_epoch: int) -> int:
         """Return the steps of the whole run."""

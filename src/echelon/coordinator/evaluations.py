@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from echelon.coordinator.config import TrainingPlan
 from echelon.coordinator.members import RunMember
 from echelon.coordinator.messages import EVALUATION_TASKS, EvaluateTask
+from echelon.core.task import Stagnation
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class EvaluationJob:
         tag: names the copies; 0: it has not begun.
         missing: servers that have not kept theirs.
         worker: who does it; empty: nobody yet.
+        counts: whether a result that is no better counts for an early stop.
+        began_s: when a worker was given it.
     """
 
     epoch: int
@@ -47,6 +50,8 @@ class EvaluationJob:
     tag: int = 0
     missing: set[int] = field(default_factory=set)
     worker: str = ""
+    counts: bool = False
+    began_s: float = 0.0
 
     @property
     def is_last(self) -> bool:
@@ -78,10 +83,11 @@ class Evaluations:
         self._plan, self._tag = plan, first_tag
         self.present: EvaluationJob | None = None
         self._waiting: deque[EvaluationJob] = deque()
-        self._last_asked = False
+        self._last_asked = self._is_closing = False
         self._epochs_seen = self._saved_step = 0
         self._saved_s = now_s
         self.best: float | None = None
+        self.stagnation = Stagnation()
         self._lead = ""
 
     def restore(self, epochs_seen: int, best: float | None, saved_step: int) -> None:
@@ -93,9 +99,14 @@ class Evaluations:
         self._epochs_seen = max(self._epochs_seen, steps // per_epoch)
         self._saved_step = max(self._saved_step, steps)
 
-    def set_up(self, best: float | None, now_s: float) -> None:
+    def set_up(self, best: float | None, stagnation: Stagnation, now_s: float) -> None:
         """Begin with the best result of the checkpoint that the run resumes; time counts from now."""
-        self.best, self._saved_s = best, now_s
+        self.best, self.stagnation, self._saved_s = best, stagnation, now_s
+
+    @property
+    def is_stagnant(self) -> bool:
+        """Whether the run is to stop early."""
+        return 0 < self._plan.early_stop <= self.stagnation.evaluations
 
     # What is due
 
@@ -107,15 +118,18 @@ class Evaluations:
         if progress.complete:
             self._last_asked = True
             last_epoch = max(0, progress.done_steps - 1) // progress.steps_per_epoch
-            self._ask(EvaluationJob(last_epoch, progress.steps, True, "end"), now_s)
+            every = self._plan.eval_every
+            counts = every > 0 and progress.done_steps % (every * progress.steps_per_epoch) == 0
+            self._ask(EvaluationJob(last_epoch, progress.steps, True, "end", counts=counts), now_s)
             return Due(asked=True)
         epoch = None
         if progress.epochs > self._epochs_seen:
             self._epochs_seen = epoch = progress.epochs
-            if self._plan.eval_every and epoch % self._plan.eval_every == 0:
-                self._ask(EvaluationJob(epoch - 1, progress.steps, True, "interval" if due else ""), now_s)
+            if self._plan.eval_every and epoch % self._plan.eval_every == 0 and not self._is_closing:
+                job = EvaluationJob(epoch - 1, progress.steps, True, "interval" if due else "", counts=True)
+                self._ask(job, now_s)
                 return Due(epoch, True)
-        asked = due and self.present is None and not self._waiting
+        asked = due and self.present is None and not (self._waiting or self._is_closing)
         if asked:
             self._ask(EvaluationJob(progress.epochs, progress.steps, False, "interval"), now_s)
         return Due(epoch, asked)
@@ -131,12 +145,17 @@ class Evaluations:
             self._saved_step, self._saved_s = job.step, now_s
         self._waiting.append(job)
 
-    def stop_early(self, epoch: int, step: int) -> bool:
-        """Let a last checkpoint wait for its turn; whether it did not already."""
+    def begin_closing(self) -> None:
+        """Let only the last evaluation come yet: the run completes before its last step."""
+        self._is_closing = True
+        self._waiting = deque(job for job in self._waiting if job.is_last)
+
+    def stop_early(self, epoch: int, step: int, completed: bool) -> bool:
+        """Let a last checkpoint wait for its turn, with an evaluation where the run completes; whether none did."""
         if self._last_asked:
             return False
         self._last_asked = True
-        self._waiting.append(EvaluationJob(epoch, step, False, "stop"))
+        self._waiting.append(EvaluationJob(epoch, step, completed, "end" if completed else "stop"))
         return True
 
     # The present one
@@ -164,15 +183,17 @@ class Evaluations:
         self.present.missing.discard(index)
         return not self.present.missing
 
-    def task_for(self, member: RunMember, workers: Sequence[RunMember]) -> EvaluateTask | None:
+    def task_for(self, member: RunMember, workers: Sequence[RunMember], now_s: float) -> EvaluateTask | None:
         """Return the present one as a task, when it waits for this worker."""
         job = self.present
         if job is None or not job.waits_for_worker or member.name != self._leader(workers):
             return None
         job.worker = self._lead = member.name
+        job.began_s = now_s
         return EvaluateTask(
-            EVALUATION_TASKS + job.tag, job.tag, job.epoch, job.step, job.evaluate, job.reason, self.best
-        )
+            EVALUATION_TASKS + job.tag, job.tag, job.epoch, job.step, job.evaluate, job.reason, self.best,
+            self.stagnation, job.counts,
+        )  # fmt: skip
 
     def _leader(self, workers: Sequence[RunMember]) -> str:
         """Return the worker that evaluates: the one that did so last, else the first of the first machine."""

@@ -17,6 +17,7 @@ from echelon.coordinator.messages import SetupDone
 from echelon.core.files import write_atomic
 from echelon.core.lines import WaitingLines, append_line
 from echelon.core.patience import Patience
+from echelon.core.task import Stagnation
 from echelon.messages.plain import AnyFloat, Malformed, from_plain, to_plain
 
 
@@ -94,6 +95,14 @@ class Best(JournalEntry):
 
 
 @dataclass(frozen=True, slots=True)
+class Stagnant(JournalEntry):
+    """How many evaluations in a row gave no better result."""
+
+    kind: ClassVar[str] = "stagnant"
+    stagnation: Stagnation
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointSaved(JournalEntry):
     """A checkpoint of a step is on the disk."""
 
@@ -111,7 +120,7 @@ class Ended(JournalEntry):
 
 _KINDS = {
     entry.kind: entry
-    for entry in (SetUp, Begun, StepCut, Counted, CountedBefore, EpochSeen, Best, CheckpointSaved, Ended)
+    for entry in (SetUp, Begun, StepCut, Counted, CountedBefore, EpochSeen, Best, Stagnant, CheckpointSaved, Ended)
 }
 
 

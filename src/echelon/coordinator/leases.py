@@ -121,6 +121,11 @@ class LeaseLedger(ABC):
         return True
 
     @property
+    def task_s(self) -> float:
+        """How long a task takes, the median of the last ones; 0: not known."""
+        return statistics.median(self._pace.seconds) if self._pace.seconds else 0.0
+
+    @property
     @abstractmethod
     def done_steps(self) -> int:
         """Steps before which all are done."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from echelon.core.task import Stagnation
 from echelon.messages.framing import Content, content, vocabulary
 from echelon.messages.plain import AnyFloat
 
@@ -149,6 +150,7 @@ class SetupDone(Content):
         about: the record's line of the run's start (`records.kinds.Start`), as plain values.
         notes: what a user has to know of this run, each with the name of its event before it.
         passed_over: what is wrong with newer checkpoints than the one that is resumed.
+        stagnation: of the checkpoint's evaluations.
     """
 
     task: int
@@ -161,18 +163,32 @@ class SetupDone(Content):
     about: dict[str, Any] = field(default_factory=dict)
     notes: list[list[str]] = field(default_factory=list)
     passed_over: list[str] = field(default_factory=list)
+    stagnation: Stagnation = Stagnation()
     moved: MovedBytes = MovedBytes()
 
 
 @dataclass(frozen=True, slots=True)
 class CopyResult:
-    """What the evaluation of a copy gave: the mean loss per unit, metrics by name, and after which step."""
+    """What the evaluation of a copy gave: the mean loss per unit, metrics by name, and after which step.
+
+    Attributes:
+        part: what the samples are called.
+        test_loss: of the test set, where there is one beside them and this is the best result so far.
+        test_metrics: likewise; empty: it was not evaluated.
+        test_samples: that these are of.
+        test_seconds: that this took.
+    """
 
     loss: AnyFloat
     metrics: dict[str, AnyFloat | None]
     seconds: float
     samples: int
     step: int
+    part: str = "test"
+    test_loss: AnyFloat = 0.0
+    test_metrics: dict[str, AnyFloat | None] = field(default_factory=dict)
+    test_samples: int = 0
+    test_seconds: float = 0.0
 
 
 @content(26)
@@ -183,12 +199,14 @@ class EvaluationDone(Content):
         lost: a server died before its copy was read: nothing is done.
         best: the result, if it is the best so far.
         evaluation: None where the copy was only saved.
+        stagnation: with it.
     """
 
     task: int
     lost: bool = False
     best: AnyFloat | None = None
     evaluation: CopyResult | None = None
+    stagnation: Stagnation = Stagnation()
     moved: MovedBytes = MovedBytes()
 
 
@@ -298,6 +316,8 @@ class EvaluateTask(Content):
     Attributes:
         reason: why the copy is saved; empty: only if it is the best.
         best: the best result so far.
+        stagnation: evaluations without a better one.
+        counts: whether it is one of those that count for that: the last one of a run does not.
     """
 
     task: int
@@ -307,6 +327,8 @@ class EvaluateTask(Content):
     evaluate: bool
     reason: str
     best: AnyFloat | None = None
+    stagnation: Stagnation = Stagnation()
+    counts: bool = True
 
 
 @content(46)

@@ -22,6 +22,7 @@ from echelon.coordinator.journal import (
     EpochSeen,
     JournalEntry,
     SetUp,
+    Stagnant,
     StepCut,
 )
 from echelon.coordinator.leases import LeaseLedger, StepCount
@@ -58,6 +59,8 @@ from echelon.coordinator.messages import (
 from echelon.coordinator.runs import from_runs, to_runs
 from echelon.coordinator.shares import make_leases
 from echelon.coordinator.window import WindowAccumulator
+from echelon.core.task import Stagnation
+from echelon.core.time_limit import TimeLimit
 from echelon.messages.framing import Content, Message
 from echelon.messages.plain import Malformed
 from echelon.records.decode import decode
@@ -70,7 +73,15 @@ from echelon.records.events import (
     SharesAgain,
     WorkerGone,
 )
-from echelon.records.kinds import EntropyCoding, Record, ServerWindow, WorkerJoined, WorkerWindow
+from echelon.records.kinds import (
+    EARLY_STOP,
+    MAX_TIME,
+    EntropyCoding,
+    Record,
+    ServerWindow,
+    WorkerJoined,
+    WorkerWindow,
+)
 
 REPORT_S = 2.0
 GATHER_S = 2.0  # what a run begins with waits so long for workers that are late: its start tells of all
@@ -79,7 +90,8 @@ GATHER_S = 2.0  # what a run begins with waits so long for workers that are late
 class Coordinator:
     """Who takes part, who works on what, when copies are evaluated and saved, and when the run is over.
 
-    `status` is empty until the run is over: `completed`, `stopped` or `failed`. `begun`: a gradient may have been given
+    `status` is empty until the run is over: `completed`, `stopped` or `failed`; `reason`: why it completed before its
+    last step, `EARLY_STOP` or `MAX_TIME`. `begun`: a gradient may have been given
     out; until then a server that comes back empty is set up again.
 
     Args:
@@ -87,7 +99,7 @@ class Coordinator:
     """
 
     def __init__(self, config: CoordinatorConfig, first_tag: int, now_s: float) -> None:
-        self.status = self.stopping = ""
+        self.status = self.stopping = self.reason = ""
         self.members = MemberList()
         self.setup: SetupDone | None = None
         self._config = config
@@ -102,6 +114,7 @@ class Coordinator:
         self._settled_lives = set[int]()
         self._last_worker_s, self._asked_s = now_s, math.inf
         self._report_s = self._members_s = 0.0
+        self._time = TimeLimit(now_s + config.plan.time_left_s, 0.0)
         self._effects: list[Effect] = []
         self._last_entries: dict[str, JournalEntry] = {}
 
@@ -110,11 +123,12 @@ class Coordinator:
     def restore(self, entries: Iterable[JournalEntry], now_s: float) -> list[Effect]:
         """Take up the journal of an earlier coordinator of this run."""
         below, done, shares, epochs, best, saved = 0, set[int](), dict[int, int](), 0, None, 0
+        stagnation = Stagnation()
         for entry in entries:
             self._remember(entry)
             match entry:
                 case SetUp():
-                    self.setup = entry.setup
+                    self.setup, stagnation = entry.setup, entry.setup.stagnation
                 case Begun():
                     self._begun = True
                 case StepCut():
@@ -128,11 +142,15 @@ class Coordinator:
                     epochs = entry.epoch
                 case Best():
                     best = entry.best
+                case Stagnant():
+                    stagnation = entry.stagnation
                 case CheckpointSaved():
                     saved = entry.step
                 case Ended():
                     self.status = entry.status
         self._evaluations.restore(epochs, best, saved)
+        self._evaluations.stagnation = stagnation
+        self._stop_if_stagnant()
         if self.setup is not None:
             leases = self._make_leases(self.setup)
             leases.replay(below, done, shares)
@@ -167,6 +185,7 @@ class Coordinator:
         if self.stopping and self.setup is None:
             self._end("stopped")
         if self._leases is not None:
+            self._look_at_time(self._leases, now_s)
             self._turn_evaluations(self._leases, now_s)
         self._give_all(now_s)
         if self._leases is not None and self._window.due(now_s, self._leases.incomplete_from):
@@ -197,6 +216,11 @@ class Coordinator:
         """Write what the servers said last."""
         self._tell_server_loads()
         return self._drain()
+
+    @property
+    def stagnant(self) -> int:
+        """Evaluations in a row without improvement."""
+        return self._evaluations.stagnation.evaluations
 
     @property
     def bytes_left(self) -> int:
@@ -446,7 +470,10 @@ class Coordinator:
         leases = self._make_leases(setup)
         self.setup = setup
         self._save(SetUp(setup))
-        self._evaluations.set_up(setup.best, now_s)
+        self._evaluations.set_up(setup.best, setup.stagnation, now_s)
+        self._stop_if_stagnant()  # so it was saved
+        size = (setup.about.get("batch_size") or 1) / max(1, len(self.members.workers) * self._config.policy.shared)
+        self._time.evaluation_steps = (setup.about.get("eval_size") or 0) / size
         self._window = WindowAccumulator(now_s)
         if not self._recorded:
             self._recorded = True
@@ -477,7 +504,7 @@ class Coordinator:
             return SetupTask()
         if self._leases is None:
             return None
-        evaluation = self._evaluations.task_for(member, self.members.workers)
+        evaluation = self._evaluations.task_for(member, self.members.workers, now_s)
         if evaluation is not None:
             self._leases.pause(member.name, True)
             return evaluation
@@ -516,11 +543,27 @@ class Coordinator:
 
     # Evaluations and checkpoints
 
+    def _look_at_time(self, leases: LeaseLedger, now_s: float) -> None:
+        """End the run in time, with a last evaluation and checkpoint."""
+        self._time.step_s = leases.task_s
+        if self._time.is_up(now_s):
+            self._complete_early(MAX_TIME)
+
+    def _stop_if_stagnant(self) -> None:
+        if self._evaluations.is_stagnant:
+            self._complete_early(EARLY_STOP)
+
+    def _complete_early(self, reason: str) -> None:
+        """Give out no further step: the run completes before its last one."""
+        if not self.stopping:
+            self.stopping = self.reason = reason
+            self._evaluations.begin_closing()
+
     def _turn_evaluations(self, leases: LeaseLedger, now_s: float) -> None:
         if self.stopping and self.setup is not None and not leases.under_way(now_s):
             epoch = self._steps() // self.setup.steps_per_epoch
             # A half-done step is not in the checkpoint; it is trained again after a resume.
-            if self._evaluations.stop_early(epoch, self._steps()) and not leases.at_boundary:
+            if self._evaluations.stop_early(epoch, self._steps(), bool(self.reason)) and not leases.at_boundary:
                 leases.restore(leases.done_steps, ())
         self._look(leases, now_s)
         self._advance(leases)
@@ -579,10 +622,16 @@ class Coordinator:
         if result.best is not None:
             self._evaluations.best = result.best
             self._save(Best(result.best))
+        if result.stagnation != self._evaluations.stagnation:
+            self._evaluations.stagnation = result.stagnation
+            self._save(Stagnant(result.stagnation))
+        self._stop_if_stagnant()
+        self._time.took("evaluation" if job.evaluate else "checkpoint", now_s - job.began_s)
         self._effects.append(Evaluated(job.epoch, result))
         if job.reason:
             self._save(CheckpointSaved(job.step))
         if job.is_last:
+            self.reason = "" if self._leases.complete else self.reason
             self._end("completed" if job.reason == "end" else "stopped")
         self._advance(self._leases)
         self._give_all(now_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 USER_ERROR_EXIT_CODE = 2
@@ -44,7 +44,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"did you mean {matches[0]}? " if matches else ""
 
 
-def unknown(kind: str, word: str, known: Iterable[str]) -> UserError:
-    """Build the refusal of an unknown name: the nearest known one, then what exists."""
+def unknown(kind: str, word: str, known: Iterable[str], forms: Sequence[str] = ()) -> UserError:
+    """Build the refusal of an unknown name: the nearest known one, then what exists.
+
+    Args:
+        forms: how other names are written, such as `module:function`.
+    """
     names = sorted(known)
-    return UserError(f"unknown {kind} {word!r}: {nearest(word, names)}known: {', '.join(names)}")
+    hint = nearest(word, names) or nearest(word.lower(), names)  # CIFAR-10 is meant for cifar10
+    listed = [*names, *forms[:-1], *(f"or {form}" for form in forms[-1:])]
+    return UserError(f"unknown {kind} {word!r}: {hint}known: {', '.join(listed)}")

@@ -69,6 +69,30 @@ class ReportTable:
 
 
 @dataclass(frozen=True)
+class ReportPicture:
+    """A small picture with lines of text below it, which also say what it is to who does not see it.
+
+    Attributes:
+        source: a `data:image/...` address; others are not shown, for a page fetches nothing.
+    """
+
+    source: str
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True)
+class ReportText:
+    """A text as it stands, its lines kept.
+
+    Attributes:
+        title: above it; empty: none.
+    """
+
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
 class ReportSection:
     """What a task shows of an evaluation in reports, beside its metrics."""
 
@@ -76,6 +100,8 @@ class ReportSection:
     charts: Sequence[Chart] = ()
     tables: Sequence[ReportTable] = ()
     notes: Sequence[str] = ()
+    pictures: Sequence[ReportPicture] = ()
+    texts: Sequence[ReportText] = ()
 
 
 def color(token: str) -> str:

@@ -1,14 +1,17 @@
-"""What users name of their own: `module:name`."""
+"""What users name of their own: `module:name`, with arguments by the grammar of specs: `module:name(every=10)`."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from echelon.core.errors import UserError, nearest
+from echelon.core.spec import Spec, parse_spec, split_top_level
 
 
 def code_file(name: str) -> str:
@@ -32,6 +35,22 @@ def code_file(name: str) -> str:
     return origin
 
 
+_OBJECT = "object"  # in place of a module, of what Python gave that no name leads to
+
+
+def of_object(value: object) -> str:
+    """Return how a run's description names an object of a caller's, so that nothing else is taken for it later.
+
+    >>> of_object(Path), of_object(Path("a"))
+    ('pathlib:Path', 'object:PosixPath')
+    """
+    module, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
+    if module not in ("", "__main__") and getattr(sys.modules.get(module), name, None) is value:
+        return f"{module}:{name}"
+    kind = value if isinstance(value, type) else type(value)
+    return f"{_OBJECT}:{kind.__name__}"
+
+
 def find_own(what: str, name: str) -> Any:
     """Return what `module:name` names; the current folder is searched too, as `python -m` does.
 
@@ -42,6 +61,8 @@ def find_own(what: str, name: str) -> Any:
         UserError: there is no such module, or nothing of that name in it. What a module itself raises comes through.
     """
     module_name, _, own_name = name.partition(":")
+    if module_name == _OBJECT:
+        raise UserError(f"{what} {name}: it was an object given from Python, which the run's folder does not hold")
     if not module_name or module_name.startswith("."):
         raise UserError(f"{what} {name}: write module:function, the module importable from the current folder")
     here = str(Path.cwd())
@@ -63,3 +84,71 @@ def find_own(what: str, name: str) -> Any:
             f"it has: {', '.join(functions) or 'no functions'}"
         )
     return getattr(module, own_name)
+
+
+@dataclass(frozen=True)
+class OwnCall:
+    """What a user names, with the arguments that it is called with.
+
+    Attributes:
+        name: `module:name`, or a name alone where it is not of a module of the user's.
+        spec: the name behind the colon, and the arguments.
+    """
+
+    name: str
+    spec: Spec
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is of a module of the user's."""
+        return ":" in self.name
+
+    def build(self, what: str) -> Any:
+        """Return what a class or a function of the user's gives for the arguments; another object as it is.
+
+        Args:
+            what: the setting, for refusals.
+
+        Raises:
+            UserError: it does not exist, or does not take these arguments.
+        """
+        found = find_own(what, self.name)
+        if not (inspect.isclass(found) or inspect.isfunction(found)):
+            if self.spec.args or self.spec.kwargs:
+                raise UserError(f"{what} {self.name}: it is no class and no function, and takes no arguments")
+            return found
+        return call_with(found, self.spec, what)
+
+
+def call_with(function: Any, spec: Spec, what: str) -> Any:
+    """Call a class or a function with a spec's arguments.
+
+    Raises:
+        UserError: it does not take them; what it raises otherwise comes through.
+    """
+    arguments = dict(spec.kwargs)
+    try:
+        inspect.signature(function).bind(*spec.args, **arguments)
+    except TypeError as error:
+        raise UserError(f"{what} {spec}: {error}") from None
+    except ValueError:
+        pass  # it has no signature that could be looked at
+    return function(*spec.args, **arguments)
+
+
+def read_calls(text: str) -> list[OwnCall]:
+    """Read names joined by `+`, each with its arguments.
+
+    >>> [(call.name, str(call.spec)) for call in read_calls("mine:Timer(every=10)+F1Score")]
+    [('mine:Timer', 'Timer(every=10)'), ('F1Score', 'F1Score')]
+
+    Raises:
+        UserError: one of them is no name with arguments.
+    """
+    calls = []
+    for item in split_top_level(text, "+") if text.strip() else ():
+        before, _, _ = item.partition("(")
+        module, colon, _ = before.rpartition(":")
+        spec = parse_spec(item[len(module) + len(colon) :])
+        calls.append(OwnCall(f"{module.strip()}{colon}{spec.name}", spec))
+    return calls

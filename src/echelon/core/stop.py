@@ -12,11 +12,20 @@ from typing import NoReturn
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
+def signal_name(signum: int) -> str:
+    """Return a signal's name, such as SIGKILL; real-time signals have none but their number.
+
+    >>> signal_name(9), signal_name(45)
+    ('SIGKILL', 'signal 45')
+    """
+    return signal.Signals(signum).name if signum in set(signal.Signals) else f"signal {signum}"
+
+
 class Stopped(BaseException):
     """A signal asked this process to stop: not an Exception, so that nothing on the way swallows it."""
 
     def __init__(self, signum: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        super().__init__(f"stopped by {signal_name(signum)}")
         self.signum = signum
 
 
@@ -44,6 +53,10 @@ class StopFlag:
 
     def __bool__(self) -> bool:
         return self.signum != 0
+
+    def ask(self) -> None:
+        """Ask to stop as SIGTERM does."""
+        self.signum = self.signum or signal.SIGTERM
 
     def _set(self, signum: int, frame: FrameType | None) -> None:
         first, self.signum = not self.signum, self.signum or signum

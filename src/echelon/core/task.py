@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,6 +41,48 @@ class Metric:
     def score(self, value: float) -> float:
         """Return a number that is higher where the value is better."""
         return value if self.direction == "max" else -value
+
+
+@dataclass(frozen=True)
+class TaskDefaults:
+    """Settings that a task suggests, where the general ones would train its models badly; None: the general one.
+
+    Attributes:
+        optimizer: its name; `lr` and `weight_decay` go with it, and only with it.
+        holdout: share of samples that is held out where the data has no part for evaluation.
+    """
+
+    optimizer: str | None = None
+    lr: float | None = None
+    weight_decay: float | None = None
+    epochs: int | None = None
+    batch_size: int | None = None
+    holdout: float | None = None
+
+
+@dataclass(frozen=True)
+class Stagnation:
+    """How long a metric has not improved.
+
+    Attributes:
+        reference: the best value by which later ones are measured; None: none so far.
+        evaluations: in a row since then without an improvement.
+    """
+
+    reference: float | None = None
+    evaluations: int = 0
+
+    def after(self, value: float | None, metric: Metric, delta: float) -> Stagnation:
+        """Return what an evaluation makes of it: a value better by more than `delta` is an improvement.
+
+        >>> Stagnation(0.5, 2).after(0.6, Metric("top1", "max"), 0.2)
+        Stagnation(reference=0.5, evaluations=3)
+        """
+        if value is not None and math.isfinite(value):
+            gain = math.inf if self.reference is None else metric.score(value) - metric.score(self.reference)
+            if gain > delta:
+                return Stagnation(value, 0)
+        return Stagnation(self.reference, self.evaluations + 1)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from echelon.data.base import Batch, DataInfo, Shard, Source
 from echelon.data.loader import EvalLoader, LoaderConfig, TrainLoader
-from echelon.data.own import example_inputs, from_datasets
+from echelon.data.own import OwnData, example_inputs, from_datasets, name_of_data, source_of
 from echelon.data.sources import SourceChoice, check_source, open_data
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "DataInfo",
     "EvalLoader",
     "LoaderConfig",
+    "OwnData",
     "Shard",
     "Source",
     "SourceChoice",
@@ -17,5 +18,7 @@ __all__ = [
     "check_source",
     "example_inputs",
     "from_datasets",
+    "name_of_data",
     "open_data",
+    "source_of",
 ]

@@ -17,6 +17,9 @@ from echelon.data.base import CLASS_NUMBER, BadSample
 from echelon.data.decode import CannotDecode
 from echelon.data.images import ImageArray, Images, TensorArray, TensorItems, random_state_kept
 from echelon.data.order import Indices, item_seeds, uniforms
+from echelon.data.ragged import RaggedArray, batch_specs, sample_lengths
+from echelon.data.sounds import SoundRows
+from echelon.data.transforms import InputTransform
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest, TensorSpec
 
@@ -33,6 +36,7 @@ class Recipe:
         augment: none, flip_crop or imagenet.
         mean: per channel, of pixels in [0, 1]; with `std` None or empty: pixels stay uint8.
         skip_bad: leave out images that cannot be decoded, instead of stopping.
+        transform: a user's own, after augmentation and before normalisation.
     """
 
     side: int
@@ -43,6 +47,7 @@ class Recipe:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     skip_bad: bool
+    transform: InputTransform | None = None
 
 
 def normalise(images: torch.Tensor, mean: torch.Tensor, std: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -53,14 +58,30 @@ def normalise(images: torch.Tensor, mean: torch.Tensor, std: torch.Tensor, out: 
     return out.copy_(images).sub_(mean).div_(std)
 
 
-class ImageRows:
+class RowsOfOneShape:
+    """Makes rows of samples that are all of one shape.
+
+    Attributes:
+        specs: of inputs and targets.
+        lengths: of the samples; None: they are of one.
+    """
+
+    specs: tuple[Nest, Nest]
+    lengths: Indices | None = None
+
+    def batch_specs(self, draws: Indices) -> tuple[Nest, Nest]:
+        """Return the specs of a global batch of inputs and targets."""
+        return self.specs
+
+
+class ImageRows(RowsOfOneShape):
     """Makes rows of images. Small ones are decoded once and kept, in memory that forked loaders share."""
 
     def __init__(self, images: Images, recipe: Recipe) -> None:
         self.labels, self._images, self._recipe = images.labels, images, recipe
         self._shape = (recipe.channels, recipe.side, recipe.side)
         dtype = "float32" if recipe.mean else "uint8"
-        self.specs: tuple[Nest, Nest] = (TensorSpec(self._shape, dtype), CLASS_NUMBER)
+        self.specs = (TensorSpec(self._shape, dtype), CLASS_NUMBER)
         self.targets: Nest = images.labels
         self._mean = torch.tensor(recipe.mean).view(-1, 1, 1) * 255
         self._std = torch.tensor(recipe.std).view(-1, 1, 1) * 255
@@ -68,23 +89,29 @@ class ImageRows:
         self.kept = self._kept is not None  # in memory, at least from the second epoch on
         self.in_memory = self.kept and isinstance(images, ImageArray)
 
-    def fill(self, epoch: int, indices: Indices, inputs: NDArray[Any], targets: NDArray[np.int64]) -> list[BadSample]:
-        """Write the samples of `indices` to `inputs` `(N, C, S, S)` and `targets` `(N,)`; returns those that are bad.
+    def fill(self, epoch: int, draws: Indices, inputs: NDArray[Any], targets: NDArray[np.int64]) -> list[BadSample]:
+        """Write the samples of `draws` to `inputs` `(N, C, S, S)` and `targets` `(N,)`; returns those that are bad.
+
+        Args:
+            draws: indices of samples, plus the samples in all times how often one was drawn before in this epoch.
 
         Raises:
             UserError: a bad image, unless they are to be skipped.
         """
+        indices = draws % len(self.labels)
         targets[:] = self.labels[indices]
         pixels = np.empty(inputs.shape, dtype=np.uint8) if self._recipe.mean else inputs
         bad: list[BadSample] = []
         if self._recipe.augment == "imagenet":
-            draws = uniforms(self._recipe.seed, epoch, indices, IMAGENET_DRAWS)
-            self._decode(indices, pixels, bad, draws)
+            numbers = uniforms(self._recipe.seed, epoch, draws, IMAGENET_DRAWS)
+            self._decode(indices, pixels, bad, numbers)
         else:
             self._plain(indices, pixels, bad)
         if self._recipe.augment == "flip_crop":
-            draws = uniforms(self._recipe.seed, epoch, indices, FLIP_CROP_DRAWS)
-            pixels[:] = flip_crop(pixels, draws)
+            numbers = uniforms(self._recipe.seed, epoch, draws, FLIP_CROP_DRAWS)
+            pixels[:] = flip_crop(pixels, numbers)
+        if self._recipe.transform is not None:
+            self._recipe.transform.apply(epoch, draws, pixels)
         if self._recipe.mean:
             normalise(torch.from_numpy(pixels), self._mean, self._std, torch.from_numpy(inputs))
         return bad
@@ -145,60 +172,111 @@ class ImageRows:
 
 
 class ArrayRows:
-    """Takes rows of a user's own inputs and targets out of memory."""
+    """Takes rows of inputs and targets out of memory; samples of different lengths are padded."""
 
     kept = in_memory = True
 
-    def __init__(self, array: TensorArray) -> None:
+    def __init__(self, array: TensorArray, transform: InputTransform | None = None, skip_nan: bool = False) -> None:
         self.targets: Nest = array.targets
-        self._values = array.values
-        self.specs: tuple[Nest, Nest] = nest.map_leaves(array_spec, (array.values, array.targets))
+        self._skip_nan = skip_nan
+        self._values, self._n, self._transform = array.values, len(array), transform
+        self._arrays: tuple[Nest, Nest] = (array.values, array.targets)
+        self.specs: tuple[Nest, Nest] = nest.map_leaves(array_spec, self._arrays)
+        self.lengths = sample_lengths(self._arrays)
 
-    def fill(self, epoch: int, indices: Indices, inputs: Nest, targets: Nest) -> list[BadSample]:
-        """Copy the inputs and targets of `indices`, N of each."""
+    def batch_specs(self, draws: Indices) -> tuple[Nest, Nest]:
+        """Return the specs of a global batch of inputs and targets, as long as its longest samples."""
+        specs: tuple[Nest, Nest] = batch_specs(self._arrays, self.specs, draws % self._n)
+        return specs
 
-        def copy(source: NDArray[Any], out: NDArray[Any]) -> None:
+    def fill(self, epoch: int, draws: Indices, inputs: Nest, targets: Nest) -> list[BadSample]:
+        """Copy the inputs and targets of `draws` (see `ImageRows.fill`), N of each.
+
+        Raises:
+            UserError: numbers are not finite, unless such samples are to be skipped.
+        """
+        indices = draws % self._n
+
+        def copy(source: NDArray[Any] | RaggedArray, out: NDArray[Any]) -> None:
             """Copy the rows of `indices`."""
+            if isinstance(source, RaggedArray):
+                source.copy(indices, out)
+                return
             np.take(source, indices, axis=0, out=out, mode="clip")  # other modes copy twice
 
         nest.map_leaves(copy, self._values, inputs)
         nest.map_leaves(copy, self.targets, targets)
-        return []
+        if self._transform is not None:
+            self._transform.apply(epoch, draws, inputs)
+        return samples_not_finite(indices, (inputs, targets), self._skip_nan)
 
 
-class ItemRows:
+class ItemRows(RowsOfOneShape):
     """Makes rows of a user's own tensors, each item's random numbers seeded by where it stands."""
 
     kept = in_memory = True
 
-    def __init__(self, items: TensorItems, seed: int) -> None:
+    def __init__(
+        self, items: TensorItems, seed: int, transform: InputTransform | None = None, skip_nan: bool = False
+    ) -> None:
+        self._skip_nan = skip_nan
         self.targets: Nest = items.known_targets
-        self._items, self._seed = items, seed
+        self._items, self._seed, self._transform = items, seed, transform
         with random_state_kept():
             given, wanted = nest.map_leaves(lambda leaf: leaf[None], items[0])
         known = wanted if self.targets is None else self.targets
-        self.specs: tuple[Nest, Nest] = nest.map_leaves(array_spec, (given, known))
+        self.specs = nest.map_leaves(array_spec, (given, known))
 
-    def fill(self, epoch: int, indices: Indices, inputs: Nest, targets: Nest) -> list[BadSample]:
-        """Write the items of `indices` to `inputs` and `targets`, `(N, ...)` each.
+    def fill(self, epoch: int, draws: Indices, inputs: Nest, targets: Nest) -> list[BadSample]:
+        """Write the items of `draws` (see `ImageRows.fill`) to `inputs` and `targets`, `(N, ...)` each.
 
         Raises:
-            UserError: an item of other shapes than the first.
+            UserError: an item of other shapes than the first, or of numbers that are not finite, unless such samples
+                are to be skipped.
         """
+        indices = draws % len(self._items)
         with random_state_kept():
-            for row, (i, seed) in enumerate(zip(indices.tolist(), item_seeds(self._seed, epoch, indices), strict=True)):
+            for row, (i, seed) in enumerate(zip(indices.tolist(), item_seeds(self._seed, epoch, draws), strict=True)):
                 torch.default_generator.manual_seed(seed)
                 random.seed(seed)
                 np.random.seed(seed % 2**32)
                 given, wanted = self._items[i]
                 _write_row(i, row, given, inputs, "inputs")
                 _write_row(i, row, wanted, targets, "targets")
-        return []
+        if self._transform is not None:
+            self._transform.apply(epoch, draws, inputs)
+        return samples_not_finite(indices, (inputs, targets), self._skip_nan)
+
+
+def samples_not_finite(indices: Indices, rows: Nest, skip: bool) -> list[BadSample]:
+    """Return the samples among some rows whose numbers are not all finite.
+
+    Args:
+        indices: of the samples, `(N,)`.
+        rows: arrays `(N, ...)`.
+
+    Raises:
+        UserError: there are some, and they are not to be skipped.
+    """
+    finite = np.ones(len(indices), dtype=bool)
+    for leaf in nest.leaves(rows):
+        if leaf.dtype.kind == "f" and not np.isfinite(leaf.sum(dtype=np.float64)):
+            finite &= np.isfinite(leaf).reshape(len(leaf), -1).all(1)
+    places = np.flatnonzero(~finite)
+    if len(places) and not skip:
+        others = f" and {len(places) - 1} more of its batch" if len(places) > 1 else ""
+        raise UserError(
+            f"sample {indices[places[0]]} of the data{others}: its numbers are not finite (NaN, or infinite): "
+            "mend or remove it, or use --on-nan skip"
+        )
+    return [BadSample(int(place), f"sample {indices[place]}", "its numbers are not finite") for place in places]
 
 
 def array_spec(array: Any) -> TensorSpec:
     """Return the spec of an array or tensor `(N, ...)`."""
-    return TensorSpec(tuple(array.shape[1:]), str(array.dtype).removeprefix("torch."))
+    return TensorSpec(
+        tuple(array.shape[1:]), str(array.dtype).removeprefix("torch."), ragged=isinstance(array, RaggedArray)
+    )
 
 
 def _write_row(i: int, row: int, item: Nest, out: Nest, what: str) -> None:
@@ -214,4 +292,4 @@ def _write_row(i: int, row: int, item: Nest, out: Nest, what: str) -> None:
         buffer[row] = value.detach().cpu().numpy()
 
 
-Rows = ImageRows | ArrayRows | ItemRows
+Rows = ImageRows | ArrayRows | ItemRows | SoundRows

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echelon.tasks.base import Batch
+from echelon.config import DataConfig
+from echelon.tasks.base import Batch, Encoding, TextDecoder
 from echelon.tasks.nest import Nest, TensorSpec
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-__all__ = ["BadSample", "Batch", "DataInfo", "Shard", "Source"]
+__all__ = ["BadSample", "Batch", "DataInfo", "DataRequest", "Shard", "Source"]
 
 
 CLASS_NUMBER = TensorSpec((), "int64")
@@ -31,9 +33,14 @@ class DataInfo:
         std: likewise.
         shape: of one input that is used as it comes; None: images, `(channels, image_size, image_size)`.
         dtype: name of the inputs' type in torch.
-        several: specs of inputs that are more than one tensor, as the model takes them; None: they are one.
+        several: specs of inputs that are more than one tensor, or ids, or ragged, as the model takes them; None: they
+            are one tensor of `shape` and `dtype`.
         targets: specs of the targets.
+        target_names: of targets that are numbers, where they have names.
+        target_mean, target_std: of targets that are numbers, over the training samples, which a task may learn in
+            these units; empty: they are learnt as they come.
         task: that the data is for, where the run names none.
+        tokeniser: that texts were cut with.
     """
 
     name: str
@@ -49,7 +56,11 @@ class DataInfo:
     dtype: str = "float32"
     several: Nest = None
     targets: Nest = CLASS_NUMBER
+    target_names: tuple[str, ...] = ()
+    target_mean: tuple[float, ...] = ()
+    target_std: tuple[float, ...] = ()
     task: str = "image_classification"
+    tokeniser: TextDecoder | None = None
 
     @property
     def inputs(self) -> Nest:
@@ -61,17 +72,39 @@ class DataInfo:
 
 
 @dataclass(frozen=True)
+class DataRequest:
+    """What a run asks of a source.
+
+    Attributes:
+        config: the data's part of the run's description, with the name.
+        seed: of the split, where the data has none.
+        encoding: what the task wants to be made of columns.
+        task: its name, for messages; `auto`: the data's own.
+        folder: of the run, which keeps the tokeniser; None: there is none.
+    """
+
+    config: DataConfig
+    seed: int = 0
+    encoding: Encoding = Encoding.AUTO
+    task: str = "auto"
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
 class Source:
     """Training and evaluation data: map-style data sets, items before any transform.
 
     Attributes:
+        evaluation: by which checkpoints are compared.
         notes: what a user has to know of where the data comes from.
+        test: that no choice is made by: it is evaluated whenever a checkpoint is the best so far; None: there is none.
     """
 
     train: Dataset[Any]
     evaluation: Dataset[Any]
     info: DataInfo
     notes: tuple[str, ...] = ()
+    test: Dataset[Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from echelon.data.assemble import Rows, normalise
 from echelon.data.base import BadSample, Batch, DataInfo
 from echelon.data.order import Indices
 from echelon.data.pool import Pool
+from echelon.data.ragged import crop, padded_lengths
 from echelon.data.recipe import LoaderConfig, loader_count
 from echelon.data.slots import Slots
 from echelon.tasks import nest
@@ -35,6 +36,11 @@ class BatchJob:
     indices: Indices
     global_size: int
     everyone: Indices | None = None
+
+    @property
+    def padded_with(self) -> Indices:
+        """Return the indices of the samples whose longest a batch is padded to."""
+        return self.indices if self.everyone is None else self.everyone
 
 
 @dataclass
@@ -127,7 +133,7 @@ class Feed:
         ahead: _OnDevice | None = None
         for i, job in enumerate(jobs):
             if not len(job.indices):
-                yield self._batch(job, *self._nothing())
+                yield self._batch(job, *self._delivered(*self._empty(job)))
                 continue
             if self._cuda is None:
                 tensors = self._from_slot(self.pool, job)
@@ -160,13 +166,13 @@ class Feed:
                 pool.release(slot)
             if not pool.has_room:
                 break
-            pool.request(jobs[asked].number, epoch, jobs[asked].indices)
+            pool.request(jobs[asked].number, epoch, jobs[asked].indices, padded_lengths(self._specs(jobs[asked])))
             asked += 1
         return asked
 
     def _from_slot(self, pool: Pool, job: BatchJob) -> Pair:
         slot, size, bad = pool.take(job.number)
-        pair = nest.map_leaves(lambda each: torch.from_numpy(each[:size]), pool.slots[slot])
+        pair = nest.map_leaves(torch.from_numpy, crop(pool.slots[slot], self._specs(job), slice(size)))
         # copied, so that a batch stays what it is for as long as its user keeps it
         tensors: Pair = self._without_bad(pair[0], pair[1], bad, size) if bad else nest.map_leaves(Tensor.clone, pair)
         pool.release(slot)
@@ -174,18 +180,15 @@ class Feed:
 
     def _stage(self, pool: Pool, cuda: CudaFeed, job: BatchJob) -> _OnDevice:
         slot, size, bad = pool.take(job.number)
-        staged = cuda.stage(*nest.take(pool.slots[slot], slice(size)))
+        staged = cuda.stage(*crop(pool.slots[slot], self._specs(job), slice(size)))
         self._copying.append((slot, staged.done))
         return _OnDevice(staged, bad, size)
 
     def _made_here(self, epoch: int, job: BatchJob) -> Pair:
         size = len(job.indices)
-        inputs, targets = self._empty(size)
+        inputs, targets = self._empty(job)
         bad = self._rows.fill(epoch, job.indices, inputs, targets) if size else []
         return self._without_bad(*self._delivered(inputs, targets), bad, size)
-
-    def _nothing(self) -> Pair:
-        return self._delivered(*self._empty(0))
 
     def blank(self) -> Nest:
         """Return the inputs of one sample of zeros, where batches are delivered."""
@@ -200,8 +203,12 @@ class Feed:
         tensors: Pair = nest.map_leaves(torch.from_numpy, (inputs, targets))
         return tensors
 
-    def _empty(self, size: int) -> Pair:
-        pair: Pair = nest.map_leaves(lambda spec: np.empty((size, *spec.shape), spec.dtype), self._rows.specs)
+    def _specs(self, job: BatchJob) -> Pair:
+        return self._rows.batch_specs(job.padded_with)
+
+    def _empty(self, job: BatchJob) -> Pair:
+        size = len(job.indices)
+        pair: Pair = nest.map_leaves(lambda spec: np.empty((size, *spec.shape), spec.dtype), self._specs(job))
         return pair
 
     def _without_bad(self, inputs: Nest, targets: Nest, bad: Sequence[BadSample], size: int) -> Pair:
@@ -230,4 +237,6 @@ class Feed:
     def _global_units(self, job: BatchJob) -> int | None:
         if self._units is None or job.everyone is None or self._rows.targets is None:
             return None
-        return self._units(nest.map_leaves(torch.from_numpy, nest.take(self._rows.targets, job.everyone)))
+        return self._units(
+            nest.map_leaves(torch.from_numpy, nest.take(self._rows.targets, job.everyone % self._info.train_size))
+        )

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -40,8 +40,8 @@ class FileNames:
 
 
 @dataclass(frozen=True)
-class ImageFiles(Dataset[tuple[Tensor, int]]):
-    """Image files under one folder."""
+class LabelledFiles:
+    """Files under one folder, each of a class."""
 
     root: str
     names: FileNames
@@ -50,20 +50,29 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
     def __len__(self) -> int:
         return len(self.labels)
 
+    def path(self, i: int) -> str:
+        """Return where file `i` lies."""
+        return os.path.join(self.root, self.names[i])  # noqa: PTH118 - a Path for each image costs 10 us
+
+    def subset(self, chosen: NDArray[np.int64]) -> Self:
+        """Return some of the files."""
+        return type(self)(self.root, FileNames([self.names[i] for i in chosen]), self.labels[chosen])
+
+
+class ImageFiles(LabelledFiles, Dataset[tuple[Tensor, int]]):
+    """Image files under one folder."""
+
     def __getitem__(self, i: int) -> tuple[Tensor, int]:
         return self.picture(i).load(1.0), int(self.labels[i])
+
+    @classmethod
+    def of(cls, files: LabelledFiles) -> ImageFiles:
+        """Return files as images."""
+        return cls(files.root, files.names, files.labels)
 
     def picture(self, i: int) -> Picture:
         """Open image `i`."""
         return open_picture(self.path(i))
-
-    def path(self, i: int) -> str:
-        """Return where image `i` lies."""
-        return os.path.join(self.root, self.names[i])  # noqa: PTH118 - a Path for each image costs 10 us
-
-    def subset(self, chosen: NDArray[np.int64]) -> ImageFiles:
-        """Return a data set of some of the images."""
-        return ImageFiles(self.root, FileNames([self.names[i] for i in chosen]), self.labels[chosen])
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,7 @@ class ImageItems(Dataset[tuple[Tensor, int]]):
 
 @dataclass(frozen=True)
 class TensorArray(Dataset[tuple[Nest, Nest]]):
-    """Inputs and targets of any type in memory, nests of arrays `(N, ...)`; used as they come."""
+    """Inputs and targets of any type in memory, nests of arrays `(N, ...)`, also ragged ones; used as they come."""
 
     values: Nest
     targets: Nest
@@ -122,7 +131,7 @@ class TensorArray(Dataset[tuple[Nest, Nest]]):
         return nest.rows(self.values)
 
     def __getitem__(self, i: int) -> tuple[Nest, Nest]:
-        return nest.map_leaves(lambda array: torch.from_numpy(array)[i], (self.values, self.targets))
+        return nest.map_leaves(lambda array: torch.as_tensor(array[i]), (self.values, self.targets))
 
 
 @dataclass(frozen=True)

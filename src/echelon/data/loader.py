@@ -8,16 +8,22 @@ for batch in train.epoch(0):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from echelon.core.errors import UserError
 from echelon.data.base import Batch, DataInfo, Shard, Source
 from echelon.data.feed import BatchJob, Feed, Units
-from echelon.data.order import Indices, global_batches, local_part
+from echelon.data.mixing import Mixer, pairs_around
+from echelon.data.order import Indices, global_batches, grouped_batches, local_part
 from echelon.data.recipe import LoaderConfig, make_rows
+from echelon.data.weights import read_weights, weighted_batches, weights_name
 from echelon.tasks.nest import Nest
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
 
 __all__ = ["EvalLoader", "LoaderConfig", "TrainLoader", "size_note"]
 
@@ -45,6 +51,9 @@ class TrainLoader(_Loader):
 
     The batches of an epoch depend on (seed, epoch) alone: neither on the number of ranks nor on that of loaders.
 
+    Attributes:
+        sampling: what tells its order of samples from another one.
+
     Args:
         units: counts the units of a loss in targets, where these are not samples: batches whose targets lie in memory
             then know how many the global batch has.
@@ -61,9 +70,15 @@ class TrainLoader(_Loader):
             )
         if size < world:
             raise UserError(f"--batch-size {size} is smaller than the {world} workers: each needs at least one sample")
-        self._config, self._shard, self._n = config, shard, source.info.train_size
-        rows = make_rows(source.train, source.info, config, training=True)
-        self._feed = Feed(rows, source.info, config, -(-min(size, self._n) // world), units)
+        info, data = source.info, config.data
+        self._config, self._shard, self._n = config, shard, info.train_size
+        rows = make_rows(source.train, info, config, training=True)
+        self._lengths = rows.lengths
+        self._weights = read_weights(data.sample_weights, info, rows.targets)
+        self.sampling = weights_name(data.sample_weights, self._weights)
+        self._mixer = Mixer(data, info, config.seed) if data.mixup or data.cutmix else None
+        most = -(-min(size, self._n) // world) + 2 * (self._mixer is not None)
+        self._feed = Feed(rows, info, config, most, units)
         self.batches_per_epoch = -(-self._n // size)
         self._epoch: tuple[int, list[Indices]] | None = None
 
@@ -74,17 +89,38 @@ class TrainLoader(_Loader):
             UserError: an image cannot be decoded, unless they are to be skipped.
             LoaderFailed: a loader process died, raised, or gave nothing in time.
         """
-        batches = global_batches(self._n, self._config.data.batch_size, self._config.seed, epoch)
-        jobs = [BatchJob(i, local_part(batch, self._shard), len(batch), batch) for i, batch in enumerate(batches)]
-        return self._feed.run(epoch, jobs[start_batch:])
+        batches = list(enumerate(self._batches(epoch)))[start_batch:]
+        return self._made(epoch, [(number, batch, self._shard) for number, batch in batches])
 
     def part(self, epoch: int, batch: int, shard: Shard) -> Batch:
         """Give any rank's part of one batch: for ranks that are told what to work on, in no order of their own."""
         if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = epoch, global_batches(self._n, self._config.data.batch_size, self._config.seed, epoch)
-        indices = self._epoch[1][batch]
-        (made,) = self._feed.run(epoch, [BatchJob(batch, local_part(indices, shard), len(indices), indices)])
+            self._epoch = epoch, self._batches(epoch)
+        (made,) = self._made(epoch, [(batch, self._epoch[1][batch], shard)])
         return made
+
+    def _batches(self, epoch: int) -> list[Indices]:
+        """Return the draws of each global batch of an epoch."""
+        size, seed = self._config.data.batch_size, self._config.seed
+        if self._weights is not None:
+            return weighted_batches(self._weights, size, seed, epoch)
+        if self._lengths is not None:
+            return grouped_batches(self._lengths, size, seed, epoch)
+        return global_batches(self._n, size, seed, epoch)
+
+    def _made(self, epoch: int, wanted: Sequence[tuple[int, Indices, Shard]]) -> Iterator[Batch]:
+        """Give parts of batches: each one's number in the epoch, its draws, and which part of it."""
+        if self._mixer is None:
+            jobs = [BatchJob(number, local_part(draws, shard), len(draws), draws) for number, draws, shard in wanted]
+            yield from self._feed.run(epoch, jobs)
+            return
+        spans = [pairs_around(len(draws), shard) for _, draws, shard in wanted]
+        jobs = [
+            BatchJob(number, draws[span.loaded], len(draws), draws)
+            for (number, draws, _), span in zip(wanted, spans, strict=True)
+        ]
+        for batch, span in zip(self._feed.run(epoch, jobs), spans, strict=True):
+            yield self._mixer.mix(batch, epoch, span.own)
 
 
 def size_note(info: DataInfo, batch_size: int) -> str:
@@ -106,17 +142,25 @@ class EvalLoader(_Loader):
 
     A batch's `global_size` is the size of this rank's batch: ranks have different numbers of batches.
 
+    Attributes:
+        first: place in the evaluation set of this rank's first sample.
+
+    Args:
+        samples: in place of the source's evaluation set.
+
     Raises:
         UserError: settings that do not fit the data.
     """
 
-    def __init__(self, source: Source, config: LoaderConfig, shard: Shard) -> None:
+    def __init__(self, source: Source, config: LoaderConfig, shard: Shard, samples: Dataset[Any] | None = None) -> None:
         data = config.data
         size = data.eval_batch_size or -(-data.batch_size // shard.world_size)
-        indices = local_part(np.arange(source.info.eval_size), shard)
+        samples = source.evaluation if samples is None else samples
+        indices = local_part(np.arange(len(samples)), shard)  # type: ignore[arg-type]
+        self.first = int(indices[0]) if len(indices) else 0
         parts = [indices[start : start + size] for start in range(0, len(indices), size)]
         self._jobs = [BatchJob(i, part, len(part)) for i, part in enumerate(parts)]
-        rows = make_rows(source.evaluation, source.info, config, training=False)
+        rows = make_rows(samples, source.info, config, training=False)
         self._feed = Feed(rows, source.info, config, min(size, len(indices)))
 
     def __iter__(self) -> Iterator[Batch]:

@@ -16,7 +16,9 @@ Indices = NDArray[np.int64]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
-_ORDER, _AUGMENT, _SPLIT, _ITEM = 1, 2, 3, 4  # separate streams, so that no two uses share numbers
+_GROUPED = 64  # batches: among fewer, lengths differ more; among more, batches of neighbours come back together
+# separate streams, so that no two uses share numbers
+_ORDER, _AUGMENT, _SPLIT, _ITEM, _DRAW, _MIX, _TRANSFORM, _BATCHES = range(1, 9)
 
 
 def global_batches(n: int, batch_size: int, seed: int, epoch: int) -> list[Indices]:
@@ -30,7 +32,27 @@ def global_batches(n: int, batch_size: int, seed: int, epoch: int) -> list[Indic
         `ceil(n / batch_size)` arrays of sample indices; together they hold every index once.
     """
     order = _shuffled(n, _stream(seed, epoch, _ORDER))
-    return [order[start : start + batch_size] for start in range(0, n, batch_size)]
+    return _cut(order, batch_size)
+
+
+def grouped_batches(lengths: Indices, batch_size: int, seed: int, epoch: int) -> list[Indices]:
+    """Shuffle samples and cut them into global batches of similar lengths: less of a batch is padding.
+
+    Samples are shuffled, sorted by length within groups of `_GROUPED` batches, cut, and the batches shuffled; the one
+    that is not full stays the last.
+
+    Args:
+        lengths: of each sample.
+
+    Returns:
+        `ceil(n / batch_size)` arrays of sample indices; together they hold every index once.
+    """
+    n, group = len(lengths), _GROUPED * batch_size
+    order = _shuffled(n, _stream(seed, epoch, _ORDER))
+    by_length = [chunk[np.argsort(lengths[chunk], kind="stable")] for chunk in _cut(order, group)]
+    batches = [batch for chunk in by_length for batch in _cut(chunk, batch_size)]
+    full = n // batch_size
+    return [batches[i] for i in _shuffled(full, _stream(seed, epoch, _BATCHES))] + batches[full:]
 
 
 def local_part(batch: Indices, shard: Shard) -> Indices:
@@ -55,12 +77,31 @@ def uniforms(seed: int, epoch: int, indices: Indices, count: int) -> NDArray[np.
     """Return `(len(indices), count)` numbers in [0, 1): those of one sample depend on (seed, epoch, its index) only."""
     keys = _mix(indices.astype(np.uint64) ^ np.uint64(_stream(seed, epoch, _AUGMENT)))
     draws = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-    return (_mix(keys[:, None] + draws) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return _unit(_mix(keys[:, None] + draws))
 
 
-def item_seeds(seed: int, epoch: int, indices: Indices) -> list[int]:
-    """Return one 63-bit seed per sample, for data sets that draw random numbers themselves."""
-    return [int(s) for s in _mix(indices.astype(np.uint64) ^ np.uint64(_stream(seed, epoch, _ITEM))) >> np.uint64(1)]
+def item_seeds(seed: int, epoch: int, indices: Indices, transformed: bool = False) -> list[int]:
+    """Return one 63-bit seed per sample, for data sets, and transforms, that draw random numbers themselves."""
+    stream = np.uint64(_stream(seed, epoch, _TRANSFORM if transformed else _ITEM))
+    return [int(s) for s in _mix(indices.astype(np.uint64) ^ stream) >> np.uint64(1)]
+
+
+def draw_uniforms(seed: int, epoch: int, n: int) -> NDArray[np.float64]:
+    """Return a number in [0, 1) for each draw of an epoch with replacement."""
+    return _unit(_mix(np.arange(n, dtype=np.uint64) ^ np.uint64(_stream(seed, epoch, _DRAW))))
+
+
+def mix_seed(seed: int, epoch: int, batch: int) -> int:
+    """Return a 32-bit seed of what mixes the samples of a global batch."""
+    return int(_mix(np.array([batch ^ _stream(seed, epoch, _MIX)], dtype=np.uint64))[0] >> np.uint64(32))
+
+
+def _unit(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
+    return (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _cut(order: Indices, size: int) -> list[Indices]:
+    return [order[start : start + size] for start in range(0, len(order), size)]
 
 
 def _shuffled(n: int, stream: int) -> Indices:

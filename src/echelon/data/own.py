@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from echelon.data.images import (
     labels_of,
     random_state_kept,
 )
+from echelon.data.order import split
 from echelon.data.statistics import measure
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest, TensorSpec
@@ -48,9 +50,8 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
         UserError: a data set is empty, its items are of another kind, or a label is none of `classes`.
     """
     name = type(train).__name__
-    for part, data in (("training", train), ("evaluation", evaluation)):
-        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__") or len(data) == 0:
-            raise UserError(f"data {name}: the {part} data needs a length above 0 and items by index (map-style)")
+    _check_map_style("training", train)
+    _check_map_style("evaluation", evaluation)
     with random_state_kept():
         inputs, targets = _first_sample(name, train)
         both = (_labels(name, train), _labels(name, evaluation)) if _is_class(targets) else None
@@ -76,11 +77,62 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
     return Source(data, held, info)
 
 
+OwnData = Source | Dataset[Any] | tuple[Dataset[Any], ...]
+"""A source; one data set, of which a part is held out; or (training, evaluation) or (training, validation, test)."""
+
+
+def source_of(data: OwnData, holdout: float, seed: int) -> Source:
+    """Return data of a caller's own as a source.
+
+    Args:
+        holdout: share of a single data set that is held out for evaluation.
+        seed: of that split.
+
+    Raises:
+        UserError: as `from_datasets`, or the tuple has another length.
+    """
+    if isinstance(data, Source):
+        return data
+    if not isinstance(data, (tuple, list)):
+        _check_map_style("training", data)
+        train, held = split(len(data), holdout, seed)  # type: ignore[arg-type]
+        parts = [Subset(data, part.tolist()) for part in (train, held)]
+        source = from_datasets(parts[0], parts[1])
+        note = (
+            f"{len(held)} of the {len(train) + len(held)} samples are held out for evaluation (--holdout {holdout:g})"
+        )
+        return replace(source, info=replace(source.info, name=type(data).__name__), notes=(*source.notes, note))
+    if len(data) not in (2, 3):
+        raise UserError(
+            f"data: {len(data)} data sets: give one, (training, evaluation) or (training, validation, test)"
+        )
+    source = from_datasets(data[0], data[1])
+    if len(data) == 2:
+        return source
+    return replace(source, test=from_datasets(data[0], data[2], source.info.classes or None).evaluation)
+
+
+def name_of_data(data: OwnData) -> str:
+    """Return what data of a caller's own is called: the name of its class."""
+    if isinstance(data, Source):
+        return data.info.name
+    return type(data[0] if isinstance(data, (tuple, list)) and data else data).__name__
+
+
+def _check_map_style(part: str, data: Any) -> None:
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__") or len(data) == 0:
+        name = type(data).__name__
+        raise UserError(f"data {name}: the {part} data needs a length above 0 and items by index (map-style)")
+
+
 def example_inputs(source: Source) -> Nest:
     """Return two samples' inputs of a data set that is used as it comes, the same in every process; None for images."""
     data = source.train
     if not isinstance(data, TensorArray | TensorItems):
         return None
+    if isinstance(data, TensorArray):  # a batch of samples of different lengths is padded
+        rows = np.arange(2) % len(data)
+        return nest.map_leaves(lambda array: torch.as_tensor(array[rows]), data.values)
     with random_state_kept():
         random.seed(0)
         np.random.seed(0)

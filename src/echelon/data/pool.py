@@ -72,8 +72,11 @@ class Pool:
         """Whether another batch can be asked for."""
         return bool(self._free)
 
-    def request(self, batch: int, epoch: int, indices: Indices) -> None:
+    def request(self, batch: int, epoch: int, indices: Indices, lengths: Sequence[int] = ()) -> None:
         """Ask for a batch of at least one sample; needs room.
+
+        Args:
+            lengths: of the leaves that are ragged.
 
         Raises:
             LoaderFailed: a loader has died.
@@ -82,7 +85,8 @@ class Pool:
         self._jobs[batch] = job
         step = max(_LEAST_ROWS, -(-len(indices) // len(self._pipes)))
         for first in range(0, len(indices), step):
-            task = np.concatenate([np.array([job.slot, first, epoch]), indices[first : first + step]])
+            head = np.array([job.slot, first, epoch, len(lengths), *lengths])
+            task = np.concatenate([head, indices[first : first + step]])
             loader = self._turn % len(self._pipes)
             try:
                 self._pipes[loader].send_bytes(task.astype(np.int64).tobytes())

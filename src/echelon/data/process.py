@@ -26,8 +26,8 @@ import torch
 from echelon.core.errors import UserError
 from echelon.data.assemble import Rows
 from echelon.data.base import BadSample
+from echelon.data.ragged import crop, with_lengths
 from echelon.data.slots import Slots
-from echelon.tasks import nest
 
 _PARENT_CHECK_S = 2.0
 _PR_SET_PDEATHSIG = 1
@@ -120,12 +120,12 @@ def _serve(rows: Rows, slots: Slots, pipe: Connection, parent: int) -> None:
 
 
 def _work(rows: Rows, slots: Slots, task: np.ndarray[Any, np.dtype[np.int64]]) -> LoaderReply:
-    slot, first, epoch = task[:3].tolist()
-    indices = task[3:]
-    inputs, targets = slots[slot]
-    part = slice(first, first + len(indices))
+    slot, first, epoch, count = task[:4].tolist()
+    lengths, indices = task[4 : 4 + count].tolist(), task[4 + count :]
+    specs = with_lengths(rows.specs, iter(lengths))
+    inputs, targets = crop(slots[slot], specs, slice(first, first + len(indices)))
     try:
-        bad = rows.fill(epoch, indices, nest.take(inputs, part), nest.take(targets, part))
+        bad = rows.fill(epoch, indices, inputs, targets)
     except UserError as error:
         return LoaderReply(slot, refused=str(error))
     except Exception:  # noqa: BLE001 - raised again by the parent, with this traceback

@@ -14,7 +14,9 @@ from echelon.core.errors import UserError
 from echelon.data.assemble import ArrayRows, ImageRows, ItemRows, Recipe, Rows
 from echelon.data.base import DataInfo
 from echelon.data.images import ImageArray, ImageFiles, ImageItems, TensorArray, TensorItems
+from echelon.data.sounds import SoundFiles, SoundRows
 from echelon.data.statistics import SMALL_IMAGE
+from echelon.data.transforms import NO_TRANSFORMS, InputTransform, Transforms, own_transform
 
 _MOST_LOADERS = 12
 _LEAST_CROPPED = 32  # pixels of side; in smaller images four pixels to a side are too many
@@ -30,6 +32,7 @@ class LoaderConfig:
         device: where batches are delivered; for a GPU, images are normalised there.
         workers_here: ranks on this machine, which share its cores.
         timeout_s: how long a batch waits for any sign of life from the loaders.
+        transforms: a caller's own, in place of those that `data` names.
     """
 
     data: DataConfig
@@ -37,11 +40,25 @@ class LoaderConfig:
     device: torch.device
     workers_here: int = 1
     timeout_s: float = 120.0
+    transforms: Transforms = NO_TRANSFORMS
 
     @classmethod
-    def of(cls, data: DataConfig, seed: int, device: torch.device) -> LoaderConfig:
+    def of(
+        cls, data: DataConfig, seed: int, device: torch.device, transforms: Transforms = NO_TRANSFORMS
+    ) -> LoaderConfig:
         """Build it for a rank started by a launcher, which says in LOCAL_WORLD_SIZE how many ranks are here."""
-        return cls(data, seed, device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return cls(data, seed, device, here, transforms=transforms)
+
+    def transform(self, training: bool) -> InputTransform | None:
+        """Return the user's own transform of training, or evaluation, samples; None: there is none.
+
+        Raises:
+            UserError: what the description names is not there.
+        """
+        if training:
+            return own_transform("--transform", self.data.transform, self.transforms.training, self.seed)
+        return own_transform("--eval-transform", self.data.eval_transform, self.transforms.evaluation, self.seed)
 
 
 def make_rows(samples: Any, info: DataInfo, config: LoaderConfig, training: bool) -> Rows:
@@ -50,13 +67,17 @@ def make_rows(samples: Any, info: DataInfo, config: LoaderConfig, training: bool
     Raises:
         UserError: the augmentation or image size does not fit the data.
     """
-    data = config.data
+    data, transform = config.data, config.transform(training)
     if isinstance(samples, (TensorArray, TensorItems)):
         if data.augment not in ("auto", "none"):
             raise UserError(f"--augment {data.augment} is for uint8 images (1 or 3, S, S); {info.name} gives others")
         if data.image_size:
             raise UserError(f"--image-size is for images; inputs of {info.name} are used as they come")
-        return ArrayRows(samples) if isinstance(samples, TensorArray) else ItemRows(samples, config.seed)
+        if isinstance(samples, TensorArray):
+            return ArrayRows(samples, transform, data.on_nan == "skip")
+        return ItemRows(samples, config.seed, transform, data.on_nan == "skip")
+    if isinstance(samples, SoundFiles):
+        return _sound_rows(samples, config, training)
     if not isinstance(samples, (ImageArray, ImageFiles, ImageItems)):
         raise UserError(f"data {info.name}: make the Source with echelon.data.from_datasets or open_data")
     side = info.image_size
@@ -72,8 +93,17 @@ def make_rows(samples: Any, info: DataInfo, config: LoaderConfig, training: bool
         mean=() if on_device else info.mean,
         std=() if on_device else info.std,
         skip_bad=data.on_bad_image == "skip",
+        transform=transform,
     )
     return ImageRows(samples, recipe)
+
+
+def _sound_rows(sounds: SoundFiles, config: LoaderConfig, training: bool) -> SoundRows:
+    data = config.data
+    if data.augment not in ("auto", "none") or data.image_size or config.transform(training) is not None:
+        raise UserError(f"data {data.source} is sounds: --augment, --image-size and transforms are for other inputs")
+    masked = training and data.augment == "auto"
+    return SoundRows(sounds, config.seed if masked else None, data.on_bad_image == "skip")
 
 
 def loader_count(rows: Rows, config: LoaderConfig) -> int:

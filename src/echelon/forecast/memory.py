@@ -17,6 +17,7 @@ from echelon.core.layout import Layout
 from echelon.data import LoaderConfig
 from echelon.data.base import DataInfo
 from echelon.data.recipe import make_rows
+from echelon.data.weights import read_weights
 from echelon.forecast.rehearsal import Peaks, Role, rehearse
 from echelon.models import build_model, hints_for
 from echelon.parallel.deferred_init import without_memory
@@ -29,7 +30,7 @@ from echelon.parallel.zero import divide
 from echelon.sync.state_bytes import Piece, StateBytes
 from echelon.tasks.nest import Nest
 from echelon.torch_compat import NEEDS_VALUES
-from echelon.trainer.assemble import check_enough
+from echelon.trainer.assemble import check_enough, check_mixing
 from echelon.trainer.inputs import any_inputs, model_input
 from echelon.trainer.precision import to_fp8
 from echelon.trainer.resolved import ResolvedRun
@@ -201,9 +202,10 @@ def try_out(run: ResolvedRun, workers: int, ranks: int) -> Findings:
     source = run.source.open()
     check_enough(source.info, layout.dp * layout.fsdp)
     settings = LoaderConfig.of(config.data, config.training.seed, devices[0])
-    make_rows(source.train, source.info, settings, training=True)
+    rows = make_rows(source.train, source.info, settings, training=True)
+    read_weights(config.data.sample_weights, source.info, rows.targets)
     make_rows(source.evaluation, source.info, settings, training=False)
-    run.task.fitted(source.info)
+    check_mixing(config, run.task.fitted(source.info))
     _try_model(run, source.info, devices[0])
     return Findings(source.info, forecast(run, source.info, ranks))
 

@@ -26,6 +26,7 @@ from echelon.compression.codecs.none import Uncompressed
 from echelon.core.layout import Layout
 from echelon.data.base import Batch, DataInfo
 from echelon.observe.phases import HostClock
+from echelon.optim.choice import OptimizerChoice
 from echelon.parallel.base import alone, place
 from echelon.sync.allreduce import AllReduceSettings
 from echelon.torch_compat import (
@@ -213,9 +214,10 @@ def _alone(run: ResolvedRun, role: Role) -> ResolvedRun:
     these are the servers'; plain SGD is the least.
     """
     config = run.config
-    optimizer, ema = config.optimizer, config.training.ema
+    optimizer, ema, choice = config.optimizer, config.training.ema, run.optimizer
     if run.sync.uses_servers:
         optimizer, ema = replace(optimizer, name="sgd", momentum=0.0, weight_decay=0.0), 0.0
+        choice = OptimizerChoice(optimizer.name)
     precision = "bf16" if config.training.precision in ("fp8", "fp16") else config.training.precision
     config = replace(
         config,
@@ -224,7 +226,10 @@ def _alone(run: ResolvedRun, role: Role) -> ResolvedRun:
         training=replace(config.training, precision=precision, ema=ema),
     )
     plain = Compression(Uncompressed())
-    return replace(run, config=config, sync=AllReduceSettings(), compression=plain, path=Backend(), cuts=role.cuts)
+    return replace(
+        run, config=config, optimizer=choice, sync=AllReduceSettings(), compression=plain, path=Backend(),
+        cuts=role.cuts,
+    )  # fmt: skip
 
 
 def without_data(model: nn.Module, device: torch.device) -> nn.Module:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from echelon.core.units import format_seconds
 from echelon.observe.notes import SERVING, START, Note
-from echelon.observe.phases import Phase
+from echelon.observe.phases import CALLBACKS, Phase
 from echelon.observe.stacks import Stack
 from echelon.observe.tcp import TcpState
 
@@ -22,6 +22,7 @@ _DOING = {
     "evaluation": "in an evaluation",
     "checkpoint": "saving a checkpoint",
     "recording": "recording",
+    CALLBACKS: "in callbacks",
     SERVING: "serving",
 }
 _PARTS_OF_STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)

@@ -37,12 +37,13 @@ class LogLimit:
         if time.monotonic() < self._next_s:
             return
         self._next_s = time.monotonic() + LOOK_S
-        for path in (*self._folder.glob("*.out"), *self._folder.glob("*.log")):
-            try:
+        path = self._folder
+        try:
+            for path in (*self._folder.glob("*.out"), *self._folder.glob("*.log")):
                 if path.stat().st_size > self._limit:
                     shorten(path, self._limit // 2)
-            except OSError as error:  # training does not end for want of room for a log
-                logging.warning("%s cannot be shortened: %s", path, error)
+        except OSError as error:  # training does not end for want of room for a log, or of a disk that answers
+            logging.warning("%s cannot be shortened: %s", path, error)
 
 
 def shorten(path: Path, keep_bytes: int) -> None:

@@ -21,10 +21,11 @@ from echelon.launch.meeting import (
     LIMITS,
     Admission,
     Arrival,
+    Asker,
     MeetingRefusal,
     SecretSource,
-    ask_for_place,
     check_settings,
+    why_silent,
 )
 from echelon.launch.rounds import (
     LOST_S,
@@ -201,7 +202,8 @@ class OtherMachine:
     def _unanswered(self, now: float) -> Order:
         first, silent_s = f"the first machine at {self._rendezvous}", now - self._heard
         if not self._known and now - self._begun > self._terms.arrival_s:
-            raise UserError(f"--rendezvous {self._rendezvous}: {self._reason}")
+            waited = format_seconds(self._terms.arrival_s)
+            raise UserError(f"--rendezvous {self._rendezvous}: {self._reason} (waited {waited}: --timeout)")
         if self._known and silent_s > self._terms.return_s:
             return Over("failed", f"{first} gave no answer for {silent_s:.0f} s (--machine-patience)")
         if self._known and silent_s > LOST_S:
@@ -235,7 +237,7 @@ class OtherMachine:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-            self._reason = self._secret.no_answer
+            self._reason = why_silent(self._rendezvous, self._secret)
         try:
             keys = derive_keys(self._secret.read())
         except UserError as error:
@@ -305,6 +307,7 @@ class FirstMachineWatch:
         self._first, self._say, self._lost_s, self._patience_s = first, say, lost_s, patience_s
         self._heard_s, self._silent, self._begun_anew = time.monotonic(), False, False
         self._over = threading.Event()
+        self._asker = Asker(first.rendezvous, first.secret, first.arrival)
         self._thread = threading.Thread(target=self._ask, name="echelon-first-machine", daemon=True)
         self._thread.start()
 
@@ -328,7 +331,7 @@ class FirstMachineWatch:
 
     def _ask(self) -> None:
         while not self._over.wait(AGAIN_S):
-            answer, _ = ask_for_place(self._first.rendezvous, self._first.secret, self._first.arrival)
+            answer, _ = self._asker.ask()
             if isinstance(answer, Admission) and answer.scheduler == self._first.scheduler:
                 self._heard_s = time.monotonic()
             elif isinstance(answer, Admission | MeetingRefusal):
@@ -339,3 +342,4 @@ class FirstMachineWatch:
         """Ask no more."""
         self._over.set()
         self._thread.join()
+        self._asker.close()

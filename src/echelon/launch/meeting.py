@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -22,6 +23,7 @@ import zmq
 
 from echelon.core.address import Address
 from echelon.core.errors import UserError
+from echelon.core.patience import may_pass
 from echelon.core.units import format_seconds
 from echelon.messages.endpoint import Channel, Listener, Sender, ask_once
 from echelon.messages.framing import Content, Message, content, vocabulary
@@ -33,6 +35,8 @@ LIMITS = Limits(1 << 20, queued=1000)
 _POLL_MS = 200
 _ASK_S = 2.0
 _AGAIN_S = 0.3
+_LOOK_S = 1.0
+_GREETING = 10  # bytes that ZeroMQ says first, whoever asks: 0xff, eight others, 0x7f (ZMTP 3.1, section 3.3)
 _ELSEWHERE = "198.51.100.1"  # reserved for documentation: nobody has it
 
 
@@ -240,53 +244,92 @@ class Meeting(Generic[RequestT]):
             answer = self._answer(message.content)
         except UserError as error:
             answer = MeetingRefusal(str(error))
+        except OSError as error:  # the thread goes on in any case: nobody else answers
+            answer = AskLater() if may_pass(error) else MeetingRefusal(f"the first machine: {error}")
         self._sender.reply(self.listener.socket, peer, answer)
 
 
 def join_meeting(
-    rendezvous: Address, secret: SecretSource, arrival: Arrival, deadline_s: float, say: Callable[[str], None]
+    rendezvous: Address,
+    secret: SecretSource,
+    arrival: Arrival,
+    deadline_s: float,
+    say: Callable[[str], None],
+    flag: str = "--timeout",
 ) -> Admission:
     """Ask the first machine for this one's place; the secret may come later than this machine.
 
     Args:
         rendezvous: of the first machine.
         say: is told, once, what is waited for.
+        flag: what the deadline is set with.
 
     Raises:
         UserError: no secret, no answer in time, or the first machine refuses this one.
     """
-    ends = time.monotonic() + deadline_s
-    said = False
-    while True:
-        answer, why = ask_for_place(rendezvous, secret, arrival)
-        if isinstance(answer, MeetingRefusal):
-            raise UserError(answer.reason)
-        if isinstance(answer, Admission):
-            return answer
-        if time.monotonic() > ends:
-            raise UserError(f"--rendezvous {rendezvous}: {why} (waited {format_seconds(deadline_s)})")
-        if not said:
-            say(f"waiting for the first machine at {rendezvous}: {why}")
-            said = True
-        time.sleep(_AGAIN_S)
+    ends, said = time.monotonic() + deadline_s, False
+    with closing(Asker(rendezvous, secret, arrival)) as asker:
+        while True:
+            answer, why = asker.ask()
+            if isinstance(answer, MeetingRefusal):
+                raise UserError(answer.reason)
+            if isinstance(answer, Admission):
+                return answer
+            if why == secret.no_answer:
+                why = why_silent(rendezvous, secret)
+            if time.monotonic() + _ASK_S > ends:
+                waited = f"waited {format_seconds(deadline_s)}; {flag} says how long"
+                raise UserError(f"--rendezvous {rendezvous}: {why} ({waited})")
+            if not said:
+                say(f"waiting for the first machine at {rendezvous}: {why}")
+                said = True
+            time.sleep(_AGAIN_S)
 
 
-def ask_for_place(rendezvous: Address, secret: SecretSource, arrival: Arrival) -> tuple[Content, str]:
-    """Ask once; returns the answer, or where there is none, to ask later and why."""
+class Asker:
+    """Asks the first machine for this one's place, as often as it is told to.
+
+    Without files to open it asks later: a new context of ZeroMQ's would abort the process then.
+    """
+
+    def __init__(self, rendezvous: Address, secret: SecretSource, arrival: Arrival) -> None:
+        self._address, self._secret, self._arrival = f"tcp://{rendezvous}", secret, arrival
+        self._context = new_context()
+        self._context.socket(zmq.DEALER).close()  # from now on it has its threads
+
+    def ask(self) -> tuple[Content, str]:
+        """Ask once; returns the answer, or where there is none, to ask later and why."""
+        known = vocabulary(Admission, AskLater, MeetingRefusal)
+        try:
+            sender = Sender(derive_keys(self._secret.read()), "machine")
+            line = Channel(self._context, sender, self._address, LIMITS, known)
+        except UserError as error:
+            return AskLater(), str(error)
+        except zmq.ZMQError as error:
+            return AskLater(), f"cannot ask: {error.strerror}"
+        try:
+            return ask_once(line, self._arrival, Content, _ASK_S), "its scheduler is not there yet"
+        except TimeoutError:
+            return AskLater(), self._secret.no_answer
+        finally:
+            line.close()
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._context.destroy()
+
+
+def why_silent(rendezvous: Address, secret: SecretSource) -> str:
+    """Say what is wrong where the first machine gives no answer, as far as a connection without keys tells."""
     try:
-        keys = derive_keys(secret.read())
-    except UserError as error:
-        return AskLater(), str(error)
-    context = new_context()
-    known = vocabulary(Admission, AskLater, MeetingRefusal)
-    line = Channel(context, Sender(keys, "machine"), f"tcp://{rendezvous}", LIMITS, known)
-    try:
-        answer = ask_once(line, arrival, Content, _ASK_S)
-    except TimeoutError:
-        return AskLater(), secret.no_answer
-    finally:
-        context.destroy()
-    return answer, "its scheduler is not there yet"
+        line = socket.create_connection((rendezvous.host, rendezvous.port), _LOOK_S)
+    except OSError as error:
+        return f"nothing answers there ({error.strerror or error}): the first machine must be at this host and port"
+    with line, line.makefile("rb") as stream, suppress(OSError):
+        greeting = stream.read(_GREETING)
+        if len(greeting) == _GREETING and (greeting[0], greeting[-1]) == (0xFF, 0x7F):
+            return secret.no_answer
+    return "what listens there is another service, no run: name the first machine, and a port that is free there"
 
 
 def own_address(rendezvous: Address) -> str:

@@ -42,10 +42,10 @@ def die_with_parent(parent: int = 0) -> None:
 
 
 def is_stopped(pid: int | None) -> bool:
-    """Whether a process is stopped by a signal or a debugger (Linux; False elsewhere, and when it is gone)."""
+    """Whether a process is stopped by a signal or a debugger (Linux; False elsewhere, and where nothing is known)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] in ("T", "t")
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:  # it is gone, or no file is left to read with
         return False
 
 

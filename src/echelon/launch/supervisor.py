@@ -11,9 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from echelon.core.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE
-from echelon.core.stop import StopFlag
+from echelon.core.stop import StopFlag, signal_name
 from echelon.core.units import format_seconds
 from echelon.launch.culprit import Living
 from echelon.launch.places.base import Event, Exited, Job, Place, PlaceFailed, Process, Restart, Started
@@ -68,8 +69,21 @@ class Death:
             return f"{who} {self.hang}"
         if self.exit_code is None:
             return f"{who} does not answer: its process is stopped (SIGSTOP)"
-        how = signal.Signals(-self.exit_code).name if self.exit_code < 0 else f"exit code {self.exit_code}"
+        how = signal_name(-self.exit_code) if self.exit_code < 0 else f"exit code {self.exit_code}"
         return f"{who} died: {how}{f' ({self.because})' if self.because else ''}"
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What was done against what a process died of.
+
+    Attributes:
+        eased: what has been changed for the next start, which costs no restart then; empty: nothing.
+        hopeless: why no restart would help; empty: it may.
+    """
+
+    eased: str = ""
+    hopeless: str = ""
 
 
 def _nothing(*_: object) -> None:
@@ -92,6 +106,7 @@ class Watch:
         on_look: all processes that run; again and again.
         explain: a death whose group's other processes still run, and these; returns it as it is to be told, which may
             be of another process of its group.
+        remedy: does something against what a death was of, where it can.
         failures: what the processes of a death failed with, if that was before their first step.
         saved: how many checkpoints of new steps there are since the last call.
     """
@@ -102,8 +117,19 @@ class Watch:
     on_wait: Callable[[str], None] = _nothing
     on_look: Callable[[Sequence[Living]], None] = _nothing
     explain: Callable[[Death, Sequence[Living]], Death] = _as_it_is
+    remedy: Callable[[Death], Remedy] = lambda _: Remedy()
     failures: Callable[[Death], Sequence[str]] = lambda _: ()
     saved: Callable[[], int] = lambda: 0
+
+    def looking(self, look: Callable[[], None]) -> Watch:
+        """Return a watch that looks at something more, again and again."""
+
+        def both(living: Sequence[Living]) -> None:
+            """Look at all."""
+            self.on_look(living)
+            look()
+
+        return replace(self, on_look=both)
 
 
 class JobFailed(Exception):
@@ -316,16 +342,29 @@ class _Supervisor:
             group.death = self._watch.explain(group.death, self._living())
             self._kill(group)
             if stops and had_begun:
-                self._tell_death(group, Over("failed", no_restart="no restart: the run was being stopped"))
-                raise JobFailed("")  # over its last checkpoint
+                self._give_up(group, "no restart: the run was being stopped")  # over its last checkpoint
             if stops or group.leave_by:  # on its way out, before its first step: nothing follows
                 group.death = None
                 group.state = Finished(number, stopped=True) if self._stop_by else Ready(number)
             else:
-                self._look_for_checkpoints()  # before this death is counted
-                group.state = Ready(number, str(group.death), tuple(self._watch.failures(group.death)))
+                group.state = self._count_death(group, group.death)
         elif not group.alive:
             group.state = Finished(number, STOPPED_EXIT_CODE in group.exit_codes.values())
+
+    def _count_death(self, group: _Group, death: Death) -> Ready:
+        """Return the state that follows a death; without one where it is to cost no restart."""
+        assert group.round is not None
+        self._look_for_checkpoints()  # before this death is counted
+        remedy = self._watch.remedy(death)
+        if remedy.hopeless:
+            self._give_up(group, remedy.hopeless)
+        if remedy.eased:
+            return Ready(group.round.number)
+        return Ready(group.round.number, str(death), tuple(self._watch.failures(death)))
+
+    def _give_up(self, group: _Group, why: str) -> NoReturn:
+        self._tell_death(group, Over("failed", no_restart=why))
+        raise JobFailed("")
 
     def _look_for_checkpoints(self) -> None:
         self._looked_s = time.monotonic()

@@ -22,7 +22,8 @@ class ModelInput:
         image_size: side of the square image in pixels.
         shape: of one input that is no image, such as (tokens,); None: images.
         dtype: name of the inputs' type in torch.
-        several: specs of inputs that are more than one tensor; None: they are one.
+        several: specs of inputs that are more than one tensor, or ids, or ragged; None: they are one of `shape`.
+        auto: name of the model that the task chooses where none is named; empty: by the size of images.
         wrong_outputs: says what is wrong with the outputs for some samples; None: they are logits `(batch, classes)`.
     """
 
@@ -33,6 +34,7 @@ class ModelInput:
     dtype: str = "float32"
     several: Nest = None
     wrong_outputs: Callable[[Any, int], str] | None = None
+    auto: str = ""
 
     def blank(self, samples: int) -> Nest:
         """Return inputs of zeros, which are also ids that any vocabulary has."""

@@ -20,7 +20,8 @@ from echelon.models.logits import give_logits
 from echelon.models.weights import load_weights
 from echelon.tasks import nest
 
-OF_TOKENS = ("small_gpt",)  # built from Python alone: its `build` says so
+OF_SEQUENCES = ("small_gpt", "speech_cnn", "text_classifier")  # not of images
+OF_COLUMNS = ("matrix_factorisation", "table_mlp", "two_tower")  # likewise
 
 
 def build_model(config: ModelConfig, data: ModelInput) -> nn.Module:
@@ -41,17 +42,25 @@ def build_model(config: ModelConfig, data: ModelInput) -> nn.Module:
 
 
 def auto_name(data: ModelInput) -> str:
-    """Choose a model by image size: mlp below 8 pixels, small_cnn below 32, resnet20 up to 64, timm/resnet50 above."""
-    if data.image_size < 8:
+    """Choose a model: the task's; else by image size: mlp below 8 pixels, small_cnn below 32, resnet20 up to 64, then
+    timm/resnet50.
+    """
+    return data.auto or name_for_side(data.image_size)
+
+
+def name_for_side(image_size: int) -> str:
+    """Return the name that `auto_name` chooses for images of so many pixels."""
+    if image_size < 8:
         return "mlp"
-    if data.image_size < 32:
+    if image_size < 32:
         return "small_cnn"
-    return "resnet20" if data.image_size <= 64 else "timm/resnet50"
+    return "resnet20" if image_size <= 64 else "timm/resnet50"
 
 
 def builtin_names() -> list[str]:
     """Return the built-in models of images: the names of the files in `models/builtin`. Imports none of them."""
-    return sorted(name for module in pkgutil.iter_modules(builtin.__path__) if (name := module.name) not in OF_TOKENS)
+    of_others = OF_SEQUENCES + OF_COLUMNS
+    return sorted(name for module in pkgutil.iter_modules(builtin.__path__) if (name := module.name) not in of_others)
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -68,7 +77,7 @@ def _build(name: str, data: ModelInput) -> nn.Module:
         model = build_own(name, data)
         give_logits(model)
         return model
-    if name in builtin_names() or name in OF_TOKENS:
+    if name in builtin_names() or name in OF_SEQUENCES + OF_COLUMNS:
         return importlib.import_module(f"{builtin.__name__}.{name}").build(data)
     raise _unknown(name)
 
@@ -98,7 +107,8 @@ def _try_out(model: nn.Module, name: str, data: ModelInput) -> None:
     model.eval()
     example = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     inputs = nest.to_device(data.blank(2), example.device)
-    if data.shape is None and data.several is None:
+    is_image = data.shape is None and data.several is None
+    if is_image:
         inputs = inputs.to(example.dtype)
     try:
         with torch.no_grad():
@@ -107,7 +117,7 @@ def _try_out(model: nn.Module, name: str, data: ModelInput) -> None:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(
             f"--model {name} cannot take {data.describe()} ({reason}): choose another model"
-            f"{' or --image-size' if data.shape is None else ''}"
+            f"{' or --image-size' if is_image else ''}"
         ) from error
     finally:
         model.train(was_training)

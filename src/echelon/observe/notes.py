@@ -16,13 +16,13 @@ import threading
 import time
 from dataclasses import dataclass
 
-from echelon.observe.phases import PHASE_NAMES, Phase, PhaseClock
+from echelon.observe.phases import CALLBACKS, PHASE_NAMES, Phase, PhaseClock
 
 VARIABLE = "ECHELON_NOTES"  # FILE of notes, place in it, FILE for stacks; joined by colons
 SLOT_BYTES = 64
 START = "start"
 SERVING = "serving"  # what a process does all the time that answers others, and waits for them
-ACTIVITIES = (START, *PHASE_NAMES, "evaluation", "checkpoint", "recording", SERVING)
+ACTIVITIES = (START, *PHASE_NAMES, "evaluation", "checkpoint", "recording", SERVING, CALLBACKS)
 STACK_SIGNAL = (signal.SIGRTMIN + 11) if sys.platform == "linux" else signal.SIGUSR1  # programs rarely use it
 
 _ACTIVITY, _STEP, _SINCE, _CHANGES, _PID, _THREAD, _ANSWERS, _FAILED = range(8)

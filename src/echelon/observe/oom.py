@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+OUT_OF_MEMORY = "out of memory"  # what the line of such an error begins with
 CGROUPS = Path("/sys/fs/cgroup")
 _LOG_BYTES = 8192  # of one message at most
 _UNLIMITED = 1 << 60  # cgroup v1 has a number for "no limit"
@@ -26,6 +27,17 @@ class MemoryGroup:
         except OSError:
             return 0
         return int(match[1]) if match else 0
+
+    def free_bytes(self) -> int | None:
+        """Return what its processes may still use, with files' contents that the kernel would drop; None: no limit."""
+        limit = self.limit_bytes()
+        now = self.limit.with_name({"memory.max": "memory.current"}.get(self.limit.name, "memory.usage_in_bytes"))
+        try:
+            used, told = int(now.read_text()), now.with_name("memory.stat").read_text()
+            files = re.search(r"^(?:total_)?inactive_file (\d+)$", told, re.MULTILINE)
+        except (OSError, ValueError):
+            return limit
+        return None if limit is None else max(0, limit - used + (int(files[1]) if files else 0))
 
     def limit_bytes(self) -> int | None:
         """Return its limit; None where it has none, or does not tell."""

@@ -29,7 +29,8 @@ PHASES = list(Phase)
 PHASE_NAMES = tuple(phase.value for phase in PHASES)
 
 RECORDING = "recording"
-PAUSES = ("evaluation", "checkpoint", RECORDING)
+CALLBACKS = "callbacks"
+PAUSES = ("evaluation", "checkpoint", RECORDING, CALLBACKS)
 """What interrupts the steps; recording is adding up over the ranks, and what rank 0 writes and shows."""
 
 

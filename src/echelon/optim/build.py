@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules by timm's factories, and an average of the weights."""
+"""Optimizers by timm's factory or of the user's own, timm's learning-rate schedules, and an average of the weights."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from echelon.config.schema import OptimizerConfig
-from echelon.core.errors import UserError, nearest
+from echelon.core.errors import UserError
+from echelon.core.rate_search import rate_of
 from echelon.core.state_tree import StateTree, StateView
+from echelon.optim.names import NOT_SUPPORTED, unknown_optimizer
+from echelon.optim.own import OptimizerFactory, build_own
 from echelon.torch_compat import foreach_lerp_
 
 if TYPE_CHECKING:
     from timm.scheduler.scheduler import Scheduler
 
-SHOWN = ("sgd", "nesterov", "momentum", "adam", "adamw", "lars", "lamb", "lion", "nadamw", "rmsprop")
-# Those want a GPU library that is no dependency, or a closure or a second backward pass.
-NOT_SUPPORTED = ("fused", "bnb", "adahessian")
 STEP_FACTOR = 0.1
 POLY_POWER = 2.0
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, batch_size: int) -> torch.optim.Optimizer:
-    """Build timm's optimizer of that name for a model's trainable parameters.
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, batch_size: int, user_factory: OptimizerFactory | None = None
+) -> torch.optim.Optimizer:
+    """Build timm's optimizer of that name, or the user's own, for a model's trainable parameters.
 
     `sgd` and `nesterov` are SGD with Nesterov momentum, `momentum` is SGD with plain momentum. torch's SGD keeps
     v <- m v + g and steps w <- w - lr v: the learning rate is not folded into v, so a changing one needs no momentum
@@ -36,30 +38,38 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, batch_size: int) 
 
     Args:
         batch_size: samples per optimizer step over all workers.
+        user_factory: the user's, in place of timm's.
 
     Raises:
         UserError: unknown optimizer (with the nearest name), or settings that it does not take.
     """
-    from timm.optim import create_optimizer_v2, get_optimizer_info
-
-    name = config.name.lower()
-    _check_name(name)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("the model has no trainable parameters: nothing to optimize")
     lr = config.lr * batch_size / config.scale_lr if config.scale_lr else config.lr
-    # torch refuses Nesterov's rule without momentum, where it is no other than the plain one.
-    nesterov = (get_optimizer_info(name).defaults or {}).get("nesterov", False)
-    options = {"nesterov": False} if nesterov and not config.momentum else {}
-    try:
-        optimizer = create_optimizer_v2(
-            model, opt=name, lr=lr, weight_decay=config.weight_decay, momentum=config.momentum, **options
-        )
-    except (ValueError, TypeError) as error:
-        raise UserError(f"--optimizer {name} does not take these settings: {error}") from error
+    if user_factory is not None:
+        optimizer = build_own(user_factory, config.name, model, lr, config.weight_decay)
+    else:
+        optimizer = _build_timm(model, config, lr)
     for group in optimizer.param_groups:
         # What schedules start from. Set here, so that saved groups and those they are restored into have the same keys.
         group["initial_lr"] = lr
     return optimizer
+
+
+def _build_timm(model: nn.Module, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
+    from timm.optim import create_optimizer_v2, get_optimizer_info
+
+    name = config.name.lower()
+    _check_name(name)
+    # torch refuses Nesterov's rule without momentum, where it is no other than the plain one.
+    nesterov = (get_optimizer_info(name).defaults or {}).get("nesterov", False)
+    options = {"nesterov": False} if nesterov and not config.momentum else {}
+    try:
+        return create_optimizer_v2(
+            model, opt=name, lr=lr, weight_decay=config.weight_decay, momentum=config.momentum, **options
+        )
+    except (ValueError, TypeError) as error:
+        raise UserError(f"--optimizer {name} does not take these settings: {error}") from error
 
 
 def _check_name(name: str) -> None:
@@ -67,10 +77,7 @@ def _check_name(name: str) -> None:
 
     known = [each for each in list_optimizers() if not each.startswith(NOT_SUPPORTED)]
     if name not in known:
-        raise UserError(
-            f"unknown --optimizer {name!r}: {nearest(name, known)}known: {', '.join(SHOWN)} "
-            f"and {len(known) - len(SHOWN)} more of timm's (timm.optim.list_optimizers())"
-        )
+        raise unknown_optimizer(name, known)
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,16 @@ class Schedule:
     def set_step(self, step: int) -> None:
         """Set the learning rate for optimizer step `step`, counted from 0 over the whole run, before it is taken."""
         self.scheduler.step_update(step)
+
+
+@dataclass(frozen=True)
+class SearchSchedule(Schedule):
+    """The rising rates of a search of the learning rate, in place of the scheduler's."""
+
+    def set_step(self, step: int) -> None:
+        """Set the rate of a step, counted from 0; groups keep their share of it."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate_of(step) * group.get("lr_scale", 1.0)
 
 
 def build_schedule(
@@ -130,7 +147,7 @@ def build_schedule(
         step_on_epochs=False,
         updates_per_epoch=steps_per_epoch,
     )
-    schedule = Schedule(optimizer, scheduler)
+    schedule = (SearchSchedule if config.lr_find else Schedule)(optimizer, scheduler)
     schedule.set_step(0)
     return schedule
 

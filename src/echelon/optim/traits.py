@@ -1,6 +1,8 @@
-"""What an optimizer is, by its name: which ones update element by element, and which ones are SGD."""
+"""What an optimizer of timm's is, by its name: what its update depends on, and which ones are SGD."""
 
 from __future__ import annotations
+
+from enum import IntEnum
 
 NESTEROV = ("sgd", "nesterov")
 SGD_FAMILY = (*NESTEROV, "momentum")
@@ -20,9 +22,19 @@ longer list, runs of the others that were begun before it would not resume.
 """
 
 
-def is_elementwise(name: str) -> bool:
-    """Whether an optimizer can update any piece of a tensor by itself; others look at norms or products of tensors."""
-    return name.lower() in ELEMENTWISE
+class Reach(IntEnum):
+    """What the update of an element depends on: its own gradients, its tensor's, or the whole model's."""
+
+    ELEMENT = 0
+    TENSOR = 1
+    MODEL = 2
+
+
+def reach_of(name: str) -> Reach:
+    """Return the reach of an optimizer; those with more than an element's look at norms or products of tensors."""
+    if name.lower() in ELEMENTWISE:
+        return Reach.ELEMENT
+    return Reach.MODEL if "lamb" in name.lower() else Reach.TENSOR
 
 
 def is_split_on_servers(name: str) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from echelon.core.errors import UserError
+from echelon.core.listeners import closed_afterwards
 from echelon.torch_compat import BatchNormBase, same_ranks_group
 
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -96,7 +97,8 @@ def convert_sync_batchnorm(module: nn.Module, group: dist.ProcessGroup, timeout:
     if not any(isinstance(each, BatchNormBase) for each in module.modules()):
         return module
     if dist.get_backend(group) == "gloo":
-        group = same_ranks_group(group, "gloo", timeout)
+        with closed_afterwards():
+            group = same_ranks_group(group, "gloo", timeout)
     return _convert(module, group)
 
 

@@ -16,6 +16,8 @@ from echelon.ps import staleness
 from echelon.ps.table import KeyRange
 from echelon.sync.ps import ServerSettings
 
+_WRAPPED = ("torch.", "timm.")  # modules of optimizers whose wrappers are torch's
+
 MakeOptimizer = Callable[[Sequence[nn.Parameter], Sequence[bool]], torch.optim.Optimizer]
 """Builds the optimizer for tensors, some of which have weight decay."""
 
@@ -302,9 +304,12 @@ class KeyStore:
 
 
 def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
-    """Return the optimizer's step without torch's wrappers (profiling, hooks): for a small key they cost the most."""
+    """Return the optimizer's step without torch's wrappers (profiling, hooks): for a small key they cost the most.
+
+    A user's own class may have wrappers that it needs.
+    """
     step: Any = type(optimizer).step
-    while hasattr(step, "__wrapped__"):
+    while type(optimizer).__module__.startswith(_WRAPPED) and hasattr(step, "__wrapped__"):
         step = step.__wrapped__
     return step
 

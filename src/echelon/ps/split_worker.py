@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.core.axes import Axis
+from echelon.core.listeners import closed_afterwards
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.parallel.shard_gather import ShardGather
 from echelon.parallel.split import SplitModel
@@ -52,7 +53,8 @@ class SplitWorker(ServerHeld):
         """
         placement = split.pieces.placement
         assert placement.model_group is not None
-        group = same_ranks_group(placement.model_group, "gloo")
+        with closed_afterwards():
+            group = same_ranks_group(placement.model_group, "gloo")
         self.split, self.whole, self.channel = split, whole_model, CommandChannel(group, timeout_s)
         self.servers: ParameterServer | None = None
         self._clock, self._fsdp = clock, placement.group(Axis.FSDP)

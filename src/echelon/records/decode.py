@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, partial
@@ -110,9 +110,9 @@ def _nested(kind: Any, value: Any) -> Any:
 def _numbers(inner: Decoder, value: Any) -> tuple[float, ...]:
     """Return a list of numbers as a tuple: most of a record is such lists, so they are not looked at one by one."""
     values = _checked(value, list)
-    types = set(map(type, values))
-    if types == {float} and (inner is not number or math.isfinite(sum(values))):
+    if _sum_is_finite(values):
         return tuple(values)
+    types = set(map(type, values))
     if inner is _nan_number_or_none and types <= {float, type(None)}:
         return tuple(values)
     return tuple(map(inner, values))
@@ -121,11 +121,17 @@ def _numbers(inner: Decoder, value: Any) -> tuple[float, ...]:
 def _table(row: partial[tuple[float, ...]], value: Any) -> tuple[tuple[float, ...], ...]:
     """Return a list of rows of numbers as tuples, looked at all at once where they are what nearly all are."""
     rows = _checked(value, list)
-    if all(type(r) is list for r in rows) and set(map(type, chain.from_iterable(rows))) == {float}:
-        (inner,) = row.args
-        if inner is not number or math.isfinite(sum(map(sum, rows))):
-            return tuple(map(tuple, rows))
+    if all(type(r) is list for r in rows) and _sum_is_finite(chain.from_iterable(rows)):
+        return tuple(map(tuple, rows))
     return tuple(map(row, rows))
+
+
+def _sum_is_finite(values: Iterable[Any]) -> bool:
+    """Whether all values are finite numbers, as far as their sum tells: it says no of some that are, too large ones."""
+    try:
+        return math.isfinite(sum(values))
+    except (TypeError, OverflowError):
+        return False
 
 
 def _texts(value: Any) -> tuple[str, ...]:

@@ -103,12 +103,30 @@ class SlowProcess(ProcessSeen):
 
 
 @dataclass(frozen=True)
+class MoreMicroBatches(Event):
+    """For want of memory a worker's part of a batch is cut into more micro-batches from now on."""
+
+    micro_batches: int = 0
+    name: str = field(default="more_micro_batches", kw_only=True)
+
+
+@dataclass(frozen=True)
 class Refusal(Event):
     """A user's mistake, in words, told by a rank or a role."""
 
     rank: int | None = None
     role: str | None = None
     name: str = field(default="refused", kw_only=True)
+
+
+@dataclass(frozen=True)
+class CallbackError(Event):
+    """A callback of the user's own raised, and the run ends, told by a rank or a role; where in the code."""
+
+    rank: int | None = None
+    role: str | None = None
+    place: str = ""
+    name: str = field(default="callback_failed", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -225,8 +243,8 @@ class DiskWorks(Event):
 
 
 EVENTS: tuple[type[Event], ...] = (
-    WorkerDied, Restarted, HangSeen, SlowProcess, RankFailed, RoleFailed, Refusal, BadImageSkipped, Resumed,
-    StartedOver, CheckpointRejected, MachineLeft, WorkerGone, ServerGone, ServerLost, ServerSettled, SharesAgain,
-    SchedulerRestored, DiskFails, DiskWorks,
+    WorkerDied, Restarted, HangSeen, SlowProcess, RankFailed, RoleFailed, Refusal, CallbackError, BadImageSkipped,
+    MoreMicroBatches, Resumed, StartedOver, CheckpointRejected, MachineLeft, WorkerGone, ServerGone, ServerLost,
+    ServerSettled, SharesAgain, SchedulerRestored, DiskFails, DiskWorks,
 )  # fmt: skip
 """Events with details, told apart by the default of `name`."""

@@ -6,6 +6,7 @@ last line that a crash cut off. A file that has grown is sealed, and what is old
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -13,6 +14,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -254,7 +256,7 @@ class RecordReader(LineReader):
         A last line without its end is left for the next time, unless it is read `to_end`. Kinds that are unknown here
         are left out.
         """
-        with open_record(self._folder) as files:
+        with _no_collector(), open_record(self._folder) as files:
             new = self._unread(files)
             replaced = new is None
             if new is None:
@@ -285,6 +287,18 @@ class RecordReader(LineReader):
             return self.read_lines(file.file, file.first, to_end, every=2 * size // SEGMENT_BYTES)
         windows = FAN ** level_for(size)
         return thinned(self.read_lines(file.file, file.first, to_end), windows, windows, restart_steps(self._folder))
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Read without the collector of cycles: records have none, and it would look at all of them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def restart_steps(folder: Path) -> list[int]:

@@ -216,6 +216,8 @@ class Steps(Record):
     @property
     def nonfinite_step(self) -> int | None:
         """The first step whose loss is not finite."""
+        if math.isfinite(sum(self.losses)):
+            return None
         places = (i for i, loss in enumerate(self.losses) if not math.isfinite(loss))
         return next((self.step - self.count + 1 + i for i in places), None)
 
@@ -290,7 +292,13 @@ def _metrics(values: Any) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class Evaluation(Record):
-    """One pass over the evaluation samples after `step` steps; metrics that could not be computed are left out."""
+    """One pass over the evaluation samples after `step` steps; metrics that could not be computed are left out.
+
+    Attributes:
+        test_loss: of the test set, where there is one beside them and this was the best evaluation so far.
+        test_metrics: likewise; empty: it was not evaluated.
+        test_samples: that these are of.
+    """
 
     kind: ClassVar[str] = "evaluation"
     step: int
@@ -299,6 +307,9 @@ class Evaluation(Record):
     metrics: Annotated[Mapping[str, float | None], _metrics] = field(default_factory=dict)
     seconds: float = 0.0
     samples: int = 0
+    test_loss: Number | None = None
+    test_metrics: Annotated[Mapping[str, float | None], _metrics] = field(default_factory=dict)
+    test_samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -655,6 +666,9 @@ class ServerWindow(Record):
     address: str = ""
 
 
+EARLY_STOP, MAX_TIME = "early_stop", "max_time"
+
+
 @dataclass(frozen=True)
 class End(Record):
     """A run ended: `completed`, `stopped`, `failed` or `refused`.
@@ -662,6 +676,8 @@ class End(Record):
     Attributes:
         seconds: from the command to the end of training; None where the launcher wrote it.
         other_wire_bytes: sent after the last window.
+        reason: why it completed before its last step: `EARLY_STOP`, `MAX_TIME`, `LR_FIND`; empty: it did not.
+        stagnant: evaluations in a row without improvement when it stopped early.
     """
 
     kind: ClassVar[str] = "end"
@@ -669,6 +685,8 @@ class End(Record):
     message: str = ""
     seconds: float | None = None
     other_wire_bytes: float = 0
+    reason: str = ""
+    stagnant: int = 0
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
-from typing import Any
+from itertools import chain, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,7 +137,7 @@ def merge(windows: Sequence[Steps]) -> Steps:
         lr=last.lr,
         seconds=_sum(w.seconds for w in windows),
         phase_names=last.phase_names,
-        phases=_column_sums([w.phases for w in windows]),
+        phases=_table_sums([w.phases for w in windows]),
         wire_bytes=_sum(w.wire_bytes for w in windows),
         wire_bytes_by_group=groups,
         other_wire_bytes=_sum(w.other_wire_bytes for w in windows),
@@ -148,7 +147,7 @@ def merge(windows: Sequence[Steps]) -> Steps:
         comm_busy_s=_column_sums([w.comm_busy_s for w in windows]),
         comm_spread_s=_column_sums([w.comm_spread_s for w in windows]),
         pause_names=last.pause_names,
-        pauses=_column_sums([w.pauses for w in windows]),
+        pauses=_table_sums([w.pauses for w in windows]),
         tally=tally,
     )
 
@@ -193,7 +192,7 @@ def _tally(windows: Sequence[Steps]) -> Tally:
 
 def _tally_of_single(windows: Sequence[Steps]) -> Tally:
     """Return what windows of the same columns, none of which was merged, say together."""
-    phases = np.array([w.phases for w in windows])  # (windows, ranks, phases)
+    phases = _cube([w.phases for w in windows])  # (windows, ranks, phases)
     names, ranks = windows[-1].phase_names, len(windows[-1].phases)
     losses = np.concatenate([w.losses for w in windows])
     finite = losses[np.isfinite(losses)]
@@ -207,7 +206,7 @@ def _tally_of_single(windows: Sequence[Steps]) -> Tally:
         hidden_s = float(np.maximum(0.0, busy - waits.sum(axis=1)).sum())
     by_step = None
     if ranks and all(len(w.waits) == ranks for w in windows):
-        by_step = _waits_of(np.concatenate([np.array(w.waits) for w in windows], axis=1).T)
+        by_step = _waits_of(np.concatenate([_cube([w.waits])[0] for w in windows], axis=1).T)
     return Tally(
         windows=len(windows),
         steps=len(losses),
@@ -268,7 +267,20 @@ def _sum(values: Iterable[float]) -> float:
     return round(math.fsum(values), 9)
 
 
-def _column_sums(rows: Sequence[Sequence[float]] | Sequence[Sequence[Sequence[float]]]) -> list[Any]:
-    """Add up rows, or tables, of the same columns."""
-    sums: list[Any] = np.round(np.array(rows).sum(axis=0), 9).tolist()
+def _column_sums(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Add up rows of the same columns."""
+    sums: list[float] = np.round(np.array(rows).sum(axis=0), 9).tolist()
     return sums
+
+
+def _table_sums(tables: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """Add up tables of the same rows and columns."""
+    sums: list[list[float]] = np.round(_cube(tables).sum(axis=0), 9).tolist()
+    return sums
+
+
+def _cube(tables: Sequence[Sequence[Sequence[float]]]) -> NDArray[np.float64]:
+    """Return tables of the same shape as an array (tables, rows, columns), in a third of the time of `np.array`."""
+    rows = len(tables[0])
+    values = np.fromiter(chain.from_iterable(chain.from_iterable(tables)), np.float64)
+    return values.reshape(len(tables), rows, len(tables[0][0]) if rows else 0)

@@ -21,11 +21,14 @@ from echelon.launch.logs import LogLimit
 from echelon.launch.noticeboard import NoticeBoard
 from echelon.launch.places.base import Job, Place, Started
 from echelon.launch.slow import Slow
-from echelon.launch.supervisor import Death, Watch
+from echelon.launch.supervisor import Death, Remedy, Watch
+from echelon.observe.oom import OUT_OF_MEMORY
 from echelon.records.events import HangSeen, RankFailed, RoleFailed, SlowProcess, WorkerDied
 from echelon.records.file import Recorder, newest
 from echelon.records.kinds import ProcessStarted, Start, Steps
 from echelon.run.machine import Machine, say
+from echelon.run.micro_batches import Halving
+from echelon.run.opening import Opening
 from echelon.run.out_of_memory import OutOfMemory
 
 if TYPE_CHECKING:
@@ -37,15 +40,17 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")  # of an object, in an error's message: an
 
 @contextmanager
 def watched(
-    machine: Machine, place: Place, run: ResolvedRun, path: Path, record: Recorder
+    machine: Machine, place: Place, run: ResolvedRun, opening: Opening, path: Path, record: Recorder
 ) -> Iterator[tuple[Job, Watch]]:
     """Watch the processes of this machine; gives the job as it is to be run, and what its supervisor tells."""
-    chronicle = _Chronicle(machine, path, record)
+    chronicle = _Chronicle(machine, run, path, record)
     logs = LogLimit(path / "logs", run.log_limit)
 
     def look_around() -> None:
         """See what has become too long, and whether the machine with the scheduler is there."""
         logs.look()
+        if machine.scheduler is not None:
+            machine.scheduler.connect()
         if machine.first is not None:
             machine.first.check()
 
@@ -61,8 +66,12 @@ def watched(
             """See who hangs, and what else there is to see."""
             hangs.look(living)
             look_around()
+            opening.look(living, board.note, machine.number == 0)
 
-        yield board.noted(machine.job), replace(chronicle.watch(), on_look=look, explain=_Explain(hangs))
+        yield (
+            board.noted(machine.job),
+            replace(chronicle.watch(), on_look=look, on_wait=opening.waits, explain=_Explain(hangs)),
+        )
     finally:
         board.close()
 
@@ -94,17 +103,19 @@ class _Explain:
 class _Chronicle:
     """Records what happens to processes, and tells the scheduler, where there is one, of those that end."""
 
-    def __init__(self, machine: Machine, path: Path, record: Recorder) -> None:
+    def __init__(self, machine: Machine, run: ResolvedRun, path: Path, record: Recorder) -> None:
         self._path, self._record, self._scheduler = path, record, machine.scheduler
         self._started_t: dict[str, float] = {}
         names = [process.name for group in machine.job.groups for process in group.processes]
-        self._memory = OutOfMemory(path, sum(name.startswith(("rank", "worker")) for name in names))
+        ranks = sum(name.startswith(("rank", "worker")) for name in names)
+        self._memory, self._halving = OutOfMemory(path, ranks), Halving.of(run, ranks, path, record)
 
     def watch(self) -> Watch:
         """Return what the supervisor calls."""
         stop = self._scheduler.stop if self._scheduler is not None else lambda: None
         saved = SavedSteps(self._path / "checkpoints").count_new
-        return Watch(self.on_death, stop, self.on_start, say, failures=self._early_failures, saved=saved)
+        watch = Watch(self.on_death, stop, self.on_start, say, failures=self._early_failures, saved=saved)
+        return replace(watch, remedy=self._remedy)
 
     def on_death(self, death: Death, no_restart: str) -> None:
         """Record a death and what follows."""
@@ -113,13 +124,23 @@ class _Chronicle:
         else:
             then = "it alone is started again" if not death.others else "its worker's processes are started again"
         reason = _last_words(self._path, death)
-        message = f"{death}{reason}{self._memory.about(death, reason)}; {no_restart or then}"
+        reckons = self._halving is None or bool(no_restart)
+        message = f"{death}{reason}{self._memory.about(death, reason, reckons)}; {no_restart or then}"
         role = death.name if death.rank is None else None
         self._record.write(WorkerDied(message, death.rank, role, death.host, death.pid, death.exit_code))
         if self._scheduler is not None:
             self._scheduler.died(death.name, "died", death.pid)
             for name, pid in death.others:
                 self._scheduler.died(name, f"ended with {death.name}", pid)
+
+    def _remedy(self, death: Death) -> Remedy:
+        """Halve micro-batches, where that is asked for, if a process of a death's group ran out of memory."""
+        if self._halving is None:
+            return Remedy()
+        pids = {death.pid, *(pid for _, pid in death.others)}
+        failures = (failure for failure in _since_start(self._path) if failure.pid in pids)
+        ran_out = any(failure.message.startswith(OUT_OF_MEMORY) for failure in failures)
+        return self._halving.ease(death.name) if ran_out or self._memory.killed(death) else Remedy()
 
     def _early_failures(self, death: Death) -> list[str]:
         """Return error and place in the code of a death's processes that failed before their first step.
@@ -142,6 +163,8 @@ class _Chronicle:
         """Record a process that is no rank."""
         self._started_t[started.name] = time.time()
         self._memory.begin(started.pid)
+        if self._halving is not None:
+            self._halving.begin(started.name)
         if self._scheduler is not None:
             self._record.write(ProcessStarted(started.name, started.pid))
 
@@ -202,9 +225,14 @@ def _last_words(path: Path, death: Death) -> str:
     """Return what a failed process said, or what another said that waited in vain for a silent one."""
     if death.exit_code is not None and death.exit_code < 0:
         return ""
-    since_start = takewhile(lambda record: not isinstance(record, Start), newest(path, RankFailed, RoleFailed, Start))
-    failures = [record for record in since_start if isinstance(record, RankFailed | RoleFailed)]
+    failures = _since_start(path)
     if death.exit_code is None:
         rank = next((f for f in failures if isinstance(f, RankFailed)), None)
         return f"; rank {rank.rank} waited in vain: {rank.message}" if rank else ""
     return next((f": {f.message}" for f in failures if f.pid == death.pid), "")
+
+
+def _since_start(path: Path) -> list[RankFailed | RoleFailed]:
+    """Return what processes failed with since the ranks began, the newest first."""
+    since_start = takewhile(lambda record: not isinstance(record, Start), newest(path, RankFailed, RoleFailed, Start))
+    return [record for record in since_start if isinstance(record, RankFailed | RoleFailed)]

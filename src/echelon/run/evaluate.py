@@ -1,50 +1,86 @@
-"""Evaluating a finished run again, in this process alone."""
+"""Evaluating a checkpoint of a run, on as many processes as this machine has for it; imports no torch for several."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
-import torch
+from echelon.config import RunConfig, StrategyConfig
+from echelon.config.validate import Nodes
+from echelon.core.errors import UserError
+from echelon.core.files import scratch_folder
+from echelon.core.stop import StopFlag
+from echelon.launch.culprit import Living
+from echelon.launch.places.local import Local, start_import_server
+from echelon.launch.plan import LaunchPlan, is_worker, thread_count, usable_cores, visible_gpus
+from echelon.launch.supervisor import Death, JobFailed, Refused, Watch, supervise
+from echelon.observe.screen import Screen
+from echelon.run.job import EVALUATOR, EvaluationFiles
+from echelon.run.machine import ranks_here
 
-from echelon.config import RunConfig
-from echelon.data import LoaderConfig, Shard, open_data
-from echelon.data.loader import EvalLoader
-from echelon.models import build_model
-from echelon.optim.build import EMA
-from echelon.run.machine import say
-from echelon.tasks.registry import TaskChoice
-from echelon.trainer.evaluate import evaluate
-from echelon.trainer.inputs import model_input
-from echelon.trainer.saving import best_state
-from echelon.trainer.world import World
+_PRELOAD = ("torch", "timm", "torchmetrics.classification", "echelon.run.evaluator")
+_USUAL = 2  # processes of a run that does not say, without GPUs
 
 
-def rescore(folder: Path, config: RunConfig) -> Mapping[str, float | None]:
-    """Evaluate the best checkpoint of a run on its evaluation data; returns the metrics.
+def rescore(folder: Path, config: RunConfig, checkpoint: str = "best", workers: int = 0) -> Mapping[str, float | None]:
+    """Evaluate a checkpoint of a run on its test data, or where there is none apart, on its evaluation data.
+
+    Returns the metrics, the same on any number of processes.
+
+    Args:
+        checkpoint: `best`, `newest`, or the number of its step.
+        workers: processes; 0: those of the run, as far as this machine has GPUs or cores for them.
 
     Raises:
-        UserError: no whole checkpoint, or the data is gone.
+        UserError: no such checkpoint that is whole, the data is gone, or the model does not fit it.
+        JobFailed: a process died.
     """
-    state = best_state(folder)
-    source = open_data(config.data, config.training.seed)
-    for note in source.notes:
-        say(note)
-    info = source.info
-    device = torch.device("cuda" if torch.cuda.is_available() and config.training.device != "cpu" else "cpu")
-    task = TaskChoice.of(config).fitted(info)
-    model = build_model(config.model, model_input(info, task)).to(device)
-    model.load_state_dict(state["model"])
-    average = EMA(model, config.training.ema) if config.training.ema else None
-    if average is not None:
-        average.load_state_dict(state["ema"])
-    settings = LoaderConfig.of(config.data, config.training.seed, device)
-    loader = EvalLoader(source, settings, Shard(0, 1))
-    try:
-        with average.swapped(model) if average else nullcontext():
-            alone = World(0, 1, 0, device, None)
-            report = evaluate(model, loader, task, alone)
-    finally:
-        loader.close()
-    return {"loss": report.loss, **report.metrics}
+    gpus = 0 if config.training.device == "cpu" else visible_gpus()
+    workers = workers or min(config.launch.workers or gpus or _USUAL, gpus or usable_cores())
+    if config.training.device == "cuda" and gpus < workers:  # a run's machine had them
+        config = replace(config, training=replace(config.training, device="auto"))
+    config = replace(config, strategy=StrategyConfig(), training=replace(config.training, worst_samples=0))
+    if workers > 1 and not is_worker():
+        return _on_workers(folder, config, checkpoint, workers)
+    from echelon.run.evaluator import evaluate_part
+
+    return evaluate_part(folder, config, checkpoint)
+
+
+def _on_workers(folder: Path, config: RunConfig, checkpoint: str, workers: int) -> Mapping[str, float | None]:
+    start_import_server(_PRELOAD)
+    with scratch_folder() as results, closing(Local()) as place, Screen(to_stderr=True) as screen:
+        files = EvaluationFiles(results)
+        plan = LaunchPlan(
+            entry=EVALUATOR,
+            args=(files, str(folder), config, checkpoint),
+            workers=workers,
+            threads=thread_count(replace(config.launch, threads=0), workers),
+            nodes=Nodes(1, 1),
+            rendezvous=None,
+            max_restarts=0,
+            log_dir=results,
+        )
+        deaths: list[Death] = []
+        with ExitStack() as start, ranks_here(plan) as machine:
+            start.enter_context(screen.bar(f"start: {workers} workers"))
+
+            def look(_: Sequence[Living]) -> None:
+                """Leave the screen to the first process once that shows something."""
+                if files.begun.exists():
+                    start.close()
+
+            watch = Watch(on_death=lambda death, _: deaths.append(death), on_look=look)
+            try:
+                supervise(machine.job, place, watch, StopFlag(), machine.rounds)
+            except Refused:
+                raise UserError(files.refusal.read_text()) from None
+            except JobFailed as failure:
+                told = files.failure.read_text() if files.failure.exists() else ""
+                reason = told or str(failure) or ", ".join(map(str, deaths))
+                raise JobFailed(f"the evaluation failed: {reason}") from None
+        metrics: Mapping[str, float | None] = json.loads(files.metrics.read_text())
+        return metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import warnings
@@ -14,23 +15,27 @@ import torch
 
 from echelon.core.errors import UserError
 from echelon.core.files import full_disk_in_words
-from echelon.core.stop import stop_on_signals
+from echelon.core.stop import StopFlag, stop_on_signals
 from echelon.data.images import random_state_kept
 from echelon.launch.logs import prepare_logs
-from echelon.launch.plan import is_worker
+from echelon.launch.plan import LaunchPlan, is_worker
 from echelon.observe.environment import command_given_t
 from echelon.records.events import RankFailed
 from echelon.records.file import Recorder
 from echelon.records.going import LAUNCH_FILE
 from echelon.records.kinds import End
 from echelon.run.machine import say
+from echelon.run.micro_batches import Halving
+from echelon.run.opening import Opening
+from echelon.run.outcome import Outcome, RunFailed, outcome_of
 from echelon.run.parcel import own_copy
 from echelon.run.resolve import LaunchRequest
-from echelon.run.start import Outcome, RunFailed, check, close_run, outcome_of, plan_of
+from echelon.run.start import check, close_run, likely_model, plan_of, settled
 from echelon.run.worker import train_rank
 from echelon.trainer import folder as folders
 from echelon.trainer.assemble import UserObjects
-from echelon.trainer.process import one_line, place_of, record_last
+from echelon.trainer.process import is_out_of_memory, one_line, place_of, record_last
+from echelon.trainer.resolved import ResolvedRun
 
 
 def runs_in_process(request: LaunchRequest) -> bool:
@@ -49,21 +54,28 @@ def start_in_process(request: LaunchRequest, user_objects: UserObjects | None) -
         UserError: it cannot start as described.
         RunFailed: the run could not go on; what the caller's own code raised is its cause.
     """
-    given_t, run = command_given_t(), check(request, user_objects)
-    objects = user_objects or UserObjects()
-    if objects.model is not None:
-        objects = replace(objects, model=own_copy(objects.model))
-    config = folders.claim(request.config, given_t=given_t)
-    path = Path(config.run)
-    plan = plan_of(replace(request, config=config), path)
-    say("workers=1 trains in this process, with no restarts; max_restarts=N gives it a process of its own")
+    given_t, config, plan = command_given_t(), request.config, plan_of(request, Path(request.config.run))
+    with Opening(config, plan) as opening:
+        run = check(request, user_objects)
+        config = settled(run, plan, user_objects)
+        objects = user_objects or UserObjects()
+        if objects.model is not None:
+            objects = replace(objects, model=own_copy(objects.model))
+        with folders.claimed(config, given_t, "" if user_objects else likely_model(config)) as config:
+            opening.runs_in(Path(config.run))
+            opening.leaves()
+            say("workers=1 trains in this process, with no restarts; max_restarts=N gives it a process of its own")
+            return _train(run, plan_of(replace(request, config=config), Path(config.run)), objects)
+
+
+def _train(run: ResolvedRun, plan: LaunchPlan, objects: UserObjects) -> Outcome:
+    log_dir, path = run.config.launch.log_dir, plan.log_dir.parent
     opened = closing(Recorder(path, patience_s=run.io_patience_s))
     with folders.locked(path, shared=False), full_disk_in_words(path), stop_on_signals() as stop, opened as record:
-        log_dir = config.launch.log_dir
         prepare_logs(plan.log_dir, Path(log_dir) / path.absolute().name if log_dir else None)
         try:
             with _process_kept(plan.threads):
-                status = train_rank(path, stop, objects)
+                status = _attempts(run, path, stop, objects, record)
         except UserError as error:
             record.write(End("refused", str(error)))
             raise
@@ -76,6 +88,25 @@ def start_in_process(request: LaunchRequest, user_objects: UserObjects | None) -
             record.patience.insist(LAUNCH_FILE, lambda: folders.mark_ended(path))
         close_run(path, record)
         return outcome_of(path, status, stop.signum)
+
+
+def _attempts(run: ResolvedRun, path: Path, stop: StopFlag, objects: UserObjects, record: Recorder) -> str:
+    """Train, where that is asked for again with smaller micro-batches when memory is short; returns how it ended."""
+    halving = Halving.of(run, 1, path, record)
+    while True:
+        model = own_copy(objects.model) if halving and objects.model is not None else objects.model
+        try:
+            return train_rank(path, stop, replace(objects, model=model))
+        except Exception as error:
+            if halving is None or not is_out_of_memory(error):
+                raise
+            remedy = halving.ease("rank0")
+            if not remedy.eased:
+                error.add_note(remedy.hopeless)
+                raise
+        del model
+        gc.collect()  # the error's traceback held on to what was computed
+        torch.cuda.empty_cache()
 
 
 @contextmanager

@@ -17,12 +17,14 @@ RANK = "echelon.run.worker:run_worker"
 SCHEDULER = "echelon.run.servers:run_scheduler"
 SERVER = "echelon.run.servers:run_server"
 WORKER = "echelon.run.worker:run_server_worker"
+EVALUATOR = "echelon.run.evaluator:run_evaluator"
 _NEAR = {  # between ranks of one machine
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
 }
 _CARRIED = (
-    "ATEN_", "CUBLAS_", "CUDA_", "ECHELON_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_",
+    "ATEN_", "CUBLAS_", "CUDA_", "ECHELON_", "GLOO_", "HF_", "KMP_", "MKL_", "MLFLOW_", "NCCL_", "OMP_", "PYTORCH_",
+    "TORCH_", "TRACKIO_", "WANDB_",
 )  # fmt: skip
 
 
@@ -52,6 +54,33 @@ class ServerPart:
     scheduler: str = ""
 
 
+@dataclass(frozen=True)
+class EvaluationFiles:
+    """What the processes of an evaluation leave in a folder for who started them."""
+
+    folder: Path
+
+    @property
+    def begun(self) -> Path:
+        """There, once the first process shows how far it is."""
+        return self.folder / "begun"
+
+    @property
+    def metrics(self) -> Path:
+        """The result, as JSON."""
+        return self.folder / "metrics.json"
+
+    @property
+    def refusal(self) -> Path:
+        """Why the user's input was refused, in one line."""
+        return self.folder / "refusal"
+
+    @property
+    def failure(self) -> Path:
+        """What the first process failed with that failed."""
+        return self.folder / "failure"
+
+
 def ranks_job(plan: LaunchPlan, hosts: Sequence[Host] = (), interface: str | None = None) -> Job:
     """Return the ranks of a run without servers; the first one's output is the run's.
 
@@ -69,7 +98,7 @@ def ranks_job(plan: LaunchPlan, hosts: Sequence[Host] = (), interface: str | Non
         environment = {name: value for name, value in environment.items() if name not in _NEAR}
     processes = [
         Process(
-            f"rank{i}", RANK, plan.args, environment, hosts[i] if hosts else None,
+            f"rank{i}", plan.entry, plan.args, environment, hosts[i] if hosts else None,
             str(plan.log_dir.absolute() / f"rank{i}.out") if i else "", folder=str(Path.cwd()),
         )
         for i in range(plan.workers)
@@ -84,6 +113,7 @@ def server_job(plan: LaunchPlan, part: ServerPart) -> Job:
     the workers' end is the run's.
     """
     first, (path, *parcel) = part.machine == 0, plan.args
+    for_roles = parcel[0].for_roles if parcel and parcel[0] else None
     environment = _environment(plan) | {"LOCAL_WORLD_SIZE": str(plan.workers)}
 
     def process(name: str, entry: str, args: tuple[Any, ...], leads: bool) -> Process:
@@ -95,10 +125,11 @@ def server_job(plan: LaunchPlan, part: ServerPart) -> Job:
         )
 
     expected = part.workers * plan.nodes.least // plan.nodes.most
-    alone = [process("scheduler", SCHEDULER, (part.addresses.get("scheduler", ""), expected), True)] if first else []
+    for_scheduler = (part.addresses.get("scheduler", ""), expected, for_roles)
+    alone = [process("scheduler", SCHEDULER, for_scheduler, True)] if first else []
     for kind, numbers in (("server", part.servers), ("standby", part.standbys)):
         names = [(f"{kind}{i}", i) for i in numbers]
-        alone += [process(name, SERVER, (name, i, part.addresses.get(name, "")), False) for name, i in names]
+        alone += [process(name, SERVER, (name, i, part.addresses.get(name, ""), for_roles), False) for name, i in names]
     workers: dict[int, list[Process]] = {}
     for local in range(plan.workers):
         number, rank = divmod(part.first_worker + local, part.ranks)

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from echelon.launch.meeting import Arrival
     from echelon.trainer.resolved import ResolvedRun
 
-ARRIVAL_S = 600.0
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -76,12 +74,12 @@ def this_machine(run: ResolvedRun, plan: LaunchPlan, path: Path, record: Recorde
     if not run.sync.uses_servers:
         if plan.nodes.most > 1:
             return _ranks_among_machines(run, plan, path)
-        return _ranks_on_links(run, plan, plan.link, record) if plan.link else _ranks(plan)
+        return _ranks_on_links(run, plan, plan.link, record) if plan.link else ranks_here(plan)
     return _with_servers(run, plan, path, record)
 
 
 @contextmanager
-def _ranks(plan: LaunchPlan, hosts: Sequence[Host] = ()) -> Iterator[Machine]:
+def ranks_here(plan: LaunchPlan, hosts: Sequence[Host] = ()) -> Iterator[Machine]:
     """Let the ranks of this machine meet in files that this user alone can read, wherever in the network they live."""
     from echelon.launch.machines import FirstMachine
 
@@ -96,7 +94,7 @@ def _ranks(plan: LaunchPlan, hosts: Sequence[Host] = ()) -> Iterator[Machine]:
 def _ranks_on_links(run: ResolvedRun, plan: LaunchPlan, link: Link, record: Recorder) -> Iterator[Machine]:
     with ShapedNetwork(plan.workers, link) as network:
         try:
-            with _ranks(plan, network.hosts) as machine:
+            with ranks_here(plan, network.hosts) as machine:
                 yield machine
         finally:
             record.write(LinkTraffic(run.described.launch.link, [network.counters(i) for i in range(plan.workers)]))
@@ -113,7 +111,7 @@ def _ranks_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Ite
     rendezvous = _rendezvous(plan)
     own, folder = own_address(rendezvous), path / SECRET_FOLDER
     arrival = _arrival(plan, common_settings(run.described), own)
-    terms = RoundSettings(plan.nodes.least, plan.nodes.most, plan.max_restarts, ARRIVAL_S, run.machine_patience_s)
+    terms = RoundSettings(plan.nodes.least, plan.nodes.most, plan.max_restarts, run.timeout_s, run.machine_patience_s)
     job = ranks_job(plan, interface=interface_of(own))
     machine: FirstMachine | OtherMachine
     meeting: AbstractContextManager[object] = nullcontext()
@@ -251,10 +249,10 @@ def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> I
         return
     roles = path / ROLES_FOLDER
     secret = SecretSource(roles, plan.trusted_network)
-    deadline_s, tell = run.timeout_s, say
+    deadline_s, tell, flag = run.timeout_s, say, "--timeout"
     if plan.meets_again:
-        deadline_s, tell = run.machine_patience_s, _say_nothing
-    admission = join_meeting(rendezvous, secret, arrival, deadline_s, tell)
+        deadline_s, tell, flag = run.machine_patience_s, _say_nothing, "--machine-patience"
+    admission = join_meeting(rendezvous, secret, arrival, deadline_s, tell, flag)
     if plan.meets_again:
         say(f"the first machine at {rendezvous} is back: this one begins again with it")
     note_address(roles, admission.scheduler)

@@ -14,7 +14,7 @@ from echelon.config import RunConfig, load_run_config
 from echelon.core.errors import UserError
 from echelon.core.units import format_bytes
 from echelon.launch.supervisor import Death
-from echelon.observe.oom import KillsForMemory
+from echelon.observe.oom import OUT_OF_MEMORY, KillsForMemory
 from echelon.run.resolve import resolve
 
 if TYPE_CHECKING:
@@ -46,17 +46,22 @@ class OutOfMemory:
         """Note a process that has begun."""
         self._kills.begin(pid)
 
-    def about(self, death: Death, reason: str) -> str:
+    def killed(self, death: Death, reason: str = "") -> bool:
+        """Whether the kernel killed a process for want of memory."""
+        is_kill = death.exit_code == -signal.SIGKILL or "was ended by SIGKILL" in reason
+        return is_kill and self._kills.killed(death.pid)
+
+    def about(self, death: Death, reason: str, reckons: bool) -> str:
         """Return the end of a sentence on a death; empty where memory had no part in it.
 
         Args:
             reason: what the process said last.
+            reckons: say what would fit.
         """
-        is_error = reason.startswith(": out of memory")
-        is_kill = death.exit_code == -signal.SIGKILL or "was ended by SIGKILL" in reason
-        if not is_error and not (is_kill and self._kills.killed(death.pid)):
+        is_error = reason.startswith(f": {OUT_OF_MEMORY}")
+        if not is_error and not self.killed(death, reason):
             return ""
-        if self._fit is None:
+        if self._fit is None and reckons:
             self._fit = self._reckon(self._kills.limit_bytes(death.pid))
         killed = "" if is_error else ": out of memory, the kernel killed it"
         return f"{killed}{f'; {self._fit}' if self._fit else ''}"

@@ -11,6 +11,7 @@ import copy
 import io
 import sys
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 import cloudpickle
@@ -29,10 +30,13 @@ class Parcel:
     """Objects as bytes; each child opens its own copy.
 
     Tensors that share memory share it again in the copy; all of them are on the CPU.
+
+    Attributes:
+        for_roles: what the scheduler and the servers of a run need of it, without model and data; None: nothing.
     """
 
-    def __init__(self, contents: bytes) -> None:
-        self._contents = contents
+    def __init__(self, contents: bytes, for_roles: Parcel | None = None) -> None:
+        self._contents, self.for_roles = contents, for_roles
 
     @classmethod
     def of(cls, objects: UserObjects) -> Parcel:
@@ -42,7 +46,8 @@ class Parcel:
             UserError: one of them cannot be sent; says which, and why.
         """
         try:
-            return cls(_packed(objects))
+            for_roles = replace(objects, model=None, source=None, task=None, loss=None, metrics=None)
+            return cls(_packed(objects), cls(_packed(for_roles)) if for_roles != UserObjects() else None)
         except Exception as error:
             raise _refusal(objects, error) from error
 
@@ -81,11 +86,11 @@ def _unpacked(contents: bytes) -> object:
 
 def _refusal(objects: UserObjects, error: Exception) -> UserError:
     """Say which of the objects cannot be sent."""
-    for name in ("model", "source", "task"):
+    for item in fields(objects):
         try:
-            _packed(getattr(objects, name))
+            _packed(getattr(objects, item.name))
         except Exception as reason:  # noqa: BLE001 - whatever a caller's class raises when it is pickled
-            what, error = {"source": "data"}.get(name, name), reason
+            what, error = {"source": "data"}.get(item.name, item.name), reason
             break
     else:
         what = "what you gave"

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.collectives.registry import PATHS
 from echelon.compression import registry as codecs
 from echelon.config import RunConfig
-from echelon.config.validate import Nodes, parse_interval, parse_nodes
+from echelon.config.validate import Nodes, parse_interval, parse_max_time, parse_nodes
 from echelon.core.address import Address, parse_rendezvous
 from echelon.core.errors import UserError, naming
 from echelon.core.hints import parse_tensor_plan
 from echelon.core.layout import Layout, parse_layout
 from echelon.core.link import Link, parse_link
 from echelon.core.spec import parse_spec
+from echelon.core.tokeniser import read_tokeniser
 from echelon.core.units import parse_bytes, parse_seconds
 from echelon.launch.places import PlaceChoice, check_place
+from echelon.observe.loggers import check_loggers
 from echelon.sync.registry import STRATEGIES
 from echelon.tasks.registry import TaskChoice, check_task
 
 if TYPE_CHECKING:
+    from echelon.optim.own import OptimizerFactory
     from echelon.trainer.resolved import ResolvedRun
 
 
@@ -39,8 +43,17 @@ def check_names(config: RunConfig) -> None:
         codecs.check(strategy.compression)
     with naming("--collective"):
         PATHS.check(parse_spec(strategy.collective))
+    _check_path(config.data.source)
     check_task(config.task)
+    read_tokeniser(config.data.tokeniser)
     check_place(config.launch.on)
+    check_loggers(config.tracking.loggers)
+
+
+def _check_path(source: str) -> None:
+    """Refuse data that can only be a folder, and is not there; other names are known once torch is."""
+    if source.startswith(("/", ".", "~")) and not Path(source).expanduser().exists():
+        raise UserError(f"data {source}: no such folder")
 
 
 @dataclass(frozen=True)
@@ -114,13 +127,17 @@ def _log_limit(config: RunConfig) -> int:
         return int(limit)
 
 
-def resolve(config: RunConfig) -> ResolvedRun:
+def resolve(config: RunConfig, optimizer: OptimizerFactory | None = None) -> ResolvedRun:
     """Return a description as typed objects.
+
+    Args:
+        optimizer: the caller's own, which the description names.
 
     Raises:
         UserError: a text cannot be read, or codec and optimizer contradict each other; names the setting and the fix.
     """
     from echelon.data import SourceChoice
+    from echelon.optim.choice import OptimizerChoice
     from echelon.sync import registry as strategies
     from echelon.trainer.layouts import read_cuts, read_tensor_plan
     from echelon.trainer.resolved import ResolvedRun
@@ -141,8 +158,9 @@ def resolve(config: RunConfig) -> ResolvedRun:
         path=path,
         tensor_plan=parse_tensor_plan(read_tensor_plan(strategy.tensor_plan)),
         cuts=read_cuts(strategy.cuts),
+        optimizer=OptimizerChoice(config.optimizer.name, optimizer),
         task=TaskChoice.of(config),
-        source=SourceChoice(config.data, config.training.seed),
+        source=SourceChoice(config.data, config.training.seed, config.task, Path(config.run) if config.run else None),
         nodes=request.nodes,
         link=request.link,
         place=request.place,
@@ -151,5 +169,6 @@ def resolve(config: RunConfig) -> ResolvedRun:
         log_limit=_log_limit(config),
         checkpoint_every=parse_interval(config.checkpoint.every),
         io_patience_s=parse_seconds(config.checkpoint.io_patience),
+        max_time_s=parse_max_time(config.training.max_time),
     )
     return run.compressed_by(compression)

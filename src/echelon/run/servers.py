@@ -6,14 +6,16 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from echelon.config import RunConfig, load_run_config
+from echelon.config import load_run_config
 from echelon.coordinator.addresses import ADDRESS_FILE, ROLES_FOLDER, STATUS_FILE, role_address, wait_for_address
 from echelon.coordinator.config import CoordinatorConfig, TrainingPlan
 from echelon.coordinator.messages import EvaluationDone, JoinWorker, SetupDone
@@ -23,20 +25,24 @@ from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.files import write_atomic
 from echelon.core.task import BEFORE_TASKS
 from echelon.messages.identity import derive_keys, read_secret
+from echelon.observe.callbacks import CallbackFailed, Listeners
 from echelon.observe.notes import SERVING, open_notes
-from echelon.observe.scalars import Scalars
 from echelon.optim.build import build_optimizer
 from echelon.ps.keystore import MakeOptimizer
 from echelon.ps.server import Server, ServerConfig
 from echelon.ps.serving import coordination_policy
 from echelon.records.decode import decode
-from echelon.records.events import Refusal, RoleFailed
+from echelon.records.events import CallbackError, Refusal, RoleFailed
 from echelon.records.file import Recorder, newest
 from echelon.records.going import read_launch
-from echelon.records.kinds import End, Start
+from echelon.records.kinds import Checkpoint, End, Start, Steps
+from echelon.run.ending import why_ended
+from echelon.run.parcel import Parcel
+from echelon.run.rate_search import as_ended
 from echelon.run.resolve import resolve
 from echelon.sync.ps import server_settings
 from echelon.tasks.base import EvaluationResult
+from echelon.trainer.assemble import UserObjects, build_listeners
 from echelon.trainer.display import Display, RunLength
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.process import leave, log_to, one_line, place_of, record_last
@@ -46,10 +52,10 @@ from echelon.trainer.resolved import ResolvedRun
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
-def run_server(folder: str, name: str, index: int, host: str = "") -> None:
+def run_server(folder: str, name: str, index: int, host: str = "", parcel: Parcel | None = None) -> None:
     """Be a server, or its standby, to the end of the run; `host` is where it listens for other machines."""
 
-    def serve(path: Path, run: ResolvedRun) -> None:
+    def serve(path: Path, run: ResolvedRun, _: UserObjects) -> None:
         """Serve until the run is over."""
         roles = path / ROLES_FOLDER
         keys = derive_keys(read_secret(roles))
@@ -57,18 +63,18 @@ def run_server(folder: str, name: str, index: int, host: str = "") -> None:
         record = Recorder(path, patience_s=run.io_patience_s)
         config = ServerConfig(
             name, index, server_settings(run.sync), keys, address, role_address(roles, name, host),
-            run.compression, run.config.training.seed, roles, optimizer_maker(run.config),
+            run.compression, run.config.training.seed, roles, optimizer_maker(run),
         )  # fmt: skip
         Server(config, record.patience).run()
         record.close()
 
-    _as_role(folder, name, serve)
+    _as_role(folder, name, serve, parcel)
 
 
-def run_scheduler(folder: str, host: str = "", workers: int = 0) -> None:
+def run_scheduler(folder: str, host: str = "", workers: int = 0, parcel: Parcel | None = None) -> None:
     """Be the scheduler to the end of the run, which begins with so many workers: it records, and shows the progress."""
 
-    def schedule(path: Path, run: ResolvedRun) -> None:
+    def schedule(path: Path, run: ResolvedRun, user_objects: UserObjects) -> None:
         """Schedule until the run is over, and write its report."""
         roles = path / ROLES_FOLDER
         address_file, address = roles / ADDRESS_FILE, role_address(roles, "scheduler", host)
@@ -76,31 +82,43 @@ def run_scheduler(folder: str, host: str = "", workers: int = 0) -> None:
             address = json.loads(address_file.read_text())["address"]
         keys = derive_keys(read_secret(roles))
         record = Recorder(path, patience_s=run.io_patience_s)
-        chronicle = Chronicle(run, path, record)
-        plan = CoordinatorConfig(coordination_policy(server_settings(run.sync)), _plan(run), run.timeout_s, workers)
+        chronicle = Chronicle(run, path, record, build_listeners(run.config, path, record, user_objects))
+        policy = coordination_policy(server_settings(run.sync))
+        plan = CoordinatorConfig(policy, _plan(run, path), run.timeout_s, workers)
         scheduler = Scheduler(SchedulerConfig(plan, keys, address, roles), record, chronicle.callbacks())
         where = json.dumps({"address": scheduler.listener.address, "pid": os.getpid()})
         record.patience.insist(address_file.name, lambda: write_atomic(address_file, where))
         status = scheduler.run()
         seconds, others = read_launch(path).seconds_since(), scheduler.state.bytes_left
-        record.write(End(status, seconds=seconds, other_wire_bytes=others))
+        reason, stagnant = scheduler.state.reason, scheduler.state.stagnant
+        why = why_ended(reason, chronicle.task, stagnant, run.config)
+        end = End(status, why, seconds=seconds, other_wire_bytes=others, reason=reason, stagnant=stagnant)
         record.flush()
-        chronicle.close()
+        record.write(as_ended(path, end))
+        chronicle.close(status)
+        record.flush()
         record.patience.insist(STATUS_FILE, lambda: write_atomic(roles / STATUS_FILE, json.dumps({"status": status})))
         record.close()
 
-    _as_role(folder, "scheduler", schedule)
+    _as_role(folder, "scheduler", schedule, parcel)
 
 
-def _as_role(folder: str, name: str, role: Callable[[Path, ResolvedRun], None]) -> None:
+def _as_role(
+    folder: str, name: str, role: Callable[[Path, ResolvedRun, UserObjects], None], parcel: Parcel | None
+) -> None:
     path = Path(folder)
     try:
         log_to(path / "logs" / f"{name}.log")
         open_notes().enter(SERVING)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        role(path, resolve(load_run_config(path / "config.yaml")))
+        user_objects = parcel.open() if parcel else UserObjects()
+        role(path, resolve(load_run_config(path / "config.yaml"), user_objects.optimizer), user_objects)
     except UserError as error:
         record_last(path, Refusal(str(error), role=name))
+        leave(USER_ERROR_EXIT_CODE)
+    except CallbackFailed as error:
+        logging.exception("a callback failed")
+        record_last(path, CallbackError(str(error), role=name, place=place_of(error.__cause__ or error)))
         leave(USER_ERROR_EXIT_CODE)
     except Exception as error:
         logging.exception("this role failed")
@@ -109,9 +127,12 @@ def _as_role(folder: str, name: str, role: Callable[[Path, ResolvedRun], None]) 
     sys.stdout.flush()
 
 
-def _plan(run: ResolvedRun) -> TrainingPlan:
+def _plan(run: ResolvedRun, path: Path) -> TrainingPlan:
     interval, training = run.checkpoint_every, run.config.training
-    return TrainingPlan(training.epochs, training.max_steps, training.eval_every, interval.steps, interval.seconds)
+    return TrainingPlan(
+        training.epochs, training.max_steps, training.eval_every, interval.steps, interval.seconds,
+        training.early_stop, run.max_time_s - read_launch(path).seconds_since(),
+    )  # fmt: skip
 
 
 class _Pieces(nn.Module):
@@ -128,13 +149,15 @@ class _Pieces(nn.Module):
         return self._plain
 
 
-def optimizer_maker(config: RunConfig) -> MakeOptimizer:
+def optimizer_maker(run: ResolvedRun) -> MakeOptimizer:
     """Return what builds the run's optimizer for a server's pieces; with torch's fused kernels where it has them."""
+
+    config, user_factory = run.config, run.optimizer.factory
 
     def make(tensors: Sequence[nn.Parameter], decay: Sequence[bool]) -> torch.optim.Optimizer:
         """Build it; `decay` says which tensors have weight decay."""
-        optimizer = build_optimizer(_Pieces(tensors, decay), config.optimizer, config.data.batch_size)
-        if type(optimizer) in _FUSED:
+        optimizer = build_optimizer(_Pieces(tensors, decay), config.optimizer, config.data.batch_size, user_factory)
+        if user_factory is None and type(optimizer) in _FUSED:
             for group in optimizer.param_groups:
                 group["fused"] = True
         return optimizer
@@ -152,42 +175,69 @@ def _with_workers(start: Start, workers: Sequence[JoinWorker]) -> Start:
 
 
 class Chronicle:
-    """Tells what the scheduler knows, as rank 0 of other runs tells it."""
+    """Tells what the scheduler knows, as rank 0 of other runs tells it.
 
-    def __init__(self, run: ResolvedRun, path: Path, record: Recorder) -> None:
-        self._run, self._path, self._record = run, path, record
+    Attributes:
+        task: what is learnt, as the run's start has it.
+    """
+
+    def __init__(self, run: ResolvedRun, path: Path, record: Recorder, listeners: Listeners) -> None:
+        self._run, self._path = run, path
         # A scheduler that came back does not know how long the run is: it records, and shows nothing.
-        task = next((start.task for start in newest(path, Start)), BEFORE_TASKS)
-        self._progress = RunProgress(record, Scalars(path, record.patience), Display(RunLength(0, 0), task, False))
+        self.task = next((start.task for start in newest(path, Start)), BEFORE_TASKS)
+        self._progress = RunProgress(record, listeners, Display(RunLength(0, 0), self.task, False))
+        self._told_t = time.time()  # of the last checkpoint that listeners were told of
 
     def callbacks(self) -> Callbacks:
         """Return what the scheduler calls."""
-        return Callbacks(self._started, self._progress.window, self._evaluated)
+        return Callbacks(self._started, self._window, self._evaluated)
 
     def _started(self, setup: SetupDone, workers: Sequence[JoinWorker]) -> None:
         per_epoch, progress = setup.steps_per_epoch, self._progress
         done = setup.done_below + count_of(setup.done_beyond)
-        length = RunLength(_plan(self._run).steps(per_epoch), self._run.config.training.epochs)
+        length = RunLength.of(self._run.config, _plan(self._run, self._path).steps(per_epoch))
         start = replace(decode(Start, setup.about), start_step=done, start_epoch=done // per_epoch)
         start = _with_workers(start, workers)
+        self.task = start.task
         progress.display = Display(length, start.task, True, done)
         progress.display.__enter__()
-        self._record.write(start)
+        progress.begins(start, self._run.described, self._path)
         for name, note in setup.notes:
             progress.note(name, note)
         progress.restored(done if setup.resumed else None, self._path, setup.passed_over)
 
+    def _window(self, steps: Steps, resources: list[list[float]]) -> None:
+        self._progress.window(steps, resources)
+        self._progress.listeners.deliver()
+
     def _evaluated(self, epoch: int, result: EvaluationDone) -> None:
+        self._tell_checkpoints()
         evaluation = result.evaluation
         if evaluation is None:
             return
+        test = None
+        if evaluation.test_metrics:
+            result_of_test = EvaluationResult(evaluation.test_metrics)
+            test = EvaluationReport(
+                evaluation.test_loss, evaluation.test_samples, evaluation.test_seconds, result_of_test
+            )
+        metrics = EvaluationResult(evaluation.metrics)
         report = EvaluationReport(
-            evaluation.loss, evaluation.samples, evaluation.seconds, EvaluationResult(evaluation.metrics)
+            evaluation.loss, evaluation.samples, evaluation.seconds, metrics, part=evaluation.part, test=test
         )
         self._progress.evaluated(epoch, evaluation.step, report)
         self._progress.epoch_ended(epoch, report)
+        self._progress.listeners.deliver()
 
-    def close(self) -> None:
-        """End the display and the curves."""
+    def _tell_checkpoints(self) -> None:
+        """Tell of the checkpoints that workers have recorded since the last time."""
+        new = list(takewhile(lambda line: line.t > self._told_t, newest(self._path, Checkpoint)))
+        self._told_t = max((line.t for line in new), default=self._told_t)
+        for line in reversed(new):
+            self._progress.saved(line)
+
+    def close(self, status: str) -> None:
+        """End the display, and tell listeners how the run ended."""
         self._progress.display.__exit__(None, None, None)
-        self._progress.scalars.close()
+        self._tell_checkpoints()
+        self._progress.ended(status)

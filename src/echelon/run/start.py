@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from echelon.config import RunConfig
 from echelon.config.validate import Nodes, check_batch
 from echelon.core.errors import UserError, naming
 from echelon.core.files import allow_open_files, full_disk_in_words
-from echelon.core.stop import StopFlag, Stopped, stop_on_signals, stopped_exit_code
+from echelon.core.stop import StopFlag, Stopped, stop_on_signals
 from echelon.launch.link import check_link
 from echelon.launch.logs import prepare_logs
 from echelon.launch.places.base import Place
 from echelon.launch.places.local import start_import_server
 from echelon.launch.plan import LaunchPlan, is_worker, thread_count, worker_count
 from echelon.launch.supervisor import FirstMachineGone, JobFailed, Refused, supervise
+from echelon.observe.callbacks import check_callbacks, check_methods
 from echelon.observe.environment import command_given_t
-from echelon.records.events import MachineLeft, Refusal, StartedOver, WorkerDied
+from echelon.observe.loggers.base import own_loggers
+from echelon.observe.profile import merge_traces
+from echelon.records.events import CallbackError, Event, MachineLeft, Refusal, WorkerDied
 from echelon.records.file import Recorder, newest
 from echelon.records.going import LAUNCH_FILE, read_launch
-from echelon.records.kinds import Checkpoint, CommandEnd, End, Start
+from echelon.records.kinds import CommandEnd, End
 from echelon.run.deaths import watched
+from echelon.run.ending import nothing_left
 from echelon.run.job import RANK
 from echelon.run.machine import Machine, say, this_machine
+from echelon.run.micro_batches import check_micro_batches, is_open
+from echelon.run.opening import Opening
+from echelon.run.outcome import Outcome, outcome_of
+from echelon.run.rate_search import Search, as_search, check_no_search
 from echelon.run.resolve import LaunchRequest, launch_request, resolve
+from echelon.tasks.registry import TaskObjects
 from echelon.trainer import folder as folders
 
 if TYPE_CHECKING:
@@ -40,7 +48,6 @@ if TYPE_CHECKING:
 
 Around = Callable[[Path], AbstractContextManager[None]]
 
-_EXIT_FAILED = 1
 PRELOAD = (
     "torch",
     "torch.distributed.checkpoint",
@@ -51,58 +58,6 @@ PRELOAD = (
     "echelon.run.worker",
 )
 PRELOAD_ROLES = ("torch._dynamo", "zmq", "echelon.run.servers")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended.
-
-    Attributes:
-        status: `completed`, `stopped` or `failed`.
-        summary: the numbers of `summary.json`.
-        signum: the signal that stopped it; 0 where that came to another machine, or none did.
-        words: what the report that was written since the command was given says in closing; empty where none was.
-    """
-
-    status: str
-    folder: Path
-    summary: Mapping[str, Any]
-    signum: int = 0
-    words: Sequence[str] = ()
-
-    @property
-    def exit_code(self) -> int:
-        """A command's exit code: 0 when completed, 1 when failed, 128 + signal when stopped (130 for Ctrl-C)."""
-        if self.status == "stopped":
-            return stopped_exit_code(self.signum)
-        return 0 if self.status == "completed" else _EXIT_FAILED
-
-
-class RunFailed(Exception):
-    """A run could not go on. Says in one line why, and where the log is.
-
-    Attributes:
-        outcome: how it ended; its folder has the record and a report.
-    """
-
-    def __init__(self, outcome: Outcome) -> None:
-        """Take how the run ended."""
-        super().__init__(outcome)
-        self.outcome = outcome
-
-    def __str__(self) -> str:
-        reason = " ".join(str(self.outcome.summary.get("message") or "the run failed").split())
-        return f"{reason.rstrip('.')}; log: {failed_log(self.outcome.folder)}"
-
-
-def failed_log(folder: Path) -> Path:
-    """Return the log of the process that a run failed with, else the folder of its logs."""
-    logs = folder / "logs"
-    died = next(newest(folder, WorkerDied), None)
-    if died is None:
-        return logs
-    file = logs / f"{died.role or f'rank{died.rank}'}.log"
-    return file if file.exists() else logs
 
 
 def start(
@@ -116,21 +71,28 @@ def start(
     Raises:
         UserError: it cannot start as described.
     """
-    given_t = command_given_t()
+    given_t, config = command_given_t(), as_search(config)
     if is_worker():
         return _start_as_worker(config, user_objects, around)
     request = launch_request(config)  # refuses names at once, before anything heavy is imported
-    _begin_imports(plan_of(request, Path(config.run)))
-    check(request, user_objects)  # before there is a folder: what is refused leaves nothing behind
-    parcel = _parcel(user_objects)
-    with closing(request.place.build()) as place:
-        config = folders.claim(config, given_t=given_t)
-        path, request = Path(config.run), replace(request, config=config)
-        with around(path), _lock(path, request.nodes):
-            return _run_here(resolve(config), plan_of(request, path, parcel), path, place)
+    plan = plan_of(request, Path(config.run))
+    if config.run:
+        folders.check_new(Path(config.run), config)
+    with Opening(config, plan) as opening, closing(request.place.build()) as place:
+        _begin_imports(plan)
+        run = check(request, user_objects)  # before there is a folder: what is refused leaves nothing behind
+        config = settled(run, plan, user_objects)
+        parcel = _parcel(user_objects)
+        with folders.claimed(config, given_t, _folder_model(config, user_objects)) as config:
+            path, request = Path(config.run), replace(request, config=config)
+            opening.runs_in(path)
+            with around(path), _lock(path, request.nodes):
+                return _run_here(resolve(config), plan_of(request, path, parcel), path, place, opening)
 
 
-def start_again(path: Path, config: RunConfig, from_scratch: bool = False) -> Outcome:
+def start_again(
+    path: Path, config: RunConfig, from_scratch: bool = False, user_objects: UserObjects | None = None
+) -> Outcome:
     """Continue the run of a folder, as its description says now.
 
     Args:
@@ -139,54 +101,31 @@ def start_again(path: Path, config: RunConfig, from_scratch: bool = False) -> Ou
     Raises:
         UserError: it cannot start as described, or goes on already.
     """
+    check_no_search(path, config)
     given_t, request = command_given_t(), launch_request(config)
     if from_scratch:
         if is_worker():
             raise UserError("--from-scratch would start over at each restart by torchrun: leave it to `echelon resume`")
-        check(request)
+        check(request, user_objects)
         from echelon.trainer.saving import start_over
 
         with folders.locked(path, shared=False):
             start_over(path)
     with _lock(path, request.nodes):
         if is_worker():
+            check_micro_batches(resolve(config), int(os.environ["WORLD_SIZE"]))
             folders.prepare(path, config)
-            return _as_worker(path)
-        plan = plan_of(request, path)
-        _begin_imports(plan)
-        run = check(request)  # before its description is replaced: what is refused changes nothing
-        if _nothing_left(path, config):
+            return _as_worker(path, user_objects)
+        if nothing_left(path, config):
             return outcome_of(path, "completed")
-        with closing(request.place.build()) as place:
+        plan = plan_of(request, path, _parcel(user_objects))
+        with Opening(config, plan, resumes=True) as opening, closing(request.place.build()) as place:
+            _begin_imports(plan)
+            run = check(request, user_objects)  # before its description is replaced: what is refused changes nothing
+            config = settled(run, plan, user_objects)
             folders.prepare(path, config, given_t)
-            return _run_here(run, plan, path, place)
-
-
-def _nothing_left(path: Path, config: RunConfig) -> bool:
-    """Whether a run has completed as long as its description says now, which is said.
-
-    Raises:
-        UserError: it would be shorter than what is done.
-    """
-    begun, last = next(newest(path, Start), None), next(newest(path, Checkpoint, StartedOver), None)
-    if begun is None or not begun.steps_per_epoch or not isinstance(last, Checkpoint):
-        return False
-    done, per_epoch = last.step, begun.steps_per_epoch
-    epochs, most = config.training.epochs, config.training.max_steps
-    if epochs * per_epoch < done:
-        raise UserError(
-            f"--epochs {epochs} is less than what is done: {path} has trained {done / per_epoch:.4g} epochs"
-        )
-    if 0 < most < done:
-        raise UserError(f"--max-steps {most} is less than what is done: {path} has trained {done} steps")
-    end = next(newest(path, End, Start), None)
-    if not isinstance(end, End) or end.status != "completed" or done < min(epochs * per_epoch, most or math.inf):
-        return False
-    say(
-        f"{path} is complete ({done} steps, epochs: {done / per_epoch:.4g}): nothing to do. To train further: "
-        f"echelon resume {path} --epochs {math.ceil(done / per_epoch) + 1}{' --max-steps 0' if most else ''}"
-    )
-    return True
+            opening.runs_in(path)
+            return _run_here(resolve(config), plan, path, place, opening)
 
 
 def check(request: LaunchRequest, user_objects: UserObjects | None = None) -> ResolvedRun:
@@ -202,18 +141,54 @@ def check(request: LaunchRequest, user_objects: UserObjects | None = None) -> Re
     if request.link:
         with naming("--link"):
             check_link(request.link)
+    from echelon.data.transforms import NO_TRANSFORMS
     from echelon.trainer.compatibility import check_strategies
 
-    run = resolve(config)
-    if user_objects is None or user_objects.task is None:
-        run.task.check()
+    run = resolve(config, user_objects.optimizer if user_objects else None)
+    check_callbacks(config.tracking.callbacks)
+    for callback in user_objects.callbacks if user_objects else ():
+        check_methods(callback)
+    own_loggers(user_objects.loggers if user_objects else ())
+    run.task.check(user_objects.of_task if user_objects else TaskObjects())
     if user_objects is None or user_objects.source is None:
         run.source.check()
+    run.source.check_options(NO_TRANSFORMS if user_objects is None else user_objects.transforms)
     if run.sync.uses_servers and is_worker():
         raise UserError(f"--sync {config.strategy.sync} starts roles of its own: run `echelon train` without torchrun")
     ranks = _workers(request) * request.nodes.most
+    check_micro_batches(run, ranks)
     check_strategies(run, int(os.environ["WORLD_SIZE"]) if is_worker() else ranks)
     return run
+
+
+def settled(run: ResolvedRun, plan: LaunchPlan, user_objects: UserObjects | None = None) -> RunConfig:
+    """Return a run's description with what it leaves open about memory chosen for this machine.
+
+    Raises:
+        UserError: that cannot be told.
+    """
+    if not is_open(run.described):
+        return run.described
+    from echelon.run.fit_memory import chosen
+
+    return chosen(run, plan.workers, user_objects)
+
+
+def likely_model(config: RunConfig) -> str:
+    """Return what `auto` becomes where the data's name alone tells it; else the model as described."""
+    from echelon.data.sources import kind_of
+    from echelon.models.registry import name_for_side
+
+    if config.model.name != "auto" or config.task != "auto":
+        return config.model.name
+    side = config.data.image_size or kind_of(config.data.source).sides.get(config.data.source, 0)
+    return name_for_side(side) if side else config.model.name
+
+
+def _folder_model(config: RunConfig, user_objects: UserObjects | None) -> str:
+    """Return what the run's folder is called after the model."""
+    model = config.model.name if user_objects else likely_model(config)
+    return f"{model}-lr-find" if config.optimizer.lr_find else model
 
 
 def plan_of(request: LaunchRequest, path: Path, parcel: Parcel | None = None) -> LaunchPlan:
@@ -283,12 +258,12 @@ def _parcel(user_objects: UserObjects | None) -> Parcel | None:
     return None if user_objects is None else Parcel.of(user_objects)
 
 
-def _run_here(run: ResolvedRun, plan: LaunchPlan, path: Path, place: Place) -> Outcome:
+def _run_here(run: ResolvedRun, plan: LaunchPlan, path: Path, place: Place, opening: Opening) -> Outcome:
     """Run this machine's processes to the end; a signal stops them after a checkpoint."""
     opened = closing(Recorder(path, patience_s=run.io_patience_s))
     with full_disk_in_words(path), stop_on_signals(raises=True) as stop, opened as record:
         try:
-            status, closes = _run(run, plan, place, path, record, stop)
+            status, closes = _run(run, plan, place, record, stop, opening)
         except Stopped:
             status, closes = "stopped", plan.nodes.most == 1
             if closes:
@@ -306,6 +281,8 @@ def close_run(path: Path, record: Recorder) -> None:
     """Record when the command ended, and write the report: what all its processes did is known only now."""
     from echelon.reporting.report import write_report
 
+    if traced := merge_traces(path):
+        record.write(Event(traced, name="profile"))
     record.write(CommandEnd(read_launch(path).seconds_since()))
     record.flush()
     record.patience.insist("report", lambda: write_report(path))
@@ -326,7 +303,7 @@ def _begin_imports(plan: LaunchPlan) -> None:
 
 
 def _run(
-    run: ResolvedRun, plan: LaunchPlan, place: Place, path: Path, record: Recorder, stop: StopFlag
+    run: ResolvedRun, plan: LaunchPlan, place: Place, record: Recorder, stop: StopFlag, opening: Opening
 ) -> tuple[str, bool]:
     """Run this machine's processes to the end of the run.
 
@@ -336,11 +313,11 @@ def _run(
     Raises:
         UserError: a process refused its input, or the machines do not meet.
     """
-    log_dir = run.config.launch.log_dir
+    log_dir, path = run.config.launch.log_dir, plan.log_dir.parent
     prepare_logs(plan.log_dir, Path(log_dir) / path.absolute().name if log_dir else None)
     while True:
         try:
-            return _run_once(run, plan, place, path, record, stop)
+            return _run_once(run, plan, place, record, stop, opening)
         except FirstMachineGone:
             if stop:
                 return "stopped", False
@@ -349,7 +326,7 @@ def _run(
 
 
 def _run_once(
-    run: ResolvedRun, plan: LaunchPlan, place: Place, path: Path, record: Recorder, stop: StopFlag
+    run: ResolvedRun, plan: LaunchPlan, place: Place, record: Recorder, stop: StopFlag, opening: Opening
 ) -> tuple[str, bool]:
     """Meet the other machines and run this one's processes; returns what `_run` does.
 
@@ -357,14 +334,23 @@ def _run_once(
         UserError: a process refused its input, or the machines do not meet.
         FirstMachineGone: the run's scheduler is gone with its machine.
     """
+    path = plan.log_dir.parent
     with (
         this_machine(run, plan, path, record) as machine,
-        watched(machine, place, run, path, record) as (job, watch),
+        watched(machine, place, run, opening, path, record) as (job, watch),
     ):
+        search = Search(path, stop) if run.config.optimizer.lr_find else None
+        if search is not None:
+            watch = watch.looking(search.look)
         try:
             stop.raises = False  # from now on the ranks have something to save
             stopped = supervise(job, place, watch, stop, machine.rounds)
         except Refused:
+            last = next(newest(path, Refusal, CallbackError), None)
+            if isinstance(last, CallbackError):
+                say(last.message)
+                _end(path, record, machine, "failed", last.message)
+                return "failed", machine.number == 0
             reason = folders.last_message(path, Refusal)
             _end(path, record, machine, "refused", reason)
             if machine.number == 0:
@@ -373,6 +359,10 @@ def _run_once(
         except JobFailed as failure:
             _end(path, record, machine, "failed", str(failure) or folders.last_message(path, WorkerDied))
             return "failed", machine.number == 0
+        if search is not None and search.over:
+            stop.signum = 0  # nobody else asked
+            shutil.rmtree(path / "checkpoints", ignore_errors=True)  # nothing in it is of use
+            return "completed", True
         if stopped and machine.number == 0:
             _end_before_start(path, record)
         status = machine.scheduler.status() if machine.scheduler else "stopped" if stopped else "completed"
@@ -386,13 +376,3 @@ def _end(path: Path, record: Recorder, machine: Machine, status: str, reason: st
         record.write(End(status, reason))
     else:
         record.write(MachineLeft(f"machine {machine.number} left the run: {reason}", machine.number))
-
-
-def outcome_of(path: Path, status: str, signum: int = 0) -> Outcome:
-    """Return how the run of a folder ended, with the numbers of its summary."""
-    summary = path / "summary.json"
-    if not summary.exists():
-        return Outcome(status, path, {}, signum)
-    numbers = json.loads(summary.read_text())
-    is_new = summary.stat().st_mtime >= (read_launch(path).launched_t or math.inf)
-    return Outcome(status, path, numbers, signum, numbers.get("words", ()) if is_new else ())

@@ -16,7 +16,7 @@ from pathlib import Path
 from echelon.config import RunConfig
 from echelon.config.build import COMMAND_LINE, Resolved, flag_of, leaves
 from echelon.core.errors import UserError
-from echelon.core.own import code_file
+from echelon.core.own import code_file, read_calls
 from echelon.run.machine import say
 
 KNOWN_FILE = "known-code.jsonl"
@@ -77,10 +77,19 @@ def check_settings(values: Mapping[str, str], origins: Mapping[str, str], trust:
 def named_code(values: Mapping[str, str]) -> Iterator[NamedCode]:
     """Yield the code that settings name, by dotted name; what does not exist is left out. Imports nothing."""
     for setting in _code_settings():
-        value = values.get(setting, "")
-        if _is_code(setting, value) and (file := code_file(value)):
-            path = Path(file)
-            yield NamedCode(setting, value, file, path.stat().st_uid if path.exists() else -1)
+        for name in _names_in(setting, values.get(setting, "")):
+            if _is_code(setting, name) and (file := code_file(name)):
+                path = Path(file)
+                yield NamedCode(setting, name, file, path.stat().st_uid if path.exists() else -1)
+
+
+def _names_in(setting: str, value: str) -> list[str]:
+    """Return what may be code in a setting's value: all of it, or the names of calls without their arguments."""
+    return [call.name for call in read_calls(value)] if setting in _call_settings() else [value]
+
+
+def _call_settings() -> set[str]:
+    return {name for name, item, _ in leaves() if item.metadata.get("code") == "calls"}
 
 
 def _is_code(setting: str, value: str) -> bool:

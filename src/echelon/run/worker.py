@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,13 +21,16 @@ from echelon.core.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE, UserErr
 from echelon.core.files import full_disk_in_words
 from echelon.core.stop import StopFlag, stop_on_signals
 from echelon.forecast.alternatives import record_alternatives
+from echelon.observe.callbacks import CallbackFailed
 from echelon.observe.notes import RankNotes, open_notes
 from echelon.ps.worker_rank import WorkerRank
-from echelon.records.events import BadImageSkipped, RankFailed, Refusal
+from echelon.records.events import BadImageSkipped, CallbackError, RankFailed, Refusal
 from echelon.records.file import Recorder
 from echelon.records.going import read_launch
-from echelon.records.kinds import End
+from echelon.records.kinds import MAX_TIME, End
+from echelon.run.ending import why_ended
 from echelon.run.parcel import Parcel
+from echelon.run.rate_search import as_ended
 from echelon.run.resolve import resolve
 from echelon.trainer.assemble import UserObjects, assemble, assemble_worker
 from echelon.trainer.batches import EpochOrder
@@ -66,15 +70,19 @@ def run_server_worker(folder: str, process: WorkerRank, parcel: Parcel | None = 
 def _recording_errors(path: Path, rank: int, notes: RankNotes, role: str | None = None) -> Iterator[StepCounter]:
     """Record what ends the block, and end the process; gives what counts the steps of the block.
 
-    A user's mistake ends it with exit code 2. Any other error is logged with its traceback and ends it with exit code
-    1, so that the rank or its group can be restarted: at once, for a peer may be gone, and nothing that exit handlers
-    would wait for will come.
+    A user's mistake, or a callback that raised, ends it with exit code 2: no restart would help. Any other error is
+    logged with its traceback and ends it with exit code 1, so that the rank or its group can be restarted: at once, for
+    a peer may be gone, and nothing that exit handlers would wait for will come.
     """
     count = StepCounter()
     try:
         yield count
     except UserError as error:
         record_last(path, Refusal(str(error), None if role else rank, role))
+        leave(USER_ERROR_EXIT_CODE)
+    except CallbackFailed as error:
+        logging.exception("a callback failed")
+        record_last(path, CallbackError(str(error), rank, role, place_of(error.__cause__ or error)))
         leave(USER_ERROR_EXIT_CODE)
     except Exception as error:
         if is_lost_wait(error):
@@ -87,7 +95,7 @@ def _recording_errors(path: Path, rank: int, notes: RankNotes, role: str | None 
 def _train_on_servers(
     path: Path, process: WorkerRank, user_objects: UserObjects, notes: RankNotes, count: StepCounter
 ) -> str:
-    resolved = resolve(load_run_config(path / "config.yaml"))
+    resolved = resolve(load_run_config(path / "config.yaml"), user_objects.optimizer)
     _set_threads()
     with full_disk_in_words(path), join_worker(resolved, process, path / ROLES_FOLDER, notes) as world:
         set_numerics(resolved.config.training)
@@ -115,26 +123,35 @@ def train_rank(
         UserError: something in the description cannot be used.
     """
     log_to(path / "logs" / f"rank{os.environ.get('RANK', '0')}.log")
-    resolved = resolve(load_run_config(path / "config.yaml"))
+    objects = user_objects or UserObjects()
+    resolved = resolve(load_run_config(path / "config.yaml"), objects.optimizer)
     secret, notes = path / SECRET_FOLDER, notes or RankNotes()
     with full_disk_in_words(path), join_world(resolved, secret, notes) as world:
         set_numerics(resolved.config.training)
         record = Recorder(path if world.leads else None, patience_s=resolved.io_patience_s)
-        run, cursor = assemble(resolved, path, world, record, user_objects or UserObjects())
+        run, cursor = assemble(resolved, path, world, record, objects)
         run.count = count or run.count
         try:
-            with run.progress.display:
-                status = fit(run, EpochOrder(run, cursor, stop))
+            with run.progress.display as display:
+                display.watch("checkpoint: writing", run.saver.is_writing)
+                batches = EpochOrder(run, cursor, stop)
+                status = fit(run, batches)
+                with display.bar("end: what is left to write"):
+                    _close(run, path)
         except Exception as error:
             error.add_note(f"in step {cursor.step + 1}")
+            if run.profiler is not None:
+                run.profiler.close()
             if world.group is None:  # this process may go on after it
-                run.train_loader.close()
-                run.eval_loader.close()
+                _close_loaders(run)
+                run.progress.broke_off()
                 record.close()
             raise
-        _close(run, path)
-        measured_bytes = record_alternatives(run, resolved) if status == "completed" else 0
-        _end(run, path, status, measured_bytes)
+        in_time = status == "completed" and batches.reason != MAX_TIME
+        measured_bytes = record_alternatives(run, resolved) if in_time else 0
+        stagnant = run.saver.stagnation.evaluations
+        why = why_ended(batches.reason, run.task.facts(), stagnant, resolved.config)
+        _end(run, path, End(status, why, reason=batches.reason, stagnant=stagnant), measured_bytes)
         record.close()
     return status
 
@@ -152,15 +169,22 @@ def train_launched(path: Path, stop: StopFlag, user_objects: UserObjects | None 
 
 def _close(run: TrainingRun, path: Path) -> None:
     """Wait for what is being saved, end connections and loaders, and record what this rank saw."""
+    if run.profiler is not None:
+        run.profiler.close()  # the run was too short for all of its steps
     run.saver.finish()
     run.parts.sync.close()
-    run.train_loader.close()
-    run.eval_loader.close()
+    _close_loaders(run)
     bad_images = run.train_loader.bad_images + run.eval_loader.bad_images
     record_last(path, *(BadImageSkipped(f"{file}: {reason}", file) for file, reason in bad_images))
 
 
-def _end(run: TrainingRun, path: Path, status: str, measured_bytes: int) -> None:
+def _close_loaders(run: TrainingRun) -> None:
+    for loader in (run.train_loader, run.eval_loader, run.test_loader):
+        if loader is not None:
+            loader.close()
+
+
+def _end(run: TrainingRun, path: Path, end: End, measured_bytes: int) -> None:
     """Record how the run ended, once no rank writes any more; the command that started the ranks writes the report."""
     sent, others_sent = run.traffic.since_last(run.parts.sync.bytes_sent(), run.saver.bytes_sent + measured_bytes)
     others = torch.tensor([sum(sent.values()) + others_sent], device=run.world.device)
@@ -168,9 +192,10 @@ def _end(run: TrainingRun, path: Path, status: str, measured_bytes: int) -> None
         dist.all_reduce(others, group=run.world.group)  # and so no rank is still writing
     if run.world.leads:
         record, seconds = run.progress.record, read_launch(path).seconds_since()
-        record.write(End(status, seconds=seconds, other_wire_bytes=int(others)))
         record.flush()
-        run.progress.scalars.close()
+        record.write(replace(as_ended(path, end), seconds=seconds, other_wire_bytes=int(others)))
+        run.progress.ended(end.status)
+        record.flush()
 
 
 def agree_on_folder(config: RunConfig) -> Path:

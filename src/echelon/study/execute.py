@@ -14,10 +14,11 @@ from typing import Protocol
 
 from echelon.config import RunConfig, build
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
-from echelon.core.stop import Stopped, stop_on_signals
+from echelon.core.stop import Stopped, signal_name, stop_on_signals
 from echelon.records.file import Recorder, newest
 from echelon.records.kinds import End, RunEnd
 from echelon.records.segments import RECORD_FILE
+from echelon.reporting.report import write_shared_script
 from echelon.study.base import COMPLETED, PlannedRun, Study
 from echelon.study.folder import (
     OUTPUT_FOLDER,
@@ -42,7 +43,7 @@ class StudyStopped(Exception):
     """The study was asked to stop by a signal; the run that went on has ended."""
 
     def __init__(self, signum: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        super().__init__(f"stopped by {signal_name(signum)}")
         self.signum = signum
 
 
@@ -77,6 +78,7 @@ def run_study(path: Path, study: Study, observer: StudyObserver, retry: bool = F
         ends = read_ends(path)
         over = frozenset(run.name for run in runs if is_over(path, run, {} if retry else ends))
         observer.began(runs, ends, over)
+        write_shared_script(path)
         record = Recorder(path)
         try:
             with stop_on_signals(raises=True):
@@ -178,7 +180,7 @@ def _outcome(folder: Path, code: int, error: str) -> tuple[str, str]:
         return "refused", error or message
     if status == "stopped" and code > _SIGNALLED:
         return "stopped", "a signal stopped it"
-    how = f"its command ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+    how = f"its command ended with {signal_name(-code) if code < 0 else f'exit code {code}'}"
     return "failed", message or error or how
 
 

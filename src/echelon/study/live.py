@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from echelon.core.units import format_seconds
+from echelon.observe.screen import QUIET_S
 from echelon.study.base import COMPLETED, PlannedRun
 from echelon.study.folder import RunEnd, run_folder
 from echelon.study.progress import CUT_SHORT, UNFINISHED, RunStatus, Tail, seconds_left
@@ -30,6 +31,7 @@ class StudyDisplay:
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._states: dict[str, RunStatus] = {}
         self._current: tuple[RunStatus, Tail, float] | None = None
+        self._said_s = time.monotonic()
 
     def __enter__(self) -> StudyDisplay:
         if self._console.is_terminal:
@@ -50,6 +52,11 @@ class StudyDisplay:
                 state.progress = Tail(run_folder(self._path, run.name)).read()
         if over:
             self._print(f"{len(over)} of {len(runs)} runs are there already")
+        if len(over) < len(runs):
+            self._print(
+                f"{len(runs) - len(over)} runs, one after the other, in {self._path}; "
+                f"Ctrl-C stops the study, `echelon compare --run {self._path}` continues it"
+            )
         self.goes_on()
 
     def started(self, run: PlannedRun, folder: Path) -> None:
@@ -66,6 +73,19 @@ class StudyDisplay:
             state.progress, state.seconds = tail.read(), time.monotonic() - began
         if self._console.is_terminal:
             self._live.update(self.view(), refresh=True)
+        elif time.monotonic() - self._said_s >= QUIET_S:
+            self._print(self._running())
+
+    def _running(self) -> str:
+        """Return what goes on, in one line."""
+        states = list(self._states.values())
+        if self._current is None:
+            return f"[{_over(states)}/{len(states)}] a warm-up, whose times are thrown away"
+        state, done = self._current[0], self._current[0].progress.done
+        return (
+            f"[{_over(states) + 1}/{len(states)}] {state.run.title}, seed {state.run.seed}: {done:.0%} "
+            f"after {format_seconds(state.seconds)}"
+        )
 
     def ended(self, run: PlannedRun, end: RunEnd) -> None:
         """Show how a run ended."""
@@ -82,6 +102,7 @@ class StudyDisplay:
         return study_table(list(self._states.values()), self._console.height)
 
     def _print(self, text: str) -> None:
+        self._said_s = time.monotonic()
         self._console.print(text, markup=False, soft_wrap=True)
 
 

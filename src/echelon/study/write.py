@@ -42,7 +42,8 @@ def write_study(path: Path) -> StudyReport:
     write_tables(path, runs, points)
     report = report_of(path.resolve().name, study, *read_tables(path), _environment(path, runs))
     write_atomic(path / SUMMARY_FILE, to_json(report))
-    page = render_study(report, (path / STUDY_FILE).read_text(encoding="utf-8"))
+    with_page = {row.run for row in runs if (run_folder(path, row.run) / REPORT_FILE).is_file()}
+    page = render_study(report, (path / STUDY_FILE).read_text(encoding="utf-8"), with_page)
     write_atomic(path / REPORT_FILE, page.encode(errors="replace").decode())
     return report
 

@@ -68,15 +68,9 @@ class AllReduce:
         self.needs_warmup_backward = False
         if context.group is None:
             return
-        on_gpu = context.device.type == "cuda"
-        self._ddp = DistributedDataParallel(
-            context.model,
-            device_ids=[context.device] if on_gpu else None,
-            process_group=context.group,
-            gradient_as_bucket_view=True,
-            **_no_buffers_in_steps(),
-        )
-        self._hook = GradientHook(context.group, context.compression, context.path, average=False, seed=context.seed)
+        self._ddp = context.ddp or _wrapped(context)
+        averages, seed = context.averages_gradients, context.seed
+        self._hook = GradientHook(context.group, context.compression, context.path, average=averages, seed=seed)
         self._hook.on_last_bucket = context.clock.only_waits
         self._hook.attach(self._ddp)
         self.module = self._ddp
@@ -120,7 +114,7 @@ class AllReduce:
         group, hook = self._context.group, self._hook
         if group is None or hook is None or hook.codec is None or not hook.codec.biased:
             return
-        own = left_out(self._merged([hook.state_dict()]))
+        own = left_out(self._merged([hook.state_dict()]), group.size() if self._context.averages_gradients else 1)
         for name, parameter in self._context.model.named_parameters():
             if parameter.grad is None or is_small(parameter):
                 continue
@@ -217,6 +211,17 @@ class AllReduce:
         """End the hook's communication thread."""
         if self._hook:
             self._hook.close()
+
+
+def _wrapped(context: SyncContext) -> DistributedDataParallel:
+    return DistributedDataParallel(
+        context.model,
+        device_ids=[context.device] if context.device.type == "cuda" else None,
+        process_group=context.group,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=context.has_unused,
+        **_no_buffers_in_steps(),
+    )
 
 
 def _no_buffers_in_steps() -> dict[str, Any]:

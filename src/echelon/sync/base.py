@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from echelon.collectives.base import Path
 from echelon.collectives.times import ReduceTimes
@@ -36,6 +37,10 @@ class SyncContext:
         seed: of the codec's draws, the same on every rank.
         clock: told when a strategy communicates outside of backward.
         loss_scale: by what gradients are multiplied until the update (half precision).
+        averages_gradients: losses are means over each replica's own samples, as in a loop of somebody else's: gradients
+            are averaged over the replicas instead of summed.
+        ddp: what somebody else has wrapped the model in.
+        has_unused: whether some parameters get no gradient from a step, which then keep none.
     """
 
     model: nn.Module
@@ -48,6 +53,9 @@ class SyncContext:
     seed: int
     clock: PhaseClock
     loss_scale: Callable[[], float] = lambda: 1.0
+    averages_gradients: bool = False
+    ddp: DistributedDataParallel | None = None
+    has_unused: bool = False
 
 
 class StepSync(Protocol):

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum, auto
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -17,9 +18,31 @@ from torch import Tensor
 
 from echelon.core.errors import UserError
 from echelon.core.figure import ReportSection
-from echelon.core.task import Metric, TaskFacts
+from echelon.core.task import Metric, TaskDefaults, TaskFacts
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
+
+
+class Encoding(StrEnum):
+    """What a task wants a source to make of the columns that it names as inputs and targets.
+
+    A source that knows but one form, such as a folder of images, asks for none.
+    """
+
+    AUTO = auto()  # as the data itself suggests
+    NUMBERS = auto()  # numbers as they are, text as ids of categories; the target is a number, or several
+    CLASSES = auto()  # likewise; the target is one of some classes
+    LABELS = auto()  # likewise; the target is any number of labels
+    IDS = auto()  # inputs are ids, such as users and items; the target is a number
+    TEXT = auto()  # the input is text, the target one of some classes
+    NEXT_TOKEN = auto()  # one text: the target of each token is the next one
+    TEXT_PAIRS = auto()  # input and target are texts
+    SPEECH = auto()  # the input is sound, the target one of some classes
+    TRANSCRIPTS = auto()  # the input is sound, the target text
+
+
+NO_TARGET = -100
+"""What stands in place of a target that counts nothing, as in torch's cross-entropy: padding, for instance."""
 
 SAMPLE = "sample"
 """The unit of a loss that is counted without being asked."""
@@ -45,6 +68,13 @@ class Batch:
     global_units: int | None = None
 
 
+class TextDecoder(Protocol):
+    """Makes text of ids again."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of some ids."""
+
+
 class DataFacts(Protocol):
     """What a task asks of the data."""
 
@@ -68,13 +98,42 @@ class DataFacts(Protocol):
     def targets(self) -> Nest:
         """A nest of `TensorSpec`: what one sample's targets are."""
 
+    @property
+    def target_names(self) -> tuple[str, ...]:
+        """Names of targets that are numbers; empty where they have none."""
+
+    @property
+    def target_mean(self) -> tuple[float, ...]:
+        """Of targets that are numbers, over the training samples; empty where they are learnt as they come."""
+
+    @property
+    def target_std(self) -> tuple[float, ...]:
+        """Likewise, the standard deviation."""
+
+    @property
+    def inputs(self) -> Nest:
+        """A nest of `TensorSpec`: what the model is given of one sample."""
+
+    @property
+    def mean(self) -> tuple[float, ...]:
+        """Per channel of images, of pixels in 0..1, as they are normalised with; empty where they are not."""
+
+    @property
+    def std(self) -> tuple[float, ...]:
+        """Likewise, the standard deviation."""
+
+    @property
+    def tokeniser(self) -> TextDecoder | None:
+        """What texts were cut with; None where there are none."""
+
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """What the description of a run says of losses."""
+    """What the description of a run says of losses, and how many samples its report shows."""
 
     label_smoothing: float = 0.0
     class_weights: str = "none"
+    worst_samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,6 +159,21 @@ class Metrics(Protocol):
         """Return the metrics, the same on every rank of `group`; all call it, with or without samples."""
 
 
+class Examples(Protocol):
+    """Chooses a bounded number of evaluation samples for a report, the same for any number of ranks."""
+
+    def update(self, inputs: Nest, outputs: Any, targets: Nest, first: int, numbered: bool) -> None:
+        """Look at a batch of this rank's part, B samples; B may be 0.
+
+        Args:
+            first: place of its first sample in the evaluation set.
+            numbered: whether that is also its number there; not where some samples could not be decoded.
+        """
+
+    def section(self, group: dist.ProcessGroup | None = None) -> ReportSection | None:
+        """Return what a report shows, the same on every rank of `group`; all call it, with or without samples."""
+
+
 class Task(ABC):
     """What is learnt from what, and how it is judged. Subclasses are pickled to workers.
 
@@ -110,6 +184,10 @@ class Task(ABC):
         curves: metrics that are drawn beside the primary one.
         headlines: further metrics that people look at first, the most telling one first.
         score_label: the share of samples that `training_score` counts, for people; empty: nothing is counted.
+        takes_shares: whether targets may be shares of the classes `(B, C)`, as mixup makes them of class numbers.
+        needs_loss: it has no loss but one of the user's own (`--loss`).
+        encoding: what it wants a source to make of columns.
+        defaults: settings in place of the general defaults, where the user says nothing.
     """
 
     name: ClassVar[str]
@@ -118,6 +196,10 @@ class Task(ABC):
     headlines: ClassVar[tuple[Metric, ...]] = ()
     curves: ClassVar[tuple[Metric, ...]] = ()
     score_label: ClassVar[str] = ""
+    takes_shares: ClassVar[bool] = False
+    needs_loss: ClassVar[bool] = False
+    encoding: ClassVar[Encoding] = Encoding.AUTO
+    defaults: ClassVar[TaskDefaults] = TaskDefaults()
 
     def facts(self) -> TaskFacts:
         """Return what a record says of the task."""
@@ -163,9 +245,28 @@ class Task(ABC):
     def metrics(self, device: torch.device) -> Metrics:
         """Return a new accumulator of metrics for outputs on a device."""
 
+    def examples(self) -> Examples | None:
+        """Return a new choice of samples that reports show of an evaluation; None: they show none."""
+        return None
+
+    def generated(self, model: Callable[[Nest], Any]) -> ReportSection | None:
+        """Return what reports show of outputs that take many forward passes, such as texts; None: nothing.
+
+        It is asked once an evaluation, on all ranks, and each must call the model as often as the others, for that may
+        be collective.
+
+        Args:
+            model: takes inputs and returns outputs, in float32 or wider.
+        """
+        return None
+
     def report_sections(self, result: EvaluationResult) -> Sequence[ReportSection]:
         """Return what reports show of an evaluation beside its metrics; one rank is asked, when it is the best."""
         return ()
+
+    def auto_model(self, data: DataFacts) -> str:
+        """Return the name of the model that `--model auto` becomes; empty: the one for images of the data's size."""
+        return ""
 
     def wrong_outputs(self, outputs: Any, samples: int) -> str:
         """Say what is wrong with a model's outputs for some samples, as `must return ...`; empty: nothing is."""

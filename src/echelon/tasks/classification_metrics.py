@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.tasks.base import EvaluationResult
+from echelon.tasks.gathering import gather_rows, meeting_device
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -157,8 +158,8 @@ class ClassificationMetrics:
         else:
             scores = torch.cat([torch.zeros(0, self._classes, dtype=torch.float64, device=self._device), *self._scores])
             targets = torch.cat([torch.zeros(0, dtype=torch.int64, device=self._device), *self._targets])
-            targets = _all_gather(targets, group)
-            fpr, tpr = _exact_roc(_all_gather(scores, group), targets)
+            targets = gather_rows(targets, group)
+            fpr, tpr = _exact_roc(gather_rows(scores, group), targets)
             support = torch.bincount(targets, minlength=self._classes)
         both = ((support > 0) & (support < samples)).tolist()
         return [
@@ -248,27 +249,14 @@ def _exact_roc(scores: Tensor, targets: Tensor) -> tuple[list[Tensor], list[Tens
     return list(fpr), list(tpr)
 
 
-def _meeting_device(tensor: Tensor, group: dist.ProcessGroup) -> torch.device:
-    return torch.device("cpu") if dist.get_backend(group) == "gloo" else tensor.device
-
-
 def _all_reduce(tensors: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
     """Return the integer tensors' sums over ranks, on the CPU, by one all-reduce."""
     total = torch.cat([tensor.flatten() for tensor in tensors])
     if group is not None:
-        total = total.to(_meeting_device(total, group))
+        total = total.to(meeting_device(total, group))
         dist.all_reduce(total, group=group)
     parts = total.cpu().split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the ranks' tensors one after another along dim 0, where they may differ in length, on the CPU."""
-    from torchmetrics.utilities.distributed import gather_all_tensors
-
-    if group is None:
-        return tensor.cpu()
-    return torch.cat(gather_all_tensors(tensor.to(_meeting_device(tensor, group)), group)).cpu()
 
 
 def _drawn(curves: list[np.ndarray | None]) -> dict[str, dict[str, list[float]]]:

@@ -1,157 +1,51 @@
 """Images, each of one class: cross-entropy with label smoothing and class weights, judged by top-1.
 
-Shapes: B samples, C classes.
-
 Helps: Images of one class each.
 Needs: a data set of images and labels.
 """
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Self
+from typing import ClassVar, Self
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from echelon.core.errors import UserError
-from echelon.core.figure import ReportSection
-from echelon.core.task import BEFORE_TASKS
-from echelon.tasks import nest
-from echelon.tasks.base import DataFacts, EvaluationResult, Metrics, Task, TaskSettings
-from echelon.tasks.classification_metrics import ClassificationMetrics
-from echelon.tasks.classification_report import class_sections
-
-_INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
+from echelon.core.task import TaskDefaults
+from echelon.tasks.base import DataFacts, Encoding, Examples, TaskSettings
+from echelon.tasks.classification import Classification
+from echelon.tasks.worst_samples import Pictures, Pixels, WorstSamples
 
 
-class ImageClassification(Task):
-    """Logits `(B, C)` and class numbers `(B,)`.
-
-    The loss is the sum over samples of w_(t_i) * l_i, where l_i is the sample's cross-entropy with its target smoothed:
-    (1 - s) on the class, s / C on every class. The engine divides by the global batch size:
-
-        L = sum_i w_(t_i) l_i / (global batch size)
-
-    The weights are thus absolute: all twos double the gradient. `balanced` gives class c the weight
-    n / (classes * count_c) (King and Zeng 2001), so that every class counts alike and the mean weight of a training
-    sample is 1; a class without training samples has no weight, and does not count as a class.
-    """
+class ImageClassification(Classification):
+    """Classification that shows the images with the highest loss; other inputs are taken, too."""
 
     name = "image_classification"
-    primary = BEFORE_TASKS.primary
-    headlines, curves = tuple(BEFORE_TASKS.headlines), tuple(BEFORE_TASKS.curves)
-    score_label = "top-1"
+    encoding = Encoding.AUTO
+    defaults: ClassVar[TaskDefaults] = TaskDefaults()
 
     def __init__(self) -> None:
-        self.classes: tuple[str, ...] = ()
-        self._loss = CrossEntropy(0.0, None)
+        super().__init__()
+        self._pictures: Pictures | None = None
+        self._worst_samples = 0
 
     def fitted(self, data: DataFacts, settings: TaskSettings) -> Self:
         """Return the task for some data.
 
         Raises:
-            UserError: targets are no classes; the weights are of another number than the classes, not numbers,
-                negative, or all zero.
+            UserError: as for any classification.
         """
-        kind = nest.leaves(data.targets)
-        if len(kind) != 1 or kind[0].shape or kind[0].dtype not in _INTEGERS:
-            raise UserError(
-                f"data {data.name}: targets are {nest.describe(data.targets)}, and --task image-classification needs "
-                "one whole number, the class, for each sample: give int64 class numbers from 0, or name another --task"
-            )
-        if not data.classes:
-            raise UserError(f"data {data.name}: labels must be 0 to C - 1, for C classes; or name another --task")
-        task = copy.copy(self)
-        task.classes = data.classes
-        task.primary = replace(self.primary, chance=1 / len(data.classes))
-        weights = class_weights(settings.class_weights, data.class_counts)
-        task._loss = CrossEntropy(settings.label_smoothing, None if weights is None else torch.tensor(weights))
+        task = super().fitted(data, settings)
+        task._worst_samples = settings.worst_samples
+        task._pictures = Pixels.of(data.inputs, data.mean, data.std)
         return task
 
-    @property
-    def outputs(self) -> int:
-        """One logit a class."""
-        return len(self.classes)
+    def examples(self) -> Examples | None:
+        """Return a choice of the samples with the highest loss; None where inputs are no images."""
+        if not self._worst_samples or self._pictures is None:
+            return None
+        return WorstSamples(self._worst_samples, self.classes, self._pictures, self._loss.each)
 
-    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the losses of logits `(B, C)` and class numbers `(B,)`."""
-        return self._loss(outputs, targets)
-
-    def training_score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the number of correct predictions."""
-        return (outputs.detach().argmax(-1) == targets).sum()
-
-    def metrics(self, device: torch.device) -> Metrics:
-        """Return an accumulator of top-1, top-5, precision, recall, F1, ROC and the confusion matrix."""
-        return ClassificationMetrics(self.classes, device)
-
-    def report_sections(self, result: EvaluationResult) -> Sequence[ReportSection]:
-        """Return the confusion matrix, the ROC curves and the table of the classes."""
-        return class_sections({**result.detail, "metrics": result.metrics})
-
-    def wrong_outputs(self, outputs: Any, samples: int) -> str:
-        """Say what is wrong with a model's outputs."""
-        if isinstance(outputs, Tensor) and outputs.shape == (samples, self.outputs):
-            return ""
-        got = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-        return (
-            f"must return logits of shape (batch, {self.outputs}), one per class; "
-            f"for a batch of {samples} it returned {got}"
-        )
+    def auto_model(self, data: DataFacts) -> str:
+        """Return none: it is chosen by the images' size."""
+        return ""
 
 
 TASK = ImageClassification
-
-
-class CrossEntropy:
-    """sum_i w_(t_i) l_i, computed in float32 or wider; the weights follow the logits' device."""
-
-    def __init__(self, label_smoothing: float, weights: Tensor | None) -> None:
-        self.label_smoothing = label_smoothing
-        self.weights = weights
-
-    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the scalar sum for logits (B, C) and class numbers (B,); 0 for B = 0."""
-        if logits.dtype in (torch.float16, torch.bfloat16):
-            logits = logits.float()
-        if self.weights is None:
-            return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.label_smoothing)
-        if self.weights.device != logits.device or self.weights.dtype != logits.dtype:
-            self.weights = self.weights.to(logits)
-        losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=self.label_smoothing)
-        return (self.weights[targets] * losses).sum()
-
-
-def class_weights(text: str, counts: Sequence[int]) -> list[float] | None:
-    """Return the weight of each class, or None for none.
-
-    Args:
-        text: none, balanced, or one number per class separated by commas.
-        counts: training samples of each class.
-
-    Raises:
-        UserError: the weights are of another number than the classes, not numbers, negative, or all zero.
-    """
-    if text in ("none", ""):
-        return None
-    if text == "balanced":
-        present = sum(count > 0 for count in counts)
-        return [sum(counts) / (present * count) if count else 0.0 for count in counts]
-    try:
-        weights = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(
-            f"--class-weights {text!r}: write none, balanced, or one number per class separated by commas"
-        ) from None
-    if len(weights) != len(counts):
-        raise UserError(
-            f"--class-weights gives {len(weights)} weights, the data has {len(counts)} classes: one for each"
-        )
-    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
-        raise UserError(f"--class-weights {text!r}: weights are finite, not negative and not all zero")
-    return weights

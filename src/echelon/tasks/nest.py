@@ -18,10 +18,19 @@ Nest = Any
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape (without the samples' axis) and type of one tensor; `dtype` is its name in torch."""
+    """Shape (without the samples' axis) and type of one tensor.
+
+    Attributes:
+        shape: of one sample; where samples differ in length, of the longest.
+        dtype: name in torch.
+        count: of ids, which are 0 to count - 1; 0: the numbers are no ids.
+        ragged: whether samples differ in the length of their first axis; batches are then padded at its end.
+    """
 
     shape: tuple[int, ...] = ()
     dtype: str = "float32"
+    count: int = 0
+    ragged: bool = False
 
     def zeros(self, samples: int) -> Tensor:
         """Return zeros `(samples, *shape)`, which are also numbers of a vocabulary or class that any has."""

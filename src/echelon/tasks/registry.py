@@ -13,8 +13,10 @@ from echelon.core.registry import Registry
 
 if TYPE_CHECKING:
     from echelon.tasks.base import DataFacts, Task, TaskSettings
+    from echelon.tasks.own_loss import LossFunction
 
 AUTO = "auto"
+_OF_ANY_TARGETS = "supervised"
 TASKS = Registry("echelon.tasks", "task", "TASK")
 
 
@@ -46,44 +48,86 @@ def build_task(name: str) -> Task:
 
 
 @dataclass(frozen=True)
+class TaskObjects:
+    """A task, a loss and metrics of the caller's own; None: as described."""
+
+    task: Task | None = None
+    loss: LossFunction | None = None
+    metrics: object = None
+
+
+@dataclass(frozen=True)
 class TaskChoice:
     """The task that a description names: built where the data is known.
 
     Attributes:
         name: of a file of this folder, `module:Class`, or `auto`: what the data is for.
         settings: what the description says of the loss.
+        loss, metrics, primary: of the user's own, as text; empty: the task's.
     """
 
     name: str
     settings: TaskSettings
+    loss: str = ""
+    metrics: str = ""
+    primary: str = ""
 
     @classmethod
     def of(cls, config: RunConfig) -> TaskChoice:
         """Return the choice of a description."""
         from echelon.tasks.base import TaskSettings
 
-        return cls(config.task, TaskSettings(config.optimizer.label_smoothing, config.optimizer.class_weights))
+        optimizer, training = config.optimizer, config.training
+        settings = TaskSettings(optimizer.label_smoothing, optimizer.class_weights, training.worst_samples)
+        return cls(config.task, settings, optimizer.loss, training.metrics, training.primary_metric)
 
-    def check(self) -> None:
-        """Import a user's own; `check_task` knows the others.
+    def check(self, objects: TaskObjects) -> None:
+        """Import what is a user's own; `check_task` knows the others.
 
         Raises:
-            UserError: `module:Class` is no task.
+            UserError: `module:Class` is no task, or there is no such loss.
         """
-        if ":" in self.name:
+        if ":" in self.name and objects.task is None:
             build_task(self.name)
+        if self.loss and objects.loss is None:
+            from echelon.tasks.own_loss import read_loss
 
-    def fitted(self, data: DataFacts, user_task: Task | None = None) -> Task:
-        """Return the task, fitted to its data.
+            read_loss(self.loss)
+
+    def fitted(self, data: DataFacts, objects: TaskObjects | None = None) -> Task:
+        """Return the task, fitted to its data, with a loss and metrics of the user's own.
 
         Args:
-            user_task: the caller's, in place of the described one.
+            objects: the caller's, in place of what is described.
 
         Raises:
-            UserError: there is no such task, or it does not fit the data.
+            UserError: there is no such task, loss or metric, or it does not fit the data.
         """
-        task = user_task or build_task(data.task if self.name == AUTO else self.name)
-        return task.fitted(data, self.settings)
+        objects = objects or TaskObjects()
+        task = (objects.task or build_task(self._name_for(data, objects))).fitted(data, self.settings)
+        has_loss = bool(self.loss) or objects.loss is not None
+        if not (has_loss or task.needs_loss or self.metrics or objects.metrics is not None or self.primary):
+            return task
+        return self._tailored(task, objects, len(data.classes))
+
+    def _name_for(self, data: DataFacts, objects: TaskObjects) -> str:
+        """Return the task's name; data without classes is for any task where the loss is the user's own."""
+        if self.name != AUTO:
+            return self.name
+        return _OF_ANY_TARGETS if (self.loss or objects.loss is not None) and not data.classes else data.task
+
+    def _tailored(self, task: Task, objects: TaskObjects, classes: int) -> Task:
+        from echelon.tasks.own_loss import read_loss
+        from echelon.tasks.own_metrics import choose_primary, named, read_metrics
+        from echelon.tasks.tailored import TailoredTask
+
+        loss = objects.loss if objects.loss is not None else read_loss(self.loss)
+        if loss is None and task.needs_loss:
+            raise UserError(f"--task {self.name} needs --loss: module:name of your own, or a class of torch.nn")
+        if loss is not None and (self.settings.label_smoothing or self.settings.class_weights not in ("none", "")):
+            raise UserError("--label-smoothing and --class-weights are for the task's own loss, not for --loss")
+        metrics = named(objects.metrics) if objects.metrics is not None else read_metrics(self.metrics, classes)
+        return TailoredTask(task, loss, metrics, choose_primary(self.primary, task, metrics))
 
 
 def _file_name(name: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,18 +21,27 @@ from echelon.core.errors import UserError
 from echelon.data import LoaderConfig, Shard, Source, example_inputs
 from echelon.data.base import DataInfo
 from echelon.data.loader import EvalLoader, TrainLoader, size_note
+from echelon.data.transforms import NO_TRANSFORMS, Transforms
 from echelon.models import auto_name, parameter_count
+from echelon.observe.callbacks import Listeners, as_callback, named_callbacks
 from echelon.observe.environment import environment
+from echelon.observe.loggers import LOGGERS
+from echelon.observe.loggers.base import BackgroundLogger, LoggerSettings, own_loggers
 from echelon.observe.notes import NotedClock
 from echelon.observe.phases import PhaseClock, make_clock
-from echelon.observe.scalars import Scalars
+from echelon.observe.profile import StepProfiler, TracedClock, rank_trace
+from echelon.observe.tensorboard import TensorBoard
 from echelon.optim.build import build_schedule
+from echelon.optim.own import OptimizerFactory
 from echelon.ps.split_worker import SplitWorker
 from echelon.ps.worker_rank import WorkerRank
+from echelon.records.events import Event
 from echelon.records.file import Recorder
-from echelon.records.going import read_launch
+from echelon.records.going import Launch, read_launch
 from echelon.records.kinds import Start
 from echelon.tasks.base import Task
+from echelon.tasks.own_loss import LossFunction
+from echelon.tasks.registry import TaskObjects
 from echelon.trainer.compatibility import interplay_notes
 from echelon.trainer.display import Display, RunLength
 from echelon.trainer.inputs import model_input, units_of
@@ -51,11 +62,22 @@ from echelon.trainer.world import World, roll_call
 
 @dataclass(frozen=True)
 class UserObjects:
-    """A model, data and a task of the caller's own, in place of names."""
+    """Objects of the caller's own, in place of names, and callbacks (see `echelon.observe.callbacks`)."""
 
     model: nn.Module | None = None
     source: Source | None = None
     task: Task | None = None
+    callbacks: tuple[object, ...] = ()
+    transforms: Transforms = NO_TRANSFORMS
+    loss: LossFunction | None = None
+    metrics: object = None
+    optimizer: OptimizerFactory | None = None
+    loggers: tuple[LoggerSettings, ...] = ()
+
+    @property
+    def of_task(self) -> TaskObjects:
+        """Those that say what is learnt, and how it is judged."""
+        return TaskObjects(self.task, self.loss, self.metrics)
 
 
 @dataclass(frozen=True)
@@ -69,11 +91,17 @@ class _Groundwork:
     clock: PhaseClock
     train_loader: TrainLoader
     eval_loader: EvalLoader
+    user_objects: UserObjects
+    launch: Launch
+    profiler: StepProfiler | None
+    test_loader: EvalLoader | None
 
-    def work(self, user_objects: UserObjects) -> Work:
-        """Return what is trained on what."""
+    @property
+    def work(self) -> Work:
+        """What is trained on what."""
         splits = self.world.placement is not None and self.world.placement.layout.splits
-        return Work(self.source.info, self.task, user_objects.model, example_inputs(self.source) if splits else None)
+        example = example_inputs(self.source) if splits else None
+        return Work(self.source.info, self.task, self.user_objects.model, example)
 
     def run(self, run_parts: RunParts, saver: Saver, progress: RunProgress, start_bytes: int = 0) -> TrainingRun:
         """Put the parts of a run together.
@@ -82,7 +110,8 @@ class _Groundwork:
             start_bytes: that this rank sent to bring all replicas to the same parameters.
         """
         config, per_epoch = self.resolved.config, self.train_loader.batches_per_epoch
-        training = config.training
+        training, told = config.training, bool(config.tracking.callbacks or self.user_objects.callbacks)
+        every = self.resolved.checkpoint_every
         return TrainingRun(
             world=self.world,
             parts=run_parts,
@@ -95,14 +124,18 @@ class _Groundwork:
             saver=saver,
             progress=progress,
             settings=LoopSettings(
-                training.epochs, training.max_steps, training.eval_every, self.resolved.checkpoint_every
+                training.epochs, training.max_steps, training.eval_every, every, told,
+                training.early_stop, training.early_stop_delta,
+                time.monotonic() - self.launch.seconds_since() + self.resolved.max_time_s,
             ),
             traffic=Traffic(at_start=start_bytes),
-        )
+            profiler=self.profiler,
+            test_loader=self.test_loader,
+        )  # fmt: skip
 
-    def start(self, path: Path) -> Start:
+    def start(self) -> Start:
         """Return what the record's line of a start has in every run."""
-        config, info, launch = self.resolved.config, self.source.info, read_launch(path)
+        config, info, launch = self.resolved.config, self.source.info, self.launch
         return Start(
             device=str(self.world.device),
             threads=torch.get_num_threads(),
@@ -120,19 +153,52 @@ class _Groundwork:
         )
 
 
-def _groundwork(resolved: ResolvedRun, world: World, user_objects: UserObjects, data_ranks: int) -> _Groundwork:
-    """Open the data, for `data_ranks` that divide it or take turns; the same seed on every rank until it trains."""
+def _groundwork(
+    resolved: ResolvedRun, path: Path, world: World, user_objects: UserObjects, data_ranks: int, rank: int
+) -> _Groundwork:
+    """Open the data, for `data_ranks` that divide it or take turns; the same seed on every rank until it trains.
+
+    Args:
+        rank: of all ranks of the run, also where these are workers of a parameter server.
+    """
     config, seed = resolved.config, resolved.config.training.seed
     seed_everything(seed)
     source = user_objects.source or resolved.source.open()
     check_enough(source.info, data_ranks)
-    settings = LoaderConfig.of(config.data, seed, world.device)
+    settings = LoaderConfig.of(config.data, seed, world.device, user_objects.transforms)
     shard = Shard(world.data_rank, world.data_size)
-    task = resolved.task.fitted(source.info, user_objects.task)
+    task = resolved.task.fitted(source.info, user_objects.of_task)
+    check_mixing(config, task)
+    clock: PhaseClock = NotedClock(make_clock(world.device.type), world.notes)
+    profiler = None
+    if config.training.profile:
+        clock = TracedClock(clock)
+        profiler = StepProfiler(config.training.profile, rank_trace(path, rank), clock)
     return _Groundwork(
-        resolved, world, source, task, NotedClock(make_clock(world.device.type), world.notes),
-        TrainLoader(source, settings, shard, units_of(task)), EvalLoader(source, settings, shard),
+        resolved, world, source, task, clock,
+        TrainLoader(source, settings, shard, units_of(task)), EvalLoader(source, settings, shard), user_objects,
+        read_launch(path), profiler,
+        None if source.test is None else EvalLoader(source, settings, shard, source.test),
     )  # fmt: skip
+
+
+def build_listeners(config: RunConfig, path: Path, record: Recorder, user_objects: UserObjects) -> Listeners:
+    """Build who is told what happens in a run, for the process that leads it.
+
+    Raises:
+        UserError: a callback cannot be built.
+    """
+
+    def say(text: str) -> None:
+        """Tell the user of a logger's trouble."""
+        record.write(Event(text, name="logger"))
+        print(f"echelon: {text}", file=sys.stderr, flush=True)
+
+    callbacks = (*map(as_callback, user_objects.callbacks), *named_callbacks(config.tracking.callbacks))
+    specs = LOGGERS.chain(config.tracking.loggers) if config.tracking.loggers else []
+    services = [BackgroundLogger(spec.name, LOGGERS.bind(spec), say) for spec in specs]
+    services += [BackgroundLogger(name, own, say) for name, own in own_loggers(user_objects.loggers).items()]
+    return Listeners((TensorBoard(path, record.patience), *services), callbacks)
 
 
 def assemble(
@@ -147,23 +213,25 @@ def assemble(
     if world.group is None:
         resolved = resolved.for_single_worker()
     resolved = with_kept_cuts(resolved, world, path)
-    ground, config = _groundwork(resolved, world, user_objects, world.data_size), resolved.config
+    ground, config = _groundwork(resolved, path, world, user_objects, world.data_size, world.rank), resolved.config
     info = ground.source.info
-    run_parts = build_parts(resolved, ground.work(user_objects), world, ground.clock)
+    run_parts = build_parts(resolved, ground.work, world, ground.clock)
     keep_cuts(run_parts, world, path)
     saver = Saver(
         path,
         config.checkpoint.keep,
         RanksState(run_parts, world, record.patience),
         record,
-        Fingerprint.of(config, info, ground.task),
+        Fingerprint.of(config, info, ground.task, ground.train_loader.sampling),
     )
     restored = saver.restore()
     if restored is None:
         seed_everything(_rank_seed(config.training.seed, world.data_rank))
     cursor = restored or Cursor()
     display = _display(config, ground.train_loader.batches_per_epoch, world, cursor, ground.task)
-    progress = RunProgress(record, Scalars(path if world.leads else None, record.patience), display)
+    listeners = build_listeners(config, path, record, user_objects) if world.leads else Listeners()
+    progress = RunProgress(record, listeners, display)
+    saver.on_saved = progress.saved
     run = ground.run(run_parts, saver, progress, _start_bytes(run_parts.local_model, world))
     _record_start(ground, run, cursor, path)
     for name, note in run_notes(config, ground.source, run_parts.split.notes if run_parts.split else (), notes):
@@ -182,14 +250,15 @@ def assemble_worker(
         UserError: something in the description cannot be built.
     """
     notes, config = interplay_notes(resolved, process.workers), resolved.config
-    ground = _groundwork(resolved, world, user_objects, process.workers * world.data_size)
+    rank = process.number * world.size + world.rank
+    ground = _groundwork(resolved, path, world, user_objects, process.workers * world.data_size, rank)
     info = ground.source.info
-    run_parts, link = build_worker(resolved, ground.work(user_objects), process, world, ground.clock, path)
+    run_parts, link = build_worker(resolved, ground.work, process, world, ground.clock, path)
     seed_everything(_rank_seed(config.training.seed, process.number * world.data_size + world.data_rank))
     pids = roll_call(world).pids
     record = Recorder(path if link else None, patience_s=resolved.io_patience_s)
     silent = Display(RunLength(0, 0), ground.task.facts(), visible=False)
-    progress = RunProgress(record, Scalars(None, record.patience), silent)
+    progress = RunProgress(record, Listeners(), silent)
     if link is None:
         assert isinstance(run_parts.sync, SplitWorker)
         saver = Saver(
@@ -200,10 +269,11 @@ def assemble_worker(
     idle = run_parts.sync.channel.tell_idle if isinstance(run_parts.sync, SplitWorker) else None
     per_epoch = ground.train_loader.batches_per_epoch
     state = ServersState(link.servers, link.table, per_epoch, record.patience, idle)
-    saver = Saver(path, config.checkpoint.keep, state, record, Fingerprint.of(config, info, ground.task))
+    fingerprint = Fingerprint.of(config, info, ground.task, ground.train_loader.sampling)
+    saver = Saver(path, config.checkpoint.keep, state, record, fingerprint)
     run = ground.run(run_parts, saver, progress)
     split_notes = run_parts.split.notes if run_parts.split else ()
-    start = replace(_start_of_workers(ground, run_parts, link, path), pids=pids)
+    start = replace(_start_of_workers(ground, run_parts, link), pids=pids)
     return run, Leases(run, link, state, start, run_notes(config, ground.source, split_notes, notes))
 
 
@@ -212,7 +282,7 @@ def workers_at_start(process: WorkerRank, nodes: Nodes) -> int:
     return process.workers * process.size * nodes.least // nodes.most
 
 
-def _start_of_workers(ground: _Groundwork, run_parts: RunParts, link: ServerLink, path: Path) -> Start:
+def _start_of_workers(ground: _Groundwork, run_parts: RunParts, link: ServerLink) -> Start:
     """Return the record's line of a run's start; how far the run is, its scheduler knows."""
     placement = ground.world.placement
     layout: dict[str, int] | None = None
@@ -220,7 +290,7 @@ def _start_of_workers(ground: _Groundwork, run_parts: RunParts, link: ServerLink
         sizes = {**placement.layout.sizes, Axis.DP: link.process.workers}
         layout = layout_sizes(replace(placement.layout, sizes=sizes))
     return replace(
-        ground.start(path),
+        ground.start(),
         world_size=workers_at_start(link.process, ground.resolved.nodes),
         backend="zmq",
         parameters=parameter_count(link.servers.held),
@@ -236,6 +306,16 @@ def run_notes(
     size = [note] if (note := size_note(source.info, config.data.batch_size)) else []
     named = {"data": source.notes, "layout": layout, "settings": settings, "batch_size": size}
     return [(name, note) for name, notes in named.items() for note in notes]
+
+
+def check_mixing(config: RunConfig, task: Task) -> None:
+    """Refuse mixup and CutMix for a task whose targets cannot be shares of classes.
+
+    Raises:
+        UserError: names the task.
+    """
+    if (config.data.mixup or config.data.cutmix) and not task.takes_shares:
+        raise UserError(f"--mixup and --cutmix make shares of classes of targets; the task {task.name} takes none")
 
 
 def check_enough(info: DataInfo, workers: int) -> None:
@@ -262,7 +342,7 @@ def _step_settings(config: RunConfig, world: World) -> StepSettings:
 def _display(config: RunConfig, steps_per_epoch: int, world: World, cursor: Cursor, task: Task) -> Display:
     steps = config.training.epochs * steps_per_epoch
     total = min(steps, config.training.max_steps or steps)
-    return Display(RunLength(total, config.training.epochs), task.facts(), world.leads, cursor.step)
+    return Display(RunLength.of(config, total), task.facts(), world.leads, cursor.step)
 
 
 def _start_bytes(local_model: nn.Module, world: World) -> int:
@@ -284,7 +364,7 @@ def _record_start(ground: _Groundwork, run: TrainingRun, cursor: Cursor, path: P
     if not world.leads:
         return
     start = replace(
-        ground.start(path),
+        ground.start(),
         attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         world_size=world.size,
         hosts=ranks.hosts,
@@ -297,7 +377,7 @@ def _record_start(ground: _Groundwork, run: TrainingRun, cursor: Cursor, path: P
         start_epoch=cursor.epoch,
         idle=_idle_settings(ground.resolved, world),
     )
-    run.progress.record.write(start)
+    run.progress.begins(start, ground.resolved.described, path)
 
 
 def _idle_settings(resolved: ResolvedRun, world: World) -> list[str]:

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from echelon.core.stop import StopFlag
+from echelon.core.time_limit import TimeLimit
 from echelon.data.base import Batch
 from echelon.observe.garbage import GarbageClock
-from echelon.observe.phases import RECORDING, Phase
-from echelon.records.kinds import EntropyCoding
+from echelon.observe.phases import CALLBACKS, RECORDING, Phase
+from echelon.records.kinds import EARLY_STOP, MAX_TIME, EntropyCoding
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.loop import TrainingRun, evaluate_agreed
 from echelon.trainer.progress import record_pipeline
 from echelon.trainer.slow_steps import SlowSteps
 from echelon.trainer.state import Cursor
 from echelon.trainer.step import StepResult
-from echelon.trainer.window import ClosedWindow, Window, WindowEnd, WindowTraffic
+from echelon.trainer.window import ClosedWindow, Window, WindowEnd, WindowTraffic, Wishes
 
 
 class EpochOrder:
     """This rank's part of each global batch from a cursor to the run's end; the cursor moves with the steps.
 
     Attributes:
+        status: `completed`, or `stopped` once a rank was asked to stop.
+        reason: why it completed before its last step: `EARLY_STOP`, `MAX_TIME`; empty: it did not.
         window: of the steps since the last record; it begins with the iteration, and may be paused between steps.
     """
 
@@ -35,6 +39,8 @@ class EpochOrder:
         self._slow = SlowSteps(run.progress.record)
         self._due, self._saved_s = False, time.monotonic()
         self._trained = False
+        self.reason = EARLY_STOP if self._is_stagnant else ""  # so it was saved
+        self._time = TimeLimit(run.settings.ends_s if run.world.leads else math.inf, len(run.eval_loader))
 
     def __iter__(self) -> Iterator[Batch]:
         """Give batches until the run is over, or a window's end says that it is to stop."""
@@ -54,15 +60,20 @@ class EpochOrder:
                         break
                     run.clock.enter(Phase.DATA)
                 self._end_epoch()
+            if self._is_whole:
+                self.reason = ""
             self._save("end", last=True)
 
     def step_done(self, result: StepResult) -> None:
         """Add a step to the window; close it when it is full, and save where that is due."""
         cursor, window = self._cursor, self.window
         window.add(result)
-        stops = window.stops(bool(self._stop))
+        stops = window.stops(bool(self._stop) or self._time.is_up(time.monotonic()))
         window.end_step()
         cursor.step, cursor.batch = cursor.step + 1, cursor.batch + 1
+        if (profiler := self._run.profiler) is not None and profiler.step_done():
+            with self._pause(RECORDING):
+                profiler.switch()
         every = self._run.settings.checkpoint.steps
         self._due = every is not None and cursor.step % every == 0
         epoch_ends = cursor.batch == self._run.train_loader.batches_per_epoch or self._reached
@@ -71,26 +82,42 @@ class EpochOrder:
         closed = self._close_window()
         self._slow.look(closed, window.watch)
         window.go_on()
+        self._tell_callbacks()
         if closed.stop:
             self.status = "stopped"
             return
+        if closed.time_is_up:
+            self.reason = MAX_TIME
         self._due = self._due or closed.checkpoint_due
-        if self._due and not epoch_ends:  # at an epoch's end the checkpoint comes after the evaluation
+        if self._due and not (epoch_ends or self.reason):  # at an epoch's end the checkpoint comes after the evaluation
             self._save("interval")
 
     @property
     def _reached(self) -> bool:
-        return 0 < self._run.settings.max_steps <= self._cursor.step
+        return self._is_whole or bool(self.reason)
+
+    @property
+    def _is_whole(self) -> bool:
+        settings, cursor = self._run.settings, self._cursor
+        return cursor.epoch >= settings.epochs or 0 < settings.max_steps <= cursor.step
+
+    @property
+    def _is_stagnant(self) -> bool:
+        return 0 < self._run.settings.early_stop <= self._run.saver.stagnation.evaluations
 
     def _close_window(self) -> ClosedWindow:
         run, cursor = self._run, self._cursor
         self._trained = True
         every_s = run.settings.checkpoint.seconds
-        due = (every_s is not None and time.monotonic() - self._saved_s >= every_s) or run.saver.is_due()
+        now_s = time.monotonic()
+        due = (every_s is not None and now_s - self._saved_s >= every_s) or run.saver.is_due()
+        wishes = Wishes(bool(self._stop), due, self._time.is_up(now_s))
         sync = run.parts.sync
         sent, others = run.traffic.since_last(sync.bytes_sent(), run.saver.bytes_sent)
         end = WindowEnd(cursor.epoch, cursor.step, run.schedule.lr, sync.density())
-        closed = self.window.close(end, WindowTraffic(sent, others), sync.reduce_times(), bool(self._stop), due)
+        closed = self.window.close(end, WindowTraffic(sent, others), sync.reduce_times(), wishes)
+        self._time.step_s = closed.steps.seconds / closed.steps.count
+        self._time.took("write", run.saver.write_s)
         run.progress.window(closed.steps, closed.resources)
         record_pipeline(run.progress.record, run.parts.split, cursor.step)
         return closed
@@ -101,7 +128,8 @@ class EpochOrder:
         is_complete = cursor.batch >= run.train_loader.batches_per_epoch
         last = self._reached or cursor.epoch + 1 >= run.settings.epochs
         every = run.settings.eval_every
-        report = self._evaluate() if last or (is_complete and every and (cursor.epoch + 1) % every == 0) else None
+        scheduled = is_complete and every > 0 and (cursor.epoch + 1) % every == 0
+        report = self._evaluate() if last or scheduled else None
         coded = run.parts.sync.entropy_coded()
         if coded:
             run.progress.record.write(EntropyCoding(cursor.step, **coded))
@@ -109,14 +137,24 @@ class EpochOrder:
         if is_complete:
             cursor.epoch, cursor.batch = cursor.epoch + 1, 0
         if report is not None:
+            if scheduled:
+                run.saver.count_evaluation(report, run.task, run.settings.early_stop_delta)
+                self.reason = self.reason or (EARLY_STOP if self._is_stagnant else "")
             with self._pause("checkpoint"):
                 run.saver.consider_best(cursor, report, run.task, last)
         if self._trained:
             with self.window.pause(RECORDING):
                 run.progress.epoch_ended(epoch, report)
                 self.window.meet()
+        self._tell_callbacks()
         if self._due:
             self._save("interval")
+
+    def _tell_callbacks(self) -> None:
+        """Let callbacks of the leading rank hear what has happened, while all wait for them."""
+        if self._run.settings.callbacks:
+            with self._pause(CALLBACKS):
+                self._run.progress.listeners.deliver()
 
     def _evaluate(self) -> EvaluationReport:
         with self._pause("evaluation"):
@@ -125,7 +163,7 @@ class EpochOrder:
         return report
 
     def _save(self, reason: str, last: bool = False) -> None:
-        with self._pause("checkpoint"):
+        with self._pause("checkpoint"), self._run.progress.display.bar("checkpoint: gathering"):
             self._run.saver.save(self._cursor, reason, last=last)
         self._saved_s = time.monotonic()
 
@@ -136,3 +174,4 @@ class EpochOrder:
             yield
             self.window.meet()
         self._run.progress.paused(name, self._cursor.step, pause.seconds)
+        self._time.took(name, pause.seconds)

@@ -8,7 +8,7 @@ from echelon.collectives.reducer import check_combination
 from echelon.config import OptimizerConfig
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError, naming
-from echelon.optim.traits import is_sgd
+from echelon.optim.traits import Reach, is_sgd
 from echelon.trainer.layouts import check_layout
 from echelon.trainer.resolved import ResolvedRun
 
@@ -29,7 +29,8 @@ def check_strategies(run: ResolvedRun, ranks: int) -> None:
     with naming("--sync"):
         run.sync.check(run.compression)
     _check_replicas(run, ranks)
-    if run.sync.synchronous_steps and codec.momentum_inside and _has_momentum(run.described.optimizer):
+    _check_own(run, ranks)
+    if run.sync.synchronous_steps and codec.momentum_inside and _has_momentum(run, run.described.optimizer):
         raise UserError(
             f"--sync {given.sync} sends gradients through --compression {given.compression} at first, and the "
             "optimizer's momentum after decoding, together with error feedback, spoils training: leave out start, or "
@@ -86,8 +87,9 @@ def _check_servers(run: ResolvedRun, ranks: int) -> None:
     run.sync.check_run(
         workers=ranks * run.nodes.least // run.nodes.most // size,
         clips=config.optimizer.clip_norm > 0,
-        has_momentum=_has_momentum(config.optimizer),
+        has_momentum=_has_momentum(run, config.optimizer),
     )
+    _check_own_on_servers(run, sync)
 
 
 def _worker_size(run: ResolvedRun, ranks: int) -> int:
@@ -107,13 +109,50 @@ def _worker_size(run: ResolvedRun, ranks: int) -> int:
     return size
 
 
-def _has_momentum(optimizer: OptimizerConfig) -> bool:
-    return is_sgd(optimizer.name) and optimizer.momentum > 0
+def _has_momentum(run: ResolvedRun, optimizer: OptimizerConfig) -> bool:
+    traits = run.optimizer.user_traits
+    return traits.momentum > 0 if traits else is_sgd(optimizer.name) and optimizer.momentum > 0
+
+
+def _check_own_on_servers(run: ResolvedRun, sync: str) -> None:
+    """Refuse an optimizer of the user's that servers cannot step or save, each of which has some of the tensors."""
+    traits, name = run.optimizer.user_traits, run.optimizer.name
+    if traits is not None and traits.reach is Reach.MODEL:
+        raise UserError(
+            f"{sync} with --optimizer {name}: an update depends on other tensors, and each server has some of them; "
+            f"use --sync allreduce{run.optimizer.hint}"
+        )
+    if traits is not None and not traits.in_state:
+        raise UserError(
+            f"{sync} with --optimizer {name}: servers save self.state[parameter], and its steps also depend on what "
+            "they leave in its param_groups: keep that in the state, or use --sync allreduce"
+        )
+
+
+def _check_own(run: ResolvedRun, ranks: int) -> None:
+    """Refuse an optimizer of the user's whose replicas would part, and momentum where the codec's is before it."""
+    traits, given, codec = run.optimizer.user_traits, run.described.strategy, run.compression.codec
+    if traits is None:
+        return
+    name = run.optimizer.name
+    if traits.draws and ranks > 1 and run.sync.sums_in_backward:
+        raise UserError(
+            f"--sync {given.sync} with --optimizer {name}: its steps draw random numbers, so that replicas would part; "
+            "use --workers 1, or --sync local(8), whose replicas agree again"
+        )
+    before = codec.momentum_inside or codec.absorbs_momentum or run.compression.leaves_momentum
+    if traits.momentum and before and run.sync.encodes_gradients:
+        raise UserError(
+            f"--compression {given.compression} with --optimizer {name}: its momentum {traits.momentum:g} would act "
+            "after decoding, and only that of --optimizer sgd or momentum can be moved before it; give yours momentum "
+            "0, or use --compression int8"
+        )
 
 
 def interplay_notes(run: ResolvedRun, ranks: int) -> list[str]:
     """Say, in sentences, which settings work otherwise than they would without the run's other choices."""
-    return [] if ranks == 1 else [*_momentum_notes(run), *_path_notes(run, ranks)]
+    notes = run.optimizer.notes(run.config.optimizer.weight_decay)
+    return notes if ranks == 1 else [*notes, *_momentum_notes(run), *_path_notes(run, ranks)]
 
 
 def _momentum_notes(run: ResolvedRun) -> list[str]:

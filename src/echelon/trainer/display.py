@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from types import TracebackType
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
+from echelon.config import RunConfig
+from echelon.core.rate_search import STEPS, rate_of
 from echelon.core.task import TaskFacts
 from echelon.observe.phases import PHASES, Phase, phase_share
+from echelon.observe.screen import Bar, Screen
 from echelon.records.kinds import Steps
 from echelon.trainer.evaluate import EvaluationReport
 
@@ -20,10 +18,15 @@ _NAMES = {Phase.COMMUNICATE: "communication"}
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long the run is, in optimizer steps and epochs."""
+    """How long the run is, in optimizer steps and epochs; `epochs` is 0 where it searches a learning rate."""
 
     total_steps: int
     epochs: int
+
+    @classmethod
+    def of(cls, config: RunConfig, total_steps: int) -> RunLength:
+        """Return what is shown of a run of so many steps; a search is ended from outside, long before."""
+        return cls(STEPS, 0) if config.optimizer.lr_find else cls(total_steps, config.training.epochs)
 
 
 @dataclass
@@ -54,52 +57,44 @@ class EpochTotals:
             self.correct = (self.correct or 0.0) + window.correct
 
 
-class Display:
+class Display(Screen):
     """Progress on rank 0; silent elsewhere."""
 
     def __init__(self, length: RunLength, task: TaskFacts, visible: bool, done_steps: int = 0) -> None:
+        super().__init__(visible)
         self._length, self.task = length, task
-        self._console = Console(quiet=not visible, highlight=False, file=sys.stdout)
-        self._live = visible and self._console.is_terminal
-        columns = (
-            TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.percentage:3.0f}%"),
-            TextColumn("{task.fields[numbers]}"),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-        )
-        self._progress = Progress(*columns, console=self._console, transient=True)
-        total = length.total_steps
-        self._bar = self._progress.add_task("", total=total, completed=done_steps, epoch="-", numbers="")
+        self._steps = Bar("steps", length.total_steps, done=done_steps)
 
     def __enter__(self) -> Display:
-        if self._live:
-            self._progress.start()
+        """Show the steps from now on."""
+        self._bars.insert(0, self._steps)
+        super().__enter__()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live:
-            self._progress.stop()
 
     def window(self, steps: Steps) -> None:
         """Show where the run is."""
-        if self._live:
-            where = f"{steps.epoch + 1}/{self._length.epochs}"
-            window = EpochTotals()
-            window.add(steps)
-            self._progress.update(self._bar, completed=steps.step, epoch=where, numbers=self._numbers(window))
+        window = EpochTotals()
+        window.add(steps)
+        self._steps.name = f"epoch {steps.epoch + 1}/{self._length.epochs}, step"
+        if not self._length.epochs:
+            self._steps.name = f"search at learning rate {rate_of(min(steps.step, STEPS) - 1):.1e}, step"
+        self._steps.done, self._steps.text = min(steps.step, self._length.total_steps), self._numbers(window)
 
     def epoch(self, epoch: int, totals: EpochTotals, report: EvaluationReport | None) -> None:
-        """Print a line for an epoch's end: what its evaluation found, and means over all of its steps."""
+        """Print a line for an epoch's end: what its evaluation found, and means over all of its steps.
+
+        Of a search, whose losses rise and fall with the rate, a mean says nothing.
+        """
+        if not self._length.epochs:
+            return
         result = ""
         if report is not None:
             primary = self.task.primary
-            shown = {f"test {primary.title}": report.metrics.get(primary.name)}
+            shown = {f"{report.part} {primary.title}": report.metrics.get(primary.name)}
             shown |= {metric.title: report.metrics.get(metric.name) for metric in self.task.headlines[:1]}
-            shown |= {"test loss": report.loss} if primary.name != "loss" else {}
+            shown |= {f"{report.part} loss": report.loss} if primary.name != "loss" else {}
+            if report.test is not None:
+                shown |= {f"test {primary.title}": report.test.metrics.get(primary.name)}
             result = "".join(f"  {name} {value:.4f}" for name, value in shown.items() if value is not None)
         self.say(f"epoch {epoch + 1}/{self._length.epochs}{result}  {self._numbers(totals)}")
 
@@ -114,7 +109,3 @@ class Display:
         speed = totals.samples / max(totals.seconds, 1e-9)
         loss = totals.loss_sum / max(1, totals.steps)
         return f"train loss {loss:.4f}{score}  {speed:,.0f} samples/s  [of step time: {shown}]"
-
-    def say(self, text: str) -> None:
-        """Print a line above the live one."""
-        self._progress.console.print(text, markup=False, soft_wrap=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.core.axes import Axis
+from echelon.core.figure import ReportSection
 from echelon.data.loader import EvalLoader
 from echelon.tasks import nest
 from echelon.tasks.base import EvaluationResult, Task
@@ -21,12 +22,20 @@ from echelon.trainer.world import World
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """What the evaluation set gave, and the mean loss per unit."""
+    """What the evaluation set gave, the mean loss per unit, and what reports show of its samples.
+
+    Attributes:
+        part: what the samples are called: `test`, or `val` where there is a test set beside them.
+        test: what that gave; None: there is none, or the weights are not the best so far.
+    """
 
     loss: float
     samples: int
     seconds: float
     result: EvaluationResult
+    sections: Sequence[ReportSection] = ()
+    part: str = "test"
+    test: EvaluationReport | None = None
 
     @property
     def metrics(self) -> Mapping[str, float | None]:
@@ -34,27 +43,51 @@ class EvaluationReport:
         return self.result.metrics
 
 
-def evaluate(model: nn.Module, loader: EvalLoader, task: Task, world: World) -> EvaluationReport:
-    """Evaluate a model on the data of all ranks; every rank gets the same report."""
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def evaluate(
+    model: nn.Module, loader: EvalLoader, task: Task, world: World, advance: Callable[[], None] = _nothing
+) -> EvaluationReport:
+    """Evaluate a model on the data of all ranks; every rank gets the same report.
+
+    Args:
+        advance: is called after each batch of this rank.
+    """
     began = time.perf_counter()
-    metrics = task.metrics(world.device)
+    metrics, examples, place = task.metrics(world.device), task.examples(), loader.first
     totals = torch.zeros(3, dtype=torch.float64)
     with _without_gradients(world), evaluating(model):
-        for inputs, wanted in batches_of_all(loader, world):
-            outputs = nest.exact(nest.call(model, nest.to_device(inputs, world.device)))
+
+        def outputs_of(inputs: Nest) -> Nest:
+            """Return what the model makes of inputs."""
+            return nest.exact(nest.call(model, nest.to_device(inputs, world.device)))
+
+        for given, wanted in batches_of_all(loader, world):
+            inputs = nest.to_device(given, world.device)
+            outputs = outputs_of(inputs)
             if wanted is None:
                 continue
             targets = nest.to_device(wanted, world.device)
             metrics.update(outputs, targets)
+            if examples is not None:
+                examples.update(inputs, outputs, targets, place, not loader.bad_images)
             loss, samples = float(task.loss_sum(outputs, targets)), nest.rows(targets)
+            place += samples
             totals += torch.tensor([loss, task.units(targets), samples], dtype=torch.float64)
+            advance()
+        sections = [task.generated(outputs_of)]
     if world.data_group is not None:
         totals = totals.to(world.device)
         dist.all_reduce(totals, group=world.data_group)
     total_loss, units, samples = totals.tolist()
     result = metrics.compute(world.data_group)
+    sections += [] if examples is None else [examples.section(world.data_group)]
     seconds = time.perf_counter() - began
-    return EvaluationReport(total_loss / max(1.0, units), round(samples), seconds, result)
+    return EvaluationReport(
+        total_loss / max(1.0, units), round(samples), seconds, result, [section for section in sections if section]
+    )
 
 
 def _without_gradients(world: World) -> torch.inference_mode | torch.no_grad:

@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
@@ -29,9 +29,13 @@ SECRET_FOLDER = "machines"  # below a run's folder: what its machines share
 CONFIG_FILE = "config.yaml"
 
 
-def default_folder(config: RunConfig, root: Path = Path("runs")) -> Path:
-    """Return the next free `runs/DATA-MODEL-NUMBER`; machines that share a rendezvous and a disk get the same one."""
-    name = f"{_word(config.data.source)}-{_word(config.model.name)}"
+def default_folder(config: RunConfig, root: Path = Path("runs"), model: str = "") -> Path:
+    """Return the next free `runs/DATA-MODEL-NUMBER`; machines that share a rendezvous and a disk get the same one.
+
+    Args:
+        model: what the description's choice of a model became; empty: as described.
+    """
+    name = f"{_word(config.data.source)}-{_word(model or config.model.name)}"
     numbers = [int(m[1]) for p in root.glob(f"{name}-*") if (m := re.fullmatch(rf"{re.escape(name)}-(\d+)", p.name))]
     newest = root / f"{name}-{max(numbers, default=0)}"
     if numbers and joins(newest, config):
@@ -57,10 +61,11 @@ def never_began(folder: Path) -> bool:
     return next(newest(folder, Steps), None) is None
 
 
-def claim(config: RunConfig, root: Path = Path("runs"), given_t: float | None = None) -> RunConfig:
+def claim(config: RunConfig, root: Path = Path("runs"), given_t: float | None = None, model: str = "") -> RunConfig:
     """Make a new run's folder, and return the description that names it.
 
     Args:
+        model: as for `default_folder`.
         given_t: when the command was given, in unix seconds; None: as this process knows.
 
     Where the user names none it is the next free one of `default_folder`. It appears with the launch in it, in one
@@ -69,19 +74,41 @@ def claim(config: RunConfig, root: Path = Path("runs"), given_t: float | None = 
     Raises:
         UserError: the folder holds a run already, or cannot be written.
     """
-    folder = Path(config.run) if config.run else _claim_next(config, root)
+    folder = Path(config.run) if config.run else _claim_next(config, root, model)
     config = replace(config, run=str(folder))
     create(folder, config, given_t)
     return config
 
 
-def _claim_next(config: RunConfig, root: Path) -> Path:
+@contextmanager
+def claimed(config: RunConfig, given_t: float, model: str, root: Path = Path("runs")) -> Iterator[RunConfig]:
+    """Make a new run's folder as `claim` does; gives the description that names it.
+
+    Where the block refuses the run before its first step the folder goes again, unless it was there before or other
+    machines are in it.
+    """
+    is_new = not config.run or not Path(config.run).exists()
+    in_root, config = not config.run, claim(config, root, given_t, model)
+    try:
+        yield config
+    except UserError:
+        folder = Path(config.run)
+        if is_new and never_began(folder):
+            with suppress(UserError), locked(folder, shared=False):
+                shutil.rmtree(folder)
+            if in_root:
+                with suppress(OSError):  # other runs are in it
+                    root.rmdir()
+        raise
+
+
+def _claim_next(config: RunConfig, root: Path, model: str) -> Path:
     hidden = root / f".claim-{uuid4().hex}"
     try:
         hidden.mkdir(parents=True)
         _write_launch(hidden, config, None)
         while True:
-            folder = default_folder(config, root)
+            folder = default_folder(config, root, model)
             if joins(folder, config):  # another machine's, of this very run
                 return folder
             try:

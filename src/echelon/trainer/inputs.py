@@ -22,7 +22,14 @@ def units_of(task: Task) -> Callable[[Nest], int] | None:
 def model_input(info: DataInfo, task: Task) -> ModelInput:
     """Return the data's and the task's side of a model."""
     return ModelInput(
-        task.outputs, info.channels, info.image_size, info.shape, info.dtype, info.several, task.wrong_outputs
+        task.outputs,
+        info.channels,
+        info.image_size,
+        info.shape,
+        info.dtype,
+        info.several,
+        task.wrong_outputs,
+        task.auto_model(info),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.core.layout import Layout
-from echelon.optim.traits import is_elementwise
+from echelon.optim.traits import Reach
 from echelon.parallel.pipeline.settings import schedule_kind
 from echelon.trainer.resolved import ResolvedRun
 
@@ -30,15 +30,17 @@ def check_layout(run: ResolvedRun, ranks: int) -> None:
 
 def _check_split(run: ResolvedRun, layout: Layout) -> None:
     config, flag = run.config, f"--parallel {run.described.strategy.parallel}"
-    optimizer = config.optimizer.name.lower()
-    if (layout.fsdp > 1 or layout.tp > 1) and not is_elementwise(optimizer) and not run.sync.uses_servers:
+    optimizer, reach = config.optimizer.name, run.optimizer.reach
+    if (layout.fsdp > 1 or layout.tp > 1) and reach > Reach.ELEMENT and not run.sync.uses_servers:
         raise UserError(
             f"{flag} with --optimizer {optimizer}: it needs whole tensors (norms or products of them), and each rank "
-            "has rows of them; use adamw, sgd, momentum, lion or another that works element by element, or dp=N"
+            "has rows of them; use adamw, sgd, momentum, lion or another that works element by element, or "
+            f"dp=N{run.optimizer.hint}"
         )
-    if optimizer.startswith("lamb"):
+    if reach is Reach.MODEL:
         raise UserError(
             f"{flag} with --optimizer {optimizer}: it needs the norm over all of the model; use adamw, or dp=N"
+            f"{run.optimizer.hint}"
         )
     if config.training.precision == "fp8" and (layout.tp > 1 or layout.pp > 1):
         raise UserError(f"{flag} with --precision fp8: 8-bit layers are whole: use dp=N or fsdp=N, or --precision bf16")
@@ -58,8 +60,16 @@ def _check_zero(run: ResolvedRun) -> None:
             f"{flag} with --sync {run.described.strategy.sync}: zero1 divides one common update among the replicas; "
             "use --sync allreduce, or leave zero1 out"
         )
-    if run.config.optimizer.name.lower().startswith("lamb"):
-        raise UserError(f"{flag} with --optimizer lamb: it needs the norm over all of the model; use adamw")
+    optimizer, traits = f"--optimizer {run.config.optimizer.name}", run.optimizer.user_traits
+    if run.optimizer.reach is Reach.MODEL:
+        raise UserError(
+            f"{flag} with {optimizer}: it needs the norm over all of the model; use adamw{run.optimizer.hint}"
+        )
+    if traits is not None and traits.eager:
+        raise UserError(
+            f"{flag} with {optimizer}: it makes its state before the first step, of parameters that are others' to "
+            "update: make it in step(), or leave zero1 out"
+        )
 
 
 def read_tensor_plan(text: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from echelon.coordinator.messages import (
     CopyResult,
@@ -26,7 +26,7 @@ from echelon.coordinator.messages import (
 from echelon.data.base import Shard
 from echelon.observe.environment import allowed_cores
 from echelon.observe.garbage import GarbageClock
-from echelon.observe.phases import PAUSES, Phase
+from echelon.observe.phases import PAUSES, RECORDING, Phase
 from echelon.observe.resources import Sampler
 from echelon.ps.client import PushInfo, TagLost
 from echelon.ps.commands import Command
@@ -36,6 +36,7 @@ from echelon.ps.split_worker import SplitWorker
 from echelon.records.kinds import Start
 from echelon.tasks import nest
 from echelon.tasks.base import SAMPLE, Batch
+from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.loop import TrainingRun, evaluate_agreed
 from echelon.trainer.progress import record_pipeline
 from echelon.trainer.server_parts import ServerLink
@@ -112,6 +113,8 @@ class Leases:
             link.client.send_buffers(task.task, buffers)
         loss, score, samples = _sums(result, self._split)
         self._watch.end_step()
+        if run.profiler is not None and run.profiler.step_done():
+            self._watch.paused(RECORDING, switch_profiler(run))
         phases = run.clock.drain()
         (after,), facts = self._watch.pauses, self._watch.close(phases, None)
         report = TaskReport(
@@ -155,7 +158,7 @@ class Leases:
         return SetupDone(
             task.task, link.table.fingerprint, run.train_loader.batches_per_epoch, self._state.below,
             self._state.beyond, run.saver.best, resumed, about,
-            [list(note) for note in self._notes], run.saver.passed_over,
+            [list(note) for note in self._notes], run.saver.passed_over, run.saver.stagnation,
         )  # fmt: skip
 
     def _put(self) -> None:
@@ -203,12 +206,16 @@ class Leases:
         copy = link.servers.copy = ServersCopy(keys, buffers)
         cursor = self._cursor(task, copy)
         saver.best, last = task.best, task.reason in ("end", "stop")  # the run is over after it
-        done = EvaluationDone(task.task)
+        saver.stagnation = task.stagnation
+        done = EvaluationDone(task.task, stagnation=task.stagnation)
         if task.evaluate:
             report = evaluate_agreed(self._run)
-            result = CopyResult(report.loss, dict(report.metrics), report.seconds, report.samples, task.step)
+            result = _copy_result(report, task.step)
+            if task.counts:
+                saver.count_evaluation(report, self._run.task, self._run.settings.early_stop_delta)
             is_best = saver.consider_best(cursor, report, self._run.task, last)
-            done = EvaluationDone(task.task, best=saver.best if is_best else None, evaluation=result)
+            best = saver.best if is_best else None
+            done = EvaluationDone(task.task, best=best, evaluation=result, stagnation=saver.stagnation)
         if task.reason:
             saver.save(cursor, task.reason, last=last)
         if last:
@@ -243,7 +250,33 @@ class Commands:
     def step_done(self, result: StepResult) -> None:
         """Add up with the first rank what the step gave."""
         _sums(result, self._worker)
+        if self._run.profiler is not None and self._run.profiler.step_done():
+            switch_profiler(self._run)
         self._run.clock.drain()
+
+
+def _copy_result(report: EvaluationReport, step: int) -> CopyResult:
+    """Return what the scheduler is told of an evaluation."""
+    result = CopyResult(report.loss, dict(report.metrics), report.seconds, report.samples, step, report.part)
+    if (test := report.test) is None:
+        return result
+    return replace(
+        result,
+        test_loss=test.loss,
+        test_metrics=dict(test.metrics),
+        test_samples=test.samples,
+        test_seconds=test.seconds,
+    )
+
+
+def switch_profiler(run: TrainingRun) -> float:
+    """Begin or end the profile, in no phase of a step; returns the seconds that this took."""
+    assert run.profiler is not None
+    began = time.perf_counter()
+    run.clock.enter(None)
+    run.profiler.switch()
+    run.clock.enter(Phase.OTHER)
+    return time.perf_counter() - began
 
 
 def _sums(result: StepResult, worker: SplitWorker | None) -> list[float]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+import torch
+import torch.distributed as dist
 
 from echelon.config.validate import CheckpointInterval
 from echelon.data.base import Batch
 from echelon.data.loader import EvalLoader, TrainLoader
 from echelon.observe.phases import Phase, PhaseClock
+from echelon.observe.profile import StepProfiler
 from echelon.optim.build import Schedule
 from echelon.sync.base import StepAbandoned
 from echelon.tasks.base import Task
@@ -25,12 +30,23 @@ from echelon.trainer.world import World
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """How long to train, and when to evaluate and save."""
+    """How long to train, and when to evaluate and save.
+
+    Attributes:
+        callbacks: whether the leading rank has some that all wait for.
+        early_stop: after so many evaluations in a row without improvement; 0: never.
+        early_stop_delta: a change up to this is none.
+        ends_s: when the command is to have ended, by `time.monotonic`.
+    """
 
     epochs: int
     max_steps: int
     eval_every: int
     checkpoint: CheckpointInterval
+    callbacks: bool = False
+    early_stop: int = 0
+    early_stop_delta: float = 0.0
+    ends_s: float = math.inf
 
 
 @dataclass
@@ -56,6 +72,8 @@ class TrainingRun:
     progress: RunProgress
     settings: LoopSettings
     traffic: Traffic = field(default_factory=Traffic)
+    profiler: StepProfiler | None = None
+    test_loader: EvalLoader | None = None
     count: StepCounter = field(default_factory=StepCounter)
 
 
@@ -94,11 +112,29 @@ def fit(run: TrainingRun, batches: Batches) -> str:
 
 
 def evaluate_agreed(run: TrainingRun) -> EvaluationReport:
-    """Evaluate what the replicas agree on, its moving average where there is one; all ranks call it together."""
+    """Evaluate what the replicas agree on, its moving average where there is one; all ranks call it together.
+
+    Where it is better than all before, the test set is evaluated too, if there is one: no choice is made by it.
+    """
     ema = run.parts.ema
     averaged: AbstractContextManager[object] = ema.swapped(run.parts.local_model) if ema else nullcontext()
-    with averaged, run.parts.sync.agreed(averages=ema is not None):
-        report = evaluate(run.parts.model, run.eval_loader, run.task, run.world)
+    shown = run.progress.display.bar("evaluation, batch", len(run.eval_loader))
+    with shown as bar, averaged, run.parts.sync.agreed(averages=ema is not None):
+        report = evaluate(run.parts.model, run.eval_loader, run.task, run.world, bar.advance)
+        if run.test_loader is not None:
+            better = _is_best(run, report)
+            test = evaluate(run.parts.model, run.test_loader, run.task, run.world, bar.advance) if better else None
+            report = replace(report, part="val", test=test)
         if run.parts.split:
             run.parts.split.settle()
     return report
+
+
+def _is_best(run: TrainingRun, report: EvaluationReport) -> bool:
+    """Whether a report is better than all before, as the first rank of the group knows them."""
+    primary = run.task.primary
+    value = report.metrics[primary.name]
+    better = torch.tensor([value is not None and primary.better(value, run.saver.best)], device=run.world.device)
+    if run.world.group is not None:
+        dist.broadcast(better, src=0, group=run.world.group)
+    return bool(better)

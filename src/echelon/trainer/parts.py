@@ -27,14 +27,16 @@ from echelon.sync.base import Sync, SyncContext
 from echelon.tasks import nest
 from echelon.tasks.base import Task
 from echelon.tasks.nest import Nest
+from echelon.torch_compat import is_compiled
 from echelon.trainer.inputs import any_inputs, model_input
 from echelon.trainer.precision import PRECISIONS, build_scaler, to_fp8
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.split_sync import SplitSync
 from echelon.trainer.state import RunParts
-from echelon.trainer.step import make_update
+from echelon.trainer.step import evaluating, make_update
 from echelon.trainer.world import World
 
+_REENTRANT = "CheckpointFunctionBackward"
 CUTS_FILE = "stages.json"  # where a pipeline was cut, kept with the run
 
 
@@ -88,7 +90,7 @@ def build_parts(run: ResolvedRun, work: Work, world: World, clock: PhaseClock) -
         model = build_computing(config, work, world)
         split = _divided(model, world) if _is_divided(world) else None
     local_model = split.pieces if split else model
-    optimizer = build_optimizer(local_model, config.optimizer, config.data.batch_size)
+    optimizer = build_optimizer(local_model, config.optimizer, config.data.batch_size, run.optimizer.factory)
     if split and split.pieces.divided:
         split.pieces.divided.keep_own(optimizer)
     scaler = build_scaler(config.training.precision, world.device, _overflows_together(world))
@@ -98,7 +100,7 @@ def build_parts(run: ResolvedRun, work: Work, world: World, clock: PhaseClock) -
         sync: Sync = SplitSync(model, split.pieces, lambda: _sync(built, local_model), clock)
     else:
         compiled = cast(nn.Module, torch.compile(model)) if config.model.compile else model
-        sync = _sync(built, compiled)
+        sync = _sync(built, compiled, has_unused=world.group is not None and bool(unused_parameters(model, work)))
     return RunParts(model, optimizer, scaler, ema, sync, split)
 
 
@@ -224,7 +226,31 @@ def _split(
     return split_model(model, world.placement, hints_for(model), options)
 
 
-def _sync(built: _Built, model: nn.Module) -> Sync:
+def unused_parameters(model: nn.Module, work: Work) -> list[str]:
+    """Return the names of trainable parameters that outputs do not depend on, in evaluation mode, where a graph tells.
+
+    Such as a layer that forward leaves out, or a head that only training uses.
+    """
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not named or is_compiled(model):
+        return []
+    with evaluating(model), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        outputs = nest.call(model, work.inputs(named[0][1]))
+    ends = [leaf.grad_fn for leaf in nest.leaves(outputs) if isinstance(leaf, Tensor)]
+    waiting = [node for node in ends if node is not None]
+    seen, reached = set(waiting), set()
+    while waiting:
+        node = waiting.pop()
+        if type(node).__name__ == _REENTRANT:  # what it hides is known in backward alone
+            return []
+        reached.add(id(getattr(node, "variable", None)))
+        following = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= following
+        waiting += following
+    return [name for name, parameter in named if id(parameter) not in reached]
+
+
+def _sync(built: _Built, model: nn.Module, has_unused: bool = False) -> Sync:
     run, world = built.run, built.world
     context = SyncContext(
         model=model,
@@ -237,6 +263,7 @@ def _sync(built: _Built, model: nn.Module) -> Sync:
         seed=run.config.training.seed,
         clock=built.clock,
         loss_scale=built.scaler.get_scale,
+        has_unused=has_unused,
     )
     return run.sync.build(context)
 

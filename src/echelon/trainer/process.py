@@ -14,6 +14,7 @@ from torch.distributed import DistError
 from echelon.collectives.transfer import PeerLostError
 from echelon.core.errors import UserError
 from echelon.core.patience import may_pass
+from echelon.observe.oom import OUT_OF_MEMORY
 from echelon.ps.worker_state import ClientFailed
 from echelon.records.events import Event
 from echelon.records.file import Recorder
@@ -21,8 +22,8 @@ from echelon.records.file import Recorder
 _NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")
 _COMMUNICATION = ("gloo", "NCCL", "ProcessGroup", "Connection closed by peer", "Connection reset by peer")
 _LESS_MEMORY = (
-    "divide the model with --parallel fsdp=N, tp=N or pp=N, or use --recompute blocks or a smaller --batch-size; "
-    "--dry-run predicts what each rank needs"
+    "divide the model with --parallel fsdp=N, tp=N or pp=N, or use --on-oom halve, --recompute blocks or a smaller "
+    "--batch-size; --dry-run predicts what each rank needs"
 )
 
 
@@ -38,10 +39,16 @@ def one_line(error: BaseException) -> str:
     where = ", ".join(getattr(error, "__notes__", []))
     said = " ".join(str(error).split()).partition(" This is typically caused by")[0]  # gloo's guesses help nobody
     text = f"{type(error).__name__}: {said}"[:400]
-    if isinstance(error, MemoryError) or any(words in said.lower() for words in _NO_MEMORY):
+    if is_out_of_memory(error):
         short = text.partition(" Error code")[0][:200]
-        text = f"out of memory ({short}): {_LESS_MEMORY}"
+        text = f"{OUT_OF_MEMORY} ({short}): {_LESS_MEMORY}"
     return f"{text} ({where})" if where else text
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is not enough memory, of the machine or of a GPU."""
+    said = str(error).lower()
+    return isinstance(error, MemoryError) or any(words in said for words in _NO_MEMORY)
 
 
 def is_lost_wait(error: BaseException) -> bool:

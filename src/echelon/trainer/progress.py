@@ -1,4 +1,4 @@
-"""What is told of a run as it goes: its record, its curves, its line on the terminal."""
+"""What is told of a run as it goes: its record, its line on the terminal, loggers and callbacks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from dataclasses import replace
 from itertools import islice, takewhile
 from pathlib import Path
 
-from echelon.observe.scalars import Scalars
+from echelon.config import RunConfig
+from echelon.config.build import leaf_values
+from echelon.core.task import BEFORE_TASKS
+from echelon.observe.callbacks import CheckpointInfo, EndInfo, EvaluationInfo, Listeners, RunInfo, WindowInfo
 from echelon.parallel.split import SplitModel
 from echelon.records.events import Event, Resumed
 from echelon.records.file import Recorder, newest
-from echelon.records.kinds import Evaluation, Pause, PipelineStep, Resources, Start, Steps
+from echelon.records.kinds import Checkpoint, Evaluation, Pause, PipelineStep, Resources, Start, Steps
 from echelon.trainer.display import Display, EpochTotals
 from echelon.trainer.evaluate import EvaluationReport
 
@@ -19,14 +22,28 @@ from echelon.trainer.evaluate import EvaluationReport
 class RunProgress:
     """Tells of a run as it goes; rank 0 does, or the scheduler where workers come and go. In others it is silent."""
 
-    def __init__(self, record: Recorder, scalars: Scalars, display: Display) -> None:
-        self.record, self.scalars, self.display = record, scalars, display
+    def __init__(self, record: Recorder, listeners: Listeners, display: Display) -> None:
+        self.record, self.listeners, self.display = record, listeners, display
         self._epochs: dict[int, EpochTotals] = {}
 
     def note(self, name: str, text: str) -> None:
         """Say what a user has to know of this run before it trains."""
         self.record.write(Event(text, name=name))
         self.display.say(text)
+
+    def begins(self, start: Start, config: RunConfig, folder: Path) -> None:
+        """Tell of a run's start: what is trained on what, as far as only those know who have built it."""
+        self.record.write(start)
+        task = "" if start.task.name == BEFORE_TASKS.name else start.task.name.replace("_", " ")
+        numbers = [task] if task else []
+        numbers += [f"{start.parameters:,} parameters"] if start.parameters is not None else []
+        numbers += [f"{start.train_size:,} training samples"] if start.train_size is not None else []
+        numbers += [f"{start.eval_size:,} to evaluate"] if start.eval_size is not None else []
+        numbers += [f"{start.steps_per_epoch} steps an epoch"]
+        layout = " x ".join(f"{axis}={size}" for axis, size in (start.layout or {}).items() if size > 1)
+        self.display.say(f"{start.model} on {start.data}: {', '.join([*numbers, *([layout] if layout else [])])}")
+        self.listeners.tell(run_info(start, config, folder))
+        self.listeners.deliver()
 
     def resumed(self, step: int, folder: Path) -> None:
         """Say from where a run goes on, and what was trained before and is trained again."""
@@ -61,8 +78,8 @@ class RunProgress:
         self.record.write(steps)
         if any(resources):
             self.record.write(Resources.of(steps.step, resources))
-        curves = {"train/loss": steps.losses[-1], "train/samples_per_s": steps.samples_per_s}
-        self.scalars.write(steps.step, curves | ({"train/lr": steps.lr} if steps.lr is not None else {}))
+        score = None if steps.correct is None else steps.correct / max(1, steps.samples)
+        self.listeners.tell(WindowInfo(steps.step, steps.epoch, steps.losses, steps.lr, steps.samples_per_s, score))
         self.display.window(steps)
 
     def paused(self, name: str, step: int, seconds: float) -> None:
@@ -71,15 +88,50 @@ class RunProgress:
 
     def evaluated(self, epoch: int, step: int, report: EvaluationReport) -> None:
         """Tell what an evaluation found."""
-        self.record.write(Evaluation(step, epoch, report.loss, report.metrics, report.seconds, report.samples))
-        values = {f"test/{name}": value for name, value in report.metrics.items() if value is not None}
-        self.scalars.write(step, values)
+        test = report.test
+        evaluation = Evaluation(step, epoch, report.loss, report.metrics, report.seconds, report.samples)
+        if test is not None:
+            seconds = report.seconds + test.seconds
+            evaluation = replace(
+                evaluation, seconds=seconds, test_loss=test.loss, test_metrics=test.metrics, test_samples=test.samples
+            )
+        self.record.write(evaluation)
+        self.listeners.tell(EvaluationInfo(step, epoch, report.loss, report.metrics, report.seconds, report.samples))
+
+    def saved(self, saved: Checkpoint) -> None:
+        """Tell of a checkpoint that is on the disk, and recorded; any thread may call it."""
+        self.listeners.tell(CheckpointInfo(saved.step, Path(saved.path), saved.reason, saved.n_bytes, saved.total_s))
+
+    def broke_off(self) -> None:
+        """Let loggers end a run that failed in this process, which goes on."""
+        for logger in self.listeners.loggers:
+            logger.on_end(EndInfo("failed"))
+
+    def ended(self, status: str) -> None:
+        """Tell that the run is over, and what is left to tell.
+
+        Raises:
+            CallbackFailed: a callback raised.
+        """
+        self.listeners.tell(EndInfo(status))
+        self.listeners.deliver()
 
     def epoch_ended(self, epoch: int, report: EvaluationReport | None) -> None:
         """Print a line for an epoch's end, where it had steps since this process began."""
         if (totals := self._epochs.get(epoch)) is not None:
             self.display.epoch(epoch, totals, report)
         self._epochs = {later: totals for later, totals in self._epochs.items() if later > epoch}
+
+
+def run_info(start: Start, config: RunConfig, folder: Path) -> RunInfo:
+    """Return what listeners are told of a run that begins."""
+    task = start.task
+    counts_primary = task.score_label == task.primary.title
+    score = (task.primary.name if counts_primary else "score") if task.score_label else ""
+    return RunInfo(
+        folder, leaf_values(config), task.primary, score, start.epochs, start.steps_per_epoch, start.parameters,
+        start.world_size, start.start_step,
+    )  # fmt: skip
 
 
 def record_pipeline(record: Recorder, split: SplitModel | None, step: int) -> None:

@@ -14,6 +14,7 @@ from echelon.core.hints import Style
 from echelon.core.layout import Layout
 from echelon.core.link import Link
 from echelon.data import SourceChoice
+from echelon.optim.choice import OptimizerChoice
 from echelon.optim.traits import NESTEROV, is_nesterov, is_sgd
 from echelon.sync.settings import SyncSettings
 from echelon.tasks.registry import TaskChoice
@@ -35,6 +36,7 @@ class ResolvedRun:
         path: along which it travels.
         tensor_plan: patterns of module names to styles, over the model's own hints.
         cuts: the blocks that stages but the first begin with; empty: balanced.
+        optimizer: what updates parameters: timm's, or the user's own.
         task: what is learnt, fitted where the data is open.
         source: the data.
         nodes: how many machines take part.
@@ -45,6 +47,7 @@ class ResolvedRun:
         log_limit: bytes of a process's log before it is shortened.
         checkpoint_every: between checkpoints.
         io_patience_s: how long training goes on while the run's folder cannot be written.
+        max_time_s: in which a command is to end; infinity: no limit.
     """
 
     config: RunConfig
@@ -55,6 +58,7 @@ class ResolvedRun:
     path: CollectivePath
     tensor_plan: Mapping[str, Style]
     cuts: tuple[str, ...]
+    optimizer: OptimizerChoice
     task: TaskChoice
     source: SourceChoice
     nodes: Nodes
@@ -65,6 +69,7 @@ class ResolvedRun:
     log_limit: int
     checkpoint_every: CheckpointInterval
     io_patience_s: float
+    max_time_s: float
 
     def layout_for(self, ranks: int) -> Layout:
         """Return the layout with every size known, for this number of ranks.

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from enum import IntEnum
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -24,15 +23,18 @@ from echelon.checkpoint import (
     CheckpointStore,
     PartWriter,
     Saved,
+    copy_state,
     gather_rank_state,
     merge,
     take_parts,
     whole,
 )
+from echelon.checkpoint.files import entries
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.core.patience import Patience
 from echelon.core.state_tree import StateView
+from echelon.core.task import Stagnation
 from echelon.parallel.local_shards import LocalShards
 from echelon.records.events import CheckpointRejected, StartedOver
 from echelon.records.file import Recorder, newest
@@ -175,7 +177,7 @@ class RanksState:
     def _gather(self, local: StateView) -> Mapping[int, StateView]:
         """Bring what each rank alone has to rank 0."""
         if self._world.group is None:
-            return {0: local}
+            return {0: copy_state(local)}
         if not self._world.leads:
             self.bytes_sent += tensor_bytes(local)
         return gather_rank_state(local, self._world.group)
@@ -260,7 +262,10 @@ class Saver:
 
     Attributes:
         best: the best result so far.
+        stagnation: how many evaluations in a row gave no better one (see `count_evaluation`).
+        write_s: how long it took to write the last checkpoint.
         passed_over: what is wrong with checkpoints that `restore` found damaged.
+        on_saved: is told of each checkpoint on the disk, by the thread that wrote it.
     """
 
     def __init__(self, folder: Path, keep: int, state: RunState, record: Recorder, fingerprint: Fingerprint) -> None:
@@ -268,18 +273,25 @@ class Saver:
         self._folder, self._state, self._record, self._fingerprint = folder, state, record, fingerprint
         self._patience = record.patience
         self._store = CheckpointStore(
-            folder / CHECKPOINTS_FOLDER, keep, partial(record_saved, record), self._rejected, patience=self._patience
+            folder / CHECKPOINTS_FOLDER, keep, self._saved, self._rejected, patience=self._patience
         )
         self._last_step = -1
         self._postponed = self._has_saved = False
         self._evaluation = ""  # not on the disk yet
         self.passed_over: list[str] = []
         self.best: float | None = None
+        self.on_saved: Callable[[Checkpoint], None] | None = None
+        self.stagnation = Stagnation()
+        self.write_s = 0.0
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank sent to bring the state together."""
         return self._state.bytes_sent
+
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is on its way to the disk."""
+        return self._store.is_writing
 
     def save(self, cursor: Cursor, reason: str, metric: float | None = None, last: bool = False) -> bool:
         """Write a checkpoint in the background; all ranks call it after the same step.
@@ -301,7 +313,8 @@ class Saver:
         self._last_step, self._has_saved = cursor.step, True
         with self._state.captured(cursor, self._store) as captured:
             if captured is not None:
-                tree = {**captured.tree, "fingerprint": asdict(self._fingerprint), "best": self.best}
+                results = {"best": self.best, "stagnation": asdict(self.stagnation)}
+                tree = {**captured.tree, "fingerprint": asdict(self._fingerprint), **results}
                 self._store.save(cursor.step, tree, metric=metric, arriving=captured.arriving, reason=reason)
         return True
 
@@ -344,11 +357,15 @@ class Saver:
             self.best = best_before
             return False
         if self._state.leads:
-            sections = [asdict(section) for section in task.report_sections(report.result)]
+            sections = [asdict(each) for each in (*task.report_sections(report.result), *report.sections)]
             detail = {"metrics": report.metrics, **report.result.detail, "sections": sections}
             self._evaluation = json.dumps({**detail, "epoch": cursor.epoch, "step": cursor.step})
             self._write_evaluation()
         return True
+
+    def count_evaluation(self, report: EvaluationReport, task: Task, delta: float) -> None:
+        """Count an evaluation that was due, before it is saved: whether it is better by more than `delta`."""
+        self.stagnation = self.stagnation.after(report.metrics[task.primary.name], task.primary, delta)
 
     def _write_evaluation(self) -> None:
         path = self._folder / EVALUATION_FILE
@@ -370,6 +387,8 @@ class Saver:
         step, state = found
         self._fingerprint.check(state["fingerprint"])
         self.best, self._last_step = state["best"], step
+        if "stagnation" in state:
+            self.stagnation = Stagnation(**state["stagnation"])
         return self._state.load(state)
 
     def finish(self) -> None:
@@ -385,6 +404,14 @@ class Saver:
         while self._evaluation:
             self._write_evaluation()
             time.sleep(_POLL_S)
+
+    def _saved(self, saved: Saved) -> None:
+        """Record a checkpoint that is on the disk; called from the thread that wrote it."""
+        self.write_s = saved.total_s
+        line = Checkpoint(saved.step, saved.blocked_s, saved.total_s, saved.n_bytes, str(saved.path), saved.reason)
+        self._record.write(line)
+        if self.on_saved is not None:
+            self.on_saved(line)
 
     def _rejected(self, path: Path, reason: str) -> None:
         message = f"checkpoint {path.name} is damaged and was passed over: {reason}"
@@ -424,11 +451,6 @@ def start_over(folder: Path) -> None:
     record.close()
 
 
-def record_saved(record: Recorder, saved: Saved) -> None:
-    """Record a checkpoint that is on the disk; called from the thread that wrote it."""
-    record.write(Checkpoint(saved.step, saved.blocked_s, saved.total_s, saved.n_bytes, str(saved.path), saved.reason))
-
-
 def _part_file(rank: int) -> str:
     return f"part-{rank:05d}.safetensors"
 
@@ -439,6 +461,23 @@ def tensor_bytes(tree: object) -> int:
         return tree.nbytes
     items = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
     return sum(map(tensor_bytes, items))
+
+
+def state_of(folder: Path, checkpoint: str) -> StateView:
+    """Read a checkpoint of a run: `best`, `newest`, or the one of a step.
+
+    Raises:
+        UserError: there is no such checkpoint, or it is not whole.
+    """
+    if checkpoint == "best":
+        return best_state(folder)
+    by_step = {str(entry.step): entry.path for entry in entries(folder / CHECKPOINTS_FOLDER)}  # from old to new
+    if not by_step or checkpoint not in ("newest", *by_step):
+        known = ", ".join(["best", "newest", *by_step])
+        raise UserError(f"--checkpoint {checkpoint}: {folder} has {known if by_step else 'no checkpoint'}")
+    path = by_step[next(reversed(by_step)) if checkpoint == "newest" else checkpoint]
+    state: StateView = whole(CheckpointStore(path.parent, keep=1).load(path))
+    return state
 
 
 def best_state(folder: Path) -> StateView:

@@ -14,7 +14,6 @@ from echelon.coordinator.addresses import ROLES_FOLDER, wait_for_address
 from echelon.messages.identity import derive_keys, read_secret
 from echelon.observe.phases import PhaseClock
 from echelon.optim.build import build_optimizer
-from echelon.optim.traits import is_split_on_servers
 from echelon.parallel.base import alone
 from echelon.ps.client import Client, ClientConfig
 from echelon.ps.spans import model_table
@@ -70,7 +69,7 @@ def build_worker(
         idle = torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0)
         return RunParts(worker.module, idle, scaler, None, worker, worker.split), None
     link = _connect(run, path, process, full_model, clock, worker)
-    optimizer = build_optimizer(full_model, config.optimizer, config.data.batch_size)
+    optimizer = build_optimizer(full_model, config.optimizer, config.data.batch_size, run.optimizer.factory)
     if worker is None:
         return RunParts(full_model, optimizer, scaler, None, link.servers), link
     return RunParts(worker.module, optimizer, scaler, None, worker, worker.split), link
@@ -94,7 +93,7 @@ def _connect(
             keeps=settings.replicas == 0, aggregates=settings.aggregates,
         )
     )  # fmt: skip
-    by_element = is_split_on_servers(config.optimizer.name) and not client.sends_shapes
+    by_element = run.optimizer.is_split_on_servers and not client.sends_shapes
     table = model_table(model, Cut(settings.servers, settings.chunk_bytes, whole_tensors=not by_element))
     client.set_table(table)
     compiled = config.model.compile and worker is None

@@ -69,10 +69,11 @@ class Fingerprint:
     classes: int = 0
     batch_size: int = 0
     seed: int = 0
+    sampling: str = ""
 
     @classmethod
-    def of(cls, config: RunConfig, info: DataInfo, task: Task) -> Fingerprint:
-        """Return the fingerprint of a described run."""
+    def of(cls, config: RunConfig, info: DataInfo, task: Task, sampling: str) -> Fingerprint:
+        """Return the fingerprint of a described run; `sampling` is its loader's."""
         return cls(
             task=task.name,
             model=config.model.name,
@@ -82,6 +83,7 @@ class Fingerprint:
             classes=len(info.classes),
             batch_size=config.data.batch_size,
             seed=config.training.seed,
+            sampling=sampling,
         )
 
     def check(self, saved: StateView) -> None:
@@ -174,6 +176,7 @@ def load_shared_state(run_parts: RunParts, state: StateView) -> Cursor:
     # Alone the optimizer applies momentum; with others, before encoding, a codec may, and the decay goes with it.
     described = [{k: g[k] for k in _GO_TOGETHER if k in g} for g in run_parts.optimizer.param_groups]
     set_optimizer_state_dict(run_parts.local_model, run_parts.optimizer, state["optimizer"])
+    run_parts.local_model.load_state_dict(state["model"])  # torch made that state by a step, which some move at lr=0
     for group, values in zip(run_parts.optimizer.param_groups, described, strict=True):
         group.update(values)
     if state["scaler"]:

@@ -30,7 +30,7 @@ from echelon.trainer.world import World
 TARGET_S = 2.0  # closing a window takes some milliseconds: well below 1% of it
 MOST_STEPS = 100
 LOOK_S = 0.2  # between looks, within a window, for a rank that was asked to stop
-_HEAD = 6  # numbers that are not of one step, nor of one rank, nor of one group of bytes
+_HEAD = 7  # numbers that are not of one step, nor of one rank, nor of one group of bytes
 _USED = len(PHASES) + 1 + len(RESOURCE_NAMES)  # of a rank: seconds by phase, memory, what it uses of its machine
 _COLUMNS = _USED + RankFacts.COLUMNS
 _MOST_WAITS = 1024  # numbers: they are a few KB, which no link feels every two seconds
@@ -59,7 +59,7 @@ class ClosedWindow:
         slowest: each rank's longest step; None where steps are not timed one by one.
         pauses: what happened before each step since the one before.
         stop: some rank was asked to stop.
-        checkpoint_due: by rank 0's clock.
+        checkpoint_due, time_is_up: by rank 0's clock.
     """
 
     steps: Steps
@@ -68,6 +68,22 @@ class ClosedWindow:
     pauses: list[list[str]]
     stop: bool
     checkpoint_due: bool
+    time_is_up: bool
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a rank wants all to do once a window is closed.
+
+    Attributes:
+        stop: it was asked to.
+        checkpoint_due: by the clock; rank 0's word counts.
+        time_is_up: the command's time; rank 0's word counts.
+    """
+
+    stop: bool = False
+    checkpoint_due: bool = False
+    time_is_up: bool = False
 
 
 class _StopLooks:
@@ -216,7 +232,7 @@ class Window:
         """Whether a rank was asked to stop, so that all are to close the window; all call it after each step.
 
         Args:
-            stop: this rank was asked to.
+            stop: this rank was asked to, or its time is up.
         """
         return self._looks.look(self.steps, stop)
 
@@ -260,17 +276,14 @@ class Window:
         self.meet()
         self._resume(RECORDING, time.perf_counter() - self._began)
 
-    def close(
-        self, end: WindowEnd, sent: WindowTraffic, times: ReduceTimes | None, stop: bool, checkpoint_due: bool
-    ) -> ClosedWindow:
+    def close(self, end: WindowEnd, sent: WindowTraffic, times: ReduceTimes | None, wishes: Wishes) -> ClosedWindow:
         """Add up over all ranks and begin anew, with a pause until `go_on`. All ranks call it after the same step.
 
         Args:
             end: of the window.
             sent: bytes that this rank sent in this window.
             times: of the strategy's communication in backward.
-            stop: this rank was asked to stop.
-            checkpoint_due: a checkpoint is due by the clock; rank 0's word counts.
+            wishes: this rank's.
         """
         self._looks.settle()
         world, count, watch = self._world, self.steps, self.watch
@@ -287,10 +300,11 @@ class Window:
         head = [
             self._samples * world.counts,
             sent.other_bytes + self._own_bytes(sum(sizes)) + self._looks.count * self._own_bytes(1),
-            stop,
-            leads * checkpoint_due,
+            wishes.stop,
+            leads * wishes.checkpoint_due,
             leads * seconds,
             leads * self._next_length(seconds),
+            leads * wishes.time_is_up,
         ]
         summed = iter(self._sum([*head, *groups, *numbers, *rows, *waits]))
         head, by_group, numbers, rows, waits = (list(islice(summed, size)) for size in sizes)
@@ -302,7 +316,8 @@ class Window:
         sums = _Sums(head, by_group, numbers[:count], numbers[count:], ranks, by_rank, _rows(waits, world.size))
         resources = [row[len(PHASES) + 1 : _USED] for row in ranks] if sampled else []
         slowest = [rank.slowest for rank in by_rank]
-        return ClosedWindow(sums.steps(end), resources, slowest, pauses, stop=head[2] > 0, checkpoint_due=head[3] > 0)
+        stop, checkpoint_due, time_is_up = (head[i] > 0 for i in (2, 3, 6))
+        return ClosedWindow(sums.steps(end), resources, slowest, pauses, stop, checkpoint_due, time_is_up)
 
     def _sum(self, numbers: list[float]) -> list[float]:
         """Add up over all ranks."""

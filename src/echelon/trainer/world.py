@@ -17,6 +17,7 @@ from echelon.collectives.meeting_store import MeetingStore
 from echelon.core.address import STORE_VARIABLE
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
+from echelon.core.listeners import closed_afterwards
 from echelon.messages.identity import derive_keys, read_secret
 from echelon.observe.environment import allowed_cores
 from echelon.observe.notes import RankNotes
@@ -91,9 +92,11 @@ def join_world(run: ResolvedRun, secret_folder: Path, notes: RankNotes) -> Itera
     base = _store(size, secret_folder, timeout)  # referred to until the end: the group holds its C++ half alone
     round_name = os.environ.get("ECHELON_ROUND") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"echelon/{round_name}", base)  # it may outlive a restart, with addresses of the dead
-    dist.init_process_group(_backend(device), store=store, rank=rank, world_size=size, timeout=timeout)
+    with closed_afterwards():
+        dist.init_process_group(_backend(device), store=store, rank=rank, world_size=size, timeout=timeout)
     try:
-        placement = place(layout, rank, device.type, timeout)
+        with closed_afterwards():
+            placement = place(layout, rank, device.type, timeout)
         yield World(rank, size, local_rank, device, dist.group.WORLD, placement, notes)
     finally:
         dist.destroy_process_group()
@@ -131,9 +134,12 @@ def join_worker(run: ResolvedRun, process: WorkerRank, roles: Path, notes: RankN
     folder.mkdir(exist_ok=True)
     store = dist.FileStore(str(folder / f"worker{process.number}-{os.environ['ECHELON_ROUND']}"), process.size)
     store.set_timeout(timeout)
-    dist.init_process_group(_backend(device), store=store, rank=process.rank, world_size=process.size, timeout=timeout)
     layout = run.layout_for(process.workers * process.size)
-    placement = place(replace(layout, sizes={**layout.sizes, Axis.DP: 1}), process.rank, device.type, timeout)
+    with closed_afterwards():
+        dist.init_process_group(
+            _backend(device), store=store, rank=process.rank, world_size=process.size, timeout=timeout
+        )
+        placement = place(replace(layout, sizes={**layout.sizes, Axis.DP: 1}), process.rank, device.type, timeout)
     yield World(process.rank, process.size, process.local, device, dist.group.WORLD, placement, notes)
     dist.destroy_process_group()  # not after an error: that is recorded first, and then the process ends at once
 

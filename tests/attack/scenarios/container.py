@@ -29,7 +29,11 @@ def _poor(folder: Path, container: Container, sync: str) -> str:
         assert code == 0 and "Traceback" not in run.text(), f"exit code {code}: {run.errors()[-300:]}"
         assert not run.events("worker_died"), run.events("worker_died")[0]["message"]
         assert run.left_behind() == [], "processes were left"
-    return f"completed, top-1 {run.summary()['metrics']['top1']:.2f}; said: {run.errors().strip()[:60] or 'nothing'}"
+        warnings = run.errors().strip().replace(str(folder), "FOLDER").replace("t" * 20, "")
+        logs = "".join(log.read_text() for log in (run.folder / "logs").iterdir())
+        ports = "stay open to others" if "stay open to others" in logs else "let nobody in"
+    top1 = run.summary()["metrics"]["top1"]
+    return f"completed, top-1 {top1:.2f}; ports between ranks {ports}; said: {warnings or 'nothing'}"
 
 
 def _first_process(folder: Path, sync: str, signum: signal.Signals) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +13,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from echelon.observe.phases import PHASE_NAMES
 from echelon.records.kinds import RESOURCE_NAMES
 from tests.attack.scenario import Scenario
+from tests.ranks.runs import Run, Runs
 
 T0 = 1_750_000_000.0
 WINDOW_S = 2.0
@@ -246,6 +250,51 @@ def killed(folder: Path) -> str:
     return f"after {kills} kills all {reached} steps and {len(saved)} other lines are there once, in {files + 1} files"
 
 
+def _first_step(run: Run) -> tuple[float, float]:
+    """Return the processor's seconds and the peak of memory, in MB, of a resumed run's hungriest processes by its step.
+
+    Then all of them are killed.
+    """
+    from echelon.records.file import newest
+    from echelon.records.kinds import Start, Steps
+
+    began = time.time()
+    run.wait_for(lambda: next(newest(run.folder, Steps)).t > began, "a step", 600.0)
+    seconds, peaks = [], []
+    for pid in (run.process.pid, *next(newest(run.folder, Start)).pids):
+        times = psutil.Process(pid).cpu_times()
+        seconds.append(times.user + times.system)
+        status = Path(f"/proc/{pid}/status").read_text()
+        peaks.append(int(status.partition("VmHWM:")[2].split()[0]) / 1e3)
+    os.killpg(run.process.pid, signal.SIGKILL)
+    run.end()
+    assert not run.left_behind(), "processes were left"
+    return sum(seconds), max(peaks)
+
+
+def resumed(folder: Path) -> str:
+    """Resume a run by the command, with its own record and then with one that has 2 GB before it."""
+    with Runs(folder) as runs:
+        run = runs.train("digits", "--workers", "2", "--model", "mlp", "--epochs", "1", folder="run")
+        assert run.end() == 0, run.text()
+        again = ("resume", "run", "--epochs", "1000000", "--eval-every", "0")
+        before = [_first_step(runs.start(*again, folder="run")) for _ in range(2)]
+        record = run.folder / "record.jsonl"
+        steps = write_record(folder / "long", 8, 2_000_000_000)
+        with (folder / "long" / record.name).open("ab") as long, record.open("rb") as short:
+            shutil.copyfileobj(short, long)
+        (folder / "long" / record.name).replace(record)
+        after = _first_step(runs.start(*again, folder="run"))
+    seconds, peak = after[0] - min(before)[0], after[1] - max(mb for _, mb in before)
+    noise = abs(before[0][0] - before[1][0])
+    assert peak < 50, f"{peak:.0f} MB more"
+    assert seconds < 1 + noise, f"{seconds:.1f} s of the processor more (± {noise:.1f})"
+    return (
+        f"`echelon resume` of a run with {steps} steps and 2 GB before its own: {seconds:+.1f} s of the processor (± "
+        f"{noise:.1f} between two resumes with its own record) and {peak:+.0f} MB at the peak, by the first step"
+    )
+
+
 def segment_count(folder: Path) -> int:
     """Return how many segments lie in a folder."""
     return sum("record-" in entry.name for entry in os.scandir(folder))
@@ -255,6 +304,7 @@ SCENARIOS = [
     reading(50_000_000),
     Scenario("killed", "A record loses no line, and has none twice, whenever its writers are killed", killed, False),
     reading(2_000_000_000),
+    Scenario("resumed", "`echelon resume` does not pay for the length of a record either", resumed, short=False),
     week(8, 1.0),
     week(64, 1 / 7),
 ]

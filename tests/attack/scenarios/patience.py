@@ -67,13 +67,33 @@ def _no_more_files(folder: Path) -> str:
     with Runs(folder) as runs:
         run = runs.train("digits", *STEADY, folder="run")
         pid = run.wait_for(lambda: run.records("checkpoint") and run.pids()[0], "a checkpoint")
-        soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-        least = min(set(range(soft)) - {int(fd.name) for fd in Path(f"/proc/{pid}/fd").iterdir()})
-        return _fails_for_a_while(
-            run,
-            lambda: _set_limit(pid, (least, hard)),
-            lambda: _set_limit(pid, (soft, hard)),
-        )
+        none, all_of_them = _limits(pid)
+        return _fails_for_a_while(run, partial(_set_limit, pid, none), partial(_set_limit, pid, all_of_them))
+
+
+def _dies_without_files(sync: str, folder: Path) -> str:
+    with Runs(folder) as runs:
+        run = runs.train("digits", *STEADY, *SYNCS[sync], folder="run")
+        run.wait_for(lambda: run.records("checkpoint"), "a checkpoint")
+        none, all_of_them = _limits(run.process.pid)
+        _set_limit(run.process.pid, none)
+        os.kill({r["role"]: r["pid"] for r in run.records("process")}.get("worker1") or run.pids()[1], signal.SIGKILL)
+        run.wait_for(lambda: "cannot start yet" in run.text(), "that nothing can be started")
+        time.sleep(FAILS_S)
+        _set_limit(run.process.pid, all_of_them)
+        free_t = time.time()
+        saved = run.wait_for(lambda: _checkpoints_after(run, free_t + 1.0), "a checkpoint afterwards")
+        os.kill(run.process.pid, signal.SIGTERM)
+        run.end()
+        assert run.summary()["status"] == "stopped" and len(run.events("worker_died")) == 1, run.text()
+        return f"it was started again once it could, and saved at step {saved[0]}"
+
+
+def _limits(pid: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the limits of files under which a process can open no more, and those that it has."""
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    least = min(set(range(soft)) - {int(fd.name) for fd in Path(f"/proc/{pid}/fd").iterdir()})
+    return (least, hard), (soft, hard)
 
 
 def _set_limit(pid: int, limits: tuple[int, int]) -> None:
@@ -112,6 +132,27 @@ def _full_at_the_end(folder: Path) -> str:
         assert run.records("checkpoint")[-1]["step"] == 400 and sorted(run.losses()) == list(range(1, 401))
         assert run.summary()["status"] == "completed"
         return f"the last save waited: {run.events('disk_works')[0]['message']}"
+
+
+def _dies_while_full(folder: Path) -> str:
+    with small_disk(folder / "disk") as disk, Runs(folder) as runs:
+        run = runs.train("digits", *STEADY, folder="disk/run")
+        run.wait_for(lambda: run.records("checkpoint"), "a checkpoint")
+        disk.fill()
+        run.wait_for(lambda: "training goes on" in run.text(), "that the disk fails")
+        os.kill(run.pids()[1], signal.SIGKILL)
+        run.wait_for(lambda: run.text().count("steps an epoch") == 2, "another start")
+        time.sleep(2 * FAILS_S)
+        assert run.process.poll() is None, run.text()
+        disk.free()
+        free_t = time.time()
+        saved = run.wait_for(lambda: _checkpoints_after(run, free_t), "a checkpoint afterwards")
+        os.kill(run.process.pid, signal.SIGTERM)
+        run.end()
+        deaths, losses = run.events("worker_died"), run.losses()
+        assert len(deaths) == 1 and len(run.records("start")) == 2, run.text()
+        assert sorted(losses) == list(range(1, max(losses) + 1)), "steps are missing"
+        return f"it restarted on the full disk, and saved again at step {saved[0]}"
 
 
 def _far_apart(folder: Path) -> str:
@@ -188,8 +229,20 @@ SCENARIOS = [
         for code in (errno.EIO, errno.ESTALE)
     ),
     Scenario("error-emfile", _ERROR.format("EMFILE"), _no_more_files),
+    *(
+        Scenario(
+            f"dies-without-files-{name}",
+            f"A worker ({name}) that dies while the launcher can open no file is started again when it can.",
+            partial(_dies_without_files, name),
+            short=False,
+        )
+        for name in ("allreduce", "ps")
+    ),
     Scenario("stays-full", "A disk that stays full ends the run after --io-patience; it can be resumed.", _stays_full),
     Scenario("full-at-the-end", "The last save waits for a full disk.", _full_at_the_end),
+    Scenario(
+        "dies-while-full", "A rank that dies while the disk is full is started again.", _dies_while_full, short=False
+    ),
     Scenario("far-apart", "Deaths with a checkpoint between never use up --max-restarts.", _far_apart, short=False),
     Scenario("never-works", "A model that fails in its first forward ends the run at the second start.", _never_works),
     Scenario("one-incident", "Workers that die at once use up one restart.", _one_incident),

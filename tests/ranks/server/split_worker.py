@@ -15,6 +15,7 @@ from echelon.compression import read
 from echelon.coordinator.messages import EvaluateTask, EvaluationDone
 from echelon.core.axes import Axis
 from echelon.core.patience import Patience
+from echelon.core.task import Stagnation
 from echelon.data.base import Batch, Shard
 from echelon.data.order import local_part
 from echelon.observe.phases import HostClock
@@ -96,7 +97,7 @@ def work_split(rank: Rank, work: Work4) -> list[Tensor]:
         train_loader=cast(Any, _Loader(work.trial)),
         eval_loader=cast(Any, None),
         clock=clock,
-        saver=cast(Any, SimpleNamespace(passed_over=[], restore=lambda: None, best=None)),
+        saver=cast(Any, SimpleNamespace(passed_over=[], restore=lambda: None, best=None, stagnation=Stagnation())),
         progress=RunProgress(Recorder(None), cast(Any, None), cast(Any, None)),
         settings=cast(Any, None),
     )

@@ -63,7 +63,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Damaged:
 
 FILES = [
     *("manifest.json", "manifest.sha256", "tree.json"),
-    *("model-00001-of-00001.safetensors", "model.safetensors.index.json"),
+    "model-00001-of-00001.safetensors",
 ]
 
 
@@ -149,7 +149,7 @@ def test_a_writer_killed_before_any_change_to_the_disk(tmp_path: Path) -> None:
         child = fork(save_until_killed, folder, at)
         killed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         newest_steps.append(check_after_kill(folder))
-    assert at > 60, "the moments of a save were not seen"
+    assert at > 50, "the moments of a save were not seen"
     assert newest_steps == sorted(newest_steps)
     assert set(newest_steps) == {0, 1, 2, 3}
 

@@ -11,7 +11,15 @@ import pytest
 
 from echelon.coordinator.config import CoordinationPolicy, CoordinatorConfig, TrainingPlan
 from echelon.coordinator.effects import Began, Effect, Save, Send, Tell, WindowClosed
-from echelon.coordinator.journal import Counted, CountedBefore, Journal, JournalEntry, journal_line, read_entry
+from echelon.coordinator.journal import (
+    Counted,
+    CountedBefore,
+    Journal,
+    JournalEntry,
+    Stagnant,
+    journal_line,
+    read_entry,
+)
 from echelon.coordinator.messages import (
     AskTask,
     BecomeStandby,
@@ -42,6 +50,7 @@ from echelon.coordinator.messages import (
 )
 from echelon.coordinator.state import Coordinator
 from echelon.core.patience import Patience
+from echelon.core.task import Stagnation
 from echelon.messages.framing import Content, Message
 from echelon.messages.plain import Malformed
 from echelon.records.events import ServerGone, ServerLost, ServerSettled, WorkerGone
@@ -437,6 +446,51 @@ def test_a_stop_waits_for_steps_under_way_but_not_for_one_that_takes_too_long() 
         run.say(name, WorkerBeat({}, 0, 0) if name == "b" else READY)
     run.tick()
     assert len(run.sent("server0", KeepCopy)) == 1
+
+
+def test_evaluations_without_improvement_end_a_run_and_a_coordinator_that_comes_back_knows_of_them() -> None:
+    run = Run(plan=TrainingPlan(1, 0, 1, None, None, early_stop=3))
+    run.begin("a")
+    earlier = Run(plan=run.plan)
+    earlier.take(earlier.state.restore([*run.journal, Stagnant(Stagnation(0.5, 3))], run.now_s))
+    assert earlier.state.stopping == earlier.state.reason == "early_stop"
+    run.say("a", AskTask())
+    for number in range(STEPS // 2):  # an epoch
+        (task,) = run.sent("a", TrainTask)
+        assert isinstance(task, TrainTask) and task.task == number
+        run.done("a", task.task)
+        run.say("a", AskTask())
+    (copy,) = run.sent("server0", KeepCopy)
+    assert isinstance(copy, KeepCopy)
+    run.say("server0", CopyKept(copy.tag, 0))
+    (job,) = run.sent("a", EvaluateTask)
+    assert isinstance(job, EvaluateTask) and job.counts and job.stagnation == Stagnation()
+
+
+def test_a_run_completes_in_its_time_with_an_evaluation() -> None:
+    run = Run(plan=TrainingPlan(2, 0, 0, None, None, time_left_s=60.0))
+    run.begin("a")
+    run.say("a", AskTask())
+    (task,) = run.sent("a", TrainTask)
+    assert isinstance(task, TrainTask)
+    run.now_s += 1.0
+    run.done("a", task.task)
+    for seconds in [5.0] * 10 + [5.1]:  # 1 s for a step, 3 s for the end
+        assert not run.state.stopping
+        run.now_s += seconds
+        run.say("a", WorkerBeat({}, 0, 0))
+        run.say("server0", READY)
+        run.tick()
+    assert run.state.stopping == run.state.reason == "max_time"
+    run.say("a", AskTask())
+    assert not run.sent("a", TrainTask)
+    (copy,) = run.sent("server0", KeepCopy)
+    assert isinstance(copy, KeepCopy)
+    run.say("server0", CopyKept(copy.tag, 0))
+    (job,) = run.sent("a", EvaluateTask)
+    assert isinstance(job, EvaluateTask) and job.evaluate and job.reason == "end"
+    run.say("a", EvaluationDone(job.task))
+    assert (run.state.status, run.state.reason) == ("completed", "max_time")
 
 
 def test_a_copy_that_is_lost_is_kept_again_and_another_worker_reads_it() -> None:

@@ -106,3 +106,19 @@ def test_a_batch_stays_what_it_is() -> None:
     train = TrainLoader(from_datasets(data, data, classes=("a", "b")), settings(batch_size=4), Shard(0, 1))
     kept = [(b, b.inputs.clone()) for b in train.epoch(0)]
     assert all(torch.equal(b.inputs, copy) for b, copy in kept)
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_numbers_that_are_not_finite_are_refused_or_left_out(in_memory: bool) -> None:
+    values = torch.ones(12, 3)
+    values[5, 1], values[7, 0] = float("nan"), float("inf")
+    data: Any = TensorDataset(values, torch.arange(12) % 2)
+    if not in_memory:
+        data = torch.utils.data.ConcatDataset([data])
+    source = from_datasets(data, data)
+    with pytest.raises(UserError, match=r"sample [57] of the data and 1 more of its batch: .* --on-nan skip"):
+        next(TrainLoader(source, settings(batch_size=12), Shard(0, 1)).epoch(0))
+    loader = TrainLoader(source, settings(batch_size=12, on_nan="skip"), Shard(0, 1))
+    batch = next(loader.epoch(0))
+    assert batch.inputs.shape == (10, 3) and batch.inputs.isfinite().all() and batch.global_size == 12
+    assert sorted(loader.bad_images) == [(f"sample {i}", "its numbers are not finite") for i in (5, 7)]

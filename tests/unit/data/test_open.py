@@ -13,7 +13,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
-from echelon.data import Source, check_source, from_datasets, open_data
+from echelon.data import Source, check_source, from_datasets, open_data, source_of
 from echelon.data.images import FileNames, ImageArray
 from echelon.data.sources.folder import open_folder
 from echelon.data.statistics import IMAGENET_MEAN
@@ -280,3 +280,17 @@ def test_a_part_that_leads_out_of_the_folder_is_not_followed(tmp_path: Path) -> 
         open_data(DataConfig(source=str(tmp_path / "data")), 0)
     source = open_data(DataConfig(source=str(tmp_path / "data"), follow_links=True), 0)
     assert source.info.train_size == 6 and len(source.notes) == 1
+
+
+def test_data_of_one_s_own_is_one_set_two_or_three() -> None:
+    data = TensorDataset(torch.rand(40, 3), torch.arange(40) % 2)
+    parts = [Subset(data, range(start, start + 10)) for start in (0, 10, 20)]
+    one = source_of(data, 0.2, seed=1)
+    assert (one.info.name, one.info.train_size, one.info.eval_size, one.test) == ("TensorDataset", 32, 8, None)
+    assert one.notes == ("8 of the 40 samples are held out for evaluation (--holdout 0.2)",)
+    three = source_of((parts[0], parts[1], parts[2]), 0.2, seed=1)
+    assert three.test is not None and len(three.test) == 10  # type: ignore[arg-type]
+    assert source_of(three, 0.2, seed=1) is three
+    for wrong, reason in (((data,), "1 data sets: give one"), (iter([1]), "needs a length above 0 and items by index")):
+        with pytest.raises(UserError, match=reason):
+            source_of(wrong, 0.2, seed=1)  # type: ignore[arg-type]

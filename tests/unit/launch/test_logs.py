@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 from echelon.launch.logs import LogLimit, prepare_logs
+from echelon.launch.process import is_stopped
+from tests.unit.launch.no_files import no_file_left
 
 
 def test_a_long_log_keeps_its_newest_lines_and_its_writer(tmp_path: Path) -> None:
@@ -33,3 +35,12 @@ def test_logs_may_lie_elsewhere_and_stay_where_they_are(tmp_path: Path) -> None:
     prepare_logs(logs, None)  # a resume that does not say so
     prepare_logs(logs, tmp_path / "other")
     assert (tmp_path / "run" / "logs").resolve() == tmp_path / "var" / "run"
+
+
+def test_a_look_around_without_a_file_left_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "rank0.log").write_text("line\n" * 1000)
+    limit = LogLimit(tmp_path, 4000)
+    with no_file_left():
+        limit.look()
+        silent = is_stopped(os.getpid())
+    assert not silent and [path.name for path in tmp_path.iterdir()] == ["rank0.log"]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import socket
+import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import pytest
 from echelon.core.address import Address
 from echelon.core.errors import UserError
 from echelon.launch.machines import FirstMachine, OtherMachine, StateReport
-from echelon.launch.meeting import Arrival, AskLater, Meeting, SecretSource
+from echelon.launch.meeting import Arrival, AskLater, Meeting, SecretSource, join_meeting, why_silent
 from echelon.launch.rounds import Continue, Finished, Go, Order, Over, Ready, RoundSettings, Running
 from echelon.messages.identity import PUBLIC_SECRET, make_secret, read_secret, write_secret
 
@@ -81,6 +84,71 @@ def test_a_taken_port_is_refused(tmp_path: Path) -> None:
         Meeting(
             Address("127.0.0.1", taken.getsockname()[1]), make_secret(tmp_path), Arrival, lambda arrival: AskLater()
         )
+
+
+def _silent(line: socket.socket) -> None:
+    line.recv(1)
+
+
+def _http(line: socket.socket) -> None:
+    line.recv(1)
+    line.sendall(b"HTTP/1.0 400 Bad Request\r\nConnection: close\r\n\r\n<html>no</html>")
+
+
+def _ssh(line: socket.socket) -> None:
+    line.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+    line.recv(1)
+
+
+def _tls(line: socket.socket) -> None:
+    with ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).wrap_socket(line, server_side=True) as secured:
+        secured.sendall(secured.recv(1))
+
+
+@contextmanager
+def _service(talk: Callable[[socket.socket], None]) -> Iterator[Address]:
+    """A service of others on loopback: `talk` has each connection, in a thread of its own."""
+
+    def serve(line: socket.socket) -> None:
+        with line, suppress(OSError):
+            line.settimeout(DEADLINE_S)
+            talk(line)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        yield Address("127.0.0.1", listener.getsockname()[1])
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(DEADLINE_S)
+
+
+@pytest.mark.parametrize("talk", [_silent, *(pytest.param(t, marks=pytest.mark.long) for t in (_http, _ssh, _tls))])
+def test_a_service_of_others_at_the_rendezvous_is_told_in_time(
+    tmp_path: Path, talk: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # of no concern to a meeting
+    with _service(talk) as rendezvous:
+        other = OtherMachine(rendezvous, SecretSource(tmp_path, True), ARRIVAL, replace(TERMS, arrival_s=4.0))
+        began_s = time.monotonic()
+        with pytest.raises(UserError, match=r"another service, no run: .* \(waited 4"):
+            _wait(lambda: other.order(Ready()), Go)
+        assert time.monotonic() - began_s < 6
+        other.close()
+        assert "another service" in why_silent(rendezvous, SecretSource(tmp_path))
+
+
+def test_where_nothing_listens_that_is_told(tmp_path: Path, rendezvous: Address) -> None:
+    said: list[str] = []
+    with pytest.raises(
+        UserError, match=r"--rendezvous .*: nothing answers there \(Connection refused\).*--timeout says how long"
+    ):
+        join_meeting(rendezvous, SecretSource(tmp_path, True), ARRIVAL, 5.0, said.append)
+    assert len(said) == 1 and "waiting for the first machine" in said[0]
 
 
 def test_on_a_trusted_network_machines_meet_without_a_secret(tmp_path: Path, rendezvous: Address) -> None:

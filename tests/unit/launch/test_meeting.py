@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from echelon.core.address import Address
 from echelon.core.errors import UserError
-from echelon.launch.meeting import Admission, Arrival, Register, Shape
+from echelon.launch.meeting import Admission, Arrival, Meeting, Register, SecretSource, Shape, join_meeting
+from echelon.messages.identity import PUBLIC_SECRET
 
 FIRST = Arrival("a", 2, {"--lr": "0.1", "--sync": "ps"})
 
@@ -42,3 +47,19 @@ def test_every_server_is_somewhere_once_and_its_standby_elsewhere(least: int, se
     assert sorted(i for m in machines for i in shape.standbys_of(m)) == list(range(servers))
     if least > 1:
         assert not any(set(shape.servers_of(m)) & set(shape.standbys_of(m)) for m in machines)
+
+
+def test_a_disk_that_fails_for_a_while_keeps_machines_waiting(tmp_path: Path) -> None:
+    disk = [OSError(errno.ESTALE, "stale"), OSError(errno.EMFILE, "too many")]
+
+    def answer(arrival: Arrival) -> Admission:
+        """Read the scheduler's address from a disk of moods."""
+        if disk:
+            raise disk.pop()
+        return Admission(1, 1, "tcp://there:1")
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        rendezvous = Address("127.0.0.1", free.getsockname()[1])
+    with Meeting(rendezvous, PUBLIC_SECRET, Arrival, answer):
+        place = join_meeting(rendezvous, SecretSource(tmp_path, True), FIRST, 20.0, print)
+    assert place == Admission(1, 1, "tcp://there:1")

@@ -13,7 +13,7 @@ from echelon.core.stop import StopFlag
 from echelon.launch.link import Host
 from echelon.launch.places import PlaceChoice
 from echelon.launch.places.base import Event, Exited, Group, Job, Place, Process, Restart, Started
-from echelon.launch.supervisor import Death, JobFailed, Refused, Watch, supervise
+from echelon.launch.supervisor import Death, JobFailed, Refused, Remedy, Watch, supervise
 
 
 class Script(Place):
@@ -75,6 +75,17 @@ def test_a_group_restarts_together_and_processes_alone() -> None:
     place = Script([("b", -9)], [("a", 0), ("b", 0)])
     _, [(death, _)] = _run(place, _group("a", "b", restart=Restart.ALONE))
     assert place.starts == ["a", "b", "b"] and death.others == ()
+
+
+@pytest.mark.parametrize("restart", list(Restart))
+def test_a_death_whose_cause_was_eased_costs_no_restart_and_one_without_hope_ends_the_run(restart: Restart) -> None:
+    remedies = [Remedy("2 micro-batches"), Remedy("4 micro-batches"), Remedy(hopeless="one sample each")]
+    ends: list[str] = []
+    watch = Watch(lambda death, no_restart: ends.append(no_restart), remedy=lambda death: remedies.pop(0))
+    place = Script([("a", 1)], [("a", 1)], [("a", 1)])
+    with pytest.raises(JobFailed):
+        supervise(Job((_group("a", restart=restart),), 0), place, watch, StopFlag())
+    assert ends == ["", "", "one sample each"] and place.starts == ["a", "a", "a"]
 
 
 def test_the_run_ends_with_those_that_lead() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from echelon.config.schema import OptimizerConfig
 from echelon.optim.build import build_optimizer
-from echelon.optim.traits import ELEMENTWISE, SPLIT_ON_SERVERS, is_elementwise, is_split_on_servers
+from echelon.optim.traits import ELEMENTWISE, SPLIT_ON_SERVERS, Reach, is_split_on_servers, reach_of
 
 
 def _train(name: str, pieces: list[Tensor], gradients: list[list[Tensor]]) -> list[Tensor]:
@@ -34,5 +34,5 @@ def test_an_elementwise_optimizer_gives_the_same_on_pieces_of_a_tensor(name: str
 @pytest.mark.parametrize("name", ["radam", "adamax", "adadelta", "rmsproptf", "adabelief", "adan", "madgrad"])
 def test_keys_are_cut_as_in_the_checkpoints_of_earlier_runs(name: str) -> None:
     """Servers cut tensors only for the optimizers that they always cut them for: a key's fingerprint must stay."""
-    assert is_elementwise(name) and not is_split_on_servers(name)
+    assert reach_of(name) is Reach.ELEMENT and not is_split_on_servers(name)
     assert SPLIT_ON_SERVERS <= ELEMENTWISE

@@ -12,6 +12,9 @@ from echelon.core.own import code_file
 from echelon.run.trust import KnownCode, check_trust, named_code
 
 NAMES = {"model.name": "--model", "data.source": "DATA", "task": "--task", "launch.on": "--on"}
+NAMES |= {"tracking.callbacks": "--callbacks", "data.transform": "--transform"}
+NAMES |= {"data.eval_transform": "--eval-transform"}
+NAMES |= {"optimizer.name": "--optimizer", "optimizer.loss": "--loss", "training.metrics": "--metrics"}
 
 
 @pytest.fixture(autouse=True)

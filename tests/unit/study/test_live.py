@@ -99,7 +99,8 @@ def test_without_a_terminal_each_run_is_a_line(tmp_path: Path) -> None:
         screen.started(runs[0], run_folder(folder, runs[0].name))
         screen.ended(runs[0], RunEnd(runs[0].name, "completed", "", 10.0))
         screen.ended(runs[1], RunEnd(runs[1].name, "refused", "unknown compression", 2.0))
-    first, second = shown(console).splitlines()
+    opening, first, second = shown(console).splitlines()
+    assert opening.startswith("2 runs, one after the other, in ")
     assert first.startswith("[1/2] sync=allreduce, seed 0: completed in 10 s; accuracy 0.9")
     assert first.endswith("about 10 s left")
     assert second == "[2/2] compression=int8, seed 0: refused in 2 s; unknown compression"

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from typing import cast
 
 import pytest
 
+from echelon.config import OptimizerConfig, RunConfig
 from echelon.core.task import BEFORE_TASKS
+from echelon.observe import screen
+from echelon.observe.callbacks import Listeners
 from echelon.observe.phases import PHASE_NAMES
-from echelon.observe.scalars import Scalars
 from echelon.records.file import Recorder
 from echelon.records.kinds import Steps
 from echelon.tasks.base import EvaluationResult
 from echelon.trainer.display import Display, RunLength
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.progress import RunProgress
-
-
-class NoCurves:
-    """Curves that nobody looks at."""
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """Do nothing."""
 
 
 def window(epoch: int, step: int, seconds: float, waits: tuple[float, float], loss: float = 1.0) -> Steps:
@@ -33,9 +28,25 @@ def window(epoch: int, step: int, seconds: float, waits: tuple[float, float], lo
     )  # fmt: skip
 
 
+def test_a_search_of_the_learning_rate_is_shown_by_its_rate(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(screen, "QUIET_S", 0.0)
+    config = RunConfig(optimizer=OptimizerConfig(lr_find=True))
+    said, deadline_s = "", time.monotonic() + 30.0
+    with Display(RunLength.of(config, 2000), BEFORE_TASKS, visible=True) as display:
+        progress = RunProgress(Recorder(None), Listeners(), display)
+        progress.window(window(0, 4, 1.0, (0.1, 0.3)), [])
+        progress.epoch_ended(0, None)
+        while "search" not in said and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+            said += capsys.readouterr().out
+    assert "search at learning rate 1.6e-06, step 4 of 100" in said and "epoch" not in said
+
+
 def test_the_line_of_an_epoch_is_of_its_steps(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     display = Display(RunLength(16, 2), BEFORE_TASKS, visible=True)
-    progress = RunProgress(Recorder(None), cast(Scalars, NoCurves()), display)
+    progress = RunProgress(Recorder(None), Listeners(), display)
     progress.window(window(0, 4, 1.0, (0.1, 0.3), loss=3.0), [])
     progress.window(window(0, 8, 3.0, (0.3, 0.9), loss=1.0), [])
     progress.window(window(1, 12, 1.0, (0.5, 0.5)), [])  # it began before the first one's evaluation was over

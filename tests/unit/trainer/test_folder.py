@@ -13,7 +13,7 @@ import pytest
 
 from echelon.config import LaunchConfig, RunConfig, load_run_config
 from echelon.core.errors import UserError
-from echelon.trainer.folder import CONFIG_FILE, claim, default_folder, mark_ended
+from echelon.trainer.folder import CONFIG_FILE, claim, claimed, default_folder, locked, mark_ended
 
 MANY = 10
 CLAIM = """
@@ -55,7 +55,7 @@ def test_claims_of_processes_each_get_a_folder(tmp_path: Path) -> None:
 def test_machines_of_one_run_get_the_same_folder_and_a_later_run_another(tmp_path: Path) -> None:
     config = replace(RunConfig(), launch=LaunchConfig(nodes="4", rendezvous="here:1"))
     with ThreadPoolExecutor(4) as pool:
-        folders = {claimed.run for claimed in pool.map(lambda _: claim(config, tmp_path), range(4))}
+        folders = {made.run for made in pool.map(lambda _: claim(config, tmp_path), range(4))}
     assert folders == {str(tmp_path / "digits-auto-1")}
     mark_ended(tmp_path / "digits-auto-1")
     assert claim(config, tmp_path).run == str(tmp_path / "digits-auto-2")
@@ -72,3 +72,31 @@ def test_nothing_but_the_claim_is_left(tmp_path: Path) -> None:
     assert default_folder(RunConfig(), tmp_path).name == "digits-auto-2"
     assert sorted(path.name for path in Path(config.run).iterdir()) == [CONFIG_FILE, "launch.json"]
     assert not json.loads((Path(config.run) / "launch.json").read_text())["ended"]
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["refused", "another machine goes on"])
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path, ended: bool) -> None:
+    root = tmp_path / "runs"
+    with pytest.raises(UserError, match="no such"), claimed(RunConfig(), 0.0, "mlp", root) as config:
+        folder = Path(config.run)
+        assert folder.name == "digits-mlp-1"
+        (folder / "logs").mkdir()
+        if ended:
+            mark_ended(folder)
+        raise UserError("no such data")
+    assert folder.exists() != ended and root.exists() != ended
+
+
+def test_a_folder_that_was_there_or_that_others_are_in_stays(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(UserError), claimed(replace(RunConfig(), run=str(tmp_path / "mine")), 0.0, "") as config:
+        mark_ended(Path(config.run))
+        raise UserError("no")
+    assert (tmp_path / "mine").exists()
+    with pytest.raises(UserError), claimed(RunConfig(), 0.0, "", tmp_path / "runs") as config:
+        mark_ended(Path(config.run))
+        held = locked(Path(config.run), shared=True)
+        held.__enter__()
+        raise UserError("no")
+    assert Path(config.run).exists()
+    held.__exit__(None, None, None)

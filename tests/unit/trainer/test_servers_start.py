@@ -10,6 +10,7 @@ import pytest
 from echelon.config import build
 from echelon.config.validate import Nodes
 from echelon.coordinator.messages import JoinWorker, SetupDone
+from echelon.observe.callbacks import Listeners
 from echelon.ps.worker_rank import WorkerRank
 from echelon.records.file import Recorder, read_records
 from echelon.records.kinds import Start
@@ -42,14 +43,14 @@ def test_the_start_has_the_workers_that_there_are(
     run = resolve(build(None, {"strategy.sync": "ps"}).config)
     assert run.config.launch.workers is None or not run.config.launch.workers
     record = Recorder(tmp_path)
-    chronicle = Chronicle(run, tmp_path, record)
+    chronicle = Chronicle(run, tmp_path, record, Listeners())
     told = Start(world_size=2, backend="zmq", steps_per_epoch=4, served=True)
     about = {name: value for name, value in asdict(told).items() if name != "t"}
     about |= {name: list(value) for name, value in about.items() if isinstance(value, tuple)}  # as it is carried
     about["task"] |= {name: list(value) for name, value in about["task"].items() if isinstance(value, tuple)}
     about["environment"] |= {"gpus": []}
     chronicle.callbacks().started(SetupDone(0, "model", 4, 5, [], about=about), joins)
-    chronicle.close()
+    chronicle.close("completed")
     record.close()
     (start,) = read_records(tmp_path, Start)
     assert (start.world_size, start.served, start.start_step, start.start_epoch) == (2, True, 5, 1)

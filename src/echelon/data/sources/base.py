@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
-from echelon.data.base import DataInfo, Source
+from echelon.data.base import DataInfo, DataRequest, Source
 from echelon.data.decode import CannotDecode
 from echelon.data.images import ImageArray, ImageFiles, Images
 from echelon.data.statistics import IMAGENET_MEAN, IMAGENET_STD, SMALL_IMAGE, measure
@@ -24,10 +25,14 @@ class SourceKind(ABC):
     Attributes:
         names: those that are its own; a kind that takes others answers by `takes`.
         form: how a user writes its other names, such as `a folder`; empty: it has none.
+        sides: of small images in pixels, where the name alone tells it.
+        takes_whatever_is_there: it has what no other kind takes.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
     form: ClassVar[str] = ""
+    sides: ClassVar[Mapping[str, int]] = {}
+    takes_whatever_is_there: ClassVar[bool] = False
 
     def takes(self, name: str) -> bool:
         """Whether data of this name is of this kind. A name that is some kind's own is asked of no other kind."""
@@ -40,13 +45,17 @@ class SourceKind(ABC):
             UserError: as `open` would.
         """
 
-    @abstractmethod
-    def open(self, config: DataConfig, seed: int) -> Source:
-        """Open data, the same in every process.
+    def task_of(self, request: DataRequest) -> str:
+        """Return the name of the task that data is for, whose defaults a run then has; empty: only opening tells.
 
-        Args:
-            config: the data's part of a run's description, with the name.
-            seed: of the split, where the data has none.
+        Raises:
+            UserError: the data cannot be read.
+        """
+        return ""
+
+    @abstractmethod
+    def open(self, request: DataRequest) -> Source:
+        """Open data, the same in every process.
 
         Raises:
             UserError: there is no such data, or it cannot be used.

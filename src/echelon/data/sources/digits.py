@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.config import DataConfig
-from echelon.data.base import Source
+from echelon.data.base import DataRequest, Source
 from echelon.data.images import ImageArray
 from echelon.data.order import split
 from echelon.data.sources.base import SourceKind, image_source
@@ -23,10 +23,11 @@ class Digits(SourceKind):
     """`digits`: 1,797 images of 8 by 8 pixels, 10 classes."""
 
     names: ClassVar[tuple[str, ...]] = ("digits",)
+    sides: ClassVar[Mapping[str, int]] = {"digits": 8}
 
-    def open(self, config: DataConfig, seed: int) -> Source:
+    def open(self, request: DataRequest) -> Source:
         """Open the digits; their split does not depend on the seed."""
-        return image_source(config, *open_digits())
+        return image_source(request.config, *open_digits())
 
 
 SOURCE = Digits

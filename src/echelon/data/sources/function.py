@@ -6,10 +6,9 @@ import inspect
 from pathlib import Path
 from typing import ClassVar
 
-from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.core.own import find_own
-from echelon.data.base import Source
+from echelon.data.base import DataRequest, Source
 from echelon.data.own import from_datasets
 from echelon.data.sources.base import SourceKind
 
@@ -31,9 +30,9 @@ class Function(SourceKind):
         """
         find_own("data", name)
 
-    def open(self, config: DataConfig, seed: int) -> Source:
+    def open(self, request: DataRequest) -> Source:
         """Call the function; the data has a split of its own."""
-        return from_function(config.source)
+        return from_function(request.config.source)
 
 
 SOURCE = Function

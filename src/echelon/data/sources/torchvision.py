@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +12,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from echelon.config import DataConfig
 from echelon.core.errors import UserError
-from echelon.data.base import Source
+from echelon.data.base import DataRequest, Source
+from echelon.data.cache import locked
 from echelon.data.images import FileNames, ImageArray, ImageFiles, ImageItems, Images, Labels, labels_of
 from echelon.data.sources.base import SourceKind, image_source
 
@@ -61,9 +59,13 @@ class TorchvisionSet(SourceKind):
     """A data set of torchvision, by its name."""
 
     names: ClassVar[tuple[str, ...]] = tuple(SETS)
+    sides: ClassVar[Mapping[str, int]] = {
+        "cifar10": 32, "cifar100": 32, "svhn": 32, "mnist": 28, "fashion_mnist": 28, "kmnist": 28, "usps": 16,
+    }  # fmt: skip
 
-    def open(self, config: DataConfig, seed: int) -> Source:
-        """Open the set below `config.root`; it has a split of its own."""
+    def open(self, request: DataRequest) -> Source:
+        """Open the set below the configured root; it has a split of its own."""
+        config = request.config
         return image_source(config, *open_torchvision(config.source, Path(config.root)))
 
 
@@ -77,7 +79,8 @@ def open_torchvision(name: str, root: Path) -> tuple[Images, Images, tuple[str, 
         UserError: it is not there and cannot be downloaded.
     """
     chosen = SETS[name]
-    with _alone(root, name), _network_deadline():
+    busy = f"data {name}: another process has been downloading it for an hour"
+    with locked(root / f".{name}.lock", _DOWNLOAD_S, busy), _network_deadline():
         train, evaluation = (_open(name, chosen.name, root, part) for part in (chosen.train, chosen.evaluation))
     images = _images(train)
     return images, _images(evaluation), _class_names(train, images.labels)
@@ -125,27 +128,6 @@ def _class_names(data: Any, labels: Labels) -> tuple[str, ...]:
     if names is None:
         return tuple(str(i) for i in range(int(labels.max()) + 1))
     return tuple(", ".join(name) if isinstance(name, tuple) else str(name) for name in names)
-
-
-@contextlib.contextmanager
-def _alone(root: Path, name: str) -> Iterator[None]:
-    """Hold the lock of one data set, so that ranks of a machine do not download it at the same time."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        lock = (root / f".{name}.lock").open("w")
-    except OSError as error:
-        raise UserError(f"--data-root {root}: cannot be written ({error.strerror})") from error
-    with lock:
-        deadline = time.monotonic() + _DOWNLOAD_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise UserError(f"data {name}: another process has been downloading it for an hour") from None
-                time.sleep(0.2)
-        yield
 
 
 @contextlib.contextmanager

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import ModuleType
 
 from echelon.core.errors import UserError
+from echelon.core.patience import PATIENCE_S, may_pass
 from echelon.core.stop import STOP_SIGNALS
+from echelon.core.units import format_seconds
 from echelon.launch.places.base import Event, Exited, Place, PlaceFailed, Process, Started
 from echelon.launch.process import is_stopped, run_process
 
 _LONGEST_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")  # of a Unix socket's path
+_FILES_FOR_A_START = 8
 _OTHER_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
@@ -32,16 +37,26 @@ class Local(Place):
     def __init__(self) -> None:
         """Start nothing yet."""
         self._running: dict[str, BaseProcess] = {}
-        self._started: list[Event] = []
+        self._waiting: list[Process] = []  # for files that may be opened
+        self._waits_since_s: float | None = None
+        self._happened: list[Event] = []
 
     def start(self, processes: Sequence[Process]) -> None:
-        """Fork the processes.
+        """Fork the processes; where too few files may be opened for that, later.
 
         Raises:
             PlaceFailed: the fork server died.
         """
-        context = multiprocessing.get_context("forkserver")
-        for process in processes:
+        self._waiting += processes
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        while self._waiting:
+            if lack := _lack_of_files():
+                self._wait(lack)
+                return
+            process = self._waiting.pop(0)
+            context = multiprocessing.get_context("forkserver")
             child = context.Process(target=run_process, args=(process,), name=process.name)
             try:
                 with _without_main():
@@ -50,11 +65,25 @@ class Local(Place):
                 reason = f"{process.name} cannot start: the process that all are forked from died"
                 raise PlaceFailed(reason) from error
             self._running[process.name] = child
-            self._started.append(Started(process.name, child.pid or 0, socket.gethostname()))
+            self._happened.append(Started(process.name, child.pid or 0, socket.gethostname()))
+        self._waits_since_s = None
+
+    def _wait(self, reason: str) -> None:
+        name, now = self._waiting[0].name, time.monotonic()
+        if self._waits_since_s is None:
+            self._waits_since_s = now
+            logging.getLogger(__name__).warning("%s cannot start yet: %s", name, reason)
+        if now - self._waits_since_s > PATIENCE_S:
+            raise PlaceFailed(f"{name} could not start for {format_seconds(PATIENCE_S)}: {reason}")
 
     def events(self, timeout_s: float) -> list[Event]:
-        """Return what happened since the last call; wait for it at most so long."""
-        events, self._started = self._started, []
+        """Return what happened since the last call; wait for it at most so long.
+
+        Raises:
+            PlaceFailed: what waits to be started has waited for too long.
+        """
+        self._start_waiting()
+        events, self._happened = self._happened, []
         sentinels = {child.sentinel: name for name, child in self._running.items()}
         for sentinel in wait(list(sentinels), timeout=0 if events else timeout_s):
             name = sentinels[sentinel]  # type: ignore[index]
@@ -64,7 +93,11 @@ class Local(Place):
         return events
 
     def signal(self, names: Sequence[str], signum: int) -> None:
-        """Send a signal to processes; those that have ended are left out."""
+        """Send a signal to processes; those that have ended are left out, those that wait to be started end by it."""
+        ends = signum == signal.SIGKILL or signum in STOP_SIGNALS
+        ended = [process for process in self._waiting if ends and process.name in names]
+        self._waiting = [process for process in self._waiting if process not in ended]
+        self._happened += [Exited(process.name, -signum) for process in ended]
         for name in names:
             child = self._running.get(name)
             if child is not None and child.exitcode is None and child.pid is not None:
@@ -77,6 +110,7 @@ class Local(Place):
 
     def close(self) -> None:
         """Kill what still runs."""
+        self._waiting.clear()
         self.signal(list(self._running), signal.SIGKILL)
         for child in self._running.values():
             child.join()
@@ -84,6 +118,22 @@ class Local(Place):
 
 
 PLACE = Local
+
+
+def _lack_of_files() -> str:
+    """Return why a process cannot be started: a fork takes a connection and two pipes here; empty where it can.
+
+    It is not tried without: the fork server ends when a request breaks off.
+    """
+    with ExitStack() as opened:
+        try:
+            for _ in range(_FILES_FOR_A_START):
+                opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        except OSError as error:
+            if not may_pass(error):
+                raise
+            return error.strerror or str(error)
+    return ""
 
 
 @contextmanager

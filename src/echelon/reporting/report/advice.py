@@ -11,7 +11,6 @@ from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import SlowRank, Timing
 
 _WORTH_SAYING = 0.10
-_SLOW_RATIO = 1.15
 _PERSISTENT = 0.7
 
 
@@ -74,7 +73,7 @@ def held_up_by(timing: Timing) -> SlowRank | None:
     slow = timing.slow
     if slow is None or not timing.step_s:
         return None
-    matters = slow.saving_s / timing.step_s >= _WORTH_SAYING and slow.ratio >= _SLOW_RATIO
+    matters = slow.saving_s / timing.step_s >= _WORTH_SAYING
     return slow if matters and slow.is_slow and slow.persistence >= _PERSISTENT else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from echelon.core.figure import Chart, Json, axis, color, line, pick, safe
+from echelon.core.ticks import byte_axis, count_axis, time_axis
 from echelon.core.units import format_bytes, format_seconds
 from echelon.observe.phases import PHASES, Phase, phase_share
 from echelon.records.kinds import Steps
@@ -50,20 +51,21 @@ def _by_rank(record: RunRecord, timing: Timing | None) -> Chart | None:
                 "orientation": "h",
                 "name": safe(phase),
                 "y": list(ranks),
-                "x": [s * 1e3 for s in seconds],
+                "x": seconds,
                 "text": [f"{share:.0%}" if share >= 0.06 else "" for share in shares],
                 "textposition": "inside",
                 "textangle": 0,
                 "insidetextanchor": "middle",
                 "insidetextfont": {"color": color("paper")},
                 "marker": {"color": color(_token(phase)), "line": {"color": color("paper"), "width": 1}},
-                "hovertemplate": f"{safe(phase)}: %{{x:.3g}} ms<extra>%{{y}}</extra>",
+                "hovertext": [format_seconds(s) for s in seconds],
+                "hovertemplate": f"{safe(phase)}: %{{hovertext}}<extra>%{{y}}</extra>",
             }
         )
     parts = ", ".join(f"{p} {timing.share(p):.0%}" for p in timing.phases)
     layout = {
         "barmode": "stack",
-        "xaxis": axis("milliseconds per step"),
+        "xaxis": time_axis("mean time of a step", [timing.step_s]),
         "yaxis": {"tickvals": list(ranks), "ticktext": labels, "autorange": "reversed", "showgrid": False},
         "hovermode": "closest",
         "legend": {"traceorder": "normal"},
@@ -83,16 +85,16 @@ def _over_steps(all_windows: Sequence[Steps]) -> Chart | None:
     names = phase_order(list(dict.fromkeys(n for w in windows for n in w.phase_names)))
     traces = []
     for name in names:
-        ms = [_mean_phase(w, name) / w.count * 1e3 for w in windows]
-        trace = line(name, range(len(windows)), ms, _token(name), width=0.5, stackgroup="one")
+        seconds = [_mean_phase(w, name) / w.count for w in windows]
+        trace = line(name, range(len(windows)), seconds, _token(name), width=0.5, stackgroup="one")
         trace["fillcolor"] = color(_token(name))
-        trace["customdata"] = [w.step for w in windows]
-        trace["hovertemplate"] = "%{y:.3g} ms"
+        trace["hovertext"] = [format_seconds(s) for s in seconds]
+        trace["hovertemplate"] = "%{hovertext}"
         traces.append(trace)
     ticks = pick(list(range(len(windows))), 6)
     layout = {
         "xaxis": axis("step", tickvals=ticks, ticktext=[str(windows[i].step) for i in ticks]),
-        "yaxis": axis("ms per step", rangemode="tozero"),
+        "yaxis": time_axis("time of a step", [w.seconds / w.count for w in windows]),
         "legend": {"traceorder": "normal"},
     }
     slowest = max(windows, key=lambda w: w.seconds / w.count)
@@ -116,12 +118,14 @@ def _bytes(windows: list[Steps]) -> Chart | None:
     total, points = 0.0, []
     for w in windows:
         total += w.wire_bytes
-        points.append((float(w.step), total / 1e6))
+        points.append((float(w.step), total))
     kept = pick(points, _MOST_POINTS)
     said = f"{format_bytes(total)} sent by all ranks together over {windows[-1].step} steps."
-    layout = {"xaxis": axis("step"), "yaxis": axis("MB sent since the start", rangemode="tozero")}
+    layout = {"xaxis": count_axis("step", windows[-1].step), "yaxis": byte_axis("sent since the start", [total])}
     trace = line("bytes", [s for s, _ in kept], [b for _, b in kept], "communicate", fill="tozeroy")
     trace["fillcolor"] = color("wash")
+    trace["hovertext"] = [format_bytes(b) for _, b in kept]
+    trace["hovertemplate"] = "%{hovertext}<extra></extra>"
     return Chart("bytes", "Bytes sent", said, said, [trace], layout, 260)
 
 
@@ -131,7 +135,8 @@ def _density(windows: list[Steps]) -> Chart | None:
         return None
     kept = pick(points, _MOST_POINTS)
     said = f"Rank 0's messages carried {points[-1][1]:.2%} of the encoded elements at the end."
-    layout = {"xaxis": axis("step"), "yaxis": axis("share of elements sent", tickformat=".2%", rangemode="tozero")}
+    steps = count_axis("step", kept[-1][0])
+    layout = {"xaxis": steps, "yaxis": axis("share of elements sent", tickformat=".2%", rangemode="tozero")}
     trace = line("density", [s for s, _ in kept], [d for _, d in kept], "communicate")
     return Chart("density", "Density of what is sent", said, said, [trace], layout, 260)
 

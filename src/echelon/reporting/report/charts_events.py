@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from echelon.core.figure import Chart, Json, axis, color, safe
+from echelon.core.figure import Chart, Json, color, safe
+from echelon.core.ticks import time_axis
 from echelon.core.units import format_bytes, format_seconds
 from echelon.records.events import Event, WorkerDied
 from echelon.records.kinds import Checkpoint, End, Evaluation, Start
@@ -33,14 +34,16 @@ def timeline_chart(record: RunRecord) -> Chart | None:
                 "name": name,
                 "x": [elapsed_s(stretches, t) for t in times],
                 "y": [_ROWS.index(name)] * len(times),
-                "text": said,
                 "marker": {"color": color(token), "symbol": symbol, "size": 10},
-                "hovertemplate": "%{x:.1f} s: %{text}<extra></extra>",
+                "hovertext": [
+                    f"{format_seconds(elapsed_s(stretches, t))}: {what}" for t, what in zip(times, said, strict=True)
+                ],
+                "hovertemplate": "%{hovertext}<extra></extra>",
             }
         )
     ticks = {"tickvals": list(range(len(_ROWS))), "ticktext": [f"{r}s" for r in _ROWS], "range": [-0.6, 3.6]}
     layout = {
-        "xaxis": axis("seconds since the command", rangemode="tozero"),
+        "xaxis": time_axis("time since the command", [elapsed_s(stretches, stretches[-1].end)]),
         "yaxis": {**ticks, "showgrid": False, "zeroline": False},
         "showlegend": False,
         "hovermode": "closest",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
-from echelon.core.figure import Chart, axis, dots, line, pick, thin
+from echelon.core.figure import Chart, axis, color, dots, line, pick, thin
+from echelon.core.rate_search import curve_of
+from echelon.core.ticks import count_axis
 from echelon.records.kinds import Steps
 from echelon.reporting.report.records import RunRecord
 
@@ -15,6 +17,8 @@ _SMOOTH_POINTS = 120
 def learning_charts(record: RunRecord) -> list[Chart]:
     """Loss, the primary metric and learning rate, as far as the record holds them."""
     windows = record.kept_windows()
+    if record.searched:
+        return [_search(windows)]
     return [c for c in (_loss(record, windows), _primary(record, windows), _lr(windows)) if c]
 
 
@@ -36,7 +40,7 @@ def _loss(record: RunRecord, windows: list[Steps]) -> Chart | None:
         traces.append(dots("evaluation", [e.step for e in held], [e.loss for e in held], "eval", symbol="diamond"))
     said = f"Training loss from {y[0]:.3g} to {y[-1]:.3g} over {steps} steps"
     said += f"; evaluation loss at the end {held[-1].loss:.3g}." if held else "."
-    layout = {"xaxis": axis("step"), "yaxis": axis("loss", rangemode="tozero")}
+    layout = {"xaxis": count_axis("step", x[-1]), "yaxis": axis("loss", rangemode="tozero")}
     caption = "Thin: each step. Thick: mean of neighbouring steps." if smoothed else "Training loss of each step."
     return Chart("loss", "Loss", caption, said, traces, layout)
 
@@ -65,7 +69,11 @@ def _primary(record: RunRecord, windows: list[Steps]) -> Chart | None:
         return None
     noun = primary.noun or primary.title
     ticks = {"tickformat": ".0%"} if primary.percent else {}
-    layout = {"xaxis": axis("step"), "yaxis": axis("share correct" if primary.percent else primary.title, **ticks)}
+    last = max([s for s, _ in train] + [e.step for e, _ in held])
+    layout = {
+        "xaxis": count_axis("step", last),
+        "yaxis": axis("share correct" if primary.percent else primary.title, **ticks),
+    }
     caption = "Training is measured while the weights change and with augmentation, evaluation after."
     chart_id, title = primary.noun or primary.name, f"{noun[:1].upper()}{noun[1:]}"
     return Chart(chart_id, title, caption if train else "", said.strip(), traces, layout)
@@ -77,6 +85,31 @@ def _lr(windows: list[Steps]) -> Chart | None:
         return None
     rates = [r for _, r in known]
     said = f"Learning rate from {rates[0]:.3g} to {rates[-1]:.3g}, at most {max(rates):.3g}."
-    layout = {"xaxis": axis("step"), "yaxis": axis("learning rate", rangemode="tozero")}
+    layout = {"xaxis": count_axis("step", known[-1][0]), "yaxis": axis("learning rate", rangemode="tozero")}
     traces = [line("lr", [s for s, _ in known], rates, "train")]
     return Chart("lr", "Learning rate", said, said, traces, layout, 220, wide=True)
+
+
+def _search(windows: list[Steps]) -> Chart:
+    """The losses of a search over the learning rate, in place of those over steps."""
+    curve = curve_of({step: loss for window in windows for step, loss, _ in window.loss_points()})
+    traces = [
+        line("each step", curve.rates, curve.losses, "faint", width=1, hoverinfo="skip"),
+        line("mean of neighbours", curve.rates, curve.smooth, "train"),
+    ]
+    said = "The loss fell at no learning rate."
+    if curve.steepest is not None and curve.tenth is not None:
+        rates = [curve.steepest, curve.tenth]
+        heights = [curve.smooth[min(range(len(curve.rates)), key=lambda i: abs(curve.rates[i] - r))] for r in rates]
+        marker = {"color": color("eval"), "size": 9, "symbol": "diamond"}
+        traces.append(line("suggested", rates, heights, "eval", mode="markers", marker=marker))
+        said = (
+            f"The loss falls most steeply at {curve.steepest:.2g}; a tenth of where it is lowest is {curve.tenth:.2g}."
+        )
+    top = 1.2 * max(curve.smooth[: len(curve.smooth) // 2 + 1], default=1.0)
+    layout = {
+        "xaxis": axis("learning rate", type="log", exponentformat="power", dtick=1),
+        "yaxis": axis("loss", range=[0, top]),
+    }
+    caption = "Each step has a higher learning rate than the one before (the range test of Smith 2017)."
+    return Chart("lr_find", "Loss by learning rate", caption, said, traces, layout, wide=True)

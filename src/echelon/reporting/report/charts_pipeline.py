@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from echelon.core.errors import UserError
-from echelon.core.figure import Chart, Json, axis, color, safe
+from echelon.core.figure import Chart, Json, color, safe
 from echelon.core.files import write_atomic
+from echelon.core.ticks import time_axis
+from echelon.core.units import format_seconds
 from echelon.records.kinds import PipelineAction, PipelineStep
 from echelon.reporting.report.records import RunRecord, load_run
 
@@ -49,7 +51,7 @@ def _chart(step: PipelineStep) -> Chart:
     )
     layout = {
         "barmode": "overlay",
-        "xaxis": axis("milliseconds since the step began"),
+        "xaxis": time_axis("time since the step began", [c.end_s for c in done]),
         "yaxis": {
             "tickvals": ranks,
             "ticktext": [f"stage rank {r}" for r in ranks],
@@ -68,8 +70,8 @@ def _bars(kind: str, bars: list[PipelineAction], done: Sequence[PipelineAction])
         "type": "bar",
         "orientation": "h",
         "name": WORDS[kind],
-        "base": [1000 * c.begin_s for c in bars],
-        "x": [1000 * (c.end_s - c.begin_s) for c in bars],
+        "base": [c.begin_s for c in bars],
+        "x": [c.end_s - c.begin_s for c in bars],
         "y": [c.rank for c in bars],
         "width": 0.72,
         "text": [str(c.microbatch) if len(done) <= MOST_LABELS else "" for c in bars],
@@ -77,9 +79,9 @@ def _bars(kind: str, bars: list[PipelineAction], done: Sequence[PipelineAction])
         "insidetextanchor": "middle",
         "textangle": 0,
         "insidetextfont": {"color": color("paper")},
-        "customdata": [[c.stage, c.microbatch] for c in bars],
-        "hovertemplate": f"{WORDS[kind]}: stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}, %{{x:.3g}} ms"
-        "<extra></extra>",
+        "customdata": [[c.stage, c.microbatch, format_seconds(c.end_s - c.begin_s)] for c in bars],
+        "hovertemplate": f"{WORDS[kind]}: stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}, "
+        "%{customdata[2]}<extra></extra>",
         "marker": {
             "color": color(TOKENS[kind]),
             "opacity": [1.0 if c.stage == min(d.stage for d in done if d.rank == c.rank) else 0.72 for c in bars],

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from echelon.core.figure import Chart, Json, axis, color, line, pick, safe
+from echelon.core.ticks import byte_axis, count_axis, time_axis
 from echelon.core.units import format_bytes, format_seconds
 from echelon.records.kinds import ServerWindow, WorkerWindow
 from echelon.reporting.report.clock import elapsed_s, sittings
@@ -112,7 +113,7 @@ def _staleness(loads: dict[str, ServerTotals]) -> Chart | None:
         "hovertemplate": "%{x} updates old: %{y:.1f}%<extra></extra>",
     }
     layout = {
-        "xaxis": axis("updates between a gradient's parameters and its own update"),
+        "xaxis": count_axis("updates between a gradient's parameters and its own update", ages[-1]),
         "yaxis": axis("% of the gradients", rangemode="tozero"),
         "bargap": 0.15,
     }
@@ -130,7 +131,8 @@ def _clocks(record: RunRecord) -> Chart | None:
         return None  # where every step needs all, all have the same clock
     ahead = max(max(w.clocks.values()) - min(w.clocks.values()) for w in windows if w.clocks)
     said = f"Batches that each worker has finished; the largest distance between two was {ahead:.0f}."
-    layout = {"xaxis": axis("seconds since the command"), "yaxis": axis("batches", rangemode="tozero")}
+    most = max(clock for points in lines.values() for _, clock in points)
+    layout = {"xaxis": _since_the_command(lines), "yaxis": count_axis("batches", most, rangemode="tozero")}
     return Chart("clocks", "Each worker's clock", said, said, _lines(lines), layout, 260)
 
 
@@ -144,10 +146,12 @@ def _waiting(windows: Sequence[WorkerWindow]) -> Chart | None:
     traces = []
     for cause, (words, token) in _CAUSES.items():
         bars = _bars(words, names, [waited[w][cause] for w in names], token)
-        traces.append({**bars, "hovertemplate": "%{x:.3g} s<extra>%{y}</extra>"})
+        texts = [format_seconds(waited[w][cause]) for w in names]
+        traces.append({**bars, "hovertext": texts, "hovertemplate": "%{hovertext}<extra>%{y}</extra>"})
     totals = {words: sum(waited[w][cause] for w in names) for cause, (words, _) in _CAUSES.items()}
     said = "All workers together waited " + ", ".join(f"{format_seconds(s)} {w}" for w, s in totals.items()) + "."
-    layout = {**_row_layout(names, "seconds"), "barmode": "stack"}
+    longest = max(sum(causes.values()) for causes in waited.values())
+    layout = {**_row_layout(names, time_axis("", [longest])), "barmode": "stack"}
     return Chart("waiting", "Waiting, by cause", said, said, traces, layout, max(220, 120 + 30 * len(names)))
 
 
@@ -160,14 +164,15 @@ def _bytes(loads: dict[str, ServerTotals], windows: Sequence[WorkerWindow]) -> C
     if not any(sent.values()):
         return None
     traces = [
-        _bars("sent", names, [sent.get(n, 0.0) / 1e6 for n in names], "communicate"),
-        _bars("received", names, [received.get(n, 0.0) / 1e6 for n in names], "forward"),
+        _bars("sent", names, [sent.get(n, 0.0) for n in names], "communicate"),
+        _bars("received", names, [received.get(n, 0.0) for n in names], "forward"),
     ]
     for trace in traces:
-        trace["hovertemplate"] = "%{x:.3g} MB<extra>%{y}</extra>"
+        trace["hovertext"] = [format_bytes(n_bytes) for n_bytes in trace["x"]]
+        trace["hovertemplate"] = "%{hovertext}<extra>%{y}</extra>"
     up, down = (sum(d.get(n, 0.0) for n in names if n.startswith("worker")) for d in (sent, received))
     said = f"Workers sent {format_bytes(up)} and received {format_bytes(down)}, over all their lives."
-    layout = {**_row_layout(names, "MB"), "barmode": "group"}
+    layout = {**_row_layout(names, byte_axis("", [*sent.values(), *received.values()])), "barmode": "group"}
     return Chart("directions", "Bytes by direction", said, said, traces, layout, max(240, 120 + 34 * len(names)))
 
 
@@ -186,8 +191,12 @@ def _load(record: RunRecord) -> Chart | None:
         return None
     means = ", ".join(f"{safe(n)} {sum(y for _, y in p) / len(p):.0f}%" for n, p in sorted(lines.items()))
     said = f"Share of its time in which a server decodes, updates and answers. Means: {means}."
-    layout = {"xaxis": axis("seconds since the command"), "yaxis": axis("% busy", rangemode="tozero")}
+    layout = {"xaxis": _since_the_command(lines), "yaxis": axis("% busy", rangemode="tozero")}
     return Chart("serverload", "Server load", said, said, _lines(lines), layout, 260)
+
+
+def _since_the_command(lines: Mapping[str, Sequence[tuple[float, float]]]) -> Json:
+    return time_axis("time since the command", [t for points in lines.values() for t, _ in points])
 
 
 def _history(windows: Sequence[Mapping[str, T]]) -> dict[str, list[T]]:
@@ -225,9 +234,9 @@ def _bars(legend: str, names: Sequence[str], values: Sequence[float], token: str
             "marker": {"color": color(token)}}  # fmt: skip
 
 
-def _row_layout(names: Sequence[str], unit: str) -> Json:
+def _row_layout(names: Sequence[str], x_axis: Json) -> Json:
     rows = {"tickvals": list(range(len(names))), "ticktext": [safe(n) for n in names]}
-    return {"xaxis": axis(unit, rangemode="tozero"), "yaxis": {**rows, "autorange": "reversed", "showgrid": False},
+    return {"xaxis": x_axis, "yaxis": {**rows, "autorange": "reversed", "showgrid": False},
             "hovermode": "closest", "legend": {"traceorder": "normal"}}  # fmt: skip
 
 

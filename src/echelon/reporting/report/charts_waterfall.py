@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from echelon.core.figure import Chart, Choice, Json, axis, color, safe
+from itertools import accumulate, pairwise
+
+from echelon.core.figure import Chart, Choice, Json, color, safe
+from echelon.core.ticks import time_axis
 from echelon.core.units import format_seconds
 from echelon.observe.phases import Phase
 from echelon.reporting.report.waterfall import END, MISSING, RESTART, START, Waterfall
@@ -13,6 +16,7 @@ _SAID = {
     RESTART: "restarts", END: "end (report, last files)",
 }  # fmt: skip
 _MOST_RANKS = 64
+_WIDE = 0.5  # a bar of this share of the wall time has room for its text inside, also on a phone
 
 
 def part_name(name: str, served: bool = False) -> str:
@@ -27,10 +31,10 @@ def waterfall_chart(waterfall: Waterfall | None, served: bool = False) -> Chart 
     shown = {name: s for name, s in waterfall.parts.items() if name != MISSING or waterfall.missing > 0.001}
     labels = [safe(part_name(name, served)) for name in shown]
     ranks = range(min(waterfall.ranks, _MOST_RANKS))
-    traces = [_trace(waterfall, shown, rank) for rank in ranks]
+    traces = [made(waterfall, shown, rank) for rank in ranks for made in (_bars, _texts)]
     places = list(range(len(shown) + 1))
     layout = {
-        "xaxis": axis("seconds since the command", range=[0, waterfall.wall_s * 1.25]),  # room for the last labels
+        "xaxis": time_axis("time since the command", [waterfall.wall_s], range=[0, waterfall.wall_s * 1.02]),
         "yaxis": {"tickvals": places, "ticktext": [*labels, "wall time"], "autorange": "reversed", "showgrid": False},
         "hovermode": "closest",
         "showlegend": False,
@@ -38,37 +42,59 @@ def waterfall_chart(waterfall: Waterfall | None, served: bool = False) -> Chart 
     }
     caption = (
         "Each part begins where the one before it ends; parts of all steps are added up. Pauses between steps "
-        "(evaluation, checkpoint, recording) belong to no phase. Shares here are of the wall time, elsewhere of step "
-        "time. "
+        "(evaluation, checkpoint, recording, callbacks) belong to no phase. Shares here are of the wall time, "
+        "elsewhere of step time. "
         f"Together they are the wall time within {waterfall.missing:.1%}."
     )
     largest = sorted(shown.items(), key=lambda item: -item[1][0])[:4]
     said = ", ".join(f"{part_name(n, served)} {format_seconds(s[0])}" for n, s in largest)
     label = f"Of {format_seconds(waterfall.wall_s)} on rank 0: {said}."
-    choices = tuple(Choice(f"rank {r}", [r]) for r in ranks) if waterfall.ranks > 1 else ()
+    choices = tuple(Choice(f"rank {r}", [2 * r, 2 * r + 1]) for r in ranks) if waterfall.ranks > 1 else ()
     height = 110 + 26 * len(places)
     return Chart("waterfall", "Where the wall time went", caption, label, traces, layout, height, True, choices, "Rank")
 
 
-def _trace(waterfall: Waterfall, shown: dict[str, tuple[float, ...]], rank: int) -> Json:
-    bases, widths, reached = [], [], 0.0
-    for seconds in shown.values():
-        bases.append(reached)
-        widths.append(seconds[rank])
-        reached += seconds[rank]
-    widths.append(waterfall.wall_s)
+def _spans(waterfall: Waterfall, shown: dict[str, tuple[float, ...]], rank: int) -> list[tuple[float, float]]:
+    """Return where each part begins, and its seconds; the wall time is the last."""
+    ends = list(accumulate((seconds[rank] for seconds in shown.values()), initial=0.0))
+    return [*((a, b - a) for a, b in pairwise(ends)), (0.0, waterfall.wall_s)]
+
+
+def _bars(waterfall: Waterfall, shown: dict[str, tuple[float, ...]], rank: int) -> Json:
+    spans = _spans(waterfall, shown, rank)
     return {
         "type": "bar",
         "orientation": "h",
         "name": f"rank {rank}",
         "visible": rank == 0,
-        "y": list(range(len(widths))),
-        "x": widths,
-        "base": [*bases, 0.0],
-        "text": [f"{format_seconds(s)} · {s / waterfall.wall_s:.0%} of wall time" if s else "" for s in widths],
-        "textposition": "outside",
-        "cliponaxis": False,
+        "y": list(range(len(spans))),
+        "x": [seconds for _, seconds in spans],
+        "base": [base for base, _ in spans],
         "marker": {"color": [color(_token(name)) for name in [*shown, "wall"]]},
+        "hoverinfo": "skip",
+    }
+
+
+def _texts(waterfall: Waterfall, shown: dict[str, tuple[float, ...]], rank: int) -> Json:
+    """Write inside wide bars, and beside the others where there is more room."""
+    spans, wall_s = _spans(waterfall, shown, rank), waterfall.wall_s
+    places, sides, tokens = [], [], []
+    for name, (base, seconds) in zip([*shown, "wall"], spans, strict=True):
+        end, inside = base + seconds, seconds >= _WIDE * wall_s
+        before = not inside and base > wall_s - end
+        places.append(base if inside or before else end)
+        sides.append("middle left" if before else "middle right")
+        tokens.append("paper" if inside and _token(name) != "faint" else "ink")
+    return {
+        "type": "scatter",
+        "mode": "text",
+        "visible": rank == 0,
+        "y": list(range(len(spans))),
+        "x": places,
+        "text": [f" {format_seconds(s)} · {s / wall_s:.0%} " if s else "" for _, s in spans],
+        "textposition": sides,
+        "cliponaxis": False,
+        "textfont": {"size": 12, "color": [color(token) for token in tokens]},
         "hoverinfo": "skip",
     }
 

@@ -2,7 +2,8 @@
 
 A page extends `base.html.j2` and places charts with the macro `draw(chart)`; nothing is fetched from a network.
 Plotly.js is its bundle of cartesian charts (npm: `plotly.js-cartesian-dist-min`), compressed with `gzip -9 -n`; the
-page carries it so, in base64, and the browser unpacks it.
+page carries it so, in base64, and the browser unpacks it. Pages of a study's runs would carry the same 0.6 MB once
+each: they refer to one file in the study's folder, by a relative path, and open without a network like the others.
 """
 
 from __future__ import annotations
@@ -15,31 +16,78 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from echelon.core.figure import Chart
+from echelon.core.files import write_atomic
 from echelon.core.json_values import finite
-from echelon.reporting.report.terms import TERMS, with_specs, with_term
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _CONTENTS = "<!-- contents -->"
+SHARED_SCRIPT = "echelon-charts.js"
+"""In a folder with `runs/`: plotly.js for the pages of these runs."""
 PLOTLY_FILE = Path(__file__).parent / "plotly" / "plotly-cartesian.min.js.gz"
+TERMS = {
+    "samples/s": "Training samples of all ranks per second of step time; pauses between steps are left out.",
+    "a step": "One update of the parameters: forward, backward, communication and update of one global batch.",
+    "sent a step": "Bytes that all ranks together send in a step so that replicas agree.",
+    "own work": "What a rank spends in a step on anything but communication, in which it also waits for others.",
+    "communicate": "Waiting for messages that backward does not hide, and for ranks that are slower.",
+    "update": "The optimizer's step.",
+    "other": "Time of a step that is in no phase: hooks, logging, garbage collection.",
+    "wall time": "From the start of the command's process to its end; pauses between a stop and a resume are left out.",
+    "times as fast": "Seconds of a step now over those that it would take: 1.00x is no change.",
+    "saved of a step": "The share of a step's time that would be gone.",
+    "verdict": "What the intervals allow to be said; an interval must lie on one side, and the effect must matter.",
+    "to target": "Seconds of training steps until the target is reached; linear between evaluations.",
+    "sent to target": "Bytes that all ranks sent until the target was reached.",
+    "memory": "The largest peak of a rank.",
+    "memory by rank": "Peak of each rank: resident memory on a CPU, the allocator's on a GPU.",
+    "training": "Seconds of training steps alone: start, evaluations and checkpoints are left out.",
+    "whole run": "Seconds from the run's command to its end.",
+    "ROC AUC": "Area below the curve of true over false positive rate: 1 is perfect, 0.5 is chance.",
+    "F1": "Harmonic mean of precision and recall.",
+    "precision": "Of the samples that were given a class, the share that is of it.",
+    "recall": "Of the samples of a class, the share that was given it.",
+}
+"""What the terms of a page mean, shown where one points at them."""
 
 
-def render_page(template: str, charts: Iterable[Chart], **context: Any) -> str:
-    """Fill a template of this folder; `charts` are those that it draws. All text is escaped."""
+def render_page(template: str, charts: Iterable[Chart], shared_script: str = "", **context: Any) -> str:
+    """Fill a template of this folder; all text is escaped.
+
+    Args:
+        charts: those that it draws.
+        shared_script: where `SHARED_SCRIPT` lies, seen from the page; empty: the page has plotly.js inside.
+    """
     drawn = list(charts)
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
     environment.filters |= {"term": with_term, "specs": with_specs}
     page = environment.get_template(template).render(
         style=Markup(_asset("page.css")),
         script=Markup(_asset("page.js")),
-        plotly=Markup(base64.b64encode(PLOTLY_FILE.read_bytes()).decode()) if drawn else Markup(""),
+        plotly=Markup(_packed_plotly()) if drawn and not shared_script else Markup(""),
+        shared_script=shared_script if drawn else "",
         figures=script_json({c.id: _figure(c) for c in drawn}),
         terms=TERMS,
         **context,
     )
     return page.replace(_CONTENTS, _contents(page), 1)
+
+
+def write_shared_script(folder: Path) -> None:
+    """Write what the pages of `folder/runs/NAME` draw with; it puts into its own element what a page has inside."""
+    write_atomic(folder / SHARED_SCRIPT, f'document.currentScript.textContent = "{_packed_plotly()}";\n')
+
+
+def find_shared_script(run: Path) -> str:
+    """Return where the page of a run finds `SHARED_SCRIPT`, relative to the run's folder; empty: there is none."""
+    folder = run.resolve().parent
+    return f"../../{SHARED_SCRIPT}" if folder.name == "runs" and (folder.parent / SHARED_SCRIPT).is_file() else ""
+
+
+def _packed_plotly() -> str:
+    return base64.b64encode(PLOTLY_FILE.read_bytes()).decode()
 
 
 def _contents(page: str) -> str:
@@ -66,3 +114,28 @@ def _figure(chart: Chart) -> dict[str, object]:
 
 def _asset(name: str) -> str:
     return (_TEMPLATES / name).read_text(encoding="utf-8")
+
+
+"""By the words of a table's head, or of a headline."""
+
+_SPEC = re.compile(r"`[^`]+`|--[a-z][a-z-]*|[^\s(),;\[\]]+\([^()\n]{1,80}\)(?:[^\s(),;.]+(?:\([^()\n]{1,80}\))?)*")
+
+
+def with_term(text: str) -> Markup:
+    """Return a term with what it means, for who points at it; other text as it is, escaped."""
+    meaning = TERMS.get(text)
+    return Markup('<abbr title="{}">{}</abbr>').format(meaning, text) if meaning else escape(text)
+
+
+def with_specs(text: str) -> Markup:
+    """Return text, escaped, in which no line ends within a spec, a flag or a command in backticks.
+
+    >>> str(with_specs("try local(period=8, overlap=2) < 1"))
+    'try <span class="spec">local(period=8, overlap=2)</span> &lt; 1'
+    """
+    done, pieces = 0, Markup()
+    for spec in _SPEC.finditer(text):
+        element = '<code class="spec">{}</code>' if spec[0].startswith("`") else '<span class="spec">{}</span>'
+        pieces += escape(text[done : spec.start()]) + Markup(element).format(spec[0].strip("`"))
+        done = spec.end()
+    return pieces + escape(text[done:])

@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 from echelon.config.yaml_file import plain, read_yaml
 from echelon.core.errors import UserError
 from echelon.core.figure import ReportSection
+from echelon.core.rate_search import LR_FIND
 from echelon.core.task import BEFORE_TASKS, TaskFacts
 from echelon.records.decode import decode
 from echelon.records.events import Event
 from echelon.records.file import Detail, RecordReader
-from echelon.records.kinds import Evaluation, Record, ServerWindow, Start, Steps
+from echelon.records.kinds import End, Evaluation, Record, ServerWindow, Start, Steps
 from echelon.records.segments import RECORD_FILE, segments_of
 from echelon.tasks.classification_report import class_sections
 
@@ -92,6 +93,12 @@ class RunRecord:
     def task(self) -> TaskFacts:
         """What was learnt."""
         return self.last_start.task if self.last_start else BEFORE_TASKS
+
+    @property
+    def searched(self) -> bool:
+        """Whether the run has searched the learning rate (`--lr-find`), and trained nothing."""
+        ends = self.of(End)
+        return bool(ends) and ends[-1].reason == LR_FIND
 
     @property
     def last_start(self) -> Start | None:

@@ -24,6 +24,7 @@ class Summary:
     """A run in numbers. Seconds unless the name says otherwise; None where the record holds no answer.
 
     Attributes:
+        metrics: of the last evaluation; where there is a test set apart, what that gave for the best checkpoint.
         task: whose metrics they are; `best` is of its primary one, at `best_step`.
         seconds, wall_s: of all its commands, each from the process's start to its end; where that was not recorded, to
             the last record. Pauses between a stop and a resume are left out.
@@ -64,6 +65,7 @@ class Summary:
     communication: Communication | None
     waterfall: Waterfall | None
     served: bool
+    searched: bool
 
     def to_json(self) -> JsonObject:
         """Plain values for `summary.json`; NaN and infinity become null."""
@@ -98,7 +100,7 @@ def summarise(record: RunRecord) -> Summary:
         task=task,
         best=best[0] if best else None,
         best_step=best[1] if best else None,
-        eval_samples=evaluations[-1].samples if evaluations else 0,
+        eval_samples=_eval_samples(evaluations),
         seconds=seconds,
         wall_s=seconds,
         startup_s=startup_s,
@@ -126,11 +128,13 @@ def summarise(record: RunRecord) -> Summary:
         communication=timing.communication if timing else None,
         waterfall=waterfall,
         served=record.served,
+        searched=record.searched,
     )
 
 
 def _notes(record: RunRecord) -> list[str]:
-    return [*_entropy_notes(record), *_idle_notes(record)]
+    traced = [event.message for event in record.of(Event) if event.name == "profile"]
+    return [*_entropy_notes(record), *_idle_notes(record), *(f"{text[:1].upper()}{text[1:]}." for text in traced[-1:])]
 
 
 def _idle_notes(record: RunRecord) -> list[str]:
@@ -195,10 +199,17 @@ def _status(record: RunRecord) -> tuple[str, str]:
 def _metrics(record: RunRecord, evaluations: list[Evaluation]) -> dict[str, float | None]:
     metrics: dict[str, float | None] = {m.name: None for m in (record.task.primary, *record.task.headlines)}
     if evaluations:
-        metrics.update(evaluations[-1].metrics)
+        tested = next((e.test_metrics for e in reversed(evaluations) if e.test_metrics), None)
+        metrics.update(tested or evaluations[-1].metrics)
     else:
         metrics.update(record.evaluation.metrics)
     return metrics
+
+
+def _eval_samples(evaluations: list[Evaluation]) -> int:
+    """Return the samples that the metrics of a summary are of."""
+    tested = next((e.test_samples for e in reversed(evaluations) if e.test_samples), 0)
+    return tested or (evaluations[-1].samples if evaluations else 0)
 
 
 def _phases(timing: Timing | None) -> dict[str, float]:

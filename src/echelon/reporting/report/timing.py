@@ -16,15 +16,20 @@ from echelon.reporting.report.records import RunRecord
 _ENOUGH_WINDOWS = 3
 _OUTLIER = 2.0
 SIGNIFICANT = 0.01
+LEAST_RATIO = 1.2  # equal ranks on busy cores differ by a tenth or more for as long as a scheduler leaves them there
+LEAST_S = 20.0
+INDEPENDENT_S = 5.0  # what disturbs a core lasts for seconds: windows that are closer are one observation
+FAR_RATIO = 2.5  # another process on its core makes a rank twice as slow: who is slower than that has another reason
+FAR_S = 1.0  # and so much time between windows makes them two observations
 
 
 @dataclass(frozen=True)
 class SlowRank:
     """The rank with the most work of its own, against the median of the others.
 
-    `saving_s` is what a step would be shorter if it were as fast as the next slowest;
-    `persistence` the share of windows in which it was the slowest; `host` is empty where it is not known.
-    `chance` is how likely as much comes from ranks that are alike (`_chance`), over `tested` windows.
+    `saving_s` is what a step would be shorter if it were as fast as the next slowest; `persistence` the share of the
+    `tested` windows in which it was the slowest, over `measured_s`; `host` is empty where it is not known. `chance` is
+    how likely as much comes from ranks that are alike (`chance_of_slowest`), over so many `observations`.
     """
 
     rank: int
@@ -36,18 +41,25 @@ class SlowRank:
     host: str = ""
     chance: float = 1.0
     tested: int = 0
+    observations: int = 0
+    measured_s: float = 0.0
 
     @property
     def is_slow(self) -> bool:
-        """Whether that it works longer is more than chance."""
-        return self.chance < SIGNIFICANT
+        """Whether it works much longer than the others, for long enough, and for more than chance."""
+        least_s = LEAST_S if self.ratio < FAR_RATIO else LEAST_S / 2
+        return self.ratio >= LEAST_RATIO and self.measured_s >= least_s and self.chance < SIGNIFICANT
 
     @property
     def evidence(self) -> str:
         """A sentence on what was tested."""
         chance = f"p = {self.chance:.2g}" if self.chance >= 1e-4 else "p < 0.0001"
-        times = round(self.persistence * self.tested)
-        return f"Tested: it was the slowest in {times} of {self.tested} windows of steps (sign test, {chance})."
+        times, between = round(self.persistence * self.tested), between_s(self.ratio)
+        return (
+            f"Tested: it was the slowest in {times} of {self.tested} windows of steps, counted as {self.observations} "
+            f"observations of {between:g} s or more (sign test, {chance}), and works at least {LEAST_RATIO:g}x "
+            "as long."
+        )
 
 
 @dataclass(frozen=True)
@@ -151,30 +163,52 @@ def _slow_rank(by_rank: Sequence[dict[str, float]], windows: list[Steps]) -> Slo
     excess.pop(Phase.COMMUNICATE, None)
     waits = [r.get(Phase.COMMUNICATE, 0.0) for r in others]
     slowest, tested = sum(w.slowest_ranks()[slow] for w in windows), _windows(windows)
+    measured_s = sum(w.seconds for w in windows)
+    ratio = work[slow] / typical if typical else 1.0
+    observations = independent(tested, measured_s, ratio)
     wait_s = max(0.0, sum(waits) / len(waits) - by_rank[slow].get(Phase.COMMUNICATE, 0.0))
     return SlowRank(
         rank=slow,
-        ratio=work[slow] / typical if typical else 1.0,
+        ratio=ratio,
         phase=max(excess, key=excess.__getitem__) if excess else "",
         wait_s=wait_s,
         saving_s=min(wait_s, work[slow] - max(own_work(r) for r in others)),
         persistence=slowest / tested,
-        chance=_chance(slowest, tested, len(work)),
+        chance=chance_of_slowest(slowest * observations // tested, observations, len(work)),
         tested=tested,
+        observations=observations,
+        measured_s=measured_s,
     )
 
 
-def _chance(slowest: int, windows: int, ranks: int) -> float:
-    """Return how likely one of several equal ranks is the slowest in so many windows, or in more.
+def between_s(ratio: float) -> float:
+    """Return the seconds that make windows two observations of a rank that works so many times as long as others."""
+    return INDEPENDENT_S if ratio < FAR_RATIO else FAR_S
 
-    A sign test: a given rank is the slowest of a window with chance 1 / ranks; times the number of ranks, for the one
-    that was it most was chosen (Bonferroni). Windows last seconds: what disturbs a core for one is one observation.
+
+def independent(windows: int, seconds: float, ratio: float = 1.0) -> int:
+    """Return how many observations windows count as, that took so long together.
+
+    >>> independent(6, 12.0), independent(50, 100.0), independent(3, 90.0), independent(15, 28.0, ratio=4.6)
+    (2, 20, 3, 15)
+    """
+    return min(windows, int(seconds / between_s(ratio)))
+
+
+def chance_of_slowest(slowest: int, observations: int, ranks: int) -> float:
+    """Return how likely one of several equal ranks is the slowest in so many observations, or in more.
+
+    A sign test: a given rank is the slowest of one with chance 1 / ranks; times the number of ranks, for the one that
+    was it most was chosen (Bonferroni).
+
+    >>> f"{chance_of_slowest(8, 8, ranks=2):.2g}", f"{chance_of_slowest(7, 8, ranks=2):.2g}"
+    ('0.0078', '0.07')
     """
     log_one, log_other = -math.log(ranks), math.log1p(-1 / ranks)
     ways = (
-        math.lgamma(windows + 1) - math.lgamma(k + 1) - math.lgamma(windows - k + 1)
-        + k * log_one + (windows - k) * log_other
-        for k in range(slowest, windows + 1)
+        math.lgamma(observations + 1) - math.lgamma(k + 1) - math.lgamma(observations - k + 1)
+        + k * log_one + (observations - k) * log_other
+        for k in range(slowest, observations + 1)
     )  # fmt: skip
     return min(1.0, ranks * math.fsum(map(math.exp, ways)))
 
@@ -191,7 +225,7 @@ def timing_notes(timing: Timing | None) -> list[str]:
     notes = []
     if timing.steps < 50 or timing.windows < _ENOUGH_WINDOWS:
         notes.append(
-            f"Evidence is thin: {timing.steps} step{'s' * (timing.steps != 1)} in {timing.windows} "
-            f"window{'s' * (timing.windows != 1)} of {RECORD_FILE} carry the figures on time."
+            f"There is little evidence: the figures on time come from {timing.steps} "
+            f"step{'s' * (timing.steps != 1)} in {timing.windows} window{'s' * (timing.windows != 1)} of {RECORD_FILE}."
         )
     return notes

@@ -13,6 +13,8 @@ _MOST_ADVICE = 3
 def closing_words(summary: Summary) -> list[str]:
     """Return sentences for the terminal and the page, the most important first. Plain text, unescaped."""
     words = [_outcome(summary)]
+    if summary.searched:  # nothing was trained: its speed, its last loss and the like are nothing to conclude from
+        return words
     words += _accuracy(summary)
     words += _bound(summary) + list(summary.notes)
     words += [a.sentence() for a in summary.advice[:_MOST_ADVICE]]
@@ -46,7 +48,7 @@ def _outcome(s: Summary) -> str:
         "unfinished": f"Not ended {after}" if s.steps else "No step was recorded",
     }
     said = known.get(s.status, f"Ended as {s.status!r} {after}")
-    return f"{said}: {s.message.rstrip('.')}." if s.message and s.status != "completed" else f"{said}."
+    return f"{said}: {s.message.rstrip('.')}." if s.message else f"{said}."
 
 
 def _accuracy(s: Summary) -> list[str]:
@@ -109,7 +111,7 @@ def _slow_steps(s: Summary) -> list[str]:
 
 def _rank_words(s: Summary) -> list[str]:
     slowest = s.slowest_rank
-    if slowest is None or slowest.ratio < 1.05 or not slowest.is_slow:
+    if slowest is None or not slowest.is_slow:
         return []
     longer = f"Rank {slowest.rank} works {slowest.ratio:.2f}x as long as the median of the others."
     return [f"{longer} {slowest.evidence}"]

@@ -12,7 +12,7 @@ from echelon.reporting.report.charts_learning import learning_charts
 from echelon.reporting.report.charts_pipeline import pipeline_charts
 from echelon.reporting.report.charts_server import server_charts, server_table
 from echelon.reporting.report.charts_waterfall import waterfall_chart
-from echelon.reporting.report.page import render_page
+from echelon.reporting.report.page import find_shared_script, render_page
 from echelon.reporting.report.records import RunRecord, load_run
 from echelon.reporting.report.summary import Summary, summarise
 from echelon.reporting.report.tables import (
@@ -36,17 +36,22 @@ REPORT_FILE = "report.html"
 SUMMARY_FILE = "summary.json"
 
 
-def write_report(run: Path) -> Summary:
+def write_report(run: Path, alone: bool = False) -> Summary:
     """Write `report.html` and `summary.json` into a run's folder, each atomically, from its record.
 
+    The page of a run of a study draws with the script in the study's folder, where there is one.
+
     A torn record, a run that failed before its first step and missing files are survived and said in the notes.
+
+    Args:
+        alone: write a page that needs no other file, also for a run of a study.
 
     Raises:
         UserError: the folder does not exist.
     """
     record = load_run(run)
     summary = summarise(record)
-    write_atomic(run / REPORT_FILE, _encodable(render_run(record, summary)))
+    write_atomic(run / REPORT_FILE, _encodable(render_run(record, summary, "" if alone else find_shared_script(run))))
     numbers = {**summary.to_json(), "words": closing_words(summary)}
     write_atomic(run / SUMMARY_FILE, json.dumps(numbers, indent=2, allow_nan=False) + "\n")
     return summary
@@ -57,8 +62,8 @@ def _encodable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def render_run(record: RunRecord, summary: Summary) -> str:
-    """The page of one run as HTML."""
+def render_run(record: RunRecord, summary: Summary, shared_script: str = "") -> str:
+    """The page of one run as HTML; see `render_page`."""
     timing = measure(record)
     timeline = timeline_chart(record)
     waterfall = waterfall_chart(summary.waterfall, record.served)
@@ -73,6 +78,7 @@ def render_run(record: RunRecord, summary: Summary) -> str:
     return render_page(
         "run.html.j2",
         [chart for charts in sections.values() for chart in charts],
+        shared_script,
         title=record.name,
         summary=summary,
         words=closing_words(summary),

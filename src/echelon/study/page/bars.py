@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from echelon.core.figure import Chart, Json, axis, color, safe
+from echelon.core.ticks import byte_axis, count_axis, time_axis
 from echelon.core.units import format_bytes, format_seconds
 from echelon.observe.phases import PHASES
 from echelon.study.base import COMPLETED
@@ -14,64 +16,75 @@ from echelon.study.page.scene import CandidateStyle, Scene, Spread, spread
 _LABEL = 46
 
 
+@dataclass(frozen=True)
+class Unit:
+    """How numbers of a column are written, and the axis of their bars."""
+
+    write: Callable[[float], str]
+    axis: Callable[..., Json]
+
+
+def _share_axis(title: str, shares: Sequence[float], **more: Any) -> Json:
+    return axis(title, tickformat="~%", **more)
+
+
+SECONDS, BYTES = Unit(format_seconds, time_axis), Unit(format_bytes, byte_axis)
+SHARE = Unit("{:.2%}".format, _share_axis)
+
+
 def target_charts(scene: Scene) -> list[Chart]:
     """Return bars of seconds and bytes to the target; a candidate that missed it in a seed has no bar."""
     if scene.target is None:
         return []
     at = f"to {scene.metric.text(scene.target)}"
     return [
-        _bars(scene, "target_s", f"Time {at}", (format_seconds, 1.0, "seconds")),
-        _bars(scene, "target_bytes", f"Traffic {at}", (format_bytes, 1e-6, "MB sent")),
+        _bars(scene, "target_s", f"Time {at}", SECONDS),
+        _bars(scene, "target_bytes", f"Traffic {at}", BYTES),
     ]
 
 
 def cost_charts(scene: Scene) -> list[Chart]:
     """Return charts of where a step goes, memory per rank, density and staleness, as far as they were recorded."""
-    memory = _known_bars(scene, "memory_bytes", "Memory of the fullest rank", (format_bytes, 1e-6, "MB"))
+    memory = _known_bars(scene, "memory_bytes", "Memory of the fullest rank", BYTES)
     return [c for c in (_phases(scene), memory, _density(scene), _staleness(scene)) if c]
 
 
-def _known_bars(scene: Scene, column: str, title: str, unit: tuple[Callable[[float], str], float, str]) -> Chart | None:
+def _known_bars(scene: Scene, column: str, title: str, unit: Unit) -> Chart | None:
     """Bars of the candidates that a column is known of; None where that is none."""
     known = [style for style in scene.styles if spread(scene.runs, style.label, column)]
     return _bars(replace(scene, styles=known), column, title, unit) if known else None
 
 
 def _density(scene: Scene) -> Chart | None:
-    chart = _known_bars(scene, "density", "Density of what is sent", (_percent, 100.0, "% of the encoded elements"))
+    chart = _known_bars(scene, "density", "Density of what is sent", SHARE)
     caption = "Of rank 0's messages, where a codec is sparse: mean over the steps and the seeds, with the seeds' range."
     return replace(chart, caption=caption) if chart else None
 
 
-def _percent(share: float) -> str:
-    return f"{share:.2%}"
-
-
-def _bars(scene: Scene, column: str, title: str, unit: tuple[Callable[[float], str], float, str]) -> Chart:
-    write, scale, name = unit
+def _bars(scene: Scene, column: str, title: str, unit: Unit) -> Chart:
     drawn = [(style, spread(scene.runs, style.label, column)) for style in _measured(scene)]
     known = [(style, s) for style, s in drawn if s is not None]
     trace: Json = {
         "type": "bar",
         "orientation": "h",
         "y": list(range(len(drawn))),
-        "x": [s.mean * scale if s else 0 for _, s in drawn],
+        "x": [s.mean if s else 0 for _, s in drawn],
         "marker": {"color": [color(style.token) for style, _ in drawn]},
-        "error_x": _errors([s for _, s in drawn], scale),
-        "hovertemplate": [_hover(style, s, write) for style, s in drawn],
+        "error_x": _errors([s for _, s in drawn]),
+        "hovertemplate": [_hover(style, s, unit.write) for style, s in drawn],
     }
-    longest = max((s.high * scale for _, s in known), default=1.0)
+    longest = max((s.high for _, s in known), default=1.0)
     rows = _rows([style for style, _ in drawn])
     for i, (style, s) in enumerate(drawn):  # beside the range, which would cross a bar's own text
-        text = write(s.mean) if s else _missing(scene, style, column)
-        rows["annotations"].append(_beside(i, s.high * scale if s else 0.0, text))
+        text = unit.write(s.mean) if s else _missing(scene, style, column)
+        rows["annotations"].append(_beside(i, s.high if s else 0.0, text))
     layout = {
-        "xaxis": axis(name, range=[0, longest * 1.28]),
+        "xaxis": unit.axis("", [longest], range=[0, longest * 1.28]),
         **rows,
         "hovermode": "closest",
         "showlegend": False,
     }
-    reached = "; ".join(f"{style.label} {write(s.mean) if s else 'not reached'}" for style, s in drawn)
+    reached = "; ".join(f"{style.label} {unit.write(s.mean) if s else 'not reached'}" for style, s in drawn)
     caption = "Mean over the seeds, with their range."
     return Chart(
         f"{column}-{scene.place}", title, caption, f"{title}: {reached}.", [trace], layout, _height(len(drawn))
@@ -91,10 +104,10 @@ def _missing(scene: Scene, style: CandidateStyle, column: str) -> str:
     return f"reached in {reached} of {len(done)} seeds" if reached else "not reached"
 
 
-def _errors(spreads: list[Spread | None], scale: float) -> Json:
+def _errors(spreads: list[Spread | None]) -> Json:
     return {
-        "type": "data", "symmetric": False, "array": [(s.high - s.mean) * scale if s else 0 for s in spreads],
-        "arrayminus": [(s.mean - s.low) * scale if s else 0 for s in spreads],
+        "type": "data", "symmetric": False, "array": [s.high - s.mean if s else 0 for s in spreads],
+        "arrayminus": [s.mean - s.low if s else 0 for s in spreads],
         "color": color("muted"), "thickness": 1.2, "width": 4,
     }  # fmt: skip
 
@@ -111,26 +124,30 @@ def _phases(scene: Scene) -> Chart | None:
     traces = []
     for phase in PHASES:
         spreads = [spread(scene.runs, style.label, f"phase_{phase}") for style in drawn]
-        ms = [s.mean * 1e3 if s else 0.0 for s in spreads]
+        seconds = [s.mean if s else 0.0 for s in spreads]
         traces.append(
             {
                 "type": "bar",
                 "orientation": "h",
                 "name": str(phase),
                 "y": list(range(len(drawn))),
-                "x": ms,
+                "x": seconds,
                 "marker": {"color": color(str(phase)), "line": {"color": color("paper"), "width": 1}},
-                "hovertemplate": f"{phase}: %{{x:.3g}} ms<extra></extra>",
+                "hovertext": [f"{phase}: {format_seconds(s)}" for s in seconds],
+                "hovertemplate": "%{hovertext}<extra></extra>",
             }
         )
-    clauses = []
+    clauses, longest = [], 0.0
     for style in drawn:
         step, waits = spread(scene.runs, style.label, "step_s"), spread(scene.runs, style.label, "phase_communicate")
+        longest = max(longest, step.mean if step else 0.0)
         if step and waits and step.mean:
-            clauses.append(f"{style.label} {step.mean * 1e3:.3g} ms, {waits.mean / step.mean:.0%} of it communication")
+            clauses.append(
+                f"{style.label} {format_seconds(step.mean)}, {waits.mean / step.mean:.0%} of it communication"
+            )
     layout = {
         "barmode": "stack",
-        "xaxis": axis("milliseconds per step"),
+        "xaxis": time_axis("time of a step", [longest]),
         **_rows(drawn),
         "hovermode": "closest",
         "legend": {"traceorder": "normal"},
@@ -145,11 +162,12 @@ def _phases(scene: Scene) -> Chart | None:
 
 
 def _staleness(scene: Scene) -> Chart | None:
-    traces, clauses = [], []
+    traces, clauses, most_behind = [], [], 0
     for style in scene.styles:
         shares = _histogram(scene, style.label)
         if not shares:
             continue
+        most_behind = max(most_behind, *shares)
         mean = sum(k * share for k, share in shares.items())
         clauses.append(f"{style.label} {mean:.2f} on average")
         traces.append(
@@ -162,7 +180,7 @@ def _staleness(scene: Scene) -> Chart | None:
     if not traces:
         return None
     layout = {
-        "xaxis": axis("updates behind", dtick=1),
+        "xaxis": count_axis("updates behind", most_behind),
         "yaxis": axis("share of gradients", tickformat=".0%"),
         "hovermode": "closest",
         "showlegend": True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from echelon.core.figure import Chart, Json, axis, color, line
+from echelon.core.ticks import byte_axis, count_axis, time_axis
 from echelon.core.units import format_bytes, format_seconds
 from echelon.study.metric import PrimaryMetric
 from echelon.study.page.scene import LOG_FROM, CandidateStyle, CurvePoint, Scene, curve
@@ -12,22 +13,24 @@ def curve_charts(scene: Scene) -> list[Chart]:
     """Return the three charts of learning; those without a value are left out."""
     what = scene.metric.label.capitalize()
     wanted = (
-        ("seconds", f"{what} over time", "seconds of training steps", 1.0),
-        ("wire_bytes", f"{what} over traffic", "MB sent by all ranks", 1e-6),
-        ("samples", f"{what} over samples", "samples trained on", 1.0),
+        ("seconds", f"{what} over time"),
+        ("wire_bytes", f"{what} over traffic"),
+        ("samples", f"{what} over samples"),
     )
-    return [c for field, title, unit, scale in wanted if (c := _curves(scene, field, title, (unit, scale)))]
+    return [c for field, title in wanted if (c := _curves(scene, field, title))]
 
 
-def _curves(scene: Scene, field: str, title: str, unit: tuple[str, float]) -> Chart | None:
+def _curves(scene: Scene, field: str, title: str) -> Chart | None:
     bands: list[Json] = []
     lines: list[Json] = []
     ends: list[tuple[float, CandidateStyle, CurvePoint]] = []
+    reached: list[float] = []
     for style in scene.styles if field == "samples" else scene.sound:
         points = [p for p in curve(scene.points, scene.runs, style.label) if getattr(p, field) > 0]
         if not points:
             continue
-        x = [getattr(p, field) * unit[1] for p in points]
+        x = [getattr(p, field) for p in points]
+        reached += x
         ends.append((x[-1], style, points[-1]))
         if points[0].seeds > 1:
             bands.append(_band(style, x, points))
@@ -36,9 +39,8 @@ def _curves(scene: Scene, field: str, title: str, unit: tuple[str, float]) -> Ch
         return None
     last = [end for end, _, _ in ends]
     logarithmic = field != "samples" and max(last) > LOG_FROM * min(last)
-    x_axis = axis(unit[0], **({"type": "log", "dtick": 1} if logarithmic else {"rangemode": "tozero"}))
     layout: Json = {
-        "xaxis": x_axis,
+        "xaxis": _x_axis(field, reached, logarithmic),
         "yaxis": axis(f"test {scene.metric.label}", **scene.metric.axis(0)),
         "hovermode": "closest",
         "showlegend": False,
@@ -50,6 +52,14 @@ def _curves(scene: Scene, field: str, title: str, unit: tuple[str, float]) -> Ch
     )
     caption = _caption(logarithmic, bool(bands), field) + ("" if field == "samples" else scene.left_out)
     return Chart(f"{field}-{scene.place}", title, caption, label, [*bands, *lines], layout, 360, field == "seconds")
+
+
+def _x_axis(field: str, reached: list[float], log: bool) -> Json:
+    if field == "seconds":
+        return time_axis("time of training steps", reached, log)
+    if field == "wire_bytes":
+        return byte_axis("sent by all ranks", reached, log)
+    return count_axis("samples trained on", max(reached), rangemode="tozero")
 
 
 def _spent(field: str, point: CurvePoint) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from echelon.core.figure import Chart, Json, axis, color
+from echelon.core.ticks import byte_axis, time_axis
 from echelon.core.units import format_bytes, format_seconds
 from echelon.study.metric import PrimaryMetric
 from echelon.study.page.scene import LOG_FROM, CandidateStyle, Scene, Spread, spread
@@ -13,22 +14,35 @@ from echelon.study.page.scene import LOG_FROM, CandidateStyle, Scene, Spread, sp
 CostAndValue = tuple[CandidateStyle, Spread, Spread]
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What a candidate spends to the end: its column of the runs, how it is called, written, and drawn as an axis."""
+
+    column: str
+    noun: str
+    label: str
+    write: Callable[[float], str]
+    axis: Callable[..., Json]
+
+
+COSTS = (
+    Cost("train_s", "time", "time of all training steps", format_seconds, time_axis),
+    Cost("wire_bytes", "traffic", "sent by all ranks", format_bytes, byte_axis),
+)
+
+
 def front_charts(scene: Scene) -> list[Chart]:
     """Return the charts of the final metric against seconds to the end, and against bytes."""
     charts = []
-    what = scene.metric.label.capitalize()
-    wanted = (
-        ("train_s", f"{what} against time", "seconds to the end"),
-        ("wire_bytes", f"{what} against traffic", "MB sent"),
-    )
-    for column, title, unit in wanted:
+    for kind in COSTS:
         places = [
             (style, cost, value)
             for style in scene.sound
-            if (cost := spread(scene.runs, style.label, column)) and (value := spread(scene.runs, style.label, "final"))
+            if (cost := spread(scene.runs, style.label, kind.column))
+            and (value := spread(scene.runs, style.label, "final"))
         ]
         if len(places) > 1:
-            chart = _chart(f"front-{column}-{scene.place}", (title, unit), places, scene.metric)
+            chart = _chart(f"front-{kind.column}-{scene.place}", kind, places, scene.metric)
             charts.append(replace(chart, caption=chart.caption + scene.left_out))
     return charts
 
@@ -47,19 +61,17 @@ def front(costs: Sequence[float], gains: Sequence[float]) -> list[int]:
     return best
 
 
-def _chart(id_: str, labels: tuple[str, str], places: list[CostAndValue], metric: PrimaryMetric) -> Chart:
-    title, unit = labels
-    is_time = unit.startswith("seconds")
-    scale = 1.0 if is_time else 1e-6
-    x = [cost.mean * scale for _, cost, _ in places]
+def _chart(id_: str, kind: Cost, places: list[CostAndValue], metric: PrimaryMetric) -> Chart:
+    title = f"{metric.label.capitalize()} against {kind.noun}"
+    x = [cost.mean for _, cost, _ in places]
     y = [value.mean for _, _, value in places]
     best = front(x, [metric.score(v) for v in y])
     logarithmic = min(x) > 0 and max(x) > LOG_FROM * min(x)
     traces = [_front_line([x[i] for i in best], [y[i] for i in best])]
-    traces += [_marker(place, metric, is_time, i in best) for i, place in enumerate(places)]
+    traces += [_marker(place, metric, kind, i in best) for i, place in enumerate(places)]
     names = ", ".join(places[i][0].label for i in best)
     layout = {
-        "xaxis": axis(unit, **({"type": "log", "dtick": 1} if logarithmic else {"rangemode": "tozero"})),
+        "xaxis": kind.axis(kind.label, x, logarithmic),
         "yaxis": axis(f"final {metric.label}", **metric.axis(1)),
         "hovermode": "closest",
         "showlegend": False,
@@ -79,15 +91,14 @@ def _front_line(x: list[float], y: list[float]) -> Json:
     }  # fmt: skip
 
 
-def _marker(place: CostAndValue, metric: PrimaryMetric, is_time: bool, on_front: bool) -> Json:
+def _marker(place: CostAndValue, metric: PrimaryMetric, kind: Cost, on_front: bool) -> Json:
     style, cost, value = place
-    price = format_seconds(cost.mean) if is_time else format_bytes(cost.mean)
     reached = f"{metric.text(value.mean)} ({metric.text(value.low)} to {metric.text(value.high)})"
     return {
         "type": "scatter",
         "mode": "markers+text",
         "name": style.name,
-        "x": [cost.mean if is_time else cost.mean * 1e-6],
+        "x": [cost.mean],
         "y": [value.mean],
         "text": [str(style.number)],
         "textfont": {"color": color("paper"), "size": 11},
@@ -99,5 +110,5 @@ def _marker(place: CostAndValue, metric: PrimaryMetric, is_time: bool, on_front:
             "size": 20, "color": color(style.token), "symbol": "circle" if on_front else "square",
             "line": {"color": color("paper"), "width": 1},
         },
-        "hovertemplate": f"<b>{style.name}</b><br>{reached}, {price}<extra></extra>",
+        "hovertemplate": f"<b>{style.name}</b><br>{reached}, {kind.write(cost.mean)}<extra></extra>",
     }  # fmt: skip

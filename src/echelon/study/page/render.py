@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from echelon.core.units import format_seconds
@@ -40,8 +41,13 @@ class Section:
         return [*self.learning, *self.fronts, *self.targets, *self.costs]
 
 
-def render_study(report: StudyReport, description: str) -> str:
-    """Return the study's page as HTML; `description` is the text of `study.yaml`."""
+def render_study(report: StudyReport, description: str, with_page: Collection[str] = ()) -> str:
+    """Return the study's page as HTML.
+
+    Args:
+        description: the text of `study.yaml`.
+        with_page: names of the runs whose page lies in the study's folder.
+    """
     styles = styles_of(report.study)
     sections = [_section(report, i, group, styles) for i, group in enumerate(report.groups)]
     done = report.completed
@@ -55,7 +61,7 @@ def render_study(report: StudyReport, description: str) -> str:
         headlines=_headlines(report, done),
         words=[*opening_words(report.study, report.recommended, report.runs), *caveats(report.study, report.runs)],
         sections=sections,
-        runs=run_table(report.runs),
+        runs=run_table(report.runs, with_page),
         failures=failures(report.runs),
         environment=environment if environment.rows else None,
         commands=[r.command for r in report.runs if r.command],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from urllib.parse import quote
 
 from echelon.core.units import format_bytes, format_seconds, rounded
@@ -63,8 +63,8 @@ def prediction_table(checked: list[PredictionCheck]) -> Table | None:
     return Table("Times as fast by steps: predicted from the baseline's record alone, and measured", head, rows)
 
 
-def run_table(runs: list[RunRow]) -> Table:
-    """Return one row per run."""
+def run_table(runs: list[RunRow], with_page: Collection[str]) -> Table:
+    """Return one row per run; those `with_page` lead to theirs."""
     head = [
         "run", "seed", "status", metric_of(runs).label, "to target", "training", "whole run", "samples/s", "a step",
         "sent", "memory by rank",
@@ -79,7 +79,7 @@ def run_table(runs: list[RunRow]) -> Table:
                 _by_rank(r.memory_bytes_by_rank),
             ]
         )  # fmt: skip
-    pages = [f"{RUNS_FOLDER}/{quote(r.run)}/{REPORT_FILE}" if r.steps else "" for r in runs]
+    pages = [f"{RUNS_FOLDER}/{quote(r.run)}/{REPORT_FILE}" if r.run in with_page else "" for r in runs]
     return Table("Every run", head, rows, pages)
 
 

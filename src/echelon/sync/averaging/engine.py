@@ -12,6 +12,7 @@ from echelon.collectives import codec_state
 from echelon.collectives.route import Route, open_route
 from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import SHOWN, WireCount
+from echelon.core.listeners import closed_afterwards
 from echelon.core.state_tree import StateTree, StateView
 from echelon.observe.phases import Phase
 from echelon.sync.allreduce import AllReduce
@@ -55,7 +56,8 @@ class Averaging:
         route = self._route
         if self._plan.overlap:
             self._background = Background(self._context.device)
-            route = Route(route.path, same_ranks_group(route.group))
+            with closed_afterwards():
+                route = Route(route.path, same_ranks_group(route.group))
         compression = self._context.compression
         codec = compression.build() if compression.encodes else None
         return DeltaTransport(route, codec, self._context.seed, self._wire)

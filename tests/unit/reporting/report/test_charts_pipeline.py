@@ -30,7 +30,7 @@ def test_the_timeline_shows_ranks_and_kinds(tmp_path: Path) -> None:
     """A bar for each computation; the idle share in words."""
     chart = pipeline_charts(load_run(recorded(tmp_path, ACTIONS)))[0]
     assert [trace["name"].partition(",")[0] for trace in chart.traces] == ["forward", "backward", "backward"]
-    assert chart.traces[0]["y"] == [0, 1] and chart.traces[0]["base"] == [0.0, 10.0]
+    assert chart.traces[0]["y"] == [0, 1] and chart.traces[0]["base"] == [0.0, 0.01]
     assert "Step 3 of zero_bubble: 1 micro-batches through 2 stages on 2 ranks" in chart.caption
     assert "for 50% of it" in chart.caption
 

@@ -12,6 +12,7 @@ import pytest
 
 from echelon.core.errors import UserError
 from echelon.reporting.report import Summary, closing_words, write_report
+from echelon.reporting.report.timing import SlowRank, chance_of_slowest, independent
 from echelon.reporting.report.words import wilson_interval
 from tests.unit.reporting.report.fixtures import LiveState, make_run, tell, write_record
 
@@ -52,14 +53,47 @@ def test_summary_file_holds_what_was_promised(tmp_path: Path) -> None:
 SLOWER = (0.040, 0.030, 0.060, 0.000, 0.005, 0.002)
 
 
-@pytest.mark.parametrize(("epochs", "named"), [(2, True), (1, False)])
-def test_a_slow_rank_is_named_once_it_is_more_than_chance(tmp_path: Path, epochs: int, named: bool) -> None:
-    summary, words = report(tmp_path, phases_s=(BALANCED, SLOWER), epochs=epochs, steps_per_epoch=60)
-    windows = 6 * epochs - 1
-    assert summary.slowest_rank is not None and summary.slowest_rank.tested == windows
-    assert summary.slowest_rank.chance == pytest.approx(2 * 0.5**windows)
-    assert ("rank 1 works 1.28x as long" in words) == named
-    assert (f"it was the slowest in {windows} of {windows} windows of steps (sign test, p" in words) == named
+@pytest.mark.parametrize(
+    ("data_s", "epochs", "named"), [(0.040, 6, True), (0.040, 2, False), (0.021, 6, False)],
+    ids=["a slow rank", "too short a time", "too small an effect"],
+)  # fmt: skip
+def test_a_slow_rank_is_named_once_it_is_more_than_chance(
+    tmp_path: Path, data_s: float, epochs: int, named: bool
+) -> None:
+    summary, words = report(tmp_path, phases_s=(BALANCED, (data_s, *SLOWER[1:])), epochs=epochs, steps_per_epoch=60)
+    slow, windows = summary.slowest_rank, 6 * epochs - 1
+    assert slow is not None and slow.tested == windows and slow.observations == int(slow.measured_s / 5)
+    assert slow.chance == pytest.approx(2 * 0.5**slow.observations)
+    assert ("rank 1 works 1.28x as long" in words) == named == slow.is_slow
+    assert (f"it was the slowest in {windows} of {windows} windows of steps, counted as 9 obs" in words) == named
+
+
+SLOW = SlowRank(1, ratio=1.3, phase="forward", wait_s=0.1, saving_s=0.1, persistence=1.0, chance=0.001, measured_s=60)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({}, True),
+        ({"ratio": 1.11}, False),
+        ({"measured_s": 12.0}, False),
+        ({"chance": 0.02}, False),
+        ({"ratio": 4.6, "measured_s": 12.0}, True),
+        ({"ratio": 4.6, "measured_s": 8.0}, False),
+    ],
+    ids=str,
+)
+def test_a_slow_rank_needs_an_effect_a_time_and_a_test(change: dict[str, float], named: bool) -> None:
+    assert replace(SLOW, **change).is_slow == named
+
+
+def test_windows_that_are_close_are_one_observation() -> None:
+    """Six windows of two seconds, all with the same slowest rank of two: what a busy core for 12 s makes of them."""
+    assert independent(6, 12.0) == 2
+    assert chance_of_slowest(6, 6, ranks=2) == pytest.approx(0.03125)
+    assert chance_of_slowest(2, independent(6, 12.0), ranks=2) == pytest.approx(0.5)
+    assert chance_of_slowest(0, 0, ranks=4) == 1.0
+    assert independent(15, 28.0, ratio=4.6) == 15, "a busy core makes no rank four times as slow"
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -235,7 +269,7 @@ def test_missing_folder_is_a_user_error(tmp_path: Path) -> None:
 
 def test_few_steps_are_thin_evidence(tmp_path: Path) -> None:
     _, words = rewrite(tmp_path, tell(SHORT)[:3])
-    assert "Evidence is thin: 20 steps in 2 windows" in words
+    assert "the figures on time come from 20 steps in 2 windows" in words
 
 
 def test_loss_that_becomes_nan_is_told_with_its_step(tmp_path: Path) -> None:

@@ -4,16 +4,16 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import asdict
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from echelon.core.figure import safe
-from echelon.reporting.report import write_report
-from echelon.reporting.report.page import script_json
-from echelon.reporting.report.terms import with_specs
+from echelon.core.figure import ReportPicture, ReportSection, safe
+from echelon.reporting.report import write_report, write_shared_script
+from echelon.reporting.report.page import SHARED_SCRIPT, script_json, with_specs
 from echelon.tasks.classification_report import most_confused, worst_pairs
 from tests.unit.reporting.report.fixtures import LiveState, make_run
 
@@ -160,6 +160,48 @@ def test_browser_draws_every_chart_in_its_theme(tmp_path: Path, scheme: int, str
     assert dom.count("js-plotly-plot") >= len(figures(page))
     assert stroke in dom
     assert "<title>run · Echelon</title>" in dom
+
+
+@pytest.fixture
+def run_of_a_study(tmp_path: Path) -> Path:
+    """The folder of a run of a study, whose page shares the study's script."""
+    write_shared_script(tmp_path)
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    page_of(folder)
+    return folder
+
+
+def test_pages_of_a_study_share_one_script_unless_one_is_asked_for_alone(run_of_a_study: Path) -> None:
+    page = run_of_a_study / "report.html"
+    shared = page.stat().st_size
+    assert shared < 150_000 and f'src="../../{SHARED_SCRIPT}"' in page.read_text()
+    write_report(run_of_a_study, alone=True)
+    assert 1_300_000 > page.stat().st_size > shared + 500_000 and SHARED_SCRIPT not in page.read_text()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here to open the page with")
+@pytest.mark.parametrize("there", [True, False])
+def test_browser_draws_with_the_shared_script_or_says_that_it_is_missing(run_of_a_study: Path, there: bool) -> None:
+    page = run_of_a_study / "report.html"
+    if not there:
+        (run_of_a_study.parents[1] / SHARED_SCRIPT).unlink()
+    dom, console = dump(page, run_of_a_study.parents[1] / "profile")
+    assert (f'data-charts="{len(figures(page.read_text()))}"' in dom) == there
+    assert (f">No chart: ../../{SHARED_SCRIPT}, which" in dom) == (not there)
+    assert not [line for line in console if there or "ERR_FILE_NOT_FOUND" not in line]
+
+
+def test_pictures_of_a_task_are_shown_and_none_is_fetched(tmp_path: Path) -> None:
+    run = make_run(tmp_path, None)
+    inside, outside = "data:image/png;base64,AAAA", "https://example.com/x.png"
+    pictures = [ReportPicture(source, ("<b>cat", "loss 1")) for source in (inside, outside)]
+    evaluation = run / "evaluation.json"
+    values = json.loads(evaluation.read_text())
+    evaluation.write_text(json.dumps({**values, "sections": [asdict(ReportSection("Worst", pictures=pictures))]}))
+    write_report(run)
+    found = outline((run / "report.html").read_text())
+    assert [(a["src"], a["alt"]) for tag, a in found if tag == "img"] == [(inside, "<b>cat; loss 1")]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here to open the page with")

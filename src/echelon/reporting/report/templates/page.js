@@ -80,8 +80,10 @@
 
   // Unpack plotly.js and run it: an element of text is what this page's policy allows.
   async function loadPlotly() {
-    const packed = document.getElementById("plotly").textContent;
+    const place = document.getElementById("plotly"), packed = place.textContent;
+    if (!packed) throw new Error(`${place.getAttribute("src")}, which all runs of the study draw with, is not there; echelon report RUN writes a page that needs no other file`);
     const bytes = Uint8Array.from(atob(packed), (char) => char.charCodeAt(0));
+    if (!window.DecompressionStream) throw new Error("this browser is too old to draw it");
     const unpacked = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
     const script = document.createElement("script");
     script.textContent = await new Response(unpacked).text();
@@ -94,7 +96,7 @@
   }
   begin().catch((error) => {
     for (const plot of document.querySelectorAll(".plot")) {
-      plot.textContent = `No chart: this browser cannot draw it (${error.message}). Its numbers are in the tables.`;
+      plot.textContent = `No chart: ${error.message}. Its numbers are in the tables.`;
     }
   });
 })();

@@ -1,4 +1,4 @@
-"""Curves for TensorBoard, beside the record."""
+"""Curves and settings for TensorBoard, beside the record."""
 
 from __future__ import annotations
 
@@ -10,45 +10,77 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from echelon.core.files import write_whole
 from echelon.core.patience import Patience
+from echelon.observe.callbacks import Callback, EndInfo, EvaluationInfo, RunInfo, WindowInfo, values_of
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.summary_pb2 import Summary
 
 _WRITE_S = 10.0
 _MOST_WAITING = 100_000
 _CURVES = "curves"
 
 
-class Scalars:
-    """Writes TensorBoard events to `RUN/tensorboard`; without a folder (ranks above 0) it writes nothing.
+class TensorBoard(Callback):
+    """Writes TensorBoard events to `RUN/tensorboard`: curves, and the run's settings as hyperparameters.
 
     Points are written every few seconds. Those that the disk does not take wait in memory, the newest `_MOST_WAITING`
     of them; a run does not end for its curves.
     """
 
-    def __init__(self, folder: Path | None, patience: Patience) -> None:
+    def __init__(self, folder: Path, patience: Patience) -> None:
         """Take a run's folder, and its process's patience with the disk."""
         self._folder, self._patience = folder, patience
         self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
         self._fd: int | None = None
         self._size = 0  # of what is whole in the file
         self._written_s = time.monotonic()
+        self._settings_end: Summary | None = None
+        self._score = ""
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def on_start(self, run: RunInfo) -> None:
+        """Write the settings; the HPARAMS tab shows them beside the primary metric and the loss of evaluations."""
+        from torch.utils.tensorboard.summary import hparams
+
+        settings = {name: float(v) if isinstance(v, bool) else v for name, v in run.settings.items() if v != ""}
+        described, values, self._settings_end = hparams(settings, {f"test/{run.metric.name}": 0.0, "test/loss": 0.0})
+        self._score = run.score
+        self._append(run.start_step, described)
+        self._append(run.start_step, values)
+
+    def on_window(self, window: WindowInfo) -> None:
+        """Write the last step's loss and learning rate, the speed, and what is counted in training."""
+        self._write_values(window.step, values_of(window, self._score))
+
+    def on_evaluation(self, evaluation: EvaluationInfo) -> None:
+        """Write loss and metrics."""
+        self._write_values(evaluation.step, values_of(evaluation))
+
+    def on_end(self, end: EndInfo) -> None:
+        """Write what is left, if the disk takes it."""
+        if self._settings_end is not None:
+            self._append(0, self._settings_end)
+        self.close()
+
+    def _write_values(self, step: int, values: Mapping[str, float]) -> None:
         """Write values by name, such as `train/loss`, at an optimizer step: all in one event, which costs a third."""
-        if self._folder is None:
-            return
-        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        named = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        event = Event(wall_time=time.time(), step=step, summary=Summary(value=named))
-        self._waiting.append(_framed(event.SerializeToString()))
+        self._append(step, Summary(value=[Summary.Value(tag=tag, simple_value=v) for tag, v in values.items()]))
         if time.monotonic() - self._written_s >= _WRITE_S:
             self._patience.attempt(_CURVES, self._write, essential=False)
 
+    def _append(self, step: int, summary: Summary) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        event = Event(wall_time=time.time(), step=step, summary=summary)
+        self._waiting.append(_framed(event.SerializeToString()))
+
     def close(self) -> None:
-        """Write what is left, if the disk takes it."""
+        """Write what is left, if the disk takes it, and close the file."""
         if self._waiting:
             self._patience.attempt(_CURVES, self._write, essential=False)
         if self._fd is not None:
@@ -70,7 +102,6 @@ class Scalars:
 
     def _open(self) -> int:
         if self._fd is None:
-            assert self._folder is not None
             from tensorboard.compat.proto.event_pb2 import Event
 
             folder = self._folder / "tensorboard"

@@ -1,0 +1,267 @@
+"""Columns of a table as arrays: numbers that are standardised, and categories, ids and classes that are numbered.
+
+What is measured (means, the values that are known) is measured on the training rows. A run keeps it: other rows that
+the run is evaluated on are encoded as its own were.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from echelon.core.errors import UserError
+from echelon.core.files import write_atomic
+
+RUN_FILE = "columns.json"
+Values = TypeVar("Values")
+UNSEEN = 0
+"""The id of a value that no training row has, and of a missing one."""
+_TEXT_CHARACTERS = 20  # from this mean length on, strings that hardly repeat are texts
+_SEPARATORS = ("|", ";")
+_SEVERAL = 0.05  # share of strings with a separator from which on they are labels
+
+
+class Form(Enum):
+    """What a column holds."""
+
+    NUMBERS = "numbers"
+    CATEGORIES = "strings"
+    TEXTS = "texts"
+    LISTS = "lists"
+    NOTHING = "nothing"
+    OTHER = auto()
+
+
+def form_of(values: pa.ChunkedArray) -> Form:
+    """Return what a column holds, by its type; strings that are long and hardly repeat are texts."""
+    kind = values.type
+    if pa.types.is_null(kind) or values.null_count == len(values):
+        return Form.NOTHING
+    if pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return Form.NUMBERS
+    if pa.types.is_decimal(kind) or pa.types.is_temporal(kind):
+        return Form.NUMBERS
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return Form.LISTS
+    if not is_string(values):
+        return Form.OTHER
+    long = pc.mean(pc.utf8_length(values)).as_py() >= _TEXT_CHARACTERS
+    return Form.TEXTS if long and 4 * pc.count_distinct(values).as_py() > len(values) else Form.CATEGORIES
+
+
+def is_string(values: pa.ChunkedArray) -> bool:
+    """Whether a column holds strings."""
+    return bool(pa.types.is_string(values.type) or pa.types.is_large_string(values.type))
+
+
+def is_whole(values: pa.ChunkedArray) -> bool:
+    """Whether a column holds whole numbers, by its type."""
+    return bool(pa.types.is_integer(values.type) or pa.types.is_boolean(values.type))
+
+
+def as_numbers(values: pa.ChunkedArray) -> NDArray[np.float64]:
+    """Return a column of numbers `(N,)`, missing ones NaN; times are seconds, or days."""
+    if pa.types.is_temporal(values.type):
+        wide = pa.types.is_timestamp(values.type) or pa.types.is_date64(values.type)
+        values = values.cast(pa.timestamp("s"), safe=False).cast("int64") if wide else values.cast(
+            "int32" if values.type.bit_width == 32 else "int64"
+        )  # fmt: skip
+    numbers: NDArray[np.float64] = values.cast(pa.float64(), safe=False).to_numpy().astype(np.float64)
+    return numbers
+
+
+@dataclass(frozen=True)
+class ColumnFacts:
+    """What is measured of a column.
+
+    Attributes:
+        mean, std: of numbers.
+        known: values of any others, in the order of their numbers.
+    """
+
+    mean: float = 0.0
+    std: float = 1.0
+    known: tuple[str | int | bool, ...] = ()
+
+
+class MeasuredColumns:
+    """Facts of columns by their names: those that a run keeps, and those that are measured now."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """Read what a run keeps.
+
+        Args:
+            folder: of the run; None: there is none.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
+        self._file = folder / RUN_FILE if folder is not None else None
+        self.is_kept = self._file is not None and self._file.is_file()
+        self._facts: dict[str, ColumnFacts] = {}
+        if self._file is not None and self.is_kept:
+            try:
+                kept = json.loads(self._file.read_text(encoding="utf-8"))
+                self._facts = {
+                    name: ColumnFacts(**{**facts, "known": tuple(facts["known"])}) for name, facts in kept.items()
+                }
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(f"{self._file}: cannot be read ({error}): what the run measured is lost") from error
+
+    def of(self, name: str, measure: Callable[[Values], ColumnFacts], values: Values) -> ColumnFacts:
+        """Return the facts of a column; measure its values where the run keeps none."""
+        if name not in self._facts:
+            self._facts[name] = measure(values)
+        return self._facts[name]
+
+    def keep(self) -> None:
+        """Write all facts to the run's folder, where there is one that keeps none yet."""
+        if self._file is not None and not self.is_kept and self._file.parent.is_dir():
+            facts = {name: asdict(each) for name, each in self._facts.items()}
+            write_atomic(self._file, json.dumps(facts, ensure_ascii=False))
+
+
+def _as_known(values: Sequence[str]) -> ColumnFacts:
+    return ColumnFacts(known=tuple(values))
+
+
+def known_values(values: pa.ChunkedArray) -> ColumnFacts:
+    """Return the facts of a column whose values are numbered: each that is there, sorted."""
+    return ColumnFacts(known=tuple(pc.drop_null(pc.unique(values)).sort().to_pylist()))
+
+
+def _value_set(name: str, values: pa.ChunkedArray, known: tuple[str | int | bool, ...]) -> pa.Array:
+    """Return known values as an array of a column's type.
+
+    Raises:
+        UserError: the column is of another one.
+    """
+    try:
+        return pa.array(known, type=values.type)
+    except pa.ArrowException:
+        raise UserError(f"column {name} holds {values.type}; the run's data has such as {known[0]!r} there") from None
+
+
+@dataclass(frozen=True)
+class Standardised:
+    """Numbers less their mean, over their standard deviation; a missing one is the mean."""
+
+    values: NDArray[np.float32]
+    missing: int
+
+
+def standardised(values: pa.ChunkedArray, facts: ColumnFacts) -> Standardised:
+    """Standardise a column of numbers."""
+    numbers = as_numbers(values)
+    absent = ~np.isfinite(numbers)
+    numbers[absent] = facts.mean
+    return Standardised(((numbers - facts.mean) / facts.std).astype(np.float32), int(absent.sum()))
+
+
+def mean_and_std(numbers: NDArray[np.float64]) -> ColumnFacts:
+    """Return mean and standard deviation of those that are finite; of a constant, or of nothing, the deviation is 1."""
+    numbers = numbers[np.isfinite(numbers)]
+    if not len(numbers):
+        return ColumnFacts()
+    mean, std = float(numbers.mean()), float(numbers.std())
+    return ColumnFacts(mean, std if std > 1e-9 * max(1.0, abs(mean)) else 1.0)
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """Ids of a column's values, 0 to `count` - 1."""
+
+    ids: NDArray[np.int64]
+    count: int
+
+
+def numbered(name: str, values: pa.ChunkedArray, facts: ColumnFacts) -> Numbered:
+    """Number the values of a column; those that are not known, and missing ones, share the id 0.
+
+    Raises:
+        UserError: the column is of another type than the known values.
+    """
+    places = pc.index_in(values, value_set=_value_set(name, values, facts.known)).combine_chunks()
+    ids = pc.fill_null(pc.add(places, 1), UNSEEN).to_numpy(zero_copy_only=False).astype(np.int64)
+    return Numbered(ids, len(facts.known) + 1)
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Class numbers `(N,)` and the names of the classes, those of all rows."""
+
+    numbers: NDArray[np.int64]
+    names: tuple[str, ...]
+
+
+def classes_of(name: str, values: pa.ChunkedArray, measured: MeasuredColumns) -> Classes:
+    """Return the classes of a column of strings, or of whole numbers.
+
+    Raises:
+        UserError: numbers that are not whole, or no strings, more classes than half of the rows, or a class that the
+            run's data does not have.
+    """
+    if not (is_whole(values) or is_string(values)):
+        kind = "numbers that are no class numbers" if form_of(values) is Form.NUMBERS else "no classes"
+        raise UserError(f"column {name} holds {kind} ({values.type}): use --task regression, or whole numbers")
+    known = measured.of(name, known_values, values).known
+    if len(known) < 2 or (2 * len(known) > len(values) + 2 and not measured.is_kept):
+        raise UserError(f"column {name} has {len(known)} different values in {len(values)} rows: are these classes?")
+    places = pc.index_in(values, value_set=_value_set(name, values, known))
+    if places.null_count:
+        other = values.filter(pc.is_null(places))[0].as_py()
+        raise UserError(f"column {name} has the class {other!r}, which the run's data does not have")
+    return Classes(places.to_numpy().astype(np.int64), tuple(str(value) for value in known))
+
+
+def holds_labels(values: pa.ChunkedArray) -> bool:
+    """Whether a column holds any number of labels a row: lists, or strings joined by `|` or `;`."""
+    return form_of(values) is Form.LISTS or (is_string(values) and bool(_separator(values)))
+
+
+def labels_of_rows(
+    name: str, values: pa.ChunkedArray, measured: MeasuredColumns
+) -> tuple[NDArray[np.float32], tuple[str, ...]]:
+    """Return which labels each row has, `(N, L)` of 0 and 1, and the names of the labels.
+
+    Raises:
+        UserError: it holds no labels, one alone, or one that the run's data does not have.
+    """
+    if not (form_of(values) is Form.LISTS or is_string(values)):
+        raise UserError(f"column {name} holds {values.type}: labels are strings joined by | or ;, or lists")
+    separator = "" if form_of(values) is Form.LISTS else _separator(values)
+    rows = [_labels_of(row, separator) for row in values.to_pylist()]
+    there = sorted({label for row in rows for label in row})
+    names = tuple(str(label) for label in measured.of(name, _as_known, there).known)
+    if len(names) < 2:
+        raise UserError(f"column {name} has {len(names)} different labels: at least 2 are needed")
+    if new := set(there) - set(names):
+        raise UserError(f"column {name} has the label {min(new)!r}, which the run's data does not have")
+    index = {label: i for i, label in enumerate(names)}
+    marked = np.zeros((len(rows), len(names)), np.float32)
+    for i, row in enumerate(rows):
+        marked[i, [index[label] for label in row]] = 1
+    return marked, names
+
+
+def _labels_of(row: Any, separator: str) -> list[str]:
+    if row is None:
+        return []
+    parts = row if isinstance(row, list) else row.split(separator) if separator else [row]
+    return [label for part in parts if (label := str(part).strip())]
+
+
+def _separator(values: pa.ChunkedArray) -> str:
+    """Return what joins labels; empty: nothing does, in any but a few rows."""
+    shares = {each: pc.mean(pc.match_substring(values, each).cast("float64")).as_py() or 0.0 for each in _SEPARATORS}
+    best = max(shares, key=lambda each: shares[each])
+    return best if shares[best] >= _SEVERAL else ""

@@ -1,0 +1,90 @@
+"""Folders of sound files: one folder per class, below `train/` with `val/` and `test/`, or in one that is split."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from echelon.core.errors import UserError
+from echelon.data.base import DataInfo, DataRequest, Source
+from echelon.data.class_folders import SOUND_FILES, FolderLinks, scan_classes, scan_like
+from echelon.data.order import split
+from echelon.data.sounds import SoundFiles, measured, sound_specs
+from echelon.data.sources.base import SourceKind
+from echelon.tasks.base import Encoding
+
+_HELD_OF_TRAIN = 0.1  # where only a test set is given
+_LOOKED_AT = 1000  # files and folders, until the first one tells what a folder holds
+
+
+class Sounds(SourceKind):
+    """The path of a folder of sound files."""
+
+    form: ClassVar[str] = "a folder of sound files"
+
+    def takes(self, name: str) -> bool:
+        """Whether the first file below a folder is a sound."""
+        path = Path(name).expanduser()
+        return path.is_dir() and first_file(path).lower().endswith(SOUND_FILES.extensions)
+
+    def task_of(self, request: DataRequest) -> str:
+        """Return the task that sounds are for."""
+        return "speech_classification"
+
+    def open(self, request: DataRequest) -> Source:
+        """Open the folder; where it has no part for evaluation, one is held out by the seed."""
+        if request.encoding not in (Encoding.AUTO, Encoding.SPEECH):
+            raise UserError(f"data {request.config.source} is a folder of sounds: --task {request.task} is for others")
+        path = Path(request.config.source).expanduser()
+        links = FolderLinks(path, request.config.follow_links, SOUND_FILES)
+        try:
+            return replace(_open(path, request, links), notes=links.notes)
+        except OSError as error:
+            links.check()
+            raise UserError(f"data {error.filename}: {error.strerror}") from None
+
+
+SOURCE = Sounds
+
+
+def first_file(path: Path) -> str:
+    """Return the name of the first file below a folder, hidden ones left out; empty: none is soon found."""
+    looked_at = 0
+    for _, folders, files in os.walk(path):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        seen = sorted(name for name in files if not name.startswith("."))
+        looked_at += 1 + len(folders)
+        if seen or looked_at > _LOOKED_AT:
+            return seen[0] if seen else ""
+    return ""
+
+
+def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
+    has = {each.name for each in path.iterdir() if each.is_dir()}
+    files, classes = scan_classes(path, "train" if "train" in has else "", links)
+    sounds = measured(files)
+    parts = {
+        part: measured(scan_like(path, part, links, classes), sounds.rate)
+        for part in ("val", "test")
+        if part in has and "train" in has
+    }
+    validation, test = parts.get("val"), parts.get("test")
+    if validation is None:
+        if len(sounds) < 2:
+            raise UserError(f"data {path}: one sound cannot be split into training and evaluation; add val/")
+        chosen, held = split(len(sounds), request.config.holdout if test is None else _HELD_OF_TRAIN, request.seed)
+        sounds, validation = sounds.subset(chosen), sounds.subset(held)
+    longest = max(int(each.frames.max()) for each in (sounds, validation, test) if each is not None)
+    return Source(sounds, validation, _info(request, sounds, len(validation), classes, longest), test=test)
+
+
+def _info(request: DataRequest, sounds: SoundFiles, eval_size: int, classes: tuple[str, ...], longest: int) -> DataInfo:
+    counts = tuple(np.bincount(sounds.labels, minlength=len(classes)).tolist())
+    return DataInfo(
+        request.config.source, classes, 1, 1, len(sounds), eval_size, counts,
+        several=sound_specs(longest), task="speech_classification",
+    )  # fmt: skip

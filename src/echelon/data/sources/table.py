@@ -1,0 +1,464 @@
+"""Tables: CSV, JSONL or parquet, one file that is split, or a folder with train.csv and val.csv or test.csv.
+
+Columns of numbers are standardised by the training rows, strings are numbered as categories. What is learnt follows
+from the target: a column of floats is regression, few whole numbers or strings are classes, strings such as `red|blue`
+or lists are labels.
+
+Needs: `--target`, the column that is to be predicted; `--input` names the others, where not all are used.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from echelon.core.errors import UserError, nearest
+from echelon.data.base import CLASS_NUMBER, DataInfo, DataRequest, Source
+from echelon.data.columns import (
+    UNSEEN,
+    Form,
+    MeasuredColumns,
+    as_numbers,
+    classes_of,
+    form_of,
+    holds_labels,
+    is_string,
+    is_whole,
+    known_values,
+    labels_of_rows,
+    mean_and_std,
+    numbered,
+    standardised,
+)
+from echelon.data.images import TensorArray
+from echelon.data.order import split
+from echelon.data.ragged import RaggedArray
+from echelon.data.sources.base import SourceKind
+from echelon.data.text_columns import encode_texts
+from echelon.tasks.base import Encoding
+from echelon.tasks.nest import Nest, TensorSpec, map_leaves
+
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
+_TASKS = {
+    Encoding.NUMBERS: "regression",
+    Encoding.CLASSES: "classification",
+    Encoding.LABELS: "multi_label",
+    Encoding.TEXT: "text_classification",
+}
+_VALIDATION = ("val", "valid", "validation")
+_CHOOSING_SHARE = 0.1  # of the training rows, where the only other part is a test set
+_MOST_WHOLE_CLASSES = 30  # whole numbers with more values are numbers
+
+
+class TableFile(SourceKind):
+    """The path of a table, or of a folder of its parts."""
+
+    form: ClassVar[str] = "a table (.csv, .jsonl, .parquet)"
+
+    def takes(self, name: str) -> bool:
+        """Whether it is a file with a suffix of tables, or a folder with `train.csv` or the like."""
+        return Path(name).suffix.lower() in SUFFIXES or "train" in _parts_in(Path(name).expanduser())
+
+    def check(self, name: str) -> None:
+        """Refuse a file that is not there.
+
+        Raises:
+            UserError: names it.
+        """
+        if not Path(name).expanduser().exists():
+            raise UserError(f"data {name}: no such file")
+
+    def task_of(self, request: DataRequest) -> str:
+        """Return the task that the target column is for."""
+        self.check(request.config.source)
+        rows = _Rows.read(request)
+        return _TASKS.get(rows.encoding(request), "")
+
+    def open(self, request: DataRequest) -> Source:
+        """Read the table; where it has no part for evaluation, rows are held out by the seed."""
+        rows = _Rows.read(request)
+        encoding = rows.encoding(request)
+        try:
+            source = rows.encoded(request, encoding)
+        except UserError as error:
+            raise UserError(f"data {request.config.source}: {error}") from error
+        rows.measured.keep()
+        return source
+
+
+SOURCE = TableFile
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of all parts, training rows first.
+
+    Attributes:
+        table: with the columns that are used.
+        train, evaluation: number of rows of these parts; those that follow are of the test set.
+        inputs, targets: names of columns.
+        measured: what was measured of columns.
+        notes: how the rows were divided.
+    """
+
+    table: pa.Table
+    train: int
+    evaluation: int
+    inputs: tuple[str, ...]
+    targets: tuple[str, ...]
+    measured: MeasuredColumns
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, request: DataRequest) -> _Rows:
+        """Read the files, and divide their rows.
+
+        Raises:
+            UserError: a file cannot be read, or lacks a column or rows.
+        """
+        path = Path(request.config.source).expanduser()
+        parts = _parts_in(path) or {"train": path}
+        held = next((name for name in _VALIDATION if name in parts), None)
+        names = [name for name in ("train", held, "test") if name in parts]
+        tables = [_read_file(parts[str(name)]) for name in names]
+        inputs, targets = _columns(request, tables[0].column_names, parts["train"])
+        for table, name in zip(tables, names, strict=True):
+            _known(table.column_names, (*inputs, *targets), parts[str(name)])
+        chosen = [table.select([*inputs, *targets]) for table in tables]
+        try:
+            table = pa.concat_tables(chosen, promote_options="permissive")
+        except pa.ArrowException as error:
+            raise UserError(f"data {path}: columns of its parts differ in type ({_first_line(error)})") from error
+        measured = MeasuredColumns(request.folder)
+        rows = cls(table, len(chosen[0]), len(chosen[1]) if held else 0, inputs, targets, measured)
+        return rows if held else rows._divided(request, "test" in parts)
+
+    def _divided(self, request: DataRequest, has_test: bool) -> _Rows:
+        """Return the rows with some of the training part held out."""
+        if self.train < 2:
+            raise UserError(f"data {request.config.source}: one row cannot be split: give more")
+        share = min(_CHOOSING_SHARE, request.config.holdout) if has_test else request.config.holdout
+        train, held = split(self.train, share, request.seed)
+        order = np.concatenate([train, held, np.arange(self.train, len(self.table))])
+        notes = (f"{len(held)} of {self.train} training rows are held out to choose by: never by the test set",)
+        rows = replace(self, table=self.table.take(pa.array(order)), train=len(train), evaluation=len(held))
+        return replace(rows, notes=notes if has_test else ())
+
+    def encoding(self, request: DataRequest) -> Encoding:
+        """Return what is made of the columns: as the task wants it, else by the target.
+
+        Raises:
+            UserError: a target has missing values, or the target suits no task.
+        """
+        for name in self.targets:
+            self._refuse_missing(request, name)
+        if request.encoding is not Encoding.AUTO:
+            if request.encoding not in (*_TASKS, Encoding.IDS):
+                raise UserError(f"data {request.config.source} is a table, which --task {request.task} does not take")
+            return request.encoding
+        columns = [self.table[name] for name in self.targets]
+        if len(self.inputs) == 1 and form_of(self.table[self.inputs[0]]) is Form.TEXTS:
+            return Encoding.TEXT
+        if len(columns) > 1:
+            return Encoding.NUMBERS
+        if holds_labels(columns[0]):
+            return Encoding.LABELS
+        if is_string(columns[0]) or pa.types.is_boolean(columns[0].type):
+            return Encoding.CLASSES
+        few = is_whole(columns[0]) and pc.count_distinct(columns[0]).as_py() <= min(
+            _MOST_WHOLE_CLASSES, len(self.table) // 3
+        )
+        return Encoding.CLASSES if few else Encoding.NUMBERS
+
+    def _refuse_missing(self, request: DataRequest, name: str) -> None:
+        values = self.table[name]
+        absent = values.is_null(nan_is_null=True)
+        if holds_labels(values) or not pc.any(absent).as_py():
+            return
+        count = pc.sum(absent).as_py()
+        row = int(self._places(request, name)[0]) + 1
+        raise UserError(
+            f"data {request.config.source}: the target {name} is missing in row {row}"
+            f"{f', and in {count - 1} more' if count > 1 else ''}: remove such rows"
+        )
+
+    def _places(self, request: DataRequest, name: str) -> NDArray[np.int64]:
+        """Return where values are missing in the file of the training part, else in the evaluation part."""
+        path = Path(request.config.source).expanduser()
+        for file in (_parts_in(path) or {"train": path}).values():
+            absent = _read_file(file)[name].is_null(nan_is_null=True).to_numpy()
+            if absent.any():
+                return np.flatnonzero(absent)
+        return np.zeros(1, np.int64)
+
+    def encoded(self, request: DataRequest, encoding: Encoding) -> Source:
+        """Return the columns in the form that a task wants.
+
+        Raises:
+            UserError: a column holds what the task cannot use.
+        """
+        if encoding is Encoding.TEXT:
+            return self.texts_source(request)
+        return self.ids_source(request) if encoding is Encoding.IDS else self.source(request, encoding)
+
+    def source(self, request: DataRequest, encoding: Encoding) -> Source:
+        """Return numbers and categories with targets of a form.
+
+        Raises:
+            UserError: a column holds what the task cannot use.
+        """
+        inputs, specs, notes = self._numbers_and_categories()
+        numbers = specs["numbers"] if set(specs) == {"numbers"} else None
+        targets, facts = self._targets(encoding)
+        info = replace(
+            facts,
+            name=request.config.source,
+            channels=numbers.shape[0] if numbers else 1,
+            train_size=self.train,
+            eval_size=self.evaluation,
+            shape=numbers.shape if numbers else None,
+            several=None if numbers else specs,
+            task=_TASKS[encoding],
+        )
+        values = inputs["numbers"] if numbers else inputs
+        return self._cut(values, targets, info, notes)
+
+    def ids_source(self, request: DataRequest) -> Source:
+        """Return ids, such as of users and items, with a number each: a rating, or whether it was clicked (0 or 1).
+
+        Raises:
+            UserError: a column holds no ids, or the target is no number.
+        """
+        if len(self.inputs) < 2:
+            raise UserError(f"--task {request.task} needs two columns of ids: --input USER,ITEM")
+        if len(self.targets) > 1:
+            raise UserError(f"--task {request.task} has one target: a rating, or 0 and 1")
+        columns = []
+        for name in self.inputs:
+            values = self.table[name]
+            if not (is_whole(values) or is_string(values)):
+                raise UserError(f"column {name} holds {values.type}: ids are whole numbers or strings")
+            known = self.measured.of(name, known_values, values[: self.train])
+            columns.append(numbered(name, values, known))
+        targets, facts = self._targets(Encoding.NUMBERS)
+        values = self.table[self.targets[0]]
+        if is_whole(values) and set(np.unique(as_numbers(values))) == {0.0, 1.0}:
+            facts = replace(facts, targets=TensorSpec(count=2), target_mean=(), target_std=())
+        info = replace(
+            facts,
+            name=request.config.source,
+            train_size=self.train,
+            eval_size=self.evaluation,
+            several=tuple(TensorSpec((), "int64", column.count) for column in columns),
+            task="recommendation",
+        )
+        unseen = [
+            f"{(column.ids[self.train :] == UNSEEN).sum()} of {len(self.table) - self.train} rows held out have a "
+            f"value of {name} that no training row has"
+            for name, column in zip(self.inputs, columns, strict=True)
+            if (column.ids[self.train :] == UNSEEN).any()
+        ]
+        return self._cut(tuple(column.ids for column in columns), targets, info, unseen)
+
+    def texts_source(self, request: DataRequest) -> Source:
+        """Return texts as token ids, with a class each.
+
+        Raises:
+            UserError: it is not one column of strings, or the target is no class.
+        """
+        if len(self.inputs) > 1 or not is_string(self.table[self.inputs[0]]):
+            raise UserError("--task text-classification reads one column of strings: name it with --input")
+        texts = [text or "" for text in self.table[self.inputs[0]].to_pylist()]
+        column = encode_texts(request, texts, self.train)
+        targets, facts = self._targets(Encoding.CLASSES)
+        info = replace(
+            facts,
+            name=request.config.source,
+            train_size=self.train,
+            eval_size=self.evaluation,
+            several=column.specs,
+            task=_TASKS[Encoding.TEXT],
+            tokeniser=column.tokeniser,
+        )
+        note = f"texts of {self.inputs[0]} are cut into tokens, of a vocabulary of {column.tokeniser.count:,}"
+        return self._cut(column.inputs, targets, info, [note])
+
+    def _cut(self, inputs: Nest, targets: NDArray[np.generic], info: DataInfo, notes: Sequence[str]) -> Source:
+        end = self.train + self.evaluation
+        rows = np.arange(len(self.table))
+        train, held, test = (
+            TensorArray(*map_leaves(lambda column, part=part: _some(column, part), (inputs, targets)))
+            for part in (rows[: self.train], rows[self.train : end], rows[end:])
+        )
+        return Source(train, held, info, (*self.notes, *notes), test if len(test) else None)
+
+    def _numbers_and_categories(self) -> tuple[dict[str, NDArray[np.generic]], dict[str, TensorSpec], list[str]]:
+        """Return the inputs, their specs, and notes; the ids of all columns of categories count on."""
+        numbers, categories, notes, count = [], [], [], 0
+        for name in self.inputs:
+            values = self.table[name]
+            form = form_of(values)
+            if form is Form.NUMBERS:
+                facts = self.measured.of(name, mean_and_std, as_numbers(values[: self.train]))
+                column = standardised(values, facts)
+                numbers.append(column.values)
+                if column.missing:
+                    notes.append(f"{name}: {column.missing} of {len(values)} values are missing: the mean stands there")
+            elif form is Form.CATEGORIES:
+                known = numbered(name, values, self.measured.of(name, known_values, values[: self.train]))
+                if not self.measured.is_kept and 2 * known.count > self.train + 4 and known.count > _MOST_WHOLE_CLASSES:
+                    raise UserError(
+                        f"column {name} has another value in nearly each row, which is no number and no category: "
+                        "leave it out of --input"
+                    )
+                categories.append(known.ids + count)
+                count += known.count
+            else:
+                what = "nothing" if form is Form.NOTHING else f"{form.value if form is not Form.OTHER else values.type}"
+                raise UserError(
+                    f"column {name} holds {what}, neither numbers nor categories: leave it out, "
+                    f"with --input naming the others"
+                )
+        inputs: dict[str, NDArray[np.generic]] = {}
+        specs: dict[str, TensorSpec] = {}
+        if numbers:
+            inputs["numbers"], specs["numbers"] = np.stack(numbers, axis=1), TensorSpec((len(numbers),))
+        if categories:
+            inputs["categories"] = np.stack(categories, axis=1)
+            specs["categories"] = TensorSpec((len(categories),), "int64", count)
+        return inputs, specs, notes
+
+    def _targets(self, encoding: Encoding) -> tuple[NDArray[np.generic], DataInfo]:
+        """Return the targets, and what is known of the data by them alone."""
+        facts = DataInfo("", (), 1, 1, 0, 0, ())
+        if encoding is Encoding.NUMBERS:
+            return self._number_targets(facts)
+        if len(self.targets) > 1:
+            raise UserError(f"{len(self.targets)} targets are for --task regression; name one --target")
+        name = self.targets[0]
+        if encoding is Encoding.CLASSES:
+            known = classes_of(name, self.table[name], self.measured)
+            counts = np.bincount(known.numbers[: self.train], minlength=len(known.names))
+            return known.numbers, replace(
+                facts, classes=known.names, class_counts=tuple(counts.tolist()), targets=CLASS_NUMBER
+            )
+        marked, names = labels_of_rows(name, self.table[name], self.measured)
+        counts = marked[: self.train].sum(0).astype(int)
+        return marked, replace(
+            facts, classes=names, class_counts=tuple(counts.tolist()), targets=TensorSpec((len(names),))
+        )
+
+    def _number_targets(self, facts: DataInfo) -> tuple[NDArray[np.generic], DataInfo]:
+        columns = []
+        for name in self.targets:
+            if form_of(self.table[name]) is not Form.NUMBERS:
+                example = self.table[name][0].as_py()
+                raise UserError(
+                    f"the target {name} holds no numbers, but such as {example!r}: is another --task meant?"
+                )
+            columns.append(as_numbers(self.table[name]))
+        values = np.stack(columns, axis=1)
+        if not np.isfinite(values).all():
+            raise UserError(f"the target {self.targets[int(np.argwhere(~np.isfinite(values))[0][1])]} is not finite")
+        measured = [
+            self.measured.of(name, mean_and_std, column[: self.train])
+            for name, column in zip(self.targets, columns, strict=True)
+        ]
+        shape = () if len(columns) == 1 else (len(columns),)
+        facts = replace(
+            facts,
+            targets=TensorSpec(shape),
+            target_names=self.targets,
+            target_mean=tuple(facts_of.mean for facts_of in measured),
+            target_std=tuple(facts_of.std for facts_of in measured),
+        )
+        return values.astype(np.float32).reshape(len(values), *shape), facts
+
+
+def _some(column: NDArray[np.generic] | RaggedArray, rows: NDArray[np.int64]) -> NDArray[np.generic] | RaggedArray:
+    """Return some rows of a column."""
+    return column.subset(rows) if isinstance(column, RaggedArray) else np.ascontiguousarray(column[rows])
+
+
+def _parts_in(path: Path) -> dict[str, Path]:
+    """Return the parts of a table that lie in a folder, by name, such as `train`."""
+    if not path.is_dir():
+        return {}
+    return {file.stem: file for file in sorted(path.iterdir()) if file.suffix.lower() in SUFFIXES and file.is_file()}
+
+
+def _columns(request: DataRequest, names: Sequence[str], file: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of inputs and targets, as they are described."""
+    wanted, target = (_listed(text) for text in (request.config.input, request.config.target))
+    if not target:
+        raise UserError(f"data {request.config.source}: name the column to predict with --target: {', '.join(names)}")
+    _known(names, (*wanted, *target), file)
+    inputs = wanted or tuple(name for name in names if name not in target)
+    if not inputs or set(inputs) & set(target):
+        both = next(iter(set(inputs) & set(target)), "")
+        reason = f"{both} is both input and target" if both else "no column is left for the input"
+        raise UserError(f"data {request.config.source}: {reason}")
+    return inputs, target
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
+
+
+def _known(names: Sequence[str], wanted: Sequence[str], file: Path) -> None:
+    for name in wanted:
+        if name not in names:
+            raise UserError(f"data {file}: no column {name!r}: {nearest(name, names)}it has {', '.join(names)}")
+
+
+def _read_file(file: Path) -> pa.Table:
+    """Read one file.
+
+    Raises:
+        UserError: it is not there, empty, or not of its format.
+    """
+    try:
+        table = _read_as(file)
+    except OSError as error:
+        raise UserError(f"data {file}: cannot be read ({_first_line(error)})") from error
+    except (pa.ArrowException, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"data {file}: cannot be read as {file.suffix[1:].lower()} ({_first_line(error)})") from error
+    if not len(table):
+        raise UserError(f"data {file}: it has no rows")
+    if len(set(table.column_names)) < len(table.column_names):
+        raise UserError(f"data {file}: two columns have the same name")
+    return table
+
+
+def _read_as(file: Path) -> pa.Table:
+    suffix = file.suffix.lower()
+    if suffix == ".parquet":
+        from pyarrow import parquet
+
+        return parquet.read_table(file)
+    if suffix == ".jsonl":
+        from pyarrow import json
+
+        return json.read_json(file)
+    from pyarrow import csv as arrow_csv
+
+    with file.open("rb") as stream:
+        head = stream.readline()
+    delimiter = "\t" if suffix == ".tsv" else ";" if b";" in head and b"," not in head else ","
+    return arrow_csv.read_csv(
+        file,
+        parse_options=arrow_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+        convert_options=arrow_csv.ConvertOptions(strings_can_be_null=True),
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

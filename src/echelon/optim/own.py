@@ -1,0 +1,142 @@
+"""An optimizer of the user's own: any subclass of `torch.optim.Optimizer`, by name or as an object from Python."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+from torch.optim.optimizer import ParamsT
+
+from echelon.core.errors import UserError
+from echelon.core.own import find_own, of_object, read_calls
+from echelon.core.spec import show_value
+
+FLAG = "--optimizer"
+OptimizerFactory = Callable[..., torch.optim.Optimizer]
+"""A subclass of `torch.optim.Optimizer`, or what returns one, called with parameter groups and `lr=`."""
+
+_OF_SETTINGS = {"lr": "--lr", "weight_decay": "--weight-decay"}
+_PLAIN = (bool, int, float, str)
+
+
+def is_own(name: str) -> bool:
+    """Whether a description names code of the user's.
+
+    >>> is_own("mine:Own(rho=0.04)"), is_own("adamw")
+    (True, False)
+    """
+    return ":" in name.partition("(")[0]
+
+
+def read_optimizer(text: str) -> OptimizerFactory:
+    """Return what `module:Class(name=value)` names, with its arguments.
+
+    Raises:
+        UserError: there is no such class, or arguments are not its own to have.
+    """
+    calls = read_calls(text)
+    if len(calls) != 1:
+        raise UserError(f"{FLAG} {text}: name one optimizer")
+    [call] = calls
+    named = find_own(FLAG, call.name)
+    if call.spec.args:
+        raise UserError(f"{FLAG} {text}: its arguments are named: {call.spec.name}(name=value)")
+    factory = functools.partial(named, **dict(call.spec.kwargs)) if call.spec.kwargs else named
+    check_factory(factory, text)
+    checked: OptimizerFactory = factory
+    return checked
+
+
+def check_factory(factory: object, text: str) -> None:
+    """Refuse what cannot build an optimizer, and arguments that are settings of the run.
+
+    Raises:
+        UserError: says which.
+    """
+    called = factory.func if isinstance(factory, functools.partial) else factory
+    if isinstance(called, torch.optim.Optimizer):
+        raise UserError(f"{FLAG} {text}: give its class, which is called with the parameters of each process")
+    if not callable(called) or (inspect.isclass(called) and not issubclass(called, torch.optim.Optimizer)):
+        kind = called.__name__ if inspect.isclass(called) else type(called).__name__
+        raise UserError(f"{FLAG} {text}: {kind} is no subclass of torch.optim.Optimizer")
+    if not isinstance(factory, functools.partial):
+        return
+    if factory.args:
+        raise UserError(f"{FLAG} {text}: name its arguments: functools.partial({text}, name=value)")
+    for name, flag in _OF_SETTINGS.items():
+        if name in factory.keywords:
+            raise UserError(f"{FLAG} {text}: {name} is the run's setting {flag}: leave it out here")
+
+
+def described(factory: OptimizerFactory) -> str:
+    """Return how a run's description names a caller's optimizer: so that it can be imported, where that is possible.
+
+    >>> described(functools.partial(torch.optim.Adagrad, eps=1e-6))
+    'torch.optim.adagrad:Adagrad(eps=1e-06)'
+    """
+    called, arguments = (
+        (factory.func, dict(factory.keywords)) if isinstance(factory, functools.partial) else (factory, {})
+    )
+    name = of_object(called)
+    if not arguments:
+        return name
+    values = [item for value in arguments.values() for item in (value if isinstance(value, tuple) else (value,))]
+    if all(isinstance(item, _PLAIN) for item in values):
+        text = f"{name}({', '.join(f'{key}={show_value(value)}' for key, value in arguments.items())})"
+        if dict(read_calls(text)[0].spec.kwargs) == arguments:
+            return text
+    return f"object:{getattr(called, '__name__', type(called).__name__)}"
+
+
+def takes_weight_decay(factory: OptimizerFactory) -> bool:
+    """Whether an optimizer has weight decay, which `--weight-decay` sets."""
+    return _takes(factory, "weight_decay")
+
+
+def build_own(factory: OptimizerFactory, name: str, model: nn.Module, lr: float, decay: float) -> torch.optim.Optimizer:
+    """Build an optimizer of the user's for a model's trainable parameters.
+
+    Biases, normalisation parameters and what the model lists in `no_weight_decay()` have no weight decay, as with
+    timm's optimizers; an optimizer that takes none has one group of all parameters.
+
+    Args:
+        name: how the run's description names it.
+
+    Raises:
+        UserError: it cannot be built like this.
+    """
+    from timm.optim import param_groups_weight_decay
+
+    if not takes_weight_decay(factory):
+        return construct(factory, name, [p for p in model.parameters() if p.requires_grad], lr)
+    listed: Iterable[str] = getattr(model, "no_weight_decay", list)()
+    return construct(factory, name, param_groups_weight_decay(model, decay, no_weight_decay_list=listed), lr)
+
+
+def construct(factory: OptimizerFactory, name: str, groups: ParamsT, lr: float) -> torch.optim.Optimizer:
+    """Call a user's optimizer with parameters, or groups of them.
+
+    Raises:
+        UserError: it does not take them, or is no optimizer whose learning rate a schedule can set.
+    """
+    if not _takes(factory, "lr"):
+        raise UserError(f"{FLAG} {name}: it takes no lr, which --lr and the schedule set")
+    try:
+        optimizer = factory(groups, lr=lr)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{FLAG} {name} does not take these settings: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(f"{FLAG} {name}: it built a {type(optimizer).__name__}, no torch.optim.Optimizer")
+    if any("lr" not in group for group in optimizer.param_groups):
+        raise UserError(f"{FLAG} {name}: its param_groups have no 'lr', which the schedule sets")
+    optimizer.defaults["lr"] = lr  # what schedules begin with
+    return optimizer
+
+
+def _takes(factory: OptimizerFactory, name: str) -> bool:
+    called = factory.func if isinstance(factory, functools.partial) else factory  # that its arguments fit shows later
+    parameters = inspect.signature(called).parameters.values()
+    return any(p.name == name or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)

@@ -1,0 +1,78 @@
+"""The names that data has, read from the files of `data/sources` without importing any: a mistake needs no torch."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.core.errors import unknown
+
+_FOLDER = Path(__file__).parents[1] / "data" / "sources"
+_MARKER = "SOURCE"
+_BARE = re.compile(r"[\w-]+")  # no path, and no form such as `module:function`
+
+
+@dataclass(frozen=True)
+class DeclaredKind:
+    """What a file says of its kind of data.
+
+    Attributes:
+        file: its stem.
+        names: those that are its own.
+        form: how a user writes its other names; empty: it has none.
+        text: the file's docstring.
+    """
+
+    file: str
+    names: tuple[str, ...]
+    form: str
+    text: str
+
+
+def declared_kinds() -> Iterator[DeclaredKind]:
+    """Yield the kinds of data, by the names of their files."""
+    for file in sorted(_FOLDER.glob("[!_]*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        if any(_MARKER in _targets(node) for node in tree.body):
+            names, form = _class_variable(tree, "names") or (), _class_variable(tree, "form") or ""
+            yield DeclaredKind(file.stem, tuple(names), str(form), ast.get_docstring(tree) or "")
+
+
+def check_data_name(name: str) -> None:
+    """Refuse data whose name is one word that no kind has, and where there is no file or folder of that name.
+
+    Raises:
+        UserError: with the nearest name.
+    """
+    if not _BARE.fullmatch(name) or Path(name).exists():
+        return
+    kinds = list(declared_kinds())
+    known = [each for kind in kinds for each in kind.names]
+    if name not in known:
+        raise unknown("data", name, known, [kind.form for kind in kinds if kind.form])
+
+
+def _class_variable(tree: ast.Module, name: str) -> tuple[str, ...] | str | None:
+    """Return a class variable's value; names that a table has are the table's keys."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.AnnAssign) or ast.unparse(node.target) != name or not node.value:
+            continue
+        if table := re.fullmatch(r"tuple\((\w+)\)", ast.unparse(node.value)):
+            return _keys(tree, table[1])
+        value: tuple[str, ...] | str = ast.literal_eval(node.value)
+        return value
+    return None
+
+
+def _keys(tree: ast.Module, table: str) -> tuple[str, ...]:
+    values = next(node.value for node in tree.body if table in _targets(node))  # type: ignore[attr-defined]
+    return tuple(ast.literal_eval(key) for key in values.keys)
+
+
+def _targets(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.Assign):
+        return [ast.unparse(target) for target in node.targets]
+    return [ast.unparse(node.target)] if isinstance(node, ast.AnnAssign) else []

@@ -1,0 +1,63 @@
+"""Ends of a run before its last step, and whether anything is left to do for a command that resumes it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from echelon.config import RunConfig
+from echelon.core.errors import UserError
+from echelon.core.task import TaskFacts
+from echelon.records.events import StartedOver
+from echelon.records.file import newest
+from echelon.records.kinds import EARLY_STOP, MAX_TIME, Checkpoint, End, Start
+from echelon.run.machine import say
+
+
+def why_ended(reason: str, task: TaskFacts, stagnant: int, config: RunConfig) -> str:
+    """Return why a run completed before its last step, for its record; empty where it did not.
+
+    Args:
+        reason: `EARLY_STOP`, `MAX_TIME` or empty.
+        stagnant: evaluations in a row without improvement.
+    """
+    if reason == EARLY_STOP:
+        return f"stopped early: no better {task.primary.title} in {stagnant} evaluation{'s' * (stagnant != 1)}"
+    if reason == MAX_TIME:
+        return f"the time of --max-time {config.training.max_time} is used; `echelon resume` goes on"
+    return ""
+
+
+def nothing_left(path: Path, config: RunConfig) -> bool:
+    """Whether a run has completed as long as its description says now, or stopped early, which is said.
+
+    Raises:
+        UserError: it would be shorter than what is done.
+    """
+    begun, last = next(newest(path, Start), None), next(newest(path, Checkpoint, StartedOver), None)
+    if begun is None or not begun.steps_per_epoch or not isinstance(last, Checkpoint):
+        return False
+    done, per_epoch = last.step, begun.steps_per_epoch
+    epochs, most = config.training.epochs, config.training.max_steps
+    if epochs * per_epoch < done:
+        raise UserError(
+            f"--epochs {epochs} is less than what is done: {path} has trained {done / per_epoch:.4g} epochs"
+        )
+    if 0 < most < done:
+        raise UserError(f"--max-steps {most} is less than what is done: {path} has trained {done} steps")
+    end = next(newest(path, End, Start), None)
+    if not isinstance(end, End) or end.status != "completed":
+        return False
+    if end.reason == EARLY_STOP and 0 < config.training.early_stop <= end.stagnant:
+        say(
+            f"{path} {end.message} (step {done}): nothing to do. To train further: "
+            f"echelon resume {path} --early-stop {end.stagnant + config.training.early_stop}, or --early-stop 0"
+        )
+        return True
+    if done < min(epochs * per_epoch, most or math.inf):
+        return False
+    say(
+        f"{path} is complete ({done} steps, epochs: {done / per_epoch:.4g}): nothing to do. To train further: "
+        f"echelon resume {path} --epochs {math.ceil(done / per_epoch) + 1}{' --max-steps 0' if most else ''}"
+    )
+    return True

@@ -1,0 +1,106 @@
+"""One process of `echelon evaluate`: its part of the evaluation set, with the weights that the first one read."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from echelon.config import RunConfig
+from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
+from echelon.core.files import write_atomic
+from echelon.data import LoaderConfig, Shard
+from echelon.data.loader import EvalLoader
+from echelon.models import build_model
+from echelon.observe.notes import RankNotes
+from echelon.observe.screen import Screen
+from echelon.run.job import EvaluationFiles
+from echelon.run.machine import say
+from echelon.run.resolve import resolve
+from echelon.trainer.evaluate import evaluate
+from echelon.trainer.folder import SECRET_FOLDER
+from echelon.trainer.inputs import model_input
+from echelon.trainer.process import leave, log_to, one_line, place_of
+from echelon.trainer.saving import state_of
+from echelon.trainer.world import join_world
+
+
+def run_evaluator(files: EvaluationFiles, folder: str, config: RunConfig, checkpoint: str) -> None:
+    """Be one of several processes; the first one writes the metrics, any of them what went wrong."""
+    rank = os.environ["RANK"]
+    log_to(files.folder / f"rank{rank}.log")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    try:
+        metrics = evaluate_part(Path(folder), config, checkpoint, on_begin=files.begun.touch)
+    except UserError as error:
+        write_atomic(files.refusal, str(error))
+        leave(USER_ERROR_EXIT_CODE)
+    except Exception as error:
+        logging.exception("this rank failed")
+        with suppress(FileExistsError), files.failure.open("x") as file:  # the first one's: others follow from it
+            file.write(f"{one_line(error)} {place_of(error)}".strip())
+        leave(1)
+    if rank == "0":
+        write_atomic(files.metrics, json.dumps(metrics))
+
+
+def evaluate_part(
+    folder: Path, config: RunConfig, checkpoint: str, on_begin: Callable[[], None] = lambda: None
+) -> Mapping[str, float | None]:
+    """Evaluate this process's part of the data; returns the loss and the metrics over all of it.
+
+    Args:
+        checkpoint: `best`, `newest`, or the number of its step.
+        on_begin: is called by the first process before its first batch.
+
+    Raises:
+        UserError: no such checkpoint that is whole, the data is gone, or the model does not fit it.
+    """
+    run = resolve(replace(config, run=str(folder)))  # a folder may have been moved
+    with join_world(run, folder / SECRET_FOLDER, RankNotes()) as world:
+        source = run.source.open()
+        task = run.task.fitted(source.info)
+        model = build_model(config.model, model_input(source.info, task)).to(world.device)
+        if world.leads:
+            for note in source.notes:
+                say(note)
+            _load(model, folder, config, checkpoint)
+        if world.size > 1:
+            _share(model)
+        settings = LoaderConfig.of(config.data, config.training.seed, world.device)
+        loader = EvalLoader(source, settings, Shard(world.data_rank, world.data_size), source.test)
+        try:
+            with Screen(world.leads, to_stderr=True) as screen:
+                if world.leads:
+                    on_begin()
+                with screen.bar("evaluation, batch", len(loader)) as bar:
+                    report = evaluate(model, loader, task, world, bar.advance)
+        finally:
+            loader.close()
+    return {"loss": report.loss, **report.metrics}
+
+
+def _load(model: nn.Module, folder: Path, config: RunConfig, checkpoint: str) -> None:
+    state = state_of(folder, checkpoint)
+    try:
+        model.load_state_dict(state["ema"]["average"] if state["ema"] else state["model"])
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise UserError(f"data {config.data.source} does not fit the run's model ({reason})") from error
+
+
+@torch.no_grad()
+def _share(model: nn.Module) -> None:
+    """Give all ranks the parameters and buffers of the first one, as bytes: of whatever type they are."""
+    for tensor in model.state_dict().values():
+        flat = tensor.reshape(-1).contiguous()
+        dist.broadcast(flat.view(torch.uint8), src=0)
+        tensor.copy_(flat.view(tensor.shape))

@@ -1,0 +1,92 @@
+"""What the command that starts a run shows until the run's own display does: what is run, and what is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from echelon.config import RunConfig
+from echelon.core.rate_search import STEPS
+from echelon.launch.culprit import Living
+from echelon.launch.plan import LaunchPlan
+from echelon.observe.notes import SERVING, START, Note
+from echelon.observe.screen import Bar, Screen
+
+NoteOf = Callable[[str, int], Note | None]  # of a process, by its name and process id
+
+
+class Opening:
+    """Says what begins, shows a bar while it starts, and again while it is started anew; `with Opening(...)`."""
+
+    def __init__(self, config: RunConfig, plan: LaunchPlan, resumes: bool = False) -> None:
+        """Take what was asked for."""
+        self._config, self._plan, self._resumes = config, plan, resumes
+        self._screen = Screen()
+        self._bars = ExitStack()
+        self._bar: Bar | None = None
+
+    def __enter__(self) -> Opening:
+        """Say what is run, from what is known before anything heavy is imported."""
+        self._screen.__enter__()
+        self._screen.say(describe(self._config, self._plan))
+        self._show("start: importing, checking")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.close()
+        self._screen.close()
+
+    def runs_in(self, folder: Path) -> None:
+        """Say where the run is, how it is stopped and how it goes on."""
+        where = f"{'continues in' if self._resumes else 'run folder'} {folder}"
+        stops = f"Ctrl-C stops it after a checkpoint, `echelon resume {folder}` continues it"
+        self._screen.say(f"{where}; {'Ctrl-C ends it' if self._config.optimizer.lr_find else stops}")
+        self._show(f"start: {_many(self._plan.workers, 'worker')}")
+
+    def waits(self, reason: str) -> None:
+        """Say what is waited for; it stays to be seen, with how long."""
+        self._screen.say(f"echelon: {reason}")
+        self._show(reason)
+
+    def look(self, living: Sequence[Living], note: NoteOf, first_machine: bool) -> None:
+        """Show that the processes start, until they work; on other machines than the first, how far they are."""
+        notes = [note(p.name, p.pid) for p in living if p.name.startswith(("rank", "worker"))]
+        working = [n for n in notes if n is not None and n.activity not in (START, SERVING)]
+        if not working:
+            if living and self._bar is None:
+                self._show(f"start: {_many(self._plan.workers, 'worker')}")
+        elif first_machine:
+            self.leaves()
+        else:
+            self._show("the first machine shows the run; here", f"step {max(n.step for n in working)}")
+
+    def leaves(self) -> None:
+        """Show nothing more: the run's own display does."""
+        self._bars.close()
+        self._bar = None
+
+    def _show(self, name: str, text: str = "") -> None:
+        if self._bar is None or self._bar.name != name:
+            self._bars.close()
+            self._bar = self._bars.enter_context(self._screen.bar(name))
+        self._bar.text = text
+
+
+def describe(config: RunConfig, plan: LaunchPlan) -> str:
+    """Return what a run is, in one line, from its description alone."""
+    strategy, machines = config.strategy, plan.nodes.most
+    ways = [config.strategy.sync, *([strategy.compression] if strategy.compression != "none" else [])]
+    where = f" on each of {machines} machines" if machines > 1 else ""
+    layout = f" ({strategy.parallel})" if strategy.parallel != RunConfig().strategy.parallel else ""
+    length = f"{config.training.epochs} epochs" if config.training.epochs > 1 else "1 epoch"
+    if config.optimizer.lr_find:
+        length = f"{STEPS} steps to find a learning rate,"
+    return (
+        f"{config.data.source}, model {config.model.name}; {_many(plan.workers, 'worker')}{where}"
+        f"{layout}, {', '.join(ways)}; {length} of batches of {config.data.batch_size}"
+    )
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

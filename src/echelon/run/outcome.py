@@ -1,0 +1,164 @@
+"""How a run ended, and what came of it: numbers, their course, the trained model."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from echelon.config import load_run_config
+from echelon.core.errors import UserError
+from echelon.core.stop import stopped_exit_code
+from echelon.core.units import format_bytes
+from echelon.records.events import WorkerDied
+from echelon.records.file import newest
+from echelon.records.going import read_launch
+from echelon.trainer import folder as folders
+
+if TYPE_CHECKING:
+    import pandas
+    from torch import nn
+
+    from echelon.trainer.assemble import UserObjects
+
+_EXIT_FAILED = 1
+
+
+@dataclass(frozen=True, repr=False)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        status: `completed`, `stopped` or `failed`.
+        summary: the numbers of `summary.json`.
+        signum: the signal that stopped it; 0 where that came to another machine, or none did.
+        words: what the report that was written since the command was given says in closing; empty where none was.
+        objects: the caller's own model, data and task, in place of names.
+    """
+
+    status: str
+    folder: Path
+    summary: Mapping[str, Any]
+    signum: int = 0
+    words: Sequence[str] = ()
+    objects: UserObjects | None = field(default=None, compare=False)
+
+    @property
+    def exit_code(self) -> int:
+        """A command's exit code: 0 when completed, 1 when failed, 128 + signal when stopped (130 for Ctrl-C)."""
+        if self.status == "stopped":
+            return stopped_exit_code(self.signum)
+        return 0 if self.status == "completed" else _EXIT_FAILED
+
+    @property
+    def metrics(self) -> Mapping[str, float | None]:
+        """The metrics of the last evaluation, the primary one first; None where one could not be computed."""
+        metrics: Mapping[str, float | None] = self.summary.get("metrics", {})
+        return metrics
+
+    @property
+    def history(self) -> pandas.DataFrame:
+        """A row for each evaluation, and for each epoch without one.
+
+        Columns: `epoch` and `step` (from 1), `train_loss`, `eval_loss`, each metric, `seconds` (of steps, since the row
+        before), `samples_per_s`, `bytes` (that all workers sent for replicas to agree).
+
+        Raises:
+            UserError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise UserError("a history is a data frame of pandas, which is not installed: pip install pandas") from None
+        from echelon.reporting.report.history import history_of
+        from echelon.reporting.report.records import load_run
+
+        rows = []
+        for row in history_of(load_run(self.folder)):
+            course = {"epoch": row.epoch, "step": row.step, "train_loss": row.train_loss, "eval_loss": row.eval_loss}
+            costs = {"seconds": row.seconds, "samples_per_s": row.samples_per_s, "bytes": row.wire_bytes}
+            rows.append({**course, **row.metrics, **costs})
+        return pandas.DataFrame(rows)
+
+    def model(self) -> nn.Module:
+        """Return the model with the best weights (their moving average, where there is one): on the CPU, ready to call.
+
+        It is in evaluation mode, of the class that was trained, and whole whatever the layout was. A module that was
+        given to `train` stays as it is: this is a copy.
+
+        Raises:
+            UserError: no checkpoint is whole; or the data, by which a named model is built, is gone.
+        """
+        from echelon.run.trained import best_model
+        from echelon.trainer.assemble import UserObjects
+
+        return best_model(
+            self.folder, load_run_config(self.folder / folders.CONFIG_FILE), self.objects or UserObjects()
+        )
+
+    def __repr__(self) -> str:
+        told = [self.status, *(f"{name} {value}" for name, value in self._figures()[:3]), str(self.folder)]
+        return f"Outcome({', '.join(told)})"
+
+    def _repr_html_(self) -> str:
+        """Return a table, as notebooks show it."""
+        page = html.escape(str(self.folder / "report.html"))
+        rows = [("status", self.status), *self._figures(), ("folder", str(self.folder))]
+        cells = [f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in rows]
+        return f'<table>{"".join(cells)}<tr><th>report</th><td><a href="{page}">{page}</a></td></tr></table>'
+
+    def _figures(self) -> list[tuple[str, str]]:
+        """Return the figures that say most, as text by name; what is not known is left out."""
+        metric, value = next(iter(self.metrics.items()), ("", None))
+        known = {name: number for name, number in self.summary.items() if number is not None}
+        texts = {
+            metric: None if value is None else f"{value:.4g}",
+            "seconds": f"{known['wall_s']:.1f}" if "wall_s" in known else None,
+            "epochs": f"{known['epochs']:.4g}" if "epochs" in known else None,
+            "steps": str(known.get("steps", "")),
+            "workers": str(known.get("workers", "")),
+            "samples/s": f"{known['samples_per_s']:.0f}" if "samples_per_s" in known else None,
+            "sent per step": format_bytes(known["wire_bytes_per_step"]) if "wire_bytes_per_step" in known else None,
+        }
+        return [(name, text) for name, text in texts.items() if text]
+
+
+class RunFailed(Exception):
+    """A run could not go on. Says in one line why, and where the log is.
+
+    Attributes:
+        outcome: how it ended; its folder has the record and a report.
+    """
+
+    def __init__(self, outcome: Outcome) -> None:
+        """Take how the run ended."""
+        super().__init__(outcome)
+        self.outcome = outcome
+
+    def __str__(self) -> str:
+        reason = " ".join(str(self.outcome.summary.get("message") or "the run failed").split())
+        return f"{reason.rstrip('.')}; log: {failed_log(self.outcome.folder)}"
+
+
+def failed_log(folder: Path) -> Path:
+    """Return the log of the process that a run failed with, else the folder of its logs."""
+    logs = folder / "logs"
+    died = next(newest(folder, WorkerDied), None)
+    if died is None:
+        return logs
+    file = logs / f"{died.role or f'rank{died.rank}'}.log"
+    return file if file.exists() else logs
+
+
+def outcome_of(path: Path, status: str, signum: int = 0) -> Outcome:
+    """Return how the run of a folder ended, with the numbers of its summary."""
+    summary = path / "summary.json"
+    if not summary.exists():
+        return Outcome(status, path, {}, signum)
+    numbers = json.loads(summary.read_text())
+    is_new = summary.stat().st_mtime >= (read_launch(path).launched_t or math.inf)
+    return Outcome(status, path, numbers, signum, numbers.get("words", ()) if is_new else ())

@@ -1,0 +1,145 @@
+"""Samples with any number of labels each: cross-entropy of each label, judged by mean average precision.
+
+Shapes: B samples, L labels.
+
+Helps: Tags: several labels, or none, for a sample.
+Needs: targets `(B, L)` of 0 and 1; of a table, a `--target` of lists, or of labels joined by `|` or `;`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from echelon.core.errors import UserError
+from echelon.core.figure import ReportSection
+from echelon.core.task import Metric, TaskDefaults
+from echelon.tasks import nest
+from echelon.tasks.base import DataFacts, Encoding, EvaluationResult, Metrics, Task, TaskSettings
+from echelon.tasks.classification import TABLE_MODEL
+from echelon.tasks.classification_report import class_sections
+from echelon.tasks.gathering import Gathered
+
+_THRESHOLD = 0.5
+_CURVE_POINTS = 200
+
+
+class MultiLabel(Task):
+    """Logits `(B, L)` and targets `(B, L)` of 0 and 1; a sample's loss is the mean over the labels."""
+
+    name = "multi_label"
+    primary = Metric("map", "max", "mAP")
+    headlines = (Metric("macro_f1", "max", "macro F1"), Metric("roc_auc", "max", "ROC AUC"))
+    encoding = Encoding.LABELS
+    defaults: ClassVar[TaskDefaults] = TaskDefaults("adamw", 2e-3, 1e-2, epochs=20)
+
+    def __init__(self) -> None:
+        self.labels: tuple[str, ...] = ()
+
+    def fitted(self, data: DataFacts, settings: TaskSettings) -> Self:
+        """Return the task for some data.
+
+        Raises:
+            UserError: targets are not one number for each label, or class weights or label smoothing are asked for.
+        """
+        task = super().fitted(data, settings)
+        specs = nest.leaves(data.targets)
+        if len(specs) != 1 or len(specs[0].shape) != 1 or specs[0].shape[0] < 2:
+            raise UserError(
+                f"data {data.name}: targets are {nest.describe(data.targets)}, and --task multi-label needs a 0 or 1 "
+                "for each of at least 2 labels: float32 of shape (L,)"
+            )
+        task.labels = data.classes or tuple(str(i) for i in range(specs[0].shape[0]))
+        return task
+
+    @property
+    def outputs(self) -> int:
+        """One logit a label."""
+        return len(self.labels)
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum over samples of the cross-entropy, its mean over the labels."""
+        losses = F.binary_cross_entropy_with_logits(outputs, targets.to(outputs), reduction="none")
+        return losses.mean(-1).sum()
+
+    def metrics(self, device: torch.device) -> Metrics:
+        """Return an accumulator of average precision, precision, recall, F1 and ROC of each label."""
+        return _LabelMetrics(self.labels, device)
+
+    def report_sections(self, result: EvaluationResult) -> Sequence[ReportSection]:
+        """Return the ROC curves and the table of the labels."""
+        return class_sections({**result.detail, "metrics": result.metrics})
+
+    def auto_model(self, data: DataFacts) -> str:
+        """Return the one for columns of a table; others as by the size of images."""
+        return TABLE_MODEL if data.task == self.name else ""
+
+
+TASK = MultiLabel
+
+
+class _LabelMetrics:
+    def __init__(self, labels: Sequence[str], device: torch.device) -> None:
+        self._labels, self._rows = list(labels), Gathered(len(labels), device)
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Count a batch of logits and targets (B, L); B may be 0."""
+        self._rows.update(outputs, targets)
+
+    def compute(self, group: dist.ProcessGroup | None = None) -> EvaluationResult:
+        """Return the means over labels, and the detail by label; None is undefined, and left out of means."""
+        logits, targets = self._rows.all(group)
+        return _label_scores(self._labels, logits.sigmoid(), targets.long())
+
+
+def _label_scores(labels: list[str], scores: Tensor, targets: Tensor) -> EvaluationResult:
+    from torchmetrics.functional.classification import binary_auroc, binary_average_precision, binary_roc
+
+    columns: dict[str, list[float | None]] = {
+        name: [] for name in ("precision", "recall", "f1", "roc_auc", "average_precision")
+    }
+    support, curves = targets.sum(0).tolist(), {}
+    finite = bool(scores.isfinite().all())
+    for i in range(len(labels)):
+        score, true = scores[:, i].contiguous(), targets[:, i].contiguous()
+        some, both = finite and support[i] > 0, finite and 0 < support[i] < len(true)
+        for name, value in _counts_of(score > _THRESHOLD, true).items():
+            columns[name].append(value)
+        columns["average_precision"].append(float(binary_average_precision(score, true)) if some else None)
+        columns["roc_auc"].append(float(binary_auroc(score, true)) if both else None)
+        if both:
+            fpr, tpr, _ = binary_roc(score, true)
+            chosen = torch.linspace(0, len(fpr) - 1, min(_CURVE_POINTS, len(fpr))).long()
+            curves[str(i)] = {"fpr": fpr[chosen].tolist(), "tpr": tpr[chosen].tolist()}
+    absent = sum(not count for count in support)
+    notes = (
+        [f"{absent} of {len(labels)} labels are on no sample here: they have no average precision"] if absent else []
+    )
+    metrics = {
+        "map": _mean(columns["average_precision"]),
+        "macro_f1": _mean(columns["f1"]),
+        "roc_auc": _mean(columns["roc_auc"]),
+    }
+    return EvaluationResult(
+        metrics, {"per_class": {**columns, "support": support}, "roc": curves, "notes": notes, "classes": labels}
+    )
+
+
+def _counts_of(predicted: Tensor, true: Tensor) -> dict[str, float | None]:
+    """Return precision, recall and F1 of one label; what nothing defines is None."""
+    hits, given, there = int((predicted & (true == 1)).sum()), int(predicted.sum()), int(true.sum())
+    return {
+        "precision": hits / given if given else None,
+        "recall": hits / there if there else None,
+        "f1": 2 * hits / (given + there) if given + there else None,
+    }
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,205 @@
+"""Numbers to predict, one or several a sample: squared error, judged by RMSE, MAE and R2 in the data's own units.
+
+Targets of a table are learnt in units of their standard deviation: the model gives (y - mean) / std, and metrics are of
+its outputs times std plus mean. Targets from Python are learnt as they come. Shapes: B samples, T targets.
+
+Helps: Prices, temperatures, ages: a target of numbers.
+Needs: of a table, a `--target` of numbers, or several joined by commas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from echelon.core.errors import UserError
+from echelon.core.figure import Chart, ReportSection, ReportTable, axis, color, line
+from echelon.core.task import Metric, TaskDefaults
+from echelon.tasks import nest
+from echelon.tasks.base import DataFacts, Encoding, EvaluationResult, Metrics, Task, TaskSettings
+from echelon.tasks.gathering import Gathered
+from echelon.tasks.nest import Nest
+
+RMSE = Metric("rmse", "min", "RMSE", noun="error")
+_POINTS = 1000
+_BARS = 41
+
+
+class Units:
+    """From the units in which targets are learnt to those of the data, and back: `(B, T)`."""
+
+    def __init__(self, mean: Sequence[float] = (), std: Sequence[float] = ()) -> None:
+        """Take mean and standard deviation of each target; none: they are learnt as they come."""
+        self._mean, self._std = torch.tensor(mean), torch.tensor(std)
+
+    def learnt(self, targets: Tensor) -> Tensor:
+        """Return targets as they are learnt."""
+        return (targets - self._mean.to(targets)) / self._std.to(targets) if len(self._mean) else targets
+
+    def given(self, outputs: Tensor) -> Tensor:
+        """Return outputs in the data's units."""
+        return outputs * self._std.to(outputs) + self._mean.to(outputs) if len(self._mean) else outputs
+
+
+class Regression(Task):
+    """Outputs `(B, T)` and targets `(B, T)`, or `(B,)` each for one target; the loss is the mean over the targets."""
+
+    name = "regression"
+    primary = RMSE
+    headlines = (Metric("mae", "min", "MAE"), Metric("r2", "max", "R2"))
+    encoding = Encoding.NUMBERS
+    defaults: ClassVar[TaskDefaults] = TaskDefaults("adamw", 2e-3, 1e-2, epochs=30)
+
+    def __init__(self) -> None:
+        self._names: tuple[str, ...] = ("target",)
+        self._units = Units()
+
+    def fitted(self, data: DataFacts, settings: TaskSettings) -> Self:
+        """Return the task for some data.
+
+        Raises:
+            UserError: targets are no numbers `(T,)`, or class weights or label smoothing are asked for.
+        """
+        task = super().fitted(data, settings)
+        specs = nest.leaves(data.targets)
+        if len(specs) != 1 or len(specs[0].shape) > 1 or not specs[0].dtype.startswith("float"):
+            raise UserError(
+                f"data {data.name}: targets are {nest.describe(data.targets)}, and --task regression needs numbers, "
+                "float32 of shape () or (T,)"
+            )
+        count = specs[0].shape[0] if specs[0].shape else 1
+        task._names = data.target_names or tuple(f"target {i}" for i in range(count))
+        task._units = Units(data.target_mean, data.target_std)
+        return task
+
+    @property
+    def outputs(self) -> int:
+        """One number a target."""
+        return len(self._names)
+
+    def loss_sum(self, outputs: Tensor, targets: Nest) -> Tensor:
+        """Return the sum over samples of the squared error, its mean over the targets."""
+        wide, wanted = self._rows(outputs), self._rows(targets)
+        return (wide - self._units.learnt(wanted.to(wide))).square().mean(-1).sum()
+
+    def _rows(self, values: Tensor) -> Tensor:
+        return values.reshape(len(values), len(self._names))
+
+    def metrics(self, device: torch.device) -> Metrics:
+        """Return an accumulator of RMSE, MAE and R2."""
+        return _RegressionMetrics(self._names, self._units, device)
+
+    def report_sections(self, result: EvaluationResult) -> Sequence[ReportSection]:
+        """Return predictions over the truth, residuals, and of several targets a table."""
+        return regression_sections(result)
+
+    def auto_model(self, data: DataFacts) -> str:
+        """Return the one for columns of a table; others as by the size of images."""
+        return "table_mlp" if data.task == self.name else ""
+
+
+TASK = Regression
+
+
+class _RegressionMetrics:
+    def __init__(self, names: Sequence[str], units: Units, device: torch.device) -> None:
+        self._names, self._units = list(names), units
+        self._rows = Gathered(len(names), device)
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Count a batch: outputs and targets (B, T), or (B,); B may be 0."""
+        shape = (len(targets), len(self._names))
+        self._rows.update(self._units.given(outputs.reshape(shape).float()), targets.reshape(shape))
+
+    def compute(self, group: dist.ProcessGroup | None = None) -> EvaluationResult:
+        """Return the metrics over all targets, and the detail of each, with points for drawing."""
+        outputs, targets = self._rows.all(group)
+        metrics, by_target = regression_scores(outputs, targets)
+        chosen = torch.linspace(0, max(0, len(outputs) - 1), min(_POINTS, len(outputs))).long()
+        detail = {
+            "names": self._names,
+            "by_target": by_target,
+            "true": targets[chosen].T.tolist(),
+            "predicted": outputs[chosen].T.tolist(),
+            "residuals": [_histogram(column) for column in (outputs - targets).T] if len(outputs) else [],
+        }
+        return EvaluationResult(metrics, detail)
+
+
+def regression_scores(
+    outputs: Tensor, targets: Tensor
+) -> tuple[dict[str, float | None], dict[str, list[float | None]]]:
+    """Return RMSE, MAE and R2 over all targets, and of each; `(n, T)` each.
+
+    R2 is the mean over targets; it is undefined where a target never varies.
+    """
+    from torchmetrics.functional import mean_absolute_error, mean_squared_error, r2_score
+
+    names, (n, count) = ("rmse", "mae", "r2"), outputs.shape
+    if not n:
+        return dict.fromkeys(names), {name: [None] * count for name in names}
+    columns = [(outputs[:, i].contiguous(), targets[:, i].contiguous()) for i in range(count)]
+    varies = [n > 1 and bool((true != true[0]).any()) for _, true in columns]
+    by_target: dict[str, list[float | None]] = {
+        "rmse": [float(mean_squared_error(*column, squared=False)) for column in columns],
+        "mae": [float(mean_absolute_error(*column)) for column in columns],
+        "r2": [float(r2_score(*column)) if ok else None for column, ok in zip(columns, varies, strict=True)],
+    }
+    r2 = [value for value in by_target["r2"] if value is not None]
+    metrics: dict[str, float | None] = {
+        "rmse": float(mean_squared_error(outputs, targets, squared=False)),
+        "mae": float(mean_absolute_error(outputs, targets)),
+        "r2": sum(r2) / len(r2) if r2 else None,
+    }
+    return metrics, by_target
+
+
+def _histogram(values: Tensor) -> dict[str, list[float]]:
+    """Return the middles of bars, and how many values each has."""
+    finite = values[values.isfinite()]
+    if not len(finite):
+        return {"middle": [], "count": []}
+    low, high = float(finite.min()), float(finite.max())
+    if low == high:
+        return {"middle": [low], "count": [float(len(finite))]}
+    counts = torch.histc(finite, _BARS, low, high)
+    width = (high - low) / _BARS
+    return {"middle": [low + (i + 0.5) * width for i in range(_BARS)], "count": counts.tolist()}
+
+
+def regression_sections(result: EvaluationResult) -> list[ReportSection]:
+    """Return charts of an evaluation's detail, as the metrics of a regression give it."""
+    detail = result.detail
+    names, by_target = detail["names"], detail["by_target"]
+    charts = []
+    for i, name in enumerate(names[: len(detail["residuals"])]):
+        of = "" if len(names) == 1 else f" of {name}"
+        charts += [
+            _predicted_over_true(f"predicted{i}", of, detail["true"][i], detail["predicted"][i]),
+            _residuals(f"residuals{i}", of, detail["residuals"][i]),
+        ]
+    rows = [
+        [name, *("–" if by_target[key][i] is None else f"{by_target[key][i]:.4g}" for key in ("rmse", "mae", "r2"))]
+        for i, name in enumerate(names)
+    ]
+    tables = [ReportTable("Metrics per target", ["target", "RMSE", "MAE", "R2"], rows)] if len(names) > 1 else []
+    return [ReportSection("Predictions", charts, tables)] if charts else []
+
+
+def _predicted_over_true(id: str, of: str, true: Sequence[float], predicted: Sequence[float]) -> Chart:
+    low, high = min(true), max(true)
+    points = line("samples", true, predicted, "eval", mode="markers", marker={"color": color("eval"), "size": 4})
+    exact = line("exact", [low, high], [low, high], "rule", dash="dot", width=1, hoverinfo="skip")
+    layout = {"xaxis": axis("true"), "yaxis": axis("predicted"), "showlegend": False, "hovermode": "closest"}
+    caption = f"{len(true)} samples; on the line, prediction and truth are the same."
+    return Chart(id, f"Predicted over true{of}", caption, f"Predicted over true{of}.", [exact, points], layout, 360)
+
+
+def _residuals(id: str, of: str, bars: dict[str, list[float]]) -> Chart:
+    trace = {"type": "bar", "x": bars["middle"], "y": bars["count"], "marker": {"color": color("eval")}}
+    layout = {"xaxis": axis("predicted - true"), "yaxis": axis("samples"), "showlegend": False, "bargap": 0.05}
+    return Chart(id, f"Residuals{of}", "How far predictions are off.", f"Residuals{of}.", [trace], layout, 360)

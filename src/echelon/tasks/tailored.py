@@ -1,0 +1,89 @@
+"""A task with a loss and metrics of the user's own in place of, or beside, its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from echelon.core.figure import ReportSection
+from echelon.core.task import Metric, TaskFacts
+from echelon.tasks.base import DataFacts, EvaluationResult, Examples, Metrics, Task
+from echelon.tasks.nest import Nest
+from echelon.tasks.own_loss import LossFunction, OwnLoss
+from echelon.tasks.own_metrics import OwnMetrics, facts_of
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric as TorchMetric
+
+
+class TailoredTask(Task):
+    """A task, fitted to its data, with another loss, further metrics, or another primary metric."""
+
+    def __init__(
+        self, task: Task, loss: LossFunction | None, metrics: Mapping[str, TorchMetric], primary: Metric
+    ) -> None:
+        """Take the fitted task and what is the user's own; without a loss, the task's stays.
+
+        Raises:
+            UserError: the loss has parameters.
+        """
+        self._task, self._own = task, dict(metrics)
+        self._loss = task.loss_sum if loss is None else OwnLoss(loss, task)
+        self.primary = primary
+        before = [metric for metric in (task.primary, *task.headlines) if metric.name != primary.name]
+        known = [facts for name, metric in metrics.items() if (facts := facts_of(name, metric)) is not None]
+        self.name, self.unit, self.score_label = task.name, task.unit, task.score_label  # type: ignore[misc]
+        self.headlines = tuple(m for m in (*known, *before) if m.name != primary.name)  # type: ignore[misc]
+        self.curves = task.curves  # type: ignore[misc]
+        self.takes_shares = task.takes_shares and loss is None  # type: ignore[misc]
+
+    def facts(self) -> TaskFacts:
+        """Return what a record says of the task."""
+        inner = self._task.facts()
+        return TaskFacts(
+            inner.name, inner.spec, inner.unit, self.primary, self.headlines, self.curves, self.score_label
+        )
+
+    @property
+    def outputs(self) -> int:
+        """Those of the task."""
+        return self._task.outputs
+
+    def loss_sum(self, outputs: Any, targets: Nest) -> Tensor:
+        """Return the sum of the losses."""
+        return self._loss(outputs, targets)
+
+    def units(self, targets: Nest) -> int:
+        """Return the units of B samples."""
+        return self._task.units(targets)
+
+    def training_score(self, outputs: Any, targets: Nest) -> Tensor | None:
+        """Return what the task counts in training."""
+        return self._task.training_score(outputs, targets)
+
+    def metrics(self, device: torch.device) -> Metrics:
+        """Return an accumulator of the task's metrics and the user's own."""
+        return OwnMetrics(self, self._task.metrics(device), self._own, device)
+
+    def examples(self) -> Examples | None:
+        """Return the task's choice of samples; none with another loss than it is made by."""
+        return None if isinstance(self._loss, OwnLoss) else self._task.examples()
+
+    def generated(self, model: Callable[[Nest], Any]) -> ReportSection | None:
+        """Return what the task shows of the model's own writing."""
+        return self._task.generated(model)
+
+    def auto_model(self, data: DataFacts) -> str:
+        """Return the task's choice."""
+        return self._task.auto_model(data)
+
+    def report_sections(self, result: EvaluationResult) -> Sequence[ReportSection]:
+        """Return what the task shows."""
+        return self._task.report_sections(result)
+
+    def wrong_outputs(self, outputs: Any, samples: int) -> str:
+        """Say what is wrong with a model's outputs."""
+        return self._task.wrong_outputs(outputs, samples)

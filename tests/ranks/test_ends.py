@@ -1,0 +1,54 @@
+"""Runs that end before their last step: no better metric, or the time that a command has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import echelon
+from tests.ranks.runs import SMALL, Runs
+
+MODEL = ("train", "digits", "--model", "mlp", "--eval-every", "1", *SMALL)
+
+
+def test_a_run_whose_metric_does_not_improve_stops_and_a_resume_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    outcome = echelon.train("mlp", "digits", run, lr=0, epochs=40, early_stop=2, workers=1, threads=1, device="cpu")
+    words = " ".join(outcome.words)
+    assert outcome.status == "completed" and outcome.summary["epochs"] == 3
+    assert "stopped early: no better top-1 in 2 evaluations" in words
+    before = (run / "record.jsonl").read_bytes()
+    assert echelon.resume(run).status == "completed"
+    assert "nothing to do" in capsys.readouterr().err and (run / "record.jsonl").read_bytes() == before
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sync", ["local(3)", "ps(mode=async)"])
+def test_all_ranks_stop_early_and_more_patience_goes_on_where_they_stopped(tmp_path: Path, sync: str) -> None:
+    with Runs(tmp_path) as runs:
+        run = runs.start(*MODEL, "--workers", "2", "--sync", sync, "--lr", "0", "--epochs", "40", "--early-stop", "1",
+                         folder="run")  # fmt: skip
+        assert run.end() == 0, run.text()
+        (end,) = run.records("end")
+        assert (end["reason"], end["stagnant"]) == ("early_stop", 1) and "stopped early" in run.text()
+        evaluated = len(run.records("evaluation"))
+        again = runs.start("resume", str(run.folder), "--early-stop", "2", folder="run")
+        assert again.end() == 0, again.text()
+        assert again.records("end")[-1]["stagnant"] == 2 and len(run.records("evaluation")) > evaluated
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sync", ["allreduce", "ps(mode=async)"])
+def test_a_command_ends_in_its_time_with_an_evaluation_a_checkpoint_and_a_report(tmp_path: Path, sync: str) -> None:
+    with Runs(tmp_path) as runs:
+        run = runs.start(*MODEL, "--workers", "2", "--sync", sync, "--epochs", "100000", "--eval-every", "0",
+                         "--max-time", "12s", folder="run")  # fmt: skip
+        assert run.end() == 0, run.text()
+        (end,), (evaluation,) = run.records("end"), run.records("evaluation")
+        assert end["reason"] == "max_time" and evaluation["step"] == run.records("checkpoint")[-1]["step"]
+        began_s = run.records("start")[0]["t"] - run.records("start")[0]["launched_t"]
+        assert run.records("command_end")[0]["seconds"] < max(12, began_s + 5), "a busy machine may start late"
+        assert "`echelon resume` goes on" in run.text()

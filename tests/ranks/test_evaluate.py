@@ -1,0 +1,52 @@
+"""A checkpoint evaluated again: the same figures on any number of processes, of any checkpoint, on other data."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import echelon
+from echelon.core.errors import UserError
+from tests.ranks.runs import Runs, marked_processes
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run of two epochs with a moving average, and BatchNorm in its model."""
+    path = tmp_path_factory.mktemp("evaluate")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(path / "state"))
+        described = {"epochs": 2, "ema": 0.9, "device": "cpu", "checkpoint_every": "5"}
+        echelon.train("small_cnn", "digits", path / "run", workers=1, **described)
+        yield path
+
+
+def test_any_number_of_workers_finds_the_same(folder: Path) -> None:
+    alone = echelon.evaluate(folder / "run", workers=1)
+    newest = echelon.evaluate(folder / "run", workers=1, checkpoint="newest")
+    with Runs(folder) as runs:
+        run = runs.start("evaluate", folder / "run", "--workers", "3", "--json")
+        code, text = run.end(), run.output.read_text()
+        other = runs.start("evaluate", folder / "run", "--checkpoint", "newest", "--workers", "2", "--json")
+        assert (code, other.end()) == (0, 0), run.errors() + other.errors()
+    assert json.loads(text) == pytest.approx(alone, abs=1e-6)
+    assert json.loads(other.output.read_text()) == pytest.approx(newest, abs=1e-6)
+    with pytest.raises(UserError, match=r"--checkpoint 7: .* has best, newest, \d+"):
+        echelon.evaluate(folder / "run", workers=1, checkpoint="7")
+
+
+def test_ctrl_c_ends_an_evaluation_and_a_mistake_is_one_line(folder: Path) -> None:
+    with Runs(folder) as runs:
+        run = runs.start("evaluate", folder / "run", "--workers", "2")
+        run.wait_for(lambda: len(marked_processes(run.mark)) > 3, "its processes")
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.end() == 130 and "Traceback" not in run.text(), run.text()
+        refused = runs.start("evaluate", folder / "run", "--workers", "2", "--data", "nothing")
+        assert refused.end() == 2 and refused.errors().count("\n") == 1, refused.text()

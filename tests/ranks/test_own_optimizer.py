@@ -1,0 +1,61 @@
+"""Runs with an optimizer of a user's own go on as they were, on replicas and on servers, by name and from Python."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.runs import SMALL, Runs
+from tests.unit.optim import own_optimizers
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+
+NAME = "mine:Plain(beta=0.8)"
+TRAIN = ("train", "digits", "--model", "mlp", "--batch-size", "250", "--schedule", "constant", "--workers", "2")
+TRAIN = (*TRAIN, "--lr", "0.05", "--optimizer", NAME, *SMALL)
+SCRIPT = """
+import functools
+import echelon
+from echelon.core.errors import UserError
+{classes}
+mine = functools.partial(Plain, beta=0.8)
+settings = dict(batch_size=250, schedule="constant", workers=2, lr=0.05, threads=1, device="cpu", sync="{sync}")
+first = echelon.train("mlp", "digits", run="run", epochs=1, optimizer=mine, **settings)
+again = echelon.resume("run", epochs=3, optimizer=mine)
+print("ended", again.status, again.metrics["top1"] > 0.6)
+try:
+    echelon.resume("run", epochs=4, optimizer=Normed)
+except UserError as refusal:
+    print(refusal)
+"""
+
+
+def test_replicas_go_on_bit_for_bit(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(inspect.getsource(own_optimizers))
+    with Runs(tmp_path) as runs:
+        whole = runs.start(*TRAIN, "--epochs", "2", folder="whole")
+        assert whole.end() == 0, whole.text()
+        first = runs.start(*TRAIN, "--epochs", "1", folder="parts")
+        assert first.end() == 0, first.text()
+        second = runs.start("resume", str(first.folder), "--epochs", "2")
+        assert second.end() == 0, second.text()
+    losses = whole.losses()
+    assert first.losses() == losses and losses[max(losses)] < losses[1]
+    assert f"name: {NAME}" in (whole.folder / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("sync", ["local(8)", "ps(mode=async)"])
+def test_a_class_of_a_script_goes_to_replicas_and_servers(tmp_path: Path, sync: str) -> None:
+    classes = inspect.getsource(own_optimizers).replace("from __future__ import annotations\n", "")
+    (tmp_path / "script.py").write_text(SCRIPT.format(classes=classes, sync=sync))
+    with Runs(tmp_path) as runs:
+        run = runs.start(program=[sys.executable, "script.py"])
+        assert run.end() == 0, run.text()
+    assert "ended completed True" in run.text(), run.text()
+    assert (
+        "the run's optimizer is 'object:Plain(beta=0.8)', and the one given from Python is 'object:Normed'"
+        in run.text()
+    )

@@ -1,0 +1,47 @@
+"""A parameter that no rank used in a step keeps no gradient, as in one process: nothing moves it, not even decay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import echelon
+
+pytestmark = pytest.mark.long
+
+
+class Partly(nn.Module):
+    """A layer that forward leaves out, and one that only training uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(64, 32)
+        self.forgotten = nn.Linear(32, 32)
+        self.extra = nn.Linear(32, 10)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.body(images.flatten(1)).relu()
+        return self.head(hidden) + self.extra(hidden) if self.training else self.head(hidden)
+
+
+@pytest.mark.parametrize(
+    ("sync", "compression"),
+    [
+        ("allreduce", "none"), ("allreduce", "topk(0.1)"), ("allreduce", "sign"), ("allreduce", "powersgd(rank=1)"),
+        ("local(2)", "none"), ("diloco(period=2)", "int8"),
+    ],
+)  # fmt: skip
+def test_it_stays_as_it_was(tmp_path: Path, sync: str, compression: str) -> None:
+    model = Partly()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    outcome = echelon.train(
+        model=model, data="digits", run=tmp_path / "run", workers=2, device="cpu", threads=1, max_steps=6, sync=sync,
+        compression=compression, weight_decay=0.1, lr=0.1,
+    )  # fmt: skip
+    after = outcome.model().state_dict()
+    for name, value in before.items():
+        assert torch.equal(after[name], value) == name.startswith("forgotten"), name

@@ -1,0 +1,197 @@
+"""Tables: what their columns become, and what is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from echelon.config import DataConfig, build
+from echelon.core.errors import UserError
+from echelon.data import open_data
+from echelon.data.base import Source
+from echelon.run.defaults import with_task_defaults
+from echelon.tasks.base import TaskSettings
+from echelon.tasks.nest import TensorSpec
+from echelon.tasks.registry import build_task
+
+ROWS = 40
+
+
+def columns() -> dict[str, list[Any]]:
+    return {
+        "size": [10.0 + i for i in range(ROWS)],
+        "town": ["Ulm", "Bonn"] * (ROWS // 2),
+        "price": [0.5 * i for i in range(ROWS)],
+        "rooms": [i % 3 + 1 for i in range(ROWS)],
+        "tags": ["new|low", "low", "", "new"] * (ROWS // 4),
+    }
+
+
+def write(path: Path, table: dict[str, list[Any]]) -> str:
+    if path.suffix == ".parquet":
+        parquet.write_table(pa.table(table), path)
+        return str(path)
+    rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(json.dumps(row) for row in rows))
+    else:
+        lines = [",".join(table), *(",".join("" if v is None else str(v) for v in row.values()) for row in rows)]
+        path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def opened(name: str, target: str, input: str = "", task: str = "auto", holdout: float = 0.2) -> Source:
+    return open_data(DataConfig(source=name, target=target, input=input, holdout=holdout), 0, task)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+def test_every_format_gives_the_same_arrays(tmp_path: Path, suffix: str) -> None:
+    source = opened(write(tmp_path / f"homes{suffix}", columns()), "price", "size,town")
+    assert (len(source.train), len(source.evaluation)) == (32, 8)
+    inputs, targets = source.train.values, source.train.targets
+    assert inputs["numbers"].mean() == pytest.approx(0, abs=1e-6) and inputs["numbers"].std() == pytest.approx(1)
+    prices = targets.astype(np.float64)
+    assert source.info.target_mean == (pytest.approx(prices.mean()),)
+    assert sorted(np.unique(inputs["categories"]).tolist()) == [1, 2]
+    assert source.info.several["categories"] == TensorSpec((1,), "int64", 3)
+
+
+@pytest.mark.parametrize(
+    ("target", "task", "classes"),
+    [
+        ("price", "regression", ()),
+        ("price,size", "regression", ()),
+        ("rooms", "classification", ("1", "2", "3")),
+        ("town", "classification", ("Bonn", "Ulm")),
+        ("tags", "multi_label", ("low", "new")),
+    ],
+)
+def test_the_target_decides_on_the_task(tmp_path: Path, target: str, task: str, classes: tuple[str, ...]) -> None:
+    name = write(tmp_path / "homes.csv", columns())
+    info = opened(name, target, "").info
+    assert (info.task, info.classes) == (task, classes)
+    fitted = build_task(task).fitted(info, TaskSettings())
+    assert fitted.outputs == (len(classes) or len(target.split(",")))
+    described = with_task_defaults(build(None, {"data.source": name, "data.target": target}))
+    assert described.origins["optimizer.name"] == f"task {task.replace('_', '-')}"
+
+
+def test_labels_from_one_and_labels_in_lists_are_taken(tmp_path: Path) -> None:
+    rooms = opened(write(tmp_path / "homes.csv", columns()), "rooms", "size")
+    assert set(rooms.train.targets.tolist()) == {0, 1, 2} and sum(rooms.info.class_counts) == 32
+    table = columns() | {"tags": [["a", "b"], ["b"], [], ["a"]] * (ROWS // 4)}
+    tags = opened(write(tmp_path / "homes.jsonl", table), "tags", "size")
+    assert tags.info.classes == ("a", "b") and set(tags.train.targets.sum(1).tolist()) == {0, 1, 2}
+
+
+def test_numbers_alone_are_one_plain_tensor_and_missing_ones_are_said(tmp_path: Path) -> None:
+    table = columns()
+    table["size"][3] = None
+    source = opened(write(tmp_path / "homes.csv", table), "price", "size,rooms")
+    assert (source.info.shape, source.info.several) == ((2,), None)
+    assert source.notes == ("size: 1 of 40 values are missing: the mean stands there",)
+    assert np.isfinite(source.train.values).all()
+
+
+def test_parts_by_file_and_a_test_set_that_nothing_is_chosen_by(tmp_path: Path) -> None:
+    write(tmp_path / "train.csv", columns())
+    write(tmp_path / "test.csv", columns() | {"town": ["Rome"] * ROWS})
+    source = opened(str(tmp_path), "price")
+    assert (len(source.train), len(source.evaluation), len(source.test)) == (36, 4, ROWS)  # type: ignore[arg-type]
+    assert source.notes[0].startswith("4 of 40 training rows are held out")
+    assert set(source.test.values["categories"][:, 0].tolist()) == {0}, "a value that no training row has"  # type: ignore[union-attr]
+    write(tmp_path / "val.csv", columns())
+    source = opened(str(tmp_path), "price")
+    assert (len(source.train), len(source.evaluation), len(source.test)) == (ROWS, ROWS, ROWS)  # type: ignore[arg-type]
+
+
+def test_ids_are_numbered_by_the_training_rows(tmp_path: Path) -> None:
+    table = {"user": [7, 7, 900, 900] * 5, "item": list("abcd") * 5, "stars": [1.0, 4.5, 3.0, 2.0] * 5}
+    info = opened(write(tmp_path / "stars.csv", table), "stars", "user,item", "recommendation", 0.1).info
+    assert [spec.count for spec in info.several] == [3, 5] and info.train_size == 18
+    clicks = write(tmp_path / "clicks.csv", table | {"stars": [0, 1, 1, 0] * 5})
+    fitted = build_task("recommendation").fitted(
+        opened(clicks, "stars", "user,item", "recommendation").info, TaskSettings()
+    )
+    assert fitted.primary.name == "roc_auc"
+
+
+@pytest.mark.parametrize(
+    ("target", "input", "task", "message"),
+    [
+        ("", "", "auto", r"name the column to predict with --target: size, town, price, rooms, tags"),
+        ("prize", "", "auto", r"no column 'prize': did you mean price\? it has size"),
+        ("price", "size,twn", "auto", r"no column 'twn': did you mean town\?"),
+        ("price", "price", "auto", "price is both input and target"),
+        ("price", "", "classification", r"column price holds numbers that are no class numbers \(double\)"),
+        ("town", "", "regression", "the target town holds no numbers, but such as 'Ulm': is another --task meant"),
+        ("price", "", "multi-label", r"column price holds double: labels are strings joined by \| or ;, or lists"),
+        ("price", "size,rooms", "recommendation", "column size holds double: ids are whole numbers or strings"),
+        ("price", "rooms", "recommendation", "needs two columns of ids: --input USER,ITEM"),
+        ("price,rooms", "size", "classification", "2 targets are for --task regression"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(
+    tmp_path: Path, target: str, input: str, task: str, message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as refusal:
+        opened(write(tmp_path / "homes.csv", columns()), target, input, task)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "cannot be read as csv"),
+        ("a,b\n", "it has no rows"),
+        ("a,b\n1,2\n3,4,5\n", "cannot be read as csv .*Expected 2 columns, got 3"),
+        ("a,b\n1,2\n3,\n", "the target b is missing in row 2: remove such rows"),
+        ("a,a,b\n1,2,3\n", "two columns have the same name"),
+        ("a,b\n1,2\n", "one row cannot be split"),
+        ("a,b\n,2.5\n,3.5\n", "column a holds nothing, neither numbers nor categories"),
+        (
+            "a,b\n" + "".join(f"a sentence of its own number {i:06},{i}.5\n" for i in range(9)),
+            "holds numbers that are no class numbers",
+        ),
+    ],
+)
+def test_files_that_cannot_be_used_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(UserError, match=message):
+        opened(str(tmp_path / "rows.csv"), "b")
+
+
+def test_a_file_that_is_not_there_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    from echelon.data import check_source
+
+    with pytest.raises(UserError, match="no such file"):
+        check_source(str(tmp_path / "nowhere.csv"))
+
+
+def test_other_rows_are_encoded_as_the_run_s_own_were(tmp_path: Path) -> None:
+    """What was measured stays with the run: on other rows its model would else see other numbers."""
+    run = tmp_path / "run"
+    run.mkdir()
+    table = columns()
+    config = DataConfig(source=write(tmp_path / "a.csv", table), target="rooms", input="size,town")
+    first = open_data(config, 0, "classification", run)
+    shifted = {**table, "size": [each + 100 for each in table["size"]], "town": ["Ulm", "Rome"] * (ROWS // 2)}
+    other = replace(config, source=write(tmp_path / "b.csv", shifted))
+    again = open_data(other, 0, "classification", run)
+    spread = float(np.std([table["size"][i] for i in range(ROWS)]))
+    moved = again.train.values["numbers"] - first.train.values["numbers"]
+    assert moved.min() == pytest.approx(moved.max(), abs=1e-4) and moved.mean() == pytest.approx(100 / spread, rel=0.2)
+    before, after = first.train.values["categories"], again.train.values["categories"]
+    assert (after[before == before.max()] == before.max()).all()  # Ulm
+    assert (after[before != before.max()] == 0).all()  # Rome, which no training row had
+    assert again.info.several == first.info.several and again.info.classes == first.info.classes
+    write(tmp_path / "b.csv", {**shifted, "rooms": [9] * ROWS})
+    with pytest.raises(UserError, match="column rooms has the class 9, which the run's data does not have"):
+        open_data(other, 0, "classification", run)

@@ -1,0 +1,103 @@
+"""Tokenisers: text to ids and back, trained once, kept with the run."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from echelon.config import DataConfig
+from echelon.core.errors import UserError
+from echelon.core.tokeniser import TokeniserChoice, read_tokeniser
+from echelon.data import tokenisers
+from echelon.data.base import DataRequest
+from echelon.data.tokenisers import PAD, RUN_FILE, Characters, Pieces, read_json, tokeniser_for, train_byte_pairs
+
+TEXTS = ["the cat sat on the mat", "the dog sat on the cat"] * 4
+
+
+def request(folder: Path, spec: str = "auto", run: Path | None = None) -> DataRequest:
+    return DataRequest(DataConfig(root=str(folder), tokeniser=spec), folder=run)
+
+
+@pytest.mark.parametrize("text", ["", "naïve ☃\n\n  two", "the cat\tsat"])
+@pytest.mark.parametrize("tokeniser", [train_byte_pairs(TEXTS, 400), Characters.of(["naïve ☃\n two the cat\tsat"])])
+def test_text_comes_back(tokeniser: Pieces | Characters, text: str, tmp_path: Path) -> None:
+    (ids,) = tokeniser.encode([text])
+    assert tokeniser.decode(ids.tolist()).lstrip(" ") == text
+    assert len(ids) == 0 or 0 <= ids.min() <= ids.max() < tokeniser.count
+    (tmp_path / "kept.json").write_text(tokeniser.to_json())
+    again = read_json(tmp_path / "kept.json")
+    assert again.encode([text])[0].tolist() == ids.tolist() and again.count == tokeniser.count
+
+
+def test_byte_pairs_are_the_same_for_the_same_texts_and_smaller_than_characters() -> None:
+    first, again = (train_byte_pairs(TEXTS, 400) for _ in range(2))
+    assert first.to_json() == again.to_json()
+    assert len(first.encode(["the cat"])[0]) < len("the cat")
+    assert 0 not in first.encode([PAD.lower()])[0], "0 is padding's alone"
+
+
+def test_characters_that_are_not_of_the_alphabet_are_one_token() -> None:
+    tokeniser = Characters.of(["ab"])
+    assert tokeniser.encode(["azb€"])[0].tolist() == [1, 0, 2, 0]
+    assert Characters("").encode(["ab"])[0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "texts, name", [(["abc" * 9], "characters"), (TEXTS, "bpe"), (["".join(map(chr, range(500)))], "bpe")]
+)
+def test_auto_takes_characters_of_one_text_of_few(texts: list[str], name: str) -> None:
+    assert tokenisers.resolved(read_tokeniser("auto"), texts) == TokeniserChoice(name)
+
+
+def test_a_tokeniser_is_trained_once_and_kept_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, run = [], tmp_path / "run"
+    run.mkdir()
+
+    def train(texts: list[str], size: int) -> Pieces:
+        trained.append(size)
+        return train_byte_pairs(texts, size)
+
+    monkeypatch.setattr(tokenisers, "train_byte_pairs", train)
+    asked = request(tmp_path / "data", "bpe(400)", run)
+    with ThreadPoolExecutor(3) as several:
+        made = list(several.map(lambda _: tokeniser_for(asked, TEXTS).to_json(), range(3)))
+    assert trained == [400] and len(set(made)) == 1
+    shutil.rmtree(tmp_path / "data")
+    assert tokeniser_for(asked, ["other texts"]).to_json() == made[0] == (run / RUN_FILE).read_text()
+    assert trained == [400], "a run that goes on has its own"
+
+
+def test_one_of_transformers_is_taken_from_its_folder(tmp_path: Path) -> None:
+    tokeniser = train_byte_pairs(TEXTS, 400)
+    (tmp_path / "tokenizer.json").write_text(tokeniser.to_json())
+    taken = tokeniser_for(request(tmp_path / "data", str(tmp_path)), ["other"])
+    assert taken.to_json() == tokeniser.to_json()
+
+
+@pytest.mark.parametrize(
+    "spec, said",
+    [
+        ("bep(8000)", "unknown tokeniser 'bep(8000)': write auto, bpe(8000), characters"),
+        ("bpe(20)", "at least 300"),
+        ("bpe(much)", "--tokeniser"),
+    ],
+)
+def test_what_is_no_tokeniser_is_refused(spec: str, said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        read_tokeniser(spec)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "content, said", [(None, "cannot be read"), ("{}", "it holds no tokeniser"), ("x", "it holds no")]
+)
+def test_a_file_that_holds_no_tokeniser_is_refused(tmp_path: Path, content: str | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError) as refused:
+        tokeniser_for(request(tmp_path, str(tmp_path)), TEXTS)
+    assert said in str(refused.value) and str(tmp_path) in str(refused.value)

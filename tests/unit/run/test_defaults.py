@@ -1,0 +1,55 @@
+"""Defaults of a task: used where the user said nothing, and where they came from is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from echelon.config import build
+from echelon.core.task import TaskDefaults
+from echelon.run.defaults import with_task_defaults
+from echelon.tasks.registry import TASKS
+from echelon.tasks.supervised import Supervised
+
+
+class Suggesting(Supervised):
+    """A task of the user's own."""
+
+    name = "my_task"
+    defaults: ClassVar[TaskDefaults] = TaskDefaults("adamw", 1e-3, 0.0, epochs=3, batch_size=32, holdout=0.1)
+
+
+def test_a_task_s_defaults_stand_where_nobody_set_anything() -> None:
+    resolved = with_task_defaults(build(None, {"data.batch_size": 128}), Suggesting())
+    optimizer, config = resolved.config.optimizer, resolved.config
+    assert (optimizer.name, optimizer.lr, optimizer.weight_decay) == ("adamw", 1e-3, 0.0)
+    assert (config.training.epochs, config.data.batch_size, config.data.holdout) == (3, 128, 0.1)
+    assert resolved.origins["optimizer.lr"] == "task my-task"
+    assert resolved.origins["data.batch_size"] == "command line"
+
+
+def test_a_learning_rate_goes_with_its_optimizer() -> None:
+    optimizer = with_task_defaults(build(None, {"optimizer.name": "sgd"}), Suggesting()).config.optimizer
+    assert (optimizer.lr, optimizer.weight_decay) == (0.1, 5e-4)
+
+
+def test_a_described_run_has_none_a_second_time(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("training: {epochs: 10}\n")
+    assert with_task_defaults(build(tmp_path / "config.yaml"), Suggesting()).config.training.epochs == 10
+
+
+def test_images_and_named_data_are_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    (tmp_path / "train" / "cat" / "1.jpg").write_bytes(b"")
+    for source in ("digits", str(tmp_path), str(tmp_path / "nowhere")):
+        resolved = build(None, {"data.source": source})
+        assert with_task_defaults(resolved) is resolved
+
+
+@pytest.mark.parametrize("name", TASKS.names())
+def test_whether_a_task_has_defaults_is_known_without_importing_it(name: str) -> None:
+    """That is read from its file, where they are annotated: `defaults: ClassVar[TaskDefaults] = ...`."""
+    declared = TASKS.declaration(name).constants["defaults"] != "TaskDefaults()"
+    assert declared == (TASKS.settings_class(name).defaults != TaskDefaults())

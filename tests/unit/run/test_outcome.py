@@ -1,0 +1,55 @@
+"""What came of a run, from its folder alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from echelon.core.errors import UserError
+from echelon.records.kinds import Evaluation, Start, Steps
+from echelon.reporting.report.history import history_of
+from echelon.reporting.report.records import RunRecord
+from echelon.run.outcome import Outcome
+
+
+def _steps(step: int, epoch: int, loss: float, count: int = 2) -> Steps:
+    return Steps(step, [loss] * count, 0.5 * count, epoch, samples=10 * count, wire_bytes=100.0 * count)
+
+
+def test_a_history_has_a_row_for_each_evaluation_and_each_epoch_without_one() -> None:
+    record = RunRecord("run", [
+        Start(start_step=0), _steps(2, 0, 4.0), _steps(4, 1, 2.0), _steps(6, 2, 9.0), Start(start_step=4),
+        _steps(6, 2, 1.0), Evaluation(6, 2, 0.5, {"top1": 0.9}, 0.1, 30),
+    ])  # fmt: skip
+    rows = history_of(record)
+    assert [(row.epoch, row.step, row.train_loss, row.eval_loss) for row in rows] == [
+        (1, 2, 4.0, None), (2, 4, 2.0, None), (3, 6, 1.0, 0.5),
+    ]  # fmt: skip
+    assert [(row.seconds, row.samples_per_s, row.wire_bytes) for row in rows] == [(1.0, 20.0, 200.0)] * 3
+    assert rows[-1].metrics == {"top1": 0.9}
+
+
+def test_a_window_that_an_evaluation_divides_counts_by_its_share() -> None:
+    """Asynchronous workers go on while one of them evaluates."""
+    windows = [_steps(4, 0, 2.0, 4), _steps(8, 1, 1.0, 4)]
+    evaluations = [Evaluation(2, 0, 1.0, {}, 0.1, 1), Evaluation(8, 1, 0.5, {}, 0.1, 1)]
+    first, second = history_of(RunRecord("run", [*windows, *evaluations]))
+    assert (first.samples, second.samples, first.wire_bytes + second.wire_bytes) == (20, 60, 800)
+    assert second.train_loss == pytest.approx((2 * 2.0 + 4 * 1.0) / 6)
+
+
+def test_an_outcome_is_one_short_line_and_a_table() -> None:
+    summary = {"metrics": {"top1": 0.98765}, "wall_s": 12.34, "epochs": 3.0, "steps": 24, "workers": 2, "step_s": None}
+    outcome = Outcome("completed", Path("runs/a<b"), summary)
+    assert repr(outcome) == "Outcome(completed, top1 0.9877, seconds 12.3, epochs 3, runs/a<b)"
+    table = outcome._repr_html_()
+    assert "<td>0.9877</td>" in table and "runs/a&lt;b/report.html" in table
+    assert repr(Outcome("failed", Path("runs/x"), {})) == "Outcome(failed, runs/x)"
+
+
+def test_a_history_without_pandas_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UserError, match=r"^a history is a data frame of pandas, .*: pip install pandas$"):
+        Outcome("completed", tmp_path, {}).history  # noqa: B018

@@ -1,0 +1,112 @@
+"""Metrics of torchmetrics beside a task's: named, given as objects, and compared by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+from echelon.config import build
+from echelon.core.errors import UserError
+from echelon.data.base import DataInfo
+from echelon.tasks.image_classification import ImageClassification
+from echelon.tasks.nest import TensorSpec
+from echelon.tasks.own_metrics import choose_primary, named, read_metrics
+from echelon.tasks.registry import TaskChoice, TaskObjects
+
+DATA = DataInfo("toy", ("a", "b", "c"), 1, 8, 6, 6, (2, 2, 2))
+NUMBERS = DataInfo("toy", (), 1, 8, 6, 6, (), targets=TensorSpec((), "float32"))
+LOGITS = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+TARGETS = torch.tensor([0, 1, 2, 0, 1, 2])
+F1 = "F1Score(average=macro)"
+
+
+def choice(**settings: Any) -> TaskChoice:
+    return TaskChoice.of(build(None, settings).config)
+
+
+def test_named_metrics_stand_beside_the_tasks_and_one_is_the_primary() -> None:
+    task = choice(**{"training.metrics": F1, "training.primary_metric": "f1_score"}).fitted(DATA)
+    facts = task.facts()
+    assert (facts.primary.name, facts.primary.direction, facts.name) == ("f1_score", "max", "image_classification")
+    assert "top1" in {metric.name for metric in facts.headlines} and facts.score_label == "top-1"
+    metrics = task.metrics(torch.device("cpu"))
+    for part in (slice(0, 4), slice(4, 6)):
+        metrics.update(LOGITS[part], TARGETS[part])
+    result = metrics.compute()
+    assert result.metrics["f1_score"] == pytest.approx(result.metrics["macro_f1"], abs=1e-6)
+    assert result.detail["classes"] == ["a", "b", "c"]
+
+
+def test_any_targets_are_learnt_with_a_loss_of_ones_own() -> None:
+    task = choice(**{"optimizer.loss": "MSELoss", "training.metrics": "MeanAbsoluteError"}).fitted(NUMBERS)
+    outputs, targets = torch.tensor([[1.0], [2.0]]), torch.tensor([0.0, 4.0])
+    metrics = task.metrics(torch.device("cpu"))
+    metrics.update(outputs.squeeze(-1), targets)
+    assert task.facts().primary.name == "loss" and task.facts().name == "supervised"
+    assert metrics.compute().metrics == {"mean_absolute_error": 1.5, "loss": 2.5}
+    with pytest.raises(UserError, match="--task supervised needs --loss"):
+        choice(task="supervised").fitted(NUMBERS)
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        (MulticlassF1Score(3), ["multiclass_f1_score"]),
+        ([MulticlassF1Score(3), MulticlassAccuracy(3)], ["multiclass_f1_score", "multiclass_accuracy"]),
+        ({"mine": MulticlassF1Score(3)}, ["mine"]),
+        (torchmetrics.MetricCollection({"a": MulticlassF1Score(3), "b": MulticlassAccuracy(3)}), ["a", "b"]),
+    ],
+)
+def test_objects_have_names(given: Any, names: list[str]) -> None:
+    assert list(named(given)) == names
+    task = choice().fitted(DATA, TaskObjects(metrics=given))
+    metrics = task.metrics(torch.device("cpu"))
+    metrics.update(LOGITS, TARGETS)
+    assert set(names) < set(metrics.compute().metrics)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "direction"),
+    [("", "top1", "max"), ("loss", "loss", "min"), ("macro_f1", "macro_f1", "max"), ("e(min)", "e", "min")],
+)
+def test_the_primary_metric_has_a_direction(text: str, name: str, direction: str) -> None:
+    primary = choose_primary(text, ImageClassification(), {})
+    assert (primary.name, primary.direction) == (name, direction)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"training.metrics": "F1Scor"}, r"unknown --metrics 'F1Scor': did you mean F1Score\?"),
+        ({"training.metrics": "F1Score(avrage=macro)"}, "avrage"),
+        ({"training.metrics": "MeanSquaredError+MeanSquaredError"}, "metrics have one name"),
+        (
+            {"training.primary_metric": "topone"},
+            "unknown --primary-metric 'topone'.*known: loss, macro_f1,",
+        ),
+        ({"training.primary_metric": "loss(up)"}, r"write the side that is better: loss\(min\) or loss\(max\)"),
+        ({"training.metrics": "CatMetric", "training.primary_metric": "cat_metric"}, "write the side that is better"),
+        (
+            {"optimizer.loss": "MSELoss", "optimizer.label_smoothing": 0.1},
+            "are for the task's own loss",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        choice(**settings).fitted(DATA)
+
+
+def test_a_metric_that_is_no_number_is_refused() -> None:
+    metrics = choice(**{"training.metrics": "F1Score(average=none)"}).fitted(DATA).metrics(torch.device("cpu"))
+    metrics.update(LOGITS, TARGETS)
+    with pytest.raises(UserError, match=r"metric f1_score gives \[3\]: an evaluation's metric is one number"):
+        metrics.compute()
+
+
+def test_metrics_of_names_know_the_classes() -> None:
+    assert read_metrics("MulticlassAccuracy", 3)["multiclass_accuracy"].num_classes == 3

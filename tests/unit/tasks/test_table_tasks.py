@@ -1,0 +1,114 @@
+"""Metrics of regression, several labels and recommendation, held against scikit-learn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics as reference
+
+from echelon.core.errors import UserError
+from echelon.data.base import DataInfo
+from echelon.tasks.base import EvaluationResult, Task, TaskSettings
+from echelon.tasks.nest import TensorSpec
+from echelon.tasks.registry import build_task
+
+CPU = torch.device("cpu")
+N = 57
+
+
+def info(targets: TensorSpec, several: Sequence[TensorSpec] | None = None, **facts: object) -> DataInfo:
+    shape = None if several else (4,)
+    several = tuple(several) if several else None
+    return DataInfo("rows", (), 1, 1, N, N, (), shape=shape, several=several, targets=targets, **facts)  # type: ignore[arg-type]
+
+
+def fitted(name: str, data: DataInfo) -> Task:
+    return build_task(name).fitted(data, TaskSettings())
+
+
+def evaluated(task: Task, outputs: torch.Tensor, targets: torch.Tensor) -> EvaluationResult:
+    accumulator = task.metrics(CPU)
+    for part in zip(outputs.split(10), targets.split(10), strict=True):
+        accumulator.update(*part)
+    accumulator.update(outputs[:0], targets[:0])
+    return accumulator.compute()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_regression_metrics_are_in_the_units_of_the_data(count: int) -> None:
+    mean, std = tuple(100.0 * (i + 1) for i in range(count)), tuple(10.0 + i for i in range(count))
+    shape = () if count == 1 else (count,)
+    task = fitted("regression", info(TensorSpec(shape), target_mean=mean, target_std=std))
+    torch.manual_seed(0)
+    outputs = torch.randn(N, count)
+    true = (torch.randn(N, count) * 0.1 + outputs) * torch.tensor(std) + torch.tensor(mean)
+    result = evaluated(task, outputs, true.reshape(N, *shape))
+    predicted, wanted = (outputs * torch.tensor(std) + torch.tensor(mean)).numpy(), true.numpy()
+    assert result.metrics["rmse"] == pytest.approx(reference.mean_squared_error(wanted, predicted) ** 0.5, rel=1e-5)
+    assert result.metrics["mae"] == pytest.approx(reference.mean_absolute_error(wanted, predicted), rel=1e-5)
+    assert result.metrics["r2"] == pytest.approx(reference.r2_score(wanted, predicted), rel=1e-5)
+    sections = task.report_sections(result)
+    assert len(sections[0].charts) == 2 * count and len(sections[0].tables) == (count > 1)
+
+
+def test_the_loss_is_learnt_in_deviations_and_has_no_samples_of_nothing() -> None:
+    task = fitted("regression", info(TensorSpec(), target_mean=(100.0,), target_std=(10.0,)))
+    loss = task.loss_sum(torch.tensor([[0.0], [1.0]]), torch.tensor([100.0, 130.0]))
+    assert loss.item() == pytest.approx(0 + 4)
+    assert task.loss_sum(torch.zeros(0, 1), torch.zeros(0)).item() == 0
+
+
+def test_labels_without_samples_are_left_out_of_the_means_and_said() -> None:
+    torch.manual_seed(0)
+    targets = (torch.rand(N, 4) < 0.3).float()
+    targets[:, 3] = 0
+    logits = targets + torch.randn(N, 4)
+    result = evaluated(fitted("multi_label", info(TensorSpec((4,)))), logits, targets)
+    scores, true = logits.sigmoid().numpy()[:, :3], targets.numpy()[:, :3]
+    assert result.metrics["map"] == pytest.approx(reference.average_precision_score(true, scores), rel=1e-5)
+    assert result.metrics["roc_auc"] == pytest.approx(reference.roc_auc_score(true, scores), rel=1e-5)
+    f1 = reference.f1_score(targets.numpy(), logits.numpy() > 0, average=None, zero_division=np.nan)
+    assert result.metrics["macro_f1"] == pytest.approx(np.nanmean(f1), rel=1e-5)
+    assert "1 of 4 labels" in result.detail["notes"][0]
+
+
+def test_ratings_and_clicks() -> None:
+    ids = (TensorSpec((), "int64", 9), TensorSpec((), "int64", 9))
+    torch.manual_seed(0)
+    logits, clicked = torch.randn(N, 1), (torch.rand(N) < 0.5).float()
+    clicks = fitted("recommendation", info(TensorSpec(count=2), ids))
+    result = evaluated(clicks, logits, clicked)
+    probabilities = logits.sigmoid().flatten().numpy()
+    assert result.metrics["roc_auc"] == pytest.approx(reference.roc_auc_score(clicked, probabilities), rel=1e-5)
+    assert result.metrics["log_loss"] == pytest.approx(reference.log_loss(clicked, probabilities), rel=1e-5)
+    assert clicks.report_sections(result)[0].charts[0].title == "Calibration"
+    ratings = fitted("recommendation", info(TensorSpec(), ids, target_mean=(3.0,), target_std=(1.0,)))
+    assert evaluated(ratings, logits, logits.flatten() + 3.5).metrics["rmse"] == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["regression", "multi_label"])
+def test_nothing_to_evaluate_gives_undefined_metrics(name: str) -> None:
+    task = fitted(name, info(TensorSpec((3,))))
+    result = evaluated(task, torch.zeros(0, 3), torch.zeros(0, 3))
+    assert set(result.metrics.values()) == {None}
+    task.report_sections(result)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "message"),
+    [
+        ("classification", TensorSpec(), "--task classification needs one whole number, the class"),
+        ("classification", TensorSpec((3,)), "--task classification needs one whole number"),
+        ("image_classification", TensorSpec((1,), "int64"), "--task image-classification needs one whole number"),
+        ("regression", TensorSpec((), "int64"), "--task regression needs numbers, float32"),
+        ("regression", TensorSpec((2, 2)), "--task regression needs numbers, float32"),
+        ("multi_label", TensorSpec(), "--task multi-label needs a 0 or 1 for each of at least 2 labels"),
+        ("recommendation", TensorSpec(), "--task recommendation needs inputs of ids and one target"),
+    ],
+)
+def test_targets_of_another_kind_are_refused(name: str, targets: TensorSpec, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        fitted(name, info(targets))
