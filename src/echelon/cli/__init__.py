@@ -21,8 +21,7 @@ def main() -> None:
         _say(reason)
         sys.exit(USER_ERROR_EXIT_CODE)
     from echelon.core.output import outlive_readers
-    from echelon.core.stop import Stopped, stop_at_once, stopped_exit_code
-    from echelon.launch.first_process import leave_first_process
+    from echelon.core.stop import Stopped, leave_first_process, stop_at_once, stopped_exit_code
 
     leave_first_process()
     outlive_readers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from types import FrameType
 from typing import NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_PASSED_ON = (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGCONT)
 
 
 def signal_name(signum: int) -> str:
@@ -98,3 +100,35 @@ def stop_at_once() -> None:
     for signum in STOP_SIGNALS:
         if signal.getsignal(signum) == signal.SIG_DFL:
             signal.signal(signum, stop)
+
+
+def leave_first_process() -> None:
+    """As process 1 (a container without an init), go on in a child and stay behind as its init; else do nothing.
+
+    The init passes signals on, reaps whoever ends (orphans of user code too), and ends with the child's exit code, or
+    128 + signal. Whatever the child left behind is killed by the kernel then.
+    """
+    if os.getpid() != 1:
+        return
+    awaited = {*_PASSED_ON, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return
+    while True:
+        code = _reap(child)
+        if code is not None:
+            os._exit(code)
+        signum = signal.sigwaitinfo(awaited).si_signo
+        if signum != signal.SIGCHLD:
+            os.kill(child, signum)  # it is there: it has not been reaped yet
+
+
+def _reap(child: int) -> int | None:
+    """Take the exit codes of all that ended; returns the child's, as a shell has it, if it is among them."""
+    while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+        if ended[0] == child:
+            exit_code = os.waitstatus_to_exitcode(ended[1])
+            return 128 - exit_code if exit_code < 0 else exit_code
+    return None

@@ -1,4 +1,4 @@
-"""Columns of a table as arrays: numbers that are standardised, and categories, ids and classes that are numbered.
+"""Columns of a table as arrays: numbers standardised; categories, ids and classes numbered; texts as token ids.
 
 What is measured (means, the values that are known) is measured on the training rows. A run keeps it: other rows that
 the run is evaluated on are encoded as its own were.
@@ -20,6 +20,10 @@ from numpy.typing import NDArray
 
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
+from echelon.data.base import DataRequest
+from echelon.data.ragged import RaggedArray
+from echelon.data.tokenisers import Tokeniser, tokeniser_for
+from echelon.tasks.nest import TensorSpec
 
 RUN_FILE = "columns.json"
 Values = TypeVar("Values")
@@ -28,6 +32,8 @@ UNSEEN = 0
 _TEXT_CHARACTERS = 20  # from this mean length on, strings that hardly repeat are texts
 _SEPARATORS = ("|", ";")
 _SEVERAL = 0.05  # share of strings with a separator from which on they are labels
+IDS, MASK = "input_ids", "attention_mask"  # what models of texts call their inputs, those of transformers too
+_MOST_TOKENS = 512  # of a text; what is longer is cut
 
 
 class Form(Enum):
@@ -265,3 +271,41 @@ def _separator(values: pa.ChunkedArray) -> str:
     shares = {each: pc.mean(pc.match_substring(values, each).cast("float64")).as_py() or 0.0 for each in _SEPARATORS}
     best = max(shares, key=lambda each: shares[each])
     return best if shares[best] >= _SEVERAL else ""
+
+
+@dataclass(frozen=True)
+class TextColumn:
+    """Texts as token ids; of a batch they are padded to its longest, with a mask that says which are there.
+
+    Attributes:
+        inputs: `input_ids` and `attention_mask` of each text, int64 `(length,)`; padding is 0 in both.
+        specs: of the inputs.
+    """
+
+    inputs: dict[str, RaggedArray]
+    specs: dict[str, TensorSpec]
+    tokeniser: Tokeniser
+
+
+def encode_texts(request: DataRequest, texts: Sequence[str], train: int) -> TextColumn:
+    """Return texts as ids, by the tokeniser of `tokeniser_for`; of each at most the first 512.
+
+    Args:
+        texts: of all parts.
+        train: how many of the first ones are for training: a tokeniser is trained on these alone.
+
+    Raises:
+        UserError: there is no such tokeniser, or no text to train one on.
+    """
+    if not any(text.strip() for text in texts[:train]):
+        raise UserError(f"data {request.config.source}: column {request.config.input} holds no text")
+    tokeniser = tokeniser_for(request, texts[:train])
+    rows = [row[:_MOST_TOKENS] if len(row) else np.zeros(1, np.int64) for row in tokeniser.encode(texts)]
+    ids = RaggedArray.of(rows)
+    mask = RaggedArray(np.ones_like(ids.values), np.cumsum(ids.lengths))
+    longest = ids.shape[1:2]
+    specs = {
+        IDS: TensorSpec(longest, "int64", tokeniser.count, ragged=True),
+        MASK: TensorSpec(longest, "int64", ragged=True),
+    }
+    return TextColumn({IDS: ids, MASK: mask}, specs, tokeniser)

@@ -1,7 +1,11 @@
-"""One key of the parameters on its server: value, optimizer, version, and what has been counted into it."""
+"""One key of the parameters on its server: value, optimizer, version, and what has been counted into it.
+
+What is done about gradients that were computed on older parameters stands at the end, as functions on flat tensors.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -12,11 +16,12 @@ from torch import Tensor, nn
 
 from echelon.coordinator.shares import MAX_SHARES
 from echelon.core.state_tree import StateTree
-from echelon.ps import staleness
 from echelon.ps.table import KeyRange
 from echelon.sync.ps import ServerSettings
 
 _WRAPPED = ("torch.", "timm.")  # modules of optimizers whose wrappers are torch's
+_MEAN_SQUARE_DECAY = 0.95
+_EPSILON = 1e-7  # below the root of a mean square
 
 MakeOptimizer = Callable[[Sequence[nn.Parameter], Sequence[bool]], torch.optim.Optimizer]
 """Builds the optimizer for tensors, some of which have weight decay."""
@@ -119,10 +124,10 @@ class KeyStore:
         """Return the factor of the learning rate for a gradient, from its staleness and age."""
         scale = 1.0
         if self.settings.by_staleness:
-            scale *= staleness.by_staleness(self.staleness_of(push))
+            scale *= staleness_factor(self.staleness_of(push))
         pulled = self._pulled.get(push.worker)
         if self.settings.decay_s > 0 and pulled is not None:
-            scale *= staleness.by_age(now_s - pulled[1], self.settings.decay_s)
+            scale *= age_factor(now_s - pulled[1], self.settings.decay_s)
         return scale
 
     def take(self, push: Push) -> PushOutcome:
@@ -191,9 +196,9 @@ class KeyStore:
         if kind == "none" or then is None:
             return push.gradient
         if kind == "constant":
-            return staleness.compensate_constant(push.gradient, self.value, then, strength)
+            return compensate_constant(push.gradient, self.value, then, strength)
         square = self._mean_square.setdefault(push.worker, torch.zeros_like(self.value))
-        return staleness.compensate_adaptive(push.gradient, self.value, then, square, strength)
+        return compensate_adaptive(push.gradient, self.value, then, square, strength)
 
     def _update(self, gradient: Tensor, lr: float, memory: Any = None) -> None:
         if self._plain:
@@ -241,7 +246,7 @@ class KeyStore:
         if self.settings.momentum_correction:
             for group, wanted in zip(self.optimizer.param_groups, self._momenta, strict=True):
                 if wanted is not None:
-                    group["momentum"] = staleness.corrected_momentum(wanted, workers)
+                    group["momentum"] = corrected_momentum(wanted, workers)
 
     def state(self, full: bool) -> StateTree:
         """Return a copy of the state: the value, and with `full` all that an update or a count depends on."""
@@ -322,3 +327,41 @@ def _is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def compensate_constant(gradient: Tensor, now: Tensor, then: Tensor, strength: float) -> Tensor:
+    """Return g + strength * g*g*(now - then); all 1-D, of one shape.
+
+    Delay compensation (Zheng et al. 2017, DC-ASGD, arXiv:1609.08326): the diagonal of the outer product of gradients
+    stands for the Hessian.
+    """
+    return gradient + strength * gradient * gradient * (now - then)
+
+
+def compensate_adaptive(gradient: Tensor, now: Tensor, then: Tensor, mean_square: Tensor, strength: float) -> Tensor:
+    """Return the compensated gradient with lambda_t = strength / sqrt(MS + 1e-7); updates `mean_square` in place.
+
+    The adaptive form of DC-ASGD, per worker: MS <- 0.95 MS + 0.05 g*g.
+    """
+    square = gradient * gradient
+    mean_square.mul_(_MEAN_SQUARE_DECAY).add_(square, alpha=1 - _MEAN_SQUARE_DECAY)
+    return gradient + strength * (mean_square + _EPSILON).rsqrt() * square * (now - then)
+
+
+def staleness_factor(staleness: int) -> float:
+    """Return the factor of the learning rate: 1 / max(1, staleness) (Zhang et al. 2016, arXiv:1511.05950)."""
+    return 1.0 / max(1, staleness)
+
+
+def age_factor(age_s: float, decay_s: float) -> float:
+    """Return the weight exp(-age / decay) of a gradient whose parameters were pulled `age_s` ago."""
+    return math.exp(-max(0.0, age_s) / decay_s)
+
+
+def corrected_momentum(wanted: float, workers: int) -> float:
+    """Return the momentum that the optimizer needs so that it and asynchrony make up the wanted one.
+
+    M asynchronous workers act like momentum 1 - 1/M (Mitliagkas et al. 2016, arXiv:1605.09774, theorem 1). Momenta
+    compose here as their memories do: 1 - wanted = (1 - explicit) / M, so explicit = 1 - M (1 - wanted), at least 0.
+    """
+    return max(0.0, 1.0 - max(1, workers) * (1.0 - wanted))

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.ps import staleness
-from echelon.ps.keystore import KeyStore, Push, PushOutcome
+from echelon.ps.keystore import KeyStore, Push, PushOutcome, age_factor, corrected_momentum, staleness_factor
 from echelon.ps.table import KeyPart, KeyRange
 from echelon.sync.ps import ServerSettings
 
@@ -66,11 +65,11 @@ def test_golden_trajectory(kind: str) -> None:
 
 
 def test_factors() -> None:
-    assert [staleness.by_staleness(t) for t in (0, 1, 4)] == [1.0, 1.0, 0.25]
-    assert staleness.by_age(2.0, 2.0) == pytest.approx(math.exp(-1))
-    assert staleness.corrected_momentum(0.9, 1) == pytest.approx(0.9)
-    assert staleness.corrected_momentum(0.9, 4) == pytest.approx(0.6)
-    assert staleness.corrected_momentum(0.9, 100) == 0.0
+    assert [staleness_factor(t) for t in (0, 1, 4)] == [1.0, 1.0, 0.25]
+    assert age_factor(2.0, 2.0) == pytest.approx(math.exp(-1))
+    assert corrected_momentum(0.9, 1) == pytest.approx(0.9)
+    assert corrected_momentum(0.9, 4) == pytest.approx(0.6)
+    assert corrected_momentum(0.9, 100) == 0.0
 
 
 def test_a_stale_gradient_moves_the_parameters_by_less() -> None:

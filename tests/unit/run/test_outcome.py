@@ -9,9 +9,8 @@ import pytest
 
 from echelon.core.errors import UserError
 from echelon.records.kinds import Evaluation, Start, Steps
-from echelon.reporting.report.history import history_of
 from echelon.reporting.report.records import RunRecord
-from echelon.run.outcome import Outcome
+from echelon.run.outcome import Outcome, history_of
 
 
 def _steps(step: int, epoch: int, loss: float, count: int = 2) -> Steps:

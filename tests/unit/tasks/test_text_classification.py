@@ -11,7 +11,7 @@ from echelon.config import DataConfig
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
 from echelon.data.base import DataInfo, DataRequest
-from echelon.data.text_columns import IDS, MASK, encode_texts
+from echelon.data.columns import IDS, MASK, encode_texts
 from echelon.models import ModelInput, build_model
 from echelon.models.builtin.text_classifier import TextClassifier
 from echelon.tasks.base import TaskSettings

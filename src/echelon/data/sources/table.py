@@ -28,6 +28,7 @@ from echelon.data.columns import (
     MeasuredColumns,
     as_numbers,
     classes_of,
+    encode_texts,
     form_of,
     holds_labels,
     is_string,
@@ -42,7 +43,6 @@ from echelon.data.images import TensorArray
 from echelon.data.order import split
 from echelon.data.ragged import RaggedArray
 from echelon.data.sources.base import SourceKind
-from echelon.data.text_columns import encode_texts
 from echelon.tasks.base import Encoding
 from echelon.tasks.nest import Nest, TensorSpec, map_leaves
 

@@ -17,7 +17,7 @@ _LABEL = 46
 
 
 @dataclass(frozen=True)
-class Unit:
+class BarUnit:
     """How numbers of a column are written, and the axis of their bars."""
 
     write: Callable[[float], str]
@@ -28,8 +28,8 @@ def _share_axis(title: str, shares: Sequence[float], **more: Any) -> Json:
     return axis(title, tickformat="~%", **more)
 
 
-SECONDS, BYTES = Unit(format_seconds, time_axis), Unit(format_bytes, byte_axis)
-SHARE = Unit("{:.2%}".format, _share_axis)
+SECONDS, BYTES = BarUnit(format_seconds, time_axis), BarUnit(format_bytes, byte_axis)
+SHARE = BarUnit("{:.2%}".format, _share_axis)
 
 
 def target_charts(scene: Scene) -> list[Chart]:
@@ -49,7 +49,7 @@ def cost_charts(scene: Scene) -> list[Chart]:
     return [c for c in (_phases(scene), memory, _density(scene), _staleness(scene)) if c]
 
 
-def _known_bars(scene: Scene, column: str, title: str, unit: Unit) -> Chart | None:
+def _known_bars(scene: Scene, column: str, title: str, unit: BarUnit) -> Chart | None:
     """Bars of the candidates that a column is known of; None where that is none."""
     known = [style for style in scene.styles if spread(scene.runs, style.label, column)]
     return _bars(replace(scene, styles=known), column, title, unit) if known else None
@@ -61,7 +61,7 @@ def _density(scene: Scene) -> Chart | None:
     return replace(chart, caption=caption) if chart else None
 
 
-def _bars(scene: Scene, column: str, title: str, unit: Unit) -> Chart:
+def _bars(scene: Scene, column: str, title: str, unit: BarUnit) -> Chart:
     drawn = [(style, spread(scene.runs, style.label, column)) for style in _measured(scene)]
     known = [(style, s) for style, s in drawn if s is not None]
     trace: Json = {

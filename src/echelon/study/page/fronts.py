@@ -15,7 +15,7 @@ CostAndValue = tuple[CandidateStyle, Spread, Spread]
 
 
 @dataclass(frozen=True)
-class Cost:
+class CostAxis:
     """What a candidate spends to the end: its column of the runs, how it is called, written, and drawn as an axis."""
 
     column: str
@@ -26,8 +26,8 @@ class Cost:
 
 
 COSTS = (
-    Cost("train_s", "time", "time of all training steps", format_seconds, time_axis),
-    Cost("wire_bytes", "traffic", "sent by all ranks", format_bytes, byte_axis),
+    CostAxis("train_s", "time", "time of all training steps", format_seconds, time_axis),
+    CostAxis("wire_bytes", "traffic", "sent by all ranks", format_bytes, byte_axis),
 )
 
 
@@ -61,7 +61,7 @@ def front(costs: Sequence[float], gains: Sequence[float]) -> list[int]:
     return best
 
 
-def _chart(id_: str, kind: Cost, places: list[CostAndValue], metric: PrimaryMetric) -> Chart:
+def _chart(id_: str, kind: CostAxis, places: list[CostAndValue], metric: PrimaryMetric) -> Chart:
     title = f"{metric.label.capitalize()} against {kind.noun}"
     x = [cost.mean for _, cost, _ in places]
     y = [value.mean for _, _, value in places]
@@ -91,7 +91,7 @@ def _front_line(x: list[float], y: list[float]) -> Json:
     }  # fmt: skip
 
 
-def _marker(place: CostAndValue, metric: PrimaryMetric, kind: Cost, on_front: bool) -> Json:
+def _marker(place: CostAndValue, metric: PrimaryMetric, kind: CostAxis, on_front: bool) -> Json:
     style, cost, value = place
     reached = f"{metric.text(value.mean)} ({metric.text(value.low)} to {metric.text(value.high)})"
     return {
