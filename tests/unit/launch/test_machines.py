@@ -157,8 +157,8 @@ def test_on_a_trusted_network_machines_meet_without_a_secret(tmp_path: Path, ren
         other = OtherMachine(rendezvous, SecretSource(tmp_path, True), replace(ARRIVAL, machine="other"), TERMS)
         machine.order(Ready())
         assert isinstance(_wait(lambda: other.order(Ready()), Go), Go)
+        other.close()  # before the first one, which waits until the others know
         machine.close("the test ends")
-        other.close()
 
 
 def test_a_secret_that_anybody_knows_is_not_used_again(tmp_path: Path) -> None:
