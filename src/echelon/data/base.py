@@ -13,7 +13,7 @@ from echelon.tasks.nest import Nest, TensorSpec
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-__all__ = ["BadSample", "Batch", "DataInfo", "DataRequest", "Shard", "Source"]
+__all__ = ["BadSample", "Batch", "DataInfo", "DataOutline", "DataRequest", "Shard", "Source"]
 
 
 CLASS_NUMBER = TensorSpec((), "int64")
@@ -69,6 +69,19 @@ class DataInfo:
             return self.several
         images = (self.channels, self.image_size, self.image_size)
         return TensorSpec(images if self.shape is None else self.shape, self.dtype)
+
+
+@dataclass(frozen=True)
+class DataOutline:
+    """What is known of data before it is opened.
+
+    Attributes:
+        task: name of the task that it is for.
+        inputs: a spec for each input of a sample; only their number counts.
+    """
+
+    task: str
+    inputs: tuple[TensorSpec, ...] = (TensorSpec(),)
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,14 @@ from echelon.core.task import TaskDefaults
 from echelon.tasks.registry import AUTO, TASKS, build_task
 
 if TYPE_CHECKING:
+    from echelon.data.base import DataOutline
     from echelon.tasks.base import Task
 
 
 def with_task_defaults(resolved: Resolved, task: Task | None = None, opens_data: bool = True) -> Resolved:
     """Return a description with the defaults of its task, wherever the general defaults still stand.
 
-    Data is read only where the task is `auto` and the data may be for several.
+    Of data that may be for several tasks the columns that tell are read, where the task or its model are `auto`.
 
     Args:
         task: the caller's own, in place of the described one.
@@ -30,10 +31,15 @@ def with_task_defaults(resolved: Resolved, task: Task | None = None, opens_data:
     Raises:
         UserError: the task cannot be built, or data that decides on it cannot be read.
     """
-    task = task or _task_of(resolved.config, opens_data)
-    if task is None:
-        return resolved
     config, origins = resolved.config, dict(resolved.origins)
+    if task is None:
+        outline = _outline(config) if opens_data and config.task == AUTO else None
+        task = _task_named(outline.task if outline else "" if config.task == AUTO else config.task)
+        if task is None:
+            return resolved
+        if opens_data and (model := _auto_model(task, config, outline)):
+            config = replace(config, model=replace(config.model, name=model))
+            origins["model.name"] = f"task {task.name.replace('_', '-')}"
     for name, value in _settings(task.defaults, origins["optimizer.name"] == DEFAULT):
         if origins[name] == DEFAULT:
             section, leaf = name.split(".")
@@ -58,28 +64,38 @@ def _settings(defaults: TaskDefaults, of_optimizer: bool) -> Iterator[tuple[str,
     yield from ((name, value) for name, value in suggested if value is not None)
 
 
-def _task_of(config: RunConfig, opens_data: bool) -> Task | None:
-    """Return the task of a description; None: it is known to suggest nothing, or only its data tells it."""
-    name = config.task
-    if name == AUTO:
-        name = _task_of_files(config) if opens_data else ""
-    if not name:
-        return None
+def _task_named(name: str) -> Task | None:
+    """Return the task of a name; None: it has none, or is known to suggest nothing without being imported."""
     file = name.replace("-", "_")
     if file in TASKS.names() and TASKS.declaration(file).constants["defaults"] == f"{TaskDefaults.__name__}()":
-        return None  # that of the base: known without importing the task
-    return build_task(name)
+        return None
+    return build_task(name) if name else None
 
 
-def _task_of_files(config: RunConfig) -> str:
-    """Return the task that files are for; empty where the data is no files, or images: what reads them is heavy."""
+def _auto_model(task: Task, config: RunConfig, outline: DataOutline | None) -> str:
+    """Return what `--model auto` becomes by the task; empty: it stays, for what the opened data or a loss ask for."""
+    if config.model.name != AUTO or ":" in config.task or config.optimizer.loss:
+        return ""
+    outline = outline or _outline(config, task)
+    return task.auto_model(outline) if outline else ""
+
+
+def _outline(config: RunConfig, task: Task | None = None) -> DataOutline | None:
+    """Return what files tell; None where the data is no files, or images: what reads them is heavy.
+
+    Args:
+        task: the chosen one; None: the data tells it.
+    """
     path = Path(config.data.source).expanduser()
     if not path.exists() or (path.is_dir() and (mimetypes.guess_type(_first_file(path))[0] or "").startswith("image/")):
-        return ""
+        return None
     from echelon.data.base import DataRequest
     from echelon.data.sources import kind_of
 
-    return kind_of(config.data.source).task_of(DataRequest(config.data, config.training.seed))
+    request = DataRequest(config.data, config.training.seed)
+    if task is not None:
+        request = replace(request, encoding=task.encoding, task=config.task)
+    return kind_of(config.data.source).outline(request)
 
 
 def _first_file(path: Path) -> str:

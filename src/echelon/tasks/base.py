@@ -75,16 +75,24 @@ class TextDecoder(Protocol):
         """Return the text of some ids."""
 
 
-class DataFacts(Protocol):
+class InputFacts(Protocol):
+    """What a task chooses a model by."""
+
+    @property
+    def task(self) -> str:
+        """Name of the task that the data is for."""
+
+    @property
+    def inputs(self) -> Nest:
+        """A nest of `TensorSpec`: what the model is given of one sample."""
+
+
+class DataFacts(InputFacts, Protocol):
     """What a task asks of the data."""
 
     @property
     def name(self) -> str:
         """Name of the data set, as its spec has it."""
-
-    @property
-    def task(self) -> str:
-        """Name of the task that the data is for."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -109,10 +117,6 @@ class DataFacts(Protocol):
     @property
     def target_std(self) -> tuple[float, ...]:
         """Likewise, the standard deviation."""
-
-    @property
-    def inputs(self) -> Nest:
-        """A nest of `TensorSpec`: what the model is given of one sample."""
 
     @property
     def mean(self) -> tuple[float, ...]:
@@ -264,7 +268,7 @@ class Task(ABC):
         """Return what reports show of an evaluation beside its metrics; one rank is asked, when it is the best."""
         return ()
 
-    def auto_model(self, data: DataFacts) -> str:
+    def auto_model(self, data: InputFacts) -> str:
         """Return the name of the model that `--model auto` becomes; empty: the one for images of the data's size."""
         return ""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import ClassVar, Self
 
 from echelon.core.task import TaskDefaults
-from echelon.tasks.base import DataFacts, Encoding, Examples, TaskSettings
+from echelon.tasks.base import DataFacts, Encoding, Examples, InputFacts, TaskSettings
 from echelon.tasks.classification import Classification
 from echelon.tasks.worst_samples import Pictures, Pixels, WorstSamples
 
@@ -43,7 +43,7 @@ class ImageClassification(Classification):
             return None
         return WorstSamples(self._worst_samples, self.classes, self._pictures, self._loss.each)
 
-    def auto_model(self, data: DataFacts) -> str:
+    def auto_model(self, data: InputFacts) -> str:
         """Return none: it is chosen by the images' size."""
         return ""
 

@@ -28,6 +28,7 @@ from echelon.tasks.base import (
     DataFacts,
     Encoding,
     EvaluationResult,
+    InputFacts,
     Metrics,
     Task,
     TaskSettings,
@@ -102,7 +103,7 @@ class LanguageModelling(Task):
         """Return an accumulator of perplexity."""
         return TokenMetrics(device)
 
-    def auto_model(self, data: DataFacts) -> str:
+    def auto_model(self, data: InputFacts) -> str:
         """Return the small GPT."""
         return "small_gpt"
 

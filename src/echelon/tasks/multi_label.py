@@ -20,7 +20,7 @@ from echelon.core.errors import UserError
 from echelon.core.figure import ReportSection
 from echelon.core.task import Metric, TaskDefaults
 from echelon.tasks import nest
-from echelon.tasks.base import DataFacts, Encoding, EvaluationResult, Metrics, Task, TaskSettings
+from echelon.tasks.base import DataFacts, Encoding, EvaluationResult, InputFacts, Metrics, Task, TaskSettings
 from echelon.tasks.classification import TABLE_MODEL
 from echelon.tasks.classification_report import class_sections
 from echelon.tasks.gathering import Gathered
@@ -75,7 +75,7 @@ class MultiLabel(Task):
         """Return the ROC curves and the table of the labels."""
         return class_sections({**result.detail, "metrics": result.metrics})
 
-    def auto_model(self, data: DataFacts) -> str:
+    def auto_model(self, data: InputFacts) -> str:
         """Return the one for columns of a table; others as by the size of images."""
         return TABLE_MODEL if data.task == self.name else ""
 

@@ -20,7 +20,7 @@ from echelon.core.errors import UserError
 from echelon.core.figure import Chart, ReportSection, axis, dots, line
 from echelon.core.task import Metric, TaskDefaults
 from echelon.tasks import nest
-from echelon.tasks.base import DataFacts, Encoding, EvaluationResult, Metrics, TaskSettings
+from echelon.tasks.base import DataFacts, Encoding, EvaluationResult, InputFacts, Metrics, TaskSettings
 from echelon.tasks.gathering import Gathered, bins_by_prediction
 from echelon.tasks.regression import Regression, Units, regression_scores
 
@@ -81,7 +81,7 @@ class PairPrediction(Regression):
         chart = Chart("calibration", "Calibration", caption, "Calibration.", [exact, groups], layout, 360)
         return (ReportSection("Predictions", [chart]),)
 
-    def auto_model(self, data: DataFacts) -> str:
+    def auto_model(self, data: InputFacts) -> str:
         """Return the factors of users and items, where inputs are the ids of both."""
         return "matrix_factorisation" if len(nest.leaves(data.inputs)) == 2 else "two_tower"
 

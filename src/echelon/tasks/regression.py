@@ -20,7 +20,7 @@ from echelon.core.errors import UserError
 from echelon.core.figure import Chart, ReportSection, ReportTable, axis, color, line
 from echelon.core.task import Metric, TaskDefaults
 from echelon.tasks import nest
-from echelon.tasks.base import DataFacts, Encoding, EvaluationResult, Metrics, Task, TaskSettings
+from echelon.tasks.base import DataFacts, Encoding, EvaluationResult, InputFacts, Metrics, Task, TaskSettings
 from echelon.tasks.gathering import Gathered
 from echelon.tasks.nest import Nest
 
@@ -97,7 +97,7 @@ class Regression(Task):
         """Return predictions over the truth, residuals, and of several targets a table."""
         return regression_sections(result)
 
-    def auto_model(self, data: DataFacts) -> str:
+    def auto_model(self, data: InputFacts) -> str:
         """Return the one for columns of a table; others as by the size of images."""
         return "table_mlp" if data.task == self.name else ""
 

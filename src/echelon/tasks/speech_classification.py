@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echelon.core.task import TaskDefaults
-from echelon.tasks.base import DataFacts, Encoding, TaskSettings
+from echelon.tasks.base import DataFacts, Encoding, InputFacts, TaskSettings
 from echelon.tasks.image_classification import ImageClassification
 from echelon.tasks.nest import Nest
 
@@ -38,7 +38,7 @@ class SpeechClassification(ImageClassification):
         task._pictures = Spectrograms() if is_sound else None
         return task
 
-    def auto_model(self, data: DataFacts) -> str:
+    def auto_model(self, data: InputFacts) -> str:
         """Return the network of sounds."""
         return "speech_cnn"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from echelon.core.figure import ReportSection
 from echelon.core.task import Metric, TaskFacts
-from echelon.tasks.base import DataFacts, EvaluationResult, Examples, Metrics, Task
+from echelon.tasks.base import EvaluationResult, Examples, InputFacts, Metrics, Task
 from echelon.tasks.nest import Nest
 from echelon.tasks.own_loss import LossFunction, OwnLoss
 from echelon.tasks.own_metrics import OwnMetrics, facts_of
@@ -76,7 +76,7 @@ class TailoredTask(Task):
         """Return what the task shows of the model's own writing."""
         return self._task.generated(model)
 
-    def auto_model(self, data: DataFacts) -> str:
+    def auto_model(self, data: InputFacts) -> str:
         """Return the task's choice."""
         return self._task.auto_model(data)
 

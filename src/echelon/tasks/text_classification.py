@@ -19,7 +19,7 @@ from torch import Tensor
 from echelon.core.figure import ReportSection, ReportText
 from echelon.core.task import TaskDefaults
 from echelon.tasks import nest
-from echelon.tasks.base import DataFacts, Encoding, Examples, TaskSettings, TextDecoder
+from echelon.tasks.base import DataFacts, Encoding, Examples, InputFacts, TaskSettings, TextDecoder
 from echelon.tasks.classification import Classification
 from echelon.tasks.gathering import gather_rows
 from echelon.tasks.nest import Nest
@@ -56,7 +56,7 @@ class TextClassification(Classification):
             return None
         return WorstTexts(self._worst_samples, self.classes, self._decoder, self._loss.each)
 
-    def auto_model(self, data: DataFacts) -> str:
+    def auto_model(self, data: InputFacts) -> str:
         """Return the small classifier of texts."""
         return "text_classifier"
 

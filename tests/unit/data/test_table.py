@@ -81,6 +81,7 @@ def test_the_target_decides_on_the_task(tmp_path: Path, target: str, task: str, 
     assert fitted.outputs == (len(classes) or len(target.split(",")))
     described = with_task_defaults(build(None, {"data.source": name, "data.target": target}))
     assert described.origins["optimizer.name"] == f"task {task.replace('_', '-')}"
+    assert described.config.model.name == "table_mlp"
 
 
 def test_labels_from_one_and_labels_in_lists_are_taken(tmp_path: Path) -> None:
@@ -195,3 +196,25 @@ def test_other_rows_are_encoded_as_the_run_s_own_were(tmp_path: Path) -> None:
     write(tmp_path / "b.csv", {**shifted, "rooms": [9] * ROWS})
     with pytest.raises(UserError, match="column rooms has the class 9, which the run's data does not have"):
         open_data(other, 0, "classification", run)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+@pytest.mark.parametrize(
+    ("settings", "model"),
+    [
+        ({"data.target": "price"}, "table_mlp"),
+        ({"data.target": "price", "task": "regression"}, "table_mlp"),
+        ({"data.target": "rooms", "data.input": "review"}, "text_classifier"),
+        ({"data.target": "price", "data.input": "town,rooms", "task": "recommendation"}, "matrix_factorisation"),
+        ({"data.target": "price", "data.input": "town,rooms,size", "task": "recommendation"}, "two_tower"),
+        ({"data.target": "price", "model.name": "mlp"}, "mlp"),
+        ({"data.target": "price", "optimizer.loss": "MSELoss"}, "auto"),
+    ],
+)
+def test_what_the_columns_make_of_an_auto_model(
+    tmp_path: Path, suffix: str, settings: dict[str, str], model: str
+) -> None:
+    """The run is then named after it, before anything is opened."""
+    texts = {"review": [f"one long enough review of the house number {i}" for i in range(ROWS)]}
+    name = write(tmp_path / f"homes{suffix}", columns() | texts)
+    assert with_task_defaults(build(None, {"data.source": name, **settings})).config.model.name == model

@@ -10,7 +10,7 @@ import numpy as np
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
-from echelon.data.base import DataInfo, DataRequest, Source
+from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
 from echelon.data.decode import CannotDecode
 from echelon.data.images import ImageArray, ImageFiles, Images
 from echelon.data.statistics import IMAGENET_MEAN, IMAGENET_STD, SMALL_IMAGE, measure
@@ -45,13 +45,13 @@ class SourceKind(ABC):
             UserError: as `open` would.
         """
 
-    def task_of(self, request: DataRequest) -> str:
-        """Return the name of the task that data is for, whose defaults a run then has; empty: only opening tells.
+    def outline(self, request: DataRequest) -> DataOutline | None:
+        """Return the task that data is for, whose defaults a run then has, and its inputs; None: only opening tells.
 
         Raises:
             UserError: the data cannot be read.
         """
-        return ""
+        return None
 
     @abstractmethod
     def open(self, request: DataRequest) -> Source:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from echelon.core.errors import UserError
-from echelon.data.base import DataInfo, DataRequest, Source
+from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
 from echelon.data.class_folders import SOUND_FILES, FolderLinks, scan_classes, scan_like
 from echelon.data.order import split
 from echelon.data.sounds import SoundFiles, measured, sound_specs
@@ -31,9 +31,9 @@ class Sounds(SourceKind):
         path = Path(name).expanduser()
         return path.is_dir() and first_file(path).lower().endswith(SOUND_FILES.extensions)
 
-    def task_of(self, request: DataRequest) -> str:
+    def outline(self, request: DataRequest) -> DataOutline:
         """Return the task that sounds are for."""
-        return "speech_classification"
+        return DataOutline("speech_classification")
 
     def open(self, request: DataRequest) -> Source:
         """Open the folder; where it has no part for evaluation, one is held out by the seed."""

@@ -9,8 +9,8 @@ Needs: `--target`, the column that is to be predicted; `--input` names the other
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -19,9 +19,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
+from pyarrow import csv as arrow_csv
+from pyarrow import json as arrow_json
+from pyarrow import parquet
 
 from echelon.core.errors import UserError, nearest
-from echelon.data.base import CLASS_NUMBER, DataInfo, DataRequest, Source
+from echelon.data.base import CLASS_NUMBER, DataInfo, DataOutline, DataRequest, Source
 from echelon.data.columns import (
     UNSEEN,
     Form,
@@ -52,6 +55,7 @@ _TASKS = {
     Encoding.CLASSES: "classification",
     Encoding.LABELS: "multi_label",
     Encoding.TEXT: "text_classification",
+    Encoding.IDS: "recommendation",
 }
 _VALIDATION = ("val", "valid", "validation")
 _CHOOSING_SHARE = 0.1  # of the training rows, where the only other part is a test set
@@ -76,11 +80,18 @@ class TableFile(SourceKind):
         if not Path(name).expanduser().exists():
             raise UserError(f"data {name}: no such file")
 
-    def task_of(self, request: DataRequest) -> str:
-        """Return the task that the target column is for."""
+    def outline(self, request: DataRequest) -> DataOutline:
+        """Return the task that the target column is for, and the inputs; reads the columns alone that tell it."""
         self.check(request.config.source)
-        rows = _Rows.read(request)
-        return _TASKS.get(rows.encoding(request), "")
+        files = _Files.of(request)
+        inputs, targets = files.columns(request)
+        specs = tuple(TensorSpec() for _ in inputs)
+        _check_encoding(request)
+        if request.encoding is not Encoding.AUTO:
+            return DataOutline(_TASKS[request.encoding], specs)
+        table = files.read((*(inputs if len(inputs) == 1 else ()), *targets))
+        rows = _Rows(table, 0, 0, inputs, targets, MeasuredColumns(None))
+        return DataOutline(_TASKS[rows.encoding(request)], specs)
 
     def open(self, request: DataRequest) -> Source:
         """Read the table; where it has no part for evaluation, rows are held out by the seed."""
@@ -124,22 +135,14 @@ class _Rows:
         Raises:
             UserError: a file cannot be read, or lacks a column or rows.
         """
-        path = Path(request.config.source).expanduser()
-        parts = _parts_in(path) or {"train": path}
-        held = next((name for name in _VALIDATION if name in parts), None)
-        names = [name for name in ("train", held, "test") if name in parts]
-        tables = [_read_file(parts[str(name)]) for name in names]
-        inputs, targets = _columns(request, tables[0].column_names, parts["train"])
-        for table, name in zip(tables, names, strict=True):
-            _known(table.column_names, (*inputs, *targets), parts[str(name)])
-        chosen = [table.select([*inputs, *targets]) for table in tables]
-        try:
-            table = pa.concat_tables(chosen, promote_options="permissive")
-        except pa.ArrowException as error:
-            raise UserError(f"data {path}: columns of its parts differ in type ({_first_line(error)})") from error
+        files = _Files.of(request)
+        inputs, targets = files.columns(request)
+        tables = files.each((*inputs, *targets))
+        table = files.joined(tables)
         measured = MeasuredColumns(request.folder)
-        rows = cls(table, len(chosen[0]), len(chosen[1]) if held else 0, inputs, targets, measured)
-        return rows if held else rows._divided(request, "test" in parts)
+        held = len(tables[1]) if files.has_validation else 0
+        rows = cls(table, len(tables[0]), held, inputs, targets, measured)
+        return rows if held else rows._divided(request, files.has_test)
 
     def _divided(self, request: DataRequest, has_test: bool) -> _Rows:
         """Return the rows with some of the training part held out."""
@@ -160,9 +163,8 @@ class _Rows:
         """
         for name in self.targets:
             self._refuse_missing(request, name)
+        _check_encoding(request)
         if request.encoding is not Encoding.AUTO:
-            if request.encoding not in (*_TASKS, Encoding.IDS):
-                raise UserError(f"data {request.config.source} is a table, which --task {request.task} does not take")
             return request.encoding
         columns = [self.table[name] for name in self.targets]
         if len(self.inputs) == 1 and form_of(self.table[self.inputs[0]]) is Form.TEXTS:
@@ -192,9 +194,8 @@ class _Rows:
 
     def _places(self, request: DataRequest, name: str) -> NDArray[np.int64]:
         """Return where values are missing in the file of the training part, else in the evaluation part."""
-        path = Path(request.config.source).expanduser()
-        for file in (_parts_in(path) or {"train": path}).values():
-            absent = _read_file(file)[name].is_null(nan_is_null=True).to_numpy()
+        for table in _Files.of(request).each((name,)):
+            absent = table[name].is_null(nan_is_null=True).to_numpy()
             if absent.any():
                 return np.flatnonzero(absent)
         return np.zeros(1, np.int64)
@@ -258,7 +259,7 @@ class _Rows:
             train_size=self.train,
             eval_size=self.evaluation,
             several=tuple(TensorSpec((), "int64", column.count) for column in columns),
-            task="recommendation",
+            task=_TASKS[Encoding.IDS],
         )
         unseen = [
             f"{(column.ids[self.train :] == UNSEEN).sum()} of {len(self.table) - self.train} rows held out have a "
@@ -395,6 +396,121 @@ def _parts_in(path: Path) -> dict[str, Path]:
     return {file.stem: file for file in sorted(path.iterdir()) if file.suffix.lower() in SUFFIXES and file.is_file()}
 
 
+@dataclass(frozen=True)
+class _Files:
+    """The files of a table: of training, of validation where there is one, and of a test set.
+
+    Attributes:
+        source: as the user wrote it, for messages.
+    """
+
+    source: str
+    files: tuple[_File, ...]
+    has_validation: bool
+    has_test: bool
+
+    @classmethod
+    def of(cls, request: DataRequest) -> _Files:
+        """Open the files that a description names.
+
+        Raises:
+            UserError: one cannot be read.
+        """
+        path = Path(request.config.source).expanduser()
+        parts = _parts_in(path) or {"train": path}
+        held = [name for name in _VALIDATION if name in parts][:1]
+        names = ["train", *held, *(["test"] if "test" in parts else [])]
+        return cls(str(path), tuple(_File.of(parts[name]) for name in names), bool(held), "test" in parts)
+
+    def columns(self, request: DataRequest) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the names of inputs and targets; all files have them.
+
+        Raises:
+            UserError: one lacks a column, or no target is named.
+        """
+        inputs, targets = _columns(request, self.files[0].names, self.files[0].path)
+        for file in self.files:
+            _known(file.names, (*inputs, *targets), file.path)
+        return inputs, targets
+
+    def each(self, columns: Sequence[str]) -> list[pa.Table]:
+        """Read columns of each file."""
+        return [file.read(columns) for file in self.files]
+
+    def read(self, columns: Sequence[str]) -> pa.Table:
+        """Read columns of all files as one table."""
+        return self.joined(self.each(columns))
+
+    def joined(self, tables: Sequence[pa.Table]) -> pa.Table:
+        """Put the files' tables one after another.
+
+        Raises:
+            UserError: a column has two types that are not of one kind.
+        """
+        try:
+            return pa.concat_tables(tables, promote_options="permissive")
+        except pa.ArrowException as error:
+            raise UserError(
+                f"data {self.source}: columns of its parts differ in type ({_first_line(error)})"
+            ) from error
+
+
+@dataclass(frozen=True)
+class _File:
+    """One file, its columns known by their names.
+
+    Attributes:
+        whole: its rows, where the format has to be read as a whole to know its columns.
+    """
+
+    path: Path
+    names: tuple[str, ...]
+    whole: pa.Table | None = None
+
+    @classmethod
+    def of(cls, path: Path) -> _File:
+        """Read the names of the columns.
+
+        Raises:
+            UserError: it is not there, empty, or not of its format.
+        """
+        whole = None
+        with _refused(path):
+            if path.suffix.lower() == ".parquet":
+                names = parquet.read_schema(path).names
+            elif path.suffix.lower() == ".jsonl":
+                whole = arrow_json.read_json(path)
+                names = whole.column_names
+            else:
+                with arrow_csv.open_csv(path, **_csv_options(path)) as stream:
+                    names = stream.schema.names
+        if len(set(names)) < len(names):
+            raise UserError(f"data {path}: two columns have the same name")
+        return cls(path, tuple(names), whole)
+
+    def read(self, columns: Sequence[str]) -> pa.Table:
+        """Read some columns.
+
+        Raises:
+            UserError: it has no rows, or is not of its format.
+        """
+        with _refused(self.path):
+            if self.whole is not None:
+                table = self.whole.select(list(columns))
+            elif self.path.suffix.lower() == ".parquet":
+                table = parquet.read_table(self.path, columns=list(columns))
+            else:
+                table = arrow_csv.read_csv(self.path, **_csv_options(self.path, columns))
+        if not len(table):
+            raise UserError(f"data {self.path}: it has no rows")
+        return table
+
+
+def _check_encoding(request: DataRequest) -> None:
+    if request.encoding is not Encoding.AUTO and request.encoding not in _TASKS:
+        raise UserError(f"data {request.config.source} is a table, which --task {request.task} does not take")
+
+
 def _columns(request: DataRequest, names: Sequence[str], file: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names of inputs and targets, as they are described."""
     wanted, target = (_listed(text) for text in (request.config.input, request.config.target))
@@ -419,45 +535,26 @@ def _known(names: Sequence[str], wanted: Sequence[str], file: Path) -> None:
             raise UserError(f"data {file}: no column {name!r}: {nearest(name, names)}it has {', '.join(names)}")
 
 
-def _read_file(file: Path) -> pa.Table:
-    """Read one file.
-
-    Raises:
-        UserError: it is not there, empty, or not of its format.
-    """
+@contextmanager
+def _refused(file: Path) -> Iterator[None]:
+    """Say of a file in one line why it cannot be read."""
     try:
-        table = _read_as(file)
+        yield
     except OSError as error:
         raise UserError(f"data {file}: cannot be read ({_first_line(error)})") from error
-    except (pa.ArrowException, UnicodeDecodeError, csv.Error) as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"data {file}: cannot be read as {file.suffix[1:].lower()} ({_first_line(error)})") from error
-    if not len(table):
-        raise UserError(f"data {file}: it has no rows")
-    if len(set(table.column_names)) < len(table.column_names):
-        raise UserError(f"data {file}: two columns have the same name")
-    return table
 
 
-def _read_as(file: Path) -> pa.Table:
-    suffix = file.suffix.lower()
-    if suffix == ".parquet":
-        from pyarrow import parquet
-
-        return parquet.read_table(file)
-    if suffix == ".jsonl":
-        from pyarrow import json
-
-        return json.read_json(file)
-    from pyarrow import csv as arrow_csv
-
+def _csv_options(file: Path, columns: Sequence[str] = ()) -> dict[str, object]:
+    """Return how a CSV file is read: its delimiter by its first line, and of the columns those named, else all."""
     with file.open("rb") as stream:
         head = stream.readline()
-    delimiter = "\t" if suffix == ".tsv" else ";" if b";" in head and b"," not in head else ","
-    return arrow_csv.read_csv(
-        file,
-        parse_options=arrow_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-        convert_options=arrow_csv.ConvertOptions(strings_can_be_null=True),
-    )
+    delimiter = "\t" if file.suffix.lower() == ".tsv" else ";" if b";" in head and b"," not in head else ","
+    return {
+        "parse_options": arrow_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+        "convert_options": arrow_csv.ConvertOptions(strings_can_be_null=True, include_columns=list(columns)),
+    }
 
 
 def _first_line(error: Exception) -> str:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from echelon.core.errors import UserError
-from echelon.data.base import DataInfo, DataRequest, Source
+from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
 from echelon.data.images import TensorArray
 from echelon.data.sources.base import SourceKind
 from echelon.data.tokenisers import Ids, tokeniser_for
@@ -30,9 +30,9 @@ class TextFile(SourceKind):
         path = Path(name).expanduser()
         return path.suffix.lower() in SUFFIXES and path.is_file()
 
-    def task_of(self, request: DataRequest) -> str:
+    def outline(self, request: DataRequest) -> DataOutline:
         """Return the only task of a text."""
-        return LANGUAGE_MODELLING
+        return DataOutline(LANGUAGE_MODELLING)
 
     def open(self, request: DataRequest) -> Source:
         """Cut the text into windows of `--context` tokens; the last part of the text is held out, contiguous.
