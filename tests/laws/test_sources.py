@@ -16,7 +16,7 @@ from echelon.data import EvalLoader, LoaderConfig, Shard, TrainLoader, check_sou
 from echelon.data.sources import SOURCES, kind_of
 from echelon.data.sources.base import SourceKind
 from echelon.tasks import nest
-from tests.unit.data.images import make_folder
+from tests.unit.data.images import make_folder, make_shards
 from tests.unit.data.test_sounds import make_sounds
 
 KINDS = [SOURCES.settings_class(name)() for name in SOURCES.names()]
@@ -53,6 +53,7 @@ EXAMPLES: dict[str, Callable[[Path], str]] = {
     "digits": lambda folder: "digits",
     "folder": lambda folder: str(make_folder(folder, per_class=5, side=40)),
     "function": lambda folder: "tests.laws.test_sources:own_data",
+    "shards": lambda folder: str(make_shards(make_folder(folder / "files", per_class=5), folder / "shards")),
     "sounds": lambda folder: str(make_sounds(folder / "sounds")),
     "text_file": _long_text,
     "table": _table,

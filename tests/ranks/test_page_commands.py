@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.unit.data.images import make_folder, make_shards
 from tests.unit.data.test_sounds import make_sounds
 from tests.unit.docs.pages import Block, blocks, commands
 
@@ -108,7 +109,7 @@ def run(arguments: list[str], folder: Path, deadline_s: float = DEADLINE_S) -> s
 
 
 def write_data(folder: Path) -> None:
-    """Write little data under the names that the pages give theirs: a text, tables, texts of classes, sounds."""
+    """Write little data under the names that the pages give theirs: texts, tables, sounds, shards of images."""
     (folder / "tinyshakespeare.txt").write_text("To be, or not to be, that is the question.\n" * 400)
     rows = "".join(f"{i},{i % 7},{'xyz'[i % 3]},{i / 2}\n" for i in range(60))
     (folder / "table.csv").write_text(f"a,b,c,y\n{rows}")
@@ -118,6 +119,7 @@ def write_data(folder: Path) -> None:
     for part in ("train", "test"):
         (folder / "banking77" / f"{part}.csv").write_text(f"text,category\n{texts}")
     make_sounds(folder / "speech-digits", ("train", "test"))
+    make_shards(make_folder(folder / "images"), folder / "shards" / "train")
 
 
 @pytest.fixture

@@ -65,7 +65,9 @@ class DataConfig:
     )
     context: int = setting(128, "tokens of a window, where one long text is cut into windows", above=1)
     root: str = setting(
-        "data", "folder for downloaded torchvision data sets, and for tokenisers that were trained", "--data-root"
+        "data",
+        "folder for downloaded torchvision data sets, tokenisers that were trained, and indexes of tar shards",
+        "--data-root",
     )
     batch_size: int = setting(128, "samples per optimizer step over all workers (global batch)", above=1)
     eval_batch_size: int = setting(0, "samples per evaluation step and worker; 0: as in training", above=0)

@@ -22,7 +22,7 @@ class TrainSettings(TypedDict, total=False):
     context: int
     """tokens of a window, where one long text is cut into windows [default: 128]"""
     data_root: str
-    """folder for downloaded torchvision data sets, and for tokenisers that were trained [default: 'data']"""
+    """folder for downloaded torchvision data sets, tokenisers that were trained, and indexes of tar shards [default: 'data']"""
     batch_size: int
     """samples per optimizer step over all workers (global batch) [default: 128]"""
     eval_batch_size: int

@@ -58,6 +58,15 @@ def open_picture(path: str) -> Picture:
             data = file.readall()
     except OSError as error:
         raise CannotDecode(error.strerror or str(error)) from error
+    return picture_of(data)
+
+
+def picture_of(data: bytes) -> Picture:
+    """Open what an image file holds (`open_picture`).
+
+    Raises:
+        CannotDecode: here, or later from `load`.
+    """
     decode = _jpeg_decoder() if data.startswith(_JPEG) and len(data) < _LARGE_BYTES else None
     if decode is not None:
         try:

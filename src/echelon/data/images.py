@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from echelon.core.errors import UserError
-from echelon.data.decode import Picture, as_picture, open_picture, rgb_tensor
+from echelon.data.decode import CannotDecode, Picture, as_picture, open_picture, picture_of, rgb_tensor
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
 
@@ -73,6 +74,93 @@ class ImageFiles(LabelledFiles, Dataset[tuple[Tensor, int]]):
     def picture(self, i: int) -> Picture:
         """Open image `i`."""
         return open_picture(self.path(i))
+
+
+_MOST_OPEN = 128
+
+
+class OpenFiles:
+    """Some large files, opened as they are read.
+
+    Reads move no position in a file, so processes that are forked later share those that are open.
+    """
+
+    def __init__(self, paths: Sequence[str], sizes: Sequence[int]) -> None:
+        """Open none yet.
+
+        Args:
+            sizes: of the files in bytes, when what lies where was found out.
+        """
+        self.paths, self._sizes = paths, sizes
+        self._open: dict[int, int] = {}
+        weakref.finalize(self, _close_all, self._open)
+
+    def read(self, file: int, offset: int, size: int) -> bytes:
+        """Return a range of bytes; fewer where the file ends.
+
+        Raises:
+            UserError: the file is of another size than it was.
+            OSError: it cannot be read.
+        """
+        return os.pread(self._descriptor(file), size, offset)
+
+    def _descriptor(self, file: int) -> int:
+        if file not in self._open:
+            if len(self._open) >= _MOST_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
+            self._open[file] = os.open(self.paths[file], os.O_RDONLY | os.O_CLOEXEC)
+            if os.fstat(self._open[file]).st_size != self._sizes[file]:
+                raise UserError(f"data {self.paths[file]}: it changed while the run reads it: start or resume again")
+        return self._open[file]
+
+
+def _close_all(descriptors: dict[int, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)
+    descriptors.clear()
+
+
+@dataclass(frozen=True)
+class ImageRanges(Dataset[tuple[Tensor, int]]):
+    """Image files that lie within larger files, such as tar shards.
+
+    Attributes:
+        names: of the images within their file.
+        file: in which each lies, `(N,)`, by its place in `files`.
+        offset, size: of each in bytes, `(N,)`.
+    """
+
+    files: OpenFiles
+    names: FileNames
+    file: NDArray[np.int64]
+    offset: NDArray[np.int64]
+    size: NDArray[np.int64]
+    labels: Labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return self.picture(i).load(1.0), int(self.labels[i])
+
+    def picture(self, i: int) -> Picture:
+        """Open image `i`."""
+        try:
+            data = self.files.read(int(self.file[i]), int(self.offset[i]), int(self.size[i]))
+        except OSError as error:
+            raise CannotDecode(error.strerror or str(error)) from error
+        return picture_of(data)
+
+    def path(self, i: int) -> str:
+        """Return what image `i` is called in messages."""
+        return f"{self.files.paths[self.file[i]]}: {self.names[i]}"
+
+    def subset(self, chosen: NDArray[np.int64]) -> ImageRanges:
+        """Return some of the images."""
+        names = FileNames([self.names[i] for i in chosen])
+        return ImageRanges(
+            self.files, names, self.file[chosen], self.offset[chosen], self.size[chosen], self.labels[chosen]
+        )
 
 
 @dataclass(frozen=True)
@@ -189,7 +277,7 @@ def _kinds(item: Any) -> str:
     return type(item).__name__
 
 
-Images = ImageFiles | ImageArray | ImageItems
+Images = ImageFiles | ImageRanges | ImageArray | ImageItems
 
 
 @contextmanager

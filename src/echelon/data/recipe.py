@@ -13,7 +13,7 @@ from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.data.assemble import ArrayRows, ImageRows, ItemRows, Recipe, Rows
 from echelon.data.base import DataInfo
-from echelon.data.images import ImageArray, ImageFiles, ImageItems, TensorArray, TensorItems
+from echelon.data.images import Images, TensorArray, TensorItems
 from echelon.data.sounds import SoundFiles, SoundRows
 from echelon.data.statistics import SMALL_IMAGE
 from echelon.data.transforms import NO_TRANSFORMS, InputTransform, Transforms, own_transform
@@ -78,7 +78,7 @@ def make_rows(samples: Any, info: DataInfo, config: LoaderConfig, training: bool
         return ItemRows(samples, config.seed, transform, data.on_nan == "skip")
     if isinstance(samples, SoundFiles):
         return _sound_rows(samples, config, training)
-    if not isinstance(samples, (ImageArray, ImageFiles, ImageItems)):
+    if not isinstance(samples, Images):
         raise UserError(f"data {info.name}: make the Source with echelon.data.from_datasets or open_data")
     side = info.image_size
     if data.image_size not in (0, side):

@@ -12,7 +12,7 @@ from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
 from echelon.data.decode import CannotDecode
-from echelon.data.images import ImageArray, ImageFiles, Images
+from echelon.data.images import ImageArray, ImageFiles, ImageRanges, Images
 from echelon.data.statistics import IMAGENET_MEAN, IMAGENET_STD, SMALL_IMAGE, measure
 
 _PEEKED = 32
@@ -93,7 +93,7 @@ def _own_size(images: Images) -> int:
     """Return the side at which images are used: their own if small (of files, the median of a few), else 224."""
     if isinstance(images, ImageArray):
         side = min(images.pixels.shape[-2:])
-    elif isinstance(images, ImageFiles):
+    elif isinstance(images, ImageFiles | ImageRanges):
         side = _median_side(images)
     else:
         picture = images.picture(0)
@@ -101,7 +101,7 @@ def _own_size(images: Images) -> int:
     return side if side <= SMALL_IMAGE else _LARGE_SIDE
 
 
-def _median_side(images: ImageFiles) -> int:
+def _median_side(images: ImageFiles | ImageRanges) -> int:
     sides, refused = [], ""
     for i in np.unique(np.linspace(0, len(images) - 1, _PEEKED).astype(int)):
         try:

@@ -1,0 +1,164 @@
+"""Tar shards (WebDataset layout) of images with their classes: below `train/` with `val/` or `test/`, or in one folder.
+
+A sample is the members of one name: `000017.jpg` with `000017.cls` (a number), `.txt` (a name) or `.json` (a field
+`label`, or the one that `--target` names). Shards are read through once to learn where each member lies; then their
+samples are shuffled, divided and resumed as those of a folder are. Compressed shards are refused.
+
+Needs: plain `.tar` files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from echelon.core.errors import UserError
+from echelon.data.base import DataRequest, Source
+from echelon.data.images import FileNames, ImageRanges, OpenFiles
+from echelon.data.order import split
+from echelon.data.sources.base import SourceKind, image_source
+from echelon.data.sources.table import SUFFIXES
+from echelon.data.tar_index import TAR, Members, ShardIndex, compressed_shard, index_shards
+from echelon.tasks.base import Encoding
+
+_COMPRESSED = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
+_PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+_HELD_OF_TRAIN = 0.1  # where only a test set is given
+_WORDS = re.compile(r"[a-z]+")
+
+
+class Shards(SourceKind):
+    """The path of a folder of tar shards, or of one shard."""
+
+    form: ClassVar[str] = "a folder of tar shards"
+
+    def takes(self, name: str) -> bool:
+        """Whether it is a tar archive, or a folder with some, in itself or in its `train/`, and no other folders."""
+        path = Path(name).expanduser()
+        return _is_tar(path) if not path.is_dir() else bool(_shards_in(path) or _shards_in(path / "train"))
+
+    def check(self, name: str) -> None:
+        """Refuse shards that are not there, and those that are compressed.
+
+        Raises:
+            UserError: names it.
+        """
+        path = Path(name).expanduser()
+        if not path.exists():
+            raise UserError(f"data {path}: no such file")
+        for files in _parts_of(path).values():
+            for file in files:
+                if how := _COMPRESSED.get(file.suffix.lower()):
+                    raise UserError(compressed_shard(file, how))
+
+    def open(self, request: DataRequest) -> Source:
+        """Open the shards; where they have no part for evaluation, samples are held out by the seed."""
+        source = request.config.source
+        if request.encoding not in (Encoding.AUTO, Encoding.CLASSES):
+            raise UserError(
+                f"data {source} is shards of images with classes, which --task {request.task} does not take"
+            )
+        self.check(source)
+        parts = _parts_of(Path(source).expanduser())
+        if "train" not in parts:
+            raise UserError(f"data {source}: there is {next(iter(parts))} but no train beside it")
+        members = Members(request.config.input, request.config.target)
+        cache = Path(request.config.root).expanduser() / "shards"
+        try:
+            indexes = {part: index_shards(files, members, cache) for part, files in parts.items()}
+        except OSError as error:
+            raise UserError(f"data {error.filename}: {error.strerror}") from None
+        return _source(request, indexes)
+
+
+SOURCE = Shards
+
+
+def _is_tar(file: Path) -> bool:
+    name = file.name.lower()
+    return name.endswith((TAR, ".tgz")) or any(name.endswith(TAR + suffix) for suffix in _COMPRESSED)
+
+
+def _shards_in(path: Path) -> list[Path]:
+    """Return the shards of a folder, sorted by name; none where other data lies beside them."""
+    if not path.is_dir():
+        return []
+    seen = [each for each in path.iterdir() if not each.name.startswith(".")]
+    others = any(each.suffix.lower() in SUFFIXES or (each.name not in _PARTS and each.is_dir()) for each in seen)
+    return [] if others else sorted(each for each in seen if _is_tar(each) and each.is_file())
+
+
+def _parts_of(path: Path) -> dict[str, list[Path]]:
+    """Return the shards of each part: `train`, and `val` and `test` where they are there.
+
+    Parts are folders, or words in the shards' names, such as `set-train-000.tar`; else all are `train`.
+
+    Raises:
+        UserError: some names tell their part, and others do not.
+    """
+    if not path.is_dir():
+        return {"train": [path]}
+    folders = {_PARTS[name]: files for name in _PARTS if (files := _shards_in(path / name))}
+    if folders:
+        return {part: folders[part] for part in ("train", "val", "test") if part in folders}
+    files = _shards_in(path)
+    named: dict[str, list[Path]] = {}
+    for file in files:
+        words = _WORDS.findall(file.name.lower())
+        named.setdefault(next((_PARTS[word] for word in words if word in _PARTS), ""), []).append(file)
+    if set(named) <= {""}:
+        return {"train": files}
+    if "" in named:
+        raise UserError(f"data {path}: is {named[''][0].name} of train, val or test? Other shards there say it by name")
+    return {part: named[part] for part in ("train", "val", "test") if part in named}
+
+
+def _source(request: DataRequest, indexes: Mapping[str, ShardIndex]) -> Source:
+    """Return the parts as images, with what is held out where some are not there."""
+    path = request.config.source
+    classes = _classes(path, indexes["train"])
+    parts = {part: _images(path, index, classes) for part, index in indexes.items()}
+    train, validation, test = parts["train"], parts.get("val"), parts.get("test")
+    if validation is None:
+        if len(train) < 2:
+            raise UserError(f"data {path}: one sample cannot be split into training and evaluation; add val/")
+        share = request.config.holdout if test is None else _HELD_OF_TRAIN
+        chosen, held = split(len(train), share, request.seed)
+        train, validation = train.subset(chosen), train.subset(held)
+    names = tuple(str(name) for name in classes)
+    return replace(image_source(request.config, train, validation, names), test=test)
+
+
+def _classes(path: str, index: ShardIndex) -> Sequence[str]:
+    """Return the classes of the training shards; whole numbers are in the order of numbers, names of the alphabet.
+
+    Raises:
+        UserError: there is one alone, or another one in nearly each sample.
+    """
+    found: list[str] = pc.unique(index.table["label"]).to_pylist()
+    count = len(index.table)
+    if len(found) < 2:
+        raise UserError(f"data {path}: all {count} samples have the class {found[0]!r}: are these all shards?")
+    if 2 * len(found) > count + 2:
+        raise UserError(f"data {path}: {count} samples have {len(found)} different labels: are these classes?")
+    return sorted(found, key=int) if all(re.fullmatch(r"-?\d+", each) for each in found) else sorted(found)
+
+
+def _images(path: str, index: ShardIndex, classes: Sequence[str]) -> ImageRanges:
+    places = pc.index_in(index.table["label"], value_set=pa.array(classes, pa.string()))
+    if places.null_count:
+        row = pc.index(pc.is_null(places), True).as_py()
+        shard, key, label = (index.table[name][row].as_py() for name in ("shard", "key", "label"))
+        raise UserError(
+            f"data {index.shards[shard]}: sample {key} has the class {label!r}, which the train part has not"
+        )
+    shard, offset, size = (index.table[name].to_numpy() for name in ("shard", "offset", "size"))
+    names = FileNames(index.table["key"].to_pylist())
+    labels = places.to_numpy().astype("int64")
+    return ImageRanges(OpenFiles(index.shards, index.sizes), names, shard, offset, size, labels)
