@@ -103,7 +103,8 @@ class DataConfig:
         -1, "loading processes per worker; 0: in the worker itself; -1: chosen from the data", above=-1
     )
     on_nan: Literal["stop", "skip"] = setting(
-        "stop", "a sample of numbers that are not finite (NaN): stop, or leave it out and count it"
+        "stop",
+        "numbers of a sample that are not finite (NaN), or a loss: stop, or leave out that sample, or batch",
     )
     on_bad_image: Literal["stop", "skip"] = setting(
         "stop", "an image that cannot be decoded: stop, or skip and count it"

@@ -48,7 +48,7 @@ class TrainSettings(TypedDict, total=False):
     loaders: int
     """loading processes per worker; 0: in the worker itself; -1: chosen from the data [default: -1]"""
     on_nan: Literal["stop", "skip"]
-    """a sample of numbers that are not finite (NaN): stop, or leave it out and count it [default: 'stop']"""
+    """numbers of a sample that are not finite (NaN), or a loss: stop, or leave out that sample, or batch [default: 'stop']"""
     on_bad_image: Literal["stop", "skip"]
     """an image that cannot be decoded: stop, or skip and count it [default: 'stop']"""
     weights: str
@@ -173,7 +173,7 @@ class ResumeSettings(TypedDict, total=False):
     loaders: int
     """loading processes per worker; 0: in the worker itself; -1: chosen from the data [default: -1]"""
     on_nan: Literal["stop", "skip"]
-    """a sample of numbers that are not finite (NaN): stop, or leave it out and count it [default: 'stop']"""
+    """numbers of a sample that are not finite (NaN), or a loss: stop, or leave out that sample, or batch [default: 'stop']"""
     on_bad_image: Literal["stop", "skip"]
     """an image that cannot be decoded: stop, or skip and count it [default: 'stop']"""
     epochs: int

@@ -97,7 +97,15 @@ class CudaFeed:
 class _OnDevice:
     staged: Staged
     bad: list[BadSample]
-    size: int
+
+
+@dataclass
+class _Made:
+    """Inputs and targets of a batch without its bad samples, and the indices of those that are left."""
+
+    inputs: Nest
+    targets: Nest
+    indices: Indices
 
 
 class Feed:
@@ -125,7 +133,7 @@ class Feed:
             self._cuda = CudaFeed(self._device, self._info, self.pool.slots if self.pool else None)
         if self.pool is None:
             for job in jobs:
-                yield self._batch(job, *self._made_here(epoch, job))
+                yield self._batch(epoch, job, self._made_here(epoch, job))
             return
         self._settle()
         self.pool.forget()
@@ -133,10 +141,10 @@ class Feed:
         ahead: _OnDevice | None = None
         for i, job in enumerate(jobs):
             if not len(job.indices):
-                yield self._batch(job, *self._delivered(*self._empty(job)))
+                yield self._batch(epoch, job, self._without_bad(job, *self._delivered(*self._empty(job)), []))
                 continue
             if self._cuda is None:
-                tensors = self._from_slot(self.pool, job)
+                made = self._from_slot(self.pool, job)
                 asked = self._ask(self.pool, epoch, jobs, asked)
             else:
                 now = ahead or self._stage(self.pool, self._cuda, job)
@@ -144,8 +152,8 @@ class Feed:
                 following = jobs[i + 1] if i + 1 < len(jobs) else None
                 is_there = following is not None and self.pool.ready(following.number)
                 ahead = self._stage(self.pool, self._cuda, following) if following and is_there else None
-                tensors = self._without_bad(*self._cuda.use(now.staged), now.bad, now.size)
-            yield self._batch(job, *tensors)
+                made = self._without_bad(job, *self._cuda.use(now.staged), now.bad)
+            yield self._batch(epoch, job, made)
 
     def close(self) -> None:
         """End the loader processes and unlock their memory."""
@@ -170,25 +178,26 @@ class Feed:
             asked += 1
         return asked
 
-    def _from_slot(self, pool: Pool, job: BatchJob) -> Pair:
+    def _from_slot(self, pool: Pool, job: BatchJob) -> _Made:
         slot, size, bad = pool.take(job.number)
         pair = nest.map_leaves(torch.from_numpy, crop(pool.slots[slot], self._specs(job), slice(size)))
         # copied, so that a batch stays what it is for as long as its user keeps it
-        tensors: Pair = self._without_bad(pair[0], pair[1], bad, size) if bad else nest.map_leaves(Tensor.clone, pair)
+        kept: Pair = pair if bad else nest.map_leaves(Tensor.clone, pair)
+        made = self._without_bad(job, *kept, bad)
         pool.release(slot)
-        return tensors
+        return made
 
     def _stage(self, pool: Pool, cuda: CudaFeed, job: BatchJob) -> _OnDevice:
         slot, size, bad = pool.take(job.number)
         staged = cuda.stage(*crop(pool.slots[slot], self._specs(job), slice(size)))
         self._copying.append((slot, staged.done))
-        return _OnDevice(staged, bad, size)
+        return _OnDevice(staged, bad)
 
-    def _made_here(self, epoch: int, job: BatchJob) -> Pair:
+    def _made_here(self, epoch: int, job: BatchJob) -> _Made:
         size = len(job.indices)
         inputs, targets = self._empty(job)
         bad = self._rows.fill(epoch, job.indices, inputs, targets) if size else []
-        return self._without_bad(*self._delivered(inputs, targets), bad, size)
+        return self._without_bad(job, *self._delivered(inputs, targets), bad)
 
     def blank(self) -> Nest:
         """Return the inputs of one sample of zeros, where batches are delivered."""
@@ -211,18 +220,19 @@ class Feed:
         pair: Pair = nest.map_leaves(lambda spec: np.empty((size, *spec.shape), spec.dtype), self._specs(job))
         return pair
 
-    def _without_bad(self, inputs: Nest, targets: Nest, bad: Sequence[BadSample], size: int) -> Pair:
+    def _without_bad(self, job: BatchJob, inputs: Nest, targets: Nest, bad: Sequence[BadSample]) -> _Made:
         if not bad:
-            return inputs, targets
+            return _Made(inputs, targets, job.indices)
         for each in bad:
             if each.path not in self._bad_paths:
                 self._bad_paths.add(each.path)
                 self.bad_images.append((each.path, each.reason))
         positions = {each.position for each in bad}
         device = nest.leaves(inputs)[0].device
-        good = torch.tensor([i for i in range(size) if i not in positions], dtype=torch.int64, device=device)
-        tensors: Pair = nest.map_leaves(lambda leaf: leaf.index_select(0, good), (inputs, targets))
-        return tensors
+        places = [i for i in range(len(job.indices)) if i not in positions]
+        good = torch.tensor(places, dtype=torch.int64, device=device)
+        inputs, targets = nest.map_leaves(lambda leaf: leaf.index_select(0, good), (inputs, targets))
+        return _Made(inputs, targets, job.indices[places])
 
     def _settle(self) -> None:
         """Wait for copies to the device under way and give their slots back."""
@@ -231,8 +241,9 @@ class Feed:
             copied.synchronize()
             self.pool.release(slot)
 
-    def _batch(self, job: BatchJob, inputs: Nest, targets: Nest) -> Batch:
-        return Batch(inputs, targets, job.global_size, job.number, self._global_units(job))
+    def _batch(self, epoch: int, job: BatchJob, made: _Made) -> Batch:
+        units, samples = self._global_units(job), made.indices % max(1, self._info.train_size)
+        return Batch(made.inputs, made.targets, job.global_size, job.number, units, epoch, samples)
 
     def _global_units(self, job: BatchJob) -> int | None:
         if self._units is None or job.everyone is None or self._rows.targets is None:

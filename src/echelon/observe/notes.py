@@ -94,6 +94,11 @@ class RankNotes:
         """Note which step begins, from 1."""
         self._numbers[_STEP] = step
 
+    @property
+    def step(self) -> int:
+        """The step that it works on, from 1; 0: none yet."""
+        return int(self._numbers[_STEP])
+
     def fail(self) -> None:
         """Note that this process ends because a communication failed."""
         self._numbers[_FAILED] = 1

@@ -106,6 +106,12 @@ class SplitWorker(ServerHeld):
         """Nothing leaves the worker during backward."""
         return nullcontext()
 
+    def leave_out(self) -> None:
+        """Push no gradient of this lease: it is done all the same."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        self.step()
+
     def step(self) -> None:
         """Bring gradients and buffers to the leader's whole model; it pushes them."""
         self._clock.enter(Phase.COMMUNICATE)

@@ -54,6 +54,7 @@ class ServerHeld:
     """What a strategy answers whose state the servers hold."""
 
     has_replica_state = False
+    steps_together = True  # a worker's ranks
     needs_warmup_backward = False  # servers add in the order in which gradients come
 
     def communication_began(self) -> Any:
@@ -132,6 +133,12 @@ class ParameterServer(ServerHeld):
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Push during the last micro-batch's backward only."""
         return self._as_last(last)
+
+    def leave_out(self) -> None:
+        """Push no gradient of this lease: it is done all the same."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        self.step()
 
     def step(self) -> None:
         """Push what backward gave no gradient for, and let go of the gradients: the servers update."""

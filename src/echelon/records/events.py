@@ -139,6 +139,15 @@ class BadImageSkipped(Event):
 
 
 @dataclass(frozen=True)
+class LossNotFinite(Event):
+    """A rank left batches out of training, for their loss was not finite; `count` of them."""
+
+    rank: int | None = None
+    count: int = 1
+    name: str = field(default="loss_not_finite", kw_only=True)
+
+
+@dataclass(frozen=True)
 class Resumed(Event):
     """Training goes on at a step; `lost_steps` were trained before and are trained again."""
 
@@ -244,7 +253,7 @@ class DiskWorks(Event):
 
 EVENTS: tuple[type[Event], ...] = (
     WorkerDied, Restarted, HangSeen, SlowProcess, RankFailed, RoleFailed, Refusal, CallbackError, BadImageSkipped,
-    MoreMicroBatches, Resumed, StartedOver, CheckpointRejected, MachineLeft, WorkerGone, ServerGone, ServerLost,
-    ServerSettled, SharesAgain, SchedulerRestored, DiskFails, DiskWorks,
+    LossNotFinite, MoreMicroBatches, Resumed, StartedOver, CheckpointRejected, MachineLeft, WorkerGone, ServerGone,
+    ServerLost, ServerSettled, SharesAgain, SchedulerRestored, DiskFails, DiskWorks,
 )  # fmt: skip
 """Events with details, told apart by the default of `name`."""

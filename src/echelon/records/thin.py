@@ -16,6 +16,7 @@ from echelon.records.events import (
     BadImageSkipped,
     Event,
     HangSeen,
+    LossNotFinite,
     MachineLeft,
     RankFailed,
     Refusal,
@@ -174,7 +175,7 @@ class _Thinner:
 
 
 def _one_more(before: Event, event: Event) -> Event:
-    if isinstance(before, BadImageSkipped) and isinstance(event, BadImageSkipped):
+    if isinstance(before, BadImageSkipped | LossNotFinite) and isinstance(event, type(before)):
         return replace(event, count=before.count + event.count, more=before.more + event.more + 1)
     return replace(event, more=before.more + event.more + 1)
 

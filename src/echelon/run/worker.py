@@ -175,6 +175,8 @@ def _close(run: TrainingRun, path: Path) -> None:
     run.parts.sync.close()
     _close_loaders(run)
     bad_images = run.train_loader.bad_images + run.eval_loader.bad_images
+    if run.step.guard is not None:
+        run.step.guard.close()
     record_last(path, *(BadImageSkipped(f"{file}: {reason}", file) for file, reason in bad_images))
 
 

@@ -64,6 +64,7 @@ class AllReduce:
         self._hook: GradientHook | None = None
         self.module: nn.Module = context.model
         self.has_replica_state = False
+        self.steps_together = True
         self._left_out: dict[str, Tensor] = {}  # by former replicas' codecs, for the first gradient without any
         self.needs_warmup_backward = False
         if context.group is None:
@@ -103,6 +104,11 @@ class AllReduce:
         change = self._context.loss_scale() / scale
         if self._hook and change != 1.0:
             self._hook.rescale(change)
+
+    def leave_out(self) -> None:
+        """Drop the gradients: no replica updates."""
+        for parameter in self._context.model.parameters():
+            parameter.grad = None
 
     def _catch_up(self) -> None:
         for name, parameter in self._context.model.named_parameters():

@@ -84,6 +84,10 @@ class StepSync(Protocol):
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Surround forward and backward of a micro-batch; only the last one of a step may communicate."""
 
+    @property
+    def steps_together(self) -> bool:
+        """Whether all ranks make one update of a global batch; else each replica makes its own of its part."""
+
     def communication_began(self) -> Any:
         """Return the moment (as the phase clock marks it) from which backward only waited for others; None: never."""
 
@@ -97,6 +101,12 @@ class Sync(StepSync, Protocol):
 
     def step(self) -> None:
         """Agree on what is to be agreed on, then update the parameters."""
+
+    def leave_out(self) -> None:
+        """Do without this step's gradients, in place of `step`: no backward pass has communicated.
+
+        Ranks that make one update together make none; a replica that steps alone counts as one that had no samples.
+        """
 
     def agreed(self, averages: bool = False) -> AbstractContextManager[object]:
         """Give the model, inside the block, what the replicas would agree on now: to evaluate or to save it.

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import Any, ClassVar, Protocol, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.core.errors import UserError
@@ -59,6 +61,8 @@ class Batch:
         global_size: samples of the whole batch over all ranks, those that could not be decoded included.
         index: of the batch in its epoch.
         global_units: units of the loss in the whole batch, where the loader knows them; None: it does not.
+        epoch: from 0.
+        samples: numbers in the training data of those in `targets`, `(B,)`; None: unknown, or they are mixtures.
     """
 
     inputs: Nest
@@ -66,6 +70,8 @@ class Batch:
     global_size: int
     index: int
     global_units: int | None = None
+    epoch: int = 0
+    samples: NDArray[np.int64] | None = None
 
 
 class TextDecoder(Protocol):

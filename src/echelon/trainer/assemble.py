@@ -47,6 +47,7 @@ from echelon.trainer.display import Display, RunLength
 from echelon.trainer.inputs import model_input, units_of
 from echelon.trainer.leases import Commands, Leases
 from echelon.trainer.loop import LoopSettings, TrainingRun
+from echelon.trainer.loss_guard import GuardSettings, LossGuard
 from echelon.trainer.parts import Work, build_parts, channels_last, keep_cuts, with_kept_cuts
 from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.progress import RunProgress
@@ -82,10 +83,11 @@ class UserObjects:
 
 @dataclass(frozen=True)
 class _Groundwork:
-    """What every rank builds first, whatever it is part of."""
+    """What every rank builds first, whatever it is part of; `rank`: of all of the run."""
 
     resolved: ResolvedRun
     world: World
+    rank: int
     source: Source
     task: Task
     clock: PhaseClock
@@ -115,7 +117,10 @@ class _Groundwork:
         return TrainingRun(
             world=self.world,
             parts=run_parts,
-            step=Step(self.task, _step_settings(config, self.world), self.clock, run_parts.scaler, run_parts.split),
+            step=Step(
+                self.task, _step_settings(config, self.world), self.clock, run_parts.scaler, run_parts.split,
+                self._loss_guard(run_parts, saver.folder, progress),
+            ),
             task=self.task,
             schedule=build_schedule(run_parts.optimizer, config.optimizer, per_epoch, training.epochs),
             train_loader=self.train_loader,
@@ -132,6 +137,14 @@ class _Groundwork:
             profiler=self.profiler,
             test_loader=self.test_loader,
         )  # fmt: skip
+
+    def _loss_guard(self, run_parts: RunParts, folder: Path, progress: RunProgress) -> LossGuard | None:
+        """Return what looks at losses; None in a search of the learning rate, which ends where they are not finite."""
+        config = self.resolved.config
+        if config.optimizer.lr_find:
+            return None
+        settings = GuardSettings(config.data.on_nan == "skip", folder, self.rank, progress.display.say)
+        return LossGuard(self.task, run_parts.local_model.parameters(), self.world, settings)
 
     def start(self) -> Start:
         """Return what the record's line of a start has in every run."""
@@ -175,7 +188,7 @@ def _groundwork(
         clock = TracedClock(clock)
         profiler = StepProfiler(config.training.profile, rank_trace(path, rank), clock)
     return _Groundwork(
-        resolved, world, source, task, clock,
+        resolved, world, rank, source, task, clock,
         TrainLoader(source, settings, shard, units_of(task)), EvalLoader(source, settings, shard), user_objects,
         read_launch(path), profiler,
         None if source.test is None else EvalLoader(source, settings, shard, source.test),

@@ -107,6 +107,8 @@ class EpochOrder:
 
     def _close_window(self) -> ClosedWindow:
         run, cursor = self._run, self._cursor
+        if run.step.guard is not None:
+            run.step.guard.settle()
         self._trained = True
         every_s = run.settings.checkpoint.seconds
         now_s = time.monotonic()

@@ -112,6 +112,8 @@ class Leases:
         if len(buffers):
             link.client.send_buffers(task.task, buffers)
         loss, score, samples = _sums(result, self._split)
+        if run.step.guard is not None:
+            run.step.guard.settle()
         self._watch.end_step()
         if run.profiler is not None and run.profiler.step_done():
             self._watch.paused(RECORDING, switch_profiler(run))

@@ -100,10 +100,13 @@ def fit(run: TrainingRun, batches: Batches) -> str:
         try:
             result = run.step.forward_backward(batch, sync)
             run.clock.enter(Phase.UPDATE)
-            sync.step()
+            if result.left_out:
+                sync.leave_out()
+            else:
+                sync.step()
         except StepAbandoned:
             continue
-        if run.parts.ema:
+        if run.parts.ema and not result.left_out:
             run.parts.ema.update(run.parts.local_model)
         run.clock.enter(Phase.OTHER)
         batches.step_done(result)

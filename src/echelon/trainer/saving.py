@@ -261,6 +261,7 @@ class Saver:
     is due meanwhile is postponed, on all ranks alike.
 
     Attributes:
+        folder: of the run.
         best: the best result so far.
         stagnation: how many evaluations in a row gave no better one (see `count_evaluation`).
         write_s: how long it took to write the last checkpoint.
@@ -270,7 +271,7 @@ class Saver:
 
     def __init__(self, folder: Path, keep: int, state: RunState, record: Recorder, fingerprint: Fingerprint) -> None:
         """Take a run's folder; `record` is told of what is saved, by the process that leads."""
-        self._folder, self._state, self._record, self._fingerprint = folder, state, record, fingerprint
+        self.folder, self._state, self._record, self._fingerprint = folder, state, record, fingerprint
         self._patience = record.patience
         self._store = CheckpointStore(
             folder / CHECKPOINTS_FOLDER, keep, self._saved, self._rejected, patience=self._patience
@@ -368,7 +369,7 @@ class Saver:
         self.stagnation = self.stagnation.after(report.metrics[task.primary.name], task.primary, delta)
 
     def _write_evaluation(self) -> None:
-        path = self._folder / EVALUATION_FILE
+        path = self.folder / EVALUATION_FILE
         if self._evaluation and self._patience.attempt(path.name, lambda: write_atomic(path, self._evaluation)):
             self._evaluation = ""
 
@@ -421,7 +422,7 @@ class Saver:
 
     def _check_not_behind(self) -> None:
         """Refuse to train again what the record says was saved: its checkpoint was removed, or lies elsewhere."""
-        saved, present = last_saved(self._folder), self._store.newest_step()
+        saved, present = last_saved(self.folder), self._store.newest_step()
         if saved is None or (present is not None and present >= saved):
             return
         newest = "there is none" if present is None else f"the newest one is of step {present}"

@@ -53,6 +53,17 @@ class SplitSync:
         """Nothing between replicas happens during backward."""
         return nullcontext()
 
+    @property
+    def steps_together(self) -> bool:
+        """As the inner strategy says."""
+        return self._inner.steps_together
+
+    def leave_out(self) -> None:
+        """Drop the gradients of the model's parameters, and let the inner strategy do without those of the pieces."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        self._inner.leave_out()
+
     def communication_began(self) -> Any:
         """Nothing between replicas happens during backward."""
         return None

@@ -20,6 +20,7 @@ from echelon.sync.base import StepSync
 from echelon.tasks import nest
 from echelon.tasks.base import SAMPLE, Batch, Task
 from echelon.tasks.nest import Nest
+from echelon.trainer.loss_guard import LossGuard
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class StepSettings:
 class StepResult:
     """Sums over this rank's samples, on the device: loss over the units of the global batch, and the task's score.
 
-    `units` and `global_units` are those of the loss: of this rank's replica, and of all ranks.
+    `units` and `global_units` are those of the loss: of this rank's replica, and of all ranks. `left_out`: the batch is
+    left out of training, for its loss is not finite.
     """
 
     loss: Tensor
@@ -49,6 +51,22 @@ class StepResult:
     samples: int
     units: int
     global_units: int
+    left_out: bool = False
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A part of this rank's part of a batch: inputs and targets `(b, ...)`.
+
+    Attributes:
+        first: place of its first sample in this rank's part.
+        last: whether it is the last one of the step.
+    """
+
+    inputs: Nest
+    targets: Nest
+    first: int
+    last: bool
 
 
 class Step:
@@ -61,9 +79,10 @@ class Step:
         clock: PhaseClock,
         scaler: torch.amp.GradScaler,
         split: SplitModel | None = None,
+        guard: LossGuard | None = None,
     ) -> None:
         self.task, self._settings, self._clock, self._scaler = task, settings, clock, scaler
-        self._split = split
+        self._split, self.guard = split, guard
         self._begun = False
 
     def forward_backward(self, batch: Batch, sync: StepSync) -> StepResult:
@@ -72,6 +91,8 @@ class Step:
         Args:
             batch: this rank's part; B may be 0 at the end of an epoch.
         """
+        if self.guard is not None:
+            self.guard.begin(batch)
         inputs, targets = self._to_device(batch)
         if sync.needs_warmup_backward and not self._begun:
             warmup_backward(sync.module, blank_like(inputs))
@@ -81,15 +102,21 @@ class Step:
         result = StepResult(zero, zero.clone(), nest.rows(targets), *self._count_units(batch))
         divisor = sync.begin_step(result.units, result.global_units)
         if self._split is not None and self._split.pipeline is not None:
-            return self._pipelined(self._split.pipeline, inputs, targets, divisor, result)
+            self._pipelined(self._split.pipeline, inputs, targets, divisor, result)
+            if self.guard is not None:
+                self.guard.look(result.loss)
+                result.left_out = self.guard.leaves_out(sync.steps_together)
+            return result
         share = divisor / result.global_units
         parts = zip(nest.tensor_split(inputs, count), nest.tensor_split(targets, count), strict=True)
+        first = 0
         for i, (part, wanted) in enumerate(parts):
             last = i == count - 1
             with sync.micro_batch(last):
-                total = self._micro_batch(sync, part, wanted, divisor, result)
+                total = self._micro_batch(sync, MicroBatch(part, wanted, first, last), divisor, result)
             result.loss = result.loss + total * share
-            if last and (began := sync.communication_began()) is not None:
+            first += nest.rows(wanted)
+            if last and not result.left_out and (began := sync.communication_began()) is not None:
                 self._clock.split(Phase.COMMUNICATE, began)
         return result
 
@@ -115,9 +142,7 @@ class Step:
         total = int(counts.sum()) if batch.global_units is None else batch.global_units
         return int(counts[first : first + fsdp].sum()), max(1, total)
 
-    def _pipelined(
-        self, pipeline: Pipeline, inputs: Nest, targets: Nest, divisor: int, result: StepResult
-    ) -> StepResult:
+    def _pipelined(self, pipeline: Pipeline, inputs: Nest, targets: Nest, divisor: int, result: StepResult) -> None:
         """Let the pipeline run each part of the batch, in micro-batches of its own."""
         self._clock.enter(Phase.COMMUNICATE)
         count = self._settings.accumulate
@@ -126,20 +151,25 @@ class Step:
                 done = pipeline.forward_backward(part, wanted, divisor, self._scaler.scale)
             result.loss = result.loss + done.loss * (divisor / result.global_units)
             result.score = result.score + done.score
-        return result
 
     def _pipeline_computes(self, kind: str | None) -> None:
         """Count what is between computations as communication: a stage sends, or waits for what others send."""
         phase = Phase.COMMUNICATE if kind is None else Phase.FORWARD if kind == "forward" else Phase.BACKWARD
         self._clock.enter(phase)
 
-    def _micro_batch(self, sync: StepSync, inputs: Nest, targets: Nest, divisor: int, result: StepResult) -> Tensor:
+    def _micro_batch(self, sync: StepSync, part: MicroBatch, divisor: int, result: StepResult) -> Tensor:
         self._clock.enter(Phase.FORWARD)
+        targets = part.targets
         samples = nest.rows(targets)
         with self._autocast():
-            outputs = self._forward(sync.module, inputs)
+            outputs = self._forward(sync.module, part.inputs)
             exact = nest.exact(outputs)
             total = self.task.loss_sum(exact, targets) / divisor if samples else nest.zero_of(outputs)
+        if self.guard is not None and samples:
+            self.guard.look(total, exact, targets, part.first)
+        if part.last and self.guard is not None and self.guard.leaves_out(sync.steps_together):
+            result.left_out = True
+            return total.detach()
         self._clock.enter(Phase.BACKWARD)
         self._scaler.scale(total).backward()
         if samples and (score := self.task.training_score(outputs, targets)) is not None:

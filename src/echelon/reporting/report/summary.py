@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from echelon.core.json_values import JsonObject, finite_object
 from echelon.core.task import TaskFacts
 from echelon.observe.phases import PHASES
-from echelon.records.events import BadImageSkipped, Event, RankFailed
+from echelon.records.events import BadImageSkipped, Event, LossNotFinite, RankFailed
 from echelon.records.kinds import End, EntropyCoding, Evaluation, ServerWindow, Start
 from echelon.reporting.report.advice import Advice, Bound, advise, find_bound, shares_of
 from echelon.reporting.report.clock import sittings
@@ -53,6 +53,7 @@ class Summary:
     measured_steps: int
     restarts: int
     bad_images: int
+    bad_losses: int
     nonfinite_step: int | None
     outlier_windows: int
     bound: Bound
@@ -116,6 +117,7 @@ def summarise(record: RunRecord) -> Summary:
         measured_steps=timing.steps if timing else 0,
         restarts=count_restarts(record),
         bad_images=sum(event.count for event in record.of(BadImageSkipped)),
+        bad_losses=sum(event.count for event in record.of(LossNotFinite)),
         nonfinite_step=_first_nonfinite(record),
         outlier_windows=timing.outlier_windows if timing else 0,
         bound=find_bound(timing),
@@ -228,6 +230,8 @@ def _epochs(record: RunRecord, steps: int) -> float:
 
 
 def _first_nonfinite(record: RunRecord) -> int | None:
+    if any(record.of(LossNotFinite)):  # such batches were left out
+        return None
     for window in record.kept_windows():
         if window.nonfinite_step is not None:
             return window.nonfinite_step

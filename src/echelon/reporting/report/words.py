@@ -22,6 +22,9 @@ def closing_words(summary: Summary) -> list[str]:
     if summary.bad_images:
         n = summary.bad_images
         words.append(f"{n} image{'s' * (n > 1)} could not be decoded and {'were' if n > 1 else 'was'} left out.")
+    if n := summary.bad_losses:
+        lost = f"{n} batches" if n > 1 else "a batch"
+        words.append(f"The loss of {lost} was not finite: left out of training.")
     return words
 
 
@@ -44,7 +47,7 @@ def _outcome(s: Summary) -> str:
         "completed": f"Completed {after} in {format_seconds(s.seconds)}",
         "stopped": f"Stopped {after} and {format_seconds(s.seconds)}; `echelon resume` continues it",
         "failed": f"Failed {after} and {format_seconds(s.seconds)}",
-        "refused": "Refused before the first step",
+        "refused": f"Refused {after}" if s.steps else "Refused before the first step",
         "unfinished": f"Not ended {after}" if s.steps else "No step was recorded",
     }
     said = known.get(s.status, f"Ended as {s.status!r} {after}")

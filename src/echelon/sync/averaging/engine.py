@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from echelon.collectives import codec_state
@@ -90,13 +91,30 @@ class Averaging:
         """Only synchronous steps communicate in backward."""
         return self._first.communication_began() if self._first else None
 
+    @property
+    def steps_together(self) -> bool:
+        """Only synchronous steps are of all replicas."""
+        return self._first is not None
+
+    def leave_out(self) -> None:
+        """Take no step, as a replica without samples; what is due is agreed on all the same."""
+        parameters = [parameter for parameter in self._context.model.parameters() if parameter.requires_grad]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if self._first is None and self._step == 0 else None
+        self._now = (0, self._now[1])
+        self._end_step(self._first.leave_out if self._first else None)
+
     def step(self) -> None:
         """Update by the own gradient, then agree on what is due."""
+        self._end_step(self._first.step if self._first else None)
+
+    def _end_step(self, first: Callable[[], None] | None) -> None:
+        """Update, by `first` while steps are synchronous, then agree on what is due."""
         self._agreed.clear()
-        if self._first:
+        if self._first and first:
             if self._step == -1:
                 self._first.recall()
-            self._first.step()
+            first()
         elif self._now[0] == 0 and self._step > 0:
             self._context.optimizer.zero_grad(set_to_none=True)  # no samples, no step
         else:  # the very first step makes the optimizer's state, which all replicas must have
