@@ -60,6 +60,14 @@ class DataConfig:
     )
     input: str = setting("", "columns that the model is given, joined by commas; empty: all but the target")
     target: str = setting("", "column that is to be predicted, or several joined by commas")
+    time: str = setting(
+        "",
+        "recommendation without a target: the column that says when, by which the last of each user are held out; "
+        "empty: timestamp, time or date where there is one, else the order of the rows",
+    )
+    negatives: int = setting(
+        64, "recommendation without a target: items that a user did not take, drawn beside each one taken", above=1
+    )
     tokeniser: str = setting(
         "auto", "what text is cut with: auto, bpe(8000), characters, or a folder with a tokenizer.json of transformers"
     )

@@ -17,6 +17,10 @@ class TrainSettings(TypedDict, total=False):
     """columns that the model is given, joined by commas; empty: all but the target"""
     target: str
     """column that is to be predicted, or several joined by commas"""
+    time: str
+    """recommendation without a target: the column that says when, by which the last of each user are held out; empty: timestamp, time or date where there is one, else the order of the rows"""
+    negatives: int
+    """recommendation without a target: items that a user did not take, drawn beside each one taken [default: 64]"""
     tokeniser: str
     """what text is cut with: auto, bpe(8000), characters, or a folder with a tokenizer.json of transformers [default: 'auto']"""
     context: int

@@ -15,6 +15,7 @@ import numpy as np
 
 from echelon.core.errors import UserError
 from echelon.data.base import Batch, DataInfo, Shard, Source
+from echelon.data.drawn import DrawnSamples
 from echelon.data.feed import BatchJob, Feed, Units
 from echelon.data.mixing import Mixer, pairs_around
 from echelon.data.order import Indices, global_batches, grouped_batches, local_part
@@ -156,6 +157,8 @@ class EvalLoader(_Loader):
         data = config.data
         size = data.eval_batch_size or -(-data.batch_size // shard.world_size)
         samples = source.evaluation if samples is None else samples
+        if isinstance(samples, DrawnSamples) and samples.at_once:
+            size = min(size, samples.at_once)
         indices = local_part(np.arange(len(samples)), shard)  # type: ignore[arg-type]
         self.first = int(indices[0]) if len(indices) else 0
         parts = [indices[start : start + size] for start in range(0, len(indices), size)]

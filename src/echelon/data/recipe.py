@@ -13,6 +13,7 @@ from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.data.assemble import ArrayRows, ImageRows, ItemRows, Recipe, Rows
 from echelon.data.base import DataInfo
+from echelon.data.drawn import DrawnRows, DrawnSamples
 from echelon.data.images import Images, TensorArray, TensorItems
 from echelon.data.sounds import SoundFiles, SoundRows
 from echelon.data.statistics import SMALL_IMAGE
@@ -76,6 +77,10 @@ def make_rows(samples: Any, info: DataInfo, config: LoaderConfig, training: bool
         if isinstance(samples, TensorArray):
             return ArrayRows(samples, transform, data.on_nan == "skip")
         return ItemRows(samples, config.seed, transform, data.on_nan == "skip")
+    if isinstance(samples, DrawnSamples):
+        if data.augment not in ("auto", "none") or data.image_size:
+            raise UserError(f"--augment and --image-size are for images; {info.name} is none")
+        return DrawnRows(samples, transform)
     if isinstance(samples, SoundFiles):
         return _sound_rows(samples, config, training)
     if not isinstance(samples, Images):

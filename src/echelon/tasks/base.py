@@ -18,6 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.core.figure import ReportSection
 from echelon.core.task import Metric, TaskDefaults, TaskFacts
@@ -210,6 +211,10 @@ class Task(ABC):
     needs_loss: ClassVar[bool] = False
     encoding: ClassVar[Encoding] = Encoding.AUTO
     defaults: ClassVar[TaskDefaults] = TaskDefaults()
+
+    def defaults_for(self, data: DataConfig) -> TaskDefaults:
+        """Return the defaults for some description of data."""
+        return self.defaults
 
     def facts(self) -> TaskFacts:
         """Return what a record says of the task."""

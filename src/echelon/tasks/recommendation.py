@@ -1,32 +1,48 @@
 """Pairs, such as of a user and an item, with a rating or a click: which number, or whether, belongs to a pair.
 
 Ratings: squared error, judged by RMSE. Clicks (a target of 0 and 1): cross-entropy, judged by the area below the ROC.
+Without a target: which item a user takes next, among all, judged by NDCG and hit rate at 10 of the last one of each.
 
-Helps: Ratings and clicks of users and items.
-Needs: `--input USER,ITEM`, columns of ids, and `--target`, a rating or 0 and 1.
+Helps: Ratings and clicks of users and items, or what users took alone.
+Needs: `--input USER,ITEM`, columns of ids, and `--target`, a rating or 0 and 1, or none.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from dataclasses import replace
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.core.figure import Chart, ReportSection, axis, dots, line
 from echelon.core.task import Metric, TaskDefaults
 from echelon.tasks import nest
-from echelon.tasks.base import DataFacts, Encoding, EvaluationResult, InputFacts, Metrics, TaskSettings
+from echelon.tasks.base import (
+    NO_TARGET,
+    DataFacts,
+    Encoding,
+    EvaluationResult,
+    InputFacts,
+    Metrics,
+    Task,
+    TaskSettings,
+)
 from echelon.tasks.gathering import Gathered, bins_by_prediction
 from echelon.tasks.regression import Regression, Units, regression_scores
 
 CLICKS = 2
 """The `count` of a target that is 0 or 1."""
 _GROUPS = 10
+TOP = 10
+"""Items at the head of a ranking that metrics look at."""
+_FIRST = (1, 2, 3, 5, TOP, 20, 50, 100, 200, 500, 1000)
 
 
 class PairPrediction(Regression):
@@ -46,6 +62,8 @@ class PairPrediction(Regression):
         Raises:
             UserError: inputs are no ids, or targets are no single numbers.
         """
+        if isinstance(data.inputs, tuple) and all(spec.count and spec.shape for spec in data.inputs):
+            return ItemRanking()._fitted_to(data, settings)  # type: ignore[return-value]
         task = super().fitted(data, settings)
         if task.outputs != 1 or not all(spec.count for spec in nest.leaves(data.inputs)):
             raise UserError(
@@ -57,6 +75,10 @@ class PairPrediction(Regression):
             task.primary = Metric("roc_auc", "max", "ROC AUC")
             task.headlines = (Metric("log_loss", "min", "log loss"),)  # type: ignore[misc, assignment]
         return task
+
+    def defaults_for(self, data: DataConfig) -> TaskDefaults:
+        """Return those of ratings and clicks, or of what was taken alone."""
+        return self.defaults if data.target else ItemRanking.defaults
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the sum over pairs of the squared error, or the cross-entropy."""
@@ -87,6 +109,105 @@ class PairPrediction(Regression):
 
 
 TASK = PairPrediction
+
+
+class ItemRanking(PairPrediction):
+    """Which of some items a user took: outputs `(B, I, 1)` or `(B, I)`, the higher the likelier.
+
+    Targets `(B, I)` are 1 for the item that was taken, 0 for others, `NO_TARGET` for those that do not count. The loss
+    is the cross-entropy of the item among those that count: in training one and some that were drawn by chance
+    (sampled softmax), in an evaluation all.
+    """
+
+    primary = Metric("ndcg10", "max", f"NDCG@{TOP}")
+    headlines = (Metric("hit_rate10", "max", f"hit rate@{TOP}", percent=True),)  # type: ignore[assignment]
+    defaults: ClassVar[TaskDefaults] = TaskDefaults("adamw", 5e-3, 0.1, epochs=10, batch_size=1024)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._candidates = 0
+
+    def _fitted_to(self, data: DataFacts, settings: TaskSettings) -> Self:
+        task = Task.fitted(self, data, settings)
+        (users, items), (targets,) = data.inputs, nest.leaves(data.targets)
+        if not users.shape == items.shape == targets.shape:
+            raise UserError(f"data {data.name}: users, items and targets must be of one shape, of each item its user")
+        task._candidates = targets.shape[0]
+        by_chance = sum(1 / math.log2(1 + rank) for rank in range(1, TOP + 1)) / max(1, items.count - 1)
+        task.primary = replace(self.primary, chance=by_chance)
+        return task
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum over samples of -log of the share of the item that was taken; 0 where none is known."""
+        scores = outputs.reshape(targets.shape).masked_fill(targets == NO_TARGET, -torch.inf)
+        taken = targets == 1
+        known = taken.any(1)
+        return (scores[known].logsumexp(1) - scores[known][taken[known]]).sum()
+
+    def metrics(self, device: torch.device) -> Metrics:
+        """Return an accumulator of NDCG and hit rate."""
+        return _RankMetrics(device)
+
+    def report_sections(self, result: EvaluationResult) -> Sequence[ReportSection]:
+        """Return how many users find the item among the first n."""
+        first, share = result.detail["first"], result.detail["share"]
+        layout = {
+            "xaxis": axis("first n items", type="log"), "yaxis": axis("share of users", rangemode="tozero"),
+            "showlegend": False,
+        }  # fmt: skip
+        caption = "Users whose held-out item is among the n that the model ranks first, of all that they did not take."
+        trace = line("users", first, share, "eval")
+        return (ReportSection("Ranking", [Chart("ranks", "Hit rate", caption, "Hit rate.", [trace], layout, 360)]),)
+
+    def auto_model(self, data: InputFacts) -> str:
+        """Return the factors of users and items."""
+        return "matrix_factorisation"
+
+    def wrong_outputs(self, outputs: Any, samples: int) -> str:
+        """Say what is wrong with a model's outputs."""
+        shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        wanted = (samples, self._candidates)
+        if shape in (wanted, (*wanted, 1)):
+            return ""
+        return f"must return a score for each id, {(*wanted, 1)} of ids {wanted}; it returned {shape}"
+
+
+class _RankMetrics:
+    """Counts at which rank the item stands that was taken; an item with the same score stands before it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._counts = torch.zeros(len(_FIRST), dtype=torch.float64, device=device)
+        self._gain, self._users = torch.zeros((), dtype=torch.float64, device=device), 0
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Count a batch: outputs (B, I, 1) or (B, I), targets (B, I); B may be 0."""
+        ranks = ranks_of(outputs.reshape(targets.shape), targets)
+        self._counts += torch.stack([(ranks <= first).sum() for first in _FIRST])
+        self._gain += torch.where(ranks <= TOP, 1 / torch.log2(1 + ranks), 0).sum()
+        self._users += len(ranks)
+
+    def compute(self, group: dist.ProcessGroup | None = None) -> EvaluationResult:
+        """Return the means over users of all ranks of `group`."""
+        totals = torch.cat([self._counts, self._gain[None], self._gain.new_tensor([self._users])])
+        if group is not None:
+            dist.all_reduce(totals, group=group)
+        *counts, gain, users = totals.tolist()
+        shares = [count / users if users else None for count in counts]
+        metrics = {"ndcg10": gain / users if users else None, "hit_rate10": shares[_FIRST.index(TOP)]}
+        return EvaluationResult(metrics, {"first": list(_FIRST), "share": shares})
+
+
+def ranks_of(scores: Tensor, targets: Tensor) -> Tensor:
+    """Return the rank of the item with target 1 among those whose target is not `NO_TARGET`, `(B,)` in float64.
+
+    Rank 1 has the highest score. Others with the same score, or one that is no number, stand before the item; where no
+    target is 1, or the item's score is no number, the rank is infinite.
+    """
+    taken = targets == 1
+    own = scores.masked_fill(~taken, 0).sum(1, keepdim=True)
+    before = (~(scores < own) & ~taken & (targets != NO_TARGET)).sum(1)
+    there = taken.any(1) & own[:, 0].isfinite()
+    return torch.where(there, 1 + before.double(), torch.inf)
 
 
 class _PairMetrics:

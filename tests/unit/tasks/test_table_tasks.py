@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 from sklearn import metrics as reference
+from torchmetrics.functional.retrieval import retrieval_hit_rate, retrieval_normalized_dcg
 
 from echelon.core.errors import UserError
 from echelon.data.base import DataInfo
-from echelon.tasks.base import EvaluationResult, Task, TaskSettings
+from echelon.tasks.base import NO_TARGET, EvaluationResult, Task, TaskSettings
 from echelon.tasks.nest import TensorSpec
+from echelon.tasks.recommendation import ranks_of
 from echelon.tasks.registry import build_task
 
 CPU = torch.device("cpu")
@@ -87,6 +90,31 @@ def test_ratings_and_clicks() -> None:
     assert clicks.report_sections(result)[0].charts[0].title == "Calibration"
     ratings = fitted("recommendation", info(TensorSpec(), ids, target_mean=(3.0,), target_std=(1.0,)))
     assert evaluated(ratings, logits, logits.flatten() + 3.5).metrics["rmse"] == pytest.approx(0.5, rel=1e-5)
+
+
+def test_ranks_count_ties_and_what_is_no_number_against_the_model() -> None:
+    scores = torch.tensor([[9.0, 1, 2, 3], [0, 1, 1, 0], [0, 5, torch.nan, 1], [0, torch.nan, 2, 1], [0, 1, 2, 3]])
+    targets = torch.tensor([[NO_TARGET, 0, 1, 0.0], [0, 1, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0], [NO_TARGET, 0, 0, 0]])
+    assert ranks_of(scores, targets).tolist() == [2, 2, 2, math.inf, math.inf]
+
+
+def test_a_ranking_is_judged_as_torchmetrics_does() -> None:
+    given = tuple(TensorSpec((60,), "int64", count) for count in (N, 60))
+    task = fitted("recommendation", info(TensorSpec((60,), count=2), given))
+    torch.manual_seed(0)
+    scores, targets = torch.randn(N, 60, 1), torch.nn.functional.one_hot(torch.randint(1, 60, (N,)), 60).float()
+    targets[:, 0] = NO_TARGET
+    result = evaluated(task, scores, targets)
+    rows = [(row[1:, 0], target[1:].bool()) for row, target in zip(scores, targets, strict=True)]
+    assert result.metrics["ndcg10"] == pytest.approx(
+        np.mean([float(retrieval_normalized_dcg(*row, 10)) for row in rows])
+    )
+    assert result.metrics["hit_rate10"] == pytest.approx(np.mean([float(retrieval_hit_rate(*row, 10)) for row in rows]))
+    by_hand = sum(-row.log_softmax(0)[target].sum() for row, target in rows)
+    assert torch.isclose(task.loss_sum(scores, targets), by_hand)
+    assert task.report_sections(result)[0].charts[0].title == "Hit rate"
+    assert task.wrong_outputs(scores, N) == task.wrong_outputs(scores[..., 0], N) == ""
+    assert "must return a score for each id" in task.wrong_outputs(scores[:, 0], N)
 
 
 @pytest.mark.parametrize("name", ["regression", "multi_label"])

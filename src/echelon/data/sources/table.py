@@ -43,6 +43,7 @@ from echelon.data.columns import (
     standardised,
 )
 from echelon.data.images import TensorArray
+from echelon.data.interactions import interactions_source
 from echelon.data.order import split
 from echelon.data.ragged import RaggedArray
 from echelon.data.sources.base import SourceKind
@@ -95,6 +96,8 @@ class TableFile(SourceKind):
 
     def open(self, request: DataRequest) -> Source:
         """Read the table; where it has no part for evaluation, rows are held out by the seed."""
+        if request.encoding is Encoding.IDS and not request.config.target:
+            return _interactions(request)
         rows = _Rows.read(request)
         encoding = rows.encoding(request)
         try:
@@ -106,6 +109,31 @@ class TableFile(SourceKind):
 
 
 SOURCE = TableFile
+
+
+def _interactions(request: DataRequest) -> Source:
+    """Return who took what, without a target.
+
+    Raises:
+        UserError: there are several parts, or the columns are no ids.
+    """
+    path = Path(request.config.source).expanduser()
+    parts = _parts_in(path) or {"train": path}
+    if len(parts) > 1:
+        raise UserError(
+            f"data {path}: without --target, the last of each user are held out of one table; "
+            f"here are {', '.join(file.name for file in parts.values())}"
+        )
+    table, wanted = _read_file(parts["train"]), request.config
+    inputs = _listed(wanted.input)
+    _known(table.column_names, (*inputs, *([wanted.time] if wanted.time else [])), parts["train"])
+    measured = MeasuredColumns(request.folder)
+    try:
+        source = interactions_source(request, table, inputs or table.column_names, measured)
+    except UserError as error:
+        raise UserError(f"data {request.config.source}: {error}") from error
+    measured.keep()
+    return source
 
 
 @dataclass(frozen=True)

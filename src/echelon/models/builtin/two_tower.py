@@ -22,7 +22,7 @@ def build(data: ModelInput) -> nn.Module:
         UserError: inputs are something else.
     """
     specs = nest.leaves(data.several) if data.several is not None else []
-    if len(specs) < 2 or not all(spec.count and not spec.shape for spec in specs) or data.classes != 1:
+    if len(specs) < 2 or not all(spec.count and len(spec.shape) < 2 for spec in specs) or data.classes != 1:
         raise UserError(f"--model two_tower is for two or more ids and one output, not for {data.describe()}")
     return TwoTower([spec.count for spec in specs])
 
