@@ -183,19 +183,31 @@ class _Ordered:
         return cls(pairs.take(pa.array(order)), users, from_end, size, len(both) - len(order))
 
 
+@dataclass(frozen=True)
+class InteractionColumns:
+    """Names of the columns of users and of items, and of the one that says when; empty: the order of the rows."""
+
+    inputs: Sequence[str]
+    time: str = ""
+
+
+def time_among(names: Sequence[str], inputs: Sequence[str]) -> str:
+    """Return the name of the column that says when, by its name alone; empty: there is none."""
+    others = {name.lower(): name for name in names if name not in inputs}
+    return next((others[each] for each in TIMES if each in others), "")
+
+
 def interactions_source(
-    request: DataRequest, table: pa.Table, inputs: Sequence[str], measured: MeasuredColumns
+    request: DataRequest, table: pa.Table, columns: InteractionColumns, measured: MeasuredColumns
 ) -> Source:
     """Return pairs of users and items with sampled negatives; the last two items of each user are held out.
-
-    Args:
-        inputs: columns of users and of items.
 
     Raises:
         UserError: these are not two columns of ids, or nobody has three items.
     """
+    inputs, by = columns.inputs, columns.time or "the order of the rows"
     _check_ids(request, table, inputs)
-    by, times = _times(request, table, inputs)
+    times = _times(table, columns.time)
     rows = _Ordered.of(table.select(list(inputs)), times)
     held = rows.size[rows.users] >= _LEAST_OF_A_USER
     if not held.any():
@@ -244,16 +256,14 @@ def _check_ids(request: DataRequest, table: pa.Table, inputs: Sequence[str]) -> 
         _refuse_missing(name, values)
 
 
-def _times(request: DataRequest, table: pa.Table, inputs: Sequence[str]) -> tuple[str, NDArray[np.float64]]:
-    """Return in words what rows are ordered by, and the numbers."""
-    others = {name.lower(): name for name in table.column_names if name not in inputs}
-    name = request.config.time or next((others[each] for each in TIMES if each in others), "")
+def _times(table: pa.Table, name: str) -> NDArray[np.float64]:
+    """Return what rows are ordered by."""
     if not name:
-        return "the order of the rows", np.arange(len(table), dtype=np.float64)
+        return np.arange(len(table), dtype=np.float64)
     if form_of(table[name]) is not Form.NUMBERS:
         raise UserError(f"column {name} holds {table[name].type}: --time is a column of numbers, dates or times")
     _refuse_missing(name, table[name])
-    return name, as_numbers(table[name])
+    return as_numbers(table[name])
 
 
 def _refuse_missing(name: str, values: pa.ChunkedArray) -> None:

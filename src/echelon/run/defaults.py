@@ -32,7 +32,6 @@ def with_task_defaults(resolved: Resolved, task: Task | None = None, opens_data:
         UserError: the task cannot be built, or data that decides on it cannot be read.
     """
     config, origins = resolved.config, dict(resolved.origins)
-<<<<<<< HEAD
     if task is None:
         outline = _outline(config) if opens_data and config.task == AUTO else None
         task = _task_named(outline.task if outline else "" if config.task == AUTO else config.task)
@@ -41,10 +40,7 @@ def with_task_defaults(resolved: Resolved, task: Task | None = None, opens_data:
         if opens_data and (model := _auto_model(task, config, outline)):
             config = replace(config, model=replace(config.model, name=model))
             origins["model.name"] = f"task {task.name.replace('_', '-')}"
-    for name, value in _settings(task.defaults, origins["optimizer.name"] == DEFAULT):
-=======
     for name, value in _settings(task.defaults_for(config.data), origins["optimizer.name"] == DEFAULT):
->>>>>>> 481ebf9 (Recommendation without a target: sampled negatives, the last item of each user ranked among all)
         if origins[name] == DEFAULT:
             section, leaf = name.split(".")
             config = replace(config, **{section: replace(getattr(config, section), **{leaf: value})})

@@ -121,7 +121,7 @@ class ItemRanking(PairPrediction):
 
     primary = Metric("ndcg10", "max", f"NDCG@{TOP}")
     headlines = (Metric("hit_rate10", "max", f"hit rate@{TOP}", percent=True),)  # type: ignore[assignment]
-    defaults: ClassVar[TaskDefaults] = TaskDefaults("adamw", 5e-3, 0.1, epochs=10, batch_size=1024)
+    defaults: ClassVar[TaskDefaults] = TaskDefaults("adamw", 1e-2, 0.1, epochs=10, batch_size=1024)
 
     def __init__(self) -> None:
         super().__init__()

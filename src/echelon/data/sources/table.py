@@ -43,7 +43,7 @@ from echelon.data.columns import (
     standardised,
 )
 from echelon.data.images import TensorArray
-from echelon.data.interactions import interactions_source
+from echelon.data.interactions import InteractionColumns, interactions_source, time_among
 from echelon.data.order import split
 from echelon.data.ragged import RaggedArray
 from echelon.data.sources.base import SourceKind
@@ -84,6 +84,8 @@ class TableFile(SourceKind):
     def outline(self, request: DataRequest) -> DataOutline:
         """Return the task that the target column is for, and the inputs; reads the columns alone that tell it."""
         self.check(request.config.source)
+        if _is_implicit(request):
+            return DataOutline(_TASKS[Encoding.IDS], (TensorSpec(), TensorSpec()))
         files = _Files.of(request)
         inputs, targets = files.columns(request)
         specs = tuple(TensorSpec() for _ in inputs)
@@ -96,7 +98,7 @@ class TableFile(SourceKind):
 
     def open(self, request: DataRequest) -> Source:
         """Read the table; where it has no part for evaluation, rows are held out by the seed."""
-        if request.encoding is Encoding.IDS and not request.config.target:
+        if _is_implicit(request):
             return _interactions(request)
         rows = _Rows.read(request)
         encoding = rows.encoding(request)
@@ -111,25 +113,31 @@ class TableFile(SourceKind):
 SOURCE = TableFile
 
 
+def _is_implicit(request: DataRequest) -> bool:
+    """Whether rows say who took what, without a target."""
+    return request.encoding is Encoding.IDS and not request.config.target
+
+
 def _interactions(request: DataRequest) -> Source:
     """Return who took what, without a target.
 
     Raises:
         UserError: there are several parts, or the columns are no ids.
     """
-    path = Path(request.config.source).expanduser()
-    parts = _parts_in(path) or {"train": path}
-    if len(parts) > 1:
+    first, *others = _Files.of(request).files
+    if others:
         raise UserError(
-            f"data {path}: without --target, the last of each user are held out of one table; "
-            f"here are {', '.join(file.name for file in parts.values())}"
+            f"data {request.config.source}: without --target, the last of each user are held out of one table; here "
+            f"are {', '.join(file.path.name for file in (first, *others))}"
         )
-    table, wanted = _read_file(parts["train"]), request.config
-    inputs = _listed(wanted.input)
-    _known(table.column_names, (*inputs, *([wanted.time] if wanted.time else [])), parts["train"])
+    named = _listed(request.config.input)
+    time = request.config.time or time_among(first.names, named)
+    inputs = named or tuple(name for name in first.names if name != time)
+    _known(first.names, (*inputs, *([time] if time else [])), first.path)
     measured = MeasuredColumns(request.folder)
     try:
-        source = interactions_source(request, table, inputs or table.column_names, measured)
+        table = first.read(tuple(dict.fromkeys((*inputs, *([time] if time else [])))))
+        source = interactions_source(request, table, InteractionColumns(inputs, time), measured)
     except UserError as error:
         raise UserError(f"data {request.config.source}: {error}") from error
     measured.keep()
