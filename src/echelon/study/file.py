@@ -10,12 +10,15 @@ from pathlib import Path
 
 import yaml
 
-from echelon.config import build
+from echelon.config import RunConfig, build
 from echelon.config.yaml_file import read_yaml, shown
-from echelon.core.errors import UserError, nearest
+from echelon.core.errors import UserError, naming, nearest
 from echelon.core.files import write_atomic
+from echelon.optim.names import check_optimizer_name
+from echelon.run.data_names import check_data_name
+from echelon.run.resolve import check_names
 from echelon.study.base import DEFAULT_LOSS, Settings, Study
-from echelon.study.grid import candidates_of, exclusions_of, flatten, terms_of
+from echelon.study.grid import candidates_of, exclusions_of, flatten, planned_runs, terms_of
 
 STUDY_FILE = "study.yaml"
 Node = str | None | list["Node"] | dict[str, "Node"]
@@ -80,13 +83,38 @@ def requested_study(request: StudyRequest) -> Study | None:
         beside = given + [name for name in request.settings if name != "data.source"]
         if beside:
             raise UserError(f"{file} describes the whole study: write there what {beside[0]} should be")
-        return load_study(file)
+        return checked(load_study(file))
     if not request.tries:
         if request.settings or given:
             raise UserError('no candidate to compare: give each with --try, such as --try "sync=allreduce"')
         return None
     base = {**_from_config(request.config), **request.settings}
-    return from_tries(base, request.tries, request.seeds or "3", request.loss or None)
+    return checked(from_tries(base, request.tries, request.seeds or "3", request.loss or None))
+
+
+def checked(study: Study) -> Study:
+    """Return a study whose settings name what exists; imports no torch.
+
+    Values that are out of range, and choices that do not go together, refuse a run alone: found where it is planned.
+
+    Raises:
+        UserError: the data, a strategy or another choice is misspelt; with the candidate and the nearest name.
+    """
+    _check_names(build(None, dict(study.base)).config)
+    for name, run in {run.title: run for run in planned_runs(study)}.items():  # seeds make no difference
+        try:
+            config = build(None, run.settings).config
+        except UserError:
+            continue
+        with naming(name):
+            _check_names(config)
+    return study
+
+
+def _check_names(config: RunConfig) -> None:
+    check_names(config)
+    check_data_name(config.data.source)
+    check_optimizer_name(config.optimizer.name)
 
 
 def requested_folder(study: Study | None, request: StudyRequest) -> Path:

@@ -20,7 +20,7 @@ from tests.unit.cli.test_words import echelon
         (["compare", "none.yaml"], "cannot read none.yaml"),
         (["compare", "a.yaml", "--seeds", "3"], "describes the whole study"),
         (["compare", "--run", "nowhere"], "holds no study to continue"),
-        (["compare", "nowhere", "--try", "sync=allreduce"], "no run of this study can start: unknown data 'nowhere'"),
+        (["compare", "nowhere", "--try", "sync=allreduce"], "unknown data 'nowhere'"),
     ],
 )
 def test_bad_words_are_one_line_and_exit_code_2(args: list[str], words: str, tmp_path: Path) -> None:
