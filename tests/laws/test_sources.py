@@ -18,6 +18,7 @@ from echelon.data.sources.base import SourceKind
 from echelon.tasks import nest
 from tests.unit.data.images import make_folder, make_shards
 from tests.unit.data.test_sounds import make_sounds
+from tests.unit.data.test_transcripts import make_transcribed
 
 KINDS = [SOURCES.settings_class(name)() for name in SOURCES.names()]
 
@@ -58,6 +59,7 @@ EXAMPLES: dict[str, Callable[[Path], str]] = {
     "text_file": _long_text,
     "table": _table,
     "torchvision": _mnist,
+    "transcripts": lambda folder: str(make_transcribed(folder / "spoken")),
 }
 """For each kind, what makes its data in a folder and returns its name."""
 TARGETS = {"table": "y"}
@@ -169,5 +171,5 @@ def test_a_new_file_is_a_kind_of_data(tmp_path: Path, monkeypatch: pytest.Monkey
     assert open_data(DataConfig(source=name), 0).info.class_counts == (2, 1)
     with pytest.raises(UserError, match="no such file"):
         check_source("columns=nowhere.txt")
-    with pytest.raises(UserError, match=r"columns=FILE, a folder, module:function, .*or a text \(.txt\)"):
+    with pytest.raises(UserError, match=r"columns=FILE, a folder, module:function, .*a text \(.txt\)"):
         check_source("nothing")

@@ -13,6 +13,7 @@ import pytest
 
 from tests.unit.data.images import make_folder, make_shards
 from tests.unit.data.test_sounds import make_sounds
+from tests.unit.data.test_transcripts import make_transcribed
 from tests.unit.docs.pages import Block, blocks, commands
 
 DEADLINE_S = 280.0
@@ -120,6 +121,7 @@ def write_data(folder: Path) -> None:
         (folder / "banking77" / f"{part}.csv").write_text(f"text,category\n{texts}")
     make_sounds(folder / "speech-digits", ("train", "test"))
     make_shards(make_folder(folder / "images"), folder / "shards" / "train")
+    make_transcribed(folder / "spoken", ("train", "test"))
 
 
 @pytest.fixture

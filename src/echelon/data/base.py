@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.config import DataConfig
-from echelon.tasks.base import Batch, Encoding, TextDecoder
+from echelon.tasks.base import Batch, Encoding, TextDecoder, TightSample
 from echelon.tasks.nest import Nest, TensorSpec
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class DataInfo:
             these units; empty: they are learnt as they come.
         task: that the data is for, where the run names none.
         tokeniser: that texts were cut with.
+        tightest: of sounds with transcripts, the one whose frames are the fewest for its labels.
     """
 
     name: str
@@ -61,6 +62,7 @@ class DataInfo:
     target_std: tuple[float, ...] = ()
     task: str = "image_classification"
     tokeniser: TextDecoder | None = None
+    tightest: TightSample | None = None
 
     @property
     def inputs(self) -> Nest:

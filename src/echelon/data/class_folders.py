@@ -128,7 +128,7 @@ def scan_classes(path: Path, part: str, links: FolderLinks) -> tuple[LabelledFil
             if loose
             else f"data {root}: the folder is empty; it must hold one folder of {kind.plural} per class"
         )
-    inside = {name: _files_below(root / name, f"{name}/", links, within) for name in classes}
+    inside = {name: files_below(root / name, f"{name}/", links, within) for name in classes}
     links.check()
     for name, files in inside.items():
         if not files:
@@ -157,8 +157,12 @@ def scan_like(path: Path, part: str, links: FolderLinks, classes: tuple[str, ...
     return files
 
 
-def _files_below(folder: Path, prefix: str, links: FolderLinks, within: Sequence[str]) -> list[str]:
-    """List the files of a class, sorted, folders within folders included; names start with `prefix`."""
+def files_below(folder: Path, prefix: str, links: FolderLinks, within: Sequence[str]) -> list[str]:
+    """List the files below a folder, sorted, folders within folders included; names start with `prefix`.
+
+    Args:
+        within: real paths of the folders that it lies in.
+    """
     within = (*within, os.path.realpath(folder))
     files, inner = [], []
     with os.scandir(folder) as entries:
@@ -171,7 +175,7 @@ def _files_below(folder: Path, prefix: str, links: FolderLinks, within: Sequence
             elif entry.is_dir():
                 inner.append(name)
     for name in inner:
-        files += _files_below(folder / name, f"{prefix}{name}/", links, within)
+        files += files_below(folder / name, f"{prefix}{name}/", links, within)
     return sorted(files)
 
 

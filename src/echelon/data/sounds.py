@@ -22,6 +22,7 @@ from echelon.core.errors import UserError
 from echelon.data.base import CLASS_NUMBER, BadSample
 from echelon.data.images import LabelledFiles
 from echelon.data.order import Indices, uniforms
+from echelon.data.ragged import RaggedArray
 from echelon.tasks.nest import Nest, TensorSpec
 
 MOST_HZ = 16_000
@@ -38,24 +39,32 @@ class CannotReadSound(ValueError):
 
 
 @dataclass(frozen=True)
-class SoundFiles(LabelledFiles, Dataset[tuple[Tensor, int]]):
+class SoundFiles(LabelledFiles, Dataset[tuple[Tensor, Tensor]]):
     """Sound files under one folder.
 
     Attributes:
         rate: samples per second, to which files of others are resampled.
         frames: of each file's spectrogram, `(N,)`.
+        transcripts: token ids of what is said in each file; None: each is of a class.
     """
 
     rate: int = MOST_HZ
     frames: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
+    transcripts: RaggedArray | None = None
 
-    def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        return log_mel(self.wave(i), self.rate), int(self.labels[i])
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return log_mel(self.wave(i), self.rate), torch.as_tensor(self.targets[i])
+
+    @property
+    def targets(self) -> RaggedArray | Indices:
+        """Return the transcripts, or the numbers of classes."""
+        return self.labels if self.transcripts is None else self.transcripts
 
     def subset(self, chosen: NDArray[np.int64]) -> SoundFiles:
         """Return some of the files."""
         files = LabelledFiles(self.root, self.names, self.labels).subset(chosen)
-        return SoundFiles(files.root, files.names, files.labels, self.rate, self.frames[chosen])
+        spoken = None if self.transcripts is None else self.transcripts.subset(chosen)
+        return SoundFiles(files.root, files.names, files.labels, self.rate, self.frames[chosen], spoken)
 
     def wave(self, i: int) -> Tensor:
         """Return file `i` as `(samples,)` at `rate`, the mean of its channels, in -1 to 1.
@@ -143,8 +152,8 @@ class SoundRows:
     def __init__(self, sounds: SoundFiles, seed: int | None, skip_bad: bool) -> None:
         self._sounds, self._seed, self._skip_bad = sounds, seed, skip_bad
         self.lengths: Indices | None = sounds.frames
-        self.targets: Nest = sounds.labels
-        self.specs: tuple[Nest, Nest] = (sound_specs(int(sounds.frames.max(initial=1))), CLASS_NUMBER)
+        self.targets: Nest = sounds.targets
+        self.specs: tuple[Nest, Nest] = self.batch_specs(np.arange(len(sounds)))
         self._ends = np.cumsum(sounds.frames)
         size = int(sounds.frames.sum()) * BANDS * 4
         self.kept = 0 < size <= _KEPT_BYTES
@@ -153,9 +162,10 @@ class SoundRows:
             self._known = np.frombuffer(mmap.mmap(-1, len(sounds)), dtype=np.uint8)
 
     def batch_specs(self, draws: Indices) -> tuple[Nest, Nest]:
-        """Return the specs of a global batch, as long as its longest sound."""
-        longest = int(self._sounds.frames[draws % len(self._sounds)].max(initial=1))
-        return sound_specs(longest), self.specs[1]
+        """Return the specs of a global batch, as long as its longest sound and transcript."""
+        indices, spoken = draws % len(self._sounds), self._sounds.transcripts
+        longest = int(self._sounds.frames[indices].max(initial=1))
+        return sound_specs(longest), CLASS_NUMBER if spoken is None else transcript_spec(spoken.longest(indices))
 
     def fill(self, epoch: int, draws: Indices, inputs: Nest, targets: NDArray[np.int64]) -> list[BadSample]:
         """Write the sounds of `draws` (see `ImageRows.fill`) to `features` `(N, T, M)` and `mask` `(N, T)`.
@@ -164,7 +174,10 @@ class SoundRows:
             UserError: a file cannot be read, unless these are to be skipped.
         """
         indices = draws % len(self._sounds)
-        targets[:] = self._sounds.labels[indices]
+        if self._sounds.transcripts is None:
+            targets[:] = self._sounds.labels[indices]
+        else:
+            self._sounds.transcripts.copy(indices, targets)
         features, mask = inputs["features"], inputs["mask"]
         features[:], mask[:] = 0, 0
         bad: list[BadSample] = []
@@ -205,6 +218,11 @@ class SoundRows:
 def sound_specs(longest: int) -> dict[str, TensorSpec]:
     """Return what a model is given of a sound of at most so many frames."""
     return {"features": TensorSpec((longest, BANDS), ragged=True), "mask": TensorSpec((longest,), ragged=True)}
+
+
+def transcript_spec(longest: int, tokens: int = 0) -> TensorSpec:
+    """Return the spec of transcripts of at most so many tokens, of a vocabulary of `tokens`."""
+    return TensorSpec((longest,), "int64", tokens, ragged=True)
 
 
 def mask_out(features: NDArray[Any], numbers: NDArray[np.float64]) -> None:

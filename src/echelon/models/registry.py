@@ -20,7 +20,7 @@ from echelon.models.logits import give_logits
 from echelon.models.weights import load_weights
 from echelon.tasks import nest
 
-OF_SEQUENCES = ("small_gpt", "speech_cnn", "text_classifier")  # not of images
+OF_SEQUENCES = ("small_ctc", "small_gpt", "speech_cnn", "text_classifier")  # not of images
 OF_COLUMNS = ("matrix_factorisation", "table_mlp", "two_tower")  # likewise
 
 

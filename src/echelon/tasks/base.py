@@ -82,6 +82,20 @@ class TextDecoder(Protocol):
         """Return the text of some ids."""
 
 
+@dataclass(frozen=True)
+class TightSample:
+    """The sample whose frames are the fewest for the labels that are to be aligned to them.
+
+    Attributes:
+        name: of its file.
+        needed: frames that its labels need at least.
+    """
+
+    name: str
+    frames: int
+    needed: int
+
+
 class InputFacts(Protocol):
     """What a task chooses a model by."""
 
@@ -136,6 +150,10 @@ class DataFacts(InputFacts, Protocol):
     @property
     def tokeniser(self) -> TextDecoder | None:
         """What texts were cut with; None where there are none."""
+
+    @property
+    def tightest(self) -> TightSample | None:
+        """Of sounds with transcripts, the one that a model may shorten least; None where there are none."""
 
 
 @dataclass(frozen=True)

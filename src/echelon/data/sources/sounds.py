@@ -11,13 +11,13 @@ import numpy as np
 
 from echelon.core.errors import UserError
 from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
-from echelon.data.class_folders import SOUND_FILES, FolderLinks, scan_classes, scan_like
+from echelon.data.class_folders import IMAGE_FILES, SOUND_FILES, FolderLinks, scan_classes, scan_like
 from echelon.data.order import split
 from echelon.data.sounds import SoundFiles, measured, sound_specs
 from echelon.data.sources.base import SourceKind
 from echelon.tasks.base import Encoding
 
-_HELD_OF_TRAIN = 0.1  # where only a test set is given
+HELD_OF_TRAIN = 0.1  # where only a test set is given
 _LOOKED_AT = 1000  # files and folders, until the first one tells what a folder holds
 
 
@@ -27,9 +27,10 @@ class Sounds(SourceKind):
     form: ClassVar[str] = "a folder of sound files"
 
     def takes(self, name: str) -> bool:
-        """Whether the first file below a folder is a sound."""
+        """Whether the first file below a folder is a sound, and the first sounds have no transcripts."""
         path = Path(name).expanduser()
-        return path.is_dir() and first_file(path).lower().endswith(SOUND_FILES.extensions)
+        is_sound = path.is_dir() and first_file(path).lower().endswith(SOUND_FILES.extensions)
+        return is_sound and not has_transcripts(path)
 
     def outline(self, request: DataRequest) -> DataOutline:
         """Return the task that sounds are for."""
@@ -37,6 +38,11 @@ class Sounds(SourceKind):
 
     def open(self, request: DataRequest) -> Source:
         """Open the folder; where it has no part for evaluation, one is held out by the seed."""
+        if request.encoding is Encoding.TRANSCRIPTS:
+            raise UserError(
+                f"data {request.config.source}: its sounds have no transcripts: write what is said in 1.wav to 1.txt "
+                "beside it, or to LibriSpeech's lists (NAME.trans.txt)"
+            )
         if request.encoding not in (Encoding.AUTO, Encoding.SPEECH):
             raise UserError(f"data {request.config.source} is a folder of sounds: --task {request.task} is for others")
         path = Path(request.config.source).expanduser()
@@ -63,6 +69,22 @@ def first_file(path: Path) -> str:
     return ""
 
 
+def has_transcripts(path: Path) -> bool:
+    """Whether the first folder of sounds below a folder has a text beside one of them, or a list of transcripts."""
+    looked_at = 0
+    for _, folders, files in os.walk(path):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        seen = [name.lower() for name in files if not name.startswith(".")]
+        sounds = {name.rpartition(".")[0] for name in seen if name.endswith(SOUND_FILES.extensions)}
+        if sounds:
+            texts = [name.removesuffix(".txt") for name in seen if name.endswith(".txt")]
+            return any(name in sounds or name.endswith(".trans") for name in texts)
+        looked_at += 1 + len(folders) + len(seen)
+        if looked_at > _LOOKED_AT or any(name.endswith(IMAGE_FILES.extensions) for name in seen):
+            return False
+    return False
+
+
 def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
     has = {each.name for each in path.iterdir() if each.is_dir()}
     files, classes = scan_classes(path, "train" if "train" in has else "", links)
@@ -76,7 +98,7 @@ def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
     if validation is None:
         if len(sounds) < 2:
             raise UserError(f"data {path}: one sound cannot be split into training and evaluation; add val/")
-        chosen, held = split(len(sounds), request.config.holdout if test is None else _HELD_OF_TRAIN, request.seed)
+        chosen, held = split(len(sounds), request.config.holdout if test is None else HELD_OF_TRAIN, request.seed)
         sounds, validation = sounds.subset(chosen), sounds.subset(held)
     longest = max(int(each.frames.max()) for each in (sounds, validation, test) if each is not None)
     return Source(sounds, validation, _info(request, sounds, len(validation), classes, longest), test=test)

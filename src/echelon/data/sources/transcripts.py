@@ -1,0 +1,238 @@
+"""Folders of sounds with what is said in them: a text beside each sound, or LibriSpeech's lists, one a folder.
+
+`1.wav` has its transcript in `1.txt`; `84-121123.trans.txt` has a line for each sound of its folder, which begins with
+the sound's name without its suffix. Parts are `train`, `val` (or `valid`, `validation`, `dev`) and `test`, also in
+names such as `train-clean-100` and `test-other`; one folder without parts is split.
+"""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from echelon.core.errors import UserError
+from echelon.core.tokeniser import AUTO, CHARACTERS
+from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
+from echelon.data.class_folders import SOUND_FILES, FileKind, FolderLinks, files_below
+from echelon.data.images import FileNames, LabelledFiles
+from echelon.data.order import Indices, split
+from echelon.data.ragged import RaggedArray
+from echelon.data.sounds import SoundFiles, measured, sound_specs, transcript_spec
+from echelon.data.sources.base import SourceKind
+from echelon.data.sources.sounds import HELD_OF_TRAIN, Sounds, has_transcripts
+from echelon.data.tokenisers import Characters, Tokeniser, tokeniser_for
+from echelon.tasks.base import NO_TARGET, Encoding, TightSample
+from echelon.tasks.speech_recognition import frames_needed
+
+SPEECH_RECOGNITION = "speech_recognition"
+_LIST = ".trans.txt"
+_TEXT = ".txt"
+_FILES = FileKind((*SOUND_FILES.extensions, _TEXT), SOUND_FILES.plural)
+_PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test"}
+
+
+class Transcripts(SourceKind):
+    """The path of a folder of sounds with transcripts."""
+
+    form: ClassVar[str] = "a folder of sounds with transcripts"
+
+    def takes(self, name: str) -> bool:
+        """Whether the first sounds below a folder have transcripts."""
+        path = Path(name).expanduser()
+        return path.is_dir() and has_transcripts(path)
+
+    def outline(self, request: DataRequest) -> DataOutline:
+        """Return the task that such sounds are for, unless they are to be of classes."""
+        return Sounds().outline(request) if request.encoding is Encoding.SPEECH else DataOutline(SPEECH_RECOGNITION)
+
+    def open(self, request: DataRequest) -> Source:
+        """Open the folder; where it has no part for evaluation, one is held out by the seed.
+
+        For `--task speech-classification` its folders are classes, and the texts are not read.
+        """
+        if request.encoding is Encoding.SPEECH:
+            return Sounds().open(request)
+        if request.encoding not in (Encoding.AUTO, Encoding.TRANSCRIPTS):
+            raise UserError(
+                f"data {request.config.source} is a folder of sounds with transcripts: --task {request.task} is for "
+                "others"
+            )
+        path = Path(request.config.source).expanduser()
+        links = FolderLinks(path, request.config.follow_links, _FILES)
+        try:
+            folders = _folders_of_parts(path, links)
+            parts = {part: Recordings.below(path, names, links) for part, names in folders.items()}
+        except OSError as error:
+            links.check()
+            raise UserError(f"data {error.filename}: {error.strerror}") from None
+        source = transcribed(request, parts["train"], parts.get("val"), parts.get("test"))
+        return replace(source, notes=(*links.notes, *source.notes))
+
+
+SOURCE = Transcripts
+
+
+@dataclass(frozen=True)
+class Recordings:
+    """Sound files below a folder, each with its transcript."""
+
+    root: str
+    names: list[str]
+    texts: list[str]
+
+    @classmethod
+    def below(cls, path: Path, folders: Sequence[str], links: FolderLinks) -> Recordings:
+        """Read the transcripts of all sounds below some folders of a folder.
+
+        Raises:
+            UserError: there are none, a sound has no transcript, or links lead out of the folder.
+            OSError: a folder cannot be read.
+        """
+        top, files = os.path.realpath(path), []
+        for folder in folders:
+            files += files_below(path / folder, f"{folder}/" if folder else "", links, (top,))
+        links.check()
+        names = [name for name in files if not name.lower().endswith(_TEXT)]
+        if not names:
+            raise UserError(f"data {path / folders[0]}: it holds no sound files")
+        texts = _read_texts(path, files, {_stem(name) for name in names})
+        silent = [name for name in names if _stem(name) not in texts]
+        if silent:
+            others = f", nor have {len(silent) - 1} other sounds" if len(silent) > 1 else ""
+            raise UserError(
+                f"data {path / silent[0]}: it has no transcript{others}: write what is said to "
+                f"{Path(silent[0]).stem}{_TEXT} beside it, or remove it"
+            )
+        return cls(str(path), names, [texts[_stem(name)] for name in names])
+
+    def some(self, chosen: Indices) -> Recordings:
+        """Return some of them."""
+        rows = chosen.tolist()
+        return Recordings(self.root, [self.names[i] for i in rows], [self.texts[i] for i in rows])
+
+    def sounds(self, rate: int = 0) -> SoundFiles:
+        """Return the files with their lengths, as `measured` does; their transcripts are not yet encoded."""
+        labels = np.zeros(len(self.names), np.int64)
+        return measured(LabelledFiles(self.root, FileNames(self.names), labels), rate)
+
+
+def transcribed(
+    request: DataRequest, train: Recordings, validation: Recordings | None, test: Recordings | None
+) -> Source:
+    """Return recordings as sounds with token ids: of characters, unless `--tokeniser` says otherwise.
+
+    Args:
+        validation: None: some of `train` are held out by the seed.
+
+    Raises:
+        UserError: there is one recording alone, a file is no sound, or no text is written.
+    """
+    if validation is None:
+        if len(train.names) < 2:
+            raise UserError(f"data {request.config.source}: one sound cannot be split into training and evaluation")
+        share = request.config.holdout if test is None else HELD_OF_TRAIN
+        chosen, held = split(len(train.names), share, request.seed)
+        train, validation = train.some(chosen), train.some(held)
+    if not any(train.texts):
+        raise UserError(f"data {request.config.source}: its transcripts are empty")
+    tokeniser = _tokeniser_of(request, train.texts)
+    parts = [part for part in (train, validation, test) if part is not None]
+    rate, sounds = 0, []
+    for part in parts:
+        plain = part.sounds(rate)
+        rows = RaggedArray.of(tokeniser.encode(part.texts), NO_TARGET)
+        sounds.append(replace(plain, transcripts=rows))
+        rate = plain.rate
+    info = _info(request, sounds, tokeniser)
+    return Source(sounds[0], sounds[1], info, _notes(parts, tokeniser), sounds[2] if test is not None else None)
+
+
+def plain_text(text: str) -> str:
+    """Return a text in Unicode's composed form, with one space between words."""
+    return " ".join(unicodedata.normalize("NFC", text).split())
+
+
+def _tokeniser_of(request: DataRequest, texts: Sequence[str]) -> Tokeniser:
+    if request.config.tokeniser == AUTO:
+        request = replace(request, config=replace(request.config, tokeniser=CHARACTERS))
+    return tokeniser_for(request, texts)
+
+
+def _info(request: DataRequest, parts: Sequence[SoundFiles], tokeniser: Tokeniser) -> DataInfo:
+    longest = max(int(part.frames.max()) for part in parts)
+    most = max(part.transcripts.shape[1] for part in parts if part.transcripts is not None)
+    return DataInfo(
+        request.config.source, (), 1, 1, len(parts[0]), len(parts[1]), (),
+        several=sound_specs(longest), targets=transcript_spec(most, tokeniser.count), task=SPEECH_RECOGNITION,
+        tokeniser=tokeniser, tightest=min(map(_tightest, parts), key=_room),
+    )  # fmt: skip
+
+
+def _tightest(sounds: SoundFiles) -> TightSample:
+    """Return the sample whose frames are the fewest for its labels."""
+    rows: RaggedArray = sounds.transcripts  # type: ignore[assignment]
+    samples = (TightSample(str(i), int(sounds.frames[i]), frames_needed(rows[i].tolist())) for i in range(len(sounds)))
+    found = min(samples, key=_room)
+    return replace(found, name=sounds.path(int(found.name)))
+
+
+def _room(sample: TightSample) -> float:
+    """Return how many frames may become one: fewer than this."""
+    return sample.frames / max(sample.needed - 1, 1e-9)
+
+
+def _notes(parts: Sequence[Recordings], tokeniser: Tokeniser) -> tuple[str, ...]:
+    kind = "characters" if isinstance(tokeniser, Characters) else "pieces of words"
+    notes = [f"transcripts are cut into {kind}: a vocabulary of {tokeniser.count}, and the blank, which is the last"]
+    empty = sum(not text for part in parts for text in part.texts)
+    if empty:
+        notes.append(f"{empty} transcripts are empty")
+    if isinstance(tokeniser, Characters):
+        unknown = set().union(*(text for part in parts for text in part.texts)) - set(tokeniser.alphabet)
+        if unknown:
+            shown = " ".join(sorted(unknown)[:10])
+            notes.append(f"{len(unknown)} characters are in no training transcript and cannot be recognised: {shown}")
+    return tuple(notes)
+
+
+def _folders_of_parts(path: Path, links: FolderLinks) -> dict[str, list[str]]:
+    """Return the folders of each part; all of a folder that has no part for training is one to be split."""
+    with os.scandir(path) as entries:
+        seen = sorted(e.name for e in entries if e.is_dir() and links.usable(e, (os.path.realpath(path),)))
+    folders: dict[str, list[str]] = {}
+    for name in seen:
+        if part := _PARTS.get(name.lower().partition("-")[0]):
+            folders.setdefault(part, []).append(name)
+    return folders if "train" in folders else {"train": [""]}
+
+
+def _read_texts(path: Path, files: Sequence[str], sounds: set[str]) -> dict[str, str]:
+    """Return transcripts by the name of their sound without its suffix."""
+    texts: dict[str, str] = {}
+    for name in files:
+        lower = name.lower()
+        if lower.endswith(_LIST):
+            folder = f"{name.rpartition('/')[0]}/" if "/" in name else ""
+            for line in _read(path / name).splitlines():
+                sound, _, text = line.partition(" ")
+                texts[folder + sound] = plain_text(text)
+        elif lower.endswith(_TEXT) and _stem(name) in sounds:
+            texts[_stem(name)] = plain_text(_read(path / name))
+    return texts
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"data {file}: it is not UTF-8 (byte {error.start}): convert it") from error
+
+
+def _stem(name: str) -> str:
+    return name.rpartition(".")[0]
