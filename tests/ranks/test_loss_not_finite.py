@@ -22,8 +22,8 @@ TRIALS = [
     Trial("mlp", parallel, {"strategy.sync": sync, "strategy.compression": compression, "training.accumulate": parts})
     for parallel, sync, compression, parts in (
         ("dp=2", "allreduce", "none", 1), ("dp=2", "allreduce", "topk(0.1)", 2), ("dp=2", "allreduce", "powersgd", 1),
-        ("dp=2", "local(3, start=2)", "none", 1), ("fsdp=2", "allreduce", "none", 2), ("tp=2", "allreduce", "none", 1),
-        ("pp=2,microbatches=2", "allreduce", "none", 1), ("dp=2,zero1=on", "allreduce", "none", 1),
+        ("dp=2", "local(3, start=9)", "none", 1), ("fsdp=2", "allreduce", "none", 2), ("tp=2", "allreduce", "none", 1),
+        ("pp=2,microbatches=2", "allreduce", "none", 1), ("dp=2,zero1", "allreduce", "none", 1),
         ("dp=2", "local(2)", "none", 1),
     )
 ]  # fmt: skip

@@ -3,7 +3,8 @@
 # DDP compares the annotations of a hook with the types themselves: no `from __future__ import annotations` here.
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class GradientHook:
         self._counts: dict[tuple[int, int], dict[str, int]] = {}
         self._names: dict[int, str] = {}
         self._lane: CommThread | None = None
-        self._closed = False
+        self._closed = self._silent = False
         self._work: BucketWork | None = None
         if self.codec is not None:
             check_combination(self.codec, self._route.path, self._route.size)
@@ -108,7 +109,7 @@ class GradientHook:
 
     def __call__(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
         """Start to reduce a bucket; called by DDP in backward, in the same order on every rank."""
-        if self._closed:
+        if self._closed or self._silent:
             return noop_hook(None, bucket)
         handed_s = self.times.handed(bucket.index() == 0, bucket.is_last())
         if bucket.is_last():
@@ -163,6 +164,15 @@ class GradientHook:
     def density(self) -> float | None:
         """Return the share of the encoded elements that this rank's last step sent; None without a sparse codec."""
         return codec_state.density(self._work.held()) if isinstance(self._work, CellWork) else None
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Leave every rank its own gradients in a backward pass inside the block; all ranks of the group enter it."""
+        self._silent = True
+        try:
+            yield
+        finally:
+            self._silent = False
 
     def close(self) -> None:
         """End the communication thread; from now on the model's gradients stay each rank's own."""

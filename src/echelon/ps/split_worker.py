@@ -106,6 +106,10 @@ class SplitWorker(ServerHeld):
         """Nothing leaves the worker during backward."""
         return nullcontext()
 
+    def silent(self) -> AbstractContextManager[object]:
+        """Nothing leaves the worker during backward."""
+        return nullcontext()
+
     def leave_out(self) -> None:
         """Push no gradient of this lease: it is done all the same."""
         for parameter in self.module.parameters():

@@ -134,6 +134,10 @@ class ParameterServer(ServerHeld):
         """Push during the last micro-batch's backward only."""
         return self._as_last(last)
 
+    def silent(self) -> AbstractContextManager[object]:
+        """Push nothing in backward."""
+        return self._as_last(False)
+
     def leave_out(self) -> None:
         """Push no gradient of this lease: it is done all the same."""
         for parameter in self._parameters:

@@ -105,6 +105,10 @@ class AllReduce:
         if self._hook and change != 1.0:
             self._hook.rescale(change)
 
+    def silent(self) -> AbstractContextManager[object]:
+        """Reduce nothing."""
+        return self._hook.silent() if self._hook else nullcontext()
+
     def leave_out(self) -> None:
         """Drop the gradients: no replica updates."""
         for parameter in self._context.model.parameters():

@@ -84,6 +84,12 @@ class StepSync(Protocol):
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Surround forward and backward of a micro-batch; only the last one of a step may communicate."""
 
+    def silent(self) -> AbstractContextManager[object]:
+        """Surround the backward pass of a batch that is left out: nothing of it leaves this replica.
+
+        The graph is freed, and libraries that count forward and backward passes (DDP, FSDP) stay in step.
+        """
+
     @property
     def steps_together(self) -> bool:
         """Whether all ranks make one update of a global batch; else each replica makes its own of its part."""
@@ -103,7 +109,7 @@ class Sync(StepSync, Protocol):
         """Agree on what is to be agreed on, then update the parameters."""
 
     def leave_out(self) -> None:
-        """Do without this step's gradients, in place of `step`: no backward pass has communicated.
+        """Do without this step's gradients, in place of `step`; its last backward pass was `silent`.
 
         Ranks that make one update together make none; a replica that steps alone counts as one that had no samples.
         """

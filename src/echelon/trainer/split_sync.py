@@ -53,6 +53,10 @@ class SplitSync:
         """Nothing between replicas happens during backward."""
         return nullcontext()
 
+    def silent(self) -> AbstractContextManager[object]:
+        """Nothing between replicas happens during backward."""
+        return nullcontext()
+
     @property
     def steps_together(self) -> bool:
         """As the inner strategy says."""

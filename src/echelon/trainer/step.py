@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -169,9 +169,9 @@ class Step:
             self.guard.look(total, exact, targets, part.first)
         if part.last and self.guard is not None and self.guard.leaves_out(sync.steps_together):
             result.left_out = True
-            return total.detach()
         self._clock.enter(Phase.BACKWARD)
-        self._scaler.scale(total).backward()
+        with sync.silent() if result.left_out else nullcontext():
+            self._scaler.scale(total).backward()
         if samples and (score := self.task.training_score(outputs, targets)) is not None:
             result.score = result.score + score
         return total.detach()

@@ -91,6 +91,10 @@ class Averaging:
         """Only synchronous steps communicate in backward."""
         return self._first.communication_began() if self._first else None
 
+    def silent(self) -> AbstractContextManager[object]:
+        """Only synchronous steps communicate in backward."""
+        return self._first.silent() if self._first else nullcontext()
+
     @property
     def steps_together(self) -> bool:
         """Only synchronous steps are of all replicas."""
