@@ -12,7 +12,12 @@ MAX_SHARES = 4096
 
 
 class SharedLeases(LeaseLedger):
-    """Synchronous: a step is cut into one share per worker; `backup` of them need not come (Chen et al. 2016)."""
+    """Synchronous: a step is cut into one share per worker; `backup` of them need not come (Chen et al. 2016).
+
+    Each worker has the share of its place among their names, in every step: what codecs leave out in a worker is then
+    of the same samples whenever the run is repeated. Without backups a worker that evaluates keeps its share, for
+    another cut of the batch would round otherwise.
+    """
 
     def __init__(self, work: StepCount, backup: int = 0) -> None:
         super().__init__(work)
@@ -22,6 +27,7 @@ class SharedLeases(LeaseLedger):
         self._free: list[int] = []
         self._workers: set[str] = set()
         self._had: set[str] = set()
+        self._owners: dict[int, str] = {}
 
     def restore(self, below: int, done: Iterable[int]) -> None:
         """Begin at a step; one that was half done begins anew."""
@@ -50,7 +56,7 @@ class SharedLeases(LeaseLedger):
 
     def _begin(self, step: int) -> None:
         self._step, self._shares = step, 0
-        self._free, self._done, self._had, self._out = [], set(), set(), {}
+        self._free, self._done, self._had, self._out, self._owners = [], set(), set(), {}, {}
 
     @property
     def clocks(self) -> dict[str, int]:
@@ -106,23 +112,35 @@ class SharedLeases(LeaseLedger):
         if self.complete or self._held_back:
             return None
         if self._shares == 0:
-            self._shares = max(1, len(self._workers - self._paused))
+            self._owners = dict(enumerate(sorted(self._taking_part())))
+            self._shares = max(1, len(self._owners))
             self._free = list(range(self._shares))
         if any(lease.worker == worker and not lease.again for lease in self._out.values()):
             return None
         self._overdue(now_s)
-        waiting = self._workers - self._paused - self._had - {worker}
+        waiting = self._taking_part() - self._had - {worker}
         if not self._free or (worker in self._had and len(self._free) <= len(waiting)):
             return None
         coming = len(self._done) + len(self._out) + len(waiting)
         if worker in self._had and self._backup and coming >= max(1, self._shares - self._backup):
             return None  # the step will be complete without the share that nobody has
-        share = self._free.pop(0)
+        share = self._pick(worker, waiting)
+        if share is None:
+            return None
+        self._free.remove(share)
         task = self._step * MAX_SHARES + share
         self._out[task] = Lease(worker, now_s)
         self._had.add(worker)
         epoch, batch = divmod(self._step, self._work.steps_per_epoch)
         return TrainTask(task, self._step, epoch, batch, share, self._shares)
+
+    def _taking_part(self) -> set[str]:
+        return self._workers - self._paused if self._backup else self._workers
+
+    def _pick(self, worker: str, waiting: set[str]) -> int | None:
+        """Return the worker's own share where it is free, else one that none of `waiting` will come for."""
+        free = [share for share in self._free if self._owners.get(share) not in waiting]
+        return min(free, key=lambda share: self._owners.get(share) != worker, default=None)
 
     def _overdue(self, now_s: float) -> None:
         """Offer to others what takes too long."""

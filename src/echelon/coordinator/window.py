@@ -18,7 +18,7 @@ class WindowAccumulator:
     """Adds up finished tasks from `began_s` on. Shares of one step are added to one loss."""
 
     began_s: float
-    losses: dict[int, float] = field(default_factory=dict)
+    losses: dict[int, list[float]] = field(default_factory=dict)
     score: float | None = None
     samples: int = 0
     lr: float = 0.0
@@ -33,7 +33,7 @@ class WindowAccumulator:
     def add(self, worker: str, step: int, report: TaskReport, counted: bool) -> None:
         """Add a finished task; one that was not counted into the parameters adds only its time."""
         if counted:
-            self.losses[step] = self.losses.get(step, 0.0) + report.loss
+            self.losses.setdefault(step, []).append(report.loss)
             if report.score is not None:
                 self.score = (self.score or 0.0) + report.score
             self.samples += report.samples
@@ -84,7 +84,7 @@ class WindowAccumulator:
         steps = Steps(
             epoch=epoch,
             step=step,
-            losses=[self.losses[s] for s in sorted(self.losses.keys() - waiting.keys())],
+            losses=[math.fsum(self.losses[s]) for s in sorted(self.losses.keys() - waiting.keys())],  # in whatever order
             correct=self.score,
             samples=self.samples,
             lr=self.lr,

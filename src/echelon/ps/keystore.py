@@ -59,7 +59,11 @@ class Push(NamedTuple):
 
 @dataclass
 class _Gathered:
-    """The gradients of one version that have come so far, of how many, for a batch of which size."""
+    """The gradients of one version that have come so far, of how many, for a batch of which size.
+
+    `total` is the sum of shares in their order, the same bits whatever came first; `waiting` those before which one is
+    missing.
+    """
 
     wanted: int
     batch: int
@@ -67,6 +71,33 @@ class _Gathered:
     shares: set[int] = field(default_factory=set)
     units: int = 0
     lr: float = 0.0
+    waiting: dict[int, Tensor] = field(default_factory=dict)
+
+    def add(self, share: int, units: int, lr: float, gradient: Tensor, in_order: bool) -> None:
+        """Count the gradient of a share, and sum it now or once those before it are there."""
+        self.shares.add(share)
+        self.units += units
+        self.lr = lr
+        turn = len(self.shares) - 1 - len(self.waiting)
+        if in_order and share != turn:
+            self.waiting[share] = gradient.clone()
+            return
+        self._sum(gradient)
+        while (turn := turn + 1) in self.waiting:
+            self._sum(self.waiting.pop(turn))
+
+    def finish(self) -> Tensor:
+        """Return the sum of all that came."""
+        for share in sorted(self.waiting):
+            self._sum(self.waiting.pop(share))
+        assert self.total is not None
+        return self.total
+
+    def _sum(self, gradient: Tensor) -> None:
+        if self.total is None:
+            self.total = gradient.clone()
+        else:
+            self.total += gradient
 
 
 @dataclass
@@ -148,13 +179,7 @@ class KeyStore:
         gathered = self._gathered.setdefault(push.step, _Gathered(push.shares, push.batch))
         if push.share in gathered.shares:
             return PushOutcome.DUPLICATE
-        gathered.shares.add(push.share)
-        gathered.units += push.units
-        gathered.lr = push.lr
-        if gathered.total is None:
-            gathered.total = push.gradient.clone()
-        else:
-            gathered.total += push.gradient
+        gathered.add(push.share, push.units, push.lr, push.gradient, in_order=not self.settings.backup)
         version = self.version
         while self._complete_next():
             pass
@@ -168,12 +193,12 @@ class KeyStore:
         return True
 
     def _complete(self, gathered: _Gathered) -> None:
-        assert gathered.total is not None
+        total = gathered.finish()
         if len(gathered.shares) < gathered.wanted and gathered.units:
             # The mean over those that came stands for the batch (Chen et al. 2016).
-            gathered.total *= gathered.batch / gathered.units
+            total *= gathered.batch / gathered.units
         self.before = self.value.clone()
-        self._update(gathered.total, gathered.lr)
+        self._update(total, gathered.lr)
         self.version += 1
 
     def catch_up(self, step: int) -> int:
@@ -273,7 +298,7 @@ class KeyStore:
         """Return the state with what is gathered for versions that wait: what acknowledged pushes left here."""
         gathered = {
             step: {"wanted": g.wanted, "batch": g.batch, "samples": g.units, "lr": g.lr, "shares": sorted(g.shares),
-                   "total": _copy(g.total)}
+                   "total": _copy(g.total), "waiting": {share: t.clone() for share, t in g.waiting.items()}}
             for step, g in self._gathered.items()
         }  # fmt: skip
         return {**self.state(full=True), "gathered": gathered}
@@ -298,7 +323,8 @@ class KeyStore:
         self._gathered, self.before = {}, None
         for step, g in state.get("gathered", {}).items():
             shares, lr = {int(s) for s in g["shares"]}, float(g["lr"])
-            self._gathered[int(step)] = _Gathered(g["wanted"], g["batch"], g["total"], shares, g["samples"], lr)
+            waiting = {int(share): gradient for share, gradient in g.get("waiting", {}).items()}
+            self._gathered[int(step)] = _Gathered(g["wanted"], g["batch"], g["total"], shares, g["samples"], lr, waiting)
         if "optimizer" not in state:
             return
         whole = self.optimizer.state_dict()

@@ -297,7 +297,8 @@ class ServerState:
 
     def _mean_buffers(self) -> Tensor:
         """Return the mean over workers of their statistics, 1-D; empty where there are none."""
-        return torch.stack(list(self._buffers.values())).mean(0) if self._buffers else torch.empty(0)
+        values = [self._buffers[worker] for worker in sorted(self._buffers)]  # the same sum whoever came first
+        return torch.stack(values).mean(0) if values else torch.empty(0)
 
     # Pushes
 

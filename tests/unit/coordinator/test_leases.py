@@ -92,6 +92,25 @@ def test_shares_of_the_dead_go_to_others() -> None:
     assert task is not None and task.shares == 1
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_worker_has_the_same_share_in_every_step_whoever_asks_first_and_while_it_evaluates(seed: int) -> None:
+    draw, leases, workers = random.Random(seed), SharedLeases(StepCount(20, 20)), ["a", "b", "c"]
+    for worker in workers:
+        leases.join(worker, (), 0)
+    evaluates = ""
+    while not leases.complete:
+        worker = draw.choice(workers)
+        if worker == evaluates:
+            leases.pause(worker, False)
+            evaluates = ""
+        elif not evaluates and draw.random() < 0.2:
+            leases.pause(worker, True)
+            evaluates = worker
+        elif (task := leases.take(worker, 0)) is not None:
+            assert (task.share, task.shares) == (workers.index(worker), 3)
+            leases.finish(task.task, worker, 0, False)
+
+
 def test_backup_shares_may_be_late() -> None:
     leases = SharedLeases(StepCount(3, 3), backup=1)
     for worker in ("a", "b", "slow"):

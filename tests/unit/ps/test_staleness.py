@@ -134,6 +134,22 @@ def test_backup_takes_the_first_and_scales_them() -> None:
     torch.testing.assert_close(one.value, before - LR * 2 * ones * 12 / 8)
 
 
+def test_shares_add_up_to_the_same_bits_in_every_order_and_over_a_restart() -> None:
+    gradients = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    seen = []
+    for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [1, 0, 4, 3, 2]):
+        one = store(ServerSettings("sync"))
+        for n, share in enumerate(order):
+            if n == 3:
+                saved = one.whole_state()
+                one = store(ServerSettings("sync"))
+                one.load_state(saved, 0.0)
+            one.take(push("w", share, gradients[share], step=0, share=share, shares=5))
+        assert one.version == 1
+        seen.append(one.value)
+    assert all(torch.equal(value, seen[0]) for value in seen)
+
+
 def test_pushes_of_later_versions_wait_for_their_turn() -> None:
     one = store(ServerSettings("sync"))
     start = one.value.clone()
