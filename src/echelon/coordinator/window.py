@@ -84,7 +84,7 @@ class WindowAccumulator:
         steps = Steps(
             epoch=epoch,
             step=step,
-            losses=[math.fsum(self.losses[s]) for s in sorted(self.losses.keys() - waiting.keys())],  # in whatever order
+            losses=[math.fsum(self.losses[s]) for s in sorted(self.losses.keys() - waiting.keys())],
             correct=self.score,
             samples=self.samples,
             lr=self.lr,

@@ -323,8 +323,8 @@ class KeyStore:
         self._gathered, self.before = {}, None
         for step, g in state.get("gathered", {}).items():
             shares, lr = {int(s) for s in g["shares"]}, float(g["lr"])
-            waiting = {int(share): gradient for share, gradient in g.get("waiting", {}).items()}
-            self._gathered[int(step)] = _Gathered(g["wanted"], g["batch"], g["total"], shares, g["samples"], lr, waiting)
+            rest = {int(share): gradient for share, gradient in g.get("waiting", {}).items()}
+            self._gathered[int(step)] = _Gathered(g["wanted"], g["batch"], g["total"], shares, g["samples"], lr, rest)
         if "optimizer" not in state:
             return
         whole = self.optimizer.state_dict()
