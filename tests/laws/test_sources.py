@@ -17,6 +17,7 @@ from echelon.data.sources import SOURCES, kind_of
 from echelon.data.sources.base import SourceKind
 from echelon.tasks import nest
 from tests.unit.data.images import make_folder, make_shards
+from tests.unit.data.test_parallel_text import make_parallel
 from tests.unit.data.test_sounds import make_sounds
 from tests.unit.data.test_transcripts import make_transcribed
 
@@ -55,6 +56,7 @@ EXAMPLES: dict[str, Callable[[Path], str]] = {
     "folder": lambda folder: str(make_folder(folder, per_class=5, side=40)),
     "function": lambda folder: "tests.laws.test_sources:own_data",
     "shards": lambda folder: str(make_shards(make_folder(folder / "files", per_class=5), folder / "shards")),
+    "parallel_text": lambda folder: str(make_parallel(folder / "pairs")),
     "sounds": lambda folder: str(make_sounds(folder / "sounds")),
     "text_file": _long_text,
     "table": _table,
@@ -62,7 +64,8 @@ EXAMPLES: dict[str, Callable[[Path], str]] = {
     "transcripts": lambda folder: str(make_transcribed(folder / "spoken")),
 }
 """For each kind, what makes its data in a folder and returns its name."""
-TARGETS = {"table": "y"}
+TARGETS = {"table": "y", "parallel_text": "de"}
+INPUTS = {"parallel_text": "en"}
 
 
 def own_data() -> tuple[torch.utils.data.Dataset, torch.utils.data.Dataset]:
@@ -74,7 +77,8 @@ def own_data() -> tuple[torch.utils.data.Dataset, torch.utils.data.Dataset]:
 def data(request: pytest.FixtureRequest, tmp_path: Path) -> DataConfig:
     name = EXAMPLES[request.param](tmp_path)
     assert type(kind_of(name)) is SOURCES.settings_class(request.param)
-    return DataConfig(source=name, root=str(tmp_path), batch_size=8, target=TARGETS.get(request.param, ""))
+    columns = {"input": INPUTS.get(request.param, ""), "target": TARGETS.get(request.param, "")}
+    return DataConfig(source=name, root=str(tmp_path), batch_size=8, **columns)
 
 
 def test_every_kind_has_an_example() -> None:

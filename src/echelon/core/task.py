@@ -48,7 +48,7 @@ class TaskDefaults:
     """Settings that a task suggests, where the general ones would train its models badly; None: the general one.
 
     Attributes:
-        optimizer: its name; `lr` and `weight_decay` go with it, and only with it.
+        optimizer: its name; `lr`, `weight_decay` and `warmup_epochs` go with it, and only with it.
         holdout: share of samples that is held out where the data has no part for evaluation.
     """
 
@@ -58,6 +58,7 @@ class TaskDefaults:
     epochs: int | None = None
     batch_size: int | None = None
     holdout: float | None = None
+    warmup_epochs: float | None = None
 
 
 @dataclass(frozen=True)

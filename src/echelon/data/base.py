@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.config import DataConfig
-from echelon.tasks.base import Batch, Encoding, TextDecoder, TightSample
+from echelon.tasks.base import Batch, Encoding, SentenceMarks, TextDecoder, TightSample
 from echelon.tasks.nest import Nest, TensorSpec
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class DataInfo:
         task: that the data is for, where the run names none.
         tokeniser: that texts were cut with.
         tightest: of sounds with transcripts, the one whose frames are the fewest for its labels.
+        marks: the ids that begin and end a sentence that a model is to write; None: it writes none.
     """
 
     name: str
@@ -63,6 +64,7 @@ class DataInfo:
     task: str = "image_classification"
     tokeniser: TextDecoder | None = None
     tightest: TightSample | None = None
+    marks: SentenceMarks | None = None
 
     @property
     def inputs(self) -> Nest:

@@ -145,6 +145,7 @@ class EvalLoader(_Loader):
 
     Attributes:
         first: place in the evaluation set of this rank's first sample.
+        total: samples of the evaluation set, over all ranks.
 
     Args:
         samples: in place of the source's evaluation set.
@@ -160,6 +161,7 @@ class EvalLoader(_Loader):
         if isinstance(samples, DrawnSamples) and samples.at_once:
             size = min(size, samples.at_once)
         indices = local_part(np.arange(len(samples)), shard)  # type: ignore[arg-type]
+        self.total = len(samples)  # type: ignore[arg-type]
         self.first = int(indices[0]) if len(indices) else 0
         parts = [indices[start : start + size] for start in range(0, len(indices), size)]
         self._jobs = [BatchJob(i, part, len(part)) for i, part in enumerate(parts)]

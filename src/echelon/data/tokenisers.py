@@ -47,6 +47,9 @@ class Tokeniser(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of some ids."""
 
+    def special(self, name: str) -> int | None:
+        """Return the id of a special token such as `[EOS]`; None: it has none of this name."""
+
     def to_json(self) -> str:
         """Return all that it is, for `read_json`."""
 
@@ -83,6 +86,10 @@ class Characters:
         """Return the text of some ids."""
         return "".join(self.alphabet[i - 1] if i else "\N{REPLACEMENT CHARACTER}" for i in ids)
 
+    def special(self, name: str) -> int | None:
+        """Return None: characters are all that it has."""
+        return None
+
     def to_json(self) -> str:
         """Return the alphabet."""
         return json.dumps({CHARACTERS: self.alphabet})
@@ -115,6 +122,11 @@ class Pieces:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of some ids."""
         return str(self._tokenizer.decode(list(ids)))
+
+    def special(self, name: str) -> int | None:
+        """Return the id of a special token such as `[EOS]`; None: it has none of this name."""
+        found = self._tokenizer.token_to_id(name)
+        return None if found is None else int(found)
 
     def to_json(self) -> str:
         """Return it as the library writes it."""

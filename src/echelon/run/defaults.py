@@ -60,6 +60,7 @@ def _settings(defaults: TaskDefaults, of_optimizer: bool) -> Iterator[tuple[str,
             ("optimizer.name", defaults.optimizer),
             ("optimizer.lr", defaults.lr),
             ("optimizer.weight_decay", defaults.weight_decay),
+            ("optimizer.warmup_epochs", defaults.warmup_epochs),
         ]
     yield from ((name, value) for name, value in suggested if value is not None)
 

@@ -96,6 +96,14 @@ class TightSample:
     needed: int
 
 
+@dataclass(frozen=True)
+class SentenceMarks:
+    """The ids that stand before the first token of a sentence, and behind its last."""
+
+    begin: int
+    end: int
+
+
 class InputFacts(Protocol):
     """What a task chooses a model by."""
 
@@ -155,6 +163,10 @@ class DataFacts(InputFacts, Protocol):
     def tightest(self) -> TightSample | None:
         """Of sounds with transcripts, the one that a model may shorten least; None where there are none."""
 
+    @property
+    def marks(self) -> SentenceMarks | None:
+        """The ids that begin and end a sentence that a model is to write; None: it writes none."""
+
 
 @dataclass(frozen=True)
 class TaskSettings:
@@ -176,6 +188,33 @@ class EvaluationResult:
 
     metrics: Mapping[str, float | None]
     detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ChosenSample:
+    """A sample of this rank's part of the evaluation set that `Task.generated` is asked for.
+
+    Attributes:
+        place: in the evaluation set.
+        inputs, targets: nests of tensors `(1, ...)`.
+    """
+
+    place: int
+    inputs: Nest
+    targets: Nest
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What outputs of many forward passes gave, such as texts.
+
+    Attributes:
+        metrics: beside those of `Metrics`.
+        section: that reports show; None: nothing.
+    """
+
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    section: ReportSection | None = None
 
 
 class Metrics(Protocol):
@@ -217,6 +256,8 @@ class Task(ABC):
         needs_loss: it has no loss but one of the user's own (`--loss`).
         encoding: what it wants a source to make of columns.
         defaults: settings in place of the general defaults, where the user says nothing.
+        generates: metrics that `generated` gives, and `metrics` does not.
+        generation_samples: how many samples `generated` is given over all ranks, at most; 0: none.
     """
 
     name: ClassVar[str]
@@ -229,6 +270,8 @@ class Task(ABC):
     needs_loss: ClassVar[bool] = False
     encoding: ClassVar[Encoding] = Encoding.AUTO
     defaults: ClassVar[TaskDefaults] = TaskDefaults()
+    generates: ClassVar[tuple[Metric, ...]] = ()
+    generation_samples: ClassVar[int] = 0
 
     def defaults_for(self, data: DataConfig) -> TaskDefaults:
         """Return the defaults for some description of data."""
@@ -282,16 +325,20 @@ class Task(ABC):
         """Return a new choice of samples that reports show of an evaluation; None: they show none."""
         return None
 
-    def generated(self, model: Callable[[Nest], Any]) -> ReportSection | None:
-        """Return what reports show of outputs that take many forward passes, such as texts; None: nothing.
+    def generated(
+        self, model: Callable[[Nest], Any], samples: Sequence[ChosenSample], group: dist.ProcessGroup | None
+    ) -> Generated:
+        """Return what outputs of many forward passes give: metrics, and what reports show.
 
-        It is asked once an evaluation, on all ranks, and each must call the model as often as the others, for that may
-        be collective.
+        It is asked once an evaluation, on all ranks, and returns the same on each. Each must call the model as often
+        as the others, with samples or without, for that may be collective.
 
         Args:
             model: takes inputs and returns outputs, in float32 or wider.
+            samples: of this rank, of those `generation_samples` that lie evenly over the evaluation set.
+            group: of the ranks that divide the evaluation set; None: there is one.
         """
-        return None
+        return Generated()
 
     def report_sections(self, result: EvaluationResult) -> Sequence[ReportSection]:
         """Return what reports show of an evaluation beside its metrics; one rank is asked, when it is the best."""

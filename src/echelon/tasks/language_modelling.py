@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -25,9 +25,11 @@ from echelon.core.task import Metric, TaskDefaults
 from echelon.tasks import nest
 from echelon.tasks.base import (
     NO_TARGET,
+    ChosenSample,
     DataFacts,
     Encoding,
     EvaluationResult,
+    Generated,
     InputFacts,
     Metrics,
     Task,
@@ -89,7 +91,7 @@ class LanguageModelling(Task):
 
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
         """Return the sum of the losses of logits `(B, T, V)` and the next tokens `(B, T)`."""
-        logits = _logits(outputs)
+        logits = logits_of(outputs)
         return F.cross_entropy(
             logits.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=NO_TARGET,
             label_smoothing=self._smoothing,
@@ -109,7 +111,7 @@ class LanguageModelling(Task):
 
     def wrong_outputs(self, outputs: Any, samples: int) -> str:
         """Say what is wrong with a model's outputs."""
-        logits = _logits(outputs)
+        logits = logits_of(outputs)
         shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         wanted = (samples, self._context, self._vocabulary)
         if isinstance(shape, tuple) and shape[:2] == wanted[:2] and (not self._vocabulary or shape == wanted):
@@ -119,20 +121,23 @@ class LanguageModelling(Task):
             + (f"batch of {samples} it returned {shape}")
         )
 
-    def generated(self, model: Callable[[nest.Nest], Any]) -> ReportSection | None:
+    def generated(
+        self, model: Callable[[nest.Nest], Any], samples: Sequence[ChosenSample], group: dist.ProcessGroup | None
+    ) -> Generated:
         """Return a text that the model writes, token by token, each drawn with temperature 0.8 and one seed."""
         if self._decoder is None:
-            return None
+            return Generated()
         generator, ids = torch.Generator().manual_seed(0), [0]
         for _ in range(_WRITTEN):
             recent = ids[-self._context :]
             padded = torch.zeros(1, self._context, dtype=torch.int64)
             padded[0, : len(recent)] = torch.tensor(recent)
-            logits = _logits(model(padded))[0, len(recent) - 1].double().cpu()
+            logits = logits_of(model(padded))[0, len(recent) - 1].double().cpu()
             chances = (logits / _TEMPERATURE).softmax(-1).nan_to_num(1e-9)
             ids.append(int(torch.multinomial(chances, 1, generator=generator)))
         note = f"{_WRITTEN} tokens, each drawn from the model's distribution at temperature {_TEMPERATURE}."
-        return ReportSection("Generated text", texts=[ReportText("", self._decoder.decode(ids[1:]))], notes=[note])
+        written = ReportText("", self._decoder.decode(ids[1:]))
+        return Generated(section=ReportSection("Generated text", texts=[written], notes=[note]))
 
 
 TASK = LanguageModelling
@@ -147,20 +152,22 @@ class TokenMetrics:
 
     def update(self, outputs: Any, targets: Tensor) -> None:
         """Count a batch: logits `(B, T, V)` and the next tokens `(B, T)`."""
-        logits = _logits(outputs).detach().flatten(0, -2)
+        logits = logits_of(outputs).detach().flatten(0, -2)
         total = F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=NO_TARGET)
         self._totals += torch.stack([total.double(), (targets != NO_TARGET).sum().double()])
 
     def compute(self, group: dist.ProcessGroup | None = None) -> EvaluationResult:
-        """Return the perplexity over the tokens of all ranks of `group`; all call it."""
+        """Return the perplexity and the nats per token, over the tokens of all ranks of `group`; all call it."""
         totals = self._totals.clone()
         if group is not None:
             dist.all_reduce(totals, group=group)
         total, tokens = totals.tolist()
-        perplexity = math.exp(min(total / tokens, _MOST_NATS)) if tokens and math.isfinite(total) else None
-        return EvaluationResult({"perplexity": perplexity})
+        if not tokens or not math.isfinite(total):
+            return EvaluationResult({"perplexity": None, "loss": None})
+        nats = total / tokens
+        return EvaluationResult({"perplexity": math.exp(min(nats, _MOST_NATS)), "loss": nats})
 
 
-def _logits(outputs: Any) -> Any:
+def logits_of(outputs: Any) -> Any:
     """Return the logits of a model that gives more beside them, as those of transformers do."""
     return getattr(outputs, "logits", outputs)

@@ -169,7 +169,7 @@ class OwnMetrics:
             if group is not None:
                 dist.all_reduce(loss, group=group)
             metrics[primary] = float(loss[0] / loss[1].clamp(min=1))
-        if primary not in metrics:
+        if primary not in {*metrics, *(metric.name for metric in self._task.generates)}:
             raise UserError(f"unknown {PRIMARY_FLAG} {primary!r}: evaluations give {', '.join(metrics)}")
         return EvaluationResult(metrics, result.detail)
 

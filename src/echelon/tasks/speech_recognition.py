@@ -12,7 +12,6 @@ Needs: a folder of sounds, each with its text beside it (1.wav, 1.txt), or the t
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -39,7 +38,7 @@ from echelon.tasks.base import (
     TextDecoder,
     TightSample,
 )
-from echelon.tasks.gathering import gather_rows
+from echelon.tasks.gathering import gather_lines, gather_rows
 from echelon.tasks.nest import Nest
 
 _NEVER = -1e4  # a logit whose probability is 0 in every floating-point type
@@ -268,9 +267,7 @@ class WorstTranscripts:
 
     def section(self, group: dist.ProcessGroup | None = None) -> ReportSection | None:
         """Return all ranks' worst transcripts, the same on every rank of `group`; all call it."""
-        mine = torch.tensor(list(json.dumps(self._worst).encode() + b"\n"), dtype=torch.uint8)
-        lines = bytes(gather_rows(mine, group).tolist()).splitlines()
-        rows = sorted(tuple(row) for line in lines for row in json.loads(line))[: self._limit]
+        rows = sorted(gather_lines(self._worst, group))[: self._limit]
         if not rows:
             return None
         note = (

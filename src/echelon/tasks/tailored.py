@@ -6,11 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from echelon.core.figure import ReportSection
 from echelon.core.task import Metric, TaskFacts
-from echelon.tasks.base import EvaluationResult, Examples, InputFacts, Metrics, Task
+from echelon.tasks.base import (
+    ChosenSample,
+    EvaluationResult,
+    Examples,
+    Generated,
+    InputFacts,
+    Metrics,
+    Task,
+)
 from echelon.tasks.nest import Nest
 from echelon.tasks.own_loss import LossFunction, OwnLoss
 from echelon.tasks.own_metrics import OwnMetrics, facts_of
@@ -38,6 +47,8 @@ class TailoredTask(Task):
         self.name, self.unit, self.score_label = task.name, task.unit, task.score_label  # type: ignore[misc]
         self.headlines = tuple(m for m in (*known, *before) if m.name != primary.name)  # type: ignore[misc]
         self.curves = task.curves  # type: ignore[misc]
+        self.generates = task.generates  # type: ignore[misc]
+        self.generation_samples = task.generation_samples  # type: ignore[misc]
         self.takes_shares = task.takes_shares and loss is None  # type: ignore[misc]
 
     def facts(self) -> TaskFacts:
@@ -72,9 +83,11 @@ class TailoredTask(Task):
         """Return the task's choice of samples; none with another loss than it is made by."""
         return None if isinstance(self._loss, OwnLoss) else self._task.examples()
 
-    def generated(self, model: Callable[[Nest], Any]) -> ReportSection | None:
-        """Return what the task shows of the model's own writing."""
-        return self._task.generated(model)
+    def generated(
+        self, model: Callable[[Nest], Any], samples: Sequence[ChosenSample], group: dist.ProcessGroup | None
+    ) -> Generated:
+        """Return what the task makes of the model's own writing."""
+        return self._task.generated(model, samples, group)
 
     def auto_model(self, data: InputFacts) -> str:
         """Return the task's choice."""

@@ -8,7 +8,6 @@ Needs: a table with a column of texts (`--input`) and one of classes (`--target`
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Self
 
@@ -21,7 +20,7 @@ from echelon.core.task import TaskDefaults
 from echelon.tasks import nest
 from echelon.tasks.base import DataFacts, Encoding, Examples, InputFacts, TaskSettings, TextDecoder
 from echelon.tasks.classification import Classification
-from echelon.tasks.gathering import gather_rows
+from echelon.tasks.gathering import gather_lines
 from echelon.tasks.nest import Nest
 
 _MOST_CHARACTERS = 400  # of a text in a report
@@ -98,15 +97,8 @@ class WorstTexts:
 
     def section(self, group: dist.ProcessGroup | None = None) -> ReportSection | None:
         """Return all ranks' worst texts, the same on every rank of `group`; all call it."""
-        rows = sorted(self._worst if group is None else _of_all(self._worst, group))[: self._limit]
+        rows = sorted(self._worst if group is None else gather_lines(self._worst, group))[: self._limit]
         if not rows:
             return None
         note = f"The {len(rows)} texts of the evaluation set with the highest loss, the highest first."
         return ReportSection("Worst-predicted texts", notes=[note], texts=[ReportText(row[2], row[3]) for row in rows])
-
-
-def _of_all(rows: list[tuple[float, int, str, str]], group: dist.ProcessGroup) -> list[tuple[float, int, str, str]]:
-    """Return the rows of all ranks, sent as JSON: nothing that comes from others is unpickled."""
-    mine = torch.tensor(list(json.dumps(rows).encode() + b"\n"), dtype=torch.uint8)
-    lines = bytes(gather_rows(mine, group).tolist()).splitlines()
-    return [(row[0], row[1], row[2], row[3]) for line in lines for row in json.loads(line)]

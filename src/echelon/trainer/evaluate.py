@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from echelon.core.axes import Axis
 from echelon.core.figure import ReportSection
 from echelon.data.loader import EvalLoader
 from echelon.tasks import nest
-from echelon.tasks.base import EvaluationResult, Task
+from echelon.tasks.base import ChosenSample, EvaluationResult, Task
 from echelon.tasks.nest import Nest
 from echelon.trainer.step import evaluating
 from echelon.trainer.world import World
@@ -57,6 +57,7 @@ def evaluate(
     """
     began = time.perf_counter()
     metrics, examples, place = task.metrics(world.device), task.examples(), loader.first
+    chosen = _Chosen(task.generation_samples, loader.total)
     totals = torch.zeros(3, dtype=torch.float64)
     with _without_gradients(world), evaluating(model):
 
@@ -73,21 +74,44 @@ def evaluate(
             metrics.update(outputs, targets)
             if examples is not None:
                 examples.update(inputs, outputs, targets, place, not loader.bad_images)
+            chosen.update(inputs, targets, place)
             loss, samples = float(task.loss_sum(outputs, targets)), nest.rows(targets)
             place += samples
             totals += torch.tensor([loss, task.units(targets), samples], dtype=torch.float64)
             advance()
-        sections = [task.generated(outputs_of)]
+        generated = task.generated(outputs_of, chosen.samples, world.data_group)
     if world.data_group is not None:
         totals = totals.to(world.device)
         dist.all_reduce(totals, group=world.data_group)
     total_loss, units, samples = totals.tolist()
     result = metrics.compute(world.data_group)
-    sections += [] if examples is None else [examples.section(world.data_group)]
+    result = replace(result, metrics={**generated.metrics, **result.metrics})
+    sections = [generated.section, None if examples is None else examples.section(world.data_group)]
     seconds = time.perf_counter() - began
     return EvaluationReport(
         total_loss / max(1.0, units), round(samples), seconds, result, [section for section in sections if section]
     )
+
+
+class _Chosen:
+    """Collects this rank's samples of those that a task generates for: every k-th, whatever the number of ranks.
+
+    Args:
+        most: samples over all ranks; 0: none.
+        total: samples of the evaluation set.
+    """
+
+    def __init__(self, most: int, total: int) -> None:
+        self._every = -(-total // most) if most else 0
+        self.samples: list[ChosenSample] = []
+
+    def update(self, inputs: Nest, targets: Nest, place: int) -> None:
+        """Look at a batch whose first sample stands at `place` in the evaluation set."""
+        if not self._every:
+            return
+        for i in range(-place % self._every, nest.rows(targets), self._every):
+            row = slice(i, i + 1)
+            self.samples.append(ChosenSample(place + i, nest.take(inputs, row), nest.take(targets, row)))
 
 
 def _without_gradients(world: World) -> torch.inference_mode | torch.no_grad:

@@ -52,11 +52,12 @@ def test_a_text_is_written_with_a_bounded_number_of_tokens_the_same_each_time() 
         calls.append(tuple(inputs.shape))
         return torch.nn.functional.one_hot((inputs + 1) % 4, 4).float() * 50
 
-    sections = [task().generated(model) for _ in range(2)]
+    sections = [task().generated(model, [], None).section for _ in range(2)]
     assert sections[0] == sections[1] and sections[0] is not None
     assert sections[0].texts[0].text.startswith("abc\N{REPLACEMENT CHARACTER}abc")
     assert set(calls) == {(1, 8)} and len(calls) == 2 * len(sections[0].texts[0].text) < 1000
-    assert LanguageModelling().fitted(replace(INFO, tokeniser=None), TaskSettings()).generated(model) is None
+    silent = LanguageModelling().fitted(replace(INFO, tokeniser=None), TaskSettings())
+    assert silent.generated(model, [], None).section is None
 
 
 def test_the_model_that_auto_becomes_reads_the_vocabulary() -> None:

@@ -1,0 +1,238 @@
+"""Parallel text: a folder of files with one sentence a line, such as train.en and train.de, val.en and val.de.
+
+Line i of one language is the translation of line i of the other. Lengths are those of the token ids in memory, so that
+batches are grouped by them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from echelon.core.errors import UserError, nearest
+from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
+from echelon.data.columns import IDS, MASK
+from echelon.data.images import TensorArray
+from echelon.data.order import Indices, split
+from echelon.data.ragged import RaggedArray
+from echelon.data.sources.base import SourceKind
+from echelon.data.tokenisers import Ids, Tokeniser, tokeniser_for
+from echelon.tasks.base import NO_TARGET, Encoding, SentenceMarks
+from echelon.tasks.nest import TensorSpec
+
+TRANSLATION = "translation"
+DECODER_IDS = "decoder_input_ids"  # as models of transformers call it
+_MOST_TOKENS = 512  # of a sentence with its mark; what is longer is cut
+_TRAIN = "train"
+_VALIDATION = ("val", "valid", "validation", "dev")
+_TEST = re.compile(r"test\b|test_")  # test.en, test_2016_flickr.en, test-1.en
+_LANGUAGE = re.compile(r"[A-Za-z]{2,8}([-_][A-Za-z0-9]+)*")
+_OTHER_FILES = {"csv", "tsv", "jsonl", "json", "parquet", "txt", "text", "md", "gz", "zip", "tar", "npy", "pt", "yaml"}
+_CHOOSING_SHARE = 0.1  # of the training pairs, where the only other part is a test set
+_BEGINS, _ENDS = ("[BOS]", "<s>", "<bos>", "<pad>"), ("[EOS]", "</s>", "<eos>")
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Sentences of two languages, one by one each other's translation."""
+
+    source: Sequence[str]
+    target: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def take(self, chosen: Indices) -> Pairs:
+        """Return some of the pairs."""
+        return Pairs([self.source[i] for i in chosen], [self.target[i] for i in chosen])
+
+
+class ParallelText(SourceKind):
+    """The path of a folder with `train.X` and `train.Y`, one for each language."""
+
+    form: ClassVar[str] = "a folder of parallel text (train.en, train.de)"
+
+    def takes(self, name: str) -> bool:
+        """Whether it is a folder with training files of two languages, and no table."""
+        folder = Path(name).expanduser()
+        return len(_languages(folder)) > 1 and not (folder / "train.csv").exists()
+
+    def outline(self, request: DataRequest) -> DataOutline:
+        """Return the only task of pairs of sentences."""
+        return DataOutline(TRANSLATION)
+
+    def open(self, request: DataRequest) -> Source:
+        """Read the files of both languages; where there are none to validate by, pairs are held out by the seed."""
+        if request.encoding not in (Encoding.AUTO, Encoding.TEXT_PAIRS):
+            raise UserError(
+                f"data {request.config.source} is parallel text, for --task translation, not {request.task}"
+            )
+        folder = Path(request.config.source).expanduser()
+        languages = _chosen_languages(request, folder)
+        stems = _stems(folder, languages)
+        parts, notes = {}, []
+        for part, stem in stems.items():
+            parts[part], empty = _read_pairs(folder, stem, languages)
+            if empty:
+                notes.append(f"{stem}: {empty} pairs are left out, for a side of them is empty")
+        if "val" not in parts:
+            notes.append(_hold_out(parts, request))
+        tests = _test_stems(folder, languages)
+        if len(tests) > 1:
+            notes.append(f"the test set is {stems['test']}, the first by name of {', '.join(tests)}")
+        return _source(request, parts, notes)
+
+
+SOURCE = ParallelText
+
+
+def _languages(folder: Path) -> list[str]:
+    """Return the suffixes of the training files, sorted."""
+    if not folder.is_dir():
+        return []
+    suffixes = [path.suffix[1:] for path in folder.glob(f"{_TRAIN}.*") if path.stem == _TRAIN and path.is_file()]
+    return sorted(each for each in suffixes if _LANGUAGE.fullmatch(each) and each.lower() not in _OTHER_FILES)
+
+
+def _chosen_languages(request: DataRequest, folder: Path) -> tuple[str, str]:
+    known, config = _languages(folder), request.config
+    for flag, name in (("--input", config.input), ("--target", config.target)):
+        if not name:
+            raise UserError(
+                f"data {config.source} is in {', '.join(known)}: say from which language to which, such as "
+                f"--input {known[0]} --target {known[1]}"
+            )
+        if name not in known:
+            raise UserError(
+                f"{flag} {name}: {config.source} has no {_TRAIN}.{name}: {nearest(name, known)}it is in "
+                f"{', '.join(known)}"
+            )
+    if config.input == config.target:
+        raise UserError(f"--input and --target are both {config.input}: name two of {', '.join(known)}")
+    return config.input, config.target
+
+
+def _stems(folder: Path, languages: tuple[str, str]) -> dict[str, str]:
+    """Return the file names without suffix, by part: train; val and test where both languages have them."""
+    stems = {"train": _TRAIN}
+    held = next((each for each in _VALIDATION if _has(folder, each, languages)), None)
+    if held is not None:
+        stems["val"] = held
+    if tests := _test_stems(folder, languages):
+        stems["test"] = tests[0]
+    return stems
+
+
+def _test_stems(folder: Path, languages: tuple[str, str]) -> list[str]:
+    suffix = f".{languages[0]}"
+    stems = sorted(path.name.removesuffix(suffix) for path in folder.glob(f"test*{suffix}"))
+    return [each for each in stems if _TEST.match(each) and _has(folder, each, languages)]
+
+
+def _has(folder: Path, stem: str, languages: tuple[str, str]) -> bool:
+    return all((folder / f"{stem}.{language}").is_file() for language in languages)
+
+
+def _read_pairs(folder: Path, stem: str, languages: tuple[str, str]) -> tuple[Pairs, int]:
+    """Return the pairs of one part, and how many were left out because a side is empty."""
+    first, second = [folder / f"{stem}.{language}" for language in languages]
+    left, right = _lines(first), _lines(second)
+    if len(left) != len(right):
+        raise UserError(
+            f"data {folder}: {first.name} has {len(left)} lines and {second.name} {len(right)}: line i of one must be "
+            "the translation of line i of the other"
+        )
+    kept = [(a, b) for a, b in zip(left, right, strict=True) if a and b]
+    if not kept:
+        raise UserError(f"data {folder}: {first.name} and {second.name} hold no pair of sentences")
+    return Pairs([a for a, _ in kept], [b for _, b in kept]), len(left) - len(kept)
+
+
+def _lines(file: Path) -> list[str]:
+    """Return the stripped lines: cut at line feeds alone, for other separators may stand within a sentence."""
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"data {file}: it is not UTF-8 (byte {error.start}): convert it") from error
+    except OSError as error:
+        raise UserError(f"data {file}: cannot be read ({error.strerror})") from error
+    return [line.strip() for line in text.removesuffix("\n").split("\n")]
+
+
+def _hold_out(parts: dict[str, Pairs], request: DataRequest) -> str:
+    """Move some training pairs to a part `val`, in place; returns what a user is told."""
+    train, share = parts["train"], request.config.holdout
+    if len(train) < 2:
+        raise UserError(f"data {request.config.source}: one pair cannot be split into training and validation")
+    chosen, held = split(len(train), min(_CHOOSING_SHARE, share) if "test" in parts else share, request.seed)
+    parts["train"], parts["val"] = train.take(chosen), train.take(held)
+    return (
+        f"{len(held)} of {len(train)} training pairs are held out to choose by: there is no val.{request.config.input}"
+    )
+
+
+def _source(request: DataRequest, parts: dict[str, Pairs], notes: list[str]) -> Source:
+    train = parts["train"]
+    tokeniser = tokeniser_for(request, [*train.source, *train.target])
+    marks, vocabulary = marks_of(tokeniser)
+    encoded, cut = {}, 0
+    for name, pairs in parts.items():
+        encoded[name], long = _encoded(pairs, tokeniser, marks)
+        cut += long
+    if cut:
+        notes.append(f"{cut} sentences of more than {_MOST_TOKENS} tokens are cut")
+    arrays = [*encoded.values()]
+    source_length = max(each.values[IDS].shape[1] for each in arrays)
+    target_length = max(each.targets.shape[1] for each in arrays)
+    info = DataInfo(
+        request.config.source, (), 1, 1, len(train), len(parts["val"]), (),
+        several={
+            IDS: TensorSpec((source_length,), "int64", vocabulary, ragged=True),
+            MASK: TensorSpec((source_length,), "int64", ragged=True),
+            DECODER_IDS: TensorSpec((target_length,), "int64", vocabulary, ragged=True),
+        },
+        targets=TensorSpec((target_length,), "int64", vocabulary, ragged=True),
+        task=TRANSLATION, tokeniser=tokeniser, marks=marks,
+    )  # fmt: skip
+    notes.insert(0, f"{len(train):,} pairs to train on, of a common vocabulary of {vocabulary:,} tokens")
+    return Source(encoded["train"], encoded["val"], info, tuple(notes), encoded.get("test"))
+
+
+def marks_of(tokeniser: Tokeniser) -> tuple[SentenceMarks, int]:
+    """Return the ids that begin and end a sentence, and the size of the vocabulary with them.
+
+    They are the tokeniser's own where it has some; else two ids behind its vocabulary.
+    """
+    count, ids = tokeniser.count, []
+    for names in (_BEGINS, _ENDS):
+        known = [each for name in names if (each := tokeniser.special(name)) is not None]
+        ids.append(known[0] if known else count)
+        count += not known
+    return SentenceMarks(*ids), count
+
+
+def _encoded(pairs: Pairs, tokeniser: Tokeniser, marks: SentenceMarks) -> tuple[TensorArray, int]:
+    """Return pairs as ids, and how many sentences were cut.
+
+    The source ends with the mark of the end, so that the model sees where it does; the decoder is given the target
+    behind the mark of the beginning, and has to predict the target with the mark of the end.
+    """
+    begin, end = np.array([marks.begin]), np.array([marks.end])
+
+    def cut(rows: list[Ids]) -> list[Ids]:
+        """Return rows of at most `_MOST_TOKENS` with room for a mark."""
+        return [row[: _MOST_TOKENS - 1] for row in rows]
+
+    both = tokeniser.encode(pairs.source), tokeniser.encode(pairs.target)
+    long = sum(len(row) >= _MOST_TOKENS for rows in both for row in rows)
+    sources, targets = cut(both[0]), cut(both[1])
+    ids = RaggedArray.of([np.concatenate([row, end]) for row in sources])
+    mask = RaggedArray(np.ones_like(ids.values), np.cumsum(ids.lengths))
+    given = RaggedArray.of([np.concatenate([begin, row]) for row in targets])
+    wanted = RaggedArray.of([np.concatenate([row, end]) for row in targets], pad=NO_TARGET)
+    return TensorArray({IDS: ids, MASK: mask, DECODER_IDS: given}, wanted), long

@@ -1,0 +1,260 @@
+"""A sentence from another: cross-entropy of the target's tokens in nats, judged by chrF of what the model writes.
+
+Shapes: B samples, T target tokens, V size of the vocabulary.
+
+Helps: Translation, and other tasks of one text from another: summaries, questions, corrections.
+Needs: a folder of parallel text (train.en, train.de), with the languages as `--input` and `--target`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from echelon.core.errors import UserError
+from echelon.core.figure import ReportSection, ReportText, pick
+from echelon.core.task import Metric, TaskDefaults
+from echelon.tasks import nest
+from echelon.tasks.base import (
+    NO_TARGET,
+    ChosenSample,
+    DataFacts,
+    Encoding,
+    Generated,
+    InputFacts,
+    Metrics,
+    SentenceMarks,
+    Task,
+    TaskSettings,
+    TextDecoder,
+)
+from echelon.tasks.gathering import gather_lines
+from echelon.tasks.language_modelling import TokenMetrics, logits_of
+from echelon.tasks.nest import Nest
+
+IDS, MASK, DECODER_IDS = "input_ids", "attention_mask", "decoder_input_ids"
+_AT_ONCE = 64  # sentences that are written together
+_LONGER, _MORE = 1.5, 5  # a translation has at most so many times the source's tokens, and so many more
+_PERPLEXITY = Metric("perplexity", "min")
+
+
+class Translation(Task):
+    """Logits `(B, T, V)` and the next target tokens `(B, T)`; targets of -100 are padding, and count nothing.
+
+    The loss is the sum over target tokens, the mark of the end among them, of -log p(token | source, tokens before).
+    With label smoothing s the target is (1 - s) on the token and s / V on every one; the metrics `loss` and
+    `perplexity` are without it. chrF (Popovic 2015) and BLEU are sacrebleu's, of at most 256 sentences that the model
+    writes, each token the most probable one.
+    """
+
+    name = "translation"
+    unit = "token"
+    primary = Metric("chrf", "max", "chrF")
+    headlines: ClassVar[tuple[Metric, ...]] = (_PERPLEXITY, Metric("loss", "min"), Metric("bleu", "max", "BLEU"))
+    generates: ClassVar[tuple[Metric, ...]] = (primary, headlines[-1])
+    curves: ClassVar[tuple[Metric, ...]] = (_PERPLEXITY,)
+    generation_samples = 256
+    encoding = Encoding.TEXT_PAIRS
+    defaults: ClassVar[TaskDefaults] = TaskDefaults(
+        "adamw", 2e-3, 0.01, epochs=8, batch_size=128, holdout=0.1, warmup_epochs=0.5
+    )
+
+    def __init__(self) -> None:
+        self._vocabulary = self._shown = 0
+        self._smoothing = 0.0
+        self._writer: SentenceWriter | None = None
+
+    def fitted(self, data: DataFacts, settings: TaskSettings) -> Self:
+        """Return the task for some data; perplexity is its primary metric where nothing makes text of ids.
+
+        Raises:
+            UserError: inputs or targets are no tokens, or classes are weighed.
+        """
+        specs = nest.leaves(data.targets)
+        inputs = data.inputs if isinstance(data.inputs, dict) else {}
+        if len(specs) != 1 or len(specs[0].shape) != 1 or specs[0].dtype != "int64" or DECODER_IDS not in inputs:
+            raise UserError(
+                f"data {data.name}: inputs are {nest.describe(data.inputs)}, and --task translation needs pairs of "
+                f"texts: give a folder with train.en and train.de, or {IDS}, {MASK} and {DECODER_IDS} with the next "
+                "tokens as targets"
+            )
+        if settings.class_weights not in ("none", ""):
+            raise UserError("--class-weights are for classes; the task is translation")
+        task = copy.copy(self)
+        task._vocabulary, task._shown = specs[0].count, settings.worst_samples
+        task._smoothing = settings.label_smoothing
+        if data.tokeniser is not None and data.marks is not None:
+            task._writer = SentenceWriter(data.tokeniser, data.marks)
+        else:
+            task.primary, task.generates = _PERPLEXITY, ()  # type: ignore[misc]
+            task.headlines = self.headlines[1:2]  # type: ignore[misc]
+        return task
+
+    @property
+    def outputs(self) -> int:
+        """One logit for each token of the vocabulary; 0: any."""
+        return self._vocabulary
+
+    def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Return the sum of the losses of logits `(B, T, V)` and the next tokens `(B, T)`."""
+        return F.cross_entropy(
+            logits_of(outputs).flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=NO_TARGET,
+            label_smoothing=self._smoothing,
+        )  # fmt: skip
+
+    def units(self, targets: Tensor) -> int:
+        """Return the number of target tokens, padding left out."""
+        return int((targets != NO_TARGET).sum())
+
+    def metrics(self, device: torch.device) -> Metrics:
+        """Return an accumulator of nats per target token."""
+        return TokenMetrics(device)
+
+    def auto_model(self, data: InputFacts) -> str:
+        """Return the small encoder-decoder transformer."""
+        return "small_seq2seq"
+
+    def wrong_outputs(self, outputs: Any, samples: int) -> str:
+        """Say what is wrong with a model's outputs."""
+        logits = logits_of(outputs)
+        shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        if isinstance(shape, tuple) and len(shape) == 3 and shape[0] == samples and shape[2] == self._vocabulary:
+            return ""
+        return (
+            f"must return logits of shape (batch, target tokens, {self._vocabulary}), one for each token; for a "
+            f"batch of {samples} it returned {shape}"
+        )
+
+    def generated(
+        self, model: Callable[[Nest], Any], samples: Sequence[ChosenSample], group: dist.ProcessGroup | None
+    ) -> Generated:
+        """Return chrF and BLEU of the sentences that the model writes, and some of them beside their references."""
+        if self._writer is None:
+            return Generated()
+        pairs = [Written(*row) for row in sorted(gather_lines(self._writer.write(model, samples, group), group))]
+        section = _section(pairs, self._shown) if self._shown and pairs else None
+        return Generated(scores(pairs), section)
+
+
+TASK = Translation
+
+
+@dataclass(frozen=True)
+class Written:
+    """A sentence of the evaluation set and its place there, its translation, and what the model wrote."""
+
+    place: int
+    source: str
+    reference: str
+    hypothesis: str
+
+
+def scores(pairs: Sequence[Written]) -> dict[str, float | None]:
+    """Return chrF and BLEU over all pairs, 0 to 100, as sacrebleu computes them by default."""
+    from sacrebleu.metrics import BLEU, CHRF
+
+    if not pairs:
+        return {"chrf": None, "bleu": None}
+    hypotheses, references = [pair.hypothesis for pair in pairs], [[pair.reference for pair in pairs]]
+    return {
+        "chrf": CHRF().corpus_score(hypotheses, references).score,
+        "bleu": BLEU().corpus_score(hypotheses, references).score,
+    }
+
+
+def _section(pairs: Sequence[Written], shown: int) -> ReportSection:
+    texts = [
+        ReportText(pair.source, f"reference:  {pair.reference}\ntranslated: {pair.hypothesis}")
+        for pair in pick(pairs, shown)
+    ]
+    note = (
+        f"Of {len(pairs)} sentences that lie evenly over the evaluation set, by which chrF and BLEU are computed: the "
+        "model writes the most probable token, one after the other."
+    )
+    return ReportSection("Translations beside their references", texts=texts, notes=[note])
+
+
+class SentenceWriter:
+    """Lets a model write the target of some samples, each token the most probable one.
+
+    Args:
+        decoder: makes text of ids.
+        marks: that begin and end a sentence.
+    """
+
+    def __init__(self, decoder: TextDecoder, marks: SentenceMarks) -> None:
+        """Take what texts are made of."""
+        self._decoder, self._marks = decoder, marks
+
+    def write(
+        self, model: Callable[[Nest], Any], samples: Sequence[ChosenSample], group: dist.ProcessGroup | None
+    ) -> list[tuple[int, str, str, str]]:
+        """Return place, source, reference and what the model wrote, of this rank's samples.
+
+        All ranks of `group` call the model equally often: a rank that has nothing left gives it a blank sample.
+        """
+        ordered = sorted(samples, key=lambda sample: int(sample.inputs[MASK].sum()))  # neighbours end together
+        rounds = _most(-(-len(ordered) // _AT_ONCE), group)
+        rows: list[tuple[int, str, str, str]] = []
+        for i in range(rounds):
+            chosen = ordered[i * _AT_ONCE : (i + 1) * _AT_ONCE]
+            sources = [sample.inputs[IDS][sample.inputs[MASK].bool()].cpu() for sample in chosen]
+            for sample, source, ids in zip(chosen, sources, self._greedy(model, sources, group), strict=True):
+                wanted = sample.targets[sample.targets != NO_TARGET].tolist()
+                rows.append((sample.place, self._text(source.tolist()), self._text(wanted), self._text(ids)))
+        return rows
+
+    def _greedy(
+        self, model: Callable[[Nest], Any], sources: Sequence[Tensor], group: dist.ProcessGroup | None
+    ) -> list[list[int]]:
+        """Return the ids that the model writes for each source, the mark of the end left out."""
+        inputs = _padded(sources)
+        limits = torch.tensor([math.ceil(_LONGER * len(source)) + _MORE for source in sources], dtype=torch.int64)
+        written = torch.full((len(sources), 1), self._marks.begin)
+        going = torch.arange(len(sources))
+        while _most(len(going), group):
+            asked = nest.take(inputs, going) if len(going) else _padded([torch.zeros(1, dtype=torch.int64)])
+            given = written[going] if len(going) else torch.full((1, written.shape[1]), self._marks.begin)
+            best = logits_of(model({**asked, DECODER_IDS: given}))[:, -1].argmax(-1).cpu()
+            if not len(going):
+                continue
+            column = torch.full((len(sources),), self._marks.end)
+            column[going] = best
+            written = torch.cat([written, column[:, None]], 1)
+            going = going[(best != self._marks.end) & (written.shape[1] <= limits[going])]
+        return [self._before_end(row) for row in written[:, 1:].tolist()]
+
+    def _before_end(self, ids: list[int]) -> list[int]:
+        return ids[: ids.index(self._marks.end)] if self._marks.end in ids else ids
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self._decoder.decode([i for i in ids if i not in (self._marks.begin, self._marks.end)]).strip()
+
+
+def _padded(sources: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return ids and mask `(n, longest)` of some sources `(length,)`."""
+    blank = torch.zeros(0, 1, dtype=torch.int64)
+    if not sources:
+        return {IDS: blank, MASK: blank}
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {
+        IDS: pad(list(sources), batch_first=True),
+        MASK: pad([torch.ones_like(source) for source in sources], batch_first=True),
+    }
+
+
+def _most(count: int, group: dist.ProcessGroup | None) -> int:
+    """Return the largest of the ranks' counts; all ranks of `group` call it."""
+    if group is None:
+        return count
+    most = torch.tensor([count], device="cpu" if dist.get_backend(group) == "gloo" else "cuda")
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    return int(most)
