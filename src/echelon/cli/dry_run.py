@@ -87,7 +87,7 @@ def _chosen(run: ResolvedRun, plan: LaunchPlan, info: DataInfo) -> dict[str, str
         chosen["task"] = info.task
     if config.model.name == "auto":
         chosen["model.name"] = auto_name(model_input(info, run.task.fitted(info)))
-    if not config.data.image_size and info.shape is None:
+    if not config.data.image_size and info.shape is None and info.several is None:
         chosen["data.image_size"] = str(info.image_size)
     return chosen
 
