@@ -135,8 +135,8 @@ def _interactions(request: DataRequest) -> Source:
     inputs = named or tuple(name for name in first.names if name != time)
     _known(first.names, (*inputs, *([time] if time else [])), first.path)
     measured = MeasuredColumns(request.folder)
+    table = first.read(tuple(dict.fromkeys((*inputs, *([time] if time else [])))))
     try:
-        table = first.read(tuple(dict.fromkeys((*inputs, *([time] if time else [])))))
         source = interactions_source(request, table, InteractionColumns(inputs, time), measured)
     except UserError as error:
         raise UserError(f"data {request.config.source}: {error}") from error

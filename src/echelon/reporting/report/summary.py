@@ -25,6 +25,7 @@ class Summary:
 
     Attributes:
         metrics: of the last evaluation; where there is a test set apart, what that gave for the best checkpoint.
+        tested: whether they are of such a test set.
         task: whose metrics they are; `best` is of its primary one, at `best_step`.
         seconds, wall_s: of all its commands, each from the process's start to its end; where that was not recorded, to
             the last record. Pauses between a stop and a resume are left out.
@@ -34,6 +35,7 @@ class Summary:
     status: str
     message: str
     metrics: dict[str, float | None]
+    tested: bool
     task: TaskFacts
     best: float | None
     best_step: int | None
@@ -98,6 +100,7 @@ def summarise(record: RunRecord) -> Summary:
         status=status,
         message=message,
         metrics=_metrics(record, evaluations),
+        tested=any(evaluation.test_metrics for evaluation in evaluations),
         task=task,
         best=best[0] if best else None,
         best_step=best[1] if best else None,

@@ -71,7 +71,7 @@ def _accuracy(s: Summary) -> list[str]:
         said += f" (95% interval {low:.4f} to {high:.4f})"
     words.append(f"{said}.")
     least = 0.005 if primary.percent else 0.005 * abs(value)
-    if s.best is not None and primary.score(s.best) - primary.score(value) >= max(least, 1e-12):
+    if s.best is not None and not s.tested and primary.score(s.best) - primary.score(value) >= max(least, 1e-12):
         words.append(f"The best was {s.best:.4f} at step {s.best_step}: the last is not the best one.")
     return words
 
