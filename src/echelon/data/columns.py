@@ -74,6 +74,11 @@ def is_whole(values: pa.ChunkedArray) -> bool:
     return bool(pa.types.is_integer(values.type) or pa.types.is_boolean(values.type))
 
 
+def is_id(values: pa.ChunkedArray) -> bool:
+    """Whether a column may hold ids: whole numbers or strings."""
+    return is_whole(values) or is_string(values)
+
+
 def as_numbers(values: pa.ChunkedArray) -> NDArray[np.float64]:
     """Return a column of numbers `(N,)`, missing ones NaN; times are seconds, or days."""
     if pa.types.is_temporal(values.type):

@@ -22,8 +22,7 @@ from echelon.data.columns import (
     MeasuredColumns,
     as_numbers,
     form_of,
-    is_string,
-    is_whole,
+    is_id,
     known_values,
     numbered,
 )
@@ -251,7 +250,7 @@ def _check_ids(request: DataRequest, table: pa.Table, inputs: Sequence[str]) -> 
         )
     for name in inputs:
         values = table[name]
-        if not (is_whole(values) or is_string(values)):
+        if not is_id(values):
             raise UserError(f"column {name} holds {values.type}: ids are whole numbers or strings")
         _refuse_missing(name, values)
 

@@ -21,7 +21,7 @@ from echelon.models.weights import load_weights
 from echelon.tasks import nest
 
 OF_SEQUENCES = ("small_ctc", "small_gpt", "speech_cnn", "text_classifier")  # not of images
-OF_COLUMNS = ("matrix_factorisation", "table_mlp", "two_tower")  # likewise
+OF_COLUMNS = ("dlrm", "matrix_factorisation", "table_mlp", "two_tower")  # likewise
 
 
 def build_model(config: ModelConfig, data: ModelInput) -> nn.Module:

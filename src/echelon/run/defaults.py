@@ -32,15 +32,18 @@ def with_task_defaults(resolved: Resolved, task: Task | None = None, opens_data:
         UserError: the task cannot be built, or data that decides on it cannot be read.
     """
     config, origins = resolved.config, dict(resolved.origins)
+    outline = None
     if task is None:
         outline = _outline(config) if opens_data and config.task == AUTO else None
         task = _task_named(outline.task if outline else "" if config.task == AUTO else config.task)
         if task is None:
             return resolved
+        if opens_data and outline is None and ":" not in config.task:
+            outline = _outline(config, task)
         if opens_data and (model := _auto_model(task, config, outline)):
             config = replace(config, model=replace(config.model, name=model))
             origins["model.name"] = f"task {task.name.replace('_', '-')}"
-    for name, value in _settings(task.defaults_for(config.data), origins["optimizer.name"] == DEFAULT):
+    for name, value in _settings(task.defaults_for(config.data, outline), origins["optimizer.name"] == DEFAULT):
         if origins[name] == DEFAULT:
             section, leaf = name.split(".")
             config = replace(config, **{section: replace(getattr(config, section), **{leaf: value})})
@@ -77,7 +80,6 @@ def _auto_model(task: Task, config: RunConfig, outline: DataOutline | None) -> s
     """Return what `--model auto` becomes by the task; empty: it stays, for what the opened data or a loss ask for."""
     if config.model.name != AUTO or ":" in config.task or config.optimizer.loss:
         return ""
-    outline = outline or _outline(config, task)
     return task.auto_model(outline) if outline else ""
 
 

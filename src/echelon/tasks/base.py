@@ -273,8 +273,12 @@ class Task(ABC):
     generates: ClassVar[tuple[Metric, ...]] = ()
     generation_samples: ClassVar[int] = 0
 
-    def defaults_for(self, data: DataConfig) -> TaskDefaults:
-        """Return the defaults for some description of data."""
+    def defaults_for(self, data: DataConfig, inputs: InputFacts | None = None) -> TaskDefaults:
+        """Return the defaults for some description of data.
+
+        Args:
+            inputs: what is known of them before the data is opened; None: nothing.
+        """
         return self.defaults
 
     def facts(self) -> TaskFacts:

@@ -40,6 +40,7 @@ from echelon.tasks.regression import Regression, Units, regression_scores
 CLICKS = 2
 """The `count` of a target that is 0 or 1."""
 _GROUPS = 10
+_OF_NETWORKS = TaskDefaults("adamw", 2e-3, 1e-2, epochs=10, batch_size=1024, holdout=0.1)
 TOP = 10
 """Items at the head of a ranking that metrics look at."""
 _FIRST = (1, 2, 3, 5, TOP, 20, 50, 100, 200, 500, 1000)
@@ -65,7 +66,7 @@ class PairPrediction(Regression):
         if isinstance(data.inputs, tuple) and all(spec.count and spec.shape for spec in data.inputs):
             return ItemRanking()._fitted_to(data, settings)  # type: ignore[return-value]
         task = super().fitted(data, settings)
-        if task.outputs != 1 or not all(spec.count for spec in nest.leaves(data.inputs)):
+        if task.outputs != 1 or not any(spec.count for spec in nest.leaves(data.inputs)):
             raise UserError(
                 f"data {data.name}: --task recommendation needs inputs of ids and one target; these are "
                 f"{nest.describe(data.inputs)}, and {nest.describe(data.targets)}"
@@ -76,9 +77,11 @@ class PairPrediction(Regression):
             task.headlines = (Metric("log_loss", "min", "log loss"),)  # type: ignore[misc, assignment]
         return task
 
-    def defaults_for(self, data: DataConfig) -> TaskDefaults:
-        """Return those of ratings and clicks, or of what was taken alone."""
-        return self.defaults if data.target else ItemRanking.defaults
+    def defaults_for(self, data: DataConfig, inputs: InputFacts | None = None) -> TaskDefaults:
+        """Return those of factors, of networks where there are numbers among the inputs, or of a ranking."""
+        if not data.target:
+            return ItemRanking.defaults
+        return _OF_NETWORKS if inputs is not None and _has_numbers(inputs) else self.defaults
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the sum over pairs of the squared error, or the cross-entropy."""
@@ -104,11 +107,17 @@ class PairPrediction(Regression):
         return (ReportSection("Predictions", [chart]),)
 
     def auto_model(self, data: InputFacts) -> str:
-        """Return the factors of users and items, where inputs are the ids of both."""
+        """Return the factors of users and items, where inputs are the ids of both; of numbers too, a network."""
+        if _has_numbers(data):
+            return "dlrm"
         return "matrix_factorisation" if len(nest.leaves(data.inputs)) == 2 else "two_tower"
 
 
 TASK = PairPrediction
+
+
+def _has_numbers(data: InputFacts) -> bool:
+    return any(spec.dtype.startswith("float") for spec in nest.leaves(data.inputs))
 
 
 class ItemRanking(PairPrediction):

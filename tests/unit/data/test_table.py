@@ -124,6 +124,24 @@ def test_ids_are_numbered_by_the_training_rows(tmp_path: Path) -> None:
     assert fitted.primary.name == "roc_auc"
 
 
+def test_floats_beside_ids_are_numbers_for_a_network(tmp_path: Path) -> None:
+    table = {"user": [7, 7, 900, 900] * 5, "cost": [0.5, 1.5] * 10, "item": list("abcd") * 5, "click": [0, 1, 1, 0] * 5}
+    name = write(tmp_path / "clicks.csv", table)
+    source = opened(name, "click", "user,cost,item", "recommendation", 0.1)
+    specs, values = source.info.several, source.train.values
+    assert (specs["numbers"].shape, specs["categories"].shape, specs["categories"].count) == ((1,), (2,), 3 + 5)
+    assert set(values["categories"][:, 0]) == {1, 2} and set(values["categories"][:, 1]) == {4, 5, 6, 7}
+    task = build_task("recommendation").fitted(source.info, TaskSettings())
+    assert (task.primary.name, task.auto_model(source.info)) == ("roc_auc", "dlrm")
+    described = with_task_defaults(
+        build(
+            None,
+            {"data.source": name, "data.target": "click", "data.input": "user,cost,item", "task": "recommendation"},
+        )
+    )
+    assert (described.config.optimizer.name, described.config.data.batch_size) == ("adamw", 1024)
+
+
 @pytest.mark.parametrize(
     ("target", "input", "task", "message"),
     [
@@ -134,8 +152,8 @@ def test_ids_are_numbered_by_the_training_rows(tmp_path: Path) -> None:
         ("price", "", "classification", r"column price holds numbers that are no class numbers \(double\)"),
         ("town", "", "regression", "the target town holds no numbers, but such as 'Ulm': is another --task meant"),
         ("price", "", "multi-label", r"column price holds double: labels are strings joined by \| or ;, or lists"),
-        ("price", "size,rooms", "recommendation", "column size holds double: ids are whole numbers or strings"),
-        ("price", "rooms", "recommendation", "needs two columns of ids: --input USER,ITEM"),
+        ("price", "size,rooms", "recommendation", "needs two columns of ids, whole numbers or strings"),
+        ("price", "rooms", "recommendation", "needs two columns of ids, .*: --input USER,ITEM"),
         ("price,rooms", "size", "classification", "2 targets are for --task regression"),
     ],
 )
@@ -206,7 +224,9 @@ def test_other_rows_are_encoded_as_the_run_s_own_were(tmp_path: Path) -> None:
         ({"data.target": "price", "task": "regression"}, "table_mlp"),
         ({"data.target": "rooms", "data.input": "review"}, "text_classifier"),
         ({"data.target": "price", "data.input": "town,rooms", "task": "recommendation"}, "matrix_factorisation"),
-        ({"data.target": "price", "data.input": "town,rooms,size", "task": "recommendation"}, "two_tower"),
+        ({"data.target": "price", "data.input": "town,rooms,review", "task": "recommendation"}, "two_tower"),
+        ({"data.target": "price", "data.input": "town,rooms,size", "task": "recommendation"}, "dlrm"),
+        ({"data.input": "town,rooms", "task": "recommendation"}, "matrix_factorisation"),
         ({"data.target": "price", "model.name": "mlp"}, "mlp"),
         ({"data.target": "price", "optimizer.loss": "MSELoss"}, "auto"),
     ],

@@ -9,7 +9,7 @@ Needs: `--target`, the column that is to be predicted; `--input` names the other
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,11 +29,13 @@ from echelon.data.columns import (
     UNSEEN,
     Form,
     MeasuredColumns,
+    Numbered,
     as_numbers,
     classes_of,
     encode_texts,
     form_of,
     holds_labels,
+    is_id,
     is_string,
     is_whole,
     known_values,
@@ -85,11 +87,16 @@ class TableFile(SourceKind):
         """Return the task that the target column is for, and the inputs; reads the columns alone that tell it."""
         self.check(request.config.source)
         if _is_implicit(request):
-            return DataOutline(_TASKS[Encoding.IDS], (TensorSpec(), TensorSpec()))
+            return DataOutline(_TASKS[Encoding.IDS], (TensorSpec((), "int64"), TensorSpec((), "int64")))
         files = _Files.of(request)
         inputs, targets = files.columns(request)
         specs = tuple(TensorSpec() for _ in inputs)
         _check_encoding(request)
+        if request.encoding is Encoding.IDS:
+            # two columns can but be ids, so that no more than their names are read
+            known = files.read(inputs).columns if len(inputs) > 2 else ()
+            ids = TensorSpec((), "int64")
+            specs = tuple(ids if is_id(values) else TensorSpec() for values in known) or (ids,) * len(inputs)
         if request.encoding is not Encoding.AUTO:
             return DataOutline(_TASKS[request.encoding], specs)
         table = files.read((*(inputs if len(inputs) == 1 else ()), *targets))
@@ -271,20 +278,23 @@ class _Rows:
     def ids_source(self, request: DataRequest) -> Source:
         """Return ids, such as of users and items, with a number each: a rating, or whether it was clicked (0 or 1).
 
+        Ids are by position; beside columns of floats, which are numbers, they are `categories`, of one common count.
+
         Raises:
-            UserError: a column holds no ids, or the target is no number.
+            UserError: there are no two columns of ids, or the target is no number.
         """
-        if len(self.inputs) < 2:
-            raise UserError(f"--task {request.task} needs two columns of ids: --input USER,ITEM")
         if len(self.targets) > 1:
             raise UserError(f"--task {request.task} has one target: a rating, or 0 and 1")
-        columns = []
-        for name in self.inputs:
-            values = self.table[name]
-            if not (is_whole(values) or is_string(values)):
-                raise UserError(f"column {name} holds {values.type}: ids are whole numbers or strings")
-            known = self.measured.of(name, known_values, values[: self.train])
-            columns.append(numbered(name, values, known))
+        columns = {
+            name: numbered(name, values, self.measured.of(name, known_values, values[: self.train]))
+            for name in self.inputs
+            if is_id(values := self.table[name])
+        }
+        if len(columns) < 2:
+            raise UserError(
+                f"--task {request.task} needs two columns of ids, whole numbers or strings: --input USER,ITEM"
+            )
+        inputs, specs, notes = self._ids_and_numbers(columns)
         targets, facts = self._targets(Encoding.NUMBERS)
         values = self.table[self.targets[0]]
         if is_whole(values) and set(np.unique(as_numbers(values))) == {0.0, 1.0}:
@@ -294,16 +304,29 @@ class _Rows:
             name=request.config.source,
             train_size=self.train,
             eval_size=self.evaluation,
-            several=tuple(TensorSpec((), "int64", column.count) for column in columns),
+            several=specs,
             task=_TASKS[Encoding.IDS],
         )
         unseen = [
             f"{(column.ids[self.train :] == UNSEEN).sum()} of {len(self.table) - self.train} rows held out have a "
             f"value of {name} that no training row has"
-            for name, column in zip(self.inputs, columns, strict=True)
+            for name, column in columns.items()
             if (column.ids[self.train :] == UNSEEN).any()
         ]
-        return self._cut(tuple(column.ids for column in columns), targets, info, unseen)
+        return self._cut(inputs, targets, info, [*notes, *unseen])
+
+    def _ids_and_numbers(self, columns: Mapping[str, Numbered]) -> tuple[Nest, Nest, list[str]]:
+        """Return inputs, their specs, and notes, of columns of ids and of others, which hold numbers."""
+        if len(columns) == len(self.inputs):
+            alone = tuple(TensorSpec((), "int64", column.count) for column in columns.values())
+            return tuple(column.ids for column in columns.values()), alone, []
+        others = replace(self, inputs=tuple(name for name in self.inputs if name not in columns))
+        inputs, specs, notes = others._numbers_and_categories()
+        first = np.cumsum([0, *(column.count for column in columns.values())])
+        ids = [column.ids + start for column, start in zip(columns.values(), first, strict=False)]
+        inputs["categories"] = np.stack(ids, axis=1)
+        specs["categories"] = TensorSpec((len(ids),), "int64", int(first[-1]))
+        return inputs, specs, notes
 
     def texts_source(self, request: DataRequest) -> Source:
         """Return texts as token ids, with a class each.
