@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.unit.data.images import make_folder, make_shards
+from tests.unit.data.shapes import make_shapes
 from tests.unit.data.test_parallel_text import make_parallel
 from tests.unit.data.test_sounds import make_sounds
 from tests.unit.data.test_transcripts import make_transcribed
@@ -111,7 +112,7 @@ def run(arguments: list[str], folder: Path, deadline_s: float = DEADLINE_S) -> s
 
 
 def write_data(folder: Path) -> None:
-    """Write little data under the names that the pages give theirs: texts, tables, sounds, images in shards."""
+    """Write little data under the names that the pages give theirs: texts, tables, sounds, images, masks."""
     (folder / "tinyshakespeare.txt").write_text("To be, or not to be, that is the question.\n" * 400)
     rows = "".join(f"{i},{i % 7},{'xyz'[i % 3]},{i / 2}\n" for i in range(60))
     (folder / "table.csv").write_text(f"a,b,c,y\n{rows}")
@@ -124,6 +125,7 @@ def write_data(folder: Path) -> None:
     make_shards(make_folder(folder / "images"), folder / "shards" / "train")
     make_transcribed(folder / "spoken", ("train", "test"))
     make_parallel(folder / "multi30k-en-de", {"train": 40, "val": 10, "test_2016_flickr": 7})
+    make_shapes(folder / "shapes")
 
 
 @pytest.fixture

@@ -74,10 +74,12 @@ class ReportPicture:
 
     Attributes:
         source: a `data:image/...` address; others are not shown, for a page fetches nothing.
+        wide: whether it is several pictures side by side.
     """
 
     source: str
     lines: Sequence[str]
+    wide: bool = False
 
 
 @dataclass(frozen=True)

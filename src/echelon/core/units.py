@@ -75,6 +75,15 @@ def rounded(value: float, places: int) -> float:
     return round(value, places) + 0.0
 
 
+def sentence_case(text: str) -> str:
+    """Write a name as it begins a sentence; one with capitals of its own stays as it is.
+
+    >>> sentence_case("accuracy"), sentence_case("mIoU")
+    ('Accuracy', 'mIoU')
+    """
+    return text if any(letter.isupper() for letter in text) else f"{text[:1].upper()}{text[1:]}"
+
+
 def format_bytes(n_bytes: float) -> str:
     """Write a size with a decimal unit.
 

@@ -15,11 +15,9 @@ from echelon.core.errors import UserError
 from echelon.data.augment import FLIP_CROP_DRAWS, IMAGENET_DRAWS, flip_crop, random_resized_crop, resize_and_crop
 from echelon.data.base import CLASS_NUMBER, BadSample
 from echelon.data.decode import CannotDecode
-from echelon.data.drawn import DrawnRows
 from echelon.data.images import ImageArray, Images, TensorArray, TensorItems, random_state_kept
 from echelon.data.order import Indices, item_seeds, uniforms
 from echelon.data.ragged import RaggedArray, batch_specs, sample_lengths
-from echelon.data.sounds import SoundRows
 from echelon.data.transforms import InputTransform
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest, TensorSpec
@@ -291,6 +289,3 @@ def _write_row(i: int, row: int, item: Nest, out: Nest, what: str) -> None:
                 f"all {what} must have one shape"
             )
         buffer[row] = value.detach().cpu().numpy()
-
-
-Rows = ImageRows | ArrayRows | ItemRows | SoundRows | DrawnRows

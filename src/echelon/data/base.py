@@ -28,7 +28,7 @@ class DataInfo:
         classes: names, in the order of the labels; empty where targets are no classes.
         channels: of an input `(channels, image_size, image_size)`; the first dim of inputs of another shape.
         image_size: side in pixels as the model sees it; 1 where inputs are not images.
-        class_counts: training samples per class.
+        class_counts: training samples per class; of masks, pixels.
         mean: per channel, of pixels in [0, 1]; empty where inputs are used as they come.
         std: likewise.
         shape: of one input that is used as it comes; None: images, `(channels, image_size, image_size)`.

@@ -161,7 +161,11 @@ def files_below(folder: Path, prefix: str, links: FolderLinks, within: Sequence[
     """List the files below a folder, sorted, folders within folders included; names start with `prefix`.
 
     Args:
-        within: real paths of the folders that it lies in.
+        links: told of each link, which may then be left out.
+        within: real paths of the folders that the folder lies in.
+
+    Raises:
+        OSError: a folder cannot be read.
     """
     within = (*within, os.path.realpath(folder))
     files, inner = [], []

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echelon.data.assemble import Rows, normalise
+from echelon.data.assemble import normalise
 from echelon.data.base import BadSample, Batch, DataInfo
 from echelon.data.order import Indices
 from echelon.data.pool import Pool
 from echelon.data.ragged import crop, padded_lengths
-from echelon.data.recipe import LoaderConfig, loader_count
+from echelon.data.recipe import LoaderConfig, Rows, loader_count
 from echelon.data.slots import Slots
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest

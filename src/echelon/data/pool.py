@@ -15,10 +15,10 @@ from multiprocessing.connection import Connection, wait
 import numpy as np
 
 from echelon.core.errors import UserError
-from echelon.data.assemble import Rows
 from echelon.data.base import BadSample
 from echelon.data.order import Indices
 from echelon.data.process import LoaderReply, start_process
+from echelon.data.recipe import Rows
 from echelon.data.slots import Slots
 
 AHEAD = 3  # batches under way or ready beside the one in use

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 
 from echelon.core.errors import UserError
-from echelon.data.assemble import Rows
 from echelon.data.base import BadSample
 from echelon.data.ragged import crop, with_lengths
+from echelon.data.recipe import Rows
 from echelon.data.slots import Slots
 
 _PARENT_CHECK_S = 2.0

@@ -11,14 +11,16 @@ import torch
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
-from echelon.data.assemble import ArrayRows, ImageRows, ItemRows, Recipe, Rows
+from echelon.data.assemble import ArrayRows, ImageRows, ItemRows, Recipe
 from echelon.data.base import DataInfo
 from echelon.data.drawn import DrawnRows, DrawnSamples
 from echelon.data.images import Images, TensorArray, TensorItems
+from echelon.data.masks import MaskedImages, MaskRecipe, MaskRows
 from echelon.data.sounds import SoundFiles, SoundRows
 from echelon.data.statistics import SMALL_IMAGE
 from echelon.data.transforms import NO_TRANSFORMS, InputTransform, Transforms, own_transform
 
+Rows = ImageRows | ArrayRows | ItemRows | SoundRows | DrawnRows | MaskRows
 _MOST_LOADERS = 12
 _LEAST_CROPPED = 32  # pixels of side; in smaller images four pixels to a side are too many
 
@@ -83,6 +85,8 @@ def make_rows(samples: Any, info: DataInfo, config: LoaderConfig, training: bool
         return DrawnRows(samples, transform)
     if isinstance(samples, SoundFiles):
         return _sound_rows(samples, config, training)
+    if isinstance(samples, MaskedImages):
+        return _mask_rows(samples, info, config, training)
     if not isinstance(samples, Images):
         raise UserError(f"data {info.name}: make the Source with echelon.data.from_datasets or open_data")
     side = info.image_size
@@ -109,6 +113,24 @@ def _sound_rows(sounds: SoundFiles, config: LoaderConfig, training: bool) -> Sou
         raise UserError(f"data {data.source} is sounds: --augment, --image-size and transforms are for other inputs")
     masked = training and data.augment == "auto"
     return SoundRows(sounds, config.seed if masked else None, data.on_bad_image == "skip")
+
+
+def _mask_rows(pairs: MaskedImages, info: DataInfo, config: LoaderConfig, training: bool) -> MaskRows:
+    data, on_device = config.data, config.device.type == "cuda"
+    if data.augment not in ("auto", "none"):
+        raise UserError(f"--augment {data.augment} moves images alone, and {info.name} has masks: use auto or none")
+    if config.transform(training) is not None:
+        raise UserError(f"a transform of your own sees images alone, and {info.name} has masks: use --augment auto")
+    recipe = MaskRecipe(
+        side=info.image_size,
+        classes=len(info.classes),
+        seed=config.seed if training and data.augment == "auto" else None,
+        fill=tuple(round(255 * mean) for mean in info.mean),
+        mean=() if on_device else info.mean,
+        std=() if on_device else info.std,
+        skip_bad=data.on_bad_image == "skip",
+    )
+    return MaskRows(pairs, recipe)
 
 
 def loader_count(rows: Rows, config: LoaderConfig) -> int:

@@ -35,14 +35,14 @@ def build_timm(name: str, data: ModelInput) -> nn.Module:
 
 
 def build_torchvision(name: str, data: ModelInput) -> nn.Module:
-    """Build `torchvision/NAME` without pretrained weights.
+    """Build `torchvision/NAME` without pretrained weights, one of classification or of segmentation.
 
     Raises:
-        UserError: torchvision has no such classification model, or the images do not have 3 channels.
+        UserError: torchvision has no such model, or the images do not have 3 channels.
     """
     from torchvision import models
 
-    known = models.list_models(module=models)
+    known = _torchvision_names()
     if name not in known:
         raise UserError(f"unknown model 'torchvision/{name}': {_suggest('torchvision', name, known)}")
     if data.channels != 3:
@@ -50,7 +50,10 @@ def build_torchvision(name: str, data: ModelInput) -> nn.Module:
             f"--model torchvision/{name} takes 3-channel images, the data has {data.channels}: "
             "use a timm/ or built-in model, which adapt"
         )
-    options: dict[str, int | bool] = {"num_classes": data.classes}
+    options: dict[str, int | bool | None] = {"num_classes": data.classes}
+    if name.startswith(("fcn_", "deeplabv3_", "lraspp_")):
+        # The auxiliary head, which they are trained with, gives its logits beside the others'.
+        options |= {"weights_backbone": None} | ({} if name.startswith("lraspp_") else {"aux_loss": True})
     if name.startswith("vit_"):
         options["image_size"] = data.image_size
     if name in {"googlenet", "inception_v3"}:
@@ -84,9 +87,16 @@ def build_own(name: str, data: ModelInput) -> nn.Module:
 def library_names() -> dict[str, list[str]]:
     """Return every model name of timm and of torchvision."""
     import timm
+
+    return {"timm": timm.list_models(), "torchvision": _torchvision_names()}
+
+
+def _torchvision_names() -> list[str]:
+    """Return its models of classification and of segmentation."""
     from torchvision import models
 
-    return {"timm": timm.list_models(), "torchvision": models.list_models(module=models)}
+    names: list[str] = models.list_models(module=models) + models.list_models(module=models.segmentation)
+    return names
 
 
 def _arguments(name: str, function: Callable[..., Any], data: ModelInput) -> dict[str, object]:

@@ -22,6 +22,7 @@ from echelon.tasks import nest
 
 OF_SEQUENCES = ("small_ctc", "small_gpt", "speech_cnn", "text_classifier")  # not of images
 OF_COLUMNS = ("dlrm", "matrix_factorisation", "table_mlp", "two_tower")  # likewise
+OF_PIXELS = ("small_unet",)  # of images, with a class for each pixel
 
 
 def build_model(config: ModelConfig, data: ModelInput) -> nn.Module:
@@ -58,8 +59,8 @@ def name_for_side(image_size: int) -> str:
 
 
 def builtin_names() -> list[str]:
-    """Return the built-in models of images: the names of the files in `models/builtin`. Imports none of them."""
-    of_others = OF_SEQUENCES + OF_COLUMNS
+    """Return the built-in models of images of one class each: names of files in `models/builtin`. Imports none."""
+    of_others = OF_SEQUENCES + OF_COLUMNS + OF_PIXELS
     return sorted(name for module in pkgutil.iter_modules(builtin.__path__) if (name := module.name) not in of_others)
 
 
@@ -77,7 +78,7 @@ def _build(name: str, data: ModelInput) -> nn.Module:
         model = build_own(name, data)
         give_logits(model)
         return model
-    if name in builtin_names() or name in OF_SEQUENCES + OF_COLUMNS:
+    if name in builtin_names() or name in OF_SEQUENCES + OF_COLUMNS + OF_PIXELS:
         return importlib.import_module(f"{builtin.__name__}.{name}").build(data)
     raise _unknown(name)
 

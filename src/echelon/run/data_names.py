@@ -24,12 +24,14 @@ class DeclaredKind:
         names: those that are its own.
         form: how a user writes its other names; empty: it has none.
         text: the file's docstring.
+        folders: that a folder of this kind holds, it or its `train/`.
     """
 
     file: str
     names: tuple[str, ...]
     form: str
     text: str
+    folders: tuple[str, ...] = ()
 
 
 def declared_kinds() -> Iterator[DeclaredKind]:
@@ -38,7 +40,15 @@ def declared_kinds() -> Iterator[DeclaredKind]:
         tree = ast.parse(file.read_text(encoding="utf-8"))
         if any(_MARKER in _targets(node) for node in tree.body):
             names, form = _class_variable(tree, "names") or (), _class_variable(tree, "form") or ""
-            yield DeclaredKind(file.stem, tuple(names), str(form), ast.get_docstring(tree) or "")
+            folders = _class_variable(tree, "folders") or ()
+            yield DeclaredKind(file.stem, tuple(names), str(form), ast.get_docstring(tree) or "", tuple(folders))
+
+
+def holds_folders_of_a_kind(path: Path) -> bool:
+    """Whether a folder holds the folders by which some kind of data is known."""
+    declared = [kind.folders for kind in declared_kinds() if kind.folders]
+    places = (path, path / "train")
+    return any(all((place / name).is_dir() for name in folders) for folders in declared for place in places)
 
 
 def check_data_name(name: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from echelon.config import Resolved, RunConfig
 from echelon.config.build import DEFAULT, SettingValue
 from echelon.core.task import TaskDefaults
+from echelon.run.data_names import holds_folders_of_a_kind
 from echelon.tasks.registry import AUTO, TASKS, build_task
 
 if TYPE_CHECKING:
@@ -86,11 +87,13 @@ def _auto_model(task: Task, config: RunConfig, outline: DataOutline | None) -> s
 def _outline(config: RunConfig, task: Task | None = None) -> DataOutline | None:
     """Return what files tell; None where the data is no files, or images: what reads them is heavy.
 
+    Folders by which a kind of data is known make images another kind: with masks beside them, for instance.
+
     Args:
         task: the chosen one; None: the data tells it.
     """
     path = Path(config.data.source).expanduser()
-    if not path.exists() or (path.is_dir() and (mimetypes.guess_type(_first_file(path))[0] or "").startswith("image/")):
+    if not path.exists() or (path.is_dir() and _is_of_images(path) and not holds_folders_of_a_kind(path)):
         return None
     from echelon.data.base import DataRequest
     from echelon.data.sources import kind_of
@@ -99,6 +102,10 @@ def _outline(config: RunConfig, task: Task | None = None) -> DataOutline | None:
     if task is not None:
         request = replace(request, encoding=task.encoding, task=config.task)
     return kind_of(config.data.source).outline(request)
+
+
+def _is_of_images(path: Path) -> bool:
+    return (mimetypes.guess_type(_first_file(path))[0] or "").startswith("image/")
 
 
 def _first_file(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from echelon.core.units import sentence_case
 from echelon.study.base import COMPLETED, Study
 from echelon.study.compare import SAME_SPEED, Comparison, ComparisonGroup, Verdict, metric_of
 from echelon.study.intervals import FEWEST_SEEDS, Interval, coverage_of
@@ -147,7 +148,8 @@ def caveats(study: Study, runs: Sequence[RunRow]) -> list[str]:
     samples = min((r.eval_samples for r in runs if r.eval_samples), default=0)
     if samples and samples < 2000 and metric.percent:
         words.append(
-            f"{metric.label.capitalize()} is measured on {samples} samples: one of them is {100 / samples:.2f} points."
+            f"{sentence_case(metric.label)} is measured on {samples} samples: "
+            f"one of them is {100 / samples:.2f} points."
         )
     words += [_under(terms.label, text) for terms in study.terms for text in _equality(study, terms.label, runs)]
     restarted = sum(1 for r in runs if r.restarts)

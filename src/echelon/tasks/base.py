@@ -42,6 +42,7 @@ class Encoding(StrEnum):
     TEXT_PAIRS = auto()  # input and target are texts
     SPEECH = auto()  # the input is sound, the target one of some classes
     TRANSCRIPTS = auto()  # the input is sound, the target text
+    MASKS = auto()  # the input is an image, the target one of some classes for each pixel
 
 
 NO_TARGET = -100
@@ -129,7 +130,7 @@ class DataFacts(InputFacts, Protocol):
 
     @property
     def class_counts(self) -> tuple[int, ...]:
-        """Training samples of each class."""
+        """Training samples of each class; of masks, pixels."""
 
     @property
     def targets(self) -> Nest:

@@ -113,7 +113,7 @@ class ClassificationMetrics:
         """
         own = _states(self._counters)
         tensors = [tensor for each in own.values() for tensor in each.values()]
-        counts, *totals = _all_reduce([self._counts, *tensors], group)
+        counts, *totals = summed_over_ranks([self._counts, *tensors], group)
         summed = iter(totals)
         state = {name: {key: next(summed) for key in each} for name, each in own.items()}
         samples, broken = counts.tolist()
@@ -151,9 +151,9 @@ class ClassificationMetrics:
     def _curves(self, samples: int, group: dist.ProcessGroup | None) -> list[np.ndarray | None]:
         """Return for each class (2, points), false and true positive rates; None without both kinds of samples."""
         if samples * self._classes > self._limit:
-            (confmat,) = _all_reduce([self._bin().confmat], group)
+            (confmat,) = summed_over_ranks([self._bin().confmat], group)
             roc = _binned_roc(self._classes, torch.device("cpu"))
-            fpr, tpr, _ = _computed(roc, {"confmat": confmat})
+            fpr, tpr, _ = computed(roc, {"confmat": confmat})
             support = confmat[0, :, 1].sum(-1)
         else:
             scores = torch.cat([torch.zeros(0, self._classes, dtype=torch.float64, device=self._device), *self._scores])
@@ -197,9 +197,7 @@ def _from_states(
     from torchmetrics.classification import MulticlassF1Score, MulticlassPrecision, MulticlassRecall
 
     options, counters, by_class = _options(classes), _counters(classes, torch.device("cpu")), state["by_class"]
-    metrics: dict[str, float | None] = {
-        name: float(_computed(counters[name], state[name])) for name in ("top1", "top5")
-    }
+    metrics: dict[str, float | None] = {name: float(computed(counters[name], state[name])) for name in ("top1", "top5")}
     predicted, present = by_class["tp"] + by_class["fp"], by_class["tp"] + by_class["fn"]
     per_class = {}
     for name, metric, defined_by in (
@@ -207,9 +205,9 @@ def _from_states(
         ("recall", MulticlassRecall, present),
         ("f1", MulticlassF1Score, predicted + present),
     ):
-        values = _computed(metric(average=None, **options), by_class).reshape(classes).tolist()
+        values = computed(metric(average=None, **options), by_class).reshape(classes).tolist()
         per_class[name] = [v if defined else None for v, defined in zip(values, defined_by.tolist(), strict=True)]
-        metrics[f"macro_{name}"] = float(_computed(metric(average="macro", **options), by_class))
+        metrics[f"macro_{name}"] = float(computed(metric(average="macro", **options), by_class))
     return metrics, per_class
 
 
@@ -218,7 +216,7 @@ def _undefined(classes: int) -> tuple[dict[str, float | None], dict[str, list[fl
     return dict.fromkeys(names), {name: [None] * classes for name in ("precision", "recall", "f1")}
 
 
-def _computed(metric: Metric, state: dict[str, Tensor]) -> Any:
+def computed(metric: Metric, state: dict[str, Tensor]) -> Any:
     """Return what a fresh metric makes of a state; in float64, since torchmetrics divides in its state's type."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*was called before the ``update`` method", category=UserWarning)
@@ -249,7 +247,7 @@ def _exact_roc(scores: Tensor, targets: Tensor) -> tuple[list[Tensor], list[Tens
     return list(fpr), list(tpr)
 
 
-def _all_reduce(tensors: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+def summed_over_ranks(tensors: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
     """Return the integer tensors' sums over ranks, on the CPU, by one all-reduce."""
     total = torch.cat([tensor.flatten() for tensor in tensors])
     if group is not None:

@@ -86,6 +86,51 @@ class Pictures(Protocol):
         """Return inputs of B samples as pictures `(B, *thumbnail)`, uint8 on the CPU."""
 
 
+class Worst:
+    """Keeps numbers and a picture of each of the k samples of the highest loss.
+
+    Args:
+        limit: k.
+        columns: numbers of a sample; the first is its loss, the second its place in the evaluation set.
+        thumbnail: shape of a picture.
+    """
+
+    def __init__(self, limit: int, columns: int, thumbnail: tuple[int, int, int]) -> None:
+        self._limit, self._thumbnail = limit, thumbnail
+        self._scores = torch.zeros(0, columns, dtype=torch.float64)
+        self._pictures = torch.zeros(0, *thumbnail, dtype=torch.uint8)
+
+    def add(self, scores: Tensor, pictures: Tensor) -> None:
+        """Take the worst k of those that were kept and some more: `(n, columns)` and `(n, *thumbnail)` uint8."""
+        scores = torch.cat([self._scores, scores.double().cpu()])
+        order = _worst_first(scores)[: self._limit]
+        self._scores, self._pictures = scores[order], torch.cat([self._pictures, pictures])[order]
+
+    def of_all(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+        """Return numbers and pictures of all ranks' worst, the worst first; all ranks of `group` call it.
+
+        The numbers of all ranks' samples are gathered, then only the pictures of the worst of them.
+        """
+        if group is None:
+            return self._scores, self._pictures
+        device = torch.device("cpu") if dist.get_backend(group) == "gloo" else torch.device("cuda")
+        rank, size, blank = dist.get_rank(group), dist.get_world_size(group), -torch.inf
+        mine = torch.full((self._limit, self._scores.shape[1]), blank, dtype=torch.float64)
+        mine[: len(self._scores)] = self._scores
+        rows = [torch.empty_like(mine, device=device) for _ in range(size)]
+        dist.all_gather(rows, mine.to(device), group=group)
+        scores = torch.cat(rows).cpu()
+        order = _worst_first(scores)
+        order = order[scores[order, 1] >= 0][: self._limit]
+        pictures = torch.zeros(len(order), *self._thumbnail, dtype=torch.uint8)
+        for i, row in enumerate(order.tolist()):
+            if row // self._limit == rank:
+                pictures[i] = self._pictures[row % self._limit]
+        shared = pictures.to(device)
+        dist.all_reduce(shared, group=group)  # zeros from every rank but the one that has it
+        return scores[order], shared.cpu()
+
+
 class WorstSamples:
     """Chooses the k samples of the highest loss among those of all ranks.
 
@@ -100,8 +145,7 @@ class WorstSamples:
         self, limit: int, classes: Sequence[str], pixels: Pictures, losses: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
         self._limit, self._classes, self._pixels, self._losses = limit, classes, pixels, losses
-        self._scores = torch.zeros(0, _SCORES, dtype=torch.float64)
-        self._pictures = torch.zeros(0, *pixels.thumbnail, dtype=torch.uint8)
+        self._worst = Worst(limit, _SCORES, pixels.thumbnail)
 
     def update(self, inputs: Nest, outputs: Tensor, targets: Tensor, first: int, numbered: bool) -> None:
         """Look at a batch, B samples; B may be 0.
@@ -120,10 +164,8 @@ class WorstSamples:
         places = worst + first
         numbers = places if numbered else torch.full_like(places, -1)
         columns = [losses[worst], places, numbers, wanted, predicted, highest, chances.gather(1, wanted[:, None])[:, 0]]
-        scores = torch.cat([self._scores, torch.stack([c.double() for c in columns], 1).cpu()])
-        order = _worst_first(scores)[: self._limit]
-        pictures = torch.cat([self._pictures, self._pixels.thumbnails(nest.take(inputs, worst))])
-        self._scores, self._pictures = scores[order], pictures[order]
+        scores = torch.stack([column.double() for column in columns], 1)
+        self._worst.add(scores, self._pixels.thumbnails(nest.take(inputs, worst)))
 
     def section(self, group: dist.ProcessGroup | None = None) -> ReportSection | None:
         """Return the pictures of all ranks' worst samples, the same on every rank of `group`; all call it.
@@ -131,7 +173,7 @@ class WorstSamples:
         Returns:
             None where the evaluation set is empty.
         """
-        scores, pictures = (self._scores, self._pictures) if group is None else self._of_all(group)
+        scores, pictures = self._worst.of_all(group)
         if not len(scores):
             return None
         shown = [self._picture(row, image.numpy()) for row, image in zip(scores.tolist(), pictures, strict=True)]
@@ -140,25 +182,6 @@ class WorstSamples:
             "as the model sees them. --worst-samples sets how many; 0 leaves them out of the report."
         )
         return ReportSection("Worst-predicted samples", pictures=shown, notes=[note])
-
-    def _of_all(self, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        """Gather the numbers of all ranks' samples, then only the pictures of the worst of them."""
-        device = torch.device("cpu") if dist.get_backend(group) == "gloo" else torch.device("cuda")
-        rank, size, blank = dist.get_rank(group), dist.get_world_size(group), -torch.inf
-        mine = torch.full((self._limit, _SCORES), blank, dtype=torch.float64)
-        mine[: len(self._scores)] = self._scores
-        rows = [torch.empty_like(mine, device=device) for _ in range(size)]
-        dist.all_gather(rows, mine.to(device), group=group)
-        scores = torch.cat(rows).cpu()
-        order = _worst_first(scores)
-        order = order[scores[order, 1] >= 0][: self._limit]
-        pictures = torch.zeros(len(order), *self._pixels.thumbnail, dtype=torch.uint8)
-        for i, row in enumerate(order.tolist()):
-            if row // self._limit == rank:
-                pictures[i] = self._pictures[row % self._limit]
-        shared = pictures.to(device)
-        dist.all_reduce(shared, group=group)  # zeros from every rank but the one that has it
-        return scores[order], shared.cpu()
 
     def _picture(self, row: list[float], image: NDArray[np.uint8]) -> ReportPicture:
         loss, _, number, wanted, predicted, highest, chance = row

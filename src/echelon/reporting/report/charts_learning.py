@@ -7,6 +7,7 @@ import math
 from echelon.core.figure import Chart, axis, color, dots, line, pick, thin
 from echelon.core.rate_search import curve_of
 from echelon.core.ticks import count_axis
+from echelon.core.units import sentence_case
 from echelon.records.kinds import Steps
 from echelon.reporting.report.records import RunRecord
 
@@ -75,7 +76,7 @@ def _primary(record: RunRecord, windows: list[Steps]) -> Chart | None:
         "yaxis": axis("share correct" if primary.percent else primary.title, **ticks),
     }
     caption = "Training is measured while the weights change and with augmentation, evaluation after."
-    chart_id, title = primary.noun or primary.name, f"{noun[:1].upper()}{noun[1:]}"
+    chart_id, title = primary.noun or primary.name, sentence_case(noun)
     return Chart(chart_id, title, caption if train else "", said.strip(), traces, layout)
 
 

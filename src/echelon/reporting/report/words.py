@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from echelon.core.units import format_seconds
+from echelon.core.units import format_seconds, sentence_case
 from echelon.reporting.report.summary import Summary
 
 _MOST_ADVICE = 3
@@ -63,7 +63,7 @@ def _accuracy(s: Summary) -> list[str]:
     if value is None:
         unknown = f"No evaluation was recorded: nothing is known of its {primary.noun or primary.title}."
         return [*words, unknown] if s.steps else words
-    said = f"{primary.title[:1].upper()}{primary.title[1:]} {value:.4f}"
+    said = f"{sentence_case(primary.title)} {value:.4f}"
     if s.eval_samples:
         said += f" on {s.eval_samples} samples"
     if s.eval_samples and primary.percent:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from echelon.core.figure import Chart, Json, axis, color, line
 from echelon.core.ticks import byte_axis, count_axis, time_axis
-from echelon.core.units import format_bytes, format_seconds
+from echelon.core.units import format_bytes, format_seconds, sentence_case
 from echelon.study.metric import PrimaryMetric
 from echelon.study.page.scene import LOG_FROM, CandidateStyle, CurvePoint, Scene, curve
 
 
 def curve_charts(scene: Scene) -> list[Chart]:
     """Return the three charts of learning; those without a value are left out."""
-    what = scene.metric.label.capitalize()
+    what = sentence_case(scene.metric.label)
     wanted = (
         ("seconds", f"{what} over time"),
         ("wire_bytes", f"{what} over traffic"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from echelon.core.figure import Chart, Json, axis, color
 from echelon.core.ticks import byte_axis, time_axis
-from echelon.core.units import format_bytes, format_seconds
+from echelon.core.units import format_bytes, format_seconds, sentence_case
 from echelon.study.metric import PrimaryMetric
 from echelon.study.page.scene import LOG_FROM, CandidateStyle, Scene, Spread, spread
 
@@ -62,7 +62,7 @@ def front(costs: Sequence[float], gains: Sequence[float]) -> list[int]:
 
 
 def _chart(id_: str, kind: CostAxis, places: list[CostAndValue], metric: PrimaryMetric) -> Chart:
-    title = f"{metric.label.capitalize()} against {kind.noun}"
+    title = f"{sentence_case(metric.label)} against {kind.noun}"
     x = [cost.mean for _, cost, _ in places]
     y = [value.mean for _, _, value in places]
     best = front(x, [metric.score(v) for v in y])
