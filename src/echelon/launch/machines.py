@@ -101,6 +101,12 @@ class FirstMachine:
         with self._lock:
             self._rendezvous.saved(checkpoints)
 
+    @property
+    def restarts_left(self) -> int:
+        """How many restarts are left until a new checkpoint."""
+        with self._lock:
+            return self._rendezvous.restarts_left
+
     def answer(self, report: StateReport) -> StateOrder:
         """Return the order for another machine.
 
@@ -198,6 +204,11 @@ class OtherMachine:
 
     def saved(self, checkpoints: int) -> None:
         """Do nothing: the first machine counts restarts, and sees what its first rank saves."""
+
+    @property
+    def restarts_left(self) -> None:
+        """Nothing: the first machine knows."""
+        return None
 
     def _unanswered(self, now: float) -> Order:
         first, silent_s = f"the first machine at {self._rendezvous}", now - self._heard

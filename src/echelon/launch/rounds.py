@@ -124,6 +124,10 @@ class Rounds(Protocol):
     def saved(self, checkpoints: int) -> None:
         """Note that checkpoints of new steps were saved."""
 
+    @property
+    def restarts_left(self) -> int | None:
+        """How many restarts are left until a new checkpoint; None: another machine counts them."""
+
 
 class Restarts:
     """How many deaths are followed by a restart, over all groups of a job: a number for each progress.
@@ -170,6 +174,11 @@ class OwnRounds:
     def saved(self, checkpoints: int) -> None:
         """Note that checkpoints of new steps were saved."""
         self._restarts.saved(checkpoints)
+
+    @property
+    def restarts_left(self) -> int:
+        """How many restarts are left until a new checkpoint."""
+        return self._restarts.left
 
     def order(self, state: State) -> Order:
         """Return what follows from the state of the group's processes."""
@@ -273,6 +282,11 @@ class Rendezvous:
     def saved(self, checkpoints: int) -> None:
         """Note that checkpoints of new steps were saved."""
         self._restarts.saved(checkpoints)
+
+    @property
+    def restarts_left(self) -> int:
+        """How many restarts are left until a new checkpoint."""
+        return self._restarts.left
 
     def close(self, reason: str) -> None:
         """End the run for all machines, if it has not ended; `reason` is why the first one leaves."""

@@ -74,6 +74,19 @@ class Death:
 
 
 @dataclass(frozen=True)
+class Aftermath:
+    """What follows a death.
+
+    Attributes:
+        no_restart: why its group does not start again; empty: it does.
+        restarts_left: how many more do until a new checkpoint; None: not known here.
+    """
+
+    no_restart: str = ""
+    restarts_left: int | None = None
+
+
+@dataclass(frozen=True)
 class Remedy:
     """What was done against what a process died of.
 
@@ -99,7 +112,7 @@ class Watch:
     """What the supervisor tells.
 
     Attributes:
-        on_death: a death, and why its group does not start again; empty: it does.
+        on_death: a death, and what follows.
         on_stop: the run was asked to stop; called again and again until it has.
         on_start: a process began.
         on_wait: what a group waits for before it starts.
@@ -111,7 +124,7 @@ class Watch:
         saved: how many checkpoints of new steps there are since the last call.
     """
 
-    on_death: Callable[[Death, str], None]
+    on_death: Callable[[Death, Aftermath], None]
     on_stop: Callable[[], None] = _nothing
     on_start: Callable[[Started], None] = _nothing
     on_wait: Callable[[str], None] = _nothing
@@ -302,7 +315,8 @@ class _Supervisor:
         """Tell of a group's death once it is known what follows; returns whether there was one."""
         death, group.death = group.death, None
         if death is not None:
-            self._watch.on_death(death, order.no_restart or order.status if isinstance(order, Over) else "")
+            no_restart = order.no_restart or order.status if isinstance(order, Over) else ""
+            self._watch.on_death(death, Aftermath(no_restart, group.rounds.restarts_left))
         return death is not None
 
     def _leave(self, group: _Group, gracefully: bool) -> None:

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import takewhile
@@ -21,7 +21,7 @@ from echelon.launch.logs import LogLimit
 from echelon.launch.noticeboard import NoticeBoard
 from echelon.launch.places.base import Job, Place, Started
 from echelon.launch.slow import Slow
-from echelon.launch.supervisor import Death, Remedy, Watch
+from echelon.launch.supervisor import Aftermath, Death, Remedy, Watch
 from echelon.observe.oom import OUT_OF_MEMORY
 from echelon.records.events import HangSeen, RankFailed, RoleFailed, SlowProcess, WorkerDied
 from echelon.records.file import Recorder, newest
@@ -43,7 +43,7 @@ def watched(
     machine: Machine, place: Place, run: ResolvedRun, opening: Opening, path: Path, record: Recorder
 ) -> Iterator[tuple[Job, Watch]]:
     """Watch the processes of this machine; gives the job as it is to be run, and what its supervisor tells."""
-    chronicle = _Chronicle(machine, run, path, record)
+    chronicle = _Chronicle(machine, run, path, record, opening.tells)
     logs = LogLimit(path / "logs", run.log_limit)
 
     def look_around() -> None:
@@ -57,7 +57,7 @@ def watched(
     if not hasattr(os, "memfd_create"):  # Linux alone
         yield machine.job, replace(chronicle.watch(), on_look=lambda _: look_around())
         return
-    board = NoticeBoard([p.name for group in machine.job.groups for p in group.processes])
+    board = chronicle.board = NoticeBoard([p.name for group in machine.job.groups for p in group.processes])
     try:
         others, restarts_alone = machine.rounds or NoOthers(), machine.scheduler is not None
         hangs = HangWatch(board, place, others, run.timeout_s, chronicle, ends=restarts_alone)
@@ -103,8 +103,14 @@ class _Explain:
 class _Chronicle:
     """Records what happens to processes, and tells the scheduler, where there is one, of those that end."""
 
-    def __init__(self, machine: Machine, run: ResolvedRun, path: Path, record: Recorder) -> None:
-        self._path, self._record, self._scheduler = path, record, machine.scheduler
+    board: NoticeBoard | None = None  # where processes note their steps
+
+    def __init__(
+        self, machine: Machine, run: ResolvedRun, path: Path, record: Recorder, tell: Callable[[str], None]
+    ) -> None:
+        self._path, self._record, self._scheduler, self._tell = path, record, machine.scheduler, tell
+        self._most_restarts = run.config.launch.max_restarts
+        self._saved = SavedSteps(path / "checkpoints")
         self._started_t: dict[str, float] = {}
         names = [process.name for group in machine.job.groups for process in group.processes]
         ranks = sum(name.startswith(("rank", "worker")) for name in names)
@@ -113,25 +119,40 @@ class _Chronicle:
     def watch(self) -> Watch:
         """Return what the supervisor calls."""
         stop = self._scheduler.stop if self._scheduler is not None else lambda: None
-        saved = SavedSteps(self._path / "checkpoints").count_new
-        watch = Watch(self.on_death, stop, self.on_start, say, failures=self._early_failures, saved=saved)
+        watch = Watch(self.on_death, stop, self.on_start, say, failures=self._early_failures)
+        watch = replace(watch, saved=self._saved.count_new)
         return replace(watch, remedy=self._remedy)
 
-    def on_death(self, death: Death, no_restart: str) -> None:
-        """Record a death and what follows."""
+    def on_death(self, death: Death, then: Aftermath) -> None:
+        """Record a death and what follows, and say it where the run goes on: how it ends is said at its end."""
         if death.rank is not None:
-            then = "the group restarts from the newest checkpoint"
+            follows = "the group restarts from the newest checkpoint"
         else:
-            then = "it alone is started again" if not death.others else "its worker's processes are started again"
+            follows = "it alone is started again" if not death.others else "its worker's processes are started again"
         reason = _last_words(self._path, death)
-        reckons = self._halving is None or bool(no_restart)
-        message = f"{death}{reason}{self._memory.about(death, reason, reckons)}; {no_restart or then}"
+        reckons = self._halving is None or bool(then.no_restart)
+        what = f"{death}{reason}{self._memory.about(death, reason, reckons)}"
+        message = f"{what}; {then.no_restart or follows}"
         role = death.name if death.rank is None else None
         self._record.write(WorkerDied(message, death.rank, role, death.host, death.pid, death.exit_code))
+        if not then.no_restart:
+            self._tell(f"{what}{self._at_step(death)}; {self._restart(death, follows, then)}")
         if self._scheduler is not None:
             self._scheduler.died(death.name, "died", death.pid)
             for name, pid in death.others:
                 self._scheduler.died(name, f"ended with {death.name}", pid)
+
+    def _at_step(self, death: Death) -> str:
+        note = self.board.note(death.name, death.pid) if self.board is not None else None
+        return f" at step {note.step}" if note is not None and note.step else ""
+
+    def _restart(self, death: Death, follows: str, then: Aftermath) -> str:
+        if death.rank is not None and self._saved.highest > 0:
+            follows = f"the group restarts from the checkpoint of step {self._saved.highest}"
+        elif death.rank is not None:
+            follows = "the group restarts from the beginning: there is no checkpoint yet"
+        left = then.restarts_left
+        return follows if left is None else f"{follows} ({left} of {self._most_restarts} restarts left)"
 
     def _remedy(self, death: Death) -> Remedy:
         """Halve micro-batches, where that is asked for, if a process of a death's group ran out of memory."""
@@ -200,10 +221,14 @@ class _Chronicle:
 
 
 class SavedSteps:
-    """Counts the checkpoints of a folder whose step is beyond all before."""
+    """Counts the checkpoints of a folder whose step is beyond all before.
+
+    Attributes:
+        highest: step of the newest; -1: there is none.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._highest = folder, -1
+        self._folder, self.highest = folder, -1
         self.count_new()
 
     def count_new(self) -> int:
@@ -216,8 +241,8 @@ class SavedSteps:
             if not may_pass(error):
                 raise
             return 0
-        new = [step for step in steps if step > self._highest]
-        self._highest = max((self._highest, *new))
+        new = [step for step in steps if step > self.highest]
+        self.highest = max((self.highest, *new))
         return len(new)
 
 

@@ -44,9 +44,13 @@ class Opening:
         self._screen.say(f"{where}; {'Ctrl-C ends it' if self._config.optimizer.lr_find else stops}")
         self._show(f"start: {_many(self._plan.workers, 'worker')}")
 
+    def tells(self, text: str) -> None:
+        """Say something, above the bar that is shown."""
+        self._screen.say(f"echelon: {text}")
+
     def waits(self, reason: str) -> None:
         """Say what is waited for; it stays to be seen, with how long."""
-        self._screen.say(f"echelon: {reason}")
+        self.tells(reason)
         self._show(reason)
 
     def look(self, living: Sequence[Living], note: NoteOf, first_machine: bool) -> None:

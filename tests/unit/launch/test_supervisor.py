@@ -13,7 +13,7 @@ from echelon.core.stop import StopFlag
 from echelon.launch.link import Host
 from echelon.launch.places import PlaceChoice
 from echelon.launch.places.base import Event, Exited, Group, Job, Place, Process, Restart, Started
-from echelon.launch.supervisor import Death, JobFailed, Refused, Remedy, Watch, supervise
+from echelon.launch.supervisor import Aftermath, Death, JobFailed, Refused, Remedy, Watch, supervise
 
 
 class Script(Place):
@@ -62,7 +62,7 @@ def _group(*names: str, restart: Restart = Restart.TOGETHER, **settings: bool) -
 
 def _run(place: Script, *groups: Group, max_restarts: int = 1) -> tuple[bool, list[tuple[Death, bool]]]:
     deaths: list[tuple[Death, bool]] = []
-    watch = Watch(lambda death, no_restart: deaths.append((death, not no_restart)))
+    watch = Watch(lambda death, then: deaths.append((death, not then.no_restart)))
     return supervise(Job(groups, max_restarts), place, watch, StopFlag()), deaths
 
 
@@ -81,7 +81,7 @@ def test_a_group_restarts_together_and_processes_alone() -> None:
 def test_a_death_whose_cause_was_eased_costs_no_restart_and_one_without_hope_ends_the_run(restart: Restart) -> None:
     remedies = [Remedy("2 micro-batches"), Remedy("4 micro-batches"), Remedy(hopeless="one sample each")]
     ends: list[str] = []
-    watch = Watch(lambda death, no_restart: ends.append(no_restart), remedy=lambda death: remedies.pop(0))
+    watch = Watch(lambda death, then: ends.append(then.no_restart), remedy=lambda death: remedies.pop(0))
     place = Script([("a", 1)], [("a", 1)], [("a", 1)])
     with pytest.raises(JobFailed):
         supervise(Job((_group("a", restart=restart),), 0), place, watch, StopFlag())
@@ -113,7 +113,7 @@ def test_who_died_first_is_named(
 def test_restarts_are_used_up_over_all_processes() -> None:
     place = Script([("a", 1)], [("b", 1)], [("a", 1)])
     deaths: list[str] = []
-    watch = Watch(lambda death, no_restart: deaths.append(no_restart))
+    watch = Watch(lambda death, then: deaths.append(then.no_restart))
     with pytest.raises(JobFailed):
         supervise(Job((_group("a", "b", restart=Restart.ALONE),), 1), place, watch, StopFlag())
     assert deaths[:2] == ["", ""] and "no restarts are left" in deaths[2]  # the second one died of the same incident
@@ -124,15 +124,21 @@ def test_a_new_checkpoint_gives_restarts_back() -> None:
     place = Script(*[[("a", -9)]] * 4, [("a", 0)])
     saved = iter([1, 0, 1, 1, 1, 0, 0])
     deaths: list[str] = []
-    watch = Watch(lambda death, no_restart: deaths.append(no_restart), saved=lambda: next(saved, 0))
+    left: list[int | None] = []
+
+    def on_death(death: Death, then: Aftermath) -> None:
+        deaths.append(then.no_restart)
+        left.append(then.restarts_left)
+
+    watch = Watch(on_death, saved=lambda: next(saved, 0))
     assert not supervise(Job((_group("a"),), 1), place, watch, StopFlag())
-    assert deaths == [""] * 4
+    assert deaths == [""] * 4 and left == [0] * 4  # each one used up what its checkpoint had given back
 
 
 def test_the_same_failure_twice_before_the_first_step_ends_the_run() -> None:
     place = Script([("a", 1)], [("a", 1)])
     deaths: list[str] = []
-    watch = Watch(lambda death, no_restart: deaths.append(no_restart), failures=lambda _: ["ValueError at model.py:1"])
+    watch = Watch(lambda death, then: deaths.append(then.no_restart), failures=lambda _: ["ValueError at model.py:1"])
     with pytest.raises(JobFailed):
         supervise(Job((_group("a"),), 5), place, watch, StopFlag())
     assert deaths[0] == "" and "in the same way twice" in deaths[1]
@@ -170,7 +176,7 @@ def test_a_stop_is_a_signal_or_a_message(heeds: bool, told: list[tuple[str, int]
 def test_a_run_that_fails_over_its_last_checkpoint_was_not_stopped(code: int, fails: bool) -> None:
     stop, deaths = StopFlag(), list[str]()
     stop.signum = signal.SIGTERM
-    watch = Watch(lambda death, no_restart: deaths.append(no_restart))
+    watch = Watch(lambda death, then: deaths.append(then.no_restart))
     place = Script([("a", code)])
     if fails:
         with pytest.raises(JobFailed):

@@ -58,8 +58,9 @@ def find_incidents(record: RunRecord, stretches: list[Sitting]) -> list[Incident
         bound = next((j for j, line in enumerate(after) if isinstance(line, Start | End)), None)
         until = after[: bound + 1] if bound is not None else after
         not_the_last = any(isinstance(line, WorkerDied) for line in until)
-        continued = not_the_last or (bound is not None and isinstance(after[bound], Start))
-        cost, lost = (None, None) if not_the_last or not continued else _cost(record, death, until)
+        restarted = bound is not None and isinstance(after[bound], Start)
+        continued = not_the_last or restarted or _completed(until)
+        cost, lost = (None, None) if not_the_last or not restarted else _cost(record, death, until)
         incidents.append(Incident(elapsed_s(stretches, death.t), death.message, cost, lost, continued))
     return incidents
 
@@ -67,6 +68,11 @@ def find_incidents(record: RunRecord, stretches: list[Sitting]) -> list[Incident
 def _ends_with_death(after: Sequence[Record]) -> bool:
     """Whether of what followed a hang a death came first."""
     return isinstance(next((line for line in after if isinstance(line, Start | End | WorkerDied)), None), WorkerDied)
+
+
+def _completed(until: Sequence[Record]) -> bool:
+    """Whether a run came to its end without a start after a death, as where a process alone is started again."""
+    return any(isinstance(line, End) and line.status == "completed" for line in until[-1:])
 
 
 def _cost(record: RunRecord, death: WorkerDied, until_start: Sequence[Record]) -> tuple[float | None, int]:
