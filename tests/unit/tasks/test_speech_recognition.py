@@ -128,6 +128,7 @@ def test_outputs_of_other_models_are_refused_in_words() -> None:
     task = fitted()
     assert "must return logits of shape (batch, frames, 6)" in task.wrong_outputs(torch.zeros(2, SYMBOLS), 2)
     assert "end it with" in task.wrong_outputs(torch.zeros(2, 20, SYMBOLS), 2)
+    assert task.wrong_outputs(torch.zeros(2, 20, SYMBOLS, device="meta"), 2) == ""
     assert task.wrong_outputs(blank_padding(torch.zeros(2, 20, SYMBOLS), torch.zeros(2, 20)), 2) == ""
     with pytest.raises(UserError, match="--model small_ctc is for sounds"):
         build_model(ModelConfig("small_ctc"), ModelInput(10, 1, 8))
