@@ -96,7 +96,7 @@ def launch_request(config: RunConfig) -> LaunchRequest:
         nodes=parse_nodes(launch.nodes),
         rendezvous=parse_rendezvous(launch.rendezvous) if launch.rendezvous else None,
         link=link,
-        place=PlaceChoice(launch.on),
+        place=PlaceChoice(launch.on, parse_seconds(config.checkpoint.io_patience)),
         uses_servers=constants.get("uses_servers") == "True",
     )
 

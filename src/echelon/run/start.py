@@ -113,9 +113,10 @@ def start_again(
             start_over(path)
     with _lock(path, request.nodes):
         if is_worker():
-            check_micro_batches(resolve(config), int(os.environ["WORLD_SIZE"]))
+            run = resolve(config)
+            check_micro_batches(run, int(os.environ["WORLD_SIZE"]))
             folders.prepare(path, config)
-            return _as_worker(path, user_objects)
+            return _as_worker(path, run, user_objects)
         if nothing_left(path, config):
             return outcome_of(path, "completed")
         plan = plan_of(request, path, _parcel(user_objects))
@@ -234,20 +235,20 @@ def _lock(path: Path, nodes: Nodes) -> AbstractContextManager[None]:
 def _start_as_worker(config: RunConfig, user_objects: UserObjects | None, around: Around) -> Outcome:
     from echelon.run.worker import agree_on_folder
 
-    check(launch_request(config), user_objects)
+    run = check(launch_request(config), user_objects)
     path = agree_on_folder(config)
     with around(path):
-        return _as_worker(path, user_objects)
+        return _as_worker(path, run, user_objects)
 
 
-def _as_worker(path: Path, user_objects: UserObjects | None = None) -> Outcome:
+def _as_worker(path: Path, run: ResolvedRun, user_objects: UserObjects | None = None) -> Outcome:
     """Be one rank, started by a launcher of the user's."""
     from echelon.run.worker import train_launched
 
     with stop_on_signals() as stop:
         status = train_launched(path, stop, user_objects)
         if int(os.environ["RANK"]) == 0:
-            with closing(Recorder(path)) as record:
+            with closing(Recorder(path, patience_s=run.io_patience_s)) as record:
                 close_run(path, record)
         return outcome_of(path, status, stop.signum)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from echelon.core.errors import UserError, naming, unknown
 from echelon.core.own import find_own
+from echelon.core.patience import PATIENCE_S
 from echelon.core.registry import Registry
 
 if TYPE_CHECKING:
@@ -28,9 +29,14 @@ def check_place(name: str) -> None:
 
 @dataclass(frozen=True)
 class PlaceChoice:
-    """The place that a description names, a name that exists (`check_place`) or a user's own `module:Class`."""
+    """The place that a description names, a name that exists (`check_place`) or a user's own `module:Class`.
+
+    Attributes:
+        patience_s: for how long a process that cannot start yet is tried again.
+    """
 
     name: str
+    patience_s: float = PATIENCE_S
 
     @property
     def runs_here(self) -> bool:
@@ -52,4 +58,5 @@ class PlaceChoice:
             raise UserError(
                 f"--on {self.name}: it gives a {type(place).__name__}, not a Place (echelon.launch.places.base)"
             )
+        place.patience_s = self.patience_s
         return place

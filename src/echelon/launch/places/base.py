@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 from echelon.core.errors import UserError
+from echelon.core.patience import PATIENCE_S
 from echelon.launch.link import Host
 
 _DATACLASS = "dataclass"
@@ -133,6 +134,9 @@ class Place(ABC):
     """Whether one worker alone may run in the process that asks for it."""
     stop_s: ClassVar[float] = 600.0
     """Seconds from asking a run to stop until it is ended: for a checkpoint that is as large as the disk is slow."""
+
+    patience_s: float = PATIENCE_S
+    """Seconds for which a process that cannot start, as while no file can be opened, is tried again (--io-patience)."""
 
     @abstractmethod
     def start(self, processes: Sequence[Process]) -> None:

@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from types import ModuleType
 
 from echelon.core.errors import UserError
-from echelon.core.patience import PATIENCE_S, may_pass
+from echelon.core.patience import may_pass
 from echelon.core.stop import STOP_SIGNALS
 from echelon.core.units import format_seconds
 from echelon.launch.places.base import Event, Exited, Place, PlaceFailed, Process, Started
@@ -73,8 +73,8 @@ class Local(Place):
         if self._waits_since_s is None:
             self._waits_since_s = now
             logging.getLogger(__name__).warning("%s cannot start yet: %s", name, reason)
-        if now - self._waits_since_s > PATIENCE_S:
-            raise PlaceFailed(f"{name} could not start for {format_seconds(PATIENCE_S)}: {reason}")
+        if now - self._waits_since_s > self.patience_s:
+            raise PlaceFailed(f"{name} could not start for {format_seconds(self.patience_s)}: {reason}")
 
     def events(self, timeout_s: float) -> list[Event]:
         """Return what happened since the last call; wait for it at most so long.
