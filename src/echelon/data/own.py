@@ -73,6 +73,7 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
         dtype="float32" if is_image or first is None else several.dtype,
         several=several if first is None else None,
         targets=targets if labels is None else CLASS_NUMBER,
+        task=_task_of(targets),
     )  # fmt: skip
     return Source(data, held, info)
 
@@ -179,6 +180,12 @@ def _first_sample(name: str, data: Any) -> tuple[Nest, Nest]:
 def _is_class(targets: Nest) -> bool:
     one_number = isinstance(targets, torch.Tensor) and targets.ndim == 0
     return one_number and not targets.is_floating_point() and not targets.is_complex()
+
+
+def _task_of(targets: Nest) -> str:
+    """Return the task that targets are for: one number with a fraction or several are learnt by regression."""
+    one = targets if isinstance(targets, TensorSpec) and len(targets.shape) < 2 else None
+    return "regression" if one is not None and one.dtype.startswith("float") else DataInfo.task
 
 
 def _spec(leaf: torch.Tensor) -> TensorSpec:

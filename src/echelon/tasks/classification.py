@@ -53,6 +53,7 @@ class Classification(Task):
 
     def __init__(self) -> None:
         self.classes: tuple[str, ...] = ()
+        self._from_one = False
         self._loss = CrossEntropy(0.0, None)
 
     def fitted(self, data: DataFacts, settings: TaskSettings) -> Self:
@@ -72,6 +73,7 @@ class Classification(Task):
             raise UserError(f"data {data.name}: labels must be 0 to C - 1, for C classes; or name another --task")
         task = copy.copy(self)
         task.classes = data.classes
+        task._from_one = len(data.class_counts) > 1 and not data.class_counts[0] and data.classes[0] == "0"
         task.primary = replace(self.primary, chance=1 / len(data.classes))
         weights = class_weights(settings.class_weights, data.class_counts)
         task._loss = CrossEntropy(settings.label_smoothing, None if weights is None else torch.tensor(weights))
@@ -108,10 +110,11 @@ class Classification(Task):
         if isinstance(outputs, Tensor) and outputs.shape == (samples, self.outputs):
             return ""
         got = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-        return (
+        wrong = (
             f"must return logits of shape (batch, {self.outputs}), one per class; "
             f"for a batch of {samples} it returned {got}"
         )
+        return f"{wrong}; no sample has label 0: classes are numbered from 0, not from 1" if self._from_one else wrong
 
 
 TASK = Classification

@@ -99,7 +99,8 @@ class Regression(Task):
 
     def auto_model(self, data: InputFacts) -> str:
         """Return the one for columns of a table; others as by the size of images."""
-        return "table_mlp" if data.task == self.name else ""
+        columns = all(len(spec.shape) < 2 for spec in nest.leaves(data.inputs))
+        return "table_mlp" if data.task == self.name and columns else ""
 
 
 TASK = Regression

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.config import RunConfig
+from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.data.base import DataInfo
 from echelon.models import build_model, give_logits, hints_for
@@ -133,12 +134,46 @@ def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
         model = convert_sync_batchnorm(model, world.data_group)
     if any(tensor.device != world.device for tensor in (*model.parameters(), *model.buffers())):
         model = model.to(world.device)  # not else: tensors without data, as in a rehearsal, cannot be moved at all
+    if work.user_model is not None:
+        check_own_model(model, work)
     if config.training.precision == "fp8":
         model = to_fp8(model, world.device)
     sharded = world.placement is not None and world.placement.layout.fsdp > 1  # rows of parameters must be contiguous
     if channels_last(config, world.device) and not sharded:
         model = model.to(memory_format=torch.channels_last)
     return model
+
+
+def check_own_model(model: nn.Module, work: Work) -> None:
+    """Refuse a model from Python that the first step, or the first evaluation, could not use.
+
+    What its forward raises is not caught here: the first step raises it again, with the caller's own traceback.
+
+    Raises:
+        UserError: data are float64 and parameters are not, gradients would be sparse, or
+            outputs are not what the task learns from.
+    """
+    name = type(model).__name__
+    inputs = {leaf.dtype for leaf in nest.leaves(work.info.inputs)}
+    held = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if "float64" in inputs and held and torch.float64 not in held:
+        raise UserError(
+            f"data {work.info.name}: inputs are float64 and the parameters of {name} are "
+            f"{str(next(iter(held))).removeprefix('torch.')}: give float32 inputs (tensor.float()), or model.double()"
+        )
+    sparse = [path for path, module in model.named_modules() if getattr(module, "sparse", False) is True]
+    if sparse:
+        raise UserError(
+            f"model {name}: {sparse[0]} makes sparse gradients (sparse=True), which optimizers, codecs and checkpoints "
+            "do not take here: build it with sparse=False"
+        )
+    with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            outputs = nest.call(model, work.inputs(next(model.parameters(), torch.empty(0))))
+        except Exception:  # of any kind: it is the caller's code
+            return
+    if wrong := work.task.wrong_outputs(outputs, 2):
+        raise UserError(f"model {name} {wrong}")
 
 
 def build_split(run: ResolvedRun, work: Work, world: World, batch_parts: int) -> SplitModel:
