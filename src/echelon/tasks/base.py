@@ -39,6 +39,7 @@ class Encoding(StrEnum):
     IDS = auto()  # inputs are ids, such as users and items; the target is a number
     TEXT = auto()  # the input is text, the target one of some classes
     NEXT_TOKEN = auto()  # one text: the target of each token is the next one
+    MASKED_TOKENS = auto()  # one text: the targets are some of its tokens, most of which are masked
     TEXT_PAIRS = auto()  # input and target are texts
     SPEECH = auto()  # the input is sound, the target one of some classes
     TRANSCRIPTS = auto()  # the input is sound, the target text

@@ -1,4 +1,7 @@
-"""One long text: windows of tokens, whose targets are the tokens that follow. Its last part is held out."""
+"""One long text: windows of tokens, whose targets are the tokens that follow, or those that were masked.
+
+Its last part is held out.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,19 @@ import numpy as np
 
 from echelon.core.errors import UserError
 from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
+from echelon.data.drawn import DrawnSamples
 from echelon.data.images import TensorArray
+from echelon.data.order import Indices, uniforms
 from echelon.data.sources.base import SourceKind
 from echelon.data.tokenisers import Ids, tokeniser_for
 from echelon.tasks.base import NO_TARGET, Encoding
-from echelon.tasks.nest import TensorSpec
+from echelon.tasks.nest import Nest, TensorSpec
 
-LANGUAGE_MODELLING = "language_modelling"
+LANGUAGE_MODELLING, MASKED = "language_modelling", "masked_language_modelling"
 SUFFIXES = (".txt", ".text")
 LEAST_TOKENS = 2  # of a part: one, and one that follows it
+PREDICTED = 0.15  # share of a window's tokens that are to be predicted
+_MASKED, _RANDOM = 0.8, 0.1  # of these; the rest stays as it is, so that what is seen may be right or wrong
 
 
 class TextFile(SourceKind):
@@ -31,8 +38,8 @@ class TextFile(SourceKind):
         return path.suffix.lower() in SUFFIXES and path.is_file()
 
     def outline(self, request: DataRequest) -> DataOutline:
-        """Return the only task of a text."""
-        return DataOutline(LANGUAGE_MODELLING)
+        """Return the task of a text, where none is chosen that of the next token."""
+        return DataOutline(MASKED if request.encoding is Encoding.MASKED_TOKENS else LANGUAGE_MODELLING)
 
     def open(self, request: DataRequest) -> Source:
         """Cut the text into windows of `--context` tokens; the last part of the text is held out, contiguous.
@@ -40,8 +47,12 @@ class TextFile(SourceKind):
         An epoch has each token but the first of a part once as a target.
         """
         config, path = request.config, Path(request.config.source).expanduser()
-        if request.encoding not in (Encoding.AUTO, Encoding.NEXT_TOKEN):
-            raise UserError(f"data {path}: one text is for --task language-modelling, not {request.task}")
+        is_masked = request.encoding is Encoding.MASKED_TOKENS
+        if request.encoding not in (Encoding.AUTO, Encoding.NEXT_TOKEN, Encoding.MASKED_TOKENS):
+            raise UserError(
+                f"data {path}: one text is for --task language-modelling or masked-language-modelling, "
+                f"not {request.task}"
+            )
         text = _read(path)
         cut = round(len(text) * (1 - config.holdout))
         parts = (text[:cut], text[cut:])
@@ -49,12 +60,17 @@ class TextFile(SourceKind):
         train, held = (tokeniser.encode([part])[0] for part in parts)
         if min(len(train), len(held)) < LEAST_TOKENS:
             raise UserError(f"data {path}: {len(text)} characters are too few to train on, and to hold some out")
-        data, evaluation = (windows(ids, config.context) for ids in (train, held))
+        data, evaluation = (
+            MaskedWindows(ids, config.context, tokeniser.count, request.seed)
+            if is_masked
+            else windows(ids, config.context)
+            for ids in (train, held)
+        )
         info = DataInfo(
             config.source, (), 1, 1, len(data), len(evaluation), (),
-            several=TensorSpec((config.context,), "int64", tokeniser.count),
+            several=TensorSpec((config.context,), "int64", tokeniser.count + is_masked),  # one more for the mask
             targets=TensorSpec((config.context,), "int64", tokeniser.count),
-            task=LANGUAGE_MODELLING, tokeniser=tokeniser,
+            task=MASKED if is_masked else LANGUAGE_MODELLING, tokeniser=tokeniser,
         )  # fmt: skip
         note = (
             f"{len(train):,} tokens to train on, of a vocabulary of {tokeniser.count:,}; the last {len(held):,} of the "
@@ -76,6 +92,41 @@ def windows(ids: Ids, context: int) -> TensorArray:
     inputs = np.concatenate([ids[:-1], np.zeros(missing, np.int64)]).reshape(count, context)
     targets = np.concatenate([ids[1:], np.full(missing, NO_TARGET, np.int64)]).reshape(count, context)
     return TensorArray(inputs, targets)
+
+
+class MaskedWindows(DrawnSamples):
+    """Windows of tokens, 15% of which are to be predicted (Devlin et al. 2019, BERT, arXiv:1810.04805).
+
+    Of these, 80% are replaced by the mask, 10% by any token, and 10% stay. Which ones, is drawn anew in each epoch. The
+    last window is filled up with masks that count nothing. Targets of other tokens are `NO_TARGET`.
+
+    Args:
+        ids: of the text, in its order.
+        context: T, tokens of a window.
+        count: of the vocabulary; the number of the mask is `count`.
+    """
+
+    def __init__(self, ids: Ids, context: int, count: int, seed: int) -> None:
+        missing = -len(ids) % context
+        self._tokens = np.concatenate([ids, np.full(missing, count, np.int64)]).reshape(-1, context)
+        self._count, self._seed = count, seed
+        self.specs = TensorSpec((context,), "int64", count + 1), TensorSpec((context,), "int64", count)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def fill(self, epoch: int, draws: Indices, inputs: Nest, targets: Nest) -> None:
+        """Write the windows of `draws`, masked, and the tokens that were there."""
+        tokens = self._tokens[draws % len(self)]
+        place, fate, other = np.split(uniforms(self._seed, epoch, draws, 3 * tokens.shape[1]), 3, axis=1)
+        there = tokens != self._count
+        # exactly 15% of each window, at least one: those with the lowest numbers
+        rank = np.argsort(np.argsort(np.where(there, place, 1), axis=1), axis=1)
+        chosen = rank < np.maximum(1, np.round(PREDICTED * there.sum(1)))[:, None]
+        anything = (other * self._count).astype(np.int64)
+        changed = np.where(fate < _MASKED, self._count, np.where(fate < _MASKED + _RANDOM, anything, tokens))
+        inputs[:] = np.where(chosen, changed, tokens)
+        targets[:] = np.where(chosen, tokens, NO_TARGET)
 
 
 def _read(path: Path) -> str:

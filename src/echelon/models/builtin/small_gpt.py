@@ -21,11 +21,16 @@ from echelon.tasks.nest import TensorSpec
 
 @dataclass(frozen=True)
 class TextSize:
-    """Token ids below `vocabulary`, at most `context` of them; `tied`: the logits' weights are the embedding's."""
+    """Token ids below `vocabulary`, at most `context` of them, and logits of `outputs` of them, all where it is 0.
+
+    `tied`: the logits' weights are the embedding's; `causal`: a token sees those before it, and no others.
+    """
 
     vocabulary: int = 256
     context: int = 64
     tied: bool = True
+    causal: bool = True
+    outputs: int = 0
 
 
 SIZE = Size(depth=4, width=128, heads=4, hidden=512)
@@ -61,9 +66,9 @@ class SmallGPT(nn.Module):
         text, size = text or TextSize(), size or Size()
         self.embedding = nn.Embedding(text.vocabulary, size.width)
         self.positions = nn.Parameter(torch.empty(1, text.context, size.width))
-        self.blocks = nn.Sequential(*[Block(size, causal=True) for _ in range(size.depth)])
+        self.blocks = nn.Sequential(*[Block(size, causal=text.causal) for _ in range(size.depth)])
         self.norm = nn.LayerNorm(size.width)
-        self.head = nn.Linear(size.width, text.vocabulary, bias=False)
+        self.head = nn.Linear(size.width, text.outputs or text.vocabulary, bias=False)
         nn.init.trunc_normal_(self.positions, std=0.02)
         initialise(self)
         if text.tied:
