@@ -20,7 +20,14 @@ from echelon.models.logits import give_logits
 from echelon.models.weights import load_weights
 from echelon.tasks import nest
 
-OF_SEQUENCES = ("small_bert", "small_ctc", "small_gpt", "small_seq2seq", "speech_cnn", "text_classifier")  # not of images
+OF_SEQUENCES = (
+    "small_bert",
+    "small_ctc",
+    "small_gpt",
+    "small_seq2seq",
+    "speech_cnn",
+    "text_classifier",
+)  # not of images
 OF_COLUMNS = ("dlrm", "matrix_factorisation", "table_mlp", "two_tower")  # likewise
 OF_PIXELS = ("small_unet",)  # of images, with a class for each pixel
 
