@@ -93,11 +93,12 @@ class TaskFacts:
     Attributes:
         name: `image_classification`, or what a task of the user's own calls itself.
         spec: by which the task is found again: its name, or `module:Class`.
-        unit: what the loss is a sum over: sample, token.
+        unit: what the loss is a sum over: sample, token, pair.
         primary: the metric by which checkpoints and candidates are compared.
         headlines: further metrics that people look at first.
         curves: metrics that are drawn beside the primary one.
         score_label: the share of samples that is counted in training; empty: nothing is.
+        units_per_sample: where all samples have as many; 0: they differ, or it is not known.
     """
 
     name: str
@@ -107,6 +108,17 @@ class TaskFacts:
     headlines: Sequence[Metric] = ()
     curves: Sequence[Metric] = ()
     score_label: str = ""
+    units_per_sample: int = 0
+
+    def speed(self, samples_per_s: float) -> tuple[str, float]:
+        """Return what is counted per second, and how many: units where each sample has as many, else samples.
+
+        >>> TaskFacts("t", "t", "token", Metric("loss", "min"), units_per_sample=128).speed(10.0)
+        ('tokens/s', 1280.0)
+        """
+        if not self.units_per_sample:
+            return "samples/s", samples_per_s
+        return f"{self.unit}s/s", samples_per_s * self.units_per_sample
 
 
 BEFORE_TASKS = TaskFacts(

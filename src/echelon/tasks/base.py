@@ -250,6 +250,7 @@ class Task(ABC):
     Attributes:
         name: in specs, records and reports.
         unit: what the loss is a sum over: sample, token, pair.
+        units_per_sample: where all samples have as many, so that speeds are shown in units; 0: they differ.
         primary: the metric by which checkpoints and candidates are compared.
         curves: metrics that are drawn beside the primary one.
         headlines: further metrics that people look at first, the most telling one first.
@@ -264,6 +265,7 @@ class Task(ABC):
 
     name: ClassVar[str]
     unit: ClassVar[str] = SAMPLE
+    units_per_sample: int = 0
     primary: Metric
     headlines: ClassVar[tuple[Metric, ...]] = ()
     curves: ClassVar[tuple[Metric, ...]] = ()
@@ -288,7 +290,8 @@ class Task(ABC):
         kind = type(self)
         built_in = kind.__module__.startswith("echelon.tasks.")
         spec = kind.__module__.rpartition(".")[2] if built_in else f"{kind.__module__}:{kind.__qualname__}"
-        return TaskFacts(self.name, spec, self.unit, self.primary, self.headlines, self.curves, self.score_label)
+        labels = self.primary, self.headlines, self.curves, self.score_label
+        return TaskFacts(self.name, spec, self.unit, *labels, units_per_sample=self.units_per_sample)
 
     def fitted(self, data: DataFacts, settings: TaskSettings) -> Self:
         """Return the task for some data.

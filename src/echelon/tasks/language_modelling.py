@@ -77,6 +77,7 @@ class LanguageModelling(Task):
             raise UserError("--class-weights are for classes; the task is language-modelling")
         task = copy.copy(self)
         task._vocabulary, (task._context, *_) = specs[0].count, specs[0].shape
+        task.units_per_sample = task._context
         task._smoothing, task._decoder = (
             settings.label_smoothing,
             data.tokeniser if isinstance(data.inputs, TensorSpec) else None,

@@ -22,7 +22,7 @@ from torch import Tensor
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.core.figure import Chart, ReportSection, axis, dots, line
-from echelon.core.task import Metric, TaskDefaults
+from echelon.core.task import Metric, TaskDefaults, TaskFacts
 from echelon.tasks import nest
 from echelon.tasks.base import (
     NO_TARGET,
@@ -82,6 +82,10 @@ class PairPrediction(Regression):
         if not data.target:
             return ItemRanking.defaults
         return _OF_NETWORKS if inputs is not None and _has_numbers(inputs) else self.defaults
+
+    def facts(self) -> TaskFacts:
+        """Return what a record says of the task: its samples are pairs."""
+        return replace(super().facts(), unit="pair", units_per_sample=1)
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the sum over pairs of the squared error, or the cross-entropy."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,9 +54,12 @@ class TailoredTask(Task):
 
     def facts(self) -> TaskFacts:
         """Return what a record says of the task."""
-        inner = self._task.facts()
-        return TaskFacts(
-            inner.name, inner.spec, inner.unit, self.primary, self.headlines, self.curves, self.score_label
+        return replace(
+            self._task.facts(),
+            primary=self.primary,
+            headlines=self.headlines,
+            curves=self.curves,
+            score_label=self.score_label,
         )
 
     @property

@@ -106,6 +106,6 @@ class Display(Screen):
         )
         label = self.task.score_label
         score = f"  train {label} {(totals.correct or 0) / max(1, totals.samples):.3f}" if label else ""
-        speed = totals.samples / max(totals.seconds, 1e-9)
+        unit, speed = self.task.speed(totals.samples / max(totals.seconds, 1e-9))
         loss = totals.loss_sum / max(1, totals.steps)
-        return f"train loss {loss:.4f}{score}  {speed:,.0f} samples/s  [of step time: {shown}]"
+        return f"train loss {loss:.4f}{score}  {speed:,.0f} {unit}  [of step time: {shown}]"

@@ -18,6 +18,7 @@ from echelon.models.builtin.small_gpt import SmallGPT
 from echelon.tasks.base import NO_TARGET, TaskSettings
 from echelon.tasks.language_modelling import LanguageModelling
 from echelon.tasks.nest import TensorSpec
+from echelon.tasks.tailored import TailoredTask
 from echelon.trainer.inputs import model_input
 
 IDS = TensorSpec((8,), "int64", 4)
@@ -93,3 +94,10 @@ def test_other_targets_and_settings_are_refused(info: Any, settings: TaskSetting
     with pytest.raises(UserError) as refused:
         LanguageModelling().fitted(info, settings)
     assert said in str(refused.value)
+
+
+def test_speeds_are_in_tokens_and_stay_so_with_a_metric_of_the_user_s_own() -> None:
+    tailored = TailoredTask(task(), None, {}, LanguageModelling.primary)
+    for facts in (task().facts(), tailored.facts()):
+        assert facts.speed(10.0) == ("tokens/s", 80.0)
+    assert LanguageModelling().facts().speed(10.0) == ("samples/s", 10.0)  # not fitted to any data

@@ -29,6 +29,7 @@ SHARED_SCRIPT = "echelon-charts.js"
 PLOTLY_FILE = Path(__file__).parent / "plotly" / "plotly-cartesian.min.js.gz"
 TERMS = {
     "samples/s": "Training samples of all ranks per second of step time; pauses between steps are left out.",
+    "tokens/s": "Tokens that all ranks train on per second of step time; pauses between steps are left out.",
     "a step": "One update of the parameters: forward, backward, communication and update of one global batch.",
     "sent a step": "Bytes that all ranks together send in a step so that replicas agree.",
     "own work": "What a rank spends in a step on anything but communication, in which it also waits for others.",

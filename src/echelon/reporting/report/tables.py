@@ -54,7 +54,8 @@ def headlines(s: Summary) -> list[Headline]:
     startup = f"{format_seconds(s.startup_s)} to start" if s.startup_s is not None else ""
     found.append(Headline("time", format_seconds(s.seconds), startup))
     if s.samples_per_s is not None and s.step_s is not None:
-        found.append(Headline("samples/s", f"{s.samples_per_s:,.0f}", f"{format_seconds(s.step_s)} a step"))
+        unit, speed = s.task.speed(s.samples_per_s)
+        found.append(Headline(unit, f"{speed:,.0f}", f"{format_seconds(s.step_s)} a step"))
     if s.wire_bytes_per_step is not None:
         found.append(Headline("sent a step", format_bytes(s.wire_bytes_per_step), "by all ranks"))
     if s.workers:
