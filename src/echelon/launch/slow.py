@@ -16,6 +16,9 @@ AGREEING = 7  # looks that must blame the same process
 BETWEEN_S = 0.61  # looks; no round number, for steps may be of one
 FIRST_S = 8.0  # after training began
 AGAIN_S = 600.0
+UNSURE = 5  # looks that blame the same process, and there is another round soon: on busy cores some miss it
+SOON_S = 8.0
+MOST_UNSURE = 3  # such rounds
 RATE_S = 5.0  # over which steps are counted
 TIMES_SLOWER = 5.0  # than before, and it is looked at
 TIMES_RARER = 10.0  # than those of the others, and a process that nobody waits for is slow
@@ -67,7 +70,7 @@ class SlowWatch:
     """Decides when to look, and what the looks say. Pure: time and what was seen come in as arguments.
 
     A round of looks begins some seconds after training has, when steps have become five times slower than they were,
-    and every ten minutes.
+    and every ten minutes; and soon after one whose looks mostly agree, but too few of them.
     """
 
     def __init__(self, independent: bool) -> None:
@@ -78,6 +81,7 @@ class SlowWatch:
         self._counted: tuple[float, int] | None = None  # when steps were counted last, and the step
         self._step_s = self._best_s = 0.0
         self._told: Living | None = None
+        self._unsure = 0  # rounds in a row
 
     def wants_look(self, notes: Mapping[str, Note], now_s: float) -> bool:
         """Whether all processes are to be observed now."""
@@ -114,14 +118,15 @@ class SlowWatch:
         if self._round.looks < LOOKS:
             return None
         slow = self._verdict(self._round, working)
-        self._round, self._next_round_s = None, now_s + AGAIN_S
+        unsure = slow is None and _most_blamed(self._round)[1] >= UNSURE and self._unsure < MOST_UNSURE
+        self._unsure = self._unsure + 1 if unsure else 0
+        self._round, self._next_round_s = None, now_s + (SOON_S if unsure else AGAIN_S)
         is_new = slow is not None and slow.process != self._told
         self._told = slow.process if slow is not None else None
         return slow if is_new else None
 
     def _verdict(self, looks: _Round, last: Sequence[Observed]) -> Slow | None:
-        counts = Counter(o.process for o in looks.blamed)
-        process, count = counts.most_common(1)[0] if counts else (None, 0)
+        process, count = _most_blamed(looks)
         if process is not None and count >= AGREEING:
             return self._about([o for o in looks.blamed if o.process == process], looks, 0.0)
         if not self._independent:
@@ -142,3 +147,9 @@ class SlowWatch:
             last.process, activity, last.note.step, line, agreeing, looks.looks, changes, self._step_s,
             self._best_s if self._best_s * TIMES_SLOWER < self._step_s else 0.0,
         )  # fmt: skip
+
+
+def _most_blamed(looks: _Round) -> tuple[Living | None, int]:
+    """Return the process that most looks blame, and how many do."""
+    counts = Counter(o.process for o in looks.blamed)
+    return counts.most_common(1)[0] if counts else (None, 0)
