@@ -129,6 +129,24 @@ def test_folders_without_transcripts_are_of_classes(tmp_path: Path) -> None:
         open_data(DataConfig(source=str(tmp_path)), 0, "regression")
 
 
+def test_a_table_of_paths_and_texts(tmp_path: Path) -> None:
+    make_transcribed(tmp_path / "clips")
+    rows = [f"clips/{i:03}.wav,{text},x" for i, text in enumerate(spoken(10))]
+    (tmp_path / "train.csv").write_text("\n".join(["path,text,speaker", *rows[:7]]))
+    (tmp_path / "test.csv").write_text("\n".join(["path,text,speaker", *rows[7:]]))
+    given = {"input": "path", "target": "text"}
+    source = open_data(DataConfig(str(tmp_path), **given), 0, "speech-recognition")  # type: ignore[arg-type]
+    assert (source.info.train_size, source.info.eval_size) == (6, 1)
+    assert texts(source, source.test) == spoken(10)[7:]
+    alone = open_data(DataConfig(str(tmp_path / "train.csv"), **given), 0, "speech-recognition")  # type: ignore[arg-type]
+    assert sorted(texts(alone, alone.train) + texts(alone, alone.evaluation)) == sorted(spoken(10)[:7])
+    with pytest.raises(UserError, match="--input PATH --target TEXT"):
+        open_data(DataConfig(str(tmp_path), target="text"), 0, "speech-recognition")
+    (tmp_path / "clips" / "002.wav").unlink()
+    with pytest.raises(UserError, match=r"column path names .*, and there is no file"):
+        open_data(DataConfig(str(tmp_path), **given), 0, "speech-recognition")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("loaders", [0, 2])
 def test_a_global_batch_does_not_depend_on_ranks_or_loaders(tmp_path: Path, loaders: int) -> None:
     source = opened(make_transcribed(tmp_path))

@@ -49,6 +49,7 @@ from echelon.data.interactions import InteractionColumns, interactions_source, t
 from echelon.data.order import split
 from echelon.data.ragged import RaggedArray
 from echelon.data.sources.base import SourceKind
+from echelon.data.sources.transcripts import Recordings, plain_text, transcribed
 from echelon.tasks.base import Encoding
 from echelon.tasks.nest import Nest, TensorSpec, map_leaves
 
@@ -59,6 +60,7 @@ _TASKS = {
     Encoding.LABELS: "multi_label",
     Encoding.TEXT: "text_classification",
     Encoding.IDS: "recommendation",
+    Encoding.TRANSCRIPTS: "speech_recognition",
 }
 _VALIDATION = ("val", "valid", "validation")
 _CHOOSING_SHARE = 0.1  # of the training rows, where the only other part is a test set
@@ -251,6 +253,8 @@ class _Rows:
         """
         if encoding is Encoding.TEXT:
             return self.texts_source(request)
+        if encoding is Encoding.TRANSCRIPTS:
+            return self.sounds_source(request)
         return self.ids_source(request) if encoding is Encoding.IDS else self.source(request, encoding)
 
     def source(self, request: DataRequest, encoding: Encoding) -> Source:
@@ -350,6 +354,33 @@ class _Rows:
         )
         note = f"texts of {self.inputs[0]} are cut into tokens, of a vocabulary of {column.tokeniser.count:,}"
         return self._cut(column.inputs, targets, info, [note])
+
+    def sounds_source(self, request: DataRequest) -> Source:
+        """Return the sound files that a column names, with the transcripts of another.
+
+        Raises:
+            UserError: it is not one column of strings each, or a file is not there.
+        """
+        columns = [self.table[name] for name in (*self.inputs, *self.targets)]
+        if len(columns) != 2 or not all(map(is_string, columns)):
+            raise UserError(
+                "--task speech-recognition reads one column of paths of sound files, and one of what is said in them: "
+                "--input PATH --target TEXT"
+            )
+        path = Path(request.config.source).expanduser()
+        folder = path if path.is_dir() else path.parent
+        names, texts = ([str(value or "") for value in column.to_pylist()] for column in columns)
+        absent = next((name for name in names if not (folder / name).is_file()), None)
+        if absent is not None:
+            raise UserError(
+                f"column {self.inputs[0]} names {absent!r}, and there is no file {folder / absent}: paths are from the "
+                "folder of the table"
+            )
+        rows, end = Recordings(str(folder), names, [plain_text(text) for text in texts]), self.train + self.evaluation
+        places = np.arange(len(names))
+        train, held, test = (rows.some(part) for part in np.split(places, [self.train, end]))
+        source = transcribed(request, train, held, test if test.names else None)
+        return replace(source, notes=(*self.notes, *source.notes))
 
     def _cut(self, inputs: Nest, targets: NDArray[np.generic], info: DataInfo, notes: Sequence[str]) -> Source:
         end = self.train + self.evaluation
