@@ -63,17 +63,18 @@ class ParallelText(SourceKind):
         return len(_languages(folder)) > 1 and not (folder / "train.csv").exists()
 
     def outline(self, request: DataRequest) -> DataOutline:
-        """Return the only task of pairs of sentences."""
+        """Return the only task of pairs of sentences.
+
+        Raises:
+            UserError: the run is of another task, or names no two of the languages.
+        """
+        _chosen_languages(request)
         return DataOutline(TRANSLATION)
 
     def open(self, request: DataRequest) -> Source:
         """Read the files of both languages; where there are none to validate by, pairs are held out by the seed."""
-        if request.encoding not in (Encoding.AUTO, Encoding.TEXT_PAIRS):
-            raise UserError(
-                f"data {request.config.source} is parallel text, for --task translation, not {request.task}"
-            )
         folder = Path(request.config.source).expanduser()
-        languages = _chosen_languages(request, folder)
+        languages = _chosen_languages(request)
         stems = _stems(folder, languages)
         parts, notes = {}, []
         for part, stem in stems.items():
@@ -99,8 +100,11 @@ def _languages(folder: Path) -> list[str]:
     return sorted(each for each in suffixes if _LANGUAGE.fullmatch(each) and each.lower() not in _OTHER_FILES)
 
 
-def _chosen_languages(request: DataRequest, folder: Path) -> tuple[str, str]:
-    known, config = _languages(folder), request.config
+def _chosen_languages(request: DataRequest) -> tuple[str, str]:
+    config = request.config
+    if request.encoding not in (Encoding.AUTO, Encoding.TEXT_PAIRS):
+        raise UserError(f"data {config.source} is parallel text, for --task translation, not {request.task}")
+    known = _languages(Path(config.source).expanduser())
     for flag, name in (("--input", config.input), ("--target", config.target)):
         if not name:
             raise UserError(
