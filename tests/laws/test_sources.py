@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
@@ -52,11 +53,22 @@ def _table(folder: Path) -> str:
     return str(folder / "table.csv")
 
 
+def _saved(folder: Path) -> str:
+    """Write images with classes as the library `datasets` does."""
+    datasets = pytest.importorskip("datasets", reason="needs the extra hf")
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 12, 12, 3), dtype=np.uint8)
+    features = datasets.Features({"picture": datasets.Image(), "kind": datasets.ClassLabel(names=["zebra", "ape"])})
+    rows = {"picture": [Image.fromarray(each) for each in pixels], "kind": [i % 2 for i in range(20)]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(folder / "saved")
+    return str(folder / "saved")
+
+
 EXAMPLES: dict[str, Callable[[Path], str]] = {
     "digits": lambda folder: "digits",
     "folder": lambda folder: str(make_folder(folder, per_class=5, side=40)),
     "function": lambda folder: "tests.laws.test_sources:own_data",
     "masks": lambda folder: str(make_shapes(folder / "shapes")),
+    "hugging_face": _saved,
     "shards": lambda folder: str(make_shards(make_folder(folder / "files", per_class=5), folder / "shards")),
     "parallel_text": lambda folder: str(make_parallel(folder / "pairs")),
     "sounds": lambda folder: str(make_sounds(folder / "sounds")),

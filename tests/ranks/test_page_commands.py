@@ -24,6 +24,7 @@ NAMES = {
     "DATA": "digits",
     "PATH/cifar10": "digits",
     "PATH/imagenet": "digits",
+    "hf:imdb": "banking77-saved",
     "timm/vit_base_patch16_224": "small_vit",
 }
 """What stands for data of the reader's, and for a model that takes larger images."""
@@ -122,6 +123,9 @@ def write_data(folder: Path) -> None:
     for part in ("train", "test"):
         (folder / "banking77" / f"{part}.csv").write_text(f"text,category\n{texts}")
     make_sounds(folder / "speech-digits", ("train", "test"))
+    saved = {"text": [f"where is card number {i} of mine" for i in range(60)], "category": ["lost", "late"] * 30}
+    datasets = pytest.importorskip("datasets", reason="the pages name data of the extra hf")
+    datasets.Dataset.from_dict(saved).class_encode_column("category").save_to_disk(folder / "banking77-saved")
     make_shards(make_folder(folder / "images"), folder / "shards" / "train")
     make_transcribed(folder / "spoken", ("train", "test"))
     make_parallel(folder / "multi30k-en-de", {"train": 40, "val": 10, "test_2016_flickr": 7})

@@ -13,6 +13,9 @@ from typing import Any
 from echelon.core.errors import UserError, nearest
 from echelon.core.spec import Spec, parse_spec, split_top_level
 
+HUGGING_FACE = "hf:"
+"""What begins the names of data sets of the Hugging Face library `datasets`: no module."""
+
 
 def code_file(name: str) -> str:
     """Return the file that importing `module:name` would run, or `built-in`; nothing where there is no such module.

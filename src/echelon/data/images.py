@@ -164,6 +164,49 @@ class ImageRanges(Dataset[tuple[Tensor, int]]):
 
 
 @dataclass(frozen=True)
+class ImageCells(Dataset[tuple[Tensor, int]]):
+    """Image files in a column of a table.
+
+    Attributes:
+        source: what the table is called in messages.
+        contents: of the files, a column of bytes (`pyarrow.ChunkedArray`); null where the file lies elsewhere.
+        paths: of the files, a column of strings.
+        rows: of the images in the columns, `(N,)`.
+    """
+
+    source: str
+    contents: Any
+    paths: Any
+    rows: NDArray[np.int64]
+    labels: Labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return self.picture(i).load(1.0), int(self.labels[i])
+
+    def picture(self, i: int) -> Picture:
+        """Open image `i`."""
+        row = int(self.rows[i])
+        content = self.contents[row].as_py()
+        if content is not None:
+            return picture_of(content)
+        path = self.paths[row].as_py()
+        if path is None:
+            raise CannotDecode("it is missing")
+        return open_picture(path)
+
+    def path(self, i: int) -> str:
+        """Return what image `i` is called in messages."""
+        return f"{self.source}: row {int(self.rows[i]) + 1}"
+
+    def subset(self, chosen: NDArray[np.int64]) -> ImageCells:
+        """Return some of the images."""
+        return ImageCells(self.source, self.contents, self.paths, self.rows[chosen], self.labels[chosen])
+
+
+@dataclass(frozen=True)
 class ImageArray(Dataset[tuple[Tensor, int]]):
     """Images of one size in memory, `(N, C, H, W)` uint8."""
 
@@ -277,7 +320,7 @@ def _kinds(item: Any) -> str:
     return type(item).__name__
 
 
-Images = ImageFiles | ImageRanges | ImageArray | ImageItems
+Images = ImageFiles | ImageRanges | ImageCells | ImageArray | ImageItems
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from echelon.config import Resolved, RunConfig
 from echelon.config.build import DEFAULT, SettingValue
+from echelon.core.own import HUGGING_FACE
 from echelon.core.task import TaskDefaults
 from echelon.run.data_names import holds_folders_of_a_kind
 from echelon.tasks.registry import AUTO, TASKS, build_task
@@ -93,7 +94,8 @@ def _outline(config: RunConfig, task: Task | None = None) -> DataOutline | None:
         task: the chosen one; None: the data tells it.
     """
     path = Path(config.data.source).expanduser()
-    if not path.exists() or (path.is_dir() and _is_of_images(path) and not holds_folders_of_a_kind(path)):
+    is_there = path.exists() or config.data.source.startswith(HUGGING_FACE)
+    if not is_there or (path.is_dir() and _is_of_images(path) and not holds_folders_of_a_kind(path)):
         return None
     from echelon.data.base import DataRequest
     from echelon.data.sources import kind_of

@@ -16,7 +16,7 @@ from pathlib import Path
 from echelon.config import RunConfig
 from echelon.config.build import COMMAND_LINE, Resolved, flag_of, leaves
 from echelon.core.errors import UserError
-from echelon.core.own import code_file, read_calls
+from echelon.core.own import HUGGING_FACE, code_file, read_calls
 from echelon.run.machine import say
 
 KNOWN_FILE = "known-code.jsonl"
@@ -97,7 +97,7 @@ def _is_code(setting: str, value: str) -> bool:
     if ":" not in value:
         return False
     if setting == "data.source":
-        return not Path(value).expanduser().exists()
+        return not value.startswith(HUGGING_FACE) and not Path(value).expanduser().exists()
     return setting != "model.name" or not value.startswith(_LIBRARIES)
 
 

@@ -12,10 +12,12 @@ from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
 from echelon.data.decode import CannotDecode
-from echelon.data.images import ImageArray, ImageFiles, ImageRanges, Images
+from echelon.data.images import ImageArray, ImageItems, Images
+from echelon.data.order import Indices, split
 from echelon.data.statistics import IMAGENET_MEAN, IMAGENET_STD, SMALL_IMAGE, measure
 
 _PEEKED = 32
+_HELD_OF_TRAIN = 0.1  # where only a test set is given
 _LARGE_SIDE = 224
 
 
@@ -64,6 +66,19 @@ class SourceKind(ABC):
         """
 
 
+def held_out(request: DataRequest, count: int, has_test: bool) -> tuple[Indices, Indices]:
+    """Return which of `count` training samples are trained on, and which are held out to choose by.
+
+    Raises:
+        UserError: there is one alone.
+    """
+    if count < 2:
+        source = request.config.source
+        raise UserError(f"data {source}: one sample cannot be split into training and evaluation; give more")
+    share = min(_HELD_OF_TRAIN, request.config.holdout) if has_test else request.config.holdout
+    return split(count, share, request.seed)
+
+
 def image_source(config: DataConfig, train: Images, evaluation: Images, classes: tuple[str, ...]) -> Source:
     """Return images with what is known of them: side as the model sees them, mean and standard deviation.
 
@@ -95,15 +110,15 @@ def _own_size(images: Images) -> int:
     """Return the side at which images are used: their own if small (of files, the median of a few), else 224."""
     if isinstance(images, ImageArray):
         side = min(images.pixels.shape[-2:])
-    elif isinstance(images, ImageFiles | ImageRanges):
-        side = _median_side(images)
-    else:
+    elif isinstance(images, ImageItems):
         picture = images.picture(0)
         side = min(picture.height, picture.width)
+    else:
+        side = _median_side(images)
     return side if side <= SMALL_IMAGE else _LARGE_SIDE
 
 
-def _median_side(images: ImageFiles | ImageRanges) -> int:
+def _median_side(images: Images) -> int:
     sides, refused = [], ""
     for i in np.unique(np.linspace(0, len(images) - 1, _PEEKED).astype(int)):
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from echelon.core.errors import UserError
-from echelon.core.own import find_own
+from echelon.core.own import HUGGING_FACE, find_own
 from echelon.data.base import DataRequest, Source
 from echelon.data.own import from_datasets
 from echelon.data.sources.base import SourceKind
@@ -20,7 +20,7 @@ class Function(SourceKind):
 
     def takes(self, name: str) -> bool:
         """Whether the name is of this form, and no path."""
-        return ":" in name and not Path(name).expanduser().exists()
+        return ":" in name and not name.startswith(HUGGING_FACE) and not Path(name).expanduser().exists()
 
     def check(self, name: str) -> None:
         """Refuse a module or function that does not exist.

@@ -21,15 +21,13 @@ import pyarrow.compute as pc
 from echelon.core.errors import UserError
 from echelon.data.base import DataRequest, Source
 from echelon.data.images import FileNames, ImageRanges, OpenFiles
-from echelon.data.order import split
-from echelon.data.sources.base import SourceKind, image_source
+from echelon.data.sources.base import SourceKind, held_out, image_source
 from echelon.data.sources.table import SUFFIXES
 from echelon.data.tar_index import TAR, Members, ShardIndex, compressed_shard, index_shards
 from echelon.tasks.base import Encoding
 
 _COMPRESSED = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 _PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-_HELD_OF_TRAIN = 0.1  # where only a test set is given
 _WORDS = re.compile(r"[a-z]+")
 
 
@@ -126,10 +124,7 @@ def _source(request: DataRequest, indexes: Mapping[str, ShardIndex]) -> Source:
     parts = {part: _images(path, index, classes) for part, index in indexes.items()}
     train, validation, test = parts["train"], parts.get("val"), parts.get("test")
     if validation is None:
-        if len(train) < 2:
-            raise UserError(f"data {path}: one sample cannot be split into training and evaluation; add val/")
-        share = request.config.holdout if test is None else _HELD_OF_TRAIN
-        chosen, held = split(len(train), share, request.seed)
+        chosen, held = held_out(request, len(train), test is not None)
         train, validation = train.subset(chosen), train.subset(held)
     names = tuple(str(name) for name in classes)
     return replace(image_source(request.config, train, validation, names), test=test)

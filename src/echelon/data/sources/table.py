@@ -90,36 +90,60 @@ class TableFile(SourceKind):
         self.check(request.config.source)
         if _is_implicit(request):
             return DataOutline(_TASKS[Encoding.IDS], (TensorSpec((), "int64"), TensorSpec((), "int64")))
-        files = _Files.of(request)
-        inputs, targets = files.columns(request)
-        specs = tuple(TensorSpec() for _ in inputs)
-        _check_encoding(request)
-        if request.encoding is Encoding.IDS:
-            # two columns can but be ids, so that no more than their names are read
-            known = files.read(inputs).columns if len(inputs) > 2 else ()
-            ids = TensorSpec((), "int64")
-            specs = tuple(ids if is_id(values) else TensorSpec() for values in known) or (ids,) * len(inputs)
-        if request.encoding is not Encoding.AUTO:
-            return DataOutline(_TASKS[request.encoding], specs)
-        table = files.read((*(inputs if len(inputs) == 1 else ()), *targets))
-        rows = _Rows(table, 0, 0, inputs, targets, MeasuredColumns(None))
-        return DataOutline(_TASKS[rows.encoding(request)], specs)
+        return _outline(request, _Files.of(request))
 
     def open(self, request: DataRequest) -> Source:
         """Read the table; where it has no part for evaluation, rows are held out by the seed."""
         if _is_implicit(request):
             return _interactions(request)
-        rows = _Rows.read(request)
-        encoding = rows.encoding(request)
-        try:
-            source = rows.encoded(request, encoding)
-        except UserError as error:
-            raise UserError(f"data {request.config.source}: {error}") from error
-        rows.measured.keep()
-        return source
+        return _opened(request, _Files.of(request))
 
 
 SOURCE = TableFile
+
+
+def outline_of_tables(request: DataRequest, parts: Mapping[str, pa.Table]) -> DataOutline:
+    """Return what the target column of tables that are read already is for (`open_tables`)."""
+    return _outline(request, _Files.of_tables(request, parts))
+
+
+def open_tables(request: DataRequest, parts: Mapping[str, pa.Table]) -> Source:
+    """Open tables that are read already, as those of files.
+
+    Args:
+        parts: by their names: `train`, and `val` and `test` where they are there.
+
+    Raises:
+        UserError: a column is not there, or holds what the task cannot use.
+    """
+    return _opened(request, _Files.of_tables(request, parts))
+
+
+def _outline(request: DataRequest, files: _Files) -> DataOutline:
+    inputs, targets = files.columns(request)
+    specs = tuple(TensorSpec() for _ in inputs)
+    _check_encoding(request)
+    if request.encoding is Encoding.IDS:
+        # two columns can but be ids, so that no more than their names are read
+        known = files.read(inputs).columns if len(inputs) > 2 else ()
+        ids = TensorSpec((), "int64")
+        specs = tuple(ids if is_id(values) else TensorSpec() for values in known) or (ids,) * len(inputs)
+    if request.encoding is not Encoding.AUTO:
+        return DataOutline(_TASKS[request.encoding], specs)
+    table = files.read((*(inputs if len(inputs) == 1 else ()), *targets))
+    rows = _Rows(table, 0, 0, inputs, targets, MeasuredColumns(None), files)
+    return DataOutline(_TASKS[rows.encoding(request)], specs)
+
+
+def _opened(request: DataRequest, files: _Files) -> Source:
+    rows = _Rows.read(request, files)
+    encoding = rows.encoding(request)
+    try:
+        source = rows.encoded(request, encoding)
+    except UserError as error:
+        raise UserError(f"data {request.config.source}: {error}") from error
+    rows.measured.keep()
+    return source
 
 
 def _is_implicit(request: DataRequest) -> bool:
@@ -162,6 +186,7 @@ class _Rows:
         train, evaluation: number of rows of these parts; those that follow are of the test set.
         inputs, targets: names of columns.
         measured: what was measured of columns.
+        files: that the rows are of.
         notes: how the rows were divided.
     """
 
@@ -171,22 +196,22 @@ class _Rows:
     inputs: tuple[str, ...]
     targets: tuple[str, ...]
     measured: MeasuredColumns
+    files: _Files
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, request: DataRequest) -> _Rows:
+    def read(cls, request: DataRequest, files: _Files) -> _Rows:
         """Read the files, and divide their rows.
 
         Raises:
             UserError: a file cannot be read, or lacks a column or rows.
         """
-        files = _Files.of(request)
         inputs, targets = files.columns(request)
         tables = files.each((*inputs, *targets))
         table = files.joined(tables)
         measured = MeasuredColumns(request.folder)
         held = len(tables[1]) if files.has_validation else 0
-        rows = cls(table, len(tables[0]), held, inputs, targets, measured)
+        rows = cls(table, len(tables[0]), held, inputs, targets, measured, files)
         return rows if held else rows._divided(request, files.has_test)
 
     def _divided(self, request: DataRequest, has_test: bool) -> _Rows:
@@ -231,15 +256,15 @@ class _Rows:
         if holds_labels(values) or not pc.any(absent).as_py():
             return
         count = pc.sum(absent).as_py()
-        row = int(self._places(request, name)[0]) + 1
+        row = int(self._places(name)[0]) + 1
         raise UserError(
             f"data {request.config.source}: the target {name} is missing in row {row}"
             f"{f', and in {count - 1} more' if count > 1 else ''}: remove such rows"
         )
 
-    def _places(self, request: DataRequest, name: str) -> NDArray[np.int64]:
+    def _places(self, name: str) -> NDArray[np.int64]:
         """Return where values are missing in the file of the training part, else in the evaluation part."""
-        for table in _Files.of(request).each((name,)):
+        for table in self.files.each((name,)):
             absent = table[name].is_null(nan_is_null=True).to_numpy()
             if absent.any():
                 return np.flatnonzero(absent)
@@ -511,6 +536,17 @@ class _Files:
         held = [name for name in _VALIDATION if name in parts][:1]
         names = ["train", *held, *(["test"] if "test" in parts else [])]
         return cls(str(path), tuple(_File.of(parts[name]) for name in names), bool(held), "test" in parts)
+
+    @classmethod
+    def of_tables(cls, request: DataRequest, parts: Mapping[str, pa.Table]) -> _Files:
+        """Return tables that are read already, by the names of their parts, in place of files."""
+        source = request.config.source
+        files = [
+            _File(Path(f"{source}, part {name}"), tuple(parts[name].column_names), parts[name])
+            for name in ("train", "val", "test")
+            if name in parts
+        ]
+        return cls(source, tuple(files), "val" in parts, "test" in parts)
 
     def columns(self, request: DataRequest) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the names of inputs and targets; all files have them.
