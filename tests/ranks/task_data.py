@@ -72,6 +72,11 @@ def language_modelling(folder: Path) -> Settings:
     return {"data.source": str(file), "data.context": 16, "data.holdout": 0.1}
 
 
+def masked_language_modelling(folder: Path) -> Settings:
+    """The same words, some of them masked."""
+    return language_modelling(folder)
+
+
 def speech_classification(folder: Path) -> Settings:
     """Beeps of two pitches and different lengths."""
     return {"data.source": str(make_sounds(folder / "sounds", ("train", "val"), per_class=12))}
@@ -86,6 +91,7 @@ MAKERS: dict[str, Callable[[Path], Settings]] = {
     "classification": classification,
     "image_classification": image_classification,
     "language_modelling": language_modelling,
+    "masked_language_modelling": masked_language_modelling,
     "multi_label": multi_label,
     "recommendation": recommendation,
     "regression": regression,

@@ -124,7 +124,10 @@ class ModelConfig:
     """The network."""
 
     name: str = code_setting(
-        "auto", "auto, a built-in (mlp, small_cnn, resnet20), timm/NAME, torchvision/NAME or module:function", "--model"
+        "auto",
+        "auto, a built-in (mlp, small_cnn, resnet20), timm/NAME, torchvision/NAME, transformers/FOLDER "
+        "or module:function",
+        "--model",
     )
     weights: str = setting("", "file of weights to start from (safetensors, or a torch state dict)")
     sync_batchnorm: bool = setting(False, "BatchNorm statistics over the whole global batch")

@@ -1,9 +1,10 @@
-"""Models from timm, torchvision and a user's own module. The libraries are imported when first asked for."""
+"""Models from timm, torchvision, transformers and a user's own module; libraries are imported when first asked for."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from echelon.core.errors import UserError, nearest
 from echelon.core.own import find_own
 from echelon.models.base import ModelInput
+from echelon.tasks.nest import TensorSpec
 
 
 def build_timm(name: str, data: ModelInput) -> nn.Module:
@@ -65,6 +67,48 @@ def build_torchvision(name: str, data: ModelInput) -> nn.Module:
         raise _not_for_such_images(f"torchvision/{name}", data, error) from error
 
 
+def build_transformers(folder: str, data: ModelInput) -> nn.Module:
+    """Build `transformers/FOLDER`: what the `config.json` of a folder describes, without pretrained weights.
+
+    Of texts, `input_ids` with an `attention_mask`, it classifies; of windows of token ids it predicts the next ones,
+    and its vocabulary is the data's. Nothing is downloaded, and no code of the folder is run.
+
+    Raises:
+        UserError: transformers is not installed, the folder has no such file, or the model is not for such inputs.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise UserError(
+            f"--model transformers/{folder} needs transformers: pip install 'echelon[transformers]'"
+        ) from None
+    path = Path(folder).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"--model transformers/{folder}: {file} is not there: name a folder that transformers wrote")
+    specs = data.several if isinstance(data.several, dict) else {"input_ids": data.several}
+    ids = specs.get("input_ids")
+    others = set(specs) - {"input_ids", "attention_mask"}
+    if not isinstance(ids, TensorSpec) or not ids.count or others or (len(specs) == 1 and ids.count != data.classes):
+        raise UserError(
+            f"--model transformers/{folder} reads texts, or token ids whose next ones are the targets, the data has "
+            f"{data.describe()}"
+        )
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
+        kind: Any = transformers.AutoModelForCausalLM
+        if isinstance(data.several, dict):
+            kind, config.num_labels = transformers.AutoModelForSequenceClassification, data.classes
+        _check_vocabulary(config, ids.count, f"--model transformers/{folder}")
+        if not isinstance(data.several, dict):
+            config.vocab_size = ids.count
+        model: nn.Module = kind.from_config(config)
+    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"--model transformers/{folder} cannot be built ({reason})") from error
+    return model
+
+
 def build_own(name: str, data: ModelInput) -> nn.Module:
     """Call `module:function` with `data: ModelInput`, or with those of classes, channels, image_size that it takes.
 
@@ -97,6 +141,20 @@ def _torchvision_names() -> list[str]:
 
     names: list[str] = models.list_models(module=models) + models.list_models(module=models.segmentation)
     return names
+
+
+def _check_vocabulary(config: Any, count: int, name: str) -> None:
+    """Check that a model of transformers knows all tokens of the data, and tell it which one is padding.
+
+    Raises:
+        UserError: it knows fewer.
+    """
+    if count > config.vocab_size:
+        raise UserError(
+            f"{name} knows {config.vocab_size:,} tokens, the data has {count:,}: use --tokeniser with its folder"
+        )
+    if getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = 0
 
 
 def _arguments(name: str, function: Callable[..., Any], data: ModelInput) -> dict[str, object]:

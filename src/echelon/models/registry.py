@@ -15,7 +15,7 @@ from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError, nearest, unknown
 from echelon.models import builtin
 from echelon.models.base import ModelInput
-from echelon.models.external import build_own, build_timm, build_torchvision, library_names
+from echelon.models.external import build_own, build_timm, build_torchvision, build_transformers, library_names
 from echelon.models.logits import give_logits
 from echelon.models.weights import load_weights
 from echelon.tasks import nest
@@ -81,8 +81,9 @@ def _build(name: str, data: ModelInput) -> nn.Module:
         return build_timm(name.removeprefix("timm/"), data)
     if name.startswith("torchvision/"):
         return build_torchvision(name.removeprefix("torchvision/"), data)
-    if ":" in name:
-        model = build_own(name, data)
+    if name.startswith("transformers/") or ":" in name:
+        of_library = name.startswith("transformers/")
+        model = build_transformers(name.removeprefix("transformers/"), data) if of_library else build_own(name, data)
         give_logits(model)
         return model
     if name in builtin_names() or name in OF_SEQUENCES + OF_COLUMNS + OF_PIXELS:

@@ -1,0 +1,68 @@
+"""Models that a folder of transformers describes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from echelon.config.schema import ModelConfig
+from echelon.core.errors import UserError
+from echelon.models import ModelInput, build_model
+from echelon.tasks.nest import TensorSpec
+
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: it is the extra `transformers`"
+)
+SMALL = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+TEXTS = {"input_ids": TensorSpec((12,), "int64", 40, ragged=True), "attention_mask": TensorSpec((12,), "int64")}
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> str:
+    """A folder with a BERT of 50 tokens."""
+    transformers.BertConfig(vocab_size=50, **SMALL).save_pretrained(tmp_path / "bert")
+    return f"transformers/{tmp_path / 'bert'}"
+
+
+@pytest.fixture
+def gpt2(tmp_path: Path) -> str:
+    """A folder with a GPT-2 of 50 tokens and 16 positions."""
+    transformers.GPT2Config(vocab_size=50, n_layer=1, n_embd=16, n_head=2, n_positions=16).save_pretrained(tmp_path)
+    return f"transformers/{tmp_path}"
+
+
+def test_texts_are_classified_and_padding_is_not_seen(bert: str, gpt2: str) -> None:
+    for name in (bert, gpt2):
+        model = build_model(ModelConfig(name=name), ModelInput(3, 1, 1, several=TEXTS)).eval()
+        ids, mask = torch.randint(1, 40, (2, 12)), torch.ones(2, 12, dtype=torch.int64)
+        mask[:, 8:] = 0
+        ids[:, 8:] = 0
+        logits = model(input_ids=ids, attention_mask=mask)
+        assert isinstance(logits, torch.Tensor) and logits.shape == (2, 3)
+        torch.testing.assert_close(logits, model(input_ids=ids[:, :8], attention_mask=mask[:, :8]))
+
+
+def test_windows_of_tokens_get_the_vocabulary_of_the_data(gpt2: str) -> None:
+    def build(count: int, context: int = 16) -> torch.nn.Module:
+        return build_model(
+            ModelConfig(name=gpt2),
+            ModelInput(count, 1, 1, several=TensorSpec((context,), "int64", count), wrong_outputs=lambda *_: ""),
+        )
+
+    assert build(40)(torch.zeros(2, 16, dtype=torch.int64)).shape == (2, 16, 40)
+    with pytest.raises(UserError, match="knows 50 tokens, the data has 60: use --tokeniser"):
+        build(60)
+    with pytest.raises(UserError, match="cannot take inputs"):
+        build(40, context=17)
+
+
+def test_what_is_no_folder_or_no_text_is_refused(bert: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere is not there: name a folder that transformers wrote"):
+        build_model(ModelConfig(name="transformers/nowhere"), ModelInput(3, 1, 1, several=TEXTS))
+    with pytest.raises(UserError, match="reads texts, or token ids"):
+        build_model(ModelConfig(name=bert), ModelInput(3, 1, 8))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot be built"):
+        build_model(ModelConfig(name=f"transformers/{tmp_path}"), ModelInput(3, 1, 1, several=TEXTS))
