@@ -96,8 +96,8 @@ def _unknown(name: str) -> UserError:
     library, _, rest = name.rpartition("/")
     if library:
         return UserError(
-            f"unknown model {name!r}: {nearest(library, ['timm', 'torchvision'])}"
-            f"write timm/{rest}, torchvision/{rest}, module:function or one of {', '.join(known)}"
+            f"unknown model {name!r}: {nearest(library, ['timm', 'torchvision', 'transformers'])}"
+            f"write timm/{rest}, torchvision/{rest}, transformers/FOLDER, module:function or one of {', '.join(known)}"
         )
     found = [f"{prefix}/{name}" for prefix, names in library_names().items() if name in names]
     if found:
