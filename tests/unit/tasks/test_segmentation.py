@@ -17,6 +17,8 @@ from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
 from echelon.data.base import DataInfo
 from echelon.models import build_model, parameter_count
+from echelon.models.families import hints_for
+from echelon.parallel.pipeline.chain import find_chain
 from echelon.tasks.base import TaskSettings
 from echelon.tasks.nest import TensorSpec
 from echelon.tasks.segmentation import Segmentation, class_colours
@@ -135,6 +137,8 @@ def test_the_small_unet_fits_any_size() -> None:
         assert model(torch.zeros(2, 3, *size)).shape == (2, 3, *size)
     model(torch.zeros(0, 3, 32, 32)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+    with pytest.raises(UserError, match=r"SmallUNet is not known to be a chain.* or use fsdp=N or tp=N instead"):
+        find_chain(model, hints_for(model))
 
 
 @pytest.mark.slow
