@@ -26,7 +26,7 @@ def test_shapes_are_found_and_a_stopped_run_goes_on_as_it_would_have(tmp_path: P
         assert stopped.check_stopped(signal.SIGTERM) >= 10
         resumed = runs.start("resume", "stopped", folder="stopped")
         assert resumed.end() == 0, resumed.text()
-        again = runs.start("evaluate", "straight", "--workers", "1", "--json")
+        again = runs.start("evaluate", "straight", "--workers", "1", "--checkpoint", "newest", "--json")
         assert again.end() == 0, again.text()
     assert "small_unet on shapes: segmentation" in straight.text()
     assert losses_of(tmp_path / "stopped") == losses_of(tmp_path / "straight")
