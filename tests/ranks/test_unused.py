@@ -29,18 +29,20 @@ class Partly(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("sync", "compression"),
+    ("parallel", "sync", "compression"),
     [
-        ("allreduce", "none"), ("allreduce", "topk(0.1)"), ("allreduce", "sign"), ("allreduce", "powersgd(rank=1)"),
-        ("local(2)", "none"), ("diloco(period=2)", "int8"),
+        ("dp=2", "allreduce", "none"), ("dp=2", "allreduce", "topk(0.1)"), ("dp=2", "allreduce", "sign"),
+        ("dp=2", "allreduce", "powersgd(rank=1)"), ("dp=2", "local(2)", "none"), ("dp=2", "diloco(period=2)", "int8"),
+        ("dp=2", "ps(mode=async)", "none"), ("dp=2", "ps(mode=sync)", "sign"), ("fsdp=2", "ps(mode=async)", "none"),
+        ("dp=2,fsdp=2", "allreduce", "none"),
     ],
 )  # fmt: skip
-def test_it_stays_as_it_was(tmp_path: Path, sync: str, compression: str) -> None:
+def test_it_stays_as_it_was(tmp_path: Path, parallel: str, sync: str, compression: str) -> None:
     model = Partly()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     outcome = echelon.train(
-        model=model, data="digits", run=tmp_path / "run", workers=2, device="cpu", threads=1, max_steps=6, sync=sync,
-        compression=compression, weight_decay=0.1, lr=0.1,
+        model=model, data="digits", run=tmp_path / "run", workers=4 if "," in parallel else 2, device="cpu", threads=1,
+        max_steps=6, parallel=parallel, sync=sync, compression=compression, weight_decay=0.1, lr=0.1,
     )  # fmt: skip
     after = outcome.model().state_dict()
     for name, value in before.items():

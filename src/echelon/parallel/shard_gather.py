@@ -76,6 +76,22 @@ class ShardGather:
         elif len(flat):
             dist.send(flat, group=self._group, group_dst=0)
 
+    def given(self, shards: Mapping[str, Tensor | None]) -> set[str]:
+        """Return on the first rank the names of which some rank has more than None; all call it together."""
+        flags = torch.tensor([shards[piece.name] is not None for piece in self._own], dtype=torch.uint8)
+        if not self._of_ranks:
+            if len(flags):
+                dist.send(flags, group=self._group, group_dst=0)
+            return set()
+        flats = [flags, *(torch.empty(len(pieces), dtype=torch.uint8) for pieces in self._of_ranks[1:])]
+        _wait([dist.irecv(each, group=self._group, group_src=r) for r, each in _filled(flats)])
+        return {
+            piece.name
+            for pieces, each in zip(self._of_ranks, flats, strict=True)
+            for piece, flag in zip(pieces, each.tolist(), strict=True)
+            if flag
+        }
+
     @torch.no_grad()
     def scatter(self, tensors: Mapping[str, Tensor], shards: Mapping[str, Tensor]) -> None:
         """Give each rank all the pieces that it holds; all call it together.

@@ -8,7 +8,7 @@ the later ones that came before it. After each push the key's next value is aske
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,13 +80,17 @@ class Client:
         """How the run ended; empty while it goes."""
         return self.connection.status
 
-    def push(self, key: KeyRange, gradient: Tensor, info: PushInfo) -> None:
-        """Send a key's gradient, 1-D; it must not change any more. The key's next value is asked for behind it."""
+    def push(self, key: KeyRange, gradient: Tensor, info: PushInfo, absent: Sequence[int] = ()) -> None:
+        """Send a key's gradient, 1-D; it must not change any more. The key's next value is asked for behind it.
+
+        Args:
+            absent: parts of the key that got no gradient, where it is zero.
+        """
         connection = self.connection
         cached = connection.cached(key)
         cached.valid = cached.valid and self.config.aggregates  # at once: `value` must not give what was before
         start = connection.later if connection.encodes else connection.do
-        start(lambda: connection.queue_push(key, gradient, info))
+        start(lambda: connection.queue_push(key, gradient, info, absent))
 
     def open_task(self, task: int, pushes: int) -> None:
         """Announce how many pushes a task will have."""

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -286,13 +286,18 @@ class Connection:
         if server in self._links:
             self._links[server].channel.send(content, frames)
 
-    def queue_push(self, key: KeyRange, gradient: Tensor, info: PushInfo) -> None:
-        """Let a gradient leave when it is its turn, and the key's next value be asked for with it."""
+    def queue_push(self, key: KeyRange, gradient: Tensor, info: PushInfo, absent: Sequence[int] = ()) -> None:
+        """Let a gradient leave when it is its turn, and the key's next value be asked for with it.
+
+        Args:
+            absent: parts of the key without a gradient; where these are all, nothing is encoded.
+        """
         link, cached = self._links[key.server], self._cached[key.index]
-        frames = self._up.encode(gradient, key, self._states[key.index])
+        nothing = len(absent) == len(key.parts)
+        frames = [b""] if nothing else self._up.encode(gradient, key, self._states[key.index])
         push = PushGradient(
             key.index, info.task, info.step, info.share, info.shares, info.units, info.batch,
-            max(0, cached.version), 0, info.lr, True,
+            max(0, cached.version), 0, info.lr, True, list(absent),
         )  # fmt: skip
         cached.pull = push.pull_behind(self.config.aggregates)
         link.queue(key.index, Outgoing(push, frames))

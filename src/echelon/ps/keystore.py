@@ -40,7 +40,8 @@ class Push(NamedTuple):
     """A decoded gradient of one key: which task, on which version, from how many of the batch's units (of the loss).
 
     A gradient is a sum over units divided by `batch`; `scale` is a factor of the learning rate. `memory` is the
-    message that the gradient lies in, where nothing else needs it any more: the new value may take its place.
+    message that the gradient lies in, where nothing else needs it any more: the new value may take its place. `absent`
+    are the key's parts that it has no gradient of.
     """
 
     worker: str
@@ -55,6 +56,7 @@ class Push(NamedTuple):
     gradient: Tensor
     scale: float = 1.0
     memory: Any = None
+    absent: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -62,7 +64,7 @@ class _Gathered:
     """The gradients of one version that have come so far, of how many, for a batch of which size.
 
     `total` is the sum of shares in their order, the same bits whatever came first; `waiting` those before which one is
-    missing.
+    missing; `absent` the parts of the key that none has a gradient of.
     """
 
     wanted: int
@@ -72,6 +74,7 @@ class _Gathered:
     units: int = 0
     lr: float = 0.0
     waiting: dict[int, Tensor] = field(default_factory=dict)
+    absent: frozenset[int] = frozenset()
 
     def add(self, share: int, units: int, lr: float, gradient: Tensor, in_order: bool) -> None:
         """Count the gradient of a share, and sum it now or once those before it are there."""
@@ -169,7 +172,8 @@ class KeyStore:
             return PushOutcome.DUPLICATE
         self.applied.tasks.add(push.task)
         gradient = self._compensated(push)
-        self._update(gradient, push.lr * push.scale, push.memory if gradient is push.gradient else None)
+        memory = push.memory if gradient is push.gradient else None
+        self._update(gradient, push.lr * push.scale, memory, push.absent)
         self.version += 1
         return PushOutcome.APPLIED
 
@@ -179,6 +183,7 @@ class KeyStore:
         gathered = self._gathered.setdefault(push.step, _Gathered(push.shares, push.batch))
         if push.share in gathered.shares:
             return PushOutcome.DUPLICATE
+        gathered.absent = gathered.absent & push.absent if gathered.shares else push.absent
         gathered.add(push.share, push.units, push.lr, push.gradient, in_order=not self.settings.backup)
         version = self.version
         while self._complete_next():
@@ -198,7 +203,7 @@ class KeyStore:
             # The mean over those that came stands for the batch (Chen et al. 2016).
             total *= gathered.batch / gathered.units
         self.before = self.value.clone()
-        self._update(total, gathered.lr)
+        self._update(total, gathered.lr, absent=gathered.absent)
         self.version += 1
 
     def catch_up(self, step: int) -> int:
@@ -225,12 +230,16 @@ class KeyStore:
         square = self._mean_square.setdefault(push.worker, torch.zeros_like(self.value))
         return compensate_adaptive(push.gradient, self.value, then, square, strength)
 
-    def _update(self, gradient: Tensor, lr: float, memory: Any = None) -> None:
+    def _update(self, gradient: Tensor, lr: float, memory: Any = None, absent: frozenset[int] = frozenset()) -> None:
+        if absent and self._plain:
+            for part in (self.key.parts[i] for i in absent):
+                if gradient[part.start : part.stop].any():  # a codec may decode more than nothing of nothing
+                    gradient[part.start : part.stop] = 0
         if self._plain:
             self._descend(gradient, lr, memory)
         else:
             with torch.no_grad():
-                self._optimize(gradient, lr)
+                self._optimize(gradient, lr, absent)
         if self.average is not None:  # as the loop's own average: a short run is not one of its random start
             decay = min(self.settings.ema, (1 + self.averaged) / (10 + self.averaged))
             self.averaged += 1
@@ -246,12 +255,12 @@ class KeyStore:
             self.value = torch.add(self.value, gradient, alpha=-lr)
         self.memory = memory
 
-    def _optimize(self, gradient: Tensor, lr: float) -> None:
+    def _optimize(self, gradient: Tensor, lr: float, absent: frozenset[int]) -> None:
         if len(self._views) == 1:
-            self._views[0].grad = gradient.view(self.key.parts[0].shape)
+            self._views[0].grad = None if absent else gradient.view(self.key.parts[0].shape)
         else:
-            for part, view in zip(self.key.parts, self._views, strict=True):
-                view.grad = gradient[part.start : part.stop].view(part.shape)
+            for i, (part, view) in enumerate(zip(self.key.parts, self._views, strict=True)):
+                view.grad = None if i in absent else gradient[part.start : part.stop].view(part.shape)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self._step(self.optimizer)
@@ -298,7 +307,8 @@ class KeyStore:
         """Return the state with what is gathered for versions that wait: what acknowledged pushes left here."""
         gathered = {
             step: {"wanted": g.wanted, "batch": g.batch, "samples": g.units, "lr": g.lr, "shares": sorted(g.shares),
-                   "total": _copy(g.total), "waiting": {share: t.clone() for share, t in g.waiting.items()}}
+                   "total": _copy(g.total), "waiting": {share: t.clone() for share, t in g.waiting.items()},
+                   "absent": sorted(g.absent)}
             for step, g in self._gathered.items()
         }  # fmt: skip
         return {**self.state(full=True), "gathered": gathered}
@@ -324,7 +334,9 @@ class KeyStore:
         for step, g in state.get("gathered", {}).items():
             shares, lr = {int(s) for s in g["shares"]}, float(g["lr"])
             rest = {int(share): gradient for share, gradient in g.get("waiting", {}).items()}
-            self._gathered[int(step)] = _Gathered(g["wanted"], g["batch"], g["total"], shares, g["samples"], lr, rest)
+            self._gathered[int(step)] = _Gathered(
+                g["wanted"], g["batch"], g["total"], shares, g["samples"], lr, rest, frozenset(g.get("absent", ()))
+            )
         if "optimizer" not in state:
             return
         whole = self.optimizer.state_dict()

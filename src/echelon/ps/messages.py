@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import field
+
 from echelon.messages.framing import ANY_FRAMES, MAX_FRAMES, Content, content, vocabulary
 
 BUFFERS_KEY = 2**31
@@ -34,6 +36,8 @@ class PushGradient(Content):
         base: version of the parameters that it was computed on.
         number: rises with each push of a worker to a server; it survives the server's restart.
         pull: the key's next value is wanted too.
+        absent: parts of the key that got no gradient, by number; the frames have zeros there, and where these are all
+            parts, nothing.
     """
 
     key: int
@@ -47,6 +51,7 @@ class PushGradient(Content):
     number: int
     lr: float
     pull: bool
+    absent: list[int] = field(default_factory=list)
 
     def pull_behind(self, aggregates: bool) -> Pull:
         """Return the pull that a push with `pull` stands for: one message less for each key.

@@ -338,13 +338,16 @@ class ServerState:
 
     def _decoded(self, message: Message, content: PushGradient, worker: str, scale: float) -> Push:
         key = self._store_of(content.key).key
+        absent = frozenset(content.absent)
+        if not absent <= set(range(len(key.parts))):
+            raise ValueError(f"key {key.index} has {len(key.parts)} parts")
+        if absent and len(absent) == len(key.parts):
+            zeros = torch.zeros(key.numel, dtype=self._coding.dtype)
+            return _push_of(content, worker, zeros, scale, absent)
         gradient = self._coding.decode(message.frames, key)
         needed_again = self._coding.codec is not None or self._replication.attached
         memory = None if needed_again else message_of(message.frames[0], gradient)
-        return Push(
-            worker, content.task, content.step, content.share, content.shares, content.units, content.base,
-            content.lr, content.batch, gradient, scale, memory,
-        )  # fmt: skip
+        return _push_of(content, worker, gradient, scale, absent)._replace(memory=memory)
 
     def _apply(self, store: KeyStore, push: Push) -> PushOutcome:
         outcome = store.take(push)
@@ -581,3 +584,11 @@ class ServerState:
             self.is_standby = True
             self._replication.forget()
             self._lag()
+
+
+def _push_of(content: PushGradient, worker: str, gradient: Tensor, scale: float, absent: frozenset[int]) -> Push:
+    """Return what the key's store counts."""
+    return Push(
+        worker, content.task, content.step, content.share, content.shares, content.units, content.base,
+        content.lr, content.batch, gradient, scale, absent=absent,
+    )  # fmt: skip

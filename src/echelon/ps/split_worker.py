@@ -170,9 +170,10 @@ class SplitWorker(ServerHeld):
 
     def _gather_gradients(self) -> None:
         self.split.pieces.take_gradients()
-        whole = {}
+        used, whole = self._of_parameters.given({n: p.grad for n, p in self._parameters.items()}), {}
         for name, parameter in self._whole_parameters().items():
-            whole[name] = parameter.grad = torch.empty_like(parameter)
+            whole[name] = torch.empty_like(parameter)
+            parameter.grad = whole[name] if name in used else None
         self._of_parameters.gather({n: p.grad for n, p in self._parameters.items()}, whole)
         for parameter in self._parameters.values():
             parameter.grad = None

@@ -315,7 +315,16 @@ class ParameterServer(ServerHeld):
 
     def _push(self, key: KeyRange) -> None:
         assert self._round is not None
-        self._client.push(key, self._flat_gradient(key), self._round.info)
+        self._client.push(key, self._flat_gradient(key), self._round.info, self._absent(key))
+
+    def _absent(self, key: KeyRange) -> list[int]:
+        """Return the parts of a key, by number, that got no gradient: the servers leave them as they are."""
+        without = [span.in_key for span in self._by_key[key.index] if self._parameters[span.parameter].grad is None]
+        if not without:
+            return []
+        return [
+            i for i, part in enumerate(key.parts) if any(s.start <= part.start and part.stop <= s.stop for s in without)
+        ]
 
     def _flat_gradient(self, key: KeyRange) -> Tensor:
         """Return a key's gradient: a view where it lies in one parameter, else a copy."""

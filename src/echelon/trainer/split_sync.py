@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from echelon.collectives.times import ReduceTimes
@@ -30,6 +31,7 @@ class SplitSync:
         self.module, self._pieces, self._make, self._clock = module, pieces, make, clock
         self._inner = make()
         self._begun = False
+        self._has_unused: bool | None = None  # not known before the first step
 
     @property
     def _placement(self) -> Placement:
@@ -83,6 +85,7 @@ class SplitSync:
 
     def _reduce(self) -> None:
         parameters = self._pieces.trainable()
+        unused = self._unused(parameters)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         blank = self._inner.needs_warmup_backward and not self._begun
         self._begun = True
@@ -92,6 +95,22 @@ class SplitSync:
             self._pieces.pending(pending)
             with self._inner.micro_batch(last=True):
                 self._inner.module().backward()
+        for parameter in unused:
+            parameter.grad = None
+
+    def _unused(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return the parameters that no replica has a gradient of.
+
+        Asked in the first step, and then in each one where there were some: a model whose branches depend on the data
+        has zeros for those that begin to be left out later.
+        """
+        if self._has_unused is False:
+            return []
+        marks = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
+        dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self._placement.replica_group)
+        found = [p for p, mark in zip(parameters, marks.tolist(), strict=True) if not mark]
+        self._has_unused = bool(found)
+        return found
 
     @contextmanager
     def agreed(self, averages: bool = False) -> Iterator[None]:

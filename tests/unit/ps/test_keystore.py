@@ -111,3 +111,28 @@ def test_other_forms_of_sgd_keep_the_value_to_themselves(extra: dict[str, Any]) 
         usual.step()
     assert key.memory is None
     torch.testing.assert_close(key.value, parameter.detach()[0])
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_what_no_push_has_a_gradient_of_stays(mode: str) -> None:
+    """Neither momentum nor weight decay moves it, until a push has one; a version has what any of its shares has."""
+
+    def made(tensors: Any, decay: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(tensors, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+    key = KeyStore(TABLE.keys[0], torch.arange(6.0), ServerSettings(mode), made)
+    nothing = frozenset(range(len(TABLE.keys[0].parts)))
+    key.take(push(0))
+    moved = key.value.clone()
+    key.take(push(1)._replace(absent=nothing, gradient=torch.zeros(6)))
+    assert torch.equal(key.value, moved) and key.version == 2
+    if mode == "sync":
+        key.take(push(2)._replace(absent=nothing, gradient=torch.zeros(6), shares=2))
+        again = KeyStore(TABLE.keys[0], torch.arange(6.0), ServerSettings(mode), made)
+        again.load_state(key.whole_state(), 0.0)
+        for each in (key, again):
+            each.take(push(2)._replace(share=1, shares=2))
+            assert each.version == 3 and not torch.equal(each.value, moved)
+    else:
+        key.take(push(2))
+        assert not torch.equal(key.value, moved)
