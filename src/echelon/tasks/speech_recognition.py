@@ -11,8 +11,6 @@ Needs: a folder of sounds, each with its text beside it (1.wav, 1.txt), or the t
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -162,15 +160,6 @@ TASK = SpeechRecognition
 def label_counts(targets: Tensor) -> Tensor:
     """Return the number of labels of each sample `(B,)`."""
     return (targets != NO_TARGET).sum(1)
-
-
-def frames_needed(labels: Sequence[int]) -> int:
-    """Return how many frames labels need: one each, and a blank between two that are the same.
-
-    >>> frames_needed([5, 5, 7])
-    4
-    """
-    return len(labels) + sum(a == b for a, b in itertools.pairwise(labels))
 
 
 def greedy_labels(logits: Tensor) -> list[list[int]]:

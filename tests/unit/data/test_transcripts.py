@@ -147,6 +147,18 @@ def test_a_table_of_paths_and_texts(tmp_path: Path) -> None:
         open_data(DataConfig(str(tmp_path), **given), 0, "speech-recognition")  # type: ignore[arg-type]
 
 
+def test_the_sound_with_the_fewest_frames_for_its_labels_is_known(tmp_path: Path) -> None:
+    for part, said in (("train", ("ab", "", "aab")), ("val", ("", "abc"))):
+        for i, text in enumerate(said):
+            say(tmp_path / part / f"{i}.wav", "abc")
+            (tmp_path / part / f"{i}.txt").write_text(text)
+    tight = opened(tmp_path).info.tightest
+    assert tight is not None and (tight.name, tight.needed) == (str(tmp_path / "train" / "2.wav"), 4)
+    (tmp_path / "val" / "0.txt").write_text("aabbc")
+    tight = opened(tmp_path).info.tightest
+    assert tight is not None and (tight.name, tight.needed) == (str(tmp_path / "val" / "0.wav"), 7)
+
+
 @pytest.mark.parametrize("loaders", [0, 2])
 def test_a_global_batch_does_not_depend_on_ranks_or_loaders(tmp_path: Path, loaders: int) -> None:
     source = opened(make_transcribed(tmp_path))

@@ -16,7 +16,7 @@ from echelon.data.tokenisers import Characters
 from echelon.models import ModelInput, build_model
 from echelon.models.builtin.small_ctc import SIZE, SmallCTC
 from echelon.tasks.base import NO_TARGET, TaskSettings, TightSample
-from echelon.tasks.speech_recognition import SpeechRecognition, blank_padding, frames_needed, greedy_labels
+from echelon.tasks.speech_recognition import SpeechRecognition, blank_padding, greedy_labels
 from echelon.trainer.inputs import model_input
 
 LETTERS = Characters(" abc")
@@ -115,7 +115,6 @@ def test_padding_changes_no_output_of_the_small_encoder() -> None:
 
 @pytest.mark.parametrize(("frames", "refused"), [(5, False), (4, True)])
 def test_a_sound_too_short_for_its_transcript_is_named(frames: int, refused: bool) -> None:
-    assert frames_needed(said("aab").tolist()) == 4 and frames_needed([]) == 0
     task = fitted(TightSample("train/7.wav", frames, 3))
     if not refused:
         build_model(ModelConfig(), model_input(info(), task))

@@ -28,7 +28,6 @@ from echelon.data.sources.base import SourceKind
 from echelon.data.sources.sounds import HELD_OF_TRAIN, Sounds, has_transcripts
 from echelon.data.tokenisers import Characters, Tokeniser, tokeniser_for
 from echelon.tasks.base import NO_TARGET, Encoding, TightSample
-from echelon.tasks.speech_recognition import frames_needed
 
 SPEECH_RECOGNITION = "speech_recognition"
 _LIST = ".trans.txt"
@@ -175,11 +174,14 @@ def _info(request: DataRequest, parts: Sequence[SoundFiles], tokeniser: Tokenise
 
 
 def _tightest(sounds: SoundFiles) -> TightSample:
-    """Return the sample whose frames are the fewest for its labels."""
+    """Return the sample whose frames are the fewest for its labels: one each, and a blank between two of the same."""
     rows: RaggedArray = sounds.transcripts  # type: ignore[assignment]
-    samples = (TightSample(str(i), int(sounds.frames[i]), frames_needed(rows[i].tolist())) for i in range(len(sounds)))
-    found = min(samples, key=_room)
-    return replace(found, name=sounds.path(int(found.name)))
+    same = np.concatenate([np.zeros(1, np.int64), np.cumsum(rows.values[1:] == rows.values[:-1])])
+    ends = np.cumsum(rows.lengths)
+    starts = np.minimum(ends - rows.lengths, len(same) - 1)
+    needed = rows.lengths + np.where(rows.lengths > 0, same[ends - 1] - same[starts], 0)
+    i = int((sounds.frames / np.maximum(needed - 1, 1e-9)).argmin())
+    return TightSample(sounds.path(i), int(sounds.frames[i]), int(needed[i]))
 
 
 def _room(sample: TightSample) -> float:
