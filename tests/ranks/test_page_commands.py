@@ -117,7 +117,8 @@ def write_data(folder: Path) -> None:
     (folder / "tinyshakespeare.txt").write_text("To be, or not to be, that is the question.\n" * 400)
     rows = "".join(f"{i},{i % 7},{'xyz'[i % 3]},{i / 2}\n" for i in range(60))
     (folder / "table.csv").write_text(f"a,b,c,y\n{rows}")
-    (folder / "ratings.csv").write_text(f"userId,movieId,tag,rating\n{rows}")
+    ratings = "".join(f"{i % 5},{i % 7},{'xyz'[i % 3]},{i / 2}\n" for i in range(60))
+    (folder / "ratings.csv").write_text(f"userId,movieId,tag,rating\n{ratings}")
     (folder / "banking77").mkdir()
     texts = "".join(f"where is card number {i} of mine,{'lost' if i % 2 else 'late'}\n" for i in range(60))
     for part in ("train", "test"):
