@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from echelon.core.errors import UserError
 from echelon.data.base import CLASS_NUMBER, DataInfo, Source
@@ -121,6 +121,12 @@ def name_of_data(data: OwnData) -> str:
 
 
 def _check_map_style(part: str, data: Any) -> None:
+    if isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__")):
+        raise UserError(
+            f"data {type(data).__name__}: the {part} data can only be iterated, without length and items by index, by "
+            "which samples are shuffled, divided over workers and resumed: give both parts with their items in a list, "
+            "(list(train), list(evaluation)), or a data set with __len__ and __getitem__"
+        )
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__") or len(data) == 0:
         name = type(data).__name__
         raise UserError(f"data {name}: the {part} data needs a length above 0 and items by index (map-style)")
