@@ -138,7 +138,8 @@ class _DoubleLoader:
     """An evaluation loader whose floating-point numbers are float64."""
 
     def __init__(self, loader: EvalLoader) -> None:
-        self._loader, self.first, self.bad_images = loader, loader.first, loader.bad_images
+        self._loader, self.first, self.total = loader, loader.first, loader.total
+        self.bad_images = loader.bad_images
 
     def __iter__(self) -> Any:
         return map(_double, self._loader)
