@@ -42,15 +42,15 @@ def compact(folder: Path, parent: int) -> None:
 
 
 def _mergeable(folder: Path) -> Iterator[list[Segment]]:
-    """Yield segments that become one, the oldest first."""
+    """Yield segments that become one: first those that were merged before, so that they never wait behind new ones."""
     segments = segments_of(folder)
-    for segment in segments[:-1]:
-        if segment.level == 0:
-            yield [segment]
     for level, same in groupby(segments, key=lambda s: s.level):
         neighbours = list(same)[:FAN]
         if level and len(neighbours) == FAN:
             yield neighbours
+    for segment in segments[:-1]:
+        if segment.level == 0:
+            yield [segment]
 
 
 def _merge(folder: Path, sources: Sequence[Segment], parent: int) -> None:

@@ -146,15 +146,16 @@ def reading(n_bytes: int) -> Scenario:
 
 
 WRITER = """
-import json, sys
+import json, sys, time
 from dataclasses import replace
 from pathlib import Path
 from echelon.records.file import LineReader, Recorder
 from echelon.records.kinds import Checkpoint, Start
+from echelon.records.segments import all_segments
 sys.path.insert(0, sys.argv[3])
 from tests.attack.scenarios.history import start_line, windows
 import io, tempfile
-folder, ranks, count, first, segment = Path(sys.argv[1]), *map(int, sys.argv[2].split(","))
+folder, ranks, count, first, segment, unmerged = Path(sys.argv[1]), *map(int, sys.argv[2].split(","))
 recorder = Recorder(folder, segment)
 def records(lines):
     with tempfile.TemporaryFile() as file:
@@ -171,14 +172,21 @@ for number in range(first + 1, first + count + 1):
     recorder.write(replace(resources, step=20 * number))
     recorder.write(Checkpoint(number)) if number % 50 == 0 else None
     print(number, flush=True)
+    ends = time.monotonic() + 300
+    while unmerged and number % 100 == 0 and sum(s.level == 0 for s in all_segments(folder)) > unmerged:
+        assert time.monotonic() < ends, "nothing is merged"
+        time.sleep(0.01)
 recorder.close()
 """
 ROOT = Path(__file__).parents[3]
 
 
-def writer(folder: Path, ranks: int, count: int, first: int, segment: int) -> subprocess.Popen[str]:
-    """Start a process that writes so many windows as rank 0 does; it prints the number of each that is written."""
-    numbers = f"{ranks},{count},{first},{segment}"
+def writer(folder: Path, ranks: int, count: int, first: int, segment: int, unmerged: int = 0) -> subprocess.Popen[str]:
+    """Start a process that writes so many windows as rank 0 does; it prints the number of each that is written.
+
+    While more than `unmerged` segments wait to be merged, it waits: a run takes 40 minutes for a segment.
+    """
+    numbers = f"{ranks},{count},{first},{segment},{unmerged}"
     command = [sys.executable, "-c", WRITER, str(folder), numbers, str(ROOT)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
@@ -189,11 +197,11 @@ def disk_bytes(folder: Path) -> int:
 
 
 def week(ranks: int, share: float) -> Scenario:
-    """Return the scenario of a part of a week's record, written as fast as it goes."""
+    """Return the scenario of a part of a week's record, written as fast as it is merged."""
 
     def run(folder: Path) -> str:
         count, largest = round(share * WEEK_WINDOWS), 0
-        process, began = writer(folder, ranks, count, 0, 8 << 20), time.monotonic()
+        process, began = writer(folder, ranks, count, 0, 8 << 20, 2), time.monotonic()
         assert process.stdout is not None
         for line in process.stdout:
             if int(line) % 500 == 0:
