@@ -8,11 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echelon.api import Outcome, RunFailed, compare, evaluate, export, report, resume, train
+    from echelon.api import Outcome, RunFailed, compare, evaluate, export, finetune, report, resume, train
     from echelon.collectives.ddp import ddp_hook
     from echelon.sync.own_loop import wrap
 
-__all__ = ["Outcome", "RunFailed", "compare", "ddp_hook", "evaluate", "export", "report", "resume", "train", "wrap"]
+__all__ = [
+    *("Outcome", "RunFailed", "compare", "ddp_hook", "evaluate", "export", "finetune", "report", "resume", "train"),
+    "wrap",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from echelon.config import Resolved, RunConfig, build
 from echelon.config.build import DEFAULT, SettingValue
-from echelon.config.keywords import RESUMABLE, for_compare, for_resume, for_train, setting_of, takes_settings
+from echelon.config.keywords import RESUMABLE, for_compare, for_resume, for_train, keywords, setting_of, takes_settings
 from echelon.config.typed import ResumeSettings, TrainSettings
 from echelon.core.errors import UserError, nearest
 from echelon.core.own import of_object
@@ -100,6 +100,30 @@ def train(
     given = {"model": model, "data": data, "task": task, "loss": loss, "metrics": metrics, "callbacks": callbacks}
     objects = _user_objects({**given, **own, "loggers": _logger_objects(loggers)}, resolved.config)
     return _started(resolved, objects)
+
+
+def finetune(
+    run: str | Path, data: str | OwnData, into: str | Path = "", trust: bool = False, **settings: Any
+) -> Outcome:
+    """Train on from the best weights of a run: its model, preprocessing and tokeniser are known.
+
+    Args:
+        run: the folder of the run to start from.
+        data: as for `train`.
+        trust: import code that the run's description names (`module:function`) and you have not used before.
+        into: the new run's folder; empty: `runs/DATA-MODEL-NUMBER`.
+        settings: any other keyword of `train`.
+
+    Raises:
+        UserError: the folder holds no run with a checkpoint, or a setting does not exist or does not fit.
+        RunFailed: the run could not go on.
+    """
+    from echelon.run.finetune import tuned_from
+
+    overrides = {setting_of(name): str(value) for name, value in settings.items() if name != "loggers"}
+    known = tuned_from(Path(run), overrides, trust)
+    taken = {keyword.name: known[keyword.setting] for keyword in keywords().values() if keyword.setting in known}
+    return train(data=data, run=into, **{**taken, **settings})
 
 
 def _started(resolved: Resolved, objects: UserObjects | None) -> Outcome:

@@ -16,6 +16,7 @@ from echelon.core.errors import unknown
 COMMANDS = {
     "train": ("echelon.cli.train:command", "Train a model on data with any number of workers."),
     "resume": ("echelon.cli.train:resume_command", "Continue a run from its newest checkpoint."),
+    "finetune": ("echelon.cli.train:finetune_command", "Train on from the best weights of a run."),
     "evaluate": ("echelon.cli.runs:evaluate_command", "Evaluate a checkpoint of a run."),
     "export": ("echelon.cli.runs:export_command", "Write a run's best weights as one safetensors file."),
     "compare": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,25 +40,54 @@ def command() -> Any:
         resolved = build(Path(config) if config else None, overrides_of(settings))
         if config and _describes_itself(resolved, Path(config)):  # the run is repeated, under the next free name
             resolved = replace(resolved, config=replace(resolved.config, run=""))
-        check_names(resolved.config)  # before what starts runs is imported: a misspelt word is said at once
-        check_data_name(resolved.config.data.source)
-        check_optimizer_name(resolved.config.optimizer.name)
-        from echelon.run.defaults import with_task_defaults
-        from echelon.run.trust import check_trust
+        _train(resolved, dry_run, all_settings, serve, trust)
 
-        check_trust(resolved, trust)
-        resolved = with_task_defaults(resolved)
-        if dry_run:
-            from echelon.cli.dry_run import show
+    of_file = parameter(
+        "config", str | None, typer.Option(None, "--config", help="YAML file of settings; options override it")
+    )
+    text = f"{COMMANDS['train'][1]}\n\n{EXAMPLES}\n\n{EXIT_CODES}"
+    return as_command(with_settings(train, [of_file, *_ways_to_start()]), "train", text)
 
-            show(resolved, all_settings)
-            return
-        _finish(_start(resolved.config, serve))
 
-    extra = [
-        parameter(
-            "config", str | None, typer.Option(None, "--config", help="YAML file of settings; options override it")
-        ),
+def finetune_command() -> Any:
+    """Build `echelon finetune`."""
+
+    def finetune(run_folder: str, dry_run: bool, all_settings: bool, serve: bool, trust: bool, **settings: Any) -> None:
+        """Train from a run's best weights."""
+        from echelon.run.finetune import tuned_from
+
+        overrides = tuned_from(Path(run_folder), overrides_of(settings), trust)
+        _train(build(None, overrides), dry_run, all_settings, serve, trust)
+
+    places = [
+        parameter("run_folder", str, typer.Argument(..., metavar="RUN", help="the folder of the run to start from")),
+        parameter("data__source", str, typer.Argument(..., metavar="DATA", help="what is trained on, as for train")),
+    ]
+    wanted = with_settings(finetune, [*places, *_ways_to_start()], without=("data.source",))
+    text = f"{COMMANDS['finetune'][1]}\n\nThe model, its preprocessing and tokeniser are the run's; a head of another "
+    return as_command(wanted, "finetune", f"{text}size is made anew.\n\n{EXIT_CODES}")
+
+
+def _train(resolved: Resolved, dry_run: bool, all_settings: bool, serve: bool, trust: bool) -> None:
+    """Start what is described, or show what would be started."""
+    check_names(resolved.config)  # before what starts runs is imported: a misspelt word is said at once
+    check_data_name(resolved.config.data.source)
+    check_optimizer_name(resolved.config.optimizer.name)
+    from echelon.run.defaults import with_task_defaults
+    from echelon.run.trust import check_trust
+
+    check_trust(resolved, trust)
+    resolved = with_task_defaults(resolved)
+    if dry_run:
+        from echelon.cli.dry_run import show
+
+        show(resolved, all_settings)
+        return
+    _finish(_start(resolved.config, serve))
+
+
+def _ways_to_start() -> list[inspect.Parameter]:
+    return [
         parameter(
             "dry_run",
             bool,
@@ -69,8 +99,6 @@ def command() -> Any:
         ),
         trust_parameter(),
     ]
-    text = f"{COMMANDS['train'][1]}\n\n{EXAMPLES}\n\n{EXIT_CODES}"
-    return as_command(with_settings(train, extra), "train", text)
 
 
 def _describes_itself(resolved: Resolved, file: Path) -> bool:

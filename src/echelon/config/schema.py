@@ -129,7 +129,16 @@ class ModelConfig:
         "or module:function",
         "--model",
     )
-    weights: str = setting("", "file of weights to start from (safetensors, or a torch state dict)")
+    weights: str = setting(
+        "",
+        "weights to start from: a file or folder (safetensors, a torch state dict, other trainers' checkpoints), "
+        "runs/NAME, hf:FOLDER_OR_NAME, or pretrained (the model's own of timm, torchvision or transformers)",
+    )
+    head: Literal["auto", "keep", "new"] = setting(
+        "auto",
+        "with --weights, the model's head: keep (it must fit), new (as initialised), or auto (new where the weights "
+        "have none of its shape)",
+    )
     sync_batchnorm: bool = setting(False, "BatchNorm statistics over the whole global batch")
     compile: bool = setting(False, "torch.compile the model")
     channels_last: Literal["auto", "on", "off"] = setting("auto", "memory layout of images; auto: on for GPUs")

@@ -56,7 +56,9 @@ class TrainSettings(TypedDict, total=False):
     on_bad_image: Literal["stop", "skip"]
     """an image that cannot be decoded: stop, or skip and count it [default: 'stop']"""
     weights: str
-    """file of weights to start from (safetensors, or a torch state dict)"""
+    """weights to start from: a file or folder (safetensors, a torch state dict, other trainers' checkpoints), runs/NAME, hf:FOLDER_OR_NAME, or pretrained (the model's own of timm, torchvision or transformers)"""
+    head: Literal["auto", "keep", "new"]
+    """with --weights, the model's head: keep (it must fit), new (as initialised), or auto (new where the weights have none of its shape) [default: 'auto']"""
     sync_batchnorm: bool
     """BatchNorm statistics over the whole global batch [default: False]"""
     compile: bool

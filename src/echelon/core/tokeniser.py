@@ -10,6 +10,7 @@ from echelon.core.spec import bind, parse_spec
 
 AUTO, BPE, CHARACTERS = "auto", "bpe", "characters"
 FOLDER_FILE = "tokenizer.json"  # as transformers writes it
+RUN_FILE = "tokeniser.json"  # as it is kept with a run
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class TokeniserChoice:
 
 
 def read_tokeniser(text: str) -> TokeniserChoice:
-    """Read `auto`, `bpe(8000)`, `characters`, or a folder with a `tokenizer.json`.
+    """Read `auto`, `bpe(8000)`, `characters`, or a folder with a `tokenizer.json`: also a run's.
 
     Raises:
         UserError: it is none of these.
@@ -57,4 +58,5 @@ def read_tokeniser(text: str) -> TokeniserChoice:
             raise UserError(
                 f"unknown tokeniser {text!r}: write auto, bpe(8000), characters, or a folder with {FOLDER_FILE}"
             )
-        return TokeniserChoice("", file=folder / FOLDER_FILE)
+        of_run = folder / RUN_FILE
+        return TokeniserChoice("", file=of_run if of_run.is_file() else folder / FOLDER_FILE)

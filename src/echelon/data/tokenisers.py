@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
-from echelon.core.tokeniser import AUTO, BPE, CHARACTERS, TokeniserChoice, read_tokeniser
+from echelon.core.tokeniser import AUTO, BPE, CHARACTERS, RUN_FILE, TokeniserChoice, read_tokeniser
 from echelon.data.base import DataRequest
 from echelon.data.cache import locked
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Ids = NDArray[np.int64]
-RUN_FILE = "tokeniser.json"
 PAD, UNKNOWN, BEGIN, END = "[PAD]", "[UNK]", "[BOS]", "[EOS]"
 SPECIAL = (PAD, UNKNOWN, BEGIN, END)
 FEW_CHARACTERS = 256  # an alphabet that is used as it is

@@ -34,6 +34,7 @@ from echelon.trainer.assemble import check_enough, check_mixing
 from echelon.trainer.inputs import any_inputs, model_input
 from echelon.trainer.precision import to_fp8
 from echelon.trainer.resolved import ResolvedRun
+from echelon.trainer.start_weights import start_from
 from echelon.trainer.world import choose_device
 
 _SAMPLES = 2  # of the forward pass by which a pipeline is cut
@@ -104,7 +105,7 @@ def forecast(run: ResolvedRun, info: DataInfo, ranks: int, model: nn.Module | No
 
 def _build(run: ResolvedRun, info: DataInfo, layout: Layout) -> nn.Module:
     """Build the model; where it is to be split, without memory, as ranks do: it may be larger than one process's."""
-    described = replace(run.config.model, weights="")
+    described = run.config.model
     data = model_input(info, run.task.fitted(info))
     if not layout.splits or ":" in described.name:
         return build_model(described, data)
@@ -217,5 +218,6 @@ def _try_model(run: ResolvedRun, info: DataInfo, device: torch.device) -> None:
     if not (config.model.weights or in_8_bits):
         return
     model = build_model(config.model, model_input(info, run.task.fitted(info)))
+    start_from(model, config.model)
     if in_8_bits:
         to_fp8(model, device)

@@ -222,7 +222,7 @@ def _alone(run: ResolvedRun, role: Role) -> ResolvedRun:
     config = replace(
         config,
         optimizer=optimizer,
-        model=replace(config.model, compile=False),
+        model=replace(config.model, compile=False, weights=""),
         training=replace(config.training, precision=precision, ema=ema),
     )
     plain = Compression(Uncompressed())

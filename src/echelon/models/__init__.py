@@ -4,18 +4,22 @@ from echelon.core.hints import Hints
 from echelon.models.base import ModelInput
 from echelon.models.families import hints_for
 from echelon.models.logits import give_logits
+from echelon.models.pretrained import locate_weights
 from echelon.models.registry import auto_name, build_model, builtin_names, parameter_count
-from echelon.models.weights import load_weights, read_weights
+from echelon.models.weights import LoadedWeights, load_state, load_weights, read_weights
 
 __all__ = [
     "Hints",
+    "LoadedWeights",
     "ModelInput",
     "auto_name",
     "build_model",
     "builtin_names",
     "give_logits",
     "hints_for",
+    "load_state",
     "load_weights",
+    "locate_weights",
     "parameter_count",
     "read_weights",
 ]

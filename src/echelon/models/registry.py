@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from echelon.models import builtin
 from echelon.models.base import ModelInput
 from echelon.models.external import build_own, build_timm, build_torchvision, build_transformers, library_names
 from echelon.models.logits import give_logits
-from echelon.models.weights import load_weights
 from echelon.tasks import nest
 
 OF_SEQUENCES = (
@@ -33,19 +31,17 @@ OF_PIXELS = ("small_unet",)  # of images, with a class for each pixel
 
 
 def build_model(config: ModelConfig, data: ModelInput) -> nn.Module:
-    """Build `config.name` for the data and load `config.weights` where given.
+    """Build `config.name` for the data, with values as initialised.
 
     Every model is tried once on two blank inputs, so that one that cannot take them is refused before anything starts.
 
     Raises:
-        UserError: the name is unknown (with the nearest one), the model cannot take such inputs or does not give one
-            logit per class, or the weights do not fit.
+        UserError: the name is unknown (with the nearest one), the model cannot take such inputs, or does not give
+            one logit per class.
     """
     name = auto_name(data) if config.name == "auto" else config.name
     model = _build(name, data)
     _try_out(model, name, data)
-    if config.weights:
-        load_weights(model, Path(config.weights))
     return model
 
 

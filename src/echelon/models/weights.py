@@ -1,14 +1,17 @@
 """Weights from a file: safetensors, a torch state dict, or the checkpoint of another trainer.
 
-No code is unpickled; a misfit is refused in one line.
+No code is unpickled; a misfit is refused in one line. A head of another size is made anew where that is asked for, and
+position embeddings of another grid are interpolated; what was done with each name that differs is returned.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +31,76 @@ IN_FOLDERS = (
 """What a folder of weights may hold (transformers, Accelerate, zero_to_fp32.py, DeepSpeed), the first one is read."""
 
 
-def load_weights(model: nn.Module, path: Path, new_head: bool = False) -> None:
-    """Copy the file's tensors into the model; every parameter and buffer must be there, with its shape.
+@dataclass(frozen=True)
+class LoadedWeights:
+    """What became of the names of a file of weights.
 
-    Names may have a prefix that the model's have not, such as a LightningModule's `model.`; what has another prefix (a
-    loss, a metric) is passed over. BatchNorm's batch counter may be missing (older files have none). With `new_head`,
-    the classifier keeps its own values where the file's has another number of classes.
+    Attributes:
+        origin: the file, or the run.
+        loaded: tensors that were taken from it.
+        new: of the model, with their values as initialised: of a head that was made anew, or counters.
+        unexpected: of the file, and not used.
+        reshaped: of both, interpolated: `pos_embed 197x384 -> 65x384`.
+    """
+
+    origin: str
+    loaded: int
+    new: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    reshaped: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        new = [name for name in self.new if not name.endswith(COUNTER)]
+        parts = [f"weights of {self.origin}: {self.loaded} tensors"]
+        parts += [f"made anew: {_some(new)}"] if new else []
+        parts += [f"interpolated: {_some(self.reshaped)}"] if self.reshaped else []
+        parts += [f"not used: {_some(self.unexpected)}"] if self.unexpected else []
+        return "; ".join(parts)
+
+
+def load_weights(model: nn.Module, path: Path, head: str = "auto") -> LoadedWeights:
+    """Copy a file's tensors into the model, as `load_state` does.
 
     Raises:
         UserError: the file cannot be read, or does not fit: names the first parameter, both shapes, and the fix.
     """
+    return load_state(model, read_weights(path), str(path), head)
+
+
+def load_state(model: nn.Module, state: Mapping[str, Tensor], origin: str, head: str = "auto") -> LoadedWeights:
+    """Copy tensors into the model; every parameter and buffer must be there, with its shape.
+
+    Names may have a prefix that the model's have not, such as a LightningModule's `model.`, or lack the one that all
+    but the head of the model's have (`bert.`); what has another prefix (a loss, a metric) is passed over. BatchNorm's
+    batch counter may be missing (older files have none). Position embeddings of another grid are interpolated by timm.
+
+    Args:
+        origin: what a refusal calls them: the file, or the run.
+        head: `keep`: the head must fit; `new`: it keeps its own values; `auto`: it does where the file has none of its
+            shape. With a new head, what the file has beside the network (its own heads) is not used.
+
+    Raises:
+        UserError: they do not fit: names the first parameter, both shapes, and the fix.
+    """
     model_state = model.state_dict()
-    state = _without_prefix(read_weights(path), model_state, path)
-    if new_head:
-        state |= {
-            name: model_state[name]
-            for name in _head(model_state)
-            if name in state and _only_classes_differ(state[name], model_state[name])
-        }
-    _check(state, model_state, path)
-    model.load_state_dict(state, strict=False)
+    taken = dict(_without_prefix(dict(state), model_state, origin))
+    reshaped = _interpolate(taken, model_state)
+    names = head_names(model)
+    is_new = head == "new" or (
+        head == "auto"
+        and any(name not in taken or _only_classes_differ(taken[name], model_state[name]) for name in names)
+    )
+    passed_over: list[str] = []
+    if is_new and len(names) < len(model_state):
+        bodies = {name.partition(".")[0] for name in model_state if name not in names}
+        passed_over = [name for name in taken if name.partition(".")[0] not in bodies]
+        taken = {name: taken[name] for name in taken if name not in names and name not in passed_over}
+    else:
+        names = set()
+    _check(taken, model_state, names, origin)
+    model.load_state_dict(taken, strict=False)
+    new = tuple(name for name in model_state if name not in taken)
+    return LoadedWeights(origin, len(taken), new, tuple(passed_over), tuple(reshaped))
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -157,7 +210,7 @@ def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
     return state
 
 
-def _without_prefix(state: dict[str, Tensor], model_state: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+def _without_prefix(state: dict[str, Tensor], model_state: Mapping[str, Tensor], origin: str) -> dict[str, Tensor]:
     """Return the tensors under the one prefix after which all of the model's names follow; all, where there is none.
 
     Raises:
@@ -170,21 +223,55 @@ def _without_prefix(state: dict[str, Tensor], model_state: Mapping[str, Tensor],
     prefixes = [prefix for prefix in candidates if all(prefix + name in state for name in names)]
     if len(prefixes) > 1:
         raise UserError(
-            f"--weights {path} holds {len(prefixes)} such models, under {' and '.join(prefixes)}: "
+            f"--weights {origin} holds {len(prefixes)} such models, under {' and '.join(prefixes)}: "
             "save the state dict of the one that is meant"
         )
-    if not prefixes:
-        return state
-    return {name.removeprefix(prefixes[0]): tensor for name, tensor in state.items() if name.startswith(prefixes[0])}
+    if prefixes:
+        return {
+            name.removeprefix(prefixes[0]): tensor for name, tensor in state.items() if name.startswith(prefixes[0])
+        }
+    for prefix in {
+        name.partition(".")[0] for name in names
+    }:  # transformers: a base model's file lacks the one of its place
+        inside = [name.removeprefix(f"{prefix}.") for name in names if name.startswith(f"{prefix}.")]
+        if len(inside) * 2 > len(names) and all(name in state for name in inside):
+            return {f"{prefix}.{name}" if name in inside else name: tensor for name, tensor in state.items()}
+    return state
 
 
-def _check(state: Mapping[str, Tensor], model_state: Mapping[str, Tensor], path: Path) -> None:
-    missing = [name for name in model_state if name not in state and not name.endswith(COUNTER)]
+def _interpolate(state: dict[str, Tensor], model_state: Mapping[str, Tensor]) -> list[str]:
+    """Bring position embeddings `(1, positions, width)` in a file to the model's grid, in place; say which, and how."""
+    from timm.layers import resample_abs_pos_embed
+
+    done = []
+    for name, wanted in model_state.items():
+        has = state.get(name)
+        if has is None or "pos" not in name.rpartition(".")[2] or has.ndim != 3 or wanted.ndim != 3:
+            continue
+        if has.shape == wanted.shape or has.shape[2] != wanted.shape[2]:
+            continue
+        prefixed = [
+            extra for extra in (0, 1, 2, 5) if _is_square(has.shape[1] - extra) and _is_square(wanted.shape[1] - extra)
+        ]
+        if not prefixed:
+            continue
+        side = math.isqrt(wanted.shape[1] - prefixed[0])
+        state[name] = resample_abs_pos_embed(has, [side, side], num_prefix_tokens=prefixed[0])
+        done.append(f"{name} {_shape(has)} -> {_shape(wanted)}")
+    return done
+
+
+def _is_square(number: int) -> bool:
+    return number > 0 and math.isqrt(number) ** 2 == number
+
+
+def _check(state: Mapping[str, Tensor], model_state: Mapping[str, Tensor], new: Set[str], origin: str) -> None:
+    missing = [n for n in model_state if n not in state and n not in new and not n.endswith(COUNTER)]
     unexpected = [name for name in state if name not in model_state]
     if missing or unexpected:
         what = f"has no {missing[0]!r}" if missing else f"has {unexpected[0]!r}, which the model has not"
         raise UserError(
-            f"--weights {path} {what} ({len(missing)} missing, {len(unexpected)} unexpected of {len(model_state)}): "
+            f"--weights {origin} {what} ({len(missing)} missing, {len(unexpected)} unexpected of {len(model_state)}): "
             "it is of another model; name that one with --model"
         )
     wrong = [name for name in model_state if name in state and state[name].shape != model_state[name].shape]
@@ -192,20 +279,33 @@ def _check(state: Mapping[str, Tensor], model_state: Mapping[str, Tensor], path:
         return
     name = wrong[0]
     shapes = f"{name!r} is {_shape(state[name])} in the file and {_shape(model_state[name])} in the model"
-    if set(wrong) <= _head(model_state) and all(_only_classes_differ(state[name], model_state[name]) for name in wrong):
+    if all(_only_classes_differ(state[name], model_state[name]) for name in wrong):
         raise UserError(
-            f"--weights {path}: {shapes}: its classifier is for {len(state[name])} classes, the data has "
-            f"{len(model_state[name])}; use weights of as many classes, or load_weights(model, path, new_head=True) "
-            "from Python"
+            f"--weights {origin}: {shapes}: its classifier is for {len(state[name])} classes, the data has "
+            f"{len(model_state[name])}: --head new makes a new one"
         )
     raise UserError(
-        f"--weights {path}: {shapes} ({len(wrong)} of {len(model_state)} differ): "
+        f"--weights {origin}: {shapes} ({len(wrong)} of {len(model_state)} differ): "
         "use the --model, channels and --image-size that the file was made with"
     )
 
 
-def _head(model_state: Mapping[str, Tensor]) -> set[str]:
-    """Return the names of the last weight and its bias: the classifier in every classification network known here."""
+def head_names(model: nn.Module) -> set[str]:
+    """Return the names of the parameters of a model's head.
+
+    The classifier that timm or transformers name, else the last weight of two or more dims, and its bias.
+    """
+    names = list(model.state_dict())
+    cfg = getattr(model, "default_cfg", None) or {}
+    heads = cfg.get("classifier") if isinstance(cfg, Mapping) else getattr(cfg, "classifier", None)
+    heads = (heads,) if isinstance(heads, str) else tuple(heads or ())
+    if not heads and type(model).__module__.startswith("transformers."):
+        heads = ("classifier", "score", "lm_head")
+    found = {name for name in names if any(name.startswith(f"{head}.") for head in heads)}
+    return found or _last_weight(model.state_dict())
+
+
+def _last_weight(model_state: Mapping[str, Tensor]) -> set[str]:
     last = next(
         (name for name in reversed(list(model_state)) if name.endswith("weight") and model_state[name].ndim >= 2), None
     )
@@ -217,6 +317,11 @@ def _head(model_state: Mapping[str, Tensor]) -> set[str]:
 
 def _only_classes_differ(a: Tensor, b: Tensor) -> bool:
     return a.ndim == b.ndim > 0 and a.shape[1:] == b.shape[1:] and len(a) != len(b)
+
+
+def _some(names: Sequence[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def _shape(tensor: Tensor) -> str:

@@ -157,6 +157,23 @@ class Resumed(Event):
 
 
 @dataclass(frozen=True)
+class WeightsLoaded(Event):
+    """A model was given weights to start from: tensors that were taken, and the names of those that differ.
+
+    Attributes:
+        new: of the model, as initialised.
+        unexpected: of the file, not used.
+        reshaped: interpolated, each with both shapes.
+    """
+
+    loaded: int = 0
+    new: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+    reshaped: Sequence[str] = ()
+    name: str = field(default="weights_loaded", kw_only=True)
+
+
+@dataclass(frozen=True)
 class StartedOver(Event):
     """A run was told to start over: checkpoints saved before do not count."""
 

@@ -144,8 +144,10 @@ def check(request: LaunchRequest, user_objects: UserObjects | None = None) -> Re
             check_link(request.link)
     from echelon.data.transforms import NO_TRANSFORMS
     from echelon.trainer.compatibility import check_strategies
+    from echelon.trainer.start_weights import bring_weights
 
     run = resolve(config, user_objects.optimizer if user_objects else None)
+    bring_weights(config.model)
     check_callbacks(config.tracking.callbacks)
     for callback in user_objects.callbacks if user_objects else ():
         check_methods(callback)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from echelon.config import RunConfig
 from echelon.data import open_data
@@ -15,20 +13,7 @@ from echelon.run.parcel import own_copy
 from echelon.tasks.registry import TaskChoice
 from echelon.trainer.assemble import UserObjects
 from echelon.trainer.inputs import model_input
-from echelon.trainer.saving import best_state
-
-
-def best_weights(folder: Path) -> Mapping[str, Tensor]:
-    """Return the weights of a run's best checkpoint by plain names, whatever its layout; on the CPU.
-
-    They are their moving average, where there is one.
-
-    Raises:
-        UserError: no whole checkpoint.
-    """
-    state = best_state(folder)
-    weights: Mapping[str, Tensor] = state["ema"]["average"] if state["ema"] else state["model"]
-    return weights
+from echelon.trainer.start_weights import best_weights
 
 
 def best_model(folder: Path, config: RunConfig, objects: UserObjects) -> nn.Module:
@@ -46,6 +31,6 @@ def best_model(folder: Path, config: RunConfig, objects: UserObjects) -> nn.Modu
     else:
         source = objects.source or open_data(config.data, config.training.seed, config.task, folder)
         task = TaskChoice.of(config).fitted(source.info, objects.of_task)
-        model = build_model(replace(config.model, weights=""), model_input(source.info, task))
+        model = build_model(config.model, model_input(source.info, task))
     model.load_state_dict(weights)
     return model.eval()

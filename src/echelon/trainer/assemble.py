@@ -35,7 +35,7 @@ from echelon.optim.build import build_schedule
 from echelon.optim.own import OptimizerFactory
 from echelon.ps.split_worker import SplitWorker
 from echelon.ps.worker_rank import WorkerRank
-from echelon.records.events import Event
+from echelon.records.events import Event, WeightsLoaded
 from echelon.records.file import Recorder
 from echelon.records.going import Launch, read_launch
 from echelon.records.kinds import Start
@@ -228,7 +228,8 @@ def assemble(
     resolved = with_kept_cuts(resolved, world, path)
     ground, config = _groundwork(resolved, path, world, user_objects, world.data_size, world.rank), resolved.config
     info = ground.source.info
-    run_parts = build_parts(resolved, ground.work, world, ground.clock)
+    work = ground.work
+    run_parts = build_parts(resolved, work, world, ground.clock)
     keep_cuts(run_parts, world, path)
     saver = Saver(
         path,
@@ -247,6 +248,8 @@ def assemble(
     saver.on_saved = progress.saved
     run = ground.run(run_parts, saver, progress, _start_bytes(run_parts.local_model, world))
     _record_start(ground, run, cursor, path)
+    if world.leads:
+        _record_weights(work, progress, restored is not None)
     for name, note in run_notes(config, ground.source, run_parts.split.notes if run_parts.split else (), notes):
         progress.note(name, note)
     if world.leads:
@@ -266,7 +269,8 @@ def assemble_worker(
     rank = process.number * world.size + world.rank
     ground = _groundwork(resolved, path, world, user_objects, process.workers * world.data_size, rank)
     info = ground.source.info
-    run_parts, link = build_worker(resolved, ground.work, process, world, ground.clock, path)
+    work = ground.work
+    run_parts, link = build_worker(resolved, work, process, world, ground.clock, path)
     seed_everything(_rank_seed(config.training.seed, process.number * world.data_size + world.data_rank))
     pids = roll_call(world).pids
     record = Recorder(path if link else None, patience_s=resolved.io_patience_s)
@@ -285,9 +289,20 @@ def assemble_worker(
     fingerprint = Fingerprint.of(config, info, ground.task, ground.train_loader.sampling)
     saver = Saver(path, config.checkpoint.keep, state, record, fingerprint)
     run = ground.run(run_parts, saver, progress)
+    if process.number == 0:
+        _record_weights(work, progress, resumes=False)
     split_notes = run_parts.split.notes if run_parts.split else ()
     start = replace(_start_of_workers(ground, run_parts, link), pids=pids)
     return run, Leases(run, link, state, start, run_notes(config, ground.source, split_notes, notes))
+
+
+def _record_weights(work: Work, progress: RunProgress, resumes: bool) -> None:
+    """Record what became of the weights that a run starts from, each name that differs; silent where it goes on."""
+    for loaded in work.loaded[:1]:
+        if not resumes:
+            progress.display.say(str(loaded))
+            details = (loaded.loaded, loaded.new, loaded.unexpected, loaded.reshaped)
+            progress.record.write(WeightsLoaded(str(loaded), *details))
 
 
 def workers_at_start(process: WorkerRank, nodes: Nodes) -> int:

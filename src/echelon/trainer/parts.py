@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -15,7 +15,7 @@ from echelon.config import RunConfig
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.data.base import DataInfo
-from echelon.models import build_model, give_logits, hints_for
+from echelon.models import LoadedWeights, build_model, give_logits, hints_for
 from echelon.observe.phases import PhaseClock
 from echelon.optim.build import EMA, build_optimizer
 from echelon.parallel.deferred_init import DeferredInit, named_tensors, without_memory
@@ -33,6 +33,7 @@ from echelon.trainer.inputs import any_inputs, model_input
 from echelon.trainer.precision import PRECISIONS, build_scaler, to_fp8
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.split_sync import SplitSync
+from echelon.trainer.start_weights import start_from
 from echelon.trainer.state import RunParts
 from echelon.trainer.step import evaluating, make_update
 from echelon.trainer.world import World
@@ -50,12 +51,14 @@ class Work:
         task: fitted to it.
         user_model: the caller's own module, in place of the described one.
         example: two samples' inputs of any values, the same on every rank; None: made as `info` says.
+        loaded: what became of the weights that it starts from, each time that it is built.
     """
 
     info: DataInfo
     task: Task
     user_model: nn.Module | None = None
     example: Nest = None
+    loaded: list[LoadedWeights] = field(default_factory=list)
 
     def inputs(self, like: Tensor) -> Nest:
         """Return the example, the same on every rank; drawn without touching the run's generators."""
@@ -128,6 +131,8 @@ def build_computing(config: RunConfig, work: Work, world: World) -> nn.Module:
 def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
     """Build the whole model on this rank's device, the same values on every rank."""
     model = work.user_model or build_model(config.model, model_input(work.info, work.task))
+    if (loaded := start_from(model, config.model)) is not None:
+        work.loaded.append(loaded)
     if work.user_model is not None:
         give_logits(work.user_model)
     if config.model.sync_batchnorm and world.data_group is not None and not _is_split(world):

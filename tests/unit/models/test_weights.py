@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
-from echelon.models import ModelInput, build_model, load_weights
+from echelon.models import ModelInput, build_model, load_weights, locate_weights
+from echelon.trainer.start_weights import start_from
 
 CIFAR = ModelInput(classes=10, channels=3, image_size=32)
 
@@ -49,16 +50,19 @@ def test_round_trip(tmp_path: Path, form: str) -> None:
     assert same(source, target)
 
 
-def test_build_model_loads_the_configured_file(tmp_path: Path) -> None:
+def test_a_model_starts_from_the_configured_file(tmp_path: Path) -> None:
     source = model("mlp")
     save_file(source.state_dict(), tmp_path / "w.safetensors")
-    assert same(source, build_model(ModelConfig(name="mlp", weights=str(tmp_path / "w.safetensors")), CIFAR))
+    target = model("mlp")
+    loaded = start_from(target, ModelConfig(name="mlp", weights=str(tmp_path / "w.safetensors")))
+    assert same(source, target)
+    assert loaded is not None and not loaded.new and not loaded.unexpected and not loaded.reshaped
 
 
-def refusal(target: nn.Module, path: Path) -> str:
+def refusal(target: nn.Module, path: Path, head: str = "auto") -> str:
     before = [tensor.clone() for tensor in target.state_dict().values()]
     with pytest.raises(UserError) as caught:
-        load_weights(target, path)
+        load_weights(target, path, head)
     after = target.state_dict().values()
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "nothing is half loaded"
     assert "\n" not in str(caught.value)
@@ -75,11 +79,13 @@ def test_another_shape_names_the_parameter_and_both_shapes(tmp_path: Path) -> No
 def test_another_class_count_is_named_as_the_reason(tmp_path: Path) -> None:
     source, target = model(data=ModelInput(1000, 3, 32)), model()
     save_file(source.state_dict(), tmp_path / "w")
-    words = refusal(target, tmp_path / "w")
+    words = refusal(target, tmp_path / "w", head="keep")
     assert "'classifier.weight' is 1000x512 in the file and 10x512 in the model" in words
-    assert "for 1000 classes, the data has 10" in words
+    assert "for 1000 classes, the data has 10: --head new" in words
     head = target.get_parameter("classifier.weight").clone()
-    load_weights(target, tmp_path / "w", new_head=True)
+    loaded = load_weights(target, tmp_path / "w")
+    assert loaded.new == ("classifier.weight", "classifier.bias")
+    assert "made anew: classifier.weight, classifier.bias" in str(loaded)
     assert torch.equal(target.get_parameter("classifier.weight"), head)
     assert torch.equal(target.get_parameter("features.0.weight"), source.get_parameter("features.0.weight"))
 
@@ -210,3 +216,55 @@ def test_missing_file_folder_and_no_state_dict(tmp_path: Path) -> None:
     assert "a folder" in refusal(model(), tmp_path)
     torch.save([1, 2], tmp_path / "list.pt")
     assert "holds no state dict" in refusal(model(), tmp_path / "list.pt")
+
+
+def test_a_new_head_is_made_where_that_is_asked_for(tmp_path: Path) -> None:
+    source, target = model(), model()
+    save_file(source.state_dict(), tmp_path / "w")
+    own = target.get_parameter("classifier.weight").clone()
+    assert load_weights(target, tmp_path / "w", head="new").new == ("classifier.weight", "classifier.bias")
+    assert torch.equal(target.get_parameter("classifier.weight"), own)
+    load_weights(target, tmp_path / "w", head="keep")
+    assert same(source, target)
+
+
+def test_position_embeddings_of_another_grid_are_interpolated(tmp_path: Path) -> None:
+    vit = "timm/test_vit"
+    source, target = model(vit, ModelInput(10, 3, 32)), model(vit, ModelInput(10, 3, 64))
+    save_file(source.state_dict(), tmp_path / "w")
+    loaded = load_weights(target, tmp_path / "w")
+    assert loaded.reshaped == ("pos_embed 1x5x64 -> 1x17x64",)
+    assert torch.equal(target.get_parameter("pos_embed")[:, :1], source.get_parameter("pos_embed")[:, :1])
+
+
+def test_a_base_models_file_fits_below_its_prefix_and_other_heads_are_not_used(tmp_path: Path) -> None:
+    body, head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 3)
+    target = nn.Sequential()
+    target.add_module("base", body)
+    target.add_module("classifier", head)
+    state = {name.removeprefix("base."): t + 1 for name, t in target.state_dict().items() if name.startswith("base.")}
+    save_file({**state, "cls.weight": torch.ones(2, 2)}, tmp_path / "w")
+    loaded = load_weights(target, tmp_path / "w")
+    assert loaded.new == ("classifier.weight", "classifier.bias") and loaded.unexpected == ("cls.weight",)
+    assert torch.equal(body[0].weight, state["0.weight"])
+
+
+@pytest.mark.parametrize(
+    ("weights", "name", "words"),
+    [
+        ("pretrained", "mlp", "mlp has none"),
+        ("pretrained", "timm/resnet20_of_nobody", "no pretrained weights"),
+        ("pretrained", "timm/vit_small_patch16_224", "nothing can be downloaded here"),
+        ("pretrained", "torchvision/resnet18", "resnet18-f37072fd.pth is not in"),
+        ("hf:nobody/nothing", "mlp", "nobody/nothing is not in"),
+        ("hf:./nowhere/at/all", "mlp", "no such folder"),
+    ],
+)
+def test_published_weights_that_are_not_here(
+    weights: str, name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    with pytest.raises(UserError, match="--weights") as caught:
+        locate_weights(weights, name)
+    assert words in str(caught.value) and "\n" not in str(caught.value)

@@ -1,0 +1,144 @@
+"""Where published weights lie: of timm, torchvision and transformers, or of a name on the Hugging Face hub.
+
+What was downloaded before is found without a network; else it is brought by the library that knows how, once, by the
+process that starts a run. Without a network that is refused at once, with where it was looked for.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlparse
+
+from echelon.core.errors import UserError
+
+PRETRAINED = "pretrained"
+HUB = "hf:"
+FILES = ("model.safetensors", "pytorch_model.bin")
+OF_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+REACHED_WITHIN_S = 3.0
+
+
+def locate_weights(weights: str, model_name: str, brings: bool = False) -> Path:
+    """Return the file or folder that `--weights` means.
+
+    Args:
+        weights: a path, `hf:FOLDER_OR_NAME`, or `pretrained`.
+        model_name: as described, whose pretrained weights are meant.
+        brings: download what is not on this machine.
+
+    Raises:
+        UserError: it is not there, nor can it be brought; or no such weights are known for the model.
+    """
+    if weights == PRETRAINED:
+        library, _, name = model_name.partition("/")
+        if library == "timm" and name:
+            return _of_timm(name, brings)
+        if library == "torchvision" and name:
+            return _of_torchvision(name, brings)
+        if library == "transformers" and name:
+            return Path(name).expanduser()
+        raise UserError(
+            f"--weights pretrained: {model_name} has none: name a timm/, torchvision/ or transformers/ model, or a file"
+        )
+    if not weights.startswith(HUB):
+        return Path(weights).expanduser()
+    name = weights.removeprefix(HUB)
+    folder = Path(name).expanduser()
+    return folder if folder.exists() else _of_hub(name, brings)
+
+
+def _of_timm(name: str, brings: bool) -> Path:
+    from timm.models import get_pretrained_cfg
+
+    cfg = get_pretrained_cfg(name, allow_unregistered=True)
+    if cfg is None or not cfg.has_weights:
+        raise UserError(f"--weights pretrained: timm has no pretrained weights for {name}")
+    if cfg.file:
+        return Path(cfg.file)
+    if cfg.hf_hub_id:
+        return _hub_file(str(cfg.hf_hub_id), (cfg.hf_hub_filename,) if cfg.hf_hub_filename else FILES, brings)
+    return _of_url(cfg.url, brings)
+
+
+def _of_torchvision(name: str, brings: bool) -> Path:
+    from torchvision import models
+
+    try:
+        known = models.get_model_weights(name)
+    except ValueError as error:
+        raise UserError(f"--weights pretrained: {str(error).splitlines()[0]}") from error
+    if not len(known):
+        raise UserError(f"--weights pretrained: torchvision has no pretrained weights for {name}")
+    return _of_url(known["DEFAULT"].url, brings)
+
+
+def _of_url(url: str, brings: bool) -> Path:
+    import torch
+
+    file = Path(torch.hub.get_dir()) / "checkpoints" / Path(urlparse(url).path).name
+    if not file.exists():
+        if not brings or not _reaches(url):
+            raise _missing(file.name, file.parent, f"put {url} there")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _bring(lambda: torch.hub.download_url_to_file(url, str(file)), file.name, file.parent)
+    return file
+
+
+def _hub_file(repository: str, names: tuple[str, ...], brings: bool) -> Path:
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+
+    found = [try_to_load_from_cache(repository, name) for name in names]
+    there = [Path(path) for path in found if isinstance(path, str)]
+    if there:
+        return there[0]
+    cache = Path(constants.HF_HUB_CACHE)
+    if not brings or constants.HF_HUB_OFFLINE or not _reaches(constants.ENDPOINT):
+        raise _missing(
+            repository, cache, f"bring it with `hf download {repository} {names[0]}` where there is a network"
+        )
+    return Path(str(_bring(lambda: hf_hub_download(repository, names[0]), repository, cache)))
+
+
+def _of_hub(name: str, brings: bool) -> Path:
+    try:
+        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        raise UserError(f"--weights hf:{name} needs huggingface_hub: pip install huggingface_hub") from None
+    cache = Path(constants.HF_HUB_CACHE)
+    try:
+        return Path(snapshot_download(name, local_files_only=True, allow_patterns=list(OF_WEIGHTS)))
+    except HFValidationError:
+        raise UserError(f"--weights hf:{name}: there is no such folder, and it is no name of the hub") from None
+    except LocalEntryNotFoundError:
+        pass
+    if not brings or constants.HF_HUB_OFFLINE or not _reaches(constants.ENDPOINT):
+        raise _missing(name, cache, f"bring it with `hf download {name}` where there is a network")
+    return Path(str(_bring(lambda: snapshot_download(name, allow_patterns=list(OF_WEIGHTS)), name, cache)))
+
+
+def _bring(download: Callable[[], object], name: str, folder: Path) -> object:
+    try:
+        return download()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0][:120]
+        raise UserError(f"--weights: {name} is not in {folder}, and could not be downloaded ({reason})") from error
+
+
+def _reaches(url: str) -> bool:
+    """Whether the host of an address answers within a few seconds; true where a proxy would have to be asked."""
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True
+    address = urlparse(url)
+    try:
+        with socket.create_connection((address.hostname or "", address.port or 443), REACHED_WITHIN_S):
+            return True
+    except OSError:
+        return False
+
+
+def _missing(name: str, folder: Path, fix: str) -> UserError:
+    return UserError(f"--weights: {name} is not in {folder}, and nothing can be downloaded here: {fix}")

@@ -1,0 +1,54 @@
+"""The weights that a run starts from: a file's, published ones, or those that another run has trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from echelon.config.schema import ModelConfig
+from echelon.core.errors import UserError
+from echelon.models import LoadedWeights, load_state, load_weights, locate_weights
+from echelon.trainer.folder import CONFIG_FILE
+from echelon.trainer.saving import best_state
+
+
+def best_weights(folder: Path) -> Mapping[str, Tensor]:
+    """Return the weights of a run's best checkpoint by plain names, whatever its layout; on the CPU.
+
+    They are their moving average, where there is one.
+
+    Raises:
+        UserError: no whole checkpoint.
+    """
+    state = best_state(folder)
+    weights: Mapping[str, Tensor] = state["ema"]["average"] if state["ema"] else state["model"]
+    return weights
+
+
+def bring_weights(config: ModelConfig) -> None:
+    """Refuse weights that are not there, before anything starts; published ones are downloaded where they can be.
+
+    Raises:
+        UserError: names what is missing, and where it was looked for.
+    """
+    if not config.weights:
+        return
+    path = locate_weights(config.weights, config.name, brings=True)
+    if not path.exists():
+        raise UserError(f"--weights {config.weights}: no such file; name a file of weights, or a run's folder")
+
+
+def start_from(model: nn.Module, config: ModelConfig) -> LoadedWeights | None:
+    """Give a model the weights that `config.weights` names; None: it names none.
+
+    Raises:
+        UserError: they are not there, cannot be read, or do not fit.
+    """
+    if not config.weights:
+        return None
+    path = locate_weights(config.weights, config.name)
+    if (path / CONFIG_FILE).exists() and (path / "checkpoints").is_dir():
+        return load_state(model, best_weights(path), str(path), config.head)
+    return load_weights(model, path, config.head)
