@@ -13,7 +13,16 @@ if TYPE_CHECKING:
     from echelon.sync.own_loop import wrap
 
 __all__ = [
-    *("Outcome", "RunFailed", "compare", "ddp_hook", "evaluate", "export", "finetune", "report", "resume", "train"),
+    "Outcome",
+    "RunFailed",
+    "compare",
+    "ddp_hook",
+    "evaluate",
+    "export",
+    "finetune",
+    "report",
+    "resume",
+    "train",
     "wrap",
 ]
 
