@@ -41,7 +41,7 @@ class Comparison:
         planned: seeds in which it was to be run.
         reached: in how many of `seeds` it reached the target.
         to_target: how many times as fast as the baseline to the target; None unless every seed of both reached it.
-        to_end: the same to the end of the run.
+        to_end: the same to the end of the run. Both from the first step on, pauses counted.
         points: gain of the final primary metric over the baseline's, in `PrimaryMetric.unit`.
         noise_points: gain that the samples evaluated may show by chance, two standard deviations.
         reason: why it was not measured, or in what way it did not converge.
@@ -184,7 +184,7 @@ def _baseline(label: str, done: Mapping[int, RunRow]) -> Comparison:
 def _measure(label: str, pairs: Sequence[tuple[RunRow, RunRow]]) -> Comparison:
     targets = [(b.target_s, c.target_s) for b, c in pairs]
     both = [(b, c) for b, c in targets if b and c]
-    ends = [(b.train_s, c.train_s) for b, c in pairs if b.train_s and c.train_s]
+    ends = [(b.end_s, c.end_s) for b, c in pairs if b.end_s and c.end_s]
     finals = [b.primary.gain(c.final, b.final) for b, c in pairs if b.final is not None and c.final is not None]
     sent = fmean(b.wire_bytes or 0.0 for b, _ in pairs), fmean(c.wire_bytes or 0.0 for _, c in pairs)
     return Comparison(
@@ -259,7 +259,7 @@ def _noise(pairs: Sequence[tuple[RunRow, RunRow]]) -> float:
 
 
 def _done(rows: Sequence[RunRow]) -> dict[int, RunRow]:
-    return {r.seed: r for r in rows if r.status == COMPLETED and r.train_s}
+    return {r.seed: r for r in rows if r.status == COMPLETED and r.end_s}
 
 
 def _why_not(rows: Sequence[RunRow]) -> str:

@@ -30,13 +30,19 @@ _SPECS = ("strategy.sync", "strategy.compression")
 
 @dataclass(frozen=True)
 class PredictionCheck:
-    """A candidate's gain over the baseline in the rate of steps, as predicted and as measured: means over the seeds."""
+    """A candidate's gain over the baseline, as predicted and as measured: geometric means over the seeds.
+
+    Attributes:
+        whole: whether the gain is in seconds of whole runs, from the first step to the end, or (in tables from before
+            these were predicted) in those of a step.
+    """
 
     candidate: str
     terms: str
     predicted: float
     measured: float
     seeds: int
+    whole: bool = True
 
     @property
     def off(self) -> float:
@@ -50,7 +56,7 @@ class PredictionCheck:
 
 
 def set_predictions(path: Path, study: Study, runs: Sequence[RunRow]) -> list[RunRow]:
-    """Fill in the seconds per step that the baseline's record of the same seed and terms predicted.
+    """Fill in the seconds per step and run that the baseline's record of the same seed and terms predicted.
 
     A row keeps what it has where the baseline's folder is gone.
     """
@@ -64,16 +70,18 @@ def set_predictions(path: Path, study: Study, runs: Sequence[RunRow]) -> list[Ru
     for row in runs:
         base = predicted.get((row.terms, row.seed))
         if base is not None and row.run in planned:
-            row = replace(row, predicted_step_s=_predicted_s(planned[row.run].settings, *base))
+            found = _prediction(planned[row.run].settings, *base)
+            if found is not None:
+                row = replace(row, predicted_step_s=found.then_s, predicted_run_s=found.run_then_s or None)
         filled.append(row)
     return filled
 
 
-def _predicted_s(settings: Settings, base: PlannedRun, predictions: Sequence[Prediction]) -> float | None:
+def _prediction(settings: Settings, base: PlannedRun, predictions: Sequence[Prediction]) -> Prediction | None:
     wanted = _plain(settings)
     if wanted == _plain(base.settings):
         return None
-    return next((p.then_s for p in predictions if _plain({**base.settings, **p.settings}) == wanted), None)
+    return next((p for p in predictions if _plain({**base.settings, **p.settings}) == wanted), None)
 
 
 def _plain(settings: Mapping[str, str]) -> dict[str, str]:
@@ -90,21 +98,28 @@ def _plain(settings: Mapping[str, str]) -> dict[str, str]:
 
 def check_predictions(study: Study, runs: Sequence[RunRow]) -> list[PredictionCheck]:
     """Compare predicted and measured gains, candidate by candidate under each of the terms that predict any."""
-    base = {(r.terms, r.seed): r.step_s for r in runs if r.candidate == study.baseline.label and r.status == COMPLETED}
+    done = [r for r in runs if r.status == COMPLETED]
+    base = {(r.terms, r.seed): r for r in done if r.candidate == study.baseline.label}
     checked = []
     for terms in study.terms:
         for candidate in study.candidates:
-            rows = [r for r in runs if (r.candidate, r.terms, r.status) == (candidate.label, terms.label, COMPLETED)]
-            predicted = [
-                (now_s, r.predicted_step_s, r.step_s)
-                for r in rows
-                if (now_s := base.get((r.terms, r.seed))) and r.predicted_step_s and r.step_s
-            ]
-            if predicted:
-                now, then, measured = zip(*predicted, strict=True)
-                gains = ratio_interval(now, then).value, ratio_interval(now, measured).value
-                checked.append(PredictionCheck(candidate.label, terms.label, *gains, len(predicted)))
+            rows = [r for r in done if (r.candidate, r.terms) == (candidate.label, terms.label)]
+            pairs = [(base[r.terms, r.seed], r) for r in rows if (r.terms, r.seed) in base]
+            whole = [(b.run_s, r.predicted_run_s, r.run_s) for b, r in pairs]
+            steps = [(b.step_s, r.predicted_step_s, r.step_s) for b, r in pairs]
+            gains = _gains(whole) or _gains(steps)
+            if gains:
+                checked.append(PredictionCheck(candidate.label, terms.label, *gains, whole=bool(_gains(whole))))
     return checked
+
+
+def _gains(rows: Sequence[tuple[float | None, float | None, float | None]]) -> tuple[float, float, int] | None:
+    """Return gains as predicted and as measured of (now, predicted, measured) seconds, and of how many rows."""
+    known = [(now, then, measured) for now, then, measured in rows if now and then and measured]
+    if not known:
+        return None
+    now_s, then_s, measured_s = zip(*known, strict=True)
+    return ratio_interval(now_s, then_s).value, ratio_interval(now_s, measured_s).value, len(known)
 
 
 def prediction_words(checked: Sequence[PredictionCheck]) -> list[str]:
@@ -114,6 +129,11 @@ def prediction_words(checked: Sequence[PredictionCheck]) -> list[str]:
     gains = ", ".join(f"{c.candidate} {c.predicted:.2f}x (measured {c.measured:.2f}x)" for c in checked)
     n = sum(c.holds for c in checked)
     return [
-        f"Gains in the rate of steps, predicted from the baseline's record alone: {gains}. "
+        f"{gain_of(checked)}, predicted from the baseline's record alone: {gains}. "
         f"{n} of {len(checked)} within {CLOSE:.0%} of what was measured."
     ]
+
+
+def gain_of(checked: Sequence[PredictionCheck]) -> str:
+    """Say what the gains are in."""
+    return "Gains of whole runs" if all(c.whole for c in checked) else "Gains in the rate of steps"

@@ -1,7 +1,8 @@
 """Rows of a study's tables, from the record of a run.
 
-Seconds are those of training steps, added up over the windows of the record: start-up, evaluations and checkpoints are
-left out, for they are the same work whatever the candidate. Bytes are those that all ranks sent.
+Seconds run from the first step on, and count whatever stops the steps: evaluations, checkpoints, recording. Imports and
+reading the data before are left out, for they are the same work whatever the candidate. Bytes are those that all ranks
+sent.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from echelon.reporting.report.charts_server import staleness_counts
 from echelon.reporting.report.records import RunRecord, load_run
 from echelon.reporting.report.summary import Summary, summarise
 from echelon.reporting.report.timing import Timing, measure
+from echelon.reporting.report.whole_run import WholeRun
 from echelon.study.base import PlannedRun
 from echelon.study.metric import PrimaryMetric
-from echelon.study.tables import PointRow, RunRow
+from echelon.study.tables import PAUSE_REASONS, PointRow, RunRow
 
 
 def rows_of(run: PlannedRun, folder: Path, status: str, message: str) -> tuple[RunRow, list[PointRow]]:
@@ -31,13 +33,18 @@ def rows_of(run: PlannedRun, folder: Path, status: str, message: str) -> tuple[R
     record = load_run(folder)
     summary, timing = summarise(record), measure(record)
     metric = _primary(record)
-    points = [_point(run, record, number, e, metric) for number, e in enumerate(record.kept_evaluations())]
+    whole = summary.whole
+    points = [_point(run, (record, whole), number, e, metric) for number, e in enumerate(record.kept_evaluations())]
     torn = " ".join(record.notes)
-    train_s, wire_bytes, _ = _spent(record, None)
+    wire_bytes, _ = _spent(record, None)
     row = RunRow(
         run.name, run.candidate, run.terms, run.seed, status, " ".join(text for text in (message, torn) if text),
-        train_s=train_s, wire_bytes=wire_bytes, density=_density(record.windows), link=run.settings.get("launch.link"),
+        train_s=whole.steps_s if whole else 0.0, run_s=whole.seconds if whole else None, wire_bytes=wire_bytes,
+        density=_density(record.windows), link=run.settings.get("launch.link"),
     )  # fmt: skip
+    if whole is not None:
+        pauses = {f"pause_{name}": whole.pauses.get(name, 0.0) for name in PAUSE_REASONS}
+        row = replace(row, **pauses)  # type: ignore[arg-type]
     row = _with_outcome(row, summary, points, metric)
     return _with_placement(_with_staleness(_with_costs(row, summary, timing), record), record), points
 
@@ -121,8 +128,12 @@ def _density(windows: Sequence[Steps]) -> float | None:
     return sum(n * share for n, share in known) / steps if steps else None
 
 
-def _point(run: PlannedRun, record: RunRecord, number: int, evaluation: Evaluation, metric: PrimaryMetric) -> PointRow:
-    seconds, n_bytes, samples = _spent(record, evaluation)
+def _point(
+    run: PlannedRun, told: tuple[RunRecord, WholeRun | None], number: int, evaluation: Evaluation, metric: PrimaryMetric
+) -> PointRow:
+    record, whole = told
+    n_bytes, samples = _spent(record, evaluation)
+    seconds = whole.at(evaluation.t) if whole else 0.0
     return PointRow(
         run.name, run.candidate, run.terms, run.seed, number, evaluation.epoch, evaluation.step, samples, seconds,
         n_bytes, _finite(evaluation.loss), metric.name, _finite_metrics(evaluation.metrics),
@@ -137,22 +148,21 @@ def _finite_metrics(metrics: Mapping[str, float | None]) -> dict[str, float | No
     return {name: value for name, value in metrics.items() if _finite(value) is not None}
 
 
-def _spent(record: RunRecord, until: Evaluation | None) -> tuple[float, float, float]:
-    """Add up (seconds, bytes, samples) of the steps up to an evaluation's; what a restart undid was spent as well.
+def _spent(record: RunRecord, until: Evaluation | None) -> tuple[float, float]:
+    """Add up (bytes, samples) of the steps up to an evaluation's; what a restart undid was spent as well.
 
     A window that reaches past the step counts by its share: asynchronous workers go on while one of them evaluates.
     """
-    seconds = n_bytes = samples = 0.0
+    n_bytes = samples = 0.0
     for attempt in record.attempts:
         last = until is not None and any(evaluation is until for evaluation in attempt.evaluations)
         for window in attempt.windows:
             share = _share(window, until.step) if last and until is not None else 1.0
-            seconds += share * window.seconds
             n_bytes += share * window.wire_bytes
             samples += share * window.samples
         if last:
             break
-    return seconds, n_bytes, samples
+    return n_bytes, samples
 
 
 def _share(window: Steps, step: int) -> float:

@@ -22,6 +22,7 @@ Value = str | int | float | None
 Cells = Mapping[str, Value]
 
 RUNS, POINTS = "runs", "points"
+PAUSE_REASONS = ("start", "evaluation", "checkpoint", "recording", "callbacks", "other")
 _BY_METRIC = ("best", "metrics")  # fields whose columns have the name of a metric in them
 
 
@@ -30,12 +31,15 @@ class RunRow:
     """One run. None where the record holds no answer; `phase_*` are seconds per step, mean over the ranks.
 
     Attributes:
+        run_s: from the first step to the end of the last evaluation or checkpoint: `train_s`, of steps alone, and the
+            pauses (`pause_*`, seconds by reason). None in tables from before it was measured.
+        whole_s: from the command to its end.
         threads: of a worker.
         affinity: the cores that its workers may run on (such as `0-3`; where they differ, each set once).
         metric: name of the primary metric; with `direction`, `metric_label`, `percent` and `chance` it is a
             `PrimaryMetric`.
         best: the best value of the primary metric.
-        predicted_step_s: what the baseline's record of the same seed predicted for `step_s`.
+        predicted_step_s, predicted_run_s: what the baseline's record of the same seed predicted for `step_s`, `run_s`.
         metrics: those of the last evaluation.
     """
 
@@ -46,6 +50,7 @@ class RunRow:
     status: str
     message: str
     train_s: float | None = None
+    run_s: float | None = None
     whole_s: float | None = None
     startup_s: float | None = None
     steps: int | None = None
@@ -69,6 +74,12 @@ class RunRow:
     samples_per_s: float | None = None
     step_s: float | None = None
     exposed_s: float | None = None
+    pause_start: float | None = None
+    pause_evaluation: float | None = None
+    pause_checkpoint: float | None = None
+    pause_recording: float | None = None
+    pause_callbacks: float | None = None
+    pause_other: float | None = None
     phase_data: float | None = None
     phase_forward: float | None = None
     phase_backward: float | None = None
@@ -82,6 +93,7 @@ class RunRow:
     density: float | None = None
     restarts: int | None = None
     predicted_step_s: float | None = None
+    predicted_run_s: float | None = None
     target: float | None = None
     target_s: float | None = None
     target_bytes: float | None = None
@@ -94,6 +106,17 @@ class RunRow:
         return PrimaryMetric(self.metric, self.direction, self.metric_label, bool(self.percent), self.chance)
 
     @property
+    def end_s(self) -> float | None:
+        """Seconds from the first step to the end, pauses counted; where that was not measured, of steps alone."""
+        return self.train_s if self.run_s is None else self.run_s
+
+    @property
+    def pauses(self) -> dict[str, float]:
+        """Seconds without steps, by reason."""
+        known = {name: getattr(self, f"pause_{name}") for name in PAUSE_REASONS}
+        return {name: seconds for name, seconds in known.items() if seconds}
+
+    @property
     def final(self) -> float | None:
         """The primary metric at the last evaluation."""
         return self.eval_loss if self.metric == "loss" else self.metrics.get(self.metric)
@@ -101,7 +124,10 @@ class RunRow:
 
 @dataclass(frozen=True)
 class PointRow:
-    """One evaluation of one run: what had been spent by then, and what was reached. `metric` is the primary one."""
+    """One evaluation of one run: what had been spent by then, and what was reached. `metric` is the primary one.
+
+    `seconds` are those since the first step, pauses counted.
+    """
 
     run: str
     candidate: str

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from statistics import fmean
 
-from echelon.core.units import sentence_case
+from echelon.core.units import format_seconds, sentence_case
+from echelon.reporting.report.words import pause_name
 from echelon.study.base import COMPLETED, Study
 from echelon.study.compare import SAME_SPEED, Comparison, ComparisonGroup, Verdict, metric_of
 from echelon.study.intervals import FEWEST_SEEDS, Interval, coverage_of
 from echelon.study.metric import PrimaryMetric
 from echelon.study.predictions import check_predictions, prediction_words
 from echelon.study.recommend import Recommendation
-from echelon.study.tables import RunRow
+from echelon.study.tables import PAUSE_REASONS, RunRow
 
+_LEAST_PAUSE = 0.001
 _EQUAL = (
     ("link", "link", ("launch.link",)),
     ("threads of a worker", "threads", ("launch.threads", "launch.workers", "strategy.parallel")),
@@ -30,6 +33,7 @@ def study_words(
     checked = check_predictions(study, runs)
     for group in groups:
         words += [_under(group.terms, text) for text in group_words(study, group)]
+        words += [_under(group.terms, text) for text in whole_run_words(group, runs)]
         mine = [c for c in checked if c.terms == group.terms]
         words += [_under(group.terms, text) for text in prediction_words(mine)]
     return words + caveats(study, runs)
@@ -60,6 +64,32 @@ def group_words(study: Study, group: ComparisonGroup) -> list[str]:
             "not told from chance."
         )
     return words
+
+
+def whole_run_words(group: ComparisonGroup, runs: Sequence[RunRow]) -> list[str]:
+    """Say how long each candidate's runs took from the first step to the end, and which share of that pauses have."""
+    clauses = []
+    for c in group.comparisons:
+        rows = [
+            r for r in runs if (r.candidate, r.terms, r.status) == (c.candidate, group.terms, COMPLETED) and r.run_s
+        ]
+        if rows:
+            shares = pause_shares(rows)
+            text = format_seconds(fmean(r.run_s or 0.0 for r in rows))
+            clauses.append(f"{c.candidate} {text}" + (f" ({shares})" if shares else ""))
+    return [f"Whole runs, from the first step to the end, and the share of pauses: {'; '.join(clauses)}."] * bool(
+        clauses
+    )
+
+
+def pause_shares(rows: Sequence[RunRow]) -> str:
+    """Name the pauses of runs, each with its share of their time from the first step to the end, the greatest first."""
+    whole_s = sum(r.run_s or 0.0 for r in rows)
+    if not whole_s:
+        return ""
+    shares = {name: sum(r.pauses.get(name, 0.0) for r in rows) / whole_s for name in PAUSE_REASONS}
+    worth = sorted(((share, name) for name, share in shares.items() if share >= _LEAST_PAUSE), reverse=True)
+    return ", ".join(f"{pause_name(name)} {share:.1%}" for share, name in worth)
 
 
 def sentence(c: Comparison, metric: PrimaryMetric) -> str:

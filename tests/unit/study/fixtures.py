@@ -35,6 +35,7 @@ class Planted:
     message: str = ""
     noise: float = 0.002
     jitter: float = 0.01
+    pause_s: float = 0.005  # of each evaluation
     staleness: Mapping[str, int] | None = None
     density: float | None = None
     affinity: tuple[str, ...] = ("0-1", "0-1")
@@ -78,7 +79,7 @@ def tell(run: PlannedRun, truth: Planted) -> list[dict[str, Any]]:
         lines.append(_steps(t, epoch, truth, slower))
         share = (epoch + 1) / EPOCHS
         top1 = final - (final - 0.1) * math.exp(-truth.rate * share) if final > 0.15 else final
-        t += 0.5
+        t += truth.pause_s
         lines.append(_evaluation(t, epoch, top1, truth))
     if truth.staleness:
         beat = {"name": "server0", "step": STEPS * epochs, "staleness": dict(truth.staleness)}
@@ -120,5 +121,5 @@ def _evaluation(t: float, epoch: int, top1: float, truth: Planted) -> dict[str, 
     return {
         "t": t, "kind": "evaluation", "epoch": epoch, "step": (epoch + 1) * STEPS,
         "loss": 0.3 if truth.finite else float("nan"),
-        "metrics": {"top1": top1, "macro_f1": top1 - 0.002}, "seconds": 0.5, "samples": 5000,
+        "metrics": {"top1": top1, "macro_f1": top1 - 0.002}, "seconds": truth.pause_s, "samples": 5000,
     }  # fmt: skip

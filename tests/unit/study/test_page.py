@@ -89,7 +89,7 @@ def test_rows_lead_to_the_pages_of_runs_that_have_one(folder: Path) -> None:
 
 def test_each_set_of_terms_has_all_charts(folder: Path) -> None:
     drawn = figures((folder / "report.html").read_text())
-    kinds = {"seconds", "wire_bytes", "samples", "front-train_s", "front-wire_bytes", "target_s", "target_bytes"}
+    kinds = {"seconds", "wire_bytes", "samples", "front-end_s", "front-wire_bytes", "target_s", "target_bytes"}
     kinds |= {"phases", "memory_bytes", "density", "staleness"}
     assert drawn.keys() == {f"{kind}-{place}" for kind in kinds for place in (0, 1)}
 

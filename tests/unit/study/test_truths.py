@@ -78,6 +78,17 @@ def test_twice_as_slow_is_called_slower_by_twice(report: StudyReport) -> None:
     assert 1.8 <= low <= value <= high <= 2.2
 
 
+def test_pauses_count_as_steps_do_and_are_said(tmp_path: Path) -> None:
+    """Its steps are the same, 1 s an epoch, but each evaluation stops it for as long again."""
+    report = studied(tmp_path, {BASE: Planted(), "eval_every=1": Planted(pause_s=1.0)})
+    assert of(report, "eval_every=1").verdict is Verdict.NO_BENEFIT
+    said = "\n".join(report.words)
+    assert re.search(r"eval_every=1: no benefit here: slower by (1\.9|2\.0)\d?x", said), said
+    assert re.search(r"from the first step to the end, .*: sync=allreduce 6\.?\d* s \(evaluation 0\.5%\)", said), said
+    assert re.search(r"eval_every=1 1[12]\.?\d* s \(evaluation (49|50)\.\d%\)", said), said
+    assert "evaluation 50" in (page := (tmp_path / "s" / "report.html").read_text()) or "evaluation 49" in page
+
+
 def test_what_the_baseline_differs_by_from_itself_is_chance(tmp_path: Path) -> None:
     truths = {
         BASE: Planted(jitter=0.001),

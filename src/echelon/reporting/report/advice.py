@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echelon.observe.phases import Phase
-from echelon.records.kinds import Checkpoint, Evaluation, Start
-from echelon.reporting.report.predictions import SAYS_SO, pick_ways, predict
+from echelon.records.kinds import Start
+from echelon.reporting.report.predictions import SAYS_SO, Prediction, pick_ways
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import SlowRank, Timing
+from echelon.reporting.report.whole_run import WholeRun
 
 _WORTH_SAYING = 0.10
 _PERSISTENT = 0.7
+_PAUSES = (  # the pause, from which share of the run on it is worth saying, what it does, what helps
+    ("checkpoint", 0.03, ("Checkpoints stop training for", "a longer --checkpoint-every")),
+    ("evaluation", 0.15, ("Evaluation takes", "a larger --eval-every")),
+    ("callbacks", 0.05, ("Callbacks and loggers take", "fewer of them, or less often")),
+    ("start", 0.25, ("What comes before the first step of an attempt takes", "a longer run pays it just once")),
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,23 @@ class Bound:
     kind: str
     share: float
     slow: SlowRank | None = None
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What advice on the whole run follows from.
+
+    Attributes:
+        seconds: of its commands, each from the process's start to its end.
+        startup_s: from the command to where training begins.
+        whole: from the first step to the end, and what of it was no step.
+        predictions: what other ways to communicate would take.
+    """
+
+    seconds: float
+    startup_s: float | None
+    whole: WholeRun | None
+    predictions: Sequence[Prediction]
 
 
 def shares_of(timing: Timing) -> dict[str, float]:
@@ -77,22 +102,22 @@ def held_up_by(timing: Timing) -> SlowRank | None:
     return slow if matters and slow.is_slow and slow.persistence >= _PERSISTENT else None
 
 
-def advise(record: RunRecord, timing: Timing | None, seconds: float, startup_s: float | None) -> list[Advice]:
+def advise(record: RunRecord, timing: Timing | None, told: RunFacts) -> list[Advice]:
     """List changes worth trying, the greatest gain first; empty when nothing stands out."""
-    found = _about_the_run(record, timing, seconds, startup_s)
+    found = _about_the_run(timing, told)
     if timing is not None and timing.phases:
-        found += _about_steps(record, timing)
+        found += _about_steps(record, timing, told.predictions)
     return sorted(found, key=lambda a: -a.gain)
 
 
-def _about_steps(record: RunRecord, timing: Timing) -> list[Advice]:
+def _about_steps(record: RunRecord, timing: Timing, predictions: Sequence[Prediction]) -> list[Advice]:
     shares = shares_of(timing)
     found = []
     if shares["input"] >= _WORTH_SAYING:
         found.append(_input(record, shares["input"]))
     if shares["communication"] >= _WORTH_SAYING:
         found.append(
-            _predicted(record, timing, shares["communication"]) or _communication(record, shares["communication"])
+            _predicted(predictions, shares["communication"]) or _communication(record, shares["communication"])
         )
     if (slow := held_up_by(timing)) is not None:
         text = f"Make rank {slow.rank} as fast as the next slowest (it loses its time in {slow.phase})"
@@ -111,16 +136,17 @@ def _input(record: RunRecord, share: float) -> Advice:
     return Advice(f"The input takes {share:.0%} of a step; more --loaders{now}, where cores are free", _gain(share))
 
 
-def _predicted(record: RunRecord, timing: Timing, share: float) -> Advice | None:
-    """Say what other ways to communicate would save, where the run recorded what they cost."""
-    better = [p for p in predict(record, timing) if p.gain >= SAYS_SO]
+def _predicted(predictions: Sequence[Prediction], share: float) -> Advice | None:
+    """Say what other ways to communicate would save of the whole run, where the run recorded what they cost."""
+    better = [p for p in predictions if p.gain >= SAYS_SO]
     if not better:
         return None
     first, *others = pick_ways(better)
-    more = "".join(f", {p.label} {p.saves:.0%}" for p in others)
+    more = "".join(f", {p.label} {p.run_saves:.0%}" for p in others)
     text = (
-        f"Communication takes {share:.0%} of a step: {first.label} would save {first.saves:.0%} of the step"
-        f"{more}, computed from the record (what accuracy each costs, `echelon compare` measures)"
+        f"Communication takes {share:.0%} of a step: {first.label} would save {first.run_saves:.0%} of the run, "
+        f"from its first step to its end{more}, computed from the record (what accuracy each costs, `echelon compare` "
+        "measures)"
     )
     return Advice(text, better[0].gain, said=True)
 
@@ -167,19 +193,14 @@ def _on_gpu(record: RunRecord) -> bool:
     return any(start.device.startswith("cuda") for start in record.of(Start))
 
 
-def _about_the_run(record: RunRecord, timing: Timing | None, seconds: float, startup_s: float | None) -> list[Advice]:
-    if seconds <= 0:
-        return []
-    found = []
-    blocked = sum(saved.blocked_s for saved in record.of(Checkpoint)) / seconds
-    evaluating = sum(e.seconds for e in record.of(Evaluation)) / seconds
-    starting = (startup_s or 0.0) / seconds
-    if 0.03 <= blocked < 1:
-        text = f"Checkpoints stop training for {blocked:.0%} of the run; a longer --checkpoint-every"
-        found.append(Advice(text, _gain(blocked), "run"))
-    if 0.15 <= evaluating < 1:
-        text = f"Evaluation takes {evaluating:.0%} of the run; a larger --eval-every"
-        found.append(Advice(text, _gain(evaluating), "run"))
+def _about_the_run(timing: Timing | None, told: RunFacts) -> list[Advice]:
+    found, whole = [], told.whole
+    for name, least, remedy in _PAUSES:
+        share = whole.shares().get(name, 0.0) if whole else 0.0
+        if least <= share < 1:
+            text = f"{remedy[0]} {share:.0%} of the run from its first step to its end; {remedy[1]}"
+            found.append(Advice(text, _gain(share), "run"))
+    starting = (told.startup_s or 0.0) / told.seconds if told.seconds > 0 else 0.0
     if 0.25 <= starting < 1 and timing is not None:
         text = f"{starting:.0%} of this short run is its start, which a longer run pays just once; without it"
         found.append(Advice(text, _gain(starting), "run"))

@@ -10,7 +10,8 @@ rounds r' and coding k' (recorded at the run's end: `alternatives`)
     s' = c + (k' + max(0, t' - o c)) / p                               once in p steps, behind o of them
 
 where the tail is the share that comes last, which nothing hides. Coding is taken as not hidden: it needs the processor
-that backward computes on. What the rest c takes is taken to stay as it is.
+that backward computes on. What the rest c takes is taken to stay as it is. A whole run
+of S seconds, from its first step to its end, with n steps becomes S - n (s - s'): its pauses stay as they were.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from echelon.records.kinds import Alternative, Alternatives
 from echelon.reporting.report.communication import Communication
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import Timing
+from echelon.reporting.report.whole_run import WholeRun
 
 SAYS_SO = 1.05
 """Gains below are not worth saying."""
@@ -29,13 +31,14 @@ SAYS_SO = 1.05
 
 @dataclass(frozen=True)
 class Prediction:
-    """What changing some settings would do to a step.
+    """What changing some settings would do to a step, and to the whole run.
 
     Attributes:
         label: the settings as one writes them: `bf16`, `local(period=8), int8`.
         settings: by dotted name.
         now_s, then_s: seconds per step.
         wire_bytes: that each rank would send per step, the mean; `now_bytes`: as it was.
+        run_now_s, run_then_s: seconds of the whole run, from its first step to its end; 0: not known.
     """
 
     label: str
@@ -44,6 +47,8 @@ class Prediction:
     then_s: float
     wire_bytes: float
     now_bytes: float = 0.0
+    run_now_s: float = 0.0
+    run_then_s: float = 0.0
 
     @property
     def gain(self) -> float:
@@ -55,9 +60,14 @@ class Prediction:
         """The share of a step that would be saved; negative: lost."""
         return 1 - self.then_s / self.now_s
 
+    @property
+    def run_saves(self) -> float:
+        """The share of the whole run that would be saved, its pauses counted."""
+        return 1 - self.run_then_s / self.run_now_s if self.run_now_s else 0.0
 
-def predict(record: RunRecord, timing: Timing | None) -> list[Prediction]:
-    """Predict a step with each alternative that the run recorded, the fastest first; empty where nothing was."""
+
+def predict(record: RunRecord, timing: Timing | None, whole: WholeRun | None) -> list[Prediction]:
+    """Predict a step, and the run, with each alternative that was recorded, the fastest first; none: nothing was."""
     recorded = record.of(Alternatives)
     if timing is None or timing.communication is None or not recorded or not timing.step_s:
         return []
@@ -71,7 +81,8 @@ def predict(record: RunRecord, timing: Timing | None) -> list[Prediction]:
         label = ", ".join(way.settings.values())
         if way is not now and then_s > 0:
             sent = way.wire_bytes / way.period, now.wire_bytes / now.period
-            predictions.append(Prediction(label, way.settings, timing.step_s, then_s, *sent))
+            run_s = _runs(record, whole, timing.step_s - then_s)
+            predictions.append(Prediction(label, way.settings, timing.step_s, then_s, *sent, *run_s))
     return sorted(predictions, key=lambda p: p.then_s)
 
 
@@ -80,6 +91,15 @@ def pick_ways(predictions: Sequence[Prediction]) -> list[Prediction]:
     single = [p for p in predictions if len(p.settings) == 1] or predictions
     by_saving = sorted(single, key=lambda p: p.saves)
     return by_saving if len(by_saving) <= 5 else by_saving[:2] + by_saving[-3:]
+
+
+def _runs(record: RunRecord, whole: WholeRun | None, saved_s: float) -> tuple[float, float]:
+    """Return the seconds of the run as it was, and if each of its steps had been shorter by `saved_s`."""
+    if whole is None:
+        return 0.0, 0.0
+    steps = sum(window.count for window in record.windows)
+    paused_s = whole.seconds - whole.steps_s
+    return whole.seconds, paused_s + max(0.0, whole.steps_s - steps * saved_s)
 
 
 def _then_s(

@@ -9,7 +9,7 @@ from echelon.core.task import TaskFacts
 from echelon.observe.phases import PHASES
 from echelon.records.events import BadImageSkipped, Event, LossNotFinite, RankFailed
 from echelon.records.kinds import End, EntropyCoding, Evaluation, ServerWindow, Start
-from echelon.reporting.report.advice import Advice, Bound, advise, find_bound, shares_of
+from echelon.reporting.report.advice import Advice, Bound, RunFacts, advise, find_bound, shares_of
 from echelon.reporting.report.clock import sittings
 from echelon.reporting.report.communication import Communication
 from echelon.reporting.report.incidents import ExplainedStep, Incident, count_restarts, find_incidents, find_slow_steps
@@ -17,6 +17,7 @@ from echelon.reporting.report.predictions import Prediction, predict
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import SlowRank, Timing, measure, timing_notes
 from echelon.reporting.report.waterfall import Waterfall, waterfall_notes, waterfall_of
+from echelon.reporting.report.whole_run import WholeRun, whole_run_of
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Summary:
         task: whose metrics they are; `best` is of its primary one, at `best_step`.
         seconds, wall_s: of all its commands, each from the process's start to its end; where that was not recorded, to
             the last record. Pauses between a stop and a resume are left out.
+        whole: from the first step to the end of the last evaluation or checkpoint: the figure by which runs compare.
     """
 
     run: str
@@ -67,6 +69,7 @@ class Summary:
     slow_steps: tuple[ExplainedStep, ...]
     communication: Communication | None
     waterfall: Waterfall | None
+    whole: WholeRun | None
     served: bool
     searched: bool
 
@@ -74,6 +77,9 @@ class Summary:
         """Plain values for `summary.json`; NaN and infinity become null."""
         values = asdict(self)
         values[f"best_{self.task.primary.name}"] = values.pop("best")
+        values["whole"] = self.whole and {
+            "seconds": self.whole.seconds, "steps_s": self.whole.steps_s, "pauses": dict(self.whole.pauses),
+        }  # fmt: skip
         values["bound"], values["bound_share"] = self.bound.kind, self.bound.share
         values["predictions"] = [{**asdict(p), "gain": p.gain} for p in self.predictions]
         values["advice"] = [{**asdict(a), "sentence": a.sentence()} for a in self.advice]
@@ -94,7 +100,8 @@ def summarise(record: RunRecord) -> Summary:
     status, message = _status(record)
     start = record.last_start
     steps = max((w.step for w in record.kept_windows()), default=0)
-    waterfall = waterfall_of(record)
+    waterfall, whole = waterfall_of(record), whole_run_of(record)
+    predictions = tuple(predict(record, timing, whole))
     return Summary(
         run=record.name,
         status=status,
@@ -125,13 +132,14 @@ def summarise(record: RunRecord) -> Summary:
         outlier_windows=timing.outlier_windows if timing else 0,
         bound=find_bound(timing),
         slowest_rank=_slowest(record, timing),
-        advice=tuple(advise(record, timing, seconds, startup_s)),
+        advice=tuple(advise(record, timing, RunFacts(seconds, startup_s, whole, predictions))),
         incidents=tuple(find_incidents(record, stretches)),
         notes=(*record.notes, *timing_notes(timing), *waterfall_notes(waterfall), *_notes(record)),
-        predictions=tuple(predict(record, timing)),
+        predictions=predictions,
         slow_steps=tuple(find_slow_steps(record, timing)),
         communication=timing.communication if timing else None,
         waterfall=waterfall,
+        whole=whole,
         served=record.served,
         searched=record.searched,
     )

@@ -51,8 +51,12 @@ def headlines(s: Summary) -> list[Headline]:
     if others:
         (title, value), *beside = others
         found.append(Headline(title, f"{value:.4f}", ", ".join(f"{name} {v:.4f}" for name, v in beside)))
+    if s.whole is not None:
+        paused_s = sum(s.whole.pauses.values())
+        aside = f"{paused_s / s.whole.seconds:.0%} of it pauses" if s.whole.seconds > 0 else ""
+        found.append(Headline("first step to end", format_seconds(s.whole.seconds), aside))
     startup = f"{format_seconds(s.startup_s)} to start" if s.startup_s is not None else ""
-    found.append(Headline("time", format_seconds(s.seconds), startup))
+    found.append(Headline("time in all", format_seconds(s.seconds), startup))
     if s.samples_per_s is not None and s.step_s is not None:
         unit, speed = s.task.speed(s.samples_per_s)
         found.append(Headline(unit, f"{speed:,.0f}", f"{format_seconds(s.step_s)} a step"))
@@ -210,16 +214,29 @@ def critical_table(record: RunRecord, timing: Timing | None) -> Table | None:
 
 
 def prediction_table(summary: Summary) -> Table | None:
-    """What other ways to communicate would do to a step."""
+    """What other ways to communicate would do to a step, and to the run from its first step to its end."""
     if not summary.predictions:
         return None
-    head = ["change", "a step would take", "times as fast", "saved of a step", "sent by a rank per step"]
-    now_s = summary.predictions[0].now_s
-    rows = [["none: this run", format_seconds(now_s), "1.00x", "0%", format_bytes(summary.predictions[0].now_bytes)]]
-    rows += [
-        [p.label, format_seconds(p.then_s), f"{p.gain:.2f}x", f"{rounded(p.saves, 2):.0%}", format_bytes(p.wire_bytes)]
-        for p in summary.predictions
+    head = [
+        "change",
+        "a step would take",
+        "times as fast",
+        "saved of a step",
+        "whole run",
+        "saved of the run",
+        "sent by a rank per step",
     ]
+    now_s = summary.predictions[0].now_s
+    first = summary.predictions[0]
+    run_s, sent = format_seconds(first.run_now_s), format_bytes(first.now_bytes)
+    rows = [["none: this run", format_seconds(now_s), "1.00x", "0%", run_s, "0%", sent]]
+    rows += [
+        [
+            p.label, format_seconds(p.then_s), f"{p.gain:.2f}x", f"{rounded(p.saves, 2):.0%}",
+            format_seconds(p.run_then_s), f"{rounded(p.run_saves, 2):.0%}", format_bytes(p.wire_bytes),
+        ]
+        for p in summary.predictions
+    ]  # fmt: skip
     return Table("What other ways to communicate would gain, computed from the record", head, rows)
 
 

@@ -6,8 +6,10 @@ import math
 
 from echelon.core.units import format_seconds, sentence_case
 from echelon.reporting.report.summary import Summary
+from echelon.reporting.report.whole_run import BEFORE_STEPS, OTHER, WholeRun
 
 _MOST_ADVICE = 3
+_LEAST_PAUSE = 0.001
 
 
 def closing_words(summary: Summary) -> list[str]:
@@ -16,6 +18,7 @@ def closing_words(summary: Summary) -> list[str]:
     if summary.searched:  # nothing was trained: its speed, its last loss and the like are nothing to conclude from
         return words
     words += _accuracy(summary)
+    words += whole_run_words(summary.whole)
     words += _bound(summary) + list(summary.notes)
     words += [a.sentence() for a in summary.advice[:_MOST_ADVICE]]
     words += [i.sentence(summary.step_s) for i in summary.incidents]
@@ -26,6 +29,20 @@ def closing_words(summary: Summary) -> list[str]:
         lost = f"{n} batches" if n > 1 else "a batch"
         words.append(f"The loss of {lost} was not finite: left out of training.")
     return words
+
+
+def whole_run_words(whole: WholeRun | None) -> list[str]:
+    """Say how long a run took from its first step to its end, and which share of that each pause has."""
+    if whole is None or whole.seconds <= 0:
+        return []
+    shares = ", ".join(f"{pause_name(name)} {share:.1%}" for name, share in whole.shares(_LEAST_PAUSE).items())
+    paused = f": steps {min(1.0, whole.steps_s / whole.seconds):.1%}, {shares}" if shares else ", nearly all in steps"
+    return [f"From the first step to the end: {format_seconds(whole.seconds)}{paused}."]
+
+
+def pause_name(name: str) -> str:
+    """Return the words for a pause."""
+    return {BEFORE_STEPS: "before the first step", OTHER: "not accounted for"}.get(name, name)
 
 
 def wilson_interval(share: float, n: int, z: float = 1.96) -> tuple[float, float]:

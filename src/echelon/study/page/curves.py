@@ -56,7 +56,7 @@ def _curves(scene: Scene, field: str, title: str) -> Chart | None:
 
 def _x_axis(field: str, reached: list[float], log: bool) -> Json:
     if field == "seconds":
-        return time_axis("time of training steps", reached, log)
+        return time_axis("time since the first step", reached, log)
     if field == "wire_bytes":
         return byte_axis("sent by all ranks", reached, log)
     return count_axis("samples trained on", max(reached), rangemode="tozero")
@@ -112,5 +112,5 @@ def _caption(logarithmic: bool, bands: bool, field: str) -> str:
     if logarithmic:
         sentences.append("The axis is logarithmic.")
     if field == "seconds":
-        sentences.append("Start-up, evaluations and checkpoints are left out of the seconds.")
+        sentences.append("Evaluations, checkpoints and other pauses count; what comes before the first step does not.")
     return " ".join(sentences)

@@ -26,7 +26,7 @@ class CostAxis:
 
 
 COSTS = (
-    CostAxis("train_s", "time", "time of all training steps", format_seconds, time_axis),
+    CostAxis("end_s", "time", "from the first step to the end", format_seconds, time_axis),
     CostAxis("wire_bytes", "traffic", "sent by all ranks", format_bytes, byte_axis),
 )
 

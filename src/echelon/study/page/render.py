@@ -16,7 +16,7 @@ from echelon.study.page.scene import CandidateStyle, Scene, styles_of
 from echelon.study.page.tables import failures, prediction_table, run_table, verdict_table
 from echelon.study.report import StudyReport
 from echelon.study.settings import label_of
-from echelon.study.words import caveats, group_words, opening_words
+from echelon.study.words import caveats, group_words, opening_words, whole_run_words
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _section(report: StudyReport, place: int, group: ComparisonGroup, styles: di
         place=place,
         title=title,
         equal=equal,
-        words=group_words(report.study, group),
+        words=[*group_words(report.study, group), *whole_run_words(group, runs)],
         verdicts=verdict_table(group, scene),
         predictions=prediction_table([p for p in report.predictions if p.terms == group.terms]),
         styles=shown,

@@ -14,8 +14,9 @@ from echelon.study.folder import RUNS_FOLDER
 from echelon.study.intervals import FEWEST_SEEDS, Interval, coverage_of
 from echelon.study.metric import PrimaryMetric
 from echelon.study.page.scene import Scene, spread
-from echelon.study.predictions import CLOSE, PredictionCheck
+from echelon.study.predictions import CLOSE, PredictionCheck, gain_of
 from echelon.study.tables import RunRow
+from echelon.study.words import pause_shares
 
 NONE = "–"
 
@@ -25,8 +26,8 @@ def verdict_table(group: ComparisonGroup, scene: Scene) -> Table:
     numbers, metric = {style.label: style.number for style in scene.styles}, scene.metric
     columns = (("final", metric.text), *_COLUMNS)
     head = [
-        "candidate", "verdict", "times as fast to target", f"{metric.unit} of {metric.label}", f"final {metric.label}",
-        "to target",
+        "candidate", "verdict", "times as fast to the end", "to target", f"{metric.unit} of {metric.label}",
+        f"final {metric.label}", "whole run", "pauses", "to target",
         "sent to target", "a step", "sent a step", "memory",
     ]  # fmt: skip
     rows = []
@@ -34,10 +35,12 @@ def verdict_table(group: ComparisonGroup, scene: Scene) -> Table:
         cells = [
             f"{numbers[c.candidate]} {c.candidate}",
             _verdict(c, metric),
+            _interval(c.to_end, ".2f", "x"),
             _interval(c.to_target, ".2f", "x"),
             _interval(c.points, "+.2f", ""),
         ]
-        rows.append(cells + [_cell(scene, c.candidate, column, write) for column, write in columns])
+        first, second, *others = [_cell(scene, c.candidate, column, write) for column, write in columns]
+        rows.append([*cells, first, second, _pauses(scene, c.candidate), *others])
     return Table(
         f"Each candidate against the baseline, means over {_seeds(max(c.seeds for c in group.comparisons))}", head, rows
     )
@@ -60,21 +63,22 @@ def prediction_table(checked: list[PredictionCheck]) -> Table | None:
         for c in checked
     ]
     head = ["candidate", "predicted", "measured", "off by", f"within {CLOSE:.0%}"]
-    return Table("Times as fast by steps: predicted from the baseline's record alone, and measured", head, rows)
+    return Table(f"{gain_of(checked)}: predicted from the baseline's record alone, and measured", head, rows)
 
 
 def run_table(runs: list[RunRow], with_page: Collection[str]) -> Table:
     """Return one row per run; those `with_page` lead to theirs."""
     head = [
-        "run", "seed", "status", metric_of(runs).label, "to target", "training", "whole run", "samples/s", "a step",
-        "sent", "memory by rank",
+        "run", "seed", "status", metric_of(runs).label, "to target", "whole run", "steps", "pauses", "command",
+        "samples/s", "a step", "sent", "memory by rank",
     ]  # fmt: skip
     rows = []
     for r in runs:
         rows.append(
             [
                 r.run, str(r.seed), r.status, _write(r.final, r.primary.text), _write(r.target_s, format_seconds),
-                _write(r.train_s, format_seconds), _write(r.whole_s, format_seconds), _write(r.samples_per_s, _count),
+                _write(r.end_s, format_seconds), _write(r.train_s, format_seconds), pause_shares([r]) or NONE,
+                _write(r.whole_s, format_seconds), _write(r.samples_per_s, _count),
                 _write(r.step_s, format_seconds), _write(r.wire_bytes, format_bytes),
                 _by_rank(r.memory_bytes_by_rank),
             ]
@@ -121,6 +125,10 @@ def _write(value: float | None, write: Callable[[float], str]) -> str:
     return NONE if value is None else write(value)
 
 
+def _pauses(scene: Scene, candidate: str) -> str:
+    return pause_shares([r for r in scene.runs if r.candidate == candidate and r.status == COMPLETED]) or NONE
+
+
 def _by_rank(memory: str | None) -> str:
     return ", ".join(format_bytes(float(n_bytes)) for n_bytes in memory.split()) if memory else NONE
 
@@ -130,6 +138,7 @@ def _count(value: float) -> str:
 
 
 _COLUMNS: tuple[tuple[str, Callable[[float], str]], ...] = (
+    ("end_s", format_seconds),
     ("target_s", format_seconds), ("target_bytes", format_bytes), ("step_s", format_seconds),
     ("wire_bytes_per_step", format_bytes), ("memory_bytes", format_bytes),
 )  # fmt: skip

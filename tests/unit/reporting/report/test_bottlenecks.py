@@ -108,7 +108,10 @@ def test_predictions_follow_the_formula(tmp_path: Path) -> None:
     assert then["int8"] == pytest.approx(0.07 + 0.003 + 0.25 * 0.006)
     assert then["local(period=8)"] == pytest.approx(0.07 + 0.060 / 8)
     assert then["local(period=8, overlap=2)"] == pytest.approx(0.07 + (0.300 - 2 * 0.07) / 8)
-    assert "overlap=2) would save 18% of the step, bf16 26%, local(period=8) 30%, int8 32%" in words
+    assert (
+        "overlap=2) would save 16% of the run, from its first step to its end, bf16 24%, local(period=8) 27%, int8 29%"
+        in words
+    )
     page = (tmp_path / "report.html").read_text()
     assert '<th scope="row">none: this run</th><td class="number">110 ms</td><td class="number">1.00x</td>' in page
     assert any("1 row within entries of record.jsonl" in note for note in load_run(tmp_path).notes)

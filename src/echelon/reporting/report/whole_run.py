@@ -1,0 +1,110 @@
+"""A run from its first step to the end of its last evaluation or checkpoint: how long it took, and what was no step.
+
+These are the seconds that a user waits for a result, and by which runs are compared: whatever stops the steps counts.
+Imports and reading the data before, and the report after, are the same work whatever the strategy: they are told apart
+(`Summary.startup_s` and the waterfall).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+
+from echelon.observe.phases import PAUSES
+from echelon.records.kinds import Checkpoint, Evaluation, Pause, Start, Steps
+from echelon.reporting.report.records import RunRecord
+
+BEFORE_STEPS, OTHER = "start", "other"
+_EVALUATION, _CHECKPOINT = PAUSES[:2]
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """A run's time from the moment its ranks were ready for the first step.
+
+    Attributes:
+        spans: of each attempt, its first and last moment in unix seconds; what lies between two is the outage.
+        steps_s: seconds of steps, those that a restart undid included.
+        pauses: seconds without steps by reason, the mean over the ranks: `start` (from ready to the first step), those
+            of `PAUSES`, and `other`, which none of them accounts for.
+    """
+
+    spans: Sequence[tuple[float, float]]
+    steps_s: float
+    pauses: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return sum(end - begin for begin, end in self.spans)
+
+    def at(self, t: float) -> float:
+        """Return how many of its seconds had passed at a unix time."""
+        return sum(min(max(t - begin, 0.0), end - begin) for begin, end in self.spans)
+
+    def shares(self, least: float = 0.0) -> dict[str, float]:
+        """Return the share of each pause that takes more than `least` of the run, the greatest first."""
+        known = {name: seconds / self.seconds for name, seconds in self.pauses.items() if self.seconds > 0}
+        return {name: share for name, share in sorted(known.items(), key=lambda p: -p[1]) if share > least}
+
+
+def whole_run_of(record: RunRecord) -> WholeRun | None:
+    """Add up a run's time from its first step on; None where it has no step."""
+    if not record.windows:
+        return None
+    spans = list(_spans(record))
+    before_s = sum(max(0.0, first.t - _length_s(first, record) - begin) for (begin, _), first in _firsts(record, spans))
+    told = _told(record.windows)
+    pauses = {BEFORE_STEPS: before_s, **_paused(record, spans, told)}
+    in_windows = sum(told.values()) if record.served else 0.0  # there one worker's pause does not stop the others
+    steps_s = sum(w.seconds for w in record.windows) - in_windows
+    rest_s = sum(end - begin for begin, end in spans) - steps_s - sum(pauses.values())
+    return WholeRun(spans, steps_s, {**pauses, OTHER: max(0.0, rest_s)})
+
+
+def _spans(record: RunRecord) -> Iterator[tuple[float, float]]:
+    """Yield first and last moments of the attempts that took a step."""
+    first = record.windows[0]
+    starts = [start.t for start in record.of(Start)] or [first.t - first.seconds]
+    ends = sorted(line.t for kind in (Steps, Evaluation, Pause, Checkpoint) for line in record.of(kind))
+    steps = [w.t for w in record.windows]
+    for begin, later in pairwise([*starts, float("inf")]):
+        if any(begin <= t < later for t in steps):
+            yield begin, max(t for t in ends if begin <= t < later)
+
+
+def _firsts(record: RunRecord, spans: Sequence[tuple[float, float]]) -> Iterator[tuple[tuple[float, float], Steps]]:
+    for span in spans:
+        yield span, next(w for w in record.windows if span[0] <= w.t <= span[1])
+
+
+def _length_s(window: Steps, record: RunRecord) -> float:
+    """Return the seconds between a window's begin and its line, pauses included."""
+    return window.seconds + (0.0 if record.served else sum(_told([window]).values()))
+
+
+def _told(windows: Sequence[Steps]) -> dict[str, float]:
+    """Add up the pauses that windows tell of, the mean over the ranks; servers' runs tell of them among the phases."""
+    sums = dict.fromkeys(PAUSES, 0.0)
+    for window in windows:
+        for names, rows in ((window.pause_names, window.pauses), (window.phase_names, window.phases)):
+            for name, column in zip(names, zip(*rows, strict=True), strict=False):
+                if name in sums:
+                    sums[name] += fmean(column)
+    return sums
+
+
+def _paused(record: RunRecord, spans: Sequence[tuple[float, float]], told: Mapping[str, float]) -> dict[str, float]:
+    """Return all pauses by name: what windows tell, and what came after an attempt's last one."""
+    if not any(w.pauses or set(w.phase_names) & set(PAUSES) for w in record.windows):
+        evaluated_s = sum(e.seconds for e in record.of(Evaluation))
+        return {**told, _EVALUATION: evaluated_s, _CHECKPOINT: sum(c.blocked_s for c in record.of(Checkpoint))}
+    sums = dict(told)
+    for begin, end in spans:
+        last = max(w.t for w in record.windows if begin <= w.t <= end)
+        for pause in record.of(Pause):
+            if last < pause.t <= end:
+                sums[pause.name] = sums.get(pause.name, 0.0) + pause.seconds
+    return sums

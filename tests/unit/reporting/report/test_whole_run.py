@@ -1,0 +1,69 @@
+"""Seconds from the first step to the end, and which share each pause has: from records whose truth is planted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from echelon.records.kinds import Checkpoint, Evaluation, Pause, Record, Start, Steps
+from echelon.reporting.report.records import RunRecord
+from echelon.reporting.report.whole_run import WholeRun, whole_run_of
+from echelon.reporting.report.words import whole_run_words
+
+
+def window(t: float, seconds: float, step: int, **more: Any) -> Steps:
+    """Ten steps of two ranks that end at `t`."""
+    return Steps(step, [1.0] * 10, seconds, t=t, **more)
+
+
+def of(*records: Record) -> WholeRun:
+    found = whole_run_of(RunRecord("run", list(records)))
+    assert found is not None
+    return found
+
+
+PAUSED = {"pause_names": ["evaluation", "checkpoint", "recording"], "pauses": [[2.0, 0.4, 0.1], [2.0, 0.2, 0.1]]}
+
+
+def test_what_is_no_step_is_told_by_reason() -> None:
+    whole = of(
+        Start(t=100.0),
+        window(103.0, 2.0, 10),  # a second passes before the first step
+        Evaluation(10, seconds=1.9, t=105.0),
+        window(107.5, 2.0, 20, **PAUSED),
+        Pause("checkpoint", 1.0, 20, t=108.5),
+        Checkpoint(20, t=109.0),  # half a second that nobody accounts for
+    )
+    assert whole.seconds == pytest.approx(9.0) and whole.steps_s == pytest.approx(4.0)
+    told = {"start": 1.0, "evaluation": 2.0, "checkpoint": 1.3, "recording": 0.1, "callbacks": 0.0, "other": 0.6}
+    assert whole.pauses == pytest.approx(told)
+    assert whole.at(105.0) == pytest.approx(5.0)
+    assert list(whole.shares(0.01)) == ["evaluation", "checkpoint", "start", "other", "recording"]
+    assert whole_run_words(whole) == [
+        "From the first step to the end: 9 s: steps 44.4%, evaluation 22.2%, checkpoint 14.4%, before the first step "
+        "11.1%, not accounted for 6.7%, recording 1.1%."
+    ]
+
+
+def test_an_outage_is_left_out_and_what_a_restart_undid_is_not() -> None:
+    whole = of(Start(t=0.0), window(2.0, 2.0, 10), Start(t=50.0, start_step=0), window(52.0, 2.0, 10))
+    assert (whole.seconds, whole.steps_s) == (4.0, 4.0)
+    assert whole.at(51.0) == 3.0
+
+
+def test_records_of_before_pauses_were_told_have_their_evaluations_and_checkpoints() -> None:
+    whole = of(
+        Start(t=0.0), window(2.0, 2.0, 10), Evaluation(10, seconds=1.0, t=3.0), Checkpoint(10, blocked_s=0.5, t=3.5)
+    )
+    assert (whole.pauses["evaluation"], whole.pauses["checkpoint"], whole.seconds) == (1.0, 0.5, 3.5)
+
+
+def test_where_servers_are_a_pause_of_a_worker_lies_in_its_windows() -> None:
+    names, rows = ["forward", "evaluation"], [[2.0, 1.0], [3.0, 0.0]]
+    whole = of(Start(t=0.0, served=True), window(3.0, 3.0, 10, phase_names=names, phases=rows))
+    assert (whole.seconds, whole.steps_s, whole.pauses["evaluation"]) == (3.0, 2.5, 0.5)
+
+
+def test_a_run_without_a_step_has_no_such_time() -> None:
+    assert whole_run_of(RunRecord("run", [Start(t=0.0)])) is None
