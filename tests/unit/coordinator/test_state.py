@@ -124,8 +124,8 @@ class Run:
         return [entry.task for entry in self.journal if isinstance(entry, Counted)]
 
 
-def train(run: Run, *workers: str) -> None:
-    """Do all that is asked until the run is over: leases, copies, evaluations."""
+def train(run: Run, *workers: str, share_s: float = 0.0) -> None:
+    """Do all that is asked until the run is over: leases, copies, evaluations; so many seconds after each share."""
     for worker in workers:
         run.say(worker, AskTask())
     for _ in range(20 * STEPS):
@@ -136,6 +136,10 @@ def train(run: Run, *workers: str) -> None:
             for task in run.sent(worker, TrainTask):
                 assert isinstance(task, TrainTask)
                 run.done(worker, task.task)
+                run.say("server0", READY)
+                for name in workers:
+                    run.say(name, WorkerBeat({}, 0, 0))  # a sign of life
+                run.tick(share_s)
                 run.say(worker, AskTask())
             for evaluation in run.sent(worker, EvaluateTask):
                 assert isinstance(evaluation, EvaluateTask)
@@ -161,6 +165,21 @@ def test_a_run_goes_to_its_end_and_counts_every_step_once(policy: CoordinationPo
     assert len(losses) == STEPS
     run.say("a", LeaveRun(MovedBytes(1, 2, 3)))
     assert run.state.bytes_left == 6 and [m.name for m in run.state.members.workers] == ["b"]
+
+
+@pytest.mark.parametrize("share_s", [0.01, 0.17, 0.6], ids=["several-steps", "within-a-step", "each-share"])
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_each_step_has_one_loss_wherever_windows_close(workers: int, share_s: float) -> None:
+    """A window that is due between two shares of a step leaves that step to the next one."""
+    run, names = Run(SHARED), [f"worker{i}" for i in range(workers)]
+    run.begin(*names)
+    train(run, *names, share_s=share_s)
+    run.take(run.state.say_farewell(run.now_s))
+    windows = [e.steps for e in run.effects if isinstance(e, WindowClosed)]
+    assert [loss for window in windows for loss in window.losses] == [float(workers)] * STEPS
+    ends = [window.step for window in windows]
+    assert ends == [sum(w.count for w in windows[: i + 1]) for i in range(len(windows))]
+    assert len(windows) >= (STEPS // 2 if share_s > 0.5 else 2)
 
 
 def test_the_leases_of_a_dead_worker_go_to_another() -> None:
