@@ -15,6 +15,8 @@ from echelon.core.spec import Spec, parse_spec, split_top_level
 
 HUGGING_FACE = "hf:"
 """What begins the names of data sets of the Hugging Face library `datasets`: no module."""
+TRANSFORMERS = "transformers/"
+"""What begins the names of models that a folder of the library `transformers` describes."""
 
 
 def code_file(name: str) -> str:

@@ -15,8 +15,8 @@ from echelon.core.errors import UserError
 from echelon.data.augment import FLIP_CROP_DRAWS, IMAGENET_DRAWS, flip_crop, random_resized_crop, resize_and_crop
 from echelon.data.base import CLASS_NUMBER, BadSample
 from echelon.data.decode import CannotDecode
-from echelon.data.images import ImageArray, Images, TensorArray, TensorItems, random_state_kept
-from echelon.data.order import Indices, item_seeds, uniforms
+from echelon.data.images import ImageArray, ImageItems, Images, TensorArray, TensorItems, random_state_kept
+from echelon.data.order import Indices, item_seeds, numbers_in, uniforms
 from echelon.data.ragged import RaggedArray, batch_specs, sample_lengths
 from echelon.data.transforms import InputTransform
 from echelon.tasks import nest
@@ -63,10 +63,12 @@ class RowsOfOneShape:
     Attributes:
         specs: of inputs and targets.
         lengths: of the samples; None: they are of one.
+        origin: their numbers in the data that they are a part of; None: they are all of it.
     """
 
     specs: tuple[Nest, Nest]
     lengths: Indices | None = None
+    origin: Indices | None = None
 
     def batch_specs(self, draws: Indices) -> tuple[Nest, Nest]:
         """Return the specs of a global batch of inputs and targets."""
@@ -82,6 +84,7 @@ class ImageRows(RowsOfOneShape):
         dtype = "float32" if recipe.mean else "uint8"
         self.specs = (TensorSpec(self._shape, dtype), CLASS_NUMBER)
         self.targets: Nest = images.labels
+        self.origin = images.origin if isinstance(images, ImageArray | ImageItems) else None
         self._mean = torch.tensor(recipe.mean).view(-1, 1, 1) * 255
         self._std = torch.tensor(recipe.std).view(-1, 1, 1) * 255
         self._kept, self._known = self._make_cache()
@@ -177,7 +180,7 @@ class ArrayRows:
 
     def __init__(self, array: TensorArray, transform: InputTransform | None = None, skip_nan: bool = False) -> None:
         self.targets: Nest = array.targets
-        self._skip_nan = skip_nan
+        self.origin, self._skip_nan = array.origin, skip_nan
         self._values, self._n, self._transform = array.values, len(array), transform
         self._arrays: tuple[Nest, Nest] = (array.values, array.targets)
         self.specs: tuple[Nest, Nest] = nest.map_leaves(array_spec, self._arrays)
@@ -207,7 +210,7 @@ class ArrayRows:
         nest.map_leaves(copy, self.targets, targets)
         if self._transform is not None:
             self._transform.apply(epoch, draws, inputs)
-        return samples_not_finite(indices, (inputs, targets), self._skip_nan)
+        return samples_not_finite(numbers_in(self.origin, indices), (inputs, targets), self._skip_nan)
 
 
 class ItemRows(RowsOfOneShape):
@@ -218,7 +221,7 @@ class ItemRows(RowsOfOneShape):
     def __init__(
         self, items: TensorItems, seed: int, transform: InputTransform | None = None, skip_nan: bool = False
     ) -> None:
-        self._skip_nan = skip_nan
+        self.origin, self._skip_nan = items.origin, skip_nan
         self.targets: Nest = items.known_targets
         self._items, self._seed, self._transform = items, seed, transform
         with random_state_kept():
@@ -234,30 +237,31 @@ class ItemRows(RowsOfOneShape):
                 are to be skipped.
         """
         indices = draws % len(self._items)
+        numbers, seeds = numbers_in(self.origin, indices), item_seeds(self._seed, epoch, draws)
         with random_state_kept():
-            for row, (i, seed) in enumerate(zip(indices.tolist(), item_seeds(self._seed, epoch, draws), strict=True)):
+            for row, (i, seed) in enumerate(zip(indices.tolist(), seeds, strict=True)):
                 torch.default_generator.manual_seed(seed)
                 random.seed(seed)
                 np.random.seed(seed % 2**32)
                 given, wanted = self._items[i]
-                _write_row(i, row, given, inputs, "inputs")
-                _write_row(i, row, wanted, targets, "targets")
+                _write_row(int(numbers[row]), row, given, inputs, "inputs")
+                _write_row(int(numbers[row]), row, wanted, targets, "targets")
         if self._transform is not None:
             self._transform.apply(epoch, draws, inputs)
-        return samples_not_finite(indices, (inputs, targets), self._skip_nan)
+        return samples_not_finite(numbers, (inputs, targets), self._skip_nan)
 
 
-def samples_not_finite(indices: Indices, rows: Nest, skip: bool) -> list[BadSample]:
+def samples_not_finite(numbers: Indices, rows: Nest, skip: bool) -> list[BadSample]:
     """Return the samples among some rows whose numbers are not all finite.
 
     Args:
-        indices: of the samples, `(N,)`.
+        numbers: of the samples in the data, `(N,)`.
         rows: arrays `(N, ...)`.
 
     Raises:
         UserError: there are some, and they are not to be skipped.
     """
-    finite = np.ones(len(indices), dtype=bool)
+    finite = np.ones(len(numbers), dtype=bool)
     for leaf in nest.leaves(rows):
         if leaf.dtype.kind == "f" and not np.isfinite(leaf.sum(dtype=np.float64)):
             finite &= np.isfinite(leaf).reshape(len(leaf), -1).all(1)
@@ -265,10 +269,10 @@ def samples_not_finite(indices: Indices, rows: Nest, skip: bool) -> list[BadSamp
     if len(places) and not skip:
         others = f" and {len(places) - 1} more of its batch" if len(places) > 1 else ""
         raise UserError(
-            f"sample {indices[places[0]]} of the data{others}: its numbers are not finite (NaN, or infinite): "
+            f"sample {numbers[places[0]]} of the data{others}: its numbers are not finite (NaN, or infinite): "
             "mend or remove it, or use --on-nan skip"
         )
-    return [BadSample(int(place), f"sample {indices[place]}", "its numbers are not finite") for place in places]
+    return [BadSample(int(place), f"sample {numbers[place]}", "its numbers are not finite") for place in places]
 
 
 def array_spec(array: Any) -> TensorSpec:

@@ -53,6 +53,7 @@ class DrawnRows:
 
     kept = in_memory = True
     lengths: Indices | None = None
+    origin: Indices | None = None
     targets: Any = None
 
     def __init__(self, samples: DrawnSamples, transform: InputTransform | None = None) -> None:

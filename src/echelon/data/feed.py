@@ -12,7 +12,7 @@ from torch import Tensor
 
 from echelon.data.assemble import normalise
 from echelon.data.base import BadSample, Batch, DataInfo
-from echelon.data.order import Indices
+from echelon.data.order import Indices, numbers_in
 from echelon.data.pool import Pool
 from echelon.data.ragged import crop, padded_lengths
 from echelon.data.recipe import LoaderConfig, Rows, loader_count
@@ -242,7 +242,8 @@ class Feed:
             self.pool.release(slot)
 
     def _batch(self, epoch: int, job: BatchJob, made: _Made) -> Batch:
-        units, samples = self._global_units(job), made.indices % max(1, self._info.train_size)
+        units, indices = self._global_units(job), made.indices % max(1, self._info.train_size)
+        samples = numbers_in(self._rows.origin, indices)
         return Batch(made.inputs, made.targets, job.global_size, job.number, units, epoch, samples)
 
     def _global_units(self, job: BatchJob) -> int | None:

@@ -208,10 +208,15 @@ class ImageCells(Dataset[tuple[Tensor, int]]):
 
 @dataclass(frozen=True)
 class ImageArray(Dataset[tuple[Tensor, int]]):
-    """Images of one size in memory, `(N, C, H, W)` uint8."""
+    """Images of one size in memory, `(N, C, H, W)` uint8.
+
+    Attributes:
+        origin: numbers of the samples in the data that they are a part of, `(N,)`; None: they are all of it.
+    """
 
     pixels: NDArray[np.uint8]
     labels: Labels
+    origin: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -225,15 +230,20 @@ class ImageArray(Dataset[tuple[Tensor, int]]):
 
     def path(self, i: int) -> str:
         """Return what image `i` is called in messages."""
-        return f"image {i}"
+        return f"image {i if self.origin is None else self.origin[i]}"
 
 
 @dataclass(frozen=True)
 class ImageItems(Dataset[tuple[Tensor, int]]):
-    """Another data set whose items are (Pillow image or uint8 tensor `(C, H, W)`, label)."""
+    """Another data set whose items are (Pillow image or uint8 tensor `(C, H, W)`, label).
+
+    Attributes:
+        origin: numbers of the samples in the data that they are a part of, `(N,)`; None: they are all of it.
+    """
 
     items: Any
     labels: Labels
+    origin: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -248,15 +258,20 @@ class ImageItems(Dataset[tuple[Tensor, int]]):
 
     def path(self, i: int) -> str:
         """Return what image `i` is called in messages."""
-        return f"item {i}"
+        return f"item {i if self.origin is None else self.origin[i]}"
 
 
 @dataclass(frozen=True)
 class TensorArray(Dataset[tuple[Nest, Nest]]):
-    """Inputs and targets of any type in memory, nests of arrays `(N, ...)`, also ragged ones; used as they come."""
+    """Inputs and targets of any type in memory, nests of arrays `(N, ...)`, also ragged ones; used as they come.
+
+    Attributes:
+        origin: numbers of the samples in the data that they are a part of, `(N,)`; None: they are all of it.
+    """
 
     values: Nest
     targets: Nest
+    origin: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return nest.rows(self.values)
@@ -271,10 +286,12 @@ class TensorItems(Dataset[tuple[Nest, Nest]]):
 
     Attributes:
         known_targets: of all items, where somebody has read them already; else None.
+        origin: numbers of the samples in the data that they are a part of, `(N,)`; None: they are all of it.
     """
 
     items: Any
     known_targets: Nest = None
+    origin: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.items)

@@ -66,6 +66,11 @@ def local_part(batch: Indices, shard: Shard) -> Indices:
     return batch[start : start + size + (shard.rank < more)]
 
 
+def numbers_in(origin: Indices | None, indices: Indices) -> Indices:
+    """Return the numbers that samples have in the data they are a part of; `origin` None: they are all of it."""
+    return indices if origin is None else origin[indices]
+
+
 def split(n: int, holdout: float, seed: int) -> tuple[Indices, Indices]:
     """Split `n` samples into (training, evaluation), each in ascending order; both hold at least one of two samples."""
     order = _shuffled(n, _stream(seed, 0, _SPLIT))

@@ -24,7 +24,7 @@ from echelon.data.images import (
     labels_of,
     random_state_kept,
 )
-from echelon.data.order import split
+from echelon.data.order import Indices, split
 from echelon.data.statistics import measure
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest, TensorSpec
@@ -99,6 +99,7 @@ def source_of(data: OwnData, holdout: float, seed: int) -> Source:
         train, held = split(len(data), holdout, seed)  # type: ignore[arg-type]
         parts = [Subset(data, part.tolist()) for part in (train, held)]
         source = from_datasets(parts[0], parts[1])
+        source = replace(source, train=_of_origin(source.train, train), evaluation=_of_origin(source.evaluation, held))
         note = (
             f"{len(held)} of the {len(train) + len(held)} samples are held out for evaluation (--holdout {holdout:g})"
         )
@@ -111,6 +112,11 @@ def source_of(data: OwnData, holdout: float, seed: int) -> Source:
     if len(data) == 2:
         return source
     return replace(source, test=from_datasets(data[0], data[2], source.info.classes or None).evaluation)
+
+
+def _of_origin(samples: Dataset[Any], origin: Indices) -> Dataset[Any]:
+    assert isinstance(samples, ImageArray | ImageItems | TensorArray | TensorItems)
+    return replace(samples, origin=origin)
 
 
 def name_of_data(data: OwnData) -> str:

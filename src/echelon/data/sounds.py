@@ -148,6 +148,7 @@ class SoundRows:
     """
 
     in_memory = False
+    origin: Indices | None = None
 
     def __init__(self, sounds: SoundFiles, seed: int | None, skip_bad: bool) -> None:
         self._sounds, self._seed, self._skip_bad = sounds, seed, skip_bad

@@ -12,6 +12,7 @@ from torch import nn
 
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError, nearest, unknown
+from echelon.core.own import TRANSFORMERS
 from echelon.models import builtin
 from echelon.models.base import ModelInput
 from echelon.models.external import build_own, build_timm, build_torchvision, build_transformers, library_names
@@ -77,9 +78,9 @@ def _build(name: str, data: ModelInput) -> nn.Module:
         return build_timm(name.removeprefix("timm/"), data)
     if name.startswith("torchvision/"):
         return build_torchvision(name.removeprefix("torchvision/"), data)
-    if name.startswith("transformers/") or ":" in name:
-        of_library = name.startswith("transformers/")
-        model = build_transformers(name.removeprefix("transformers/"), data) if of_library else build_own(name, data)
+    if name.startswith(TRANSFORMERS) or ":" in name:
+        of_library = name.startswith(TRANSFORMERS)
+        model = build_transformers(name.removeprefix(TRANSFORMERS), data) if of_library else build_own(name, data)
         give_logits(model)
         return model
     if name in builtin_names() or name in OF_SEQUENCES + OF_COLUMNS + OF_PIXELS:

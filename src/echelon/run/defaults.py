@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from echelon.config import Resolved, RunConfig
 from echelon.config.build import DEFAULT, SettingValue
-from echelon.core.own import HUGGING_FACE
+from echelon.core.own import HUGGING_FACE, TRANSFORMERS
 from echelon.core.task import TaskDefaults
+from echelon.core.tokeniser import FOLDER_FILE
 from echelon.run.data_names import holds_folders_of_a_kind
 from echelon.tasks.registry import AUTO, TASKS, build_task
 
@@ -45,6 +46,9 @@ def with_task_defaults(resolved: Resolved, task: Task | None = None, opens_data:
         if opens_data and (model := _auto_model(task, config, outline)):
             config = replace(config, model=replace(config.model, name=model))
             origins["model.name"] = f"task {task.name.replace('_', '-')}"
+    if origins["data.tokeniser"] == DEFAULT and (folder := _folder_of_tokeniser(config.model.name, task)):
+        config = replace(config, data=replace(config.data, tokeniser=folder))
+        origins["data.tokeniser"] = f"model {config.model.name}"
     for name, value in _settings(task.defaults_for(config.data, outline), origins["optimizer.name"] == DEFAULT):
         if origins[name] == DEFAULT:
             section, leaf = name.split(".")
@@ -83,6 +87,13 @@ def _auto_model(task: Task, config: RunConfig, outline: DataOutline | None) -> s
     if config.model.name != AUTO or ":" in config.task or config.optimizer.loss:
         return ""
     return task.auto_model(outline) if outline else ""
+
+
+def _folder_of_tokeniser(model: str, task: Task) -> str:
+    """Return the folder of a model of transformers with a tokeniser beside it, where the task reads texts; else ''."""
+    folder = model.removeprefix(TRANSFORMERS)
+    has_one = folder != model and (Path(folder).expanduser() / FOLDER_FILE).is_file()
+    return folder if has_one and task.encoding.reads_text else ""
 
 
 def _outline(config: RunConfig, task: Task | None = None) -> DataOutline | None:

@@ -45,6 +45,11 @@ class Encoding(StrEnum):
     TRANSCRIPTS = auto()  # the input is sound, the target text
     MASKS = auto()  # the input is an image, the target one of some classes for each pixel
 
+    @property
+    def reads_text(self) -> bool:
+        """Whether what the model is given is cut from text."""
+        return self in (Encoding.TEXT, Encoding.NEXT_TOKEN, Encoding.MASKED_TOKENS, Encoding.TEXT_PAIRS)
+
 
 NO_TARGET = -100
 """What stands in place of a target that counts nothing, as in torch's cross-entropy: padding, for instance."""
@@ -65,7 +70,7 @@ class Batch:
         index: of the batch in its epoch.
         global_units: units of the loss in the whole batch, where the loader knows them; None: it does not.
         epoch: from 0.
-        samples: numbers in the training data of those in `targets`, `(B,)`; None: unknown, or they are mixtures.
+        samples: numbers in the user's data of those in `targets`, `(B,)`; None: unknown, or they are mixtures.
     """
 
     inputs: Nest

@@ -8,6 +8,7 @@ from echelon.collectives.reducer import check_combination
 from echelon.config import OptimizerConfig
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError, naming
+from echelon.core.own import TRANSFORMERS
 from echelon.optim.traits import Reach, is_sgd
 from echelon.trainer.layouts import check_layout
 from echelon.trainer.resolved import ResolvedRun
@@ -151,8 +152,15 @@ def _check_own(run: ResolvedRun, ranks: int) -> None:
 
 def interplay_notes(run: ResolvedRun, ranks: int) -> list[str]:
     """Say, in sentences, which settings work otherwise than they would without the run's other choices."""
-    notes = run.optimizer.notes(run.config.optimizer.weight_decay)
+    notes = [*run.optimizer.notes(run.config.optimizer.weight_decay), *_tokeniser_notes(run)]
     return notes if ranks == 1 else [*notes, *_momentum_notes(run), *_path_notes(run, ranks)]
+
+
+def _tokeniser_notes(run: ResolvedRun) -> list[str]:
+    folder = run.config.model.name.removeprefix(TRANSFORMERS)
+    if folder != run.config.data.tokeniser:
+        return []
+    return [f"texts are cut by the tokeniser in {folder}, the model's own; --tokeniser names another"]
 
 
 def _momentum_notes(run: ResolvedRun) -> list[str]:

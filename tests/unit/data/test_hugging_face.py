@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
+import time
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +123,18 @@ def test_a_name_is_loaded_by_the_library(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     name = f"hf:{tmp_path / 'mine'}"
     assert not Function().takes(name) and opened(name, target="y").info.train_size == 24
+
+
+def test_a_hub_out_of_reach_is_said_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
+        hubs = ("http://127.0.0.1:1", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        for hub, words in zip(hubs, ("cannot be reached", "cannot be reached|has not answered"), strict=True):
+            monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub)
+            began = time.monotonic()
+            with pytest.raises(UserError, match=f"hf:nowhere: it is not in the cache of datasets, and {hub} ({words})"):
+                opened("hf:nowhere")
+            assert time.monotonic() - began < 8  # 2 of them for the hub, the others for a busy machine
+    assert not datasets.config.HF_HUB_OFFLINE
 
 
 def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

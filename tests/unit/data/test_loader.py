@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
-from echelon.data import EvalLoader, LoaderConfig, Shard, TrainLoader, from_datasets, open_data
+from echelon.data import EvalLoader, LoaderConfig, Shard, TrainLoader, from_datasets, open_data, source_of
 from tests.unit.data.images import make_folder
 
 CPU = torch.device("cpu")
@@ -122,3 +122,17 @@ def test_numbers_that_are_not_finite_are_refused_or_left_out(in_memory: bool) ->
     batch = next(loader.epoch(0))
     assert batch.inputs.shape == (10, 3) and batch.inputs.isfinite().all() and batch.global_size == 12
     assert sorted(loader.bad_images) == [(f"sample {i}", "its numbers are not finite") for i in (5, 7)]
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_bad_sample_is_named_by_its_place_in_the_data_that_was_given(in_memory: bool) -> None:
+    x, y = torch.zeros(50, 3), torch.zeros(50)
+    kept = TensorDataset(x, y)
+    data = kept if in_memory else ConcatDataset([kept])
+    source = source_of(data, 0.2, seed=0)  # type: ignore[arg-type]
+    number = int(source.train.origin[10])  # type: ignore[attr-defined]
+    x[number, 1] = float("nan")
+    source = source_of(data, 0.2, seed=0)  # type: ignore[arg-type]
+    config = LoaderConfig(DataConfig(batch_size=8, loaders=0), 0, torch.device("cpu"))
+    with pytest.raises(UserError, match=f"^sample {number} of the data: its numbers are not finite"):
+        list(TrainLoader(source, config, Shard(0, 1)).epoch(0))

@@ -53,3 +53,16 @@ def test_whether_a_task_has_defaults_is_known_without_importing_it(name: str) ->
     """That is read from its file, where they are annotated: `defaults: ClassVar[TaskDefaults] = ...`."""
     declared = TASKS.declaration(name).constants["defaults"] != "TaskDefaults()"
     assert declared == (TASKS.settings_class(name).defaults != TaskDefaults())
+
+
+def test_a_tokeniser_beside_a_model_of_transformers_is_taken_for_texts(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "text.txt").write_text("to be or not to be " * 50)
+    given = {"model.name": f"transformers/{tmp_path}", "data.source": str(tmp_path / "text.txt")}
+    resolved = with_task_defaults(build(None, given))
+    assert resolved.config.data.tokeniser == str(tmp_path)
+    assert resolved.origins["data.tokeniser"] == f"model transformers/{tmp_path}"
+    asked = with_task_defaults(build(None, {**given, "data.tokeniser": "characters"}))
+    assert asked.config.data.tokeniser == "characters"
+    other = with_task_defaults(build(None, given), Suggesting())  # whose task reads no text
+    assert other.config.data.tokeniser == "auto"

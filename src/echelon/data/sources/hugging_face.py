@@ -2,7 +2,7 @@
 
 Splits are training, validation and test data; columns are chosen as those of tables (`--input`, `--target`). A column
 of images with classes is image classification, anything else is a table. A name is looked for in the library's cache,
-and on the hub where there is a network; `hf:NAME:CONFIGURATION` names one of several configurations.
+and on the hub only where it is not there; `hf:NAME:CONFIGURATION` names one of several configurations.
 
 Needs: `pip install 'echelon[hf]'`.
 """
@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _SPLITS = {"train": "train", "validation": "val", "valid": "val", "val": "val", "dev": "val", "test": "test"}
+_HUB_S = 2.0  # in which the hub answers, or there is no network
 _SAVED = (("dataset_dict.json",), ("dataset_info.json", "state.json"))
 
 
@@ -135,11 +138,57 @@ def _loaded(source: str) -> Mapping[str, Dataset]:
 
     with _refused(source), _quiet(datasets):
         if source.startswith(HUGGING_FACE):
-            name, _, configuration = source.removeprefix(HUGGING_FACE).partition(":")
-            found = datasets.load_dataset(name, configuration or None)
+            found = _from_cache_or_hub(datasets, source)
         else:
             found = datasets.load_from_disk(str(Path(source).expanduser()))
     return found if isinstance(found, dict) else {"train": found}
+
+
+def _from_cache_or_hub(datasets: Any, source: str) -> Any:
+    """Return what the library's cache has of a name; else what the hub has, where it answers at all.
+
+    The library itself asks the hub first, and tries for half a minute where there is no network.
+
+    Raises:
+        UserError: it is not in the cache, and the hub cannot be reached.
+    """
+    name, _, configuration = source.removeprefix(HUGGING_FACE).partition(":")
+    wanted = name, configuration or None
+    always_offline = datasets.config.HF_HUB_OFFLINE
+    try:
+        datasets.config.HF_HUB_OFFLINE = True
+        return datasets.load_dataset(*wanted)
+    except FileNotFoundError:  # a path, which no hub has
+        raise
+    except Exception as error:  # the library raises errors of many kinds, also for another configuration in the cache
+        hub = datasets.config.HF_ENDPOINT
+        reason = "the library is set to work offline" if always_offline else _unreachable(hub)
+        if reason:
+            raise UserError(f"data {source}: it is not in the cache of datasets, and {reason}") from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = always_offline
+    return datasets.load_dataset(*wanted)
+
+
+def _unreachable(hub: str) -> str:
+    """Return why a hub does not answer within seconds; empty: it does, whatever it says."""
+    from huggingface_hub import get_session
+
+    answers: Queue[str] = Queue()
+
+    def ask() -> None:
+        """Ask once; a name that is looked up in vain may take longer than any time limit of the connection."""
+        try:
+            get_session().head(hub, timeout=_HUB_S)
+            answers.put("")
+        except Exception as error:  # noqa: BLE001 (those of the library's transport, which it has changed before)
+            answers.put(f"{hub} cannot be reached ({str(error) or type(error).__name__})")
+
+    Thread(target=ask, daemon=True).start()
+    try:
+        return answers.get(timeout=_HUB_S)
+    except Empty:
+        return f"{hub} has not answered in {_HUB_S:g} s"
 
 
 @contextmanager
@@ -147,6 +196,8 @@ def _refused(source: str) -> Iterator[None]:
     """Say in one line why a data set cannot be loaded: the library raises errors of its own and of many others."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise UserError(f"data {source}: datasets cannot load it ({type(error).__name__}: {reason})") from error

@@ -131,7 +131,7 @@ def _outline(request: DataRequest, files: _Files) -> DataOutline:
     if request.encoding is not Encoding.AUTO:
         return DataOutline(_TASKS[request.encoding], specs)
     table = files.read((*(inputs if len(inputs) == 1 else ()), *targets))
-    rows = _Rows(table, 0, 0, inputs, targets, MeasuredColumns(None), files)
+    rows = _Rows(table, 0, 0, inputs, targets, MeasuredColumns(None), files, np.arange(len(table)))
     return DataOutline(_TASKS[rows.encoding(request)], specs)
 
 
@@ -186,6 +186,7 @@ class _Rows:
         train, evaluation: number of rows of these parts; those that follow are of the test set.
         inputs, targets: names of columns.
         measured: what was measured of columns.
+        origin: place of each row in the file of its part.
         files: that the rows are of.
         notes: how the rows were divided.
     """
@@ -197,6 +198,7 @@ class _Rows:
     targets: tuple[str, ...]
     measured: MeasuredColumns
     files: _Files
+    origin: NDArray[np.int64]
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -211,7 +213,8 @@ class _Rows:
         table = files.joined(tables)
         measured = MeasuredColumns(request.folder)
         held = len(tables[1]) if files.has_validation else 0
-        rows = cls(table, len(tables[0]), held, inputs, targets, measured, files)
+        origin = np.concatenate([np.arange(len(part)) for part in tables])
+        rows = cls(table, len(tables[0]), held, inputs, targets, measured, files, origin)
         return rows if held else rows._divided(request, files.has_test)
 
     def _divided(self, request: DataRequest, has_test: bool) -> _Rows:
@@ -222,7 +225,8 @@ class _Rows:
         train, held = split(self.train, share, request.seed)
         order = np.concatenate([train, held, np.arange(self.train, len(self.table))])
         notes = (f"{len(held)} of {self.train} training rows are held out to choose by: never by the test set",)
-        rows = replace(self, table=self.table.take(pa.array(order)), train=len(train), evaluation=len(held))
+        table, origin = self.table.take(pa.array(order)), self.origin[order]
+        rows = replace(self, table=table, origin=origin, train=len(train), evaluation=len(held))
         return replace(rows, notes=notes if has_test else ())
 
     def encoding(self, request: DataRequest) -> Encoding:
@@ -410,10 +414,13 @@ class _Rows:
     def _cut(self, inputs: Nest, targets: NDArray[np.generic], info: DataInfo, notes: Sequence[str]) -> Source:
         end = self.train + self.evaluation
         rows = np.arange(len(self.table))
-        train, held, test = (
-            TensorArray(*map_leaves(lambda column, part=part: _some(column, part), (inputs, targets)))
-            for part in (rows[: self.train], rows[self.train : end], rows[end:])
-        )
+
+        def samples(part: NDArray[np.int64]) -> TensorArray:
+            """Return the samples of some rows."""
+            values, wanted = map_leaves(lambda column: _some(column, part), (inputs, targets))
+            return TensorArray(values, wanted, self.origin[part])
+
+        train, held, test = (samples(part) for part in (rows[: self.train], rows[self.train : end], rows[end:]))
         return Source(train, held, info, (*self.notes, *notes), test if len(test) else None)
 
     def _numbers_and_categories(self) -> tuple[dict[str, NDArray[np.generic]], dict[str, TensorSpec], list[str]]:
