@@ -77,14 +77,15 @@ class _Pace:
 
     pid: int
     changes: int
+    step: int
     still_s: float
     longest_s: float
 
     def go_on(self, note: Note, now: float) -> None:
-        """Take a newer note."""
+        """Take a newer note; how long a start or a first step took says nothing of the steps that follow."""
         if note.changes != self.changes and note.step > 1:
-            self.longest_s = max(self.longest_s, self.still_s, LOOK_S)
-        self.changes, self.still_s = note.changes, now - note.since_s
+            self.longest_s = max(self.longest_s, self.still_s if self.step > 1 else 0.0, LOOK_S)
+        self.changes, self.step, self.still_s = note.changes, note.step, now - note.since_s
 
 
 class HangWatch:
@@ -151,7 +152,7 @@ class HangWatch:
         for name, note in notes.items():
             before = self._paces.get(name)
             if before is None or before.pid != note.pid:
-                self._paces[name] = _Pace(note.pid, note.changes, now - note.since_s, 0.0)
+                self._paces[name] = _Pace(note.pid, note.changes, note.step, now - note.since_s, 0.0)
             else:
                 before.go_on(note, now)
         if self._verdict is None and self._slow.wants_look(notes, now):

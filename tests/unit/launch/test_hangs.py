@@ -1,0 +1,38 @@
+"""A hang is measured by what a process did in its steps, not by how long it took to start."""
+
+from __future__ import annotations
+
+import time
+from unittest.mock import Mock
+
+import pytest
+
+from echelon.launch import hangs
+from echelon.launch.culprit import Hang, Living
+from echelon.observe.notes import Note
+from echelon.observe.phases import Phase
+
+DEADLINE_S = 10.0
+WORKERS = (Living("worker0", "here", 1), Living("worker1", "here", 2))
+
+
+def test_who_hangs_right_after_a_slow_start_is_named_within_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker 1 starts for 20 s and loads data without end from its 22nd step on, between two looks."""
+    clock = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    notes = {
+        name: Note("start", 0, clock - 20.0, 1, pid, 0, False, False) for name, pid in (("worker0", 1), ("worker1", 2))
+    }
+    board, place, listener = Mock(), Mock(), Mock()
+    board.note.side_effect = lambda name, pid: notes[name]
+    place.is_silent.return_value = False
+    watch = hangs.HangWatch(board, place, hangs.NoOthers(), DEADLINE_S, listener, ends=True)
+    watch.look(WORKERS)
+    notes["worker1"] = Note(Phase.DATA, 22, clock + 0.3, 100, 2, 0, False, False)
+    for look in range(1, 14):
+        clock = 1000.0 + look
+        notes["worker0"] = Note(Phase.FORWARD, 10 * look, clock, 50 * look, 1, 0, False, False)
+        watch.look(WORKERS)
+    (verdict,) = [call.args[0] for call in listener.on_hang.call_args_list]
+    assert isinstance(verdict, Hang)
+    assert verdict.process == WORKERS[1] and verdict.activity == Phase.DATA and verdict.since_s == pytest.approx(1000.3)
