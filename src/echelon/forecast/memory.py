@@ -22,7 +22,6 @@ from echelon.forecast.rehearsal import Peaks, Role, rehearse
 from echelon.models import build_model, hints_for
 from echelon.parallel.deferred_init import without_memory
 from echelon.parallel.pipeline.batches import has_batchnorm
-from echelon.parallel.pipeline.pipeline import batchnorm_notes
 from echelon.parallel.pipeline.plan import StagePlan, plan_stages
 from echelon.parallel.pipeline.settings import PipelineSettings, microbatch_count
 from echelon.parallel.tensor import plan_tensor
@@ -171,6 +170,8 @@ def _stages(
 ) -> tuple[tuple[StagePlan, ...], tuple[str, ...]]:
     if layout.pp == 1:
         return (), ()
+    from echelon.parallel.pipeline.pipeline import batchnorm_notes
+
     hints = hints_for(model)
     styles = plan_tensor(model, layout.tp, hints, run.tensor_plan, layout.sequence).styles if layout.tp > 1 else {}
     settings = PipelineSettings(layout.schedule, layout.microbatches, run.cuts, samples, styles=styles)

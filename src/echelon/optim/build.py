@@ -1,11 +1,11 @@
-"""Optimizers by timm's factory or of the user's own, timm's learning-rate schedules, and an average of the weights."""
+"""Optimizers of torch, of timm or of the user's own, learning-rate schedules, and an average of the weights."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,8 @@ from echelon.core.errors import UserError
 from echelon.core.rate_search import rate_of
 from echelon.core.state_tree import StateTree, StateView
 from echelon.optim.names import NOT_SUPPORTED, unknown_optimizer
-from echelon.optim.own import OptimizerFactory, build_own
+from echelon.optim.own import OptimizerFactory, build_own, weight_decay_groups
 from echelon.torch_compat import foreach_lerp_
-
-if TYPE_CHECKING:
-    from timm.scheduler.scheduler import Scheduler
 
 STEP_FACTOR = 0.1
 POLY_POWER = 2.0
@@ -28,7 +25,7 @@ POLY_POWER = 2.0
 def build_optimizer(
     model: nn.Module, config: OptimizerConfig, batch_size: int, user_factory: OptimizerFactory | None = None
 ) -> torch.optim.Optimizer:
-    """Build timm's optimizer of that name, or the user's own, for a model's trainable parameters.
+    """Build the optimizer of that name among timm's, or the user's own, for a model's trainable parameters.
 
     `sgd` and `nesterov` are SGD with Nesterov momentum, `momentum` is SGD with plain momentum. torch's SGD keeps
     v <- m v + g and steps w <- w - lr v: the learning rate is not folded into v, so a changing one needs no momentum
@@ -49,27 +46,40 @@ def build_optimizer(
     if user_factory is not None:
         optimizer = build_own(user_factory, config.name, model, lr, config.weight_decay)
     else:
-        optimizer = _build_timm(model, config, lr)
+        optimizer = _build_named(model, config, lr)
     for group in optimizer.param_groups:
         # What schedules start from. Set here, so that saved groups and those they are restored into have the same keys.
         group["initial_lr"] = lr
     return optimizer
 
 
+def _build_named(model: nn.Module, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
+    name = config.name.lower()
+    try:
+        if name in ("sgd", "nesterov", "momentum"):
+            # torch refuses Nesterov's rule without momentum, where it is no other than the plain one.
+            nesterov = name != "momentum" and config.momentum != 0
+            groups = weight_decay_groups(model, config.weight_decay)
+            return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, nesterov=nesterov)
+        if name in ("adam", "adamw"):
+            kind = torch.optim.Adam if name == "adam" else torch.optim.AdamW
+            return kind(weight_decay_groups(model, config.weight_decay), lr=lr, weight_decay=0.0)
+        return _build_timm(model, config, lr)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"--optimizer {name} does not take these settings: {error}") from error
+
+
 def _build_timm(model: nn.Module, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
+    # Importing timm imports all its models and torchvision's: as long as importing torch. What torch has needs none.
     from timm.optim import create_optimizer_v2, get_optimizer_info
 
     name = config.name.lower()
     _check_name(name)
-    # torch refuses Nesterov's rule without momentum, where it is no other than the plain one.
     nesterov = (get_optimizer_info(name).defaults or {}).get("nesterov", False)
     options = {"nesterov": False} if nesterov and not config.momentum else {}
-    try:
-        return create_optimizer_v2(
-            model, opt=name, lr=lr, weight_decay=config.weight_decay, momentum=config.momentum, **options
-        )
-    except (ValueError, TypeError) as error:
-        raise UserError(f"--optimizer {name} does not take these settings: {error}") from error
+    return create_optimizer_v2(
+        model, opt=name, lr=lr, weight_decay=config.weight_decay, momentum=config.momentum, **options
+    )
 
 
 def _check_name(name: str) -> None:
@@ -81,16 +91,53 @@ def _check_name(name: str) -> None:
 
 
 @dataclass(frozen=True)
+class RateCurve:
+    """A learning rate as a function of the step, for a base rate: a linear warm-up, then a shape.
+
+    Attributes:
+        shape: `cosine`, `poly`, `step` or `constant`.
+        steps: of the whole run, the warm-up among them.
+        warmup_steps: of the warm-up, which may end within a step.
+        warmup_rate: where the warm-up begins.
+        drop_steps: between two drops of the shape `step`.
+    """
+
+    shape: str
+    steps: int
+    warmup_steps: float
+    warmup_rate: float
+    drop_steps: float
+
+    def rate(self, base: float, step: int) -> float:
+        """Return the learning rate of a step, counted from 0."""
+        if step < self.warmup_steps:
+            return self.warmup_rate + step * ((base - self.warmup_rate) / self.warmup_steps)
+        if self.shape == "constant":
+            return base
+        if self.shape == "step":
+            return float(base * STEP_FACTOR ** (step // self.drop_steps))
+        if step >= self.steps:
+            return 0.0
+        if self.shape == "poly":
+            return float(base * (1 - step / self.steps) ** POLY_POWER)
+        return 0.5 * base * (1 + math.cos(math.pi * step / self.steps))
+
+
+@dataclass(frozen=True)
 class Schedule:
     """The learning rate of each step. It keeps no state: after a resume, `set_step` is all that is needed.
 
     Attributes:
         optimizer: whose groups' `lr` is set.
-        scheduler: timm's, counting optimizer steps.
+        curve: rates of optimizer steps.
     """
 
     optimizer: torch.optim.Optimizer
-    scheduler: Scheduler
+    curve: RateCurve
+    _bases: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_bases", [float(group["initial_lr"]) for group in self.optimizer.param_groups])
 
     @property
     def lr(self) -> float:
@@ -99,12 +146,13 @@ class Schedule:
 
     def set_step(self, step: int) -> None:
         """Set the learning rate for optimizer step `step`, counted from 0 over the whole run, before it is taken."""
-        self.scheduler.step_update(step)
+        for group, base in zip(self.optimizer.param_groups, self._bases, strict=True):
+            group["lr"] = self.curve.rate(base, step) * group.get("lr_scale", 1.0)
 
 
 @dataclass(frozen=True)
 class SearchSchedule(Schedule):
-    """The rising rates of a search of the learning rate, in place of the scheduler's."""
+    """The rising rates of a search of the learning rate, in place of the curve's."""
 
     def set_step(self, step: int) -> None:
         """Set the rate of a step, counted from 0; groups keep their share of it."""
@@ -115,39 +163,32 @@ class SearchSchedule(Schedule):
 def build_schedule(
     optimizer: torch.optim.Optimizer, config: OptimizerConfig, steps_per_epoch: int, epochs: int
 ) -> Schedule:
-    """Build timm's schedule for an optimizer of `build_optimizer`, and set it to step 0.
+    """Build the schedule of an optimizer of `build_optimizer`, and set it to step 0.
 
     During W steps of warm-up the rate is start + (base - start) step / W. Then, with p = step / all steps, cosine:
     base (1 + cos(pi p)) / 2; poly: base (1 - p)^2 (You et al. 2017); step: base * 0.1^(drops so far); constant: base.
-    At and after the end, cosine and poly give 0.
+    At and after the end, cosine and poly give 0. They are timm's formulas, bit for bit.
 
     It may be built before or after the optimizer's state is restored: the base is what the optimizer was built with.
 
     Raises:
         UserError: the warm-up is as long as the run, or drops are 0 epochs apart.
     """
-    from timm.scheduler.scheduler_factory import create_scheduler_v2
-
     if config.warmup_epochs >= epochs > 0 and config.warmup_epochs > 0:
         raise UserError(
             f"--warmup-epochs {config.warmup_epochs:g} leaves nothing of --epochs {epochs}: use a shorter warm-up"
         )
     if config.schedule == "step" and config.step_epochs <= 0:
         raise UserError("--step-epochs 0: the step schedule needs some epochs between drops")
-    base = float(optimizer.defaults["lr"])
-    scheduler, _ = create_scheduler_v2(
-        optimizer,
-        # A constant rate is a step schedule that drops by nothing: it has the warm-up too.
-        "step" if config.schedule == "constant" else config.schedule,
-        num_epochs=epochs,
-        decay_epochs=config.step_epochs or 1.0,
-        decay_rate={"step": STEP_FACTOR, "poly": POLY_POWER}.get(config.schedule, 1.0),
-        warmup_epochs=config.warmup_epochs,
-        warmup_lr=_warmup_start(config, base, config.warmup_epochs * steps_per_epoch),
-        step_on_epochs=False,
-        updates_per_epoch=steps_per_epoch,
+    base, warmup_steps = float(optimizer.defaults["lr"]), config.warmup_epochs * steps_per_epoch
+    curve = RateCurve(
+        shape=config.schedule,
+        steps=epochs * steps_per_epoch,
+        warmup_steps=warmup_steps,
+        warmup_rate=_warmup_start(config, base, warmup_steps),
+        drop_steps=config.step_epochs * steps_per_epoch,
     )
-    schedule = (SearchSchedule if config.lr_find else Schedule)(optimizer, scheduler)
+    schedule = (SearchSchedule if config.lr_find else Schedule)(optimizer, curve)
     schedule.set_step(0)
     return schedule
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -108,12 +110,26 @@ def build_own(factory: OptimizerFactory, name: str, model: nn.Module, lr: float,
     Raises:
         UserError: it cannot be built like this.
     """
-    from timm.optim import param_groups_weight_decay
-
     if not takes_weight_decay(factory):
         return construct(factory, name, [p for p in model.parameters() if p.requires_grad], lr)
+    return construct(factory, name, weight_decay_groups(model, decay), lr)
+
+
+def weight_decay_groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
+    """Group a model's trainable parameters as timm's optimizers do: first those without weight decay, then the others.
+
+    Biases and parameters of one dim have none, nor has what `model.no_weight_decay()` lists (patterns with *, too).
+    """
     listed: Iterable[str] = getattr(model, "no_weight_decay", list)()
-    return construct(factory, name, param_groups_weight_decay(model, decay, no_weight_decay_list=listed), lr)
+    without: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            free = not decay or parameter.ndim <= 1 or name.endswith(".bias")
+            free = free or any(fnmatch.fnmatch(name, pattern) for pattern in listed)
+            (without if free else others).append(parameter)
+    groups = [{"params": without, "weight_decay": 0.0}, {"params": others, "weight_decay": decay}]
+    return [group for group in groups if group["params"]]
 
 
 def construct(factory: OptimizerFactory, name: str, groups: ParamsT, lr: float) -> torch.optim.Optimizer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,13 @@ from echelon.parallel.base import Placement
 from echelon.parallel.blocks import Recompute, find_blocks, recompute_blocks, reshard, shard
 from echelon.parallel.deferred_init import DeferredInit
 from echelon.parallel.local_shards import LocalShards
-from echelon.parallel.pipeline import Judge, Pipeline, PipelineSettings
 from echelon.parallel.precision import cast_blocks, cast_parameters
 from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
 from echelon.parallel.tensor import TensorPlan, answer, apply_plan, plan_tensor, same_function
 from echelon.tasks.nest import Nest
+
+if TYPE_CHECKING:
+    from echelon.parallel.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,8 @@ def _cut(
     mesh, layout = placement.axis(Axis.PP), placement.layout
     if mesh is None:
         return None
+    from echelon.parallel.pipeline import Judge, Pipeline, PipelineSettings
+
     settings = PipelineSettings(
         schedule=layout.schedule,
         microbatches=layout.microbatches,

@@ -21,7 +21,7 @@ from echelon.observe.screen import Screen
 from echelon.run.job import EVALUATOR, EvaluationFiles
 from echelon.run.machine import ranks_here
 
-_PRELOAD = ("torch", "timm", "torchmetrics.classification", "echelon.run.evaluator")
+_PRELOAD = ("torch", "echelon.tasks.metrics_import", "echelon.run.evaluator")
 _USUAL = 2  # processes of a run that does not say, without GPUs
 
 

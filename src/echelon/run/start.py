@@ -52,12 +52,11 @@ PRELOAD = (
     "torch",
     "torch.distributed.checkpoint",
     "torch.utils.tensorboard",
-    "timm.optim",
-    "timm.scheduler",
-    "torchmetrics.classification",
+    "torch._dynamo",
+    "echelon.tasks.metrics_import",
     "echelon.run.worker",
 )
-PRELOAD_ROLES = ("torch._dynamo", "zmq", "echelon.run.servers")
+PRELOAD_ROLES = ("zmq", "echelon.run.servers")
 
 
 def start(

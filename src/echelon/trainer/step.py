@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.parallel.base import Placement
 from echelon.parallel.local_shards import LocalShards, clip_by_norm
-from echelon.parallel.pipeline import Pipeline
 from echelon.parallel.split import SplitModel
 from echelon.parallel.sync_batchnorm import has_sync_batchnorm
 from echelon.sync.base import StepSync
@@ -21,6 +21,9 @@ from echelon.tasks import nest
 from echelon.tasks.base import SAMPLE, Batch, Task
 from echelon.tasks.nest import Nest
 from echelon.trainer.loss_guard import LossGuard
+
+if TYPE_CHECKING:
+    from echelon.parallel.pipeline import Pipeline
 
 
 @dataclass(frozen=True)

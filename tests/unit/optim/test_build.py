@@ -200,3 +200,47 @@ def test_average_gives_the_weights_back_after_a_failure_and_survives_a_resume() 
     torch.testing.assert_close(restored.state_dict(), average.state_dict(), rtol=0, atol=0)
     with pytest.raises(ValueError, match="another model"):
         EMA(nn.Linear(2, 2), 0.9).load_state_dict(average.state_dict())
+
+
+@pytest.mark.parametrize("name", ["sgd", "nesterov", "momentum", "adam", "adamw"])
+@pytest.mark.parametrize("decay", [0.0, 1e-3])
+def test_optimizers_that_torch_has_are_what_timm_would_build(name: str, decay: float) -> None:
+    from timm.optim import create_optimizer_v2
+
+    model = network()
+    ours = build_optimizer(model, OptimizerConfig(name=name, lr=0.03, weight_decay=decay, momentum=0.8), 5)
+    timms = create_optimizer_v2(model, opt=name, lr=0.03, weight_decay=decay, momentum=0.8)
+    assert type(ours) is type(timms) and ours.defaults == timms.defaults
+    for mine, theirs in zip(ours.param_groups, timms.param_groups, strict=True):
+        assert mine.pop("initial_lr") == 0.03
+        assert [id(p) for p in mine.pop("params")] == [id(p) for p in theirs.pop("params")]
+        assert mine == theirs
+
+
+@pytest.mark.parametrize("kind", FORMULAS)
+def test_schedules_are_timms_bit_for_bit(kind: str) -> None:
+    from timm.scheduler.scheduler_factory import create_scheduler_v2
+
+    config = OptimizerConfig(lr=0.3, schedule=kind, warmup_epochs=0.7, step_epochs=1.3)  # type: ignore[arg-type]
+    optimizer = build_optimizer(network(), config, 5)
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        "step" if kind == "constant" else kind,
+        num_epochs=3,
+        decay_epochs=1.3,
+        decay_rate={"step": 0.1, "poly": 2.0}.get(kind, 1.0),
+        warmup_epochs=0.7,  # type: ignore[arg-type]
+        warmup_lr=0.3 / max(1.0, 0.7 * 17),
+        step_on_epochs=False,
+        updates_per_epoch=17,
+    )
+    expected = []
+    for step in range(60):
+        scheduler.step_update(step)
+        expected.append(optimizer.param_groups[0]["lr"])
+    schedule = build_schedule(build_optimizer(network(), config, 5), config, 17, 3)
+    taken = []
+    for step in range(60):
+        schedule.set_step(step)
+        taken.append(schedule.lr)
+    assert taken == expected

@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import schedules
 
 from echelon.core.errors import UserError, unknown
 from echelon.core.hints import Style as TensorStyle
@@ -198,4 +197,6 @@ def schedule_class(name: str, count: int, ranks: int, stages: int) -> tuple[type
         name = "looped_bfs"
     elif name == "dualpipev" and count < stages:
         name = "zbv"
+    from torch.distributed.pipelining import schedules
+
     return getattr(schedules, SCHEDULES[name].torch_name), SCHEDULES[name].stages_per_rank == 1
