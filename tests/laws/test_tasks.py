@@ -23,6 +23,7 @@ from echelon.core.patience import Patience
 from echelon.data import LoaderConfig, Shard, example_inputs
 from echelon.data.base import Batch
 from echelon.data.loader import EvalLoader, TrainLoader
+from echelon.forecast.memory import try_out
 from echelon.models import build_model
 from echelon.observe.phases import HostClock
 from echelon.records.file import Recorder
@@ -250,6 +251,17 @@ def test_every_task_in_every_layout_is_one_process(cases: list[Case], alone: lis
     # A model without a plan for tensor parallelism, or that is no chain, is refused in words.
     unsplit = [f"{name} {layout}" for name, _ in cases for layout in ("tp=2", "pp=2")]
     assert not [each for each in refused if each.partition(":")[0] not in unsplit], refused
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_memory_of_every_task_is_forecast(cases: list[Case]) -> None:
+    for name, settings in cases:
+        described = {**settings, "data.batch_size": BATCH, "task": name.replace("_", "-"), "optimizer.name": "adamw"}
+        told = try_out(resolve(build(None, described).config), workers=1, ranks=1).forecast
+        assert not told.unknown, f"{name}: {told.unknown}"
+        (memory,) = told.memory
+        assert memory.activations > 0 and memory.peak >= 4 * memory.parameters, f"{name}: {memory}"
 
 
 @pytest.mark.long

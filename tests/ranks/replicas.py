@@ -139,7 +139,7 @@ def make_parts(trial: Trial) -> RunParts:
     )
     sync = read_sync(trial.sync).build(context)
     if sync.needs_warmup_backward:
-        warmup_backward(sync.module, torch.zeros(2, FEATURES, dtype=torch.float64))
+        warmup_backward(sync, torch.zeros(2, FEATURES, dtype=torch.float64))
     return RunParts(model, optimizer, scaler, EMA(model, 0.9) if trial.ema else None, sync)
 
 

@@ -140,13 +140,15 @@ def takes_settings(settings: Iterable[Keyword], *objects: str) -> Callable[[Func
 def source() -> str:
     """Return the module of types that the schema makes."""
     about = "Keywords of `echelon.{}`: settings by the names of the command line's options, with underscores."
-    train = _typed_dict("TrainSettings", about.format("train"), for_train())
-    resume = _typed_dict("ResumeSettings", about.format("resume"), for_resume())
-    return "\n\n".join([_HEAD, train, resume])
+    known = {keyword.name for keyword in for_resume()}
+    others = [keyword for keyword in for_train() if keyword.name not in known]
+    resume = _typed_dict("ResumeSettings", "TypedDict", about.format("resume"), for_resume())
+    train = _typed_dict("TrainSettings", "ResumeSettings", about.format("train"), others)
+    return "\n\n".join([_HEAD, resume, train])
 
 
-def _typed_dict(name: str, about: str, settings: Iterable[Keyword]) -> str:
-    return "\n".join([f"class {name}(TypedDict, total=False):", f'    """{about}"""', "", *_entries(settings)]) + "\n"
+def _typed_dict(name: str, base: str, about: str, settings: Iterable[Keyword]) -> str:
+    return "\n".join([f"class {name}({base}, total=False):", f'    """{about}"""', "", *_entries(settings)]) + "\n"
 
 
 def _entries(settings: Iterable[Keyword]) -> Iterator[str]:

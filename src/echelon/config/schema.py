@@ -60,6 +60,11 @@ class DataConfig:
     )
     input: str = setting("", "columns that the model is given, joined by commas; empty: all but the target")
     target: str = setting("", "column that is to be predicted, or several joined by commas")
+    columns: str = setting(
+        "",
+        "what input columns of whole numbers are, where it is not as chosen: number or category each, such as "
+        "visits=number,shop=category",
+    )
     time: str = setting(
         "",
         "recommendation without a target: the column that says when, by which the last of each user are held out; "

@@ -10,167 +10,6 @@ from collections.abc import Callable
 from typing import Any, Literal, TypedDict
 
 
-class TrainSettings(TypedDict, total=False):
-    """Keywords of `echelon.train`: settings by the names of the command line's options, with underscores."""
-
-    input: str
-    """columns that the model is given, joined by commas; empty: all but the target"""
-    target: str
-    """column that is to be predicted, or several joined by commas"""
-    time: str
-    """recommendation without a target: the column that says when, by which the last of each user are held out; empty: timestamp, time or date where there is one, else the order of the rows"""
-    negatives: int
-    """recommendation without a target: items that a user did not take, drawn beside each one taken [default: 64]"""
-    tokeniser: str
-    """what text is cut with: auto, bpe(8000), characters, or a folder with a tokenizer.json of transformers [default: 'auto']"""
-    context: int
-    """tokens of a window, where one long text is cut into windows [default: 128]"""
-    data_root: str
-    """folder for downloaded torchvision data sets, tokenisers that were trained, and indexes of tar shards [default: 'data']"""
-    batch_size: int
-    """samples per optimizer step over all workers (global batch) [default: 128]"""
-    eval_batch_size: int
-    """samples per evaluation step and worker; 0: as in training [default: 0]"""
-    image_size: int
-    """side of the square image in pixels; 0: from the data (ImageNet-sized: 224) [default: 0]"""
-    follow_links: bool
-    """use links in the data folder that lead out of it [default: False]"""
-    augment: Literal["auto", "none", "flip_crop", "imagenet"]
-    """augmentation: auto (by image size), none, flip_crop (pad and crop), imagenet (random resized crop) [default: 'auto']"""
-    transform: str | Callable[[Any], Any]
-    """module:function of your own on each training input (images: uint8, augmented)"""
-    eval_transform: str | Callable[[Any], Any]
-    """module:function likewise, on each evaluation input"""
-    mixup: float
-    """mixup's alpha, such as 0.2: pairs of samples and their classes are blended; 0: off [default: 0.0]"""
-    cutmix: float
-    """CutMix's alpha, such as 1: a box of another image; with --mixup, a coin decides for each batch [default: 0.0]"""
-    sample_weights: str
-    """an epoch is N draws with replacement by weight: none, inverse-class, or a file with a weight for each training sample (.npy, or a number a line) [default: 'none']"""
-    holdout: float
-    """share held out for evaluation when the data has no val/ or test/ [default: 0.2]"""
-    loaders: int
-    """loading processes per worker; 0: in the worker itself; -1: chosen from the data [default: -1]"""
-    on_nan: Literal["stop", "skip"]
-    """numbers of a sample that are not finite (NaN), or a loss: stop, or leave out that sample, or batch [default: 'stop']"""
-    on_bad_image: Literal["stop", "skip"]
-    """an image that cannot be decoded: stop, or skip and count it [default: 'stop']"""
-    weights: str
-    """weights to start from: a file or folder (safetensors, a torch state dict, other trainers' checkpoints), runs/NAME, hf:FOLDER_OR_NAME, or pretrained (the model's own of timm, torchvision or transformers)"""
-    head: Literal["auto", "keep", "new"]
-    """with --weights, the model's head: keep (it must fit), new (as initialised), or auto (new where the weights have none of its shape) [default: 'auto']"""
-    sync_batchnorm: bool
-    """BatchNorm statistics over the whole global batch [default: False]"""
-    compile: bool
-    """torch.compile the model [default: False]"""
-    channels_last: Literal["auto", "on", "off"]
-    """memory layout of images; auto: on for GPUs [default: 'auto']"""
-    optimizer: str | Callable[..., Any]
-    """timm optimizer: sgd (Nesterov), momentum, adamw, lars, lamb, ...; or module:Class(name=value) of your own [default: 'sgd']"""
-    lr: float
-    """learning rate [default: 0.1]"""
-    momentum: float
-    """momentum (SGD family) [default: 0.9]"""
-    weight_decay: float
-    """weight decay; none on biases and normalisation [default: 0.0005]"""
-    schedule: Literal["cosine", "step", "poly", "constant"]
-    """learning-rate schedule [default: 'cosine']"""
-    lr_find: bool
-    """search the learning rate and train nothing: 100 steps at rates that rise from 1e-6 to 10, in a run folder of their own, with a curve and a suggestion [default: False]"""
-    step_epochs: float
-    """epochs between drops by 10 of the step schedule [default: 30.0]"""
-    warmup_epochs: float
-    """epochs of linear warm-up [default: 0.0]"""
-    scale_lr: int
-    """multiply lr by batch_size / this (linear scaling); 0: off [default: 0]"""
-    clip_norm: float
-    """clip the gradient's norm at this; 0: off [default: 0.0]"""
-    label_smoothing: float
-    """label smoothing [default: 0.0]"""
-    class_weights: str
-    """none, balanced, or a comma-separated list with one weight per class [default: 'none']"""
-    epochs: int
-    """passes over the training data [default: 10]"""
-    max_steps: int
-    """stop after this many optimizer steps; 0: no limit [default: 0]"""
-    accumulate: int
-    """micro-batches that a worker's part of a batch is cut into; auto, or 0: as few as fit the memory that is there [default: 1]"""
-    on_oom: Literal["fail", "halve"]
-    """what follows when a worker runs out of memory: fail (an error as any other) or halve (go on from the newest checkpoint with twice as many micro-batches; the batch stays as it is) [default: 'fail']"""
-    precision: Literal["fp32", "bf16", "bf16-params", "fp16", "fp8"]
-    """fp32, bf16 (autocast), bf16-params (float32 masters), fp16 (autocast, scaled losses) or fp8 (torchao, a GPU) [default: 'fp32']"""
-    tf32: Literal["auto", "on", "off"]
-    """TensorFloat-32 in fp32 matmuls and convolutions on GPUs; auto: torch's (convolutions alone) [default: 'auto']"""
-    recompute: Literal["none", "blocks", "selective"]
-    """activations computed again in backward to save memory: none, of whole blocks, or all but matmuls [default: 'none']"""
-    ema: float
-    """decay of an exponential moving average of the weights, used in evaluation; 0: off [default: 0.0]"""
-    primary_metric: str
-    """the metric by which checkpoints are compared: top1, loss, f1_score, mine(min); empty: the task's"""
-    eval_every: int
-    """epochs between evaluations; 0: only at the end [default: 1]"""
-    worst_samples: int
-    """images of the highest evaluation loss that the report shows; 0: none [default: 12]"""
-    early_stop: int
-    """stop after so many evaluations in a row without improvement of the task's primary metric; 0: off [default: 0]"""
-    early_stop_delta: float
-    """a change of the primary metric up to this is no improvement [default: 0.0]"""
-    max_time: str
-    """end with an evaluation, a checkpoint and the report within this time of the command, such as 2h; `echelon resume` goes on, with as much again; empty: no limit"""
-    seed: int
-    """seed of parameters, order and augmentation [default: 0]"""
-    device: Literal["auto", "cpu", "cuda"]
-    """auto: a GPU per worker where there are enough [default: 'auto']"""
-    profile: int
-    """steps of each rank to profile, after 5 others: a trace for Perfetto in the run's folder; 0: none [default: 0]"""
-    deterministic: bool
-    """deterministic GPU kernels (slower) [default: False]"""
-    parallel: str
-    """where parameters and samples live: dp (replicas), fsdp (sharded), tp (tensor), pp (pipeline), such as dp=2,tp=2; -1: what is left; options zero1, sequence, schedule=1f1b, microbatches=N [default: 'dp=-1']"""
-    sync: str
-    """how and when replicas agree [default: 'allreduce']"""
-    compression: str
-    """what travels instead of a tensor [default: 'none']"""
-    collective: str
-    """along which path it travels; backend: as NCCL or gloo chooses [default: 'backend']"""
-    tensor_plan: str
-    """tp: how layers are split, over the model's own hints: PATTERN=STYLE,PATTERN=STYLE"""
-    cuts: str
-    """pp: the blocks that stages begin with, such as blocks.4,blocks.8; empty: balanced"""
-    on: str
-    """where processes run: local, or module:Class of your own [default: 'local']"""
-    workers: int
-    """processes on this machine; 0: one per GPU, or min(2, cores) on a CPU [default: 0]"""
-    threads: int
-    """compute threads per worker; 0: cores / workers [default: 0]"""
-    nodes: str
-    """machines: a number, or a range such as 1:4 that may change while the run goes [default: '1']"""
-    rendezvous: str
-    """HOST:PORT of the first machine, the same on all machines; they share the run's secret by a common disk, or by ECHELON_RUN_SECRET"""
-    trusted_network: bool
-    """machines meet without a secret: whoever reaches their ports can take part, but run no code [default: False]"""
-    link: str
-    """shape the links between this machine's workers: 100mbit, or 10mbit,20ms; needs root"""
-    max_restarts: int
-    """restarts after a worker died with no new checkpoint in between, before the run is given up [default: 3]"""
-    timeout: str
-    """how long any rank waits for another before the run is restarted [default: '2m']"""
-    machine_patience: str
-    """how long the machines of a run wait for one that was lost, before they end [default: '10m']"""
-    log_dir: str
-    """where logs and output of processes go, in a folder of the run's name; default: RUN/logs"""
-    log_limit: str
-    """bytes of each process's log, and of what it prints: of more, the newest stay [default: '64mb']"""
-    checkpoint_every: str
-    """between checkpoints: a number of steps (200), or a duration (5m) [default: '1m']"""
-    keep_checkpoints: int
-    """newest checkpoints kept, beside the best one [default: 2]"""
-    io_patience: str
-    """how long training goes on while the run's folder cannot be written, such as on a full disk [default: '10m']"""
-    logger: str
-    """services that draw the run, joined by +: wandb(project=digits)+mlflow"""
-
-
 class ResumeSettings(TypedDict, total=False):
     """Keywords of `echelon.resume`: settings by the names of the command line's options, with underscores."""
 
@@ -240,3 +79,100 @@ class ResumeSettings(TypedDict, total=False):
     """how long training goes on while the run's folder cannot be written, such as on a full disk [default: '10m']"""
     logger: str
     """services that draw the run, joined by +: wandb(project=digits)+mlflow"""
+
+
+class TrainSettings(ResumeSettings, total=False):
+    """Keywords of `echelon.train`: settings by the names of the command line's options, with underscores."""
+
+    input: str
+    """columns that the model is given, joined by commas; empty: all but the target"""
+    target: str
+    """column that is to be predicted, or several joined by commas"""
+    columns: str
+    """what input columns of whole numbers are, where it is not as chosen: number or category each, such as visits=number,shop=category"""
+    time: str
+    """recommendation without a target: the column that says when, by which the last of each user are held out; empty: timestamp, time or date where there is one, else the order of the rows"""
+    negatives: int
+    """recommendation without a target: items that a user did not take, drawn beside each one taken [default: 64]"""
+    tokeniser: str
+    """what text is cut with: auto, bpe(8000), characters, or a folder with a tokenizer.json of transformers [default: 'auto']"""
+    context: int
+    """tokens of a window, where one long text is cut into windows [default: 128]"""
+    data_root: str
+    """folder for downloaded torchvision data sets, tokenisers that were trained, and indexes of tar shards [default: 'data']"""
+    batch_size: int
+    """samples per optimizer step over all workers (global batch) [default: 128]"""
+    eval_batch_size: int
+    """samples per evaluation step and worker; 0: as in training [default: 0]"""
+    image_size: int
+    """side of the square image in pixels; 0: from the data (ImageNet-sized: 224) [default: 0]"""
+    augment: Literal["auto", "none", "flip_crop", "imagenet"]
+    """augmentation: auto (by image size), none, flip_crop (pad and crop), imagenet (random resized crop) [default: 'auto']"""
+    transform: str | Callable[[Any], Any]
+    """module:function of your own on each training input (images: uint8, augmented)"""
+    eval_transform: str | Callable[[Any], Any]
+    """module:function likewise, on each evaluation input"""
+    mixup: float
+    """mixup's alpha, such as 0.2: pairs of samples and their classes are blended; 0: off [default: 0.0]"""
+    cutmix: float
+    """CutMix's alpha, such as 1: a box of another image; with --mixup, a coin decides for each batch [default: 0.0]"""
+    sample_weights: str
+    """an epoch is N draws with replacement by weight: none, inverse-class, or a file with a weight for each training sample (.npy, or a number a line) [default: 'none']"""
+    holdout: float
+    """share held out for evaluation when the data has no val/ or test/ [default: 0.2]"""
+    weights: str
+    """weights to start from: a file or folder (safetensors, a torch state dict, other trainers' checkpoints), runs/NAME, hf:FOLDER_OR_NAME, or pretrained (the model's own of timm, torchvision or transformers)"""
+    head: Literal["auto", "keep", "new"]
+    """with --weights, the model's head: keep (it must fit), new (as initialised), or auto (new where the weights have none of its shape) [default: 'auto']"""
+    sync_batchnorm: bool
+    """BatchNorm statistics over the whole global batch [default: False]"""
+    compile: bool
+    """torch.compile the model [default: False]"""
+    channels_last: Literal["auto", "on", "off"]
+    """memory layout of images; auto: on for GPUs [default: 'auto']"""
+    optimizer: str | Callable[..., Any]
+    """timm optimizer: sgd (Nesterov), momentum, adamw, lars, lamb, ...; or module:Class(name=value) of your own [default: 'sgd']"""
+    lr: float
+    """learning rate [default: 0.1]"""
+    momentum: float
+    """momentum (SGD family) [default: 0.9]"""
+    weight_decay: float
+    """weight decay; none on biases and normalisation [default: 0.0005]"""
+    schedule: Literal["cosine", "step", "poly", "constant"]
+    """learning-rate schedule [default: 'cosine']"""
+    lr_find: bool
+    """search the learning rate and train nothing: 100 steps at rates that rise from 1e-6 to 10, in a run folder of their own, with a curve and a suggestion [default: False]"""
+    step_epochs: float
+    """epochs between drops by 10 of the step schedule [default: 30.0]"""
+    warmup_epochs: float
+    """epochs of linear warm-up [default: 0.0]"""
+    scale_lr: int
+    """multiply lr by batch_size / this (linear scaling); 0: off [default: 0]"""
+    clip_norm: float
+    """clip the gradient's norm at this; 0: off [default: 0.0]"""
+    label_smoothing: float
+    """label smoothing [default: 0.0]"""
+    class_weights: str
+    """none, balanced, or a comma-separated list with one weight per class [default: 'none']"""
+    precision: Literal["fp32", "bf16", "bf16-params", "fp16", "fp8"]
+    """fp32, bf16 (autocast), bf16-params (float32 masters), fp16 (autocast, scaled losses) or fp8 (torchao, a GPU) [default: 'fp32']"""
+    tf32: Literal["auto", "on", "off"]
+    """TensorFloat-32 in fp32 matmuls and convolutions on GPUs; auto: torch's (convolutions alone) [default: 'auto']"""
+    ema: float
+    """decay of an exponential moving average of the weights, used in evaluation; 0: off [default: 0.0]"""
+    primary_metric: str
+    """the metric by which checkpoints are compared: top1, loss, f1_score, mine(min); empty: the task's"""
+    worst_samples: int
+    """images of the highest evaluation loss that the report shows; 0: none [default: 12]"""
+    seed: int
+    """seed of parameters, order and augmentation [default: 0]"""
+    device: Literal["auto", "cpu", "cuda"]
+    """auto: a GPU per worker where there are enough [default: 'auto']"""
+    deterministic: bool
+    """deterministic GPU kernels (slower) [default: False]"""
+    sync: str
+    """how and when replicas agree [default: 'allreduce']"""
+    compression: str
+    """what travels instead of a tensor [default: 'none']"""
+    collective: str
+    """along which path it travels; backend: as NCCL or gloo chooses [default: 'backend']"""

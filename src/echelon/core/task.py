@@ -99,6 +99,7 @@ class TaskFacts:
         curves: metrics that are drawn beside the primary one.
         score_label: the share of samples that is counted in training; empty: nothing is.
         units_per_sample: where all samples have as many; 0: they differ, or it is not known.
+        generated: names of metrics that are of at most `generation_samples` samples of an evaluation.
     """
 
     name: str
@@ -109,6 +110,20 @@ class TaskFacts:
     curves: Sequence[Metric] = ()
     score_label: str = ""
     units_per_sample: int = 0
+    generated: Sequence[str] = ()
+    generation_samples: int = 0
+
+    def samples_of(self, metric: str, evaluated: int) -> int:
+        """Return the samples that a metric is of, among those of an evaluation: every k-th, where it is generated.
+
+        >>> TaskFacts("t", "t", "token", Metric("chrf", "max"), generated=("chrf",), generation_samples=256).samples_of(
+        ...     "chrf", 1000
+        ... )
+        250
+        """
+        if metric not in self.generated or not self.generation_samples:
+            return evaluated
+        return -(-evaluated // sampling_interval(self.generation_samples, evaluated))
 
     def speed(self, samples_per_s: float) -> tuple[str, float]:
         """Return what is counted per second, and how many: units where each sample has as many, else samples.
@@ -119,6 +134,11 @@ class TaskFacts:
         if not self.units_per_sample:
             return "samples/s", samples_per_s
         return f"{self.unit}s/s", samples_per_s * self.units_per_sample
+
+
+def sampling_interval(most: int, total: int) -> int:
+    """Return k where every k-th of some samples is taken, so that at most `most` are; at least 1."""
+    return max(1, -(-total // most))
 
 
 BEFORE_TASKS = TaskFacts(

@@ -7,7 +7,8 @@ the run is evaluated on are encoded as its own were.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum, auto
 from pathlib import Path
@@ -18,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from echelon.core.errors import UserError
+from echelon.core.errors import UserError, nearest
 from echelon.core.files import write_atomic
 from echelon.data.base import DataRequest
 from echelon.data.ragged import RaggedArray
@@ -72,6 +73,114 @@ def is_string(values: pa.ChunkedArray) -> bool:
 def is_whole(values: pa.ChunkedArray) -> bool:
     """Whether a column holds whole numbers, by its type."""
     return bool(pa.types.is_integer(values.type) or pa.types.is_boolean(values.type))
+
+
+_ID_NAME = re.compile(r"(?:^|[^a-z])(?:id|ids|uuid|code|zip|zipcode|postcode)$", re.IGNORECASE)
+_ID_SUFFIX = re.compile(r"[a-z0-9]I[dD]s?$")  # userId, movieID
+_TAKEN_AS = {"number": Form.NUMBERS, "category": Form.CATEGORIES}
+_FEW_VALUES = 30  # of a category, however few rows there are
+_LISTED = 8  # columns of a kind that are named in a note
+
+
+@dataclass(frozen=True)
+class InputForms:
+    """What the columns of inputs are taken as.
+
+    Attributes:
+        forms: by name.
+        undecided: columns of whole numbers, which could be either.
+    """
+
+    forms: Mapping[str, Form]
+    undecided: tuple[str, ...] = ()
+
+    def of(self, form: Form) -> list[str]:
+        """Return the names of the columns that are taken as a form."""
+        return [name for name, each in self.forms.items() if each is form]
+
+    def note(self) -> str:
+        """Say what the columns became, and how to say otherwise; empty where none is of whole numbers."""
+        if not self.undecided:
+            return ""
+        kinds = {"numbers": self.of(Form.NUMBERS), "categories": self.of(Form.CATEGORIES)}
+        told = "; ".join(f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names)
+        name = self.undecided[0]
+        other = "category" if self.forms[name] is Form.NUMBERS else "number"
+        return f"{told} (to change it for columns of whole numbers: --columns {name}={other})"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def input_forms(
+    columns: Mapping[str, pa.ChunkedArray], described: str, measured: MeasuredColumns, are_ids: bool = False
+) -> InputForms:
+    """Return what each input column is taken as: as described, as the run has had it, else by its type and name.
+
+    Whole numbers are categories where the name of the column says so (id, shop_id, userId, zip, code) and values
+    repeat. Where ids are wanted, all whole numbers and strings are ids; beside columns of floats, those whose name says
+    so, and of the others the first ones where there were no two.
+
+    Args:
+        columns: by name.
+        described: such as `visits=number,shop=category`.
+        are_ids: whether the task wants ids.
+
+    Raises:
+        UserError: it names no input, or what the column cannot be.
+    """
+    wanted = _described_forms(columns, described)
+    own = {name: _own_form(values, are_ids) for name, values in columns.items()}
+    whole = [name for name, values in columns.items() if is_whole(values) and own[name] is Form.NUMBERS]
+    known = {name: form for name in whole if (form := measured.form(name)) is not None}
+    open_ones = [name for name in whole if name not in wanted and name not in known]
+    if are_ids:
+        has_floats = any(form is Form.NUMBERS and name not in whole for name, form in own.items())
+        ids = [name for name in open_ones if not has_floats or _is_named_id(name)]
+        decided = {**own, **dict.fromkeys(ids, Form.CATEGORIES), **known, **wanted}
+        lacking = max(0, 2 - sum(form is Form.CATEGORIES for form in decided.values()))
+        ids += [name for name in open_ones if name not in ids][:lacking]
+    else:
+        ids = [name for name in open_ones if _is_named_id(name) and _repeats(columns[name])]
+    forms = {**own, **dict.fromkeys(ids, Form.CATEGORIES), **known, **wanted}
+    return InputForms(forms, tuple(whole))
+
+
+def _own_form(values: pa.ChunkedArray, are_ids: bool) -> Form:
+    return Form.CATEGORIES if are_ids and is_string(values) else form_of(values)
+
+
+def _is_named_id(name: str) -> bool:
+    return bool(_ID_NAME.search(name) or _ID_SUFFIX.search(name))
+
+
+def _repeats(values: pa.ChunkedArray) -> bool:
+    """Whether values are the same in many rows, so that something can be learnt of each."""
+    count = pc.count_distinct(values).as_py()
+    return bool(count <= _FEW_VALUES or 2 * count <= len(values))
+
+
+def _described_forms(columns: Mapping[str, pa.ChunkedArray], described: str) -> dict[str, Form]:
+    """Return the forms that a user names.
+
+    Raises:
+        UserError: a column is no input, or cannot be that.
+    """
+    forms = {}
+    for part in filter(None, (each.strip() for each in described.split(","))):
+        name, _, kind = (each.strip() for each in part.partition("="))
+        if name not in columns:
+            raise UserError(
+                f"--columns {part}: no input {name!r}: {nearest(name, columns)}it has {_listed([*columns])}"
+            )
+        if kind not in _TAKEN_AS:
+            raise UserError(f"--columns {part}: write {name}=number or {name}=category")
+        if not is_whole(columns[name]):
+            raise UserError(f"--columns {part}: {name} holds {columns[name].type}; only whole numbers may be either")
+        forms[name] = _TAKEN_AS[kind]
+    return forms
 
 
 def is_id(values: pa.ChunkedArray) -> bool:
@@ -133,6 +242,12 @@ class MeasuredColumns:
         if name not in self._facts:
             self._facts[name] = measure(values)
         return self._facts[name]
+
+    def form(self, name: str) -> Form | None:
+        """Return what the run has taken a column as; None where it keeps nothing of it."""
+        if name not in self._facts:
+            return None
+        return Form.CATEGORIES if self._facts[name].known else Form.NUMBERS
 
     def keep(self) -> None:
         """Write all facts to the run's folder, where there is one that keeps none yet."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,11 +61,32 @@ class LabelledFiles:
         return type(self)(self.root, FileNames([self.names[i] for i in chosen]), self.labels[chosen])
 
 
-class ImageFiles(LabelledFiles, Dataset[tuple[Tensor, int]]):
-    """Image files under one folder."""
+class LabelledImages(Dataset[tuple[Tensor, int]], ABC):
+    """Images that are decoded when they are asked for, each of a class.
+
+    Attributes:
+        labels: of each image, `(N,)`.
+    """
+
+    labels: Labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
 
     def __getitem__(self, i: int) -> tuple[Tensor, int]:
         return self.picture(i).load(1.0), int(self.labels[i])
+
+    @abstractmethod
+    def picture(self, i: int) -> Picture:
+        """Open image `i`."""
+
+    @abstractmethod
+    def path(self, i: int) -> str:
+        """Return what image `i` is called in messages."""
+
+
+class ImageFiles(LabelledFiles, LabelledImages):
+    """Image files under one folder."""
 
     @classmethod
     def of(cls, files: LabelledFiles) -> ImageFiles:
@@ -121,7 +143,7 @@ def _close_all(descriptors: dict[int, int]) -> None:
 
 
 @dataclass(frozen=True)
-class ImageRanges(Dataset[tuple[Tensor, int]]):
+class ImageRanges(LabelledImages):
     """Image files that lie within larger files, such as tar shards.
 
     Attributes:
@@ -136,12 +158,6 @@ class ImageRanges(Dataset[tuple[Tensor, int]]):
     offset: NDArray[np.int64]
     size: NDArray[np.int64]
     labels: Labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        return self.picture(i).load(1.0), int(self.labels[i])
 
     def picture(self, i: int) -> Picture:
         """Open image `i`."""
@@ -164,7 +180,7 @@ class ImageRanges(Dataset[tuple[Tensor, int]]):
 
 
 @dataclass(frozen=True)
-class ImageCells(Dataset[tuple[Tensor, int]]):
+class ImageCells(LabelledImages):
     """Image files in a column of a table.
 
     Attributes:
@@ -179,12 +195,6 @@ class ImageCells(Dataset[tuple[Tensor, int]]):
     paths: Any
     rows: NDArray[np.int64]
     labels: Labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        return self.picture(i).load(1.0), int(self.labels[i])
 
     def picture(self, i: int) -> Picture:
         """Open image `i`."""
@@ -234,7 +244,7 @@ class ImageArray(Dataset[tuple[Tensor, int]]):
 
 
 @dataclass(frozen=True)
-class ImageItems(Dataset[tuple[Tensor, int]]):
+class ImageItems(LabelledImages):
     """Another data set whose items are (Pillow image or uint8 tensor `(C, H, W)`, label).
 
     Attributes:
@@ -244,12 +254,6 @@ class ImageItems(Dataset[tuple[Tensor, int]]):
     items: Any
     labels: Labels
     origin: NDArray[np.int64] | None = None
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        return self.picture(i).load(1.0), int(self.labels[i])
 
     def picture(self, i: int) -> Picture:
         """Return image `i`."""

@@ -124,13 +124,13 @@ class AllItems(DrawnSamples):
     held out, `NO_TARGET` for those that are not ranked, 0 for others. Where no 1 is there, the item is not known.
 
     Args:
-        held: the items that were held out; their histories are what is not ranked.
+        held_out: the items that were held out; their histories are what is not ranked.
     """
 
-    def __init__(self, held: Interactions) -> None:
-        self._held, count = held, held.counts[1]
+    def __init__(self, held_out: Interactions) -> None:
+        self._held, count = held_out, held_out.counts[1]
         self.specs = (
-            tuple(TensorSpec((count,), "int64", each) for each in held.counts),
+            tuple(TensorSpec((count,), "int64", each) for each in held_out.counts),
             TensorSpec((count,), "float32", count=2),
         )
         self.at_once = max(1, _PAIRS_AT_ONCE // count)

@@ -36,7 +36,7 @@ _MOST_LABEL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Members:
+class MemberChoice:
     """Which members of a sample are used.
 
     Attributes:
@@ -71,7 +71,7 @@ class _Place(NamedTuple):
 _Sample = Mapping[str, _Place]  # by extension
 
 
-def index_shards(files: Sequence[Path], members: Members, cache: Path) -> ShardIndex:
+def index_shards(files: Sequence[Path], members: MemberChoice, cache: Path) -> ShardIndex:
     """Return the samples of shards; each shard is read through once, by one process of a machine.
 
     A shard that has changed since (size or time of its last change) is read again.
@@ -99,7 +99,7 @@ def index_shards(files: Sequence[Path], members: Members, cache: Path) -> ShardI
     return ShardIndex(tuple(str(file) for file in files), sizes, pa.concat_tables(numbered).replace_schema_metadata())
 
 
-def _digest(file: Path, members: Members) -> str:
+def _digest(file: Path, members: MemberChoice) -> str:
     found = file.stat()
     facts = (_FORMAT, os.path.realpath(file), found.st_size, found.st_mtime_ns, members.image, members.field)
     return hashlib.sha256(repr(facts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
@@ -121,7 +121,7 @@ def _refuse_mixed_labels(files: Sequence[Path], tables: Sequence[pa.Table]) -> N
             )
 
 
-def _read_shard(file: Path, members: Members) -> pa.Table:
+def _read_shard(file: Path, members: MemberChoice) -> pa.Table:
     with file.open("rb") as stream:
         head = stream.read(8)
         for magic, name in _COMPRESSED.items():
@@ -207,7 +207,7 @@ def _refuse_cut(file: Path, end: int) -> None:
         raise UserError(f"data {file}: at byte {end} is no member's header: the archive is damaged, pack it again")
 
 
-def _image_member(file: Path, key: str, sample: _Sample, members: Members) -> _Place:
+def _image_member(file: Path, key: str, sample: _Sample, members: MemberChoice) -> _Place:
     wanted = (members.image.lower().lstrip("."),) if members.image else tuple(e[1:] for e in IMAGE_FILES.extensions)
     found = [extension for extension in sample if extension in wanted]
     if len(found) == 1:
@@ -219,7 +219,9 @@ def _image_member(file: Path, key: str, sample: _Sample, members: Members) -> _P
     raise UserError(f"data {file}: sample {key} has no {what}, only {has}")
 
 
-def _label_member(file: Path, descriptor: int, samples: Mapping[str, _Sample], members: Members) -> tuple[str, Any]:
+def _label_member(
+    file: Path, descriptor: int, samples: Mapping[str, _Sample], members: MemberChoice
+) -> tuple[str, Any]:
     """Return the extension that classes are in, and a function of (key, sample) that reads one.
 
     The first sample tells which it is; all others must have it.

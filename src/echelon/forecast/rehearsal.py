@@ -47,9 +47,26 @@ from echelon.trainer.world import World
 
 STEPS = 2  # the first one makes the optimizer's state
 _COPIED = GATHERS  # what gloo copies as a whole before it sends
-_CONVOLUTIONS = {  # oneDNN copies weights into its own layout, backward their gradients too: argument, copies
-    torch.ops.aten.convolution.default: (1, 1),
-    torch.ops.aten.convolution_backward.default: (2, 2),
+_TEMPORARIES = {  # made within an operation: as large as an argument, how often
+    torch.ops.aten.convolution.default: (1, 1),  # oneDNN copies weights into its own layout
+    torch.ops.aten.convolution_backward.default: (2, 2),  # and their gradients
+    torch.ops.aten._ctc_loss_backward.Tensor: (6, 1),  # what forward kept, from the end
+}
+
+
+def _ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Return the losses `(B,)` and what forward keeps `(B, F, 2 L + 1)`, as if the longest target were L long."""
+    frames, samples, _symbols = log_probs.shape
+    return log_probs.new_empty(samples), log_probs.new_empty(samples, frames, 2 * targets.shape[-1] + 1)
+
+
+def _ctc_loss_backward(gradient: Tensor, log_probs: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(log_probs)
+
+
+_OF_VALUES = {  # operations whose results have a shape that depends on values
+    torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
+    torch.ops.aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
 }
 
 
@@ -109,11 +126,12 @@ class Counter(TorchDispatchMode):
             return NotImplemented  # it goes on with its local parts, which come by here
         if function in _COPIED:
             self._note(args[_COPIED[function]].untyped_storage().nbytes())
-        result = function(*args, **(kwargs or {}))
+        known = _OF_VALUES.get(function)
+        result = known(*args) if known else function(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, Tensor):
                 self.see(value)
-        place, copies = _CONVOLUTIONS.get(function, (0, 0))
+        place, copies = _TEMPORARIES.get(function, (0, 0))
         self._note(copies * args[place].nbytes if copies else 0)
         return result
 
@@ -182,7 +200,7 @@ def rehearse(run: ResolvedRun, info: DataInfo, model: nn.Module, role: Role, sam
             clip_norm=config.optimizer.clip_norm,
             channels_last=False,
         )
-        step = Step(work.task, settings, clock, parts.scaler, parts.split)
+        step = _RehearsedStep(work.task, settings, clock, parts.scaler, parts.split)
         held = _see_held(counter, parts)
         batch = _batch(info, samples, role.layout)
         steps = STEPS
@@ -205,6 +223,14 @@ def rehearse(run: ResolvedRun, info: DataInfo, model: nn.Module, role: Role, sam
             peak=counter.peak,
             without_gradients=counter.without_gradients,
         )
+
+
+class _RehearsedStep(Step):
+    """A step on targets that have no values, by which units could be counted: memory does not depend on them."""
+
+    def count_units(self, batch: Batch) -> tuple[int, int]:
+        """Return the number of samples."""
+        return batch.global_size, batch.global_size
 
 
 def _alone(run: ResolvedRun, role: Role) -> ResolvedRun:

@@ -36,6 +36,11 @@ class ModelInput:
     wrong_outputs: Callable[[Any, int], str] | None = None
     auto: str = ""
 
+    @property
+    def is_image(self) -> bool:
+        """Whether an input is an image."""
+        return self.shape is None and self.several is None
+
     def blank(self, samples: int) -> Nest:
         """Return inputs of zeros, which are also ids that any vocabulary has."""
         if self.several is not None:

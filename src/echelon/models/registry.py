@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
-from typing import Any
 
-import torch
 from torch import nn
 
 from echelon.config.schema import ModelConfig
@@ -17,7 +14,7 @@ from echelon.models import builtin
 from echelon.models.base import ModelInput
 from echelon.models.external import build_own, build_timm, build_torchvision, build_transformers, library_names
 from echelon.models.logits import give_logits
-from echelon.tasks import nest
+from echelon.models.trial import try_out
 
 OF_SEQUENCES = (
     "small_bert",
@@ -109,36 +106,11 @@ def _unknown(name: str) -> UserError:
 
 
 def _try_out(model: nn.Module, name: str, data: ModelInput) -> None:
-    was_training = model.training
-    model.eval()
-    example = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    inputs = nest.to_device(data.blank(2), example.device)
-    is_image = data.shape is None and data.several is None
-    if is_image:
-        inputs = inputs.to(example.dtype)
     try:
-        with torch.no_grad():
-            outputs = nest.call(model, inputs)
+        try_out(model, f"--model {name}", data)
     except (RuntimeError, ValueError, AssertionError, TypeError, IndexError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(
             f"--model {name} cannot take {data.describe()} ({reason}): choose another model"
-            f"{' or --image-size' if is_image else ''}"
+            f"{' or --image-size' if data.is_image else ''}"
         ) from error
-    finally:
-        model.train(was_training)
-    wrong = (data.wrong_outputs or _wrong_logits(data.classes))(outputs, 2)
-    if wrong:
-        raise UserError(f"--model {name} {wrong}")
-
-
-def _wrong_logits(classes: int) -> Callable[[Any, int], str]:
-    def wrong(outputs: Any, samples: int) -> str:
-        """Say what is wrong with outputs for some samples; empty: nothing is."""
-        if isinstance(outputs, torch.Tensor) and outputs.shape == (samples, classes):
-            return ""
-        got = list(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
-        wanted = f"must return logits of shape (batch, {classes}), one per class"
-        return f"{wanted}; for a batch of {samples} it returned {got}"
-
-    return wrong

@@ -26,7 +26,7 @@ _NOT_OF_USERS = (_LIBRARY, _PACKAGE, "/site-packages/", "/dist-packages/", "<fro
 
 
 @dataclass(frozen=True)
-class Frame:
+class StackFrame:
     """A call: its file, line and function."""
 
     file: str
@@ -41,18 +41,18 @@ class Frame:
 class Stack:
     """The calls of a thread, the innermost first."""
 
-    frames: tuple[Frame, ...]
+    frames: tuple[StackFrame, ...]
 
     def __str__(self) -> str:
         return "\n".join(f'  File "{f.file}", line {f.line} in {f.function}' for f in self.frames)
 
     @property
-    def telling(self) -> Frame | None:
+    def telling(self) -> StackFrame | None:
         """The innermost call that is not of the machinery that everything waits or computes in."""
         return next((f for f in self.frames if not _is_in(f, _CARRIERS)), None)
 
     @property
-    def of_user(self) -> Frame | None:
+    def of_user(self) -> StackFrame | None:
         """The innermost call in code that is neither Python's, nor a package's, nor Echelon's."""
         return next((f for f in self.frames if not _is_in(f, _NOT_OF_USERS)), None)
 
@@ -73,7 +73,7 @@ class Stack:
         return next((name for name in reversed(names) if name not in ("wrapper", "_wrapper")), "")
 
 
-def _is_in(frame: Frame, places: tuple[str, ...]) -> bool:
+def _is_in(frame: StackFrame, places: tuple[str, ...]) -> bool:
     return any(place in frame.file for place in places)
 
 
@@ -86,11 +86,11 @@ def stack_of(text: str, thread: int) -> Stack | None:
     >>> print(stack_of(text, 0x1F).frames[0])
     a.py:3 in f
     """
-    frames: list[Frame] | None = None
+    frames: list[StackFrame] | None = None
     for line in text.splitlines():
         if match := _THREAD.match(line):
             is_wanted = match[1] is None or int(match[1], 16) == thread
             frames = [] if is_wanted else frames
         elif frames is not None and is_wanted and (match := _FRAME.match(line)):
-            frames.append(Frame(match[1], int(match[2]), match[3]))
+            frames.append(StackFrame(match[1], int(match[2]), match[3]))
     return Stack(tuple(frames)) if frames else None

@@ -296,7 +296,10 @@ class Task(ABC):
         built_in = kind.__module__.startswith("echelon.tasks.")
         spec = kind.__module__.rpartition(".")[2] if built_in else f"{kind.__module__}:{kind.__qualname__}"
         labels = self.primary, self.headlines, self.curves, self.score_label
-        return TaskFacts(self.name, spec, self.unit, *labels, units_per_sample=self.units_per_sample)
+        return TaskFacts(
+            self.name, spec, self.unit, *labels, units_per_sample=self.units_per_sample,
+            generated=tuple(metric.name for metric in self.generates), generation_samples=self.generation_samples,
+        )  # fmt: skip
 
     def fitted(self, data: DataFacts, settings: TaskSettings) -> Self:
         """Return the task for some data.

@@ -9,14 +9,23 @@ Needs: one text (.txt).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from echelon.core.figure import ReportSection, ReportText
 from echelon.core.task import TaskDefaults
-from echelon.tasks.base import ChosenSample, Encoding, Generated, InputFacts
+from echelon.tasks import nest
+from echelon.tasks.base import NO_TARGET, ChosenSample, DataFacts, Encoding, Generated, InputFacts, TaskSettings
+from echelon.tasks.gathering import gather_lines
 from echelon.tasks.language_modelling import LanguageModelling
 from echelon.tasks.nest import Nest
+from echelon.tasks.token_loss import logits_of
+
+_SHOWN_TOKENS = 64  # of a window, around its first predicted tokens
+_BEFORE = 16  # of these, before the first predicted one
 
 
 class MaskedLanguageModelling(LanguageModelling):
@@ -29,6 +38,22 @@ class MaskedLanguageModelling(LanguageModelling):
     unit = "masked token"
     encoding = Encoding.MASKED_TOKENS
     defaults: ClassVar[TaskDefaults] = TaskDefaults("adamw", 2e-3, 0.1, epochs=20, batch_size=16, holdout=0.1)
+    generation_samples = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inputs: Nest = None
+        self._is_shown = False
+
+    def fitted(self, data: DataFacts, settings: TaskSettings) -> Self:
+        """Return the task for some data.
+
+        Raises:
+            UserError: targets are no tokens, or classes are weighed.
+        """
+        task = super().fitted(data, settings)
+        task._inputs, task._is_shown = data.inputs, settings.worst_samples > 0
+        return task
 
     def auto_model(self, data: InputFacts) -> str:
         """Return the small encoder."""
@@ -37,8 +62,44 @@ class MaskedLanguageModelling(LanguageModelling):
     def generated(
         self, model: Callable[[Nest], Any], samples: Sequence[ChosenSample], group: dist.ProcessGroup | None
     ) -> Generated:
-        """Return nothing: such models write no texts."""
-        return Generated()
+        """Return some windows of the evaluation set with what the model predicts beside the truth."""
+        decoder = self._decoder
+        if decoder is None or not self._is_shown:
+            return Generated()
+        inputs = torch.cat([s.inputs for s in samples]) if samples else nest.blank(self._inputs, 1)
+        logits = logits_of(model(inputs))  # once on each rank, for it may be collective
+        rows = [
+            (sample.place, *_described(sample, scores.softmax(-1).cpu(), decoder.decode))
+            for sample, scores in zip(samples, logits, strict=False)
+        ]
+        texts = [ReportText(seen, answers) for _, seen, answers in sorted(gather_lines(rows, group))]
+        note = (
+            f"{len(texts)} windows that lie evenly over the evaluation set: each [n] stands for a token that is to be "
+            "predicted, below what was there, and the likeliest token with its probability."
+        )
+        return Generated(section=ReportSection("Predicted tokens beside the truth", texts=texts, notes=[note]))
 
 
 TASK = MaskedLanguageModelling
+
+
+def _described(sample: ChosenSample, shares: Tensor, decode: Callable[[Sequence[int]], str]) -> tuple[str, str]:
+    """Return a part of a window, numbers in place of tokens to be predicted, and a line for each of these.
+
+    Args:
+        shares: of the tokens `(T, V)`, as predicted.
+    """
+    targets, ids = sample.targets[0].cpu(), sample.inputs[0].cpu()
+    places = (targets != NO_TARGET).nonzero().flatten().tolist()
+    start = max(0, (places[0] if places else 0) - _BEFORE)
+    end = min(len(ids), start + _SHOWN_TOKENS)
+    seen, began = "", start
+    answers: list[str] = []
+    for place in [place for place in places if place < end]:
+        best = int(shares[place].argmax())
+        true, said = decode([int(targets[place])]), decode([best])
+        seen += f"{decode(ids[began:place].tolist())} [{len(answers) + 1}] "
+        verdict = "right" if best == int(targets[place]) else f"predicted {said!r}"
+        answers.append(f"[{len(answers) + 1}] {true!r}: {verdict} ({float(shares[place, best]):.2f})")
+        began = place + 1
+    return seen + decode(ids[began:end].tolist()), "\n".join(answers)

@@ -152,10 +152,11 @@ class ItemRanking(PairPrediction):
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the sum over samples of -log of the share of the item that was taken; 0 where none is known."""
-        scores = outputs.reshape(targets.shape).masked_fill(targets == NO_TARGET, -torch.inf)
         taken = targets == 1
-        known = taken.any(1)
-        return (scores[known].logsumexp(1) - scores[known][taken[known]]).sum()
+        unknown = ~taken.any(1, keepdim=True)  # of one score each, so that its gradient is 0 and not undefined
+        scores = outputs.reshape(targets.shape).masked_fill(targets == NO_TARGET, -torch.inf).masked_fill(unknown, 0)
+        losses = scores.logsumexp(1) - scores.masked_fill(~taken, 0).sum(1)
+        return losses.masked_fill(unknown[:, 0], 0).sum()
 
     def metrics(self, device: torch.device) -> Metrics:
         """Return an accumulator of NDCG and hit rate."""

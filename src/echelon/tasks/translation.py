@@ -8,7 +8,6 @@ Needs: a folder of parallel text (train.en, train.de), with the languages as `--
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from echelon.core.errors import UserError
@@ -30,15 +28,13 @@ from echelon.tasks.base import (
     Encoding,
     Generated,
     InputFacts,
-    Metrics,
     SentenceMarks,
-    Task,
     TaskSettings,
     TextDecoder,
 )
 from echelon.tasks.gathering import gather_lines
-from echelon.tasks.language_modelling import TokenMetrics, logits_of
 from echelon.tasks.nest import Nest
+from echelon.tasks.token_loss import TokenTask, are_tokens, logits_of
 
 IDS, MASK, DECODER_IDS = "input_ids", "attention_mask", "decoder_input_ids"
 _AT_ONCE = 64  # sentences that are written together
@@ -46,7 +42,7 @@ _LONGER, _MORE = 1.5, 5  # a translation has at most so many times the source's 
 _PERPLEXITY = Metric("perplexity", "min")
 
 
-class Translation(Task):
+class Translation(TokenTask):
     """Logits `(B, T, V)` and the next target tokens `(B, T)`; targets of -100 are padding, and count nothing.
 
     The loss is the sum over target tokens, the mark of the end among them, of -log p(token | source, tokens before).
@@ -56,7 +52,6 @@ class Translation(Task):
     """
 
     name = "translation"
-    unit = "token"
     primary = Metric("chrf", "max", "chrF")
     headlines: ClassVar[tuple[Metric, ...]] = (_PERPLEXITY, Metric("loss", "min"), Metric("bleu", "max", "BLEU"))
     generates: ClassVar[tuple[Metric, ...]] = (primary, headlines[-1])
@@ -68,8 +63,7 @@ class Translation(Task):
     )
 
     def __init__(self) -> None:
-        self._vocabulary = self._shown = 0
-        self._smoothing = 0.0
+        self._shown = 0
         self._writer: SentenceWriter | None = None
 
     def fitted(self, data: DataFacts, settings: TaskSettings) -> Self:
@@ -78,45 +72,21 @@ class Translation(Task):
         Raises:
             UserError: inputs or targets are no tokens, or classes are weighed.
         """
-        specs = nest.leaves(data.targets)
         inputs = data.inputs if isinstance(data.inputs, dict) else {}
-        if len(specs) != 1 or len(specs[0].shape) != 1 or specs[0].dtype != "int64" or DECODER_IDS not in inputs:
+        if not are_tokens(data.targets) or DECODER_IDS not in inputs:
             raise UserError(
                 f"data {data.name}: inputs are {nest.describe(data.inputs)}, and --task translation needs pairs of "
                 f"texts: give a folder with train.en and train.de, or {IDS}, {MASK} and {DECODER_IDS} with the next "
                 "tokens as targets"
             )
-        if settings.class_weights not in ("none", ""):
-            raise UserError("--class-weights are for classes; the task is translation")
-        task = copy.copy(self)
-        task._vocabulary, task._shown = specs[0].count, settings.worst_samples
-        task._smoothing = settings.label_smoothing
+        task = super().fitted(data, settings)
+        task._shown = settings.worst_samples
         if data.tokeniser is not None and data.marks is not None:
             task._writer = SentenceWriter(data.tokeniser, data.marks)
         else:
             task.primary, task.generates = _PERPLEXITY, ()  # type: ignore[misc]
             task.headlines = self.headlines[1:2]  # type: ignore[misc]
         return task
-
-    @property
-    def outputs(self) -> int:
-        """One logit for each token of the vocabulary; 0: any."""
-        return self._vocabulary
-
-    def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return the sum of the losses of logits `(B, T, V)` and the next tokens `(B, T)`."""
-        return F.cross_entropy(
-            logits_of(outputs).flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=NO_TARGET,
-            label_smoothing=self._smoothing,
-        )  # fmt: skip
-
-    def units(self, targets: Tensor) -> int:
-        """Return the number of target tokens, padding left out."""
-        return int((targets != NO_TARGET).sum())
-
-    def metrics(self, device: torch.device) -> Metrics:
-        """Return an accumulator of nats per target token."""
-        return TokenMetrics(device)
 
     def auto_model(self, data: InputFacts) -> str:
         """Return the small encoder-decoder transformer."""

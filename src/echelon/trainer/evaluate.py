@@ -12,11 +12,12 @@ from torch import nn
 
 from echelon.core.axes import Axis
 from echelon.core.figure import ReportSection
+from echelon.core.task import sampling_interval
 from echelon.data.loader import EvalLoader
+from echelon.models.trial import evaluating
 from echelon.tasks import nest
 from echelon.tasks.base import ChosenSample, EvaluationResult, Task
 from echelon.tasks.nest import Nest
-from echelon.trainer.step import evaluating
 from echelon.trainer.world import World
 
 
@@ -102,7 +103,7 @@ class _Chosen:
     """
 
     def __init__(self, most: int, total: int) -> None:
-        self._every = -(-total // most) if most else 0
+        self._every = sampling_interval(most, total) if most else 0
         self.samples: list[ChosenSample] = []
 
     def update(self, inputs: Nest, targets: Nest, place: int) -> None:

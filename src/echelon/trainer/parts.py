@@ -16,6 +16,7 @@ from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.data.base import DataInfo
 from echelon.models import LoadedWeights, build_model, give_logits, hints_for
+from echelon.models.trial import evaluating, try_out
 from echelon.observe.phases import PhaseClock
 from echelon.optim.build import EMA, build_optimizer
 from echelon.parallel.deferred_init import DeferredInit, named_tensors, without_memory
@@ -35,7 +36,7 @@ from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.split_sync import SplitSync
 from echelon.trainer.start_weights import start_from
 from echelon.trainer.state import RunParts
-from echelon.trainer.step import evaluating, make_update
+from echelon.trainer.step import make_update
 from echelon.trainer.world import World
 
 _REENTRANT = "CheckpointFunctionBackward"
@@ -172,14 +173,12 @@ def check_own_model(model: nn.Module, work: Work) -> None:
             f"model {name}: {sparse[0]} makes sparse gradients (sparse=True), which optimizers, codecs and checkpoints "
             "do not take here: build it with sparse=False"
         )
-    blank = replace(work, example=nest.blank(work.info.inputs, 2))  # as named models are tried: a mask is no noise
-    with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        try:
-            outputs = nest.call(model, blank.inputs(next(model.parameters(), torch.empty(0))))
-        except Exception:  # noqa: BLE001  the caller's code may raise any
-            return
-    if wrong := work.task.wrong_outputs(outputs, 2):
-        raise UserError(f"model {name} {wrong}")
+    try:
+        try_out(model, f"model {name}", model_input(work.info, work.task))
+    except UserError:
+        raise
+    except Exception:  # noqa: BLE001  the caller's code may raise any
+        return
 
 
 def build_split(run: ResolvedRun, work: Work, world: World, batch_parts: int) -> SplitModel:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from echelon.models.trial import evaluating
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.parallel.base import Placement
 from echelon.parallel.local_shards import LocalShards, clip_by_norm
@@ -98,11 +99,11 @@ class Step:
             self.guard.begin(batch)
         inputs, targets = self._to_device(batch)
         if sync.needs_warmup_backward and not self._begun:
-            warmup_backward(sync.module, blank_like(inputs))
+            warmup_backward(sync, blank_like(inputs))
         self._begun = True
         count = self._settings.accumulate
         zero = torch.zeros((), device=self._settings.device)
-        result = StepResult(zero, zero.clone(), nest.rows(targets), *self._count_units(batch))
+        result = StepResult(zero, zero.clone(), nest.rows(targets), *self.count_units(batch))
         divisor = sync.begin_step(result.units, result.global_units)
         if self._split is not None and self._split.pipeline is not None:
             self._pipelined(self._split.pipeline, inputs, targets, divisor, result)
@@ -123,7 +124,7 @@ class Step:
                 self._clock.split(Phase.COMMUNICATE, began)
         return result
 
-    def _count_units(self, batch: Batch) -> tuple[int, int]:
+    def count_units(self, batch: Batch) -> tuple[int, int]:
         """Return the loss's units in the part of this rank's replica, and in the global batch.
 
         Samples are known; other units are counted and added up, unless the loader knows those of the global batch.
@@ -217,24 +218,12 @@ def replica_samples(placement: Placement, global_size: int) -> int:
     return sum(size + (rank < more) for rank in range(first, first + placement.layout.fsdp))
 
 
-def warmup_backward(module: nn.Module, inputs: Nest) -> None:
+def warmup_backward(sync: StepSync, inputs: Nest) -> None:
     """Send blank samples through forward and backward, which changes nothing (see `Sync.needs_warmup_backward`)."""
-    with evaluating(module):
-        nest.zero_of(nest.call(module, inputs)).backward()
-    for parameter in module.parameters():
+    with evaluating(sync.module), sync.micro_batch(last=True):
+        nest.zero_of(nest.call(sync.module, inputs)).backward()
+    for parameter in sync.module.parameters():
         parameter.grad = None
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode, then each of its parts back into the mode that it had."""
-    modes = [(m, m.training) for m in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
 
 
 def make_update(

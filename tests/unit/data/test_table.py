@@ -97,7 +97,7 @@ def test_numbers_alone_are_one_plain_tensor_and_missing_ones_are_said(tmp_path: 
     table["size"][3] = None
     source = opened(write(tmp_path / "homes.csv", table), "price", "size,rooms")
     assert (source.info.shape, source.info.several) == ((2,), None)
-    assert source.notes == ("size: 1 of 40 values are missing: the mean stands there",)
+    assert source.notes[-1] == "size: 1 of 40 values are missing: the mean stands there"
     assert np.isfinite(source.train.values).all()
 
 
@@ -238,3 +238,47 @@ def test_what_the_columns_make_of_an_auto_model(
     texts = {"review": [f"one long enough review of the house number {i}" for i in range(ROWS)]}
     name = write(tmp_path / f"homes{suffix}", columns() | texts)
     assert with_task_defaults(build(None, {"data.source": name, **settings})).config.model.name == model
+
+
+def visits() -> dict[str, list[Any]]:
+    return {
+        "size": [0.5 + i for i in range(ROWS)], "shop_id": [i % 5 for i in range(ROWS)],
+        "visits": [i * 7 % 11 for i in range(ROWS)], "weekday": [i % 7 for i in range(ROWS)],
+        "id": list(range(ROWS)), "y": [0.1 * i for i in range(ROWS)],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("task", "described", "categories"),
+    [
+        ("auto", "", "shop_id"),  # `id` repeats nowhere: nothing is learnt of such a category
+        ("auto", "weekday=category, shop_id=number", "weekday"),
+        ("recommendation", "", "shop_id, id"),
+        ("recommendation", "id=number", "shop_id, visits"),
+    ],
+)
+def test_whole_numbers_are_categories_where_their_name_or_the_user_says_so(
+    tmp_path: Path, task: str, described: str, categories: str
+) -> None:
+    name = write(tmp_path / "visits.csv", visits())
+    run = tmp_path / "run"
+    run.mkdir()
+    source = open_data(DataConfig(source=name, target="y", columns=described), 0, task, run)
+    numbers = [each for each in visits() if each not in (*categories.split(", "), "y")]
+    assert source.notes[0].startswith(f"numbers: {', '.join(numbers)}; categories: {categories} (to change it")
+    assert source.info.several["categories"].shape == (categories.count(",") + 1,)
+    again = open_data(DataConfig(source=name, target="y"), 0, task, run)
+    assert again.notes[0].partition(" (")[0] == source.notes[0].partition(" (")[0], "a run's columns stay what they are"
+
+
+@pytest.mark.parametrize(
+    ("described", "words"),
+    [
+        ("vists=number", "no input 'vists': did you mean visits"),
+        ("visits=id", "write visits=number or visits=category"),
+        ("size=category", "size holds double; only whole numbers may be either"),
+    ],
+)
+def test_columns_that_are_described_wrongly_are_refused(tmp_path: Path, described: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        open_data(DataConfig(source=write(tmp_path / "v.csv", visits()), target="y", columns=described), 0)

@@ -6,20 +6,27 @@ import pytest
 
 from echelon.launch.culprit import Living, Observed, find_hang, find_standstill
 from echelon.observe.notes import Note
-from echelon.observe.stacks import Frame, Stack
+from echelon.observe.stacks import Stack, StackFrame
 from echelon.observe.tcp import TcpState
 
 USER = Stack(
-    (Frame("/home/me/net.py", 12, "forward"), Frame("/v/site-packages/torch/nn/modules/module.py", 9, "_call_impl"))
+    (
+        StackFrame("/home/me/net.py", 12, "forward"),
+        StackFrame("/v/site-packages/torch/nn/modules/module.py", 9, "_call_impl"),
+    )
 )
-BACKWARD = Stack((Frame("/v/site-packages/torch/autograd/graph.py", 8, "_engine_run_backward"), *USER.frames))
+BACKWARD = Stack((StackFrame("/v/site-packages/torch/autograd/graph.py", 8, "_engine_run_backward"), *USER.frames))
 
 
 def in_collective(name: str) -> Stack:
     """Return the stack of a rank that is in a collective."""
     c10d = "/v/site-packages/torch/distributed/distributed_c10d.py"
     return Stack(
-        (Frame(c10d, 3, name), Frame("/v/site-packages/torch/distributed/c10d_logger.py", 5, "wrapper"), *USER.frames)
+        (
+            StackFrame(c10d, 3, name),
+            StackFrame("/v/site-packages/torch/distributed/c10d_logger.py", 5, "wrapper"),
+            *USER.frames,
+        )
     )
 
 

@@ -16,7 +16,7 @@ from echelon.launch.noticeboard import NoticeBoard
 from echelon.launch.places.base import Group, Job, Process
 from echelon.observe.notes import SLOT_BYTES, STACK_SIGNAL, Note, RankNotes
 from echelon.observe.phases import Phase
-from echelon.observe.stacks import Frame, Stack, stack_of
+from echelon.observe.stacks import Stack, StackFrame, stack_of
 from echelon.observe.tcp import tcp_state
 
 MOST_NS = 3000.0  # an idle machine takes 300
@@ -89,7 +89,7 @@ def _ns_per_note(notes: RankNotes) -> float:
     ],
 )
 def test_what_a_call_is(file: str, waits: bool, is_user: bool) -> None:
-    stack = Stack((Frame(file, 1, "f"), Frame("/home/me/net.py", 2, "g")))
+    stack = Stack((StackFrame(file, 1, "f"), StackFrame("/home/me/net.py", 2, "g")))
     assert (stack.waits, stack.is_in_user_code) == (waits, is_user)
 
 

@@ -15,8 +15,9 @@ from echelon.data.base import DataInfo
 from echelon.data.tokenisers import Characters
 from echelon.models import ModelInput, build_model
 from echelon.models.builtin.small_gpt import SmallGPT
-from echelon.tasks.base import NO_TARGET, TaskSettings
+from echelon.tasks.base import NO_TARGET, ChosenSample, TaskSettings
 from echelon.tasks.language_modelling import LanguageModelling
+from echelon.tasks.masked_language_modelling import MaskedLanguageModelling
 from echelon.tasks.nest import TensorSpec
 from echelon.tasks.tailored import TailoredTask
 from echelon.trainer.inputs import model_input
@@ -101,3 +102,19 @@ def test_speeds_are_in_tokens_and_stay_so_with_a_metric_of_the_user_s_own() -> N
     for facts in (task().facts(), tailored.facts()):
         assert facts.speed(10.0) == ("tokens/s", 80.0)
     assert LanguageModelling().facts().speed(10.0) == ("samples/s", 10.0)  # not fitted to any data
+
+
+def test_masked_tokens_are_shown_with_what_is_predicted() -> None:
+    fitted = MaskedLanguageModelling().fitted(INFO, TaskSettings(worst_samples=9))
+    targets = torch.full((1, 8), NO_TARGET)
+    targets[0, 2], targets[0, 5] = 3, 2
+    sample = ChosenSample(3, torch.tensor([[1, 2, 0, 1, 2, 0, 1, 2]]), targets)
+    scores = torch.zeros(1, 8, 4)
+    scores[:, :, 3] = 50
+    section = fitted.generated(lambda ids: scores.expand(len(ids), 8, 4), [sample], None).section
+    assert section is not None
+    (shown,) = section.texts
+    assert shown.title == "ab [1] ab [2] ab" and shown.text == "[1] 'c': right (1.00)\n[2] 'b': predicted 'c' (1.00)"
+    calls: list[torch.Size] = []
+    fitted.generated(lambda ids: calls.append(ids.shape) or scores, [], None)  # type: ignore[func-returns-value]
+    assert calls == [(1, 8)], "a rank without samples calls the model too"

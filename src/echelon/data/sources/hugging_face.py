@@ -246,24 +246,24 @@ def _is_unlabelled(table: pa.Table, target: str) -> bool:
     return bool(values.null_count == len(values))
 
 
-def _image_source(found: _Splits) -> Source:
+def _image_source(splits: _Splits) -> Source:
     """Return images with a class each.
 
     Raises:
         UserError: a column is not there, the task is for others, or the target holds no classes.
     """
-    request, source = found.request, found.request.config.source
+    request, source = splits.request, splits.request.config.source
     if request.encoding not in (Encoding.AUTO, Encoding.CLASSES):
         raise UserError(f"data {source} is images with classes, which --task {request.task} does not take")
     target = request.config.target
-    for part, table in found.tables.items():
+    for part, table in splits.tables.items():
         if target not in table.column_names:
             hint = nearest(target, table.column_names)
             raise UserError(
                 f"data {source}, {part}: no column {target!r}: {hint}it has {', '.join(table.column_names)}"
             )
-    names = found.classes or _names(source, target, found.tables["train"])
-    parts = {part: _images(found, part, table, names) for part, table in found.tables.items()}
+    names = splits.classes or _names(source, target, splits.tables["train"])
+    parts = {part: _images(splits, part, table, names) for part, table in splits.tables.items()}
     train, validation, test = parts["train"], parts.get("val"), parts.get("test")
     if validation is None:
         chosen, held = held_out(request, len(train), test is not None)
@@ -282,10 +282,10 @@ def _names(source: str, target: str, table: pa.Table) -> tuple[Any, ...]:
     return names
 
 
-def _images(found: _Splits, part: str, table: pa.Table, names: tuple[Any, ...]) -> ImageCells:
-    source, target = found.request.config.source, found.request.config.target
-    cells, values = table[found.images], table[target]
-    places = values if found.classes else pc.index_in(values, value_set=pa.array(names, values.type))
+def _images(splits: _Splits, part: str, table: pa.Table, names: tuple[Any, ...]) -> ImageCells:
+    source, target = splits.request.config.source, splits.request.config.target
+    cells, values = table[splits.images], table[target]
+    places = values if splits.classes else pc.index_in(values, value_set=pa.array(names, values.type))
     unknown = pc.fill_null(pc.invert(pc.and_(pc.greater_equal(places, 0), pc.less(places, len(names)))), True)
     if pc.any(unknown).as_py():
         row = pc.index(unknown, True).as_py()

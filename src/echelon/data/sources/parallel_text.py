@@ -168,24 +168,24 @@ def _lines(file: Path) -> list[str]:
     return [line.strip() for line in text.removesuffix("\n").split("\n")]
 
 
-def _hold_out(parts: dict[str, Pairs], request: DataRequest) -> str:
+def _hold_out(by_part: dict[str, Pairs], request: DataRequest) -> str:
     """Move some training pairs to a part `val`, in place; returns what a user is told."""
-    train, share = parts["train"], request.config.holdout
+    train, share = by_part["train"], request.config.holdout
     if len(train) < 2:
         raise UserError(f"data {request.config.source}: one pair cannot be split into training and validation")
-    chosen, held = split(len(train), min(_CHOOSING_SHARE, share) if "test" in parts else share, request.seed)
-    parts["train"], parts["val"] = train.take(chosen), train.take(held)
+    chosen, held = split(len(train), min(_CHOOSING_SHARE, share) if "test" in by_part else share, request.seed)
+    by_part["train"], by_part["val"] = train.take(chosen), train.take(held)
     return (
         f"{len(held)} of {len(train)} training pairs are held out to choose by: there is no val.{request.config.input}"
     )
 
 
-def _source(request: DataRequest, parts: dict[str, Pairs], notes: list[str]) -> Source:
-    train = parts["train"]
+def _source(request: DataRequest, by_part: dict[str, Pairs], notes: list[str]) -> Source:
+    train = by_part["train"]
     tokeniser = tokeniser_for(request, [*train.source, *train.target])
     marks, vocabulary = marks_of(tokeniser)
     encoded, cut = {}, 0
-    for name, pairs in parts.items():
+    for name, pairs in by_part.items():
         encoded[name], long = _encoded(pairs, tokeniser, marks)
         cut += long
     if cut:
@@ -194,7 +194,7 @@ def _source(request: DataRequest, parts: dict[str, Pairs], notes: list[str]) -> 
     source_length = max(each.values[IDS].shape[1] for each in arrays)
     target_length = max(each.targets.shape[1] for each in arrays)
     info = DataInfo(
-        request.config.source, (), 1, 1, len(train), len(parts["val"]), (),
+        request.config.source, (), 1, 1, len(train), len(by_part["val"]), (),
         several={
             IDS: TensorSpec((source_length,), "int64", vocabulary, ragged=True),
             MASK: TensorSpec((source_length,), "int64", ragged=True),

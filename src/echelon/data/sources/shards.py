@@ -23,7 +23,7 @@ from echelon.data.base import DataRequest, Source
 from echelon.data.images import FileNames, ImageRanges, OpenFiles
 from echelon.data.sources.base import SourceKind, held_out, image_source
 from echelon.data.sources.table import SUFFIXES
-from echelon.data.tar_index import TAR, Members, ShardIndex, compressed_shard, index_shards
+from echelon.data.tar_index import TAR, MemberChoice, ShardIndex, compressed_shard, index_shards
 from echelon.tasks.base import Encoding
 
 _COMPRESSED = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
@@ -66,7 +66,7 @@ class Shards(SourceKind):
         parts = _parts_of(Path(source).expanduser())
         if "train" not in parts:
             raise UserError(f"data {source}: there is {next(iter(parts))} but no train beside it")
-        members = Members(request.config.input, request.config.target)
+        members = MemberChoice(request.config.input, request.config.target)
         cache = Path(request.config.root).expanduser() / "shards"
         try:
             indexes = {part: index_shards(files, members, cache) for part, files in parts.items()}

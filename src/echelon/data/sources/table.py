@@ -28,6 +28,7 @@ from echelon.data.base import CLASS_NUMBER, DataInfo, DataOutline, DataRequest, 
 from echelon.data.columns import (
     UNSEEN,
     Form,
+    InputForms,
     MeasuredColumns,
     Numbered,
     as_numbers,
@@ -35,7 +36,7 @@ from echelon.data.columns import (
     encode_texts,
     form_of,
     holds_labels,
-    is_id,
+    input_forms,
     is_string,
     is_whole,
     known_values,
@@ -102,21 +103,21 @@ class TableFile(SourceKind):
 SOURCE = TableFile
 
 
-def outline_of_tables(request: DataRequest, parts: Mapping[str, pa.Table]) -> DataOutline:
+def outline_of_tables(request: DataRequest, tables: Mapping[str, pa.Table]) -> DataOutline:
     """Return what the target column of tables that are read already is for (`open_tables`)."""
-    return _outline(request, _Files.of_tables(request, parts))
+    return _outline(request, _Files.of_tables(request, tables))
 
 
-def open_tables(request: DataRequest, parts: Mapping[str, pa.Table]) -> Source:
+def open_tables(request: DataRequest, tables: Mapping[str, pa.Table]) -> Source:
     """Open tables that are read already, as those of files.
 
     Args:
-        parts: by their names: `train`, and `val` and `test` where they are there.
+        tables: by the names of their parts: `train`, and `val` and `test` where they are there.
 
     Raises:
         UserError: a column is not there, or holds what the task cannot use.
     """
-    return _opened(request, _Files.of_tables(request, parts))
+    return _opened(request, _Files.of_tables(request, tables))
 
 
 def _outline(request: DataRequest, files: _Files) -> DataOutline:
@@ -124,15 +125,26 @@ def _outline(request: DataRequest, files: _Files) -> DataOutline:
     specs = tuple(TensorSpec() for _ in inputs)
     _check_encoding(request)
     if request.encoding is Encoding.IDS:
-        # two columns can but be ids, so that no more than their names are read
-        known = files.read(inputs).columns if len(inputs) > 2 else ()
         ids = TensorSpec((), "int64")
-        specs = tuple(ids if is_id(values) else TensorSpec() for values in known) or (ids,) * len(inputs)
+        specs = (ids,) * len(inputs)
+        if len(inputs) > 2:  # two columns can but be ids, so that no more than their names are read
+            forms = _forms(request, files.read(inputs), inputs, MeasuredColumns(request.folder)).forms
+            specs = tuple(ids if forms[name] is Form.CATEGORIES else TensorSpec() for name in inputs)
     if request.encoding is not Encoding.AUTO:
         return DataOutline(_TASKS[request.encoding], specs)
     table = files.read((*(inputs if len(inputs) == 1 else ()), *targets))
     rows = _Rows(table, 0, 0, inputs, targets, MeasuredColumns(None), files, np.arange(len(table)))
     return DataOutline(_TASKS[rows.encoding(request)], specs)
+
+
+def _forms(request: DataRequest, table: pa.Table, inputs: Sequence[str], measured: MeasuredColumns) -> InputForms:
+    """Return what each input is taken as.
+
+    Raises:
+        UserError: it is described as what it cannot be.
+    """
+    columns = {name: table[name] for name in inputs}
+    return input_forms(columns, request.config.columns, measured, request.encoding is Encoding.IDS)
 
 
 def _opened(request: DataRequest, files: _Files) -> Source:
@@ -292,7 +304,8 @@ class _Rows:
         Raises:
             UserError: a column holds what the task cannot use.
         """
-        inputs, specs, notes = self._numbers_and_categories()
+        forms = _forms(request, self.table, self.inputs, self.measured)
+        inputs, specs, notes = self._numbers_and_categories(forms)
         numbers = specs["numbers"] if set(specs) == {"numbers"} else None
         targets, facts = self._targets(encoding)
         info = replace(
@@ -318,16 +331,16 @@ class _Rows:
         """
         if len(self.targets) > 1:
             raise UserError(f"--task {request.task} has one target: a rating, or 0 and 1")
+        forms = _forms(request, self.table, self.inputs, self.measured)
         columns = {
-            name: numbered(name, values, self.measured.of(name, known_values, values[: self.train]))
-            for name in self.inputs
-            if is_id(values := self.table[name])
+            name: numbered(name, self.table[name], self.measured.of(name, known_values, self.table[name][: self.train]))
+            for name in forms.of(Form.CATEGORIES)
         }
         if len(columns) < 2:
             raise UserError(
                 f"--task {request.task} needs two columns of ids, whole numbers or strings: --input USER,ITEM"
             )
-        inputs, specs, notes = self._ids_and_numbers(columns)
+        inputs, specs, notes = self._ids_and_numbers(columns, forms)
         targets, facts = self._targets(Encoding.NUMBERS)
         values = self.table[self.targets[0]]
         if is_whole(values) and set(np.unique(as_numbers(values))) == {0.0, 1.0}:
@@ -348,13 +361,13 @@ class _Rows:
         ]
         return self._cut(inputs, targets, info, [*notes, *unseen])
 
-    def _ids_and_numbers(self, columns: Mapping[str, Numbered]) -> tuple[Nest, Nest, list[str]]:
+    def _ids_and_numbers(self, columns: Mapping[str, Numbered], forms: InputForms) -> tuple[Nest, Nest, list[str]]:
         """Return inputs, their specs, and notes, of columns of ids and of others, which hold numbers."""
         if len(columns) == len(self.inputs):
             alone = tuple(TensorSpec((), "int64", column.count) for column in columns.values())
             return tuple(column.ids for column in columns.values()), alone, []
         others = replace(self, inputs=tuple(name for name in self.inputs if name not in columns))
-        inputs, specs, notes = others._numbers_and_categories()
+        inputs, specs, notes = others._numbers_and_categories(forms)
         first = np.cumsum([0, *(column.count for column in columns.values())])
         ids = [column.ids + start for column, start in zip(columns.values(), first, strict=False)]
         inputs["categories"] = np.stack(ids, axis=1)
@@ -423,12 +436,13 @@ class _Rows:
         train, held, test = (samples(part) for part in (rows[: self.train], rows[self.train : end], rows[end:]))
         return Source(train, held, info, (*self.notes, *notes), test if len(test) else None)
 
-    def _numbers_and_categories(self) -> tuple[dict[str, NDArray[np.generic]], dict[str, TensorSpec], list[str]]:
+    def _numbers_and_categories(
+        self, forms: InputForms
+    ) -> tuple[dict[str, NDArray[np.generic]], dict[str, TensorSpec], list[str]]:
         """Return the inputs, their specs, and notes; the ids of all columns of categories count on."""
-        numbers, categories, notes, count = [], [], [], 0
+        numbers, categories, notes, count = [], [], [forms.note()] if forms.note() else [], 0
         for name in self.inputs:
-            values = self.table[name]
-            form = form_of(values)
+            values, form = self.table[name], forms.forms[name]
             if form is Form.NUMBERS:
                 facts = self.measured.of(name, mean_and_std, as_numbers(values[: self.train]))
                 column = standardised(values, facts)
@@ -545,15 +559,15 @@ class _Files:
         return cls(str(path), tuple(_File.of(parts[name]) for name in names), bool(held), "test" in parts)
 
     @classmethod
-    def of_tables(cls, request: DataRequest, parts: Mapping[str, pa.Table]) -> _Files:
+    def of_tables(cls, request: DataRequest, tables: Mapping[str, pa.Table]) -> _Files:
         """Return tables that are read already, by the names of their parts, in place of files."""
         source = request.config.source
         files = [
-            _File(Path(f"{source}, part {name}"), tuple(parts[name].column_names), parts[name])
+            _File(Path(f"{source}, part {name}"), tuple(tables[name].column_names), tables[name])
             for name in ("train", "val", "test")
-            if name in parts
+            if name in tables
         ]
-        return cls(source, tuple(files), "val" in parts, "test" in parts)
+        return cls(source, tuple(files), "val" in tables, "test" in tables)
 
     def columns(self, request: DataRequest) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the names of inputs and targets; all files have them.

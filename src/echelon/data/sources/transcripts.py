@@ -163,13 +163,13 @@ def _tokeniser_of(request: DataRequest, texts: Sequence[str]) -> Tokeniser:
     return tokeniser_for(request, texts)
 
 
-def _info(request: DataRequest, parts: Sequence[SoundFiles], tokeniser: Tokeniser) -> DataInfo:
-    longest = max(int(part.frames.max()) for part in parts)
-    most = max(part.transcripts.shape[1] for part in parts if part.transcripts is not None)
+def _info(request: DataRequest, sounds: Sequence[SoundFiles], tokeniser: Tokeniser) -> DataInfo:
+    longest = max(int(part.frames.max()) for part in sounds)
+    most = max(part.transcripts.shape[1] for part in sounds if part.transcripts is not None)
     return DataInfo(
-        request.config.source, (), 1, 1, len(parts[0]), len(parts[1]), (),
+        request.config.source, (), 1, 1, len(sounds[0]), len(sounds[1]), (),
         several=sound_specs(longest), targets=transcript_spec(most, tokeniser.count), task=SPEECH_RECOGNITION,
-        tokeniser=tokeniser, tightest=min(map(_tightest, parts), key=_room),
+        tokeniser=tokeniser, tightest=min(map(_tightest, sounds), key=_room),
     )  # fmt: skip
 
 
@@ -189,14 +189,14 @@ def _room(sample: TightSample) -> float:
     return sample.frames / max(sample.needed - 1, 1e-9)
 
 
-def _notes(parts: Sequence[Recordings], tokeniser: Tokeniser) -> tuple[str, ...]:
+def _notes(recordings: Sequence[Recordings], tokeniser: Tokeniser) -> tuple[str, ...]:
     kind = "characters" if isinstance(tokeniser, Characters) else "pieces of words"
     notes = [f"transcripts are cut into {kind}: a vocabulary of {tokeniser.count}, and the blank, which is the last"]
-    empty = sum(not text for part in parts for text in part.texts)
+    empty = sum(not text for part in recordings for text in part.texts)
     if empty:
         notes.append(f"{empty} transcripts are empty")
     if isinstance(tokeniser, Characters):
-        unknown = set().union(*(text for part in parts for text in part.texts)) - set(tokeniser.alphabet)
+        unknown = set().union(*(text for part in recordings for text in part.texts)) - set(tokeniser.alphabet)
         if unknown:
             shown = " ".join(sorted(unknown)[:10])
             notes.append(f"{len(unknown)} characters are in no training transcript and cannot be recognised: {shown}")

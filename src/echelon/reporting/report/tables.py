@@ -16,7 +16,7 @@ from echelon.reporting.report.clock import elapsed_s, sittings
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.summary import Summary
 from echelon.reporting.report.timing import Timing, own_work
-from echelon.reporting.report.words import wilson_interval
+from echelon.reporting.report.words import samples_of_primary, wilson_interval
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def headlines(s: Summary) -> list[Headline]:
     """The numbers that come first; those without a value are left out."""
     found, primary = [], s.task.primary
     if (value := s.metrics.get(primary.name)) is not None:
-        aside = f"on {s.eval_samples} samples" if s.eval_samples else ""
+        aside = f"on {samples_of_primary(s)}" if s.eval_samples else ""
         if s.eval_samples and primary.percent:
             low, high = wilson_interval(value, s.eval_samples)
             aside = f"± {(high - low) * 50:.1f} pt (95%)"

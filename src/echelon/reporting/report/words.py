@@ -82,7 +82,7 @@ def _accuracy(s: Summary) -> list[str]:
         return [*words, unknown] if s.steps else words
     said = f"{sentence_case(primary.title)} {value:.4f}"
     if s.eval_samples:
-        said += f" on {s.eval_samples} samples"
+        said += f" on {samples_of_primary(s)}"
     if s.eval_samples and primary.percent:
         low, high = wilson_interval(value, s.eval_samples)
         said += f" (95% interval {low:.4f} to {high:.4f})"
@@ -91,6 +91,12 @@ def _accuracy(s: Summary) -> list[str]:
     if s.best is not None and not s.tested and primary.score(s.best) - primary.score(value) >= max(least, 1e-12):
         words.append(f"The best was {s.best:.4f} at step {s.best_step}: the last is not the best one.")
     return words
+
+
+def samples_of_primary(s: Summary) -> str:
+    """Say of how many samples the primary metric is: `1000 samples`; `250 of 1000 samples` where they are written."""
+    count = s.task.samples_of(s.task.primary.name, s.eval_samples)
+    return f"{count} of {s.eval_samples} samples" if count < s.eval_samples else f"{count} samples"
 
 
 def _bound(s: Summary) -> list[str]:

@@ -1,0 +1,59 @@
+"""A model is called once before anything starts, so that one that cannot be used is refused in a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from echelon.core.errors import UserError
+from echelon.models.base import ModelInput
+from echelon.tasks import nest
+
+_SAMPLES = 2
+
+
+def try_out(model: nn.Module, label: str, data: ModelInput) -> None:
+    """Call a model on two blank inputs, in evaluation mode; what its forward raises is not caught.
+
+    Args:
+        label: what messages call the model.
+
+    Raises:
+        UserError: its outputs are not what the task learns from.
+    """
+    example = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    inputs = nest.to_device(data.blank(_SAMPLES), example.device)
+    if data.is_image:
+        inputs = inputs.to(example.dtype)
+    with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        outputs = nest.call(model, inputs)
+    if wrong := (data.wrong_outputs or _wrong_logits(data.classes))(outputs, _SAMPLES):
+        raise UserError(f"{label} {wrong}")
+
+
+def _wrong_logits(classes: int) -> Callable[[Any, int], str]:
+    def wrong(outputs: Any, samples: int) -> str:
+        """Say what is wrong with outputs for some samples; empty: nothing is."""
+        if isinstance(outputs, torch.Tensor) and outputs.shape == (samples, classes):
+            return ""
+        got = list(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
+        wanted = f"must return logits of shape (batch, {classes}), one per class"
+        return f"{wanted}; for a batch of {samples} it returned {got}"
+
+    return wrong
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode, then each of its parts back into the mode that it had."""
+    modes = [(m, m.training) for m in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
