@@ -149,6 +149,10 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return _StridedShard(dim, split_factor=split_factor)
 
 
+COMPILED = "_orig_mod."
+"""What names of a compiled module's parameters begin with."""
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile` has wrapped a module."""
     return hasattr(module, "_orig_mod")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from echelon.checkpoint.parts import WRITING_PART, PartWriter, merge, take_parts, whole
+from echelon.checkpoint.parts import RANKS, WRITING_PART, PartWriter, RankPart, StoredPart, merge, take_parts, whole
 from echelon.checkpoint.ranks import copy_state, gather_rank_state, pick_rank_state
-from echelon.checkpoint.store import RANKS, WRITING, Arriving, CheckpointStore, Saved
+from echelon.checkpoint.store import WRITING, Arriving, CheckpointStore, Saved
 from echelon.checkpoint.tensors import export_weights
 
 __all__ = [
@@ -14,7 +14,9 @@ __all__ = [
     "Arriving",
     "CheckpointStore",
     "PartWriter",
+    "RankPart",
     "Saved",
+    "StoredPart",
     "copy_state",
     "export_weights",
     "gather_rank_state",

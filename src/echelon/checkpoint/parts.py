@@ -1,14 +1,16 @@
-"""Tensors that no rank holds whole: each rank writes its part of them, and any rank reads any part back.
+"""What each rank writes of a checkpoint by itself: its own state, and its shards of tensors that no rank holds whole.
 
-A rank's parts are one plain safetensors file. Where a part lies in its whole tensor stands in the checkpoint's tree, so
-that another layout reads exactly the rows and columns that it needs, bit for bit.
+A rank's part is one plain safetensors file. What belongs where stands in the file's metadata, and is taken over into
+the checkpoint's tree once the file is there. Where a shard lies in its whole tensor stands there too, so that another
+layout reads exactly the rows and columns that it needs, bit for bit.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.tensors import stage, write_file
+from echelon.checkpoint.tensors import read_tensors, stage, to_stored, write_file
+from echelon.checkpoint.tree import flatten, in_file, slots, unflatten
 from echelon.core.errors import UserError
 from echelon.core.patience import Patience
 from echelon.core.shards import Region
@@ -26,7 +29,12 @@ from echelon.core.state_tree import StateView
 WRITING_PART = "part of a checkpoint"
 """What patience with the disk calls it."""
 
+RANKS = "ranks"
+"""The key of a state under which each rank's own part lies, by rank: `state["ranks"][3]`."""
+
 _KEY = "__parts__"
+_TREE = "tree"
+_SHARED = "shared"
 _POLL_S = 0.02
 
 
@@ -132,6 +140,59 @@ def whole(state: Any) -> Any:
     return state
 
 
+@dataclass(frozen=True)
+class RankPart:
+    """What a rank writes: tensors by name, and the tree that says where they belong."""
+
+    tensors: Mapping[str, Tensor]
+    tree: Any
+
+    @classmethod
+    def of(cls, file: str, rank: int, own: StateView, shared: StateView, shards: Mapping[str, Tensor]) -> RankPart:
+        """Describe a rank's part.
+
+        Args:
+            file: its name.
+            own: the rank's own state.
+            shared: what else it says, with `shards` taken out by `take_parts`.
+
+        Raises:
+            TypeError: a value that a checkpoint cannot hold.
+        """
+        tree, tensors = flatten({RANKS: {rank: own}, _SHARED: shared})
+        return cls({**tensors, **shards}, in_file(tree, file))
+
+
+class StoredPart:
+    """A rank's part that is on the disk.
+
+    Attributes:
+        own_tree: the rank and its own state, as an item of the tree of all ranks' states.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read what the file says of itself. Raises OSError, or SafetensorError for a file that is no part."""
+        from safetensors import safe_open
+
+        self._folder = path.parent
+        with safe_open(path, "pt") as file:
+            tree = json.loads(file.metadata()[_TREE])
+        found = dict(tree["dict"])
+        self._shared_tree = found[_SHARED]
+        (self.own_tree,) = found[RANKS]["dict"]
+
+    def own(self, keys: Collection[str]) -> StateView:
+        """Read some entries of the rank's own state."""
+        tree = {"dict": [item for item in self.own_tree[1]["dict"] if item[0] in keys]}
+        state: StateView = unflatten(tree, read_tensors(self._folder, slots(tree)))
+        return state
+
+    def shared(self) -> StateView:
+        """Read what the rank says beside its own state; shards stay where they lie."""
+        state: StateView = unflatten(self._shared_tree, read_tensors(self._folder, slots(self._shared_tree)))
+        return state
+
+
 class PartWriter:
     """Writes a rank's parts behind the training, one file after the other.
 
@@ -144,14 +205,14 @@ class PartWriter:
         self._thread: threading.Thread | None = None
         self._failure: OSError | UserError | None = None
 
-    def write(self, file: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the tensors, then write them to `file` in the background; the file appears when it is whole.
+    def write(self, file: Path, part: RankPart) -> None:
+        """Copy the part's tensors, then write it to `file` in the background; the file appears when it is whole.
 
         Raises:
             UserError: the one before could not be written.
         """
         self.wait()
-        staged = stage(tensors)
+        staged = RankPart(stage(part.tensors), part.tree)
         self._thread = threading.Thread(target=self._run, args=(file, staged), name="echelon-parts")
         self._thread.start()
 
@@ -178,20 +239,20 @@ class PartWriter:
         if failure is not None:
             raise failure
 
-    def _run(self, file: Path, tensors: Mapping[str, Tensor]) -> None:
+    def _run(self, file: Path, part: RankPart) -> None:
         try:
             if self._patience is None:
-                _write_whole_file(file, tensors)
+                _write_whole_file(file, part)
             else:
-                self._patience.insist(WRITING_PART, lambda: _write_whole_file(file, tensors))
+                self._patience.insist(WRITING_PART, lambda: _write_whole_file(file, part))
         except (OSError, UserError) as error:  # raised by `wait`, where it can be handled
             self._failure = error
 
 
-def _write_whole_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
+def _write_whole_file(file: Path, part: RankPart) -> None:
     unfinished = file.with_suffix(".unfinished")
     try:
-        write_file(unfinished, tensors)
+        write_file(unfinished, to_stored(part.tensors), {_TREE: json.dumps(part.tree)})
         unfinished.rename(file)
     except OSError:
         with suppress(OSError):  # gives a full disk its room back; the next try writes over what is left

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from echelon.checkpoint.store import RANKS
+from echelon.checkpoint.parts import RANKS
 from echelon.checkpoint.tensors import as_bytes, from_bytes, stage
 from echelon.checkpoint.tree import flatten, slots, unflatten
 from echelon.core.errors import UserError

@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +18,12 @@ from torch import Tensor
 
 from echelon.checkpoint import files
 from echelon.checkpoint.files import CheckpointEntry, DamagedError, Manifest
-from echelon.checkpoint.parts import await_parts, join_parts
+from echelon.checkpoint.parts import RANKS, StoredPart, await_parts, join_parts
 from echelon.checkpoint.tensors import read_tensors, stage, write_tensors
 from echelon.checkpoint.tree import flatten, slots, unflatten
 from echelon.core.errors import UserError
 from echelon.core.patience import Patience, may_pass
 from echelon.core.state_tree import StateTree, StateView
-
-RANKS = "ranks"
-"""The key of a state under which each rank's own part lies, by rank: `state["ranks"][3]`."""
 
 WRITING = "checkpoint"
 """What patience with the disk calls it."""
@@ -65,10 +62,18 @@ class _Job:
 
 @dataclass(frozen=True)
 class Arriving:
-    """Files of parts that ranks write by themselves: the folder where they appear, and their names."""
+    """Files of parts that ranks write by themselves.
+
+    Attributes:
+        folder: where they appear.
+        names: of the files, by rank.
+        complete: makes the state that is saved of what `save` was given and of the parts, in the writer's thread, maybe
+            more than once; the ranks' own states are added after it.
+    """
 
     folder: Path
     names: list[str]
+    complete: Callable[[StateView, Sequence[StoredPart]], StateView]
 
 
 class CheckpointStore:
@@ -154,8 +159,8 @@ class CheckpointStore:
         Tensors are copied before this returns, but for those under `RANKS`, which have memory of their own (of
         `gather_rank_state`, `copy_state`) and belong to the store from now on. With `background` the rest happens in a
         thread, and what it raises is raised by the next `save` or `wait`. A save that still runs is waited for. Files
-        that are `arriving` are waited for in the background, and become part of the checkpoint. `on_saved` is told the
-        `reason`.
+        that are `arriving` are waited for in the background, and become part of the checkpoint: the state has no
+        `RANKS` then. `on_saved` is told the `reason`.
         Raises UserError when the disk is full or the folder cannot be written, TimeoutError when the one before is
         not done after `deadline_s`, TypeError for a value that a checkpoint cannot hold.
         """
@@ -302,14 +307,16 @@ class CheckpointStore:
         target = files.free_entry(self.folder, job.step)
         unfinished = files.temporary(target.path) if job.arriving is None else job.arriving.folder
         parts = [] if job.arriving is None else job.arriving.names
+        tree, tensors = job.tree, job.tensors
         if job.arriving is not None:
             await_parts(unfinished, parts, self._deadline_s)
+            tree, tensors = _with_parts(job, job.arriving)
         else:
             unfinished.mkdir(exist_ok=True)
         try:
             files.empty(unfinished, but=parts)
-            write_tensors(unfinished, job.tensors)
-            files.write_durable(unfinished / _TREE, json.dumps(job.tree).encode())
+            write_tensors(unfinished, tensors)
+            files.write_durable(unfinished / _TREE, json.dumps(tree).encode())
             manifest = files.seal(unfinished, job.step, job.metric)
             unfinished.rename(target.path)
         except BaseException:
@@ -331,6 +338,13 @@ class CheckpointStore:
         for entry in files.entries(self.folder):
             if entry not in kept:
                 files.remove(entry.path)
+
+
+def _with_parts(job: _Job, arriving: Arriving) -> tuple[StateTree, dict[str, Tensor]]:
+    """Return a save's tree and tensors, completed from what the ranks have written."""
+    parts = [StoredPart(arriving.folder / name) for name in arriving.names]
+    tree, tensors = flatten(arriving.complete(unflatten(job.tree, job.tensors), parts))
+    return {"dict": [*tree["dict"], [RANKS, {"dict": [part.own_tree for part in parts]}]]}, tensors
 
 
 def _read(entry: CheckpointEntry, rank: int | None) -> StateView:

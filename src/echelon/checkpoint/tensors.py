@@ -43,12 +43,17 @@ def stage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write CPU tensors into a file of `folder`. Raises OSError, as on a full disk."""
     # A tensor without elements has no bytes: its slot in the tree says all there is.
-    write_file(folder / TENSORS, {name: _to_stored(tensor) for name, tensor in tensors.items() if tensor.numel()})
+    write_file(folder / TENSORS, to_stored({name: tensor for name, tensor in tensors.items() if tensor.numel()}))
 
 
-def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write CPU tensors of safetensors' dtypes as one durable safetensors file. Raises OSError."""
-    header: dict[str, dict[str, str | list[int]]] = {}
+def to_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors as files hold them: those of dtypes that safetensors does not know as their bytes."""
+    return {name: tensor if tensor.dtype in _NAMES else as_bytes(tensor) for name, tensor in tensors.items()}
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
+    """Write CPU tensors of safetensors' dtypes as one durable safetensors file, and words about it. Raises OSError."""
+    header: dict[str, Mapping[str, str | list[int]]] = {} if about is None else {"__metadata__": about}
     offset = 0
     for name, tensor in tensors.items():
         end = offset + tensor.nbytes
@@ -65,15 +70,19 @@ def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_tensors(folder: Path, slots: Iterable[Slot]) -> dict[str, Tensor]:
-    """Read the tensors that `slots` name from the file of `write_tensors`, and no others, into memory of their own.
+    """Read the tensors that `slots` name from their files of a folder, and no others, into memory of their own.
 
-    Raises SafetensorError, ValueError or RuntimeError when the file does not hold them.
+    Raises SafetensorError, ValueError or RuntimeError when the files do not hold them.
     """
-    with safe_open(folder / TENSORS, "pt") as file:
-        return {
-            slot.name: slot.empty() if 0 in slot.shape else _from_stored(file.get_tensor(slot.name), slot)
-            for slot in slots
-        }
+    by_file: dict[str, list[Slot]] = {}
+    for slot in slots:
+        by_file.setdefault(slot.file or TENSORS, []).append(slot)
+    read: dict[str, Tensor] = {}
+    for name, wanted in by_file.items():
+        with safe_open(folder / name, "pt") as file:
+            for slot in wanted:
+                read[slot.name] = slot.empty() if 0 in slot.shape else _from_stored(file.get_tensor(slot.name), slot)
+    return read
 
 
 def _copy_to_cpu(tensor: Tensor) -> Tensor:
@@ -84,10 +93,6 @@ def _copy_to_cpu(tensor: Tensor) -> Tensor:
     tensor = tensor if is_permuted(tensor) else tensor.contiguous()
     host = torch.empty_like(tensor, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def _to_stored(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype in _NAMES else as_bytes(tensor)
 
 
 def _from_stored(stored: Tensor, slot: Slot) -> Tensor:

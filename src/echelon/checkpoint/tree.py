@@ -35,12 +35,16 @@ _TAKEN_BY_SAFETENSORS = "__metadata__"
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor goes in the tree: its name among the flat tensors, and how to allocate it."""
+    """Where a tensor goes in the tree: its name among the flat tensors, and how to allocate it.
+
+    `file`: in which file of its folder it lies; empty: in that of the state itself.
+    """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
+    file: str = ""
 
     def empty(self) -> Tensor:
         """Return an uninitialised CPU tensor of this dtype, shape and memory order."""
@@ -86,11 +90,23 @@ def slots(tree: Any) -> Iterator[Slot]:
         if "tensor" in tree:
             strides = tree.get("strides")
             dtype = _DTYPE_BY_NAME[tree["dtype"]]
-            yield Slot(tree["tensor"], dtype, tuple(tree["shape"]), None if strides is None else tuple(strides))
+            shape, order = tuple(tree["shape"]), None if strides is None else tuple(strides)
+            yield Slot(tree["tensor"], dtype, shape, order, tree.get("file", ""))
         for item in tree.get("tuple", ()):
             yield from slots(item)
         for _, item in tree.get("dict", ()):
             yield from slots(item)
+
+
+def in_file(tree: Any, file: str) -> Any:
+    """Return the tree with each tensor said to lie in `file`, as a state that refers to several files has it."""
+    if isinstance(tree, list):
+        return [in_file(item, file) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if "tensor" in tree:
+        return {**tree, "file": file}
+    return {key: in_file(item, file) for key, item in tree.items()}
 
 
 def _encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:

@@ -54,6 +54,7 @@ class ServerHeld:
     """What a strategy answers whose state the servers hold."""
 
     has_replica_state = False
+    in_flight = False
     steps_together = True  # a worker's ranks
     needs_warmup_backward = False  # servers add in the order in which gradients come
 
@@ -86,6 +87,18 @@ class ServerHeld:
 
     def load_resharded(self, states: Sequence[StateView]) -> None:
         """Do nothing: the servers hold the state."""
+
+    def steps_to_agreement(self, averages: bool = False) -> int | None:
+        """Return 0: what is evaluated is the servers' copy."""
+        return 0
+
+    def agreed_of(self, replicas: Sequence[StateView], averages: bool = False) -> StateTree:
+        """Refuse it: the servers' copy is saved, and no worker's own state.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("the servers' copy is saved")
 
 
 class ParameterServer(ServerHeld):

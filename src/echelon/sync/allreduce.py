@@ -28,7 +28,7 @@ from echelon.collectives.wire import is_small, ring_bytes
 from echelon.compression import Compression
 from echelon.core.state_tree import StateTree, StateView
 from echelon.sync.base import Sync, SyncContext
-from echelon.sync.buffers import averaged_buffers
+from echelon.sync.buffers import averaged_buffers, mean_of_replicas, saved_buffers
 from echelon.sync.settings import SyncSettings
 from echelon.sync.state_bytes import Piece, StateBytes, by_hook
 from echelon.torch_compat import is_compiled
@@ -67,6 +67,8 @@ class AllReduce:
         self.steps_together = True
         self._left_out: dict[str, Tensor] = {}  # by former replicas' codecs, for the first gradient without any
         self.needs_warmup_backward = False
+        self.in_flight = False
+        self._agreed: dict[bool, list[Tensor]] = {}  # buffers since the last step, by whether of moving averages
         if context.group is None:
             return
         self._ddp = context.ddp or _wrapped(context)
@@ -83,6 +85,7 @@ class AllReduce:
 
     def begin_step(self, units: int, global_units: int) -> int:
         """Gradients are summed over all replicas: they are divided by the size of the global batch."""
+        self._agreed.clear()
         return global_units
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
@@ -97,6 +100,7 @@ class AllReduce:
 
     def step(self) -> None:
         """Gradients are summed already: update."""
+        self._agreed.clear()
         if self._left_out:
             self._catch_up()
         scale = self._context.loss_scale()
@@ -134,8 +138,18 @@ class AllReduce:
             self._left_out[name] = total
 
     def agreed(self, averages: bool = False) -> AbstractContextManager[object]:
-        """Average BatchNorm statistics over the replicas; each keeps its own."""
-        return averaged_buffers(self._context.model, self._context.group)
+        """Average BatchNorm statistics over the replicas, once after a step; each keeps its own."""
+        known = self._agreed.setdefault(averages, [])
+        return averaged_buffers(self._context.model, self._context.group, known)
+
+    def steps_to_agreement(self, averages: bool = False) -> int | None:
+        """Return 0 where there are no statistics to average, or they were averaged since the last step."""
+        alone = self._context.group is None or next(self._context.model.buffers(), None) is None
+        return 0 if alone or self._agreed.get(averages) else None
+
+    def agreed_of(self, replicas: Sequence[StateView], averages: bool = False) -> StateTree:
+        """Return the mean of the replicas' BatchNorm statistics."""
+        return mean_of_replicas(saved_buffers(replicas, averages))
 
     def bytes_sent(self) -> Mapping[str, int]:
         """Return the bytes sent by this rank, by group of parameters."""
@@ -161,6 +175,7 @@ class AllReduce:
 
     def load_state_dict(self, state: StateTree) -> None:
         """Take back the hook's state."""
+        self._agreed.clear()
         if self._hook and state:
             self._hook.load_state_dict(state)
         elif state:
@@ -230,6 +245,7 @@ def _wrapped(context: SyncContext) -> DistributedDataParallel:
         process_group=context.group,
         gradient_as_bucket_view=True,
         find_unused_parameters=context.has_unused,
+        init_sync=False,  # replicas begin alike already: see `same_start`
         **_no_buffers_in_steps(),
     )
 

@@ -18,6 +18,9 @@ from echelon.compression import Compression
 from echelon.core.state_tree import StateTree, StateView
 from echelon.observe.phases import PhaseClock
 
+AGREED_FROM = ("buffers", "ema", "model", "sync")
+"""Entries of a rank's own state from which it can be told what the replicas agree on."""
+
 
 class StepAbandoned(RuntimeError):
     """A step's batch is not needed any more: the run ended while a replica waited in the middle of it."""
@@ -123,6 +126,24 @@ class Sync(StepSync, Protocol):
         Args:
             averages: the model holds moving averages of the weights at present: their mean over the replicas is meant.
         """
+
+    def steps_to_agreement(self, averages: bool = False) -> int | None:
+        """Return after how many more steps `agreed` will need nothing from other replicas; all ranks say the same.
+
+        0: it needs nothing now. None: there is no such moment.
+        """
+
+    def agreed_of(self, replicas: Sequence[StateView], averages: bool = False) -> StateTree:
+        """Return what `agreed` gives the model, by name, from what all replicas saved of themselves instead.
+
+        Args:
+            replicas: of each rank the entries of its own state that `AGREED_FROM` names.
+            averages: as for `agreed`.
+        """
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether something is on its way that `state_dict` would wait for; all ranks say the same."""
 
     def bytes_sent(self) -> Mapping[str, int]:
         """Return the bytes that this rank has sent since the start, by group (of `GROUPS` in `collectives.wire`)."""

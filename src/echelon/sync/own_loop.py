@@ -26,6 +26,7 @@ from echelon.core.state_tree import StateTree
 from echelon.observe.phases import HostClock
 from echelon.sync.base import SyncContext
 from echelon.sync.registry import read as read_sync
+from echelon.sync.same_start import equalise
 from echelon.sync.settings import SyncSettings
 
 Closure = Callable[[], float]
@@ -74,7 +75,7 @@ def wrap(
     if settings.encodes_gradients and codec.encodes and group is not None:
         codec = take_momentum(codec, stepped)
     if group is not None and ddp is None:
-        _equalise(plain, group)
+        equalise(plain, group)
     patched = SteppedOptimizer(stepped, encodes=codec.encodes and _sums_gradients(settings))
     context = SyncContext(
         model=plain,
@@ -278,10 +279,3 @@ def _check(model: nn.Module, ddp: DistributedDataParallel | None, optimizer: tor
         raise UserError("this optimizer is wrapped already: call close() of the replica before, or wrap once")
     if ddp is not None and ddp._comm_hooks:
         raise UserError("this DistributedDataParallel has a communication hook already: give wrap a fresh one")
-
-
-def _equalise(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give every process the weights and buffers of the first."""
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), group=group, group_src=0)

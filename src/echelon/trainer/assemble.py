@@ -52,7 +52,7 @@ from echelon.trainer.parts import Work, build_parts, channels_last, keep_cuts, w
 from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.progress import RunProgress
 from echelon.trainer.resolved import ResolvedRun
-from echelon.trainer.saving import RanksState, Saver, tensor_bytes
+from echelon.trainer.saving import RanksState, Saver
 from echelon.trainer.server_parts import ServerLink, build_worker
 from echelon.trainer.servers_checkpoint import ServersState
 from echelon.trainer.state import Cursor, Fingerprint, RunParts, layout_of, layout_sizes, seed_everything
@@ -105,12 +105,8 @@ class _Groundwork:
         example = example_inputs(self.source) if splits else None
         return Work(self.source.info, self.task, self.user_objects.model, example)
 
-    def run(self, run_parts: RunParts, saver: Saver, progress: RunProgress, start_bytes: int = 0) -> TrainingRun:
-        """Put the parts of a run together.
-
-        Args:
-            start_bytes: that this rank sent to bring all replicas to the same parameters.
-        """
+    def run(self, run_parts: RunParts, saver: Saver, progress: RunProgress) -> TrainingRun:
+        """Put the parts of a run together."""
         config, per_epoch = self.resolved.config, self.train_loader.batches_per_epoch
         training, told = config.training, bool(config.tracking.callbacks or self.user_objects.callbacks)
         every = self.resolved.checkpoint_every
@@ -133,7 +129,7 @@ class _Groundwork:
                 training.early_stop, training.early_stop_delta,
                 time.monotonic() - self.launch.seconds_since() + self.resolved.max_time_s,
             ),
-            traffic=Traffic(at_start=start_bytes),
+            traffic=Traffic(at_start=run_parts.start_bytes),
             profiler=self.profiler,
             test_loader=self.test_loader,
         )  # fmt: skip
@@ -246,7 +242,7 @@ def assemble(
     listeners = build_listeners(config, path, record, user_objects) if world.leads else Listeners()
     progress = RunProgress(record, listeners, display)
     saver.on_saved = progress.saved
-    run = ground.run(run_parts, saver, progress, _start_bytes(run_parts.local_model, world))
+    run = ground.run(run_parts, saver, progress)
     _record_start(ground, run, cursor, path)
     if world.leads:
         _record_weights(work, progress, restored is not None)
@@ -371,13 +367,6 @@ def _display(config: RunConfig, steps_per_epoch: int, world: World, cursor: Curs
     steps = config.training.epochs * steps_per_epoch
     total = min(steps, config.training.max_steps or steps)
     return Display(RunLength.of(config, total), task.facts(), world.leads, cursor.step)
-
-
-def _start_bytes(local_model: nn.Module, world: World) -> int:
-    """The first replica sends parameters and buffers to all others when DDP wraps what a rank holds."""
-    if world.placement is None or world.placement.coordinates[Axis.DP]:
-        return 0
-    return (world.placement.layout.dp - 1) * tensor_bytes(local_model.state_dict())
 
 
 def _rank_seed(seed: int, rank: int) -> int:

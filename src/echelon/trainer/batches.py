@@ -75,9 +75,10 @@ class EpochOrder:
             with self._pause(RECORDING):
                 profiler.switch()
         every = self._run.settings.checkpoint.steps
-        self._due = every is not None and cursor.step % every == 0
+        self._due = self._due or (every is not None and cursor.step % every == 0)
         epoch_ends = cursor.batch == self._run.train_loader.batches_per_epoch or self._reached
-        if not (window.full or self._due or epoch_ends or stops):
+        evaluates = self._run.saver.owes_evaluation and not epoch_ends and self._steps_to_agreement == 0
+        if not (window.full or self._saves or evaluates or epoch_ends or stops):
             return
         closed = self._close_window()
         self._slow.look(closed, window.watch)
@@ -89,12 +90,24 @@ class EpochOrder:
         if closed.time_is_up:
             self.reason = MAX_TIME
         self._due = self._due or closed.checkpoint_due
-        if self._due and not (epoch_ends or self.reason):  # at an epoch's end the checkpoint comes after the evaluation
+        if evaluates and not self.reason:
+            self._judge(cursor.epoch - 1, self._evaluate(cursor.epoch - 1), counts=True)
+        if self._saves and not (epoch_ends or self.reason):  # at an epoch's end it comes after the evaluation
             self._save("interval")
 
     @property
     def _reached(self) -> bool:
         return self._is_whole or bool(self.reason)
+
+    @property
+    def _saves(self) -> bool:
+        """Whether a checkpoint is due, and nothing on its way would have to be waited for."""
+        return self._due and not self._run.parts.sync.in_flight
+
+    @property
+    def _steps_to_agreement(self) -> int | None:
+        """Steps until what is evaluated is known to all replicas; None: it never is without an exchange for it."""
+        return self._run.parts.sync.steps_to_agreement(averages=self._run.parts.ema is not None)
 
     @property
     def _is_whole(self) -> bool:
@@ -125,32 +138,49 @@ class EpochOrder:
         return closed
 
     def _end_epoch(self) -> None:
-        """Evaluate where it is due, keep the best, move the cursor to the next epoch, and save where that is due."""
+        """Evaluate where it is due, keep the best, move the cursor to the next epoch, and save where that is due.
+
+        Replicas that differ are evaluated where they have just agreed: some steps later, unless none follow.
+        """
         run, cursor = self._run, self._cursor
         is_complete = cursor.batch >= run.train_loader.batches_per_epoch
         last = self._reached or cursor.epoch + 1 >= run.settings.epochs
         every = run.settings.eval_every
-        scheduled = is_complete and every > 0 and (cursor.epoch + 1) % every == 0
-        report = self._evaluate() if last or scheduled else None
+        scheduled = (is_complete and every > 0 and (cursor.epoch + 1) % every == 0) or run.saver.owes_evaluation
+        waits = scheduled and not last and bool(self._steps_to_agreement)
+        run.saver.owes_evaluation = waits
+        epoch = cursor.epoch
+        report = self._evaluate(epoch) if last or (scheduled and not waits) else None
         coded = run.parts.sync.entropy_coded()
         if coded:
             run.progress.record.write(EntropyCoding(cursor.step, **coded))
-        epoch = cursor.epoch
         if is_complete:
             cursor.epoch, cursor.batch = cursor.epoch + 1, 0
+        if not waits:  # else the epoch's line comes with its evaluation
+            self._judge(epoch, report, scheduled, last)
+        self._tell_callbacks()
+        if self._saves:
+            self._save("interval")
+
+    def _judge(self, epoch: int, report: EvaluationReport | None, counts: bool, last: bool = False) -> None:
+        """Keep what was evaluated if it is the best, and tell of the epoch.
+
+        Args:
+            report: of the evaluation after it; None: there was none.
+            counts: it was due, not just made at the end.
+            last: no more steps follow.
+        """
+        run = self._run
         if report is not None:
-            if scheduled:
+            if counts:
                 run.saver.count_evaluation(report, run.task, run.settings.early_stop_delta)
                 self.reason = self.reason or (EARLY_STOP if self._is_stagnant else "")
             with self._pause("checkpoint"):
-                run.saver.consider_best(cursor, report, run.task, last)
+                run.saver.consider_best(self._cursor, report, run.task, last)
         if self._trained:
             with self.window.pause(RECORDING):
                 run.progress.epoch_ended(epoch, report)
                 self.window.meet()
-        self._tell_callbacks()
-        if self._due:
-            self._save("interval")
 
     def _tell_callbacks(self) -> None:
         """Let callbacks of the leading rank hear what has happened, while all wait for them."""
@@ -158,16 +188,17 @@ class EpochOrder:
             with self._pause(CALLBACKS):
                 self._run.progress.listeners.deliver()
 
-    def _evaluate(self) -> EvaluationReport:
+    def _evaluate(self, epoch: int) -> EvaluationReport:
         with self._pause("evaluation"):
             report = evaluate_agreed(self._run)
-            self._run.progress.evaluated(self._cursor.epoch, self._cursor.step, report)
+            self._run.progress.evaluated(epoch, self._cursor.step, report)
+        self._run.saver.owes_evaluation = False
         return report
 
     def _save(self, reason: str, last: bool = False) -> None:
         with self._pause("checkpoint"), self._run.progress.display.bar("checkpoint: gathering"):
             self._run.saver.save(self._cursor, reason, last=last)
-        self._saved_s = time.monotonic()
+        self._saved_s, self._due = time.monotonic(), False
 
     @contextmanager
     def _pause(self, name: str) -> Iterator[None]:

@@ -26,6 +26,7 @@ from echelon.parallel.split import SplitModel, SplitOptions, recompute_model, sp
 from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
 from echelon.parallel.zero import DividedUpdate
 from echelon.sync.base import Sync, SyncContext
+from echelon.sync.same_start import equalise
 from echelon.tasks import nest
 from echelon.tasks.base import Task
 from echelon.tasks.nest import Nest
@@ -100,13 +101,14 @@ def build_parts(run: ResolvedRun, work: Work, world: World, clock: PhaseClock) -
         split.pieces.divided.keep_own(optimizer)
     scaler = build_scaler(config.training.precision, world.device, _overflows_together(world))
     built = _Built(run, world, clock, local_model, optimizer, scaler)
+    start_bytes = equalise(local_model, _replica_group(world))
     ema = EMA(local_model, config.training.ema) if config.training.ema else None
     if split and not split.pieces.divided:
         sync: Sync = SplitSync(model, split.pieces, lambda: _sync(built, local_model), clock)
     else:
         compiled = cast(nn.Module, torch.compile(model)) if config.model.compile else model
         sync = _sync(built, compiled, has_unused=world.group is not None and bool(unused_parameters(model, work)))
-    return RunParts(model, optimizer, scaler, ema, sync, split)
+    return RunParts(model, optimizer, scaler, ema, sync, split, start_bytes)
 
 
 def channels_last(config: RunConfig, device: torch.device) -> bool:
@@ -296,7 +298,7 @@ def _sync(built: _Built, model: nn.Module, has_unused: bool = False) -> Sync:
         model=model,
         update=make_update(built.local_model, built.optimizer, built.scaler, run.config.optimizer.clip_norm),
         optimizer=built.optimizer,
-        group=world.placement.replica_group if world.placement else world.group,
+        group=_replica_group(world),
         device=world.device,
         compression=run.compression,
         path=run.path,
@@ -306,6 +308,10 @@ def _sync(built: _Built, model: nn.Module, has_unused: bool = False) -> Sync:
         has_unused=has_unused,
     )
     return run.sync.build(context)
+
+
+def _replica_group(world: World) -> dist.ProcessGroup | None:
+    return world.placement.replica_group if world.placement else world.group
 
 
 def with_kept_cuts(run: ResolvedRun, world: World, folder: Path) -> ResolvedRun:

@@ -1,13 +1,13 @@
-"""Checkpoints of a run: gathered over the ranks, written by rank 0, found again by all."""
+"""Checkpoints of a run: each rank writes its part, rank 0 the rest and the manifest over all; found again by all."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +22,9 @@ from echelon.checkpoint import (
     Arriving,
     CheckpointStore,
     PartWriter,
+    RankPart,
     Saved,
+    StoredPart,
     copy_state,
     gather_rank_state,
     merge,
@@ -35,10 +37,10 @@ from echelon.core.files import write_atomic
 from echelon.core.patience import Patience
 from echelon.core.state_tree import StateView
 from echelon.core.task import Stagnation
-from echelon.parallel.local_shards import LocalShards
 from echelon.records.events import CheckpointRejected, StartedOver
 from echelon.records.file import Recorder, newest
 from echelon.records.kinds import Checkpoint
+from echelon.sync.base import AGREED_FROM
 from echelon.tasks.base import Task
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.sharded_state import list_groups, to_parts
@@ -47,11 +49,14 @@ from echelon.trainer.state import (
     Fingerprint,
     RunParts,
     agreed_state,
+    is_agreed,
     layout_of,
     load_rank_state,
     load_shared_state,
     rank_state,
     saved_layout,
+    shared_state,
+    with_agreed,
 )
 from echelon.trainer.world import World
 
@@ -114,13 +119,18 @@ class RunState(Protocol):
 
 
 class RanksState:
-    """State that ranks hold: gathered on rank 0, or written by each in parts where the model is split."""
+    """State that ranks hold: each writes its own in a part of the checkpoint, and nothing of it goes over a link.
+
+    What the replicas agree on is told from their parts, once these are on the disk, by rank 0's writer. Where machines
+    have disks of their own, rank 0 gathers what other ranks alone have, and writes it.
+    """
 
     def __init__(self, run_parts: RunParts, world: World, patience: Patience) -> None:
         """Take the parts of a run; `patience` is this rank's, with the disk."""
         self._parts, self._world, self.leads, self._patience = run_parts, world, world.leads, patience
         self._writer = PartWriter(patience=patience)
         self._token: int | None = None  # of the room made for the ranks' next parts
+        self._is_common: bool | None = None  # the disk; not known before the first checkpoint
         self.bytes_sent = 0
 
     def newest(self, store: CheckpointStore) -> tuple[int, StateView] | None:
@@ -143,22 +153,56 @@ class RanksState:
 
     @contextmanager
     def captured(self, cursor: Cursor, store: CheckpointStore) -> Iterator[Captured | None]:
-        """Give the state that the replicas agree on, and each rank's own, on rank 0."""
+        """Give on rank 0 the state that the replicas agree on; each rank's own is written beside it."""
+        about: StateView = {"world_size": self._world.size, "layout": layout_of(self._world)}
         local = rank_state(self._parts, self._world)
-        token = self._agree_on_token() if self._parts.split is not None else 0
-        ranks = self._gather(local)  # before the replicas agree: buffers are each rank's own here
-        about = {"world_size": self._world.size, "layout": layout_of(self._world), RANKS: ranks}
-        with agreed_state(self._parts, cursor) as state:
-            if self._parts.split is None:
-                yield Captured({**state, **about}) if self._world.leads else None
-                return
-            gathered = self._write_part(state, self._parts.split.pieces, store.parts_folder(token))
-        if not self._world.leads:
-            yield None
+        folder = self._room(store) if self._writes_parts else None
+        if folder is None:
+            ranks = self._gather(local)  # before the replicas agree: buffers are each rank's own here
+            with agreed_state(self._parts, cursor) as state:
+                yield Captured({**state, **about, RANKS: ranks}) if self.leads else None
             return
-        shared = list_groups(merge([gathered[rank] for rank in sorted(gathered)]))
-        arriving = Arriving(store.parts_folder(token), [_part_file(rank) for rank in range(self._world.size)])
-        yield Captured({**shared, **about}, arriving)
+        arriving = Arriving(folder, [_part_file(rank) for rank in range(self._world.size)], self._completed)
+        if self._parts.split is not None:
+            with agreed_state(self._parts, cursor) as state:
+                shared, shards = take_parts(to_parts(state, self._parts.split.pieces), _part_file(self._world.rank))
+                self._write_part(folder, local, shared, shards)
+                yield Captured(about, arriving) if self.leads else None
+            return
+        self._write_part(folder, local, {}, {})
+        if not self.leads:
+            yield None
+        elif is_agreed(self._parts):
+            with agreed_state(self._parts, cursor) as state:
+                yield Captured({**state, **about}, replace(arriving, complete=lambda state, _: state))
+        else:
+            yield Captured({**shared_state(self._parts, cursor), **about}, arriving)
+
+    @property
+    def _writes_parts(self) -> bool:
+        return self._parts.split is not None or (self._world.group is not None and self._is_common is not False)
+
+    def _room(self, store: CheckpointStore) -> Path | None:
+        """Return the folder for the ranks' parts, which all of them see; None: they have disks of their own."""
+        folder = store.parts_folder(self._agree_on_token())
+        if self._is_common is None and self._world.group is not None and self._parts.split is None:
+            sees = torch.tensor([folder.is_dir()], dtype=torch.uint8, device=self._world.device)
+            dist.all_reduce(sees, dist.ReduceOp.MIN, group=self._world.group)
+            self._is_common = bool(sees)
+            if not self._is_common and self.leads:
+                folder.rmdir()
+        return None if self._is_common is False else folder
+
+    def _write_part(self, folder: Path, own: StateView, shared: StateView, shards: Mapping[str, torch.Tensor]) -> None:
+        """Write what this rank alone has, and its shards of the model."""
+        rank, file = self._world.rank, _part_file(self._world.rank)
+        self._writer.write(folder / file, RankPart.of(file, rank, own, shared, shards))
+
+    def _completed(self, state: StateView, stored: Sequence[StoredPart]) -> StateView:
+        """Return the state that rank 0 saves, with what the replicas agree on; called by the writer's thread."""
+        if self._parts.split is not None:
+            return {**list_groups(merge([part.shared() for part in stored])), **state}
+        return with_agreed(self._parts, state, [part.own(AGREED_FROM) for part in stored])
 
     def finish(self) -> None:
         """Wait until this rank's parts are on disk.
@@ -167,12 +211,6 @@ class RanksState:
             UserError: the disk is full, or cannot be written.
         """
         self._writer.wait()
-
-    def _write_part(self, state: StateView, pieces: LocalShards, folder: Path) -> Mapping[int, StateView]:
-        """Write this rank's part of the tensors; returns what is not a tensor of the model, of all ranks, on rank 0."""
-        marked, tensors = take_parts(to_parts(state, pieces), _part_file(self._world.rank))
-        self._writer.write(folder / _part_file(self._world.rank), tensors)
-        return self._gather(marked)
 
     def _gather(self, local: StateView) -> Mapping[int, StateView]:
         """Bring what each rank alone has to rank 0."""
@@ -186,7 +224,7 @@ class RanksState:
         """Return how all ranks' writers stand, to all alike; all ranks call it together.
 
         Args:
-            begins: make room for the ranks' parts where the model is split.
+            begins: make room for the ranks' parts.
 
         Raises:
             UserError: what is being written failed for good.
@@ -204,7 +242,7 @@ class RanksState:
 
     def _make_room(self, store: CheckpointStore) -> None:
         store.claim()
-        if self._parts.split is not None and self._token is None:
+        if self._writes_parts and self._token is None:
             token = int(torch.randint(2**62, (1,), generator=torch.Generator().manual_seed(time.time_ns())))
             store.room_for_parts(token)
             self._token = token
@@ -264,6 +302,7 @@ class Saver:
         folder: of the run.
         best: the best result so far.
         stagnation: how many evaluations in a row gave no better one (see `count_evaluation`).
+        owes_evaluation: the one that an epoch's end was to have waits for the replicas' next agreement.
         write_s: how long it took to write the last checkpoint.
         passed_over: what is wrong with checkpoints that `restore` found damaged.
         on_saved: is told of each checkpoint on the disk, by the thread that wrote it.
@@ -283,6 +322,7 @@ class Saver:
         self.best: float | None = None
         self.on_saved: Callable[[Checkpoint], None] | None = None
         self.stagnation = Stagnation()
+        self.owes_evaluation = False
         self.write_s = 0.0
 
     @property
@@ -314,7 +354,7 @@ class Saver:
         self._last_step, self._has_saved = cursor.step, True
         with self._state.captured(cursor, self._store) as captured:
             if captured is not None:
-                results = {"best": self.best, "stagnation": asdict(self.stagnation)}
+                results = {"best": self.best, "stagnation": asdict(self.stagnation), "owes": self.owes_evaluation}
                 tree = {**captured.tree, "fingerprint": asdict(self._fingerprint), **results}
                 self._store.save(cursor.step, tree, metric=metric, arriving=captured.arriving, reason=reason)
         return True
@@ -390,6 +430,7 @@ class Saver:
         self.best, self._last_step = state["best"], step
         if "stagnation" in state:
             self.stagnation = Stagnation(**state["stagnation"])
+        self.owes_evaluation = bool(state.get("owes"))
         return self._state.load(state)
 
     def finish(self) -> None:

@@ -121,6 +121,19 @@ class SplitSync:
         with self._inner.agreed(averages), averaged_buffers(self._pieces, group):
             yield
 
+    def steps_to_agreement(self, averages: bool = False) -> int | None:
+        """As the inner strategy says; statistics inside of a replica are averaged beside it."""
+        return self._inner.steps_to_agreement(averages)
+
+    def agreed_of(self, replicas: Sequence[StateView], averages: bool = False) -> StateTree:
+        """Return what the inner strategy makes of replicas that held the same pieces."""
+        return self._inner.agreed_of(replicas, averages)
+
+    @property
+    def in_flight(self) -> bool:
+        """As the inner strategy says."""
+        return self._inner.in_flight
+
     def bytes_sent(self) -> Mapping[str, int]:
         """Return the bytes that went to other replicas."""
         return self._inner.bytes_sent()

@@ -42,7 +42,10 @@ class Cursor:
 
 @dataclass(frozen=True)
 class RunParts:
-    """The objects whose state makes up a run. Where a model is split, `local_model` is what this rank has of it."""
+    """The objects whose state makes up a run. Where a model is split, `local_model` is what this rank has of it.
+
+    `start_bytes`: that this rank sent so that all replicas begin alike.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -50,6 +53,7 @@ class RunParts:
     ema: EMA | None
     sync: Sync
     split: SplitModel | None = None
+    start_bytes: int = 0
 
     @property
     def local_model(self) -> nn.Module:
@@ -129,6 +133,33 @@ def shared_state(run_parts: RunParts, cursor: Cursor) -> StateView:
         "ema": run_parts.ema.state_dict() if run_parts.ema else {},
         "cursor": asdict(cursor),
     }
+
+
+def is_agreed(run_parts: RunParts) -> bool:
+    """Whether `agreed_state` needs nothing from other replicas now; all ranks say the same."""
+    known = run_parts.sync.steps_to_agreement() == 0
+    return known and (run_parts.ema is None or run_parts.sync.steps_to_agreement(averages=True) == 0)
+
+
+def with_agreed(run_parts: RunParts, state: StateView, replicas: Sequence[StateView]) -> StateView:
+    """Return a state of `shared_state` with what the replicas agree on, told from what each saved of itself."""
+    aliases = _aliases(run_parts.model)
+    model = _overlaid(state["model"], run_parts.sync.agreed_of(replicas), aliases)
+    if not run_parts.ema:
+        return {**state, "model": model}
+    average = _overlaid(state["ema"]["average"], run_parts.sync.agreed_of(replicas, averages=True), aliases)
+    return {**state, "model": model, "ema": {**state["ema"], "average": average}}
+
+
+def _overlaid(tensors: StateView, agreed: StateView, aliases: Mapping[str, str]) -> StateView:
+    return {name: agreed.get(aliases.get(name, name), tensor) for name, tensor in tensors.items()}
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Return the first name of each tensor that has several, as tied weights do, by its other names."""
+    first: dict[int, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
 def rank_state(run_parts: RunParts, world: World) -> StateView:

@@ -19,11 +19,12 @@ from echelon.observe.phases import Phase
 from echelon.sync.allreduce import AllReduce
 from echelon.sync.averaging.background import Background
 from echelon.sync.averaging.exchange import DeltaTransport, Exchange, weighted_sum
-from echelon.sync.averaging.fragment import Fragment
+from echelon.sync.averaging.fragment import Fragment, SavedReplica
 from echelon.sync.averaging.plan import AveragingPlan, Rule
 from echelon.sync.averaging.values import Value, cut, model_values
 from echelon.sync.base import SyncContext
-from echelon.torch_compat import same_ranks_group
+from echelon.sync.buffers import mean_of_replicas, saved_buffers
+from echelon.torch_compat import COMPILED, same_ranks_group
 
 
 class Averaging:
@@ -171,6 +172,10 @@ class Averaging:
         if averages in self._agreed:
             for (value, _), mean in zip(own, self._agreed[averages], strict=True):
                 value.write(mean)
+        elif self._is_fresh and not averages:
+            for fragment in self._fragments:
+                for value in fragment.values:
+                    value.write(fragment.anchor(value))
         else:
             for fragment in self._fragments:
                 fragment.settle()
@@ -181,6 +186,45 @@ class Averaging:
         finally:
             for value, tensor in own:
                 value.write(tensor)
+
+    @property
+    def _is_fresh(self) -> bool:
+        """Whether the model was agreed on as a whole and no step made since: all replicas know what it is then."""
+        return not self._plan.alpha and all(fragment.fresh for fragment in self._fragments)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a mean is on its way."""
+        return any(fragment.flight is not None for fragment in self._fragments)
+
+    def steps_to_agreement(self, averages: bool = False) -> int | None:
+        """Return the steps to the next moment at which replicas have just applied a mean of the whole model.
+
+        There is none of moving averages of the weights, of fragments that agree at different steps, nor where replicas
+        keep a share of their own.
+        """
+        if self._first:
+            return self._first.steps_to_agreement(averages)
+        is_known = not averages and (self._is_fresh or all(fragment.equal for fragment in self._fragments))
+        if self._route is None or averages in self._agreed or is_known:
+            return 0
+        plan = self._plan
+        if averages or plan.alpha or len(self._fragments) > 1:
+            return None
+        periods = max(1, (self._step - plan.overlap) // plan.period + 1)
+        return periods * plan.period + plan.overlap - self._step
+
+    def agreed_of(self, replicas: Sequence[StateView], averages: bool = False) -> StateTree:
+        """Return the centre where there is one, else the replicas' weighted mean."""
+        if "first" in replicas[0]["sync"]:  # it may have ended since then
+            return mean_of_replicas(saved_buffers(replicas, averages))
+        agreed: StateTree = {}
+        for i, fragment in enumerate(self._fragments):
+            saved = [SavedReplica.of(replica, i, averages) for replica in replicas]
+            if averages or not saved[0].fragment["equal"] or self._rule.centred:
+                known = {} if averages else fragment.known_of(saved[0], self._plan, self._rule.centred)
+                agreed |= fragment.mean_of(saved, known) | known
+        return {name.removeprefix(COMPILED): tensor for name, tensor in agreed.items()}
 
     def _show(self, fragment: Fragment, centre: bool, averages: bool) -> None:
         """Write the centre, or the mean over the replicas, into the live tensors of a fragment.

@@ -14,7 +14,7 @@ from echelon.core.state_tree import StateTree, StateView
 from echelon.sync.averaging.background import Background, Means, PendingMean
 from echelon.sync.averaging.exchange import Exchange
 from echelon.sync.averaging.plan import AveragingPlan, MeanRule, Rule
-from echelon.sync.averaging.values import Value, moments
+from echelon.sync.averaging.values import Value, moments, plain_name
 
 
 @dataclass
@@ -31,6 +31,26 @@ class PendingAverage:
     deltas: dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class SavedReplica:
+    """What a replica saved of itself: its tensors by name, or their moving averages, and a fragment's state."""
+
+    tensors: StateView
+    fragment: StateView
+    step: int
+
+    @classmethod
+    def of(cls, replica: StateView, fragment: int, averages: bool) -> SavedReplica:
+        """Take a fragment out of a rank's own state."""
+        sync = replica["sync"]
+        return cls(replica["ema" if averages else "model"], sync["fragments"][fragment], int(sync["step"]))
+
+    @property
+    def weight(self) -> int:
+        """What its values weigh in a mean."""
+        return int(self.fragment["samples"]) if self.fragment["expected"] else 1
+
+
 class Fragment:
     """Takes deltas, lets them travel, applies their mean.
 
@@ -39,6 +59,7 @@ class Fragment:
         samples: seen by this replica since deltas were taken last.
         expected: seen by all replicas since then, samples that could not be decoded included.
         equal: nothing has moved on any replica since they took an agreed value.
+        fresh: no step was made since what was agreed on last was applied.
         flight: what is on its way.
     """
 
@@ -46,7 +67,7 @@ class Fragment:
         """Prepare; without an exchange (a single replica) a delta is its own mean."""
         self.values = values
         self.samples = self.expected = 0
-        self.equal = True
+        self.equal, self.fresh = True, False
         self.flight: PendingAverage | None = None
         self._exchange = exchange
         self._left_out: dict[str, Tensor] = {}
@@ -56,7 +77,7 @@ class Fragment:
         """Count a step's samples."""
         self.samples += samples
         self.expected += expected
-        self.equal = False
+        self.equal = self.fresh = False
 
     def anchor(self, value: Value) -> Tensor:
         """Return what was agreed on last: the tensor itself."""
@@ -107,7 +128,7 @@ class Fragment:
         self.flight = None
         if means is None:
             return
-        self.equal = not (rule.centred or plan.overlap or plan.alpha)
+        self.equal, self.fresh = not (rule.centred or plan.overlap or plan.alpha), True
         plain = MeanRule()
         for value in self._averaged(optimizer, plan):
             if value.name not in means:  # a moment that came after the deltas were taken
@@ -133,6 +154,30 @@ class Fragment:
         """Return what replicas agree on with the mean that is due after that step; None if there is none."""
         means = self.flight.means.result() if self.flight and self.flight.due == due else None
         return None if means is None or value.name not in means else self._anchor[value.name] + means[value.name]
+
+    def known_of(self, replica: SavedReplica, plan: AveragingPlan, centred: bool) -> StateTree:
+        """Return what is agreed on already, by name: the centre's parameters, or a mean on its way of the last step."""
+        anchor, flight = replica.fragment["anchor"], replica.fragment["flight"]
+        if plan.keep_progress and flight and flight["due"] == replica.step + plan.overlap:
+            means = flight["means"] or {}
+            return {v.name: self._as_held(v, anchor[v.name] + means[v.name]) for v in self.values if v.name in means}
+        at_centre = [v for v in self.values if centred and v.kind == "parameter"]
+        return {v.name: self._as_held(v, anchor[v.name]) for v in at_centre}
+
+    def mean_of(self, replicas: Sequence[SavedReplica], known: StateView) -> StateTree:
+        """Return the weighted mean of what replicas saved, by name, of all values but those that are known."""
+        total = sum(replica.weight for replica in replicas)
+        held = [v for v in self.values if v.name not in known and plain_name(v) in replicas[0].tensors]
+        dtype = torch.float64 if any(v.tensor.dtype == torch.float64 for v in held) else torch.float32
+        means: StateTree = {}
+        for value in held if total else ():
+            copies = [replica.tensors[plain_name(value)].to(dtype) for replica in replicas]
+            weighted = [c * r.weight if r.weight else c.new_zeros(()) for c, r in zip(copies, replicas, strict=True)]
+            means[value.name] = self._as_held(value, torch.stack(torch.broadcast_tensors(*weighted)).sum(0) / total)
+        return means
+
+    def _as_held(self, value: Value, values: Tensor) -> Tensor:
+        return (values if value.tensor.is_floating_point() else values.round()).to(value.tensor.dtype)
 
     def held(self) -> list[CodecShard]:
         """Return the codec's states."""

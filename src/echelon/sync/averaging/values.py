@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from echelon.collectives.wire import is_small
 from echelon.compression.base import working_dtype
+from echelon.torch_compat import COMPILED
 
 Kind = Literal["parameter", "buffer", "moment"]
 
@@ -68,6 +69,11 @@ def model_values(model: nn.Module) -> list[Value]:
                 seen.add(id(tensor))
                 values.append(Value(start + name, tensor, kind))
     return values
+
+
+def plain_name(value: Value) -> str:
+    """Return a value's name in the model's `state_dict()`, compiled or not."""
+    return value.name.removeprefix(COMPILED)
 
 
 def moments(optimizer: torch.optim.Optimizer, parameters: Sequence[Value]) -> list[Value]:
