@@ -156,8 +156,12 @@ class Fragment:
         return None if means is None or value.name not in means else self._anchor[value.name] + means[value.name]
 
     def known_of(self, replica: SavedReplica, plan: AveragingPlan, centred: bool) -> StateTree:
-        """Return what is agreed on already, by name: the centre's parameters, or a mean on its way of the last step."""
+        """Return what is agreed on already, by name: all that was just applied, a mean on its way of the last step, or
+        the centre's parameters.
+        """
         anchor, flight = replica.fragment["anchor"], replica.fragment["flight"]
+        if replica.fragment["fresh"] and not plan.alpha and plan.fragments == 1:
+            return {v.name: self._as_held(v, anchor[v.name]) for v in self.values}
         if plan.keep_progress and flight and flight["due"] == replica.step + plan.overlap:
             means = flight["means"] or {}
             return {v.name: self._as_held(v, anchor[v.name] + means[v.name]) for v in self.values if v.name in means}
@@ -199,6 +203,7 @@ class Fragment:
             "samples": self.samples,
             "expected": self.expected,
             "equal": self.equal,
+            "fresh": self.fresh,
             "flight": flight,
             "codec": self._exchange.state_dict() if self._exchange else waiting,
         }
@@ -207,7 +212,7 @@ class Fragment:
         """Take back what `state_dict` gave on this rank."""
         self._load_shared(state)
         self.samples, self.expected = int(state["samples"]), int(state["expected"])
-        self.equal = bool(state["equal"])
+        self.equal, self.fresh = bool(state["equal"]), bool(state.get("fresh"))
         if self._exchange:
             self._exchange.load_state_dict(state["codec"])
         else:
