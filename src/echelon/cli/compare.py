@@ -11,6 +11,7 @@ import typer
 from echelon.cli.app import COMMANDS, as_command
 from echelon.cli.settings import overrides_of, parameter, trust_parameter, with_settings
 from echelon.config.keywords import NOT_OF_STUDIES
+from echelon.core.output import print_words
 from echelon.core.stop import stopped_exit_code
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def command() -> Any:
 def show_outcome(outcome: StudyOutcome) -> None:
     """Print the words of a study, and where its page is."""
     for line in outcome.words:
-        print(line)
+        print_words(line)
     print(f"report: {outcome.folder / 'report.html'}")
 
 

@@ -9,6 +9,7 @@ import typer
 
 from echelon.cli.app import COMMANDS, as_command
 from echelon.cli.settings import parameter, trust_parameter, with_parameters
+from echelon.core.output import print_words
 
 
 def evaluate_command() -> Any:
@@ -81,7 +82,7 @@ def report_command() -> Any:
 
         folder = api.report(run)
         for line in closing_words(summarise(load_run(folder))):
-            print(line)
+            print_words(line)
         print(f"report: {folder / 'report.html'}")
         if trace:
             from echelon.reporting.report.charts_pipeline import write_trace

@@ -15,6 +15,7 @@ from echelon.cli.settings import overrides_of, parameter, trust_parameter, with_
 from echelon.config import build
 from echelon.config.build import COMMAND_LINE
 from echelon.config.keywords import RESUMABLE
+from echelon.core.output import print_words
 from echelon.optim.names import check_optimizer_name
 from echelon.run.data_names import check_data_name
 from echelon.run.resolve import check_names
@@ -144,7 +145,7 @@ def _finish(outcome: Outcome) -> None:
     from echelon.run.outcome import failed_log
 
     for line in outcome.words or _closing_words(outcome.folder):
-        print(line)
+        print_words(line)
     where = outcome.folder / "report.html"
     print(f"{outcome.status}; report: {where}" if where.exists() else f"{outcome.status}; run: {outcome.folder}")
     if outcome.status == "failed":

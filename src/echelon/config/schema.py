@@ -56,7 +56,10 @@ class DataConfig:
     """Where samples come from and how they are batched."""
 
     source: str = code_setting(
-        "digits", "digits, an image folder, a torchvision data set name, or module:function", "DATA"
+        "digits",
+        "a folder of images, sounds, texts or tar shards, a table (.csv, .jsonl, .parquet), a text (.txt), a name such "
+        "as digits, cifar10 or hf:NAME, or module:function; echelon list sources shows all",
+        "DATA",
     )
     input: str = setting("", "columns that the model is given, joined by commas; empty: all but the target")
     target: str = setting("", "column that is to be predicted, or several joined by commas")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
+import shutil
 import sys
+import textwrap
 from typing import Any, TextIO
 
 _GONE = (errno.EIO, errno.EPIPE)  # of a terminal, of a pipe
@@ -36,6 +39,24 @@ class LastingFile(io.FileIO):
 def outlive_readers() -> None:
     """Let standard output and standard error of this process outlive who reads them."""
     sys.stdout, sys.stderr = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
+
+
+def print_words(sentence: str) -> None:
+    """Print a sentence: on a terminal broken at words, never within brackets, which may be a spec; else as one line."""
+    if sys.stdout.isatty():
+        sentence = broken_at_words(sentence, shutil.get_terminal_size().columns)
+    print(sentence)
+
+
+def broken_at_words(sentence: str, columns: int) -> str:
+    """Return a sentence in lines of at most so many characters; what is longer by itself stays whole.
+
+    >>> broken_at_words("local(period=8, overlap=2) saves 27%", 20)
+    'local(period=8, overlap=2)\\nsaves 27%'
+    """
+    bound = re.sub(r"\([^()]{0,60}\)", lambda spec: spec[0].replace(" ", "\u00a0"), sentence)
+    lines = textwrap.wrap(bound, columns, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace("\u00a0", " ")
 
 
 def _lasting(stream: TextIO, fd: int) -> TextIO:

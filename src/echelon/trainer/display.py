@@ -104,6 +104,8 @@ class Display(Screen):
         shown = " ".join(
             f"{_NAMES.get(phase, phase.value)} {share:.0%}" for phase, share in shares.items() if share >= 0.01
         )
+        idle = 1 - sum(shares.values())
+        shown += f" idle {idle:.0%}" if idle >= 0.01 else ""  # such as a worker without a lease
         label = self.task.score_label
         score = f"  train {label} {(totals.correct or 0) / max(1, totals.samples):.3f}" if label else ""
         unit, speed = self.task.speed(totals.samples / max(totals.seconds, 1e-9))
