@@ -47,6 +47,7 @@ class CompressedAllReduce:
 
     def __init__(self, codec: Codec, post: Mailbox, like: Tensor, name: str, seed: int) -> None:
         self._codec, self._relay, self._post = codec, codec.relay(), post
+        self._sends, self._sends_back = self._codec, self._relay  # at the present step
         self._chunks = cut((0, like.numel()), post.size)
         me = post.ring.index
         flat = like.view(-1)
@@ -65,19 +66,23 @@ class CompressedAllReduce:
         Raises:
             PeerLostError: a rank did not answer before the group's timeout.
         """
-        bodies, usable = self._encode(flat)
+        step = max(state.step for state in self._states)
+        self._sends, self._sends_back = self._codec.at(step), self._relay.at(step)
+        bodies, usable = self._encode(flat, step)
         total, sent = self._collect(flat, bodies, usable)
         return sent + self._spread(flat, total, divisor)
 
-    def _encode(self, flat: Tensor) -> tuple[list[Tensor], bool]:
+    def _encode(self, flat: Tensor, step: int) -> tuple[list[Tensor], bool]:
         """Encode each chunk; if one cannot be, none is usable: all ranks must learn that this sum is void."""
         try:
             return [self._body(flat[slice(*c)], s) for c, s in zip(self._chunks, self._states, strict=True)], True
         except NonFiniteError:
-            return [_void(self._codec, flat[slice(*chunk)]) for chunk in self._chunks], False
+            for state in self._states:  # ranks count alike
+                state.numbers["step"] = step + 1
+            return [_void(self._sends, flat[slice(*chunk)]) for chunk in self._chunks], False
 
     def _body(self, chunk: Tensor, state: State) -> Tensor:
-        return self._codec.to_bytes(self._codec.compress(chunk, state)) if chunk.numel() else _void(self._codec, chunk)
+        return self._sends.to_bytes(self._sends.compress(chunk, state)) if chunk.numel() else _void(self._sends, chunk)
 
     def _collect(self, flat: Tensor, bodies: list[Tensor], usable: bool) -> tuple[Tensor | None, int]:
         """Send each chunk to its owner; return the sum of the own chunk (None: void) and the bytes sent."""
@@ -85,13 +90,13 @@ class CompressedAllReduce:
         own = flat[slice(*self._chunks[me])]
         outgoing = {j: seal(bodies[j], usable) for j in self._post.others() if self._numel(j)}
         senders = self._post.others() if own.numel() else []
-        messages, sent = self._exchange(self._codec, outgoing, dict.fromkeys(senders, own.numel()))
+        messages, sent = self._exchange(self._sends, outgoing, dict.fromkeys(senders, own.numel()))
         parts = {j: unseal(m) for j, m in messages.items()} | {me: (bodies[me], usable)}
         if not all(good for _, good in parts.values()):
             return None, sent
         total = torch.zeros_like(own)
         for j in range(self._post.size if own.numel() else 0):
-            self._codec.add_to(total, self._codec.from_bytes(parts[j][0], Meta.of(own)))
+            self._sends.add_to(total, self._sends.from_bytes(parts[j][0], Meta.of(own)))
         return total, sent
 
     def _spread(self, flat: Tensor, total: Tensor | None, divisor: int) -> int:
@@ -100,7 +105,9 @@ class CompressedAllReduce:
         message = self._encode_total(flat[slice(*self._chunks[me])], total, divisor)
         others = self._post.others()
         outgoing = dict.fromkeys(others, message) if self._numel(me) else {}
-        messages, sent = self._exchange(self._relay, outgoing, {j: self._numel(j) for j in others if self._numel(j)})
+        messages, sent = self._exchange(
+            self._sends_back, outgoing, {j: self._numel(j) for j in others if self._numel(j)}
+        )
         messages[me] = message
         for j, span in enumerate(self._chunks):
             if not self._numel(j):
@@ -108,20 +115,20 @@ class CompressedAllReduce:
             body, usable = unseal(messages[j])
             chunk = flat[slice(*span)]
             if usable:
-                self._relay.extract(self._relay.from_bytes(body, Meta.of(chunk)), chunk)
+                self._sends_back.extract(self._sends_back.from_bytes(body, Meta.of(chunk)), chunk)
             else:
                 chunk.fill_(torch.nan)
         return sent
 
     def _encode_total(self, chunk: Tensor, total: Tensor | None, divisor: int) -> Tensor:
         if total is None or not chunk.numel():
-            return seal(_void(self._relay, chunk), usable=False)
-        if divisor != 1 and not self._codec.direction:
+            return seal(_void(self._sends_back, chunk), usable=False)
+        if divisor != 1 and not self._sends.direction:
             total.div_(divisor)
         try:
-            return seal(self._relay.to_bytes(self._relay.compress(total, self._relay_state)), usable=True)
+            return seal(self._sends_back.to_bytes(self._sends_back.compress(total, self._relay_state)), usable=True)
         except NonFiniteError:
-            return seal(_void(self._relay, chunk), usable=False)
+            return seal(_void(self._sends_back, chunk), usable=False)
 
     def _exchange(
         self, codec: Codec, outgoing: dict[int, Tensor], numels: dict[int, int]

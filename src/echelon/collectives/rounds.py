@@ -64,16 +64,20 @@ class LinearAllReduce:
 
     def _begin(self, flat: Tensor) -> tuple[FusedRounds, Tensor, bool]:
         """Start the rounds; a rank that cannot take part sends zeros, and the word that the sum is void."""
+        step = max(state.step for state in self._states)
         try:
             rounds = self._rounds(flat)
             return rounds, next(rounds), True
         except NonFiniteError:
+            for state in self._states:  # ranks count alike
+                state.numbers["step"] = step
             rounds = self._rounds(torch.zeros_like(flat))
             return rounds, next(rounds), False
 
     def _rounds(self, flat: Tensor) -> FusedRounds:
         views = [flat[slice(*p.span)].view(p.shape) for p in self._pieces]
-        return fuse_rounds([self._codec.reduce_rounds(v, s) for v, s in zip(views, self._states, strict=True)])
+        codec = self._codec.at(max(state.step for state in self._states))
+        return fuse_rounds([codec.reduce_rounds(v, s) for v, s in zip(views, self._states, strict=True)])
 
     def _first_mean(self, piece: Tensor, sum_in_place: SumInPlace, usable: bool) -> tuple[Tensor, int, bool]:
         """Return the mean of the first piece, the bytes sent, and whether it is usable on all ranks."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -56,6 +57,44 @@ __all__ = [
 
 Rounds = Generator[Tensor, Tensor, Tensor]
 """Yields what is to be reduced, is sent its mean over the workers, returns the mean of the workers' tensors."""
+
+
+WARMUP_SHARE = 0.05
+FINISH_SHARE = 0.02
+"""Of a run's messages, at its start and at its end: what `Eased` codecs leave out unless told otherwise."""
+
+
+def share_of(messages: int, share: float) -> int:
+    """Return a share of so many messages, at least one of them; 0 of none."""
+    return max(1, round(share * messages)) if messages else 0
+
+
+def check_eased(warmup_steps: int | None, finish_steps: int | None) -> None:
+    """Refuse numbers of messages below 0 (ValueError)."""
+    for name, count in (("warmup_steps", warmup_steps), ("finish_steps", finish_steps)):
+        if count is not None and count < 0:
+            raise ValueError(f"{name} must be positive, or 0 for none")
+
+
+@dataclass(frozen=True)
+class WholeSteps:
+    """Which of a tensor's messages carry it (nearly) whole, counted from 0.
+
+    Attributes:
+        first: so many at the start.
+        last: so many at the end.
+        messages: of the run; 0: not known, and then no end is.
+    """
+
+    first: int = 0
+    last: int = 0
+    messages: int = 0
+
+    def __contains__(self, step: int) -> bool:
+        return step < self.first or (self.messages > 0 and step >= self.messages - self.last)
+
+
+NEVER = WholeSteps()
 
 
 class Codec(ABC):
@@ -142,6 +181,22 @@ class Codec(ABC):
 
     def relay(self) -> Codec:
         """Return the codec for a sum on its way back: without what belongs to a worker (momentum, clipping)."""
+        return self
+
+    def for_run(self, messages: int) -> Codec:
+        """Return the codec with what its settings leave to how many messages of a tensor a run has."""
+        return self
+
+    def length_notes(self, messages: int) -> list[str]:
+        """Say what follows from how many messages of a tensor a run has (`for_run` was called)."""
+        return []
+
+    def whole_steps(self, messages: int) -> WholeSteps:
+        """Return which of a run's messages this codec leaves to `at`'s: none, but for codecs that are `Eased`."""
+        return NEVER
+
+    def at(self, step: int) -> Codec:
+        """Return what encodes and decodes a tensor's message number `step` (from 0); it works on this codec's state."""
         return self
 
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
@@ -241,6 +296,56 @@ def fuse_rounds(rounds: Sequence[Rounds]) -> Generator[Tensor, Tensor, list[Tens
                 results[i] = stop.value
         waiting = following
     return [results[i] for i in range(len(rounds))]
+
+
+class Eased(Codec):
+    """A biased codec that a run begins and ends without; a frozen dataclass with these fields.
+
+    In the first and the last messages of a run eight bits an element travel (bf16 where messages are summed), and the
+    error memory stays empty: early gradients are large and late ones small, and neither should wait for others.
+
+    Attributes:
+        warmup_steps: messages of a tensor before the codec itself encodes; 0: none, None: a share of the run's.
+        finish_steps: messages at the end that it leaves out; 0: none, None: a share of the run's.
+    """
+
+    warmup_steps: int | None
+    finish_steps: int | None
+
+    def for_run(self, messages: int) -> Codec:
+        """Return the codec with shares of so many messages in place of what is left out."""
+        if not self.biased:
+            return self
+        first = share_of(messages, WARMUP_SHARE) if self.warmup_steps is None else self.warmup_steps
+        last = share_of(messages, FINISH_SHARE) if self.finish_steps is None else self.finish_steps
+        eased: Codec = replace(self, warmup_steps=first, finish_steps=last)  # type: ignore[type-var]
+        return eased
+
+    def length_notes(self, messages: int) -> list[str]:
+        """Say which messages are whole, and whether what is left out comes too late in so short a run."""
+        whole = self.whole_steps(messages)
+        parts = [f"the {name} {count}" for name, count in (("first", whole.first), ("last", whole.last)) if count]
+        notes = []
+        if parts and messages:
+            form = "bf16" if self.linear else "int8"
+            notes.append(
+                f"{' and '.join(parts)} of {messages} messages are {form} (warmup_steps=0, finish_steps=0: none)"
+            )
+        if self.biased and 0 < messages < self.fewest_messages:
+            notes.append(
+                f"what it leaves out comes late: a run of {messages} messages, fewer than {self.fewest_messages}, may "
+                "lose accuracy; int8 does not"
+            )
+        return notes
+
+    @property
+    def fewest_messages(self) -> int:
+        """Messages of a tensor from which on error feedback has made up for what is left out."""
+        return 20
+
+    def whole_steps(self, messages: int) -> WholeSteps:
+        """Return the first and last messages; none where the length of the run is not known."""
+        return WholeSteps(self.warmup_steps or 0, self.finish_steps or 0, messages) if self.biased else NEVER
 
 
 class CorrectsMomentum(Codec):

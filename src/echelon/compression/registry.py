@@ -22,10 +22,14 @@ class Compression:
     """What travels instead of a tensor: a codec's settings, and whether its symbols are entropy coded.
 
     Error feedback, and the worker's momentum with it, are put around the codec by `build`.
+
+    Attributes:
+        messages: how often a run sends each tensor (`for_run`); 0: not known.
     """
 
     codec: Codec
     entropy_coding: bool = False
+    messages: int = 0
 
     @property
     def encodes(self) -> bool:
@@ -41,7 +45,15 @@ class Compression:
         """Return the codec, with error feedback and the worker's momentum around it where it needs them."""
         from echelon.compression.transforms import combine
 
-        return combine(self.codec, entropy_coding=self.entropy_coding)
+        return combine(self.codec, self.entropy_coding, self.codec.whole_steps(self.messages))
+
+    def for_run(self, messages: int) -> Compression:
+        """Return the compression of a run that sends each tensor so often: what begins and ends it is settled."""
+        return replace(self, codec=self.codec.for_run(messages), messages=messages)
+
+    def length_notes(self, messages: int) -> list[str]:
+        """Say what begins and ends a run that sends each tensor so often, and whether it is too short for the codec."""
+        return self.codec.for_run(messages).length_notes(messages)
 
     def with_momentum(self, momentum: float, nesterov: bool = False) -> tuple[Compression, float]:
         """Decide where momentum is applied: inside the codec, before encoding, where that is how the codec works.

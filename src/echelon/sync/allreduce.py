@@ -73,7 +73,8 @@ class AllReduce:
             return
         self._ddp = context.ddp or _wrapped(context)
         averages, seed = context.averages_gradients, context.seed
-        self._hook = GradientHook(context.group, context.compression, context.path, average=averages, seed=seed)
+        compression = context.compression.for_run(context.steps)
+        self._hook = GradientHook(context.group, compression, context.path, average=averages, seed=seed)
         self._hook.on_last_bucket = context.clock.only_waits
         self._hook.attach(self._ddp)
         self.module = self._ddp

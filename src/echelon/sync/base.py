@@ -44,6 +44,7 @@ class SyncContext:
             are averaged over the replicas instead of summed.
         ddp: what somebody else has wrapped the model in.
         has_unused: whether some parameters get no gradient from a step, which then keep none.
+        steps: of the run, by which what begins and ends it is settled; 0: not known, as in somebody else's loop.
     """
 
     model: nn.Module
@@ -59,6 +60,7 @@ class SyncContext:
     averages_gradients: bool = False
     ddp: DistributedDataParallel | None = None
     has_unused: bool = False
+    steps: int = 0
 
 
 class StepSync(Protocol):

@@ -15,7 +15,7 @@ traffic is smaller. With `overlap` = tau its mean travels behind tau steps of co
     x_j <- alpha x_j + (1 - alpha) theta                alpha 0.5 unless given; without overlap 0
 
 Helps: Very slow links, such as between sites: replicas agree every 20 to 500 steps.
-Needs: runs that are long beside the period, and a look at outer_lr and outer_momentum.
+Needs: at least 20 periods in a run: the paper's outer momentum suits 100 and more.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ from echelon.compression import Compression
 from echelon.core.errors import UserError
 from echelon.core.state_tree import StateTree, StateView
 from echelon.sync.averaging.engine import Averaging
-from echelon.sync.averaging.plan import AveragingPlan, check_deltas
+from echelon.sync.averaging.plan import AveragingPlan, check_deltas, length_notes
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.settings import SyncSettings
 from echelon.sync.state_bytes import Piece, StateBytes, by_averaging
 
 OVERLAPPED_ALPHA = 0.5
+PAPER_LR, PAPER_MOMENTUM = 0.7, 0.9
+MEMORY_SHARE = 10
+"""The outer momentum's memory, 1 / (1 - momentum) periods, is at most the run's by this."""
 
 
 @dataclass(frozen=True)
@@ -44,28 +47,31 @@ class DilocoSettings(SyncSettings):
 
     Attributes:
         period: local steps between agreements on a parameter.
-        outer_lr: learning rate on the mean delta.
-        outer_momentum: of Nesterov's method.
+        outer_lr: learning rate on the mean delta; left out: 1 without momentum, to 0.7 (the paper's) with 0.9.
+        outer_momentum: of Nesterov's method; left out: 1 - 10 / periods of the run, from 0 to 0.9 (the paper's), so
+            that what it remembers is a tenth of the run.
         fragments: parts of the model that agree at different steps.
         overlap: steps that a mean travels behind the computation.
         alpha: share of a replica's own value that is kept; left out: 0.5 with overlap, else 0.
         optimizer_state: what becomes of the inner optimizer's moments: keep, average or reset.
+        warmup: share of the run's steps at its start in which replicas agree up to four times as often; 0: none.
     """
 
     name: ClassVar[str] = "diloco"
     encodes_gradients: ClassVar[bool] = False
     period: int
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
     fragments: int = 1
     overlap: int = 0
     alpha: float | None = None
     optimizer_state: str = "keep"
+    warmup: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.outer_lr <= 0:
+        if self.outer_lr is not None and self.outer_lr <= 0:
             raise ValueError(f"outer_lr {self.outer_lr:g}: use a positive number; 0.7 is the paper's")
-        if not 0 <= self.outer_momentum < 1:
+        if self.outer_momentum is not None and not 0 <= self.outer_momentum < 1:
             raise ValueError(f"outer_momentum {self.outer_momentum:g}: use 0 to below 1; 0.9 is the paper's")
         self.plan()
 
@@ -78,12 +84,38 @@ class DilocoSettings(SyncSettings):
             overlap=self.overlap,
             alpha=alpha,
             optimizer_state=self.optimizer_state,
+            warmup=self.warmup,
         )
+
+    def outer(self, steps: int) -> tuple[float, float]:
+        """Return learning rate and momentum of the outer optimizer in a run of so many steps (0: not known)."""
+        momentum, lr = self.outer_momentum, self.outer_lr
+        if momentum is None:
+            momentum = (
+                min(PAPER_MOMENTUM, max(0.0, 1 - MEMORY_SHARE * self.period / steps)) if steps else PAPER_MOMENTUM
+            )
+        if lr is None:
+            lr = 1 - (1 - PAPER_LR) * min(1.0, momentum / PAPER_MOMENTUM)
+        return lr, momentum
+
+    def messages(self, steps: int) -> int:
+        """Return the agreements on a parameter in a run of so many steps."""
+        return self.plan().for_run(steps).agreements(steps)
+
+    def length_notes(self, steps: int) -> list[str]:
+        """Say how replicas agree at first, what the outer optimizer is, and whether there are too few periods."""
+        notes = length_notes(self.plan().for_run(steps), steps)
+        if steps and (self.outer_lr is None or self.outer_momentum is None):
+            lr, momentum = self.outer(steps)
+            notes.append(
+                f"outer_lr {lr:.3g} and outer_momentum {momentum:.3g}, for a run of {steps // self.period} periods"
+            )
+        return notes
 
     def check(self, compression: Compression) -> None:
         """Refuse a codec that deltas, or the momentum after them, cannot go with (UserError)."""
         check_deltas(compression)
-        if self.outer_momentum and compression.codec.momentum_inside:
+        if self.outer_momentum != 0 and compression.codec.momentum_inside:
             raise UserError(
                 f"--compression {compression}: momentum after decoding, together with error feedback, spoils training; "
                 "write diloco(outer_momentum=0), or use int8"
@@ -91,11 +123,11 @@ class DilocoSettings(SyncSettings):
 
     def state_bytes(self, compression: Compression, piece: Piece) -> StateBytes:
         """Return the memory of what was agreed on last, of the outer momentum and of the codec."""
-        return by_averaging(self.plan(), compression, piece, momenta=self.outer_momentum > 0)
+        return by_averaging(self.plan(), compression, piece, momenta=self.outer_momentum != 0)
 
     def build(self, context: SyncContext) -> Sync:
         """Build the strategy."""
-        return Averaging(context, self.plan(), OuterNesterov(self.outer_lr, self.outer_momentum))
+        return Averaging(context, self.plan(), OuterNesterov(*self.outer(context.steps)))
 
 
 STRATEGY = DilocoSettings

@@ -27,7 +27,7 @@ from echelon.compression import Compression
 from echelon.core.errors import UserError
 from echelon.core.state_tree import StateTree, StateView
 from echelon.sync.averaging.engine import Averaging
-from echelon.sync.averaging.plan import AveragingPlan, check_deltas
+from echelon.sync.averaging.plan import AveragingPlan, check_deltas, length_notes
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.settings import SyncSettings
 from echelon.sync.state_bytes import Piece, StateBytes, by_averaging
@@ -65,6 +65,14 @@ class EasgdSettings(SyncSettings):
     def plan(self) -> AveragingPlan:
         """Return when what is averaged."""
         return AveragingPlan(self.period, optimizer_state=self.optimizer_state)
+
+    def messages(self, steps: int) -> int:
+        """Return the agreements on a parameter in a run of so many steps."""
+        return self.plan().agreements(steps)
+
+    def length_notes(self, steps: int) -> list[str]:
+        """Say whether there are too few periods."""
+        return length_notes(self.plan(), steps)
 
     def check(self, compression: Compression) -> None:
         """Refuse a codec that deltas cannot go through (UserError)."""

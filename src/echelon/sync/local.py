@@ -15,7 +15,7 @@ Each replica's gradient is the mean over its own part of the batch, so that the 
 with `period=1` and SGD both take the same steps.
 
 Helps: Slow links: communication shrinks by the period, and `overlap` hides what is left of it.
-Needs: a period that the data bears: replicas drift apart between averages.
+Needs: at least 20 periods in a run, and a period that the data bears: replicas drift apart between averages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import ClassVar
 
 from echelon.compression import Compression
 from echelon.sync.averaging.engine import Averaging
-from echelon.sync.averaging.plan import AveragingPlan, MeanRule, check_deltas
+from echelon.sync.averaging.plan import AveragingPlan, MeanRule, check_deltas, length_notes
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.settings import SyncSettings
 from echelon.sync.state_bytes import Piece, StateBytes, by_averaging
@@ -40,6 +40,8 @@ class LocalSettings(SyncSettings):
         start: synchronous steps before the first local one.
         optimizer_state: what becomes of moments at an average: keep, average or reset.
         overlap: steps that an average travels behind the computation, less than the period.
+        warmup: share of the run's steps at its start in which replicas average up to four times as often, for they
+            drift apart fastest there; 0: none.
     """
 
     name: ClassVar[str] = "local"
@@ -48,6 +50,7 @@ class LocalSettings(SyncSettings):
     start: int = 0
     optimizer_state: str = "keep"
     overlap: int = 0
+    warmup: float = 0.1
 
     def __post_init__(self) -> None:
         self.plan()
@@ -60,6 +63,7 @@ class LocalSettings(SyncSettings):
             overlap=self.overlap,
             optimizer_state=self.optimizer_state,
             keep_progress=self.overlap > 0,
+            warmup=self.warmup,
         )
 
     @property
@@ -71,6 +75,14 @@ class LocalSettings(SyncSettings):
     def synchronous_steps(self) -> int:
         """Steps before the first local one."""
         return self.start
+
+    def messages(self, steps: int) -> int:
+        """Return the agreements on a parameter in a run of so many steps."""
+        return self.plan().for_run(steps).agreements(steps)
+
+    def length_notes(self, steps: int) -> list[str]:
+        """Say how often replicas agree at first, and whether there are too few periods."""
+        return length_notes(self.plan().for_run(steps), steps)
 
     def check(self, compression: Compression) -> None:
         """Refuse a codec that deltas cannot go through (UserError)."""

@@ -34,6 +34,14 @@ class SyncSettings(ABC):
         """For how many steps a strategy that averages parameters reduces gradients at first."""
         return 0
 
+    def messages(self, steps: int) -> int:
+        """Return how often a run of so many steps sends each parameter; 0: steps are not known."""
+        return steps
+
+    def length_notes(self, steps: int) -> list[str]:
+        """Say what follows from a run's number of steps: what it begins with, and whether it is too short."""
+        return []
+
     @property
     def acts_alone(self) -> bool:
         """Whether it changes the training of a single replica."""

@@ -42,7 +42,7 @@ from echelon.records.kinds import Start
 from echelon.tasks.base import Task
 from echelon.tasks.own_loss import LossFunction
 from echelon.tasks.registry import TaskObjects
-from echelon.trainer.compatibility import interplay_notes
+from echelon.trainer.compatibility import interplay_notes, length_notes
 from echelon.trainer.display import Display, RunLength
 from echelon.trainer.inputs import model_input, units_of
 from echelon.trainer.leases import Commands, Leases
@@ -103,7 +103,14 @@ class _Groundwork:
         """What is trained on what."""
         splits = self.world.placement is not None and self.world.placement.layout.splits
         example = example_inputs(self.source) if splits else None
-        return Work(self.source.info, self.task, self.user_objects.model, example)
+        return Work(self.source.info, self.task, self.user_objects.model, example, steps=self.steps)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        training = self.resolved.config.training
+        steps = training.epochs * self.train_loader.batches_per_epoch
+        return min(steps, training.max_steps) if training.max_steps else steps
 
     def run(self, run_parts: RunParts, saver: Saver, progress: RunProgress) -> TrainingRun:
         """Put the parts of a run together."""
@@ -243,6 +250,7 @@ def assemble(
     progress = RunProgress(record, listeners, display)
     saver.on_saved = progress.saved
     run = ground.run(run_parts, saver, progress)
+    notes += length_notes(resolved, ground.steps, world.size)
     _record_start(ground, run, cursor, path)
     if world.leads:
         _record_weights(work, progress, restored is not None)

@@ -163,6 +163,15 @@ def _tokeniser_notes(run: ResolvedRun) -> list[str]:
     return [f"texts are cut by the tokeniser in {folder}, the model's own; --tokeniser names another"]
 
 
+def length_notes(run: ResolvedRun, steps: int, ranks: int) -> list[str]:
+    """Say, in sentences, what begins and ends a run of so many steps, and whether it is too short for its choices."""
+    if ranks == 1 or run.sync.uses_servers:
+        return []
+    given, messages = run.described.strategy, run.sync.messages(steps)
+    notes = [f"--sync {given.sync}: {note}" for note in run.sync.length_notes(steps)]
+    return [*notes, *(f"--compression {given.compression}: {note}" for note in run.compression.length_notes(messages))]
+
+
 def _momentum_notes(run: ResolvedRun) -> list[str]:
     asked = run.described.optimizer.momentum
     if run.config.optimizer.momentum == asked:

@@ -54,6 +54,7 @@ class Work:
         user_model: the caller's own module, in place of the described one.
         example: two samples' inputs of any values, the same on every rank; None: made as `info` says.
         loaded: what became of the weights that it starts from, each time that it is built.
+        steps: of the run; 0: not known.
     """
 
     info: DataInfo
@@ -61,6 +62,7 @@ class Work:
     user_model: nn.Module | None = None
     example: Nest = None
     loaded: list[LoadedWeights] = field(default_factory=list)
+    steps: int = 0
 
     def inputs(self, like: Tensor) -> Nest:
         """Return the example, the same on every rank; drawn without touching the run's generators."""
@@ -80,6 +82,7 @@ class _Built:
     local_model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+    steps: int
 
 
 def build_parts(run: ResolvedRun, work: Work, world: World, clock: PhaseClock) -> RunParts:
@@ -100,7 +103,7 @@ def build_parts(run: ResolvedRun, work: Work, world: World, clock: PhaseClock) -
     if split and split.pieces.divided:
         split.pieces.divided.keep_own(optimizer)
     scaler = build_scaler(config.training.precision, world.device, _overflows_together(world))
-    built = _Built(run, world, clock, local_model, optimizer, scaler)
+    built = _Built(run, world, clock, local_model, optimizer, scaler, work.steps)
     start_bytes = equalise(local_model, _replica_group(world))
     ema = EMA(local_model, config.training.ema) if config.training.ema else None
     if split and not split.pieces.divided:
@@ -306,6 +309,7 @@ def _sync(built: _Built, model: nn.Module, has_unused: bool = False) -> Sync:
         clock=built.clock,
         loss_scale=built.scaler.get_scale,
         has_unused=has_unused,
+        steps=built.steps,
     )
     return run.sync.build(context)
 

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from echelon.compression.base import (
-    Codec,
+    Eased,
     Meta,
     Payload,
     Rounds,
     State,
+    check_eased,
     empty,
     refuse_nonfinite_elements,
     working_dtype,
@@ -27,7 +28,7 @@ from echelon.compression.wire import Layout
 
 
 @dataclass(frozen=True)
-class PowerSgd(Codec):
+class PowerSgd(Eased):
     """For a parameter's matrix M [n, m] (convolutions: [out, rest]) plus its kept error, with Q [m, r] of last step:
 
         P = mean(M Q);  P = orthonormalise(P);  Q = mean(M^T P);  M^ = P Q^T;  error = M - M^
@@ -40,6 +41,8 @@ class PowerSgd(Codec):
 
     Attributes:
         rank: r, at least 1.
+        warmup_steps: first steps, of bf16; 0: none, left out: 5% of the run's.
+        finish_steps: last steps, likewise; 0: none, left out: 2% of the run's.
 
     Paper: Vogels et al. 2019, "PowerSGD", arXiv:1905.13727 (algorithms 1 and 2, warm start).
     """
@@ -49,8 +52,11 @@ class PowerSgd(Codec):
     linear: ClassVar[bool] = True
     shaped: ClassVar[bool] = True
     rank: int = 2
+    warmup_steps: int | None = None
+    finish_steps: int | None = None
 
     def __post_init__(self) -> None:
+        check_eased(self.warmup_steps, self.finish_steps)
         if self.rank < 1:
             raise ValueError("rank must be at least 1, the nearest is 1")
 
@@ -58,6 +64,11 @@ class PowerSgd(Codec):
     def biased(self) -> bool:
         """True: M^ has rank r only."""
         return True
+
+    @property
+    def fewest_messages(self) -> int:
+        """Return what power iterations on a moving gradient need."""
+        return 500
 
     def layout(self, numel: int) -> Layout:
         """Return P [n r] and Q [m r], or the matrix [n m] and an empty Q; which, follows from the shape."""

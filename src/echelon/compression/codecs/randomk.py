@@ -7,7 +7,7 @@ Needs: a low learning rate: most of the gradient comes late.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -16,10 +16,12 @@ from torch import Tensor
 from echelon.compression.base import (
     Codec,
     CorrectsMomentum,
+    Eased,
     Meta,
     Payload,
     Rounds,
     State,
+    check_eased,
     check_momentum,
     empty,
     flat,
@@ -33,7 +35,7 @@ _PRIME = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
-class RandomK(CorrectsMomentum):
+class RandomK(CorrectsMomentum, Eased):
     """One element, drawn at random, of each of k = density * n equal stretches; the rest waits in the error memory.
 
     The draws come from the shared seed: no index travels and the workers' values can be summed as they are (linear).
@@ -45,6 +47,8 @@ class RandomK(CorrectsMomentum):
         density: share of elements sent, above 0 and at most 1.
         momentum: applied in the worker, as in topk; left out: `Compression.with_momentum` fills it in.
         nesterov: as in topk.
+        warmup_steps: first steps, of bf16; 0: none, left out: 5% of the run's.
+        finish_steps: last steps, likewise; 0: none, left out: 2% of the run's.
 
     Papers: Stich et al. 2018, "Sparsified SGD with Memory", arXiv:1809.07599 (random-k with memory).
     """
@@ -57,10 +61,13 @@ class RandomK(CorrectsMomentum):
     density: float
     momentum: float | None = None
     nesterov: bool | None = None
+    warmup_steps: int | None = None
+    finish_steps: int | None = None
 
     def __post_init__(self) -> None:
         check_density(self.density)
         check_momentum(self.momentum)
+        check_eased(self.warmup_steps, self.finish_steps)
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
         """The state's "sent" is the share of elements that the last message carried; -1 before the first one."""
@@ -70,7 +77,7 @@ class RandomK(CorrectsMomentum):
 
     def relay(self) -> Codec:
         """Return the codec without momentum."""
-        return RandomK(self.density, 0.0)
+        return replace(self, momentum=0.0)
 
     @property
     def biased(self) -> bool:

@@ -18,9 +18,11 @@ from torch import Tensor
 from echelon.compression.base import (
     Codec,
     CorrectsMomentum,
+    Eased,
     Meta,
     Payload,
     State,
+    check_eased,
     check_momentum,
     empty,
     flat32,
@@ -33,7 +35,7 @@ from echelon.compression.wire import Layout
 
 
 @dataclass(frozen=True)
-class Sign(CorrectsMomentum):
+class Sign(CorrectsMomentum, Eased):
     """delta = (|p|_1 / d) sign(p) per block of d elements, p = gradient + kept error; error feedback keeps p - delta.
 
     The momentum is applied in the worker, before encoding: applied after decoding, together with error feedback, it
@@ -50,6 +52,8 @@ class Sign(CorrectsMomentum):
         nesterov: as in topk; what waits in the error memory comes late, and looking ahead makes up for it (Zheng et al.
             2019, arXiv:1905.10936). Left out: as the optimizer's momentum does.
         magnitude: size of every element of a vote's result (gradient units: times the learning rate gives the step).
+        warmup_steps: first steps, of int8 (a vote has none); 0: none, left out: 5% of the run's.
+        finish_steps: last steps, likewise; 0: none, left out: 2% of the run's.
 
     Papers: Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019, arXiv:1901.09847 (EF-signSGD); Bernstein et al.
     2018, arXiv:1802.04434 (majority vote, Signum).
@@ -69,12 +73,15 @@ class Sign(CorrectsMomentum):
     momentum: float | None = None
     magnitude: float = 0.02
     nesterov: bool | None = None
+    warmup_steps: int | None = None
+    finish_steps: int | None = None
 
     def __post_init__(self) -> None:
         check_block(self.block)
         if self.block % 8:
             raise ValueError(f"block must be a multiple of 8, the nearest is {max(round(self.block / 8), 1) * 8}")
         check_momentum(self.momentum)
+        check_eased(self.warmup_steps, self.finish_steps)
         if self.magnitude <= 0:
             raise ValueError("magnitude must be positive, such as 0.02")
         if not self.vote and self.magnitude != Sign.magnitude:

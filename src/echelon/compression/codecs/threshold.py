@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from echelon.compression.base import Codec, CorrectsMomentum, State, check_momentum
+from echelon.compression.base import Codec, CorrectsMomentum, Eased, State, check_eased, check_momentum
 from echelon.compression.selection import above, largest, quantile, sampled
 from echelon.compression.sparse import Sparse, check_density, check_values, count_for
 
@@ -24,7 +24,7 @@ _OFF = 1.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Threshold(CorrectsMomentum, Sparse):
+class Threshold(CorrectsMomentum, Eased, Sparse):
     """All elements of magnitude above a threshold t; the rest waits in the error memory.
 
     `threshold(tau=0.01)`: t = tau. `threshold(density=0.01)`: t follows the gradient, so that the density stays at its
@@ -41,6 +41,8 @@ class Threshold(CorrectsMomentum, Sparse):
         momentum: applied in the worker, as in topk; left out: `Compression.with_momentum` fills it in.
         nesterov: as in topk.
         values: how values travel: bf16, fp32 or sign.
+        warmup_steps: first steps, of int8; 0: none, left out: 5% of the run's.
+        finish_steps: last steps, likewise; 0: none, left out: 2% of the run's.
 
     Papers: Strom 2015 (fixed threshold); Aji and Heafield 2017, arXiv:1704.05021.
     """
@@ -57,6 +59,8 @@ class Threshold(CorrectsMomentum, Sparse):
     momentum: float | None = None
     values: str = "bf16"
     nesterov: bool | None = None
+    warmup_steps: int | None = None
+    finish_steps: int | None = None
 
     def __post_init__(self) -> None:
         if (self.tau is None) == (self.density is None):
@@ -66,6 +70,7 @@ class Threshold(CorrectsMomentum, Sparse):
         if self.density is not None:
             check_density(self.density)
         check_momentum(self.momentum)
+        check_eased(self.warmup_steps, self.finish_steps)
         check_values(self.values)
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:

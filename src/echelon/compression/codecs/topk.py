@@ -11,21 +11,32 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from echelon.compression.base import Codec, CorrectsMomentum, State, check_momentum
+from echelon.compression.base import (
+    Codec,
+    CorrectsMomentum,
+    Eased,
+    State,
+    WholeSteps,
+    check_eased,
+    check_momentum,
+    share_of,
+)
 from echelon.compression.selection import largest
 from echelon.compression.sparse import Sparse, check_density, check_values, count_for
 
 _STAGES = 4
+_TURNS = 5
+_WARMUP_SHARE = 0.2
 
 
 @dataclass(frozen=True)
-class TopK(CorrectsMomentum, Sparse):
+class TopK(CorrectsMomentum, Eased, Sparse):
     """The k = density * n elements of largest magnitude, indices packed; the rest waits in the error memory.
 
     Deep Gradient Compression: u = m u + g; v = v + u; send the k largest of v; zero v and u where sent (u only once the
     density is below 5%: while much is sent, that would remove the momentum). u is the wrapper's "velocity", v its
     "error". With momentum 0 it is plain error feedback. Density warm-up: density^(1/4), ^(2/4), ^(3/4) for a third of
-    `warmup_steps` each (1%: 31.6%, 10%, 3.2%), then `density`.
+    `warmup_steps` each (1%: 31.6%, 10%, 3.2%), then `density`. In the last steps everything travels, as int8.
 
     Bits per element: density * (16 + about 2 + log2(1 / density)) with bf16 values: 0.25 at 1%. Biased.
 
@@ -36,7 +47,8 @@ class TopK(CorrectsMomentum, Sparse):
         nesterov: u looks ahead, v = v + g + m u (the paper's appendix B); left out: as the optimizer's momentum does.
         clip: Euclidean norm that each vector which a worker encodes is scaled down to: in an all-reduce the chunk of a
             cell that goes to one owner, so that a global limit L is about L / (workers sqrt(cells)); 0: none.
-        warmup_steps: steps until the density is reached; 0: at once.
+        warmup_steps: steps until the density is reached; 0: at once, left out: 20% of the run's.
+        finish_steps: last steps, of int8; 0: none, left out: 2% of the run's.
         values: how values travel: bf16, fp32 or sign.
 
     Paper: Lin et al. 2018, "Deep Gradient Compression", arXiv:1712.01887.
@@ -53,9 +65,10 @@ class TopK(CorrectsMomentum, Sparse):
     density: float
     momentum: float | None = None
     clip: float = 0.0
-    warmup_steps: int = 0
+    warmup_steps: int | None = None
     values: str = "bf16"
     nesterov: bool | None = None
+    finish_steps: int | None = None
 
     def __post_init__(self) -> None:
         check_density(self.density)
@@ -63,8 +76,7 @@ class TopK(CorrectsMomentum, Sparse):
         check_values(self.values)
         if self.clip < 0:
             raise ValueError("clip must be positive, or 0 for none")
-        if self.warmup_steps < 0:
-            raise ValueError("warmup_steps must be positive, or 0 for none")
+        check_eased(self.warmup_steps, self.finish_steps)
 
     @property
     def local_clip(self) -> float:
@@ -77,10 +89,37 @@ class TopK(CorrectsMomentum, Sparse):
 
     def share_sent(self, state: State) -> float:
         """Return `density`, or within the warm-up its stage: density^(1/stages), density^(2/stages), ..."""
-        if state.step >= self.warmup_steps:
+        return self._density_at(state.step)
+
+    def _density_at(self, step: int) -> float:
+        warmup_steps = self.warmup_steps or 0
+        if step >= warmup_steps:
             return self.density
-        stage = state.step * (_STAGES - 1) // self.warmup_steps
+        stage = step * (_STAGES - 1) // warmup_steps
         return float(self.density ** ((stage + 1) / _STAGES))
+
+    def for_run(self, messages: int) -> Codec:
+        """Return the codec with a longer warm-up than others have: its stages send less."""
+        warmup_steps = share_of(messages, _WARMUP_SHARE) if self.warmup_steps is None else self.warmup_steps
+        return super(TopK, replace(self, warmup_steps=warmup_steps)).for_run(messages)
+
+    @property
+    def fewest_messages(self) -> int:
+        """Return after how many an element of the usual size was sent a few times."""
+        return round(_TURNS / self.density)
+
+    def length_notes(self, messages: int) -> list[str]:
+        """Say when the density is reached, too."""
+        stages = f"density {self.density:g} is reached after {self.warmup_steps} of {messages} messages"
+        return [*([stages] if self.warmup_steps else []), *super().length_notes(messages)]
+
+    def whole_steps(self, messages: int) -> WholeSteps:
+        """Return the last messages: at the start densities are stages."""
+        return replace(super().whole_steps(messages), first=0)
+
+    def at(self, step: int) -> Codec:
+        """Return the codec of a step's density, whose messages have a size that is known."""
+        return replace(self, density=self._density_at(step), warmup_steps=0) if self.warmup_steps else self
 
     def count(self, numel: int) -> int | None:
         """Return the number of elements sent; None with a warm-up."""

@@ -7,9 +7,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from echelon.compression.base import Codec, Meta, Payload, Rounds, State, flat, refuse_nonfinite_elements, working_dtype
+from echelon.compression.base import (
+    NEVER,
+    Codec,
+    Meta,
+    Payload,
+    Rounds,
+    State,
+    WholeSteps,
+    flat,
+    refuse_nonfinite_elements,
+    working_dtype,
+)
+from echelon.compression.codecs.bf16 import Bf16
+from echelon.compression.codecs.int8 import Int8
 from echelon.compression.transforms.base import SentMean, SentPayload, Transform, Wrapper
-from echelon.compression.transforms.error_feedback import ErrorFeedback
+from echelon.compression.transforms.error_feedback import ErrorFeedback, ForgetError
 from echelon.compression.transforms.huffman import Huffman
 from echelon.compression.transforms.momentum import LocalClip, MomentumCorrection
 
@@ -21,14 +34,24 @@ class Transformed(Wrapper):
     Attributes:
         inner: the codec.
         transforms: in the order in which they see the gradient.
+        whole: which messages a codec encodes that loses next to nothing, without error feedback.
     """
 
     inner: Codec
     transforms: tuple[Transform, ...]
+    whole: WholeSteps = NEVER
 
     def relay(self) -> Codec:
         """Return the codec for a sum on its way back, with what it needs of error feedback."""
-        return combine(self.inner.relay())
+        return combine(self.inner.relay(), whole=self.whole)
+
+    def at(self, step: int) -> Codec:
+        """Return the codec of a step's message: another one inside where the message is (nearly) whole."""
+        if step in self.whole:
+            kept = tuple(ForgetError() if isinstance(t, ErrorFeedback) else t for t in self.transforms)
+            return replace(self, inner=Bf16() if self.inner.linear else Int8(), transforms=kept)
+        inner = self.inner.at(step)
+        return self if inner is self.inner else replace(self, inner=inner)
 
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
         """Return the codec's state with the transforms' memories, zero."""
@@ -73,8 +96,11 @@ class Transformed(Wrapper):
         return first
 
 
-def combine(codec: Codec, entropy_coding: bool = False) -> Codec:
+def combine(codec: Codec, entropy_coding: bool = False, whole: WholeSteps = NEVER) -> Codec:
     """Put around a codec what its settings ask for: clipping, momentum, error feedback, and entropy coding outside.
+
+    Args:
+        whole: which messages go without the codec.
 
     Example: `combine(TopK(0.01, momentum=0.9), entropy_coding=True)`.
     """
@@ -85,7 +111,7 @@ def combine(codec: Codec, entropy_coding: bool = False) -> Codec:
         transforms.append(MomentumCorrection(codec.absorbs_momentum, codec.looks_ahead))
     if codec.biased:
         transforms.append(ErrorFeedback())
-    combined: Codec = Transformed(codec, tuple(transforms)) if transforms else codec
+    combined: Codec = Transformed(codec, tuple(transforms), whole) if transforms else codec
     return Huffman(combined) if entropy_coding else combined
 
 

@@ -36,6 +36,22 @@ class ErrorFeedback(Transform):
         sent.subtract_from(pending)
 
 
+@dataclass(frozen=True)
+class ForgetError(Transform):
+    """In place of error feedback where a message is (nearly) whole: what waits is dropped.
+
+    Replicas have learnt around what was not sent; all of it at once, after that, would be learnt twice.
+    """
+
+    def before(self, terms: Terms, state: State) -> Terms:
+        """Leave the terms as they are."""
+        return terms
+
+    def after(self, pending: Tensor, sent: SentTensor, state: State) -> None:
+        """Zero the memory."""
+        state.elementwise[ErrorFeedback.keeps].zero_()
+
+
 def resize(states: Sequence[StateDict], workers: int) -> list[StateDict]:
     """Share out one tensor's states over another number of workers; the sum of each memory over workers is kept.
 

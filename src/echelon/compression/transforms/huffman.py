@@ -125,6 +125,11 @@ class Huffman(Wrapper):
         """Return the relay of the codec inside, coded too, by the same measurements."""
         return Huffman(self.inner.relay(), self.pace)
 
+    def at(self, step: int) -> Codec:
+        """Return the codec of a step's message, coded too."""
+        inner = self.inner.at(step)
+        return self if inner is self.inner else Huffman(inner, self.pace)
+
     def transferred(self, n_bytes: int, seconds: float) -> None:
         """Note how long a message was under way."""
         self.pace.sent(n_bytes, seconds)

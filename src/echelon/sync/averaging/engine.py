@@ -35,6 +35,7 @@ class Averaging:
     """
 
     def __init__(self, context: SyncContext, plan: AveragingPlan, rule: Rule) -> None:
+        plan = plan.for_run(context.steps)
         self._context, self._plan, self._rule = context, plan, rule
         self._step = 0  # local steps done; negative during the synchronous ones
         self._now = (0, 0)
@@ -60,7 +61,7 @@ class Averaging:
             self._background = Background(self._context.device)
             with closed_afterwards():
                 route = Route(route.path, same_ranks_group(route.group))
-        compression = self._context.compression
+        compression = self._context.compression.for_run(self._plan.agreements(self._context.steps))
         codec = compression.build() if compression.encodes else None
         return DeltaTransport(route, codec, self._context.seed, self._wire)
 

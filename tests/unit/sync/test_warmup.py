@@ -1,0 +1,44 @@
+"""Frequent agreements at a run's start, DiLoCo's outer optimizer by the number of periods, and what a user is told."""
+
+import itertools
+
+import pytest
+
+from echelon.sync.averaging.plan import AveragingPlan
+from echelon.sync.diloco import DilocoSettings
+from echelon.sync.local import LocalSettings
+from echelon.sync.registry import read
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 4, 6, 7, 8, 12, 20, 50])
+@pytest.mark.parametrize(("overlap", "fragments"), [(0, 1), (1, 1), (2, 3), (5, 2)])
+@pytest.mark.parametrize("steps", [1, 60, 188, 1000])
+def test_a_fragment_is_never_taken_while_it_travels(period: int, overlap: int, fragments: int, steps: int) -> None:
+    if overlap >= period or fragments > period:
+        return
+    plan = AveragingPlan(period, overlap=overlap, fragments=fragments, warmup=0.1).for_run(steps)
+    for fragment in range(fragments):
+        due = [step for step in range(1, steps + 1) if plan.is_due(fragment, step)]
+        assert all(later - step > overlap for step, later in itertools.pairwise(due))
+    assert plan.agreements(steps) == sum(plan.is_due(0, step) for step in range(1, steps + 1))
+
+
+def test_a_tenth_of_the_steps_begins_densely() -> None:
+    plan = LocalSettings(8, overlap=2).plan().for_run(188)
+    assert [step for step in range(1, 33) if plan.is_due(0, step)] == [4, 8, 12, 16, 24, 32]
+    assert LocalSettings(8, warmup=0).plan().for_run(188).dense == 0
+    assert LocalSettings(8).plan().for_run(0).dense == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"), [(188, (1.0, 0.0)), (400, (0.833, 0.5)), (20_000, (0.7, 0.9)), (0, (0.7, 0.9))]
+)
+def test_the_outer_optimizer_remembers_a_tenth_of_the_run(steps: int, expected: tuple[float, float]) -> None:
+    assert DilocoSettings(20).outer(steps) == pytest.approx(expected, abs=1e-3)
+    assert DilocoSettings(20, outer_lr=0.5, outer_momentum=0.3).outer(steps) == (0.5, 0.3)
+
+
+def test_too_few_periods_are_told() -> None:
+    assert any("periods" in note for note in read("easgd(50)").length_notes(188))
+    assert not any("may lose" in note for note in read("local(8)").length_notes(188))
+    assert not read("allreduce").length_notes(188)
