@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from echelon.coordinator.shares import MAX_SHARES
 from echelon.core.state_tree import StateTree
 from echelon.ps.table import KeyRange
-from echelon.sync.ps import ServerSettings
+from echelon.sync.ps import ServerSettings, corrected_momentum
 
 _WRAPPED = ("torch.", "timm.")  # modules of optimizers whose wrappers are torch's
 _MEAN_SQUARE_DECAY = 0.95
@@ -276,8 +276,8 @@ class KeyStore:
         self._mean_square.pop(worker, None)
 
     def set_workers(self, workers: int) -> None:
-        """Correct the momentum for asynchrony among so many workers, where that was asked for."""
-        if self.settings.momentum_correction:
+        """Correct the momentum for asynchrony among so many workers, where the settings say so."""
+        if self.settings.corrects_momentum:
             for group, wanted in zip(self.optimizer.param_groups, self._momenta, strict=True):
                 if wanted is not None:
                     group["momentum"] = corrected_momentum(wanted, workers)
@@ -394,12 +394,3 @@ def staleness_factor(staleness: int) -> float:
 def age_factor(age_s: float, decay_s: float) -> float:
     """Return the weight exp(-age / decay) of a gradient whose parameters were pulled `age_s` ago."""
     return math.exp(-max(0.0, age_s) / decay_s)
-
-
-def corrected_momentum(wanted: float, workers: int) -> float:
-    """Return the momentum that the optimizer needs so that it and asynchrony make up the wanted one.
-
-    M asynchronous workers act like momentum 1 - 1/M (Mitliagkas et al. 2016, arXiv:1605.09774, theorem 1). Momenta
-    compose here as their memories do: 1 - wanted = (1 - explicit) / M, so explicit = 1 - M (1 - wanted), at least 0.
-    """
-    return max(0.0, 1.0 - max(1, workers) * (1.0 - wanted))

@@ -42,7 +42,8 @@ class ServerSettings(SyncSettings):
         compensation: delay compensation g + lambda g*g*(w_now - w_then) (Zheng et al. 2017): none, constant, adaptive.
         strength: lambda (adaptive: lambda_0); None: 0.04 (adaptive: 2).
         by_staleness: divide the learning rate by a gradient's staleness (Zhang et al. 2016).
-        momentum_correction: lower the server's momentum by what asynchrony adds (Mitliagkas et al. 2016).
+        momentum_correction: lower the server's momentum by what asynchrony adds: 1 - workers (1 - momentum), at least 0
+            (Mitliagkas et al. 2016). Left out: with mode=async and ssp, where the servers have a momentum.
         decay_s: weigh a gradient by exp(-age / decay_s), its age counted from the pull it was computed on; 0: off.
         snapshot_every: updates of a server between its snapshots; with a standby there are none.
         replicas: standbys per server (0 or 1); a standby holds every acknowledged update.
@@ -59,7 +60,7 @@ class ServerSettings(SyncSettings):
     compensation: str = "none"
     strength: float | None = None
     by_staleness: bool = False
-    momentum_correction: bool = False
+    momentum_correction: bool | None = None
     decay_s: float = 0.0
     snapshot_every: int = 200
     replicas: int = 0
@@ -96,6 +97,11 @@ class ServerSettings(SyncSettings):
         return self.mode == "sync" or (self.mode == "ssp" and self.staleness == 0)
 
     @property
+    def corrects_momentum(self) -> bool:
+        """Whether the servers' momentum, where there is one, is lowered by the number of workers."""
+        return not self.aggregates if self.momentum_correction is None else self.momentum_correction
+
+    @property
     def chunk_bytes(self) -> int:
         """Largest message body for a piece of the parameters."""
         return self.chunk_kb * 1024
@@ -118,6 +124,16 @@ class ServerSettings(SyncSettings):
     def batch_parts(self, replicas: int) -> int:
         """Return how many leases a batch is: one for each worker where gradients are summed, else one."""
         return replicas if self.aggregates else 1
+
+    def momentum_notes(self, momentum: float, workers: int) -> list[str]:
+        """Say to what a momentum is lowered on the servers."""
+        if not (self.corrects_momentum and momentum):
+            return []
+        lowered = corrected_momentum(momentum, workers)
+        return [
+            f"--sync {self}: momentum {momentum:g} is {lowered:g} on the servers, for {workers} workers that do not "
+            "wait act like momentum themselves (momentum_correction=false: as given)"
+        ]
 
     def check_run(self, workers: int, clips: bool, has_momentum: bool) -> None:
         """Refuse a norm that no server sees, more backups than workers, and a correction of no momentum (UserError)."""
@@ -164,6 +180,15 @@ class ServerSettings(SyncSettings):
 
 
 STRATEGY = ServerSettings
+
+
+def corrected_momentum(wanted: float, workers: int) -> float:
+    """Return the momentum that the optimizer needs so that it and asynchrony make up the wanted one.
+
+    M asynchronous workers act like momentum 1 - 1/M (Mitliagkas et al. 2016, arXiv:1605.09774, theorem 1). Momenta
+    compose here as their memories do: 1 - wanted = (1 - explicit) / M, so explicit = 1 - M (1 - wanted), at least 0.
+    """
+    return max(0.0, 1.0 - max(1, workers) * (1.0 - wanted))
 
 
 def server_settings(sync: SyncSettings) -> ServerSettings:

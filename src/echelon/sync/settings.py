@@ -59,6 +59,10 @@ class SyncSettings(ABC):
         """Return how many parts a global batch is cut into."""
         return replicas
 
+    def momentum_notes(self, momentum: float, workers: int) -> list[str]:
+        """Say what becomes of the optimizer's momentum (0: it has none) with so many workers, where that changes it."""
+        return []
+
     def check_run(self, workers: int, clips: bool, has_momentum: bool) -> None:  # noqa: B027 (most have no servers)
         """Refuse what servers that hold the parameters cannot do.
 

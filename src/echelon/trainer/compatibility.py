@@ -115,6 +115,13 @@ def _has_momentum(run: ResolvedRun, optimizer: OptimizerConfig) -> bool:
     return traits.momentum > 0 if traits else is_sgd(optimizer.name) and optimizer.momentum > 0
 
 
+def _momentum(run: ResolvedRun) -> float:
+    """Return the momentum that the optimizer itself applies; 0: none, or its own class does not say."""
+    optimizer = run.config.optimizer
+    traits = run.optimizer.user_traits
+    return traits.momentum if traits else optimizer.momentum if is_sgd(optimizer.name) else 0.0
+
+
 def _check_own_on_servers(run: ResolvedRun, sync: str) -> None:
     """Refuse an optimizer of the user's that servers cannot step or save, each of which has some of the tensors."""
     traits, name = run.optimizer.user_traits, run.optimizer.name
@@ -153,7 +160,9 @@ def _check_own(run: ResolvedRun, ranks: int) -> None:
 def interplay_notes(run: ResolvedRun, ranks: int) -> list[str]:
     """Say, in sentences, which settings work otherwise than they would without the run's other choices."""
     notes = [*run.optimizer.notes(run.config.optimizer.weight_decay), *_tokeniser_notes(run)]
-    return notes if ranks == 1 else [*notes, *_momentum_notes(run), *_path_notes(run, ranks)]
+    if ranks == 1:
+        return notes
+    return [*notes, *_momentum_notes(run), *_path_notes(run, ranks), *run.sync.momentum_notes(_momentum(run), ranks)]
 
 
 def _tokeniser_notes(run: ResolvedRun) -> list[str]:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from echelon.ps.keystore import KeyStore, Push, PushOutcome, age_factor, corrected_momentum, staleness_factor
+from echelon.ps.keystore import KeyStore, Push, PushOutcome, age_factor, staleness_factor
 from echelon.ps.table import KeyPart, KeyRange
-from echelon.sync.ps import ServerSettings
+from echelon.sync.ps import ServerSettings, corrected_momentum
 
 LR, STEPS, WORKERS = 0.1, 40, 3
 
