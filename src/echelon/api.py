@@ -274,6 +274,8 @@ def compare(
     run: str | Path = "",
     seeds: int | Sequence[int] | None = None,
     trust: bool = False,
+    equal_time: str = "",
+    tune_lr: bool = False,
     **settings: Unpack[TrainSettings],
 ) -> StudyOutcome:
     """Train candidates on equal terms, one run after the other, and compare them with the first one.
@@ -285,6 +287,8 @@ def compare(
         run: the study's folder; one that holds a study goes on. Empty: `runs/compare-DATA-NUMBER`.
         seeds: how many, or which; left out: 3.
         trust: import code that a study file names (`module:function`) and you have not used before.
+        equal_time: say, too, who is best after what the baseline takes (`baseline`), or after a time such as `60s`.
+        tune_lr: look first, in short runs, for the learning rate that is best for each candidate.
         settings: settings of every run, by their command-line names: `epochs=5, workers=2`.
 
     Raises:
@@ -305,7 +309,7 @@ def compare(
     elif data != "digits":
         base["data.source"] = data
     count = "" if seeds is None else str(seeds) if isinstance(seeds, int) else ",".join(map(str, seeds))
-    request = StudyRequest(base, tuple(tries), count)
+    request = StudyRequest(base, tuple(tries), count, tune_lr=tune_lr, equal_time=equal_time)
     study = requested_study(request)
     check_study_trust(request, str(run), trust)
     return carry_out(Path(run) if str(run) else claim_folder(study, request), study)

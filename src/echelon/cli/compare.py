@@ -32,9 +32,12 @@ def command() -> Any:
         from echelon.study.outcome import check_study_trust
 
         retry, dry_run, serve, trust = (others.pop(name) for name in ("retry", "dry_run", "serve", "trust"))
+        tune_lr, equal_time = others.pop("tune_lr"), others.pop("equal_time")
         settings = {name: str(value) for name, value in overrides_of(others).items()}
         folder = settings.pop("run", "")
-        request = StudyRequest(settings, tuple(tries or ()), seeds or "", loss or "", config or "")
+        request = StudyRequest(
+            settings, tuple(tries or ()), seeds or "", loss or "", config or "", tune_lr, equal_time or ""
+        )
         study = requested_study(request)
         check_study_trust(request, folder, trust)
         if dry_run:
@@ -53,6 +56,12 @@ def command() -> Any:
             None, "--seeds", help="how many (3), or which (0,5,7) [default: 3]")),
         parameter("loss", str | None, typer.Option(
             None, "--loss", help="points of accuracy that the target lies below the baseline [default: 0.5]")),
+        parameter("equal_time", str | None, typer.Option(
+            None, "--equal-time", metavar="baseline|TIME",
+            help="say, too, who is best after the time that the baseline takes, or after another, such as 60s: each "
+            "candidate is trained again for the epochs that end in it")),
+        parameter("tune_lr", bool, typer.Option(
+            False, "--tune-lr", help="look first, in short runs, for each candidate's best learning rate")),
         parameter("config", str | None, typer.Option(None, "--config", help="YAML file of settings for every run")),
         parameter("retry", bool, typer.Option(False, "--retry", help="run again what was refused or failed")),
         parameter("dry_run", bool, typer.Option(False, "--dry-run", help="show each run's command, start nothing")),
@@ -72,16 +81,17 @@ def show_outcome(outcome: StudyOutcome) -> None:
 
 
 def _show(study: Study | None, path: Path) -> None:
-    from echelon.study import load_study, planned_runs
-    from echelon.study.execute import command_of
-    from echelon.study.folder import run_folder
+    from echelon.study import load_study
+    from echelon.study.folder import command_of, run_folder
+    from echelon.study.stages import all_runs
 
     study = study or load_study(path / "study.yaml")
     _warn(study)
-    runs = planned_runs(study)
+    runs = all_runs(study)
     for run in runs:
         print(command_of(run, run_folder(path, run.name)))
-    print(f"would start {len(runs)} runs, one after the other", file=sys.stderr)
+    more = "; then those of equal time, by what these take" if study.equal_time and not study.choices.epochs else ""
+    print(f"would start {len(runs)} runs, one after the other{more}", file=sys.stderr)
 
 
 def _warn(study: Study) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +20,8 @@ from echelon.records.kinds import End, RunEnd
 from echelon.records.segments import RECORD_FILE
 from echelon.reporting.report import write_shared_script
 from echelon.study.base import COMPLETED, PlannedRun, Study
+from echelon.study.collect import collect
+from echelon.study.file import write_choices
 from echelon.study.folder import (
     OUTPUT_FOLDER,
     WARM_UP_FOLDER,
@@ -31,6 +33,7 @@ from echelon.study.folder import (
 )
 from echelon.study.grid import planned_runs
 from echelon.study.settings import arguments_of
+from echelon.study.stages import best_rates, epochs_in_time, rate_runs, time_runs
 
 POLL_S = 1.0
 SILENCE_S = 1800.0
@@ -74,30 +77,44 @@ def run_study(path: Path, study: Study, observer: StudyObserver, retry: bool = F
         UserError: the study goes on already in another process.
     """
     with locked(path):
-        runs = planned_runs(study)
-        ends = read_ends(path)
-        over = frozenset(run.name for run in runs if is_over(path, run, {} if retry else ends))
-        observer.began(runs, ends, over)
         write_shared_script(path)
         record = Recorder(path)
         try:
             with stop_on_signals(raises=True):
-                missing = [run for run in runs if run.name not in over]
-                _warm_up(path, missing, observer)
-                for run in missing:
-                    observer.started(run, run_folder(path, run.name))
-                    end = _run(path, run, observer)
-                    record.write(end)
-                    observer.ended(run, end)
+                for runs in _stages(path, study):
+                    _run_missing(path, runs, observer, record, retry)
         except Stopped as stop:
             raise StudyStopped(stop.signum) from None
         finally:
             record.close()
 
 
-def command_of(run: PlannedRun, folder: Path) -> str:
-    """Return the command that does one run, as one would type it."""
-    return shlex.join(["echelon", "train", *arguments_of(run.settings), "--run", str(folder)])
+def _stages(path: Path, study: Study) -> Iterator[list[PlannedRun]]:
+    """Yield the runs of each stage; what the next one does is chosen, and written down, once these are over."""
+    if study.tune_lr:
+        yield rate_runs(study)
+        rates = best_rates(study, collect(path, study)[0])
+        study = write_choices(path, replace(study, choices=replace(study.choices, rates=rates)))
+    yield planned_runs(study)
+    if study.equal_time:
+        seconds, epochs = epochs_in_time(study, collect(path, study)[0])
+        study = write_choices(path, replace(study, choices=replace(study.choices, seconds=seconds, epochs=epochs)))
+        yield time_runs(study)
+
+
+def _run_missing(
+    path: Path, runs: Sequence[PlannedRun], observer: StudyObserver, record: Recorder, retry: bool
+) -> None:
+    ends = read_ends(path)
+    over = frozenset(run.name for run in runs if is_over(path, run, {} if retry else ends))
+    observer.began(runs, ends, over)
+    missing = [run for run in runs if run.name not in over]
+    _warm_up(path, missing, observer)
+    for run in missing:
+        observer.started(run, run_folder(path, run.name))
+        end = _run(path, run, observer)
+        record.write(end)
+        observer.ended(run, end)
 
 
 def _warm_up(path: Path, missing: Sequence[PlannedRun], observer: StudyObserver) -> None:

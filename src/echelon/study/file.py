@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
 
@@ -17,15 +17,16 @@ from echelon.core.files import write_atomic
 from echelon.optim.names import check_optimizer_name
 from echelon.run.data_names import check_data_name
 from echelon.run.resolve import check_names
-from echelon.study.base import DEFAULT_LOSS, Settings, Study
+from echelon.study.base import DEFAULT_LOSS, Choices, Settings, Study
 from echelon.study.grid import candidates_of, exclusions_of, flatten, planned_runs, terms_of
+from echelon.study.stages import check_stages
 
 STUDY_FILE = "study.yaml"
 Node = str | None | list["Node"] | dict[str, "Node"]
 """A YAML file's contents: texts as written, lists and mappings."""
 
 MAX_SEEDS = 1000
-KEYS = ("base", "candidates", "exclude", "terms", "seeds", "loss")
+KEYS = ("base", "candidates", "exclude", "terms", "seeds", "loss", "tune_lr", "equal_time", "choices")
 
 
 def load_study(file: Path) -> Study:
@@ -45,6 +46,12 @@ def load_study(file: Path) -> Study:
     terms = terms_of(node.get("terms"), f"{file}: terms")
     seeds = seeds_of(node.get("seeds", "3"), f"{file}: seeds")
     study = Study(base, candidates, terms, (), seeds, _points(node.get("loss"), f"{file}: loss"))
+    study = replace(
+        study,
+        tune_lr=_is_on(node.get("tune_lr"), f"{file}: tune_lr"),
+        equal_time=str(node.get("equal_time") or ""),
+        choices=_choices(node.get("choices"), f"{file}: choices"),
+    )
     return replace(study, exclude=exclusions_of(_list(file, node, "exclude"), f"{file}: exclude", study))
 
 
@@ -55,6 +62,7 @@ class StudyRequest:
     Attributes:
         settings: of every run, by dotted name.
         tries: a candidate each, as for `--try`.
+        equal_time: `baseline`, or a time.
         config: path of a YAML file of settings for every run.
     """
 
@@ -63,6 +71,8 @@ class StudyRequest:
     seeds: str = ""
     loss: str = ""
     config: str = ""
+    tune_lr: bool = False
+    equal_time: str = ""
 
 
 def study_file(request: StudyRequest) -> Path | None:
@@ -78,7 +88,7 @@ def requested_study(request: StudyRequest) -> Study | None:
         UserError: settings beside a study file, no candidate, or a setting that does not exist.
     """
     file = study_file(request)
-    given = [name for name in ("tries", "seeds", "loss", "config") if getattr(request, name)]
+    given = [name for name in ("tries", "seeds", "loss", "config", "tune_lr", "equal_time") if getattr(request, name)]
     if file is not None:
         beside = given + [name for name in request.settings if name != "data.source"]
         if beside:
@@ -89,7 +99,8 @@ def requested_study(request: StudyRequest) -> Study | None:
             raise UserError('no candidate to compare: give each with --try, such as --try "sync=allreduce"')
         return None
     base = {**_from_config(request.config), **request.settings}
-    return checked(from_tries(base, request.tries, request.seeds or "3", request.loss or None))
+    study = from_tries(base, request.tries, request.seeds or "3", request.loss or None)
+    return checked(replace(study, tune_lr=request.tune_lr, equal_time=request.equal_time))
 
 
 def checked(study: Study) -> Study:
@@ -100,6 +111,7 @@ def checked(study: Study) -> Study:
     Raises:
         UserError: the data, a strategy or another choice is misspelt; with the candidate and the nearest name.
     """
+    check_stages(study)
     _check_names(build(None, dict(study.base)).config)
     for name, run in {run.title: run for run in planned_runs(study)}.items():  # seeds make no difference
         try:
@@ -197,6 +209,9 @@ def to_yaml(study: Study) -> str:
         "terms": _terms_node(study),
         "seeds": list(study.seeds),
         "loss": study.loss_points,
+        "tune_lr": study.tune_lr,
+        "equal_time": study.equal_time,
+        "choices": {name: _plain(chosen) for name, chosen in asdict(study.choices).items() if chosen},
     }
     return yaml.safe_dump(
         {k: v for k, v in node.items() if v or k in ("base", "loss")}, sort_keys=False, allow_unicode=True
@@ -216,7 +231,7 @@ def open_study(path: Path, study: Study | None) -> Study:
     """
     if is_study(path):
         present = load_study(path / STUDY_FILE)
-        if study is not None and present != study:
+        if study is not None and replace(present, choices=Choices()) != replace(study, choices=Choices()):
             raise UserError(
                 f"{path} holds another study: continue it with `echelon compare --run {path}`, or choose another --run"
             )
@@ -231,6 +246,48 @@ def open_study(path: Path, study: Study | None) -> Study:
     except OSError as error:
         raise UserError(f"--run {path} cannot be written: {error.strerror}") from None
     return study
+
+
+def write_choices(path: Path, study: Study) -> Study:
+    """Write what a study chose by measuring into its file, and return the study."""
+    write_atomic(path / STUDY_FILE, to_yaml(study))
+    return study
+
+
+def _plain(chosen: Mapping[str, object]) -> dict[str, object]:
+    return {name: dict(v) if isinstance(v, Mapping) else v for name, v in chosen.items()}
+
+
+def _is_on(value: Node, where: str) -> bool:
+    if value is None or str(value).lower() in ("true", "false"):
+        return str(value).lower() == "true"
+    raise UserError(f"{where} {shown(repr(value))}: write true or false")
+
+
+def _choices(node: Node, where: str) -> Choices:
+    """Read what a study wrote down itself.
+
+    Raises:
+        UserError: it was changed by hand into something else.
+    """
+    if node is None:
+        return Choices()
+    try:
+        rates, seconds, epochs = (_labelled(node, name) for name in ("rates", "seconds", "epochs"))
+        return Choices(
+            {label: f"{float(str(rate)):.6g}" for label, rate in rates.items()},
+            {label: float(str(limit)) for label, limit in seconds.items()},
+            {label: {name: int(str(n)) for name, n in _labelled(epochs, label).items()} for label in epochs},
+        )
+    except ValueError:
+        raise UserError(f"{where}: is what a study writes itself: rates, seconds and epochs by label") from None
+
+
+def _labelled(node: Node, name: str) -> dict[str, Node]:
+    value = node.get(name) if isinstance(node, dict) else name
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(name)
+    return value or {}
 
 
 def _terms_node(study: Study) -> dict[str, list[str]]:

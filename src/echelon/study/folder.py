@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from echelon.records.file import newest, read_records
 from echelon.records.going import LOCK_FILE
 from echelon.records.kinds import End, RunEnd, Start
 from echelon.study.base import COMPLETED, PlannedRun
+from echelon.study.settings import arguments_of
 
 RUNS_FOLDER = "runs"
 OUTPUT_FOLDER = "output"
@@ -24,6 +26,11 @@ SETTLED = ("refused", "failed")  # with completed, what is not run again
 def run_folder(study: Path, name: str) -> Path:
     """Return a run's folder."""
     return study / RUNS_FOLDER / name
+
+
+def command_of(run: PlannedRun, folder: Path) -> str:
+    """Return the command that does one run, as one would type it."""
+    return shlex.join(["echelon", "train", *arguments_of(run.settings), "--run", str(folder)])
 
 
 def read_ends(study: Path) -> dict[str, RunEnd]:

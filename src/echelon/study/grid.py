@@ -6,7 +6,8 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from echelon.core.errors import UserError
 from echelon.study.base import Candidate, Exclusion, PlannedRun, Settings, Study, Terms
@@ -120,23 +121,49 @@ def _matches(wanted: Mapping[str, list[str]], settings: Settings) -> bool:
 
 
 def planned_runs(study: Study) -> list[PlannedRun]:
-    """List the runs in the order in which they are to be started.
+    """List the runs of as many epochs in the order in which they are to be started.
 
     All candidates run once with the first seed, then with the second, so that slow changes of the machine affect all
     of them alike. Each seed begins with another candidate, so that none always follows the same one.
     """
     runs = []
+    for place in run_places(study):
+        settings = place.settings(study)
+        runs.append(PlannedRun(place.name(), place.candidate.label, place.terms.label, place.seed, settings))
+    return runs
+
+
+@dataclass(frozen=True)
+class RunPlace:
+    """A candidate under terms with a seed, and the numbers that both have in the study."""
+
+    number: int
+    candidate: Candidate
+    terms_number: int
+    terms: Terms
+    seed: int
+
+    def name(self) -> str:
+        """Return the name of a run's folder."""
+        return f"{self.terms_number}-{self.number:02d}-{_word(self.candidate, self.terms)}-s{self.seed}"
+
+    def settings(self, study: Study) -> dict[str, str]:
+        """Return the settings of its run, with the learning rate that was found for the candidate, if one was."""
+        rate = study.choices.rates.get(self.candidate.label)
+        found = {"optimizer.lr": rate} if rate else {}
+        named = {**study.base, **self.terms.settings, **self.candidate.settings, **found}
+        return {**named, "training.seed": str(self.seed)}
+
+
+def run_places(study: Study) -> Iterator[RunPlace]:
+    """Yield what is to be run, in order, without what is excluded."""
     for round_, seed in enumerate(study.seeds):
-        for place, terms in enumerate(study.terms):
+        for terms_number, terms in enumerate(study.terms):
             shift = round_ % len(study.candidates)
             order = list(enumerate(study.candidates))
             for number, candidate in order[shift:] + order[:shift]:
-                if is_excluded(candidate, terms, study.exclude):
-                    continue
-                name = f"{place}-{number:02d}-{_word(candidate, terms)}-s{seed}"
-                settings = {**study.base, **terms.settings, **candidate.settings, "training.seed": str(seed)}
-                runs.append(PlannedRun(name, candidate.label, terms.label, seed, settings))
-    return runs
+                if not is_excluded(candidate, terms, study.exclude):
+                    yield RunPlace(number, candidate, terms_number, terms, seed)
 
 
 def _word(candidate: Candidate, terms: Terms) -> str:

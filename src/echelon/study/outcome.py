@@ -46,7 +46,7 @@ class StudyOutcome:
         """`completed`, `partial` (a run was refused or failed) or `stopped`."""
         if self.signum:
             return "stopped"
-        return COMPLETED if self.report.completed == len(self.report.runs) else "partial"
+        return COMPLETED if self.report.completed == len(self.report.all_runs) else "partial"
 
     @property
     def words(self) -> Sequence[str]:
@@ -67,7 +67,7 @@ class StudyOutcome:
         return pandas.read_csv(self.folder / "runs.csv")
 
     def __repr__(self) -> str:
-        done = f"{self.report.completed} of {len(self.report.runs)} runs"
+        done = f"{self.report.completed} of {len(self.report.all_runs)} runs"
         return f"StudyOutcome({self.status}, {done}, {self.folder})"
 
     def _repr_html_(self) -> str:

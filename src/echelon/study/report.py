@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from echelon.core.json_values import finite
-from echelon.study.base import COMPLETED, Study
+from echelon.study.base import COMPLETED, Stage, Study
 from echelon.study.compare import ComparisonGroup, compare
+from echelon.study.equal_time import TimeGroup, compare_in_time, time_words
 from echelon.study.predictions import PredictionCheck, check_predictions
 from echelon.study.recommend import Recommendation, recommend
+from echelon.study.stages import rate_words
 from echelon.study.tables import PointRow, RunRow
 from echelon.study.words import sentence, study_words
 
 
 @dataclass(frozen=True)
 class StudyReport:
-    """A study in rows, comparisons and words."""
+    """A study in rows, comparisons and words.
+
+    Attributes:
+        runs: of the comparison by epochs; `apart` are those that looked for learning rates or are of equal time.
+    """
 
     name: str
     study: Study
@@ -28,30 +34,40 @@ class StudyReport:
     recommended: list[Recommendation]
     words: list[str]
     environment: Mapping[str, str]
+    apart: Sequence[RunRow] = ()
+    times: Sequence[TimeGroup] = ()
+
+    @property
+    def all_runs(self) -> list[RunRow]:
+        """Runs of all stages."""
+        return [*self.runs, *self.apart]
 
     @property
     def completed(self) -> int:
         """Number of runs that completed."""
-        return sum(r.status == COMPLETED for r in self.runs)
+        return sum(r.status == COMPLETED for r in self.all_runs)
 
 
 def report_of(
     name: str, study: Study, runs: list[RunRow], points: list[PointRow], environment: Mapping[str, str]
 ) -> StudyReport:
     """Compare the candidates and conclude, from the tables alone."""
+    apart = [row for row in runs if row.stage != Stage.EPOCHS]
+    runs = [row for row in runs if row.stage == Stage.EPOCHS]
     groups = compare(study, runs)
     recommended = [recommend(study, group, runs) for group in groups]
-    words = study_words(study, groups, recommended, runs)
+    times = compare_in_time(study, [*runs, *apart])
+    words = study_words(study, groups, recommended, runs) + time_words(study, times) + rate_words(study, apart)
     predictions = check_predictions(study, runs)
-    return StudyReport(name, study, runs, points, groups, predictions, recommended, words, environment)
+    return StudyReport(name, study, runs, points, groups, predictions, recommended, words, environment, apart, times)
 
 
 def to_json(report: StudyReport) -> str:
     """Return the text of `summary.json`; numbers that are not finite become null."""
     values = {
         "study": report.name,
-        "status": COMPLETED if report.completed == len(report.runs) else "partial",
-        "runs": {"planned": len(report.runs), COMPLETED: report.completed},
+        "status": COMPLETED if report.completed == len(report.all_runs) else "partial",
+        "runs": {"planned": len(report.all_runs), COMPLETED: report.completed},
         "baseline": report.study.baseline.label,
         "seeds": list(report.study.seeds),
         "comparisons": [
@@ -60,6 +76,8 @@ def to_json(report: StudyReport) -> str:
             for c in group.comparisons
         ],
         "predictions": [{**asdict(p), "off": p.off, "holds": p.holds} for p in report.predictions],
+        "equal_time": [asdict(group) for group in report.times],
+        "learning_rates": dict(report.study.choices.rates),
         "recommendations": [asdict(r) for r in report.recommended],
         "words": report.words,
         "environment": dict(report.environment),

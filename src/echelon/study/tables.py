@@ -31,6 +31,8 @@ class RunRow:
     """One run. None where the record holds no answer; `phase_*` are seconds per step, mean over the ranks.
 
     Attributes:
+        stage: what the run was for (a `Stage`).
+        lr: its learning rate.
         run_s: from the first step to the end of the last evaluation or checkpoint: `train_s`, of steps alone, and the
             pauses (`pause_*`, seconds by reason). None in tables from before it was measured.
         whole_s: from the command to its end.
@@ -49,6 +51,8 @@ class RunRow:
     seed: int
     status: str
     message: str
+    stage: str = ""
+    lr: float | None = None
     train_s: float | None = None
     run_s: float | None = None
     whole_s: float | None = None

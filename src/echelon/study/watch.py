@@ -11,8 +11,8 @@ from echelon.reporting.live.state import LiveRun
 from echelon.study.base import COMPLETED, PlannedRun
 from echelon.study.file import STUDY_FILE, load_study
 from echelon.study.folder import SETTLED, RunEnd, read_ends, run_folder
-from echelon.study.grid import planned_runs
 from echelon.study.progress import CUT_SHORT, Progress, RunStatus, Tail, seconds_left
+from echelon.study.stages import all_runs
 
 OVER = (COMPLETED, *SETTLED, "stopped")
 
@@ -67,16 +67,25 @@ class StudyWatch:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._runs = planned_runs(load_study(path / STUDY_FILE))
+        self._described = -1.0
+        self._runs: list[PlannedRun] = []
+        self._read_description()
         self._ended: dict[str, RunStatus] = {}
         self._live: dict[str, LiveRun] = {}
         self.states = [RunStatus(run) for run in self._runs]
 
     def refresh(self) -> list[RunStatus]:
         """Return the state of each run now, in their order."""
+        self._read_description()
         ends = read_ends(self.path)
         self.states = [self._state(run, ends.get(run.name)) for run in self._runs]
         return self.states
+
+    def _read_description(self) -> None:
+        """Read which runs there are, again where the study has chosen more of them since."""
+        written = (self.path / STUDY_FILE).stat().st_mtime if (self.path / STUDY_FILE).exists() else 0.0
+        if written != self._described:
+            self._runs, self._described = all_runs(load_study(self.path / STUDY_FILE)), written
 
     def status(self) -> StudyStatus:
         """Return the status of the study, by what was read last."""

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 from echelon.core.files import write_atomic
 from echelon.reporting.report.records import load_run
 from echelon.reporting.report.tables import environment_table
-from echelon.study.base import COMPLETED, PlannedRun, Study
-from echelon.study.compare import set_targets
-from echelon.study.execute import command_of
+from echelon.study.base import COMPLETED
+from echelon.study.collect import collect
 from echelon.study.file import STUDY_FILE, load_study
-from echelon.study.folder import RunEnd, completed, read_ends, run_folder
-from echelon.study.grid import planned_runs
-from echelon.study.predictions import set_predictions
+from echelon.study.folder import run_folder
 from echelon.study.report import StudyReport, report_of, to_json
-from echelon.study.rows import rows_of
-from echelon.study.tables import PointRow, RunRow, read_tables, write_tables
+from echelon.study.tables import RunRow, read_tables, write_tables
 
-MISSING = "missing"
 REPORT_FILE = "report.html"
 SUMMARY_FILE = "summary.json"
 
@@ -38,7 +32,7 @@ def write_study(path: Path) -> StudyReport:
     from echelon.study.page.render import render_study
 
     study = load_study(path / STUDY_FILE)
-    runs, points = _collect(path, study)
+    runs, points = collect(path, study)
     write_tables(path, runs, points)
     report = report_of(path.resolve().name, study, *read_tables(path), _environment(path, runs))
     write_atomic(path / SUMMARY_FILE, to_json(report))
@@ -46,35 +40,6 @@ def write_study(path: Path) -> StudyReport:
     page = render_study(report, (path / STUDY_FILE).read_text(encoding="utf-8"), with_page)
     write_atomic(path / REPORT_FILE, page.encode(errors="replace").decode())
     return report
-
-
-def _collect(path: Path, study: Study) -> tuple[list[RunRow], list[PointRow]]:
-    ends = read_ends(path)
-    planned = planned_runs(study)
-    gone = [run.name for run in planned if not run_folder(path, run.name).is_dir()]
-    old_runs, old_points = read_tables(path) if gone else ([], [])
-    old = {row.run: row for row in old_runs if row.run in gone}
-    runs: list[RunRow] = []
-    points: list[PointRow] = [p for p in old_points if p.run in old]
-    for run in planned:
-        end = ends.get(run.name)
-        if run.name in old and (end is None or old[run.name].status == end.status):
-            runs.append(old[run.name])
-            continue
-        row, run_points = _row(path, run, ends)
-        runs.append(replace(row, command=command_of(run, run_folder(path, run.name))))
-        points += run_points
-    return set_predictions(path, study, set_targets(study, runs, points)), points
-
-
-def _row(path: Path, run: PlannedRun, ends: Mapping[str, RunEnd]) -> tuple[RunRow, list[PointRow]]:
-    folder, end = run_folder(path, run.name), ends.get(run.name)
-    if not folder.is_dir():
-        status, why = (end.status, end.message) if end and end.status != COMPLETED else (MISSING, "")
-        return RunRow(run.name, run.candidate, run.terms, run.seed, status, why), []
-    if completed(folder):
-        return rows_of(run, folder, COMPLETED, "")
-    return rows_of(run, folder, end.status if end else "unfinished", end.message if end else "")
 
 
 def _environment(path: Path, runs: Sequence[RunRow]) -> dict[str, str]:

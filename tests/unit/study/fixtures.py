@@ -36,6 +36,7 @@ class Planted:
     noise: float = 0.002
     jitter: float = 0.01
     pause_s: float = 0.005  # of each evaluation
+    epochs: int = EPOCHS
     staleness: Mapping[str, int] | None = None
     density: float | None = None
     affinity: tuple[str, ...] = ("0-1", "0-1")
@@ -50,7 +51,7 @@ def make_study(folder: Path, study: Study, truths: Mapping[str, Planted], torn: 
         if truth is None:
             continue
         if truth.status != "refused":
-            _write_run(run_folder(folder, run.name), run, truth)
+            write_run(run_folder(folder, run.name), run, truth)
         ends.write(RunEnd(run.name, truth.status, truth.message, 30.0))
     ends.close()
     if torn:
@@ -59,7 +60,8 @@ def make_study(folder: Path, study: Study, truths: Mapping[str, Planted], torn: 
     return folder
 
 
-def _write_run(folder: Path, run: PlannedRun, truth: Planted) -> None:
+def write_run(folder: Path, run: PlannedRun, truth: Planted) -> None:
+    """Write the folder of one run."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("data: {source: digits}\n")
     lines = tell(run, truth)
@@ -71,13 +73,13 @@ def tell(run: PlannedRun, truth: Planted) -> list[dict[str, Any]]:
     chance = random.Random(f"{run.candidate} {run.terms} {run.seed}")
     slower = 1 + chance.gauss(0, truth.jitter)
     final = truth.final + random.Random(run.seed).gauss(0, truth.noise)
-    epochs = EPOCHS if truth.status == "completed" else EPOCHS // 2
+    epochs = truth.epochs if truth.status == "completed" else truth.epochs // 2
     t, lines = T0 + 3, [{**_start(run), "affinity": list(truth.affinity)}]
     for epoch in range(epochs):
         step_s = (truth.compute_s + truth.communicate_s) * slower
         t += step_s * STEPS
         lines.append(_steps(t, epoch, truth, slower))
-        share = (epoch + 1) / EPOCHS
+        share = (epoch + 1) / truth.epochs
         top1 = final - (final - 0.1) * math.exp(-truth.rate * share) if final > 0.15 else final
         t += truth.pause_s
         lines.append(_evaluation(t, epoch, top1, truth))

@@ -46,7 +46,7 @@ def _labelled(folder: Path, study: Study) -> Path:
     from echelon.study.report import report_of
     from echelon.study.rows import rows_of
     from echelon.study.tables import RunRow
-    from tests.unit.study.fixtures import _write_run
+    from tests.unit.study.fixtures import write_run
 
     runs, points = [], []
     for run in planned_runs(study):
@@ -54,7 +54,7 @@ def _labelled(folder: Path, study: Study) -> Path:
         if truth.status != COMPLETED:
             runs.append(RunRow(run.name, run.candidate, run.terms, run.seed, truth.status, truth.message))
             continue
-        _write_run(folder / run.name, run, truth)
+        write_run(folder / run.name, run, truth)
         row, own = rows_of(run, folder / run.name, COMPLETED, "")
         runs.append(row)
         points += own

@@ -9,13 +9,15 @@ from echelon.core.units import format_seconds
 from echelon.reporting.report import Chart, render_page
 from echelon.reporting.report.tables import Headline, Table
 from echelon.study.compare import ComparisonGroup, Verdict
+from echelon.study.equal_time import time_words
 from echelon.study.page.bars import cost_charts, target_charts
 from echelon.study.page.curves import curve_charts
 from echelon.study.page.fronts import front_charts
 from echelon.study.page.scene import CandidateStyle, Scene, styles_of
-from echelon.study.page.tables import failures, prediction_table, run_table, verdict_table
+from echelon.study.page.tables import failures, prediction_table, run_table, time_table, verdict_table
 from echelon.study.report import StudyReport
 from echelon.study.settings import label_of
+from echelon.study.stages import rate_words
 from echelon.study.words import caveats, group_words, opening_words, whole_run_words
 
 
@@ -29,6 +31,7 @@ class Section:
     words: list[str]
     verdicts: Table
     predictions: Table | None
+    times: Table | None
     styles: list[CandidateStyle]
     learning: list[Chart]
     fronts: list[Chart]
@@ -56,15 +59,20 @@ def render_study(report: StudyReport, description: str, with_page: Collection[st
         "study.html.j2",
         [chart for section in sections for chart in section.charts],
         title=report.name,
-        status="completed" if done == len(report.runs) else f"{done} of {len(report.runs)} runs completed",
-        whole=done == len(report.runs),
+        status="completed" if done == len(report.all_runs) else f"{done} of {len(report.all_runs)} runs completed",
+        whole=done == len(report.all_runs),
         headlines=_headlines(report, done),
-        words=[*opening_words(report.study, report.recommended, report.runs), *caveats(report.study, report.runs)],
+        words=[
+            *opening_words(report.study, report.recommended, report.runs),
+            *time_words(report.study, report.times),
+            *rate_words(report.study, report.apart),
+            *caveats(report.study, report.runs),
+        ],
         sections=sections,
-        runs=run_table(report.runs, with_page),
-        failures=failures(report.runs),
+        runs=run_table(report.all_runs, with_page),
+        failures=failures(report.all_runs),
         environment=environment if environment.rows else None,
-        commands=[r.command for r in report.runs if r.command],
+        commands=[r.command for r in report.all_runs if r.command],
         description=description,
     )
 
@@ -85,6 +93,7 @@ def _section(report: StudyReport, place: int, group: ComparisonGroup, styles: di
         words=[*group_words(report.study, group), *whole_run_words(group, runs)],
         verdicts=verdict_table(group, scene),
         predictions=prediction_table([p for p in report.predictions if p.terms == group.terms]),
+        times=next((time_table(t, scene) for t in report.times if t.terms == group.terms), None),
         styles=shown,
         learning=curve_charts(scene),
         fronts=front_charts(scene),
@@ -94,10 +103,14 @@ def _section(report: StudyReport, place: int, group: ComparisonGroup, styles: di
 
 
 def _headlines(report: StudyReport, done: int) -> list[Headline]:
-    spent = sum(r.whole_s or 0.0 for r in report.runs)
+    spent = sum(r.whole_s or 0.0 for r in report.all_runs)
     study = report.study
     headlines = [
-        Headline("runs", str(done), f"of {len(report.runs)} completed" if done < len(report.runs) else "all completed"),
+        Headline(
+            "runs",
+            str(done),
+            f"of {len(report.all_runs)} completed" if done < len(report.all_runs) else "all completed",
+        ),
         Headline("candidates", str(len(study.candidates)), f"baseline {study.baseline.label}"),
         Headline("seeds", str(len(study.seeds))),
     ]

@@ -10,6 +10,7 @@ from echelon.reporting.report import REPORT_FILE
 from echelon.reporting.report.tables import Table
 from echelon.study.base import COMPLETED
 from echelon.study.compare import Comparison, ComparisonGroup, Verdict, metric_of
+from echelon.study.equal_time import TimeGroup
 from echelon.study.folder import RUNS_FOLDER
 from echelon.study.intervals import FEWEST_SEEDS, Interval, coverage_of
 from echelon.study.metric import PrimaryMetric
@@ -66,17 +67,38 @@ def prediction_table(checked: list[PredictionCheck]) -> Table | None:
     return Table(f"{gain_of(checked)}: predicted from the baseline's record alone, and measured", head, rows)
 
 
+def time_table(group: TimeGroup, scene: Scene) -> Table:
+    """Return one row per candidate, the best after equal time first."""
+    numbers, metric = {style.label: style.number for style in scene.styles}, group.metric
+    rows = [
+        [
+            f"{numbers.get(s.candidate, '')} {s.candidate}".strip(), _write(s.value, metric.text),
+            _interval(s.points, "+.2f", ""), str(s.epochs), _write(s.run_s, format_seconds),
+        ]
+        for s in group.standings
+    ]  # fmt: skip
+    head = [
+        "candidate",
+        f"{metric.label} then",
+        f"{metric.unit} of {metric.label}",
+        "epochs ended by then",
+        "whole run",
+    ]
+    return Table(f"After {format_seconds(group.seconds)} from the first step, the best first", head, rows)
+
+
 def run_table(runs: list[RunRow], with_page: Collection[str]) -> Table:
     """Return one row per run; those `with_page` lead to theirs."""
     head = [
-        "run", "seed", "status", metric_of(runs).label, "to target", "whole run", "steps", "pauses", "command",
+        "run", "seed", "status", "lr", metric_of(runs).label, "to target", "whole run", "steps", "pauses", "command",
         "samples/s", "a step", "sent", "memory by rank",
     ]  # fmt: skip
     rows = []
     for r in runs:
         rows.append(
             [
-                r.run, str(r.seed), r.status, _write(r.final, r.primary.text), _write(r.target_s, format_seconds),
+                r.run, str(r.seed), r.status, _write(r.lr, "{:g}".format),
+                _write(r.final, r.primary.text), _write(r.target_s, format_seconds),
                 _write(r.end_s, format_seconds), _write(r.train_s, format_seconds), pause_shares([r]) or NONE,
                 _write(r.whole_s, format_seconds), _write(r.samples_per_s, _count),
                 _write(r.step_s, format_seconds), _write(r.wire_bytes, format_bytes),
