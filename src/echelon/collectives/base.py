@@ -45,6 +45,10 @@ class Path(ABC):
     def schedule(self, rank: int, size: int, numel: int) -> list[PathStep]:
         """Return this rank's steps to sum vectors of `numel` elements over ranks 0..size-1, for any size and length."""
 
+    def for_bytes(self, n_bytes: int) -> Path:
+        """Return the path that a vector of so many bytes takes: itself, but for a choice by size."""
+        return self
+
     def tiers(self, rank: int, size: int, numel: int) -> Tiers | None:
         """Return the groups whose links are faster than those between them; None: all links are alike.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from echelon.collectives.base import Path
 from echelon.core.registry import Registry
 
-PATHS = Registry("echelon.collectives.paths", "collective", "PATH", aliases={"auto": "backend"})
+PATHS = Registry("echelon.collectives.paths", "collective", "PATH")
 
 
 def names() -> list[str]:

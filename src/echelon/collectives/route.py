@@ -39,16 +39,11 @@ class Route:
         """Ranks in the group."""
         return self.group.size()
 
-    @property
-    def by_backend(self) -> bool:
-        """Whether the backend's own all-reduce does it: along `backend`, and between two ranks along any path.
-
-        Between two, all paths are one: each rank sums a half and sends it back, which is what the backend does too.
-        """
-        return self.path.by_backend or self.size == 2
-
     def sum_(self, tensor: Tensor) -> int:
         """Sum a float tensor of any shape over the ranks, in place, the same bits on all; returns the bytes sent.
+
+        The backend's own all-reduce does it along `backend`, and between two ranks along any path: between two, all
+        paths are one: each rank sums a half and sends it back, which is what the backend does too.
 
         Raises:
             PeerLostError: a rank did not answer before the group's timeout.
@@ -56,11 +51,12 @@ class Route:
         if self.size == 1:
             return 0
         flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
-        if self.by_backend:
+        path = self.path.for_bytes(flat.nbytes)
+        if path.by_backend or self.size == 2:
             self._sum_by_backend(flat)
             sent = ring_bytes(flat.nbytes, self.size, flat.is_cuda)
         else:
-            sent = run_plan(flat, _plan(self.path, self.rank, self.size, flat.numel(), flat.element_size()), self.group)
+            sent = run_plan(flat, _plan(path, self.rank, self.size, flat.numel(), flat.element_size()), self.group)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.shape))
         return sent

@@ -14,9 +14,13 @@ from echelon.collectives.schedule import PathStep
 from echelon.collectives.wire import framing_bytes
 from echelon.core.shards import Span, cut
 
-SEGMENT_BYTES = (32 * 1024, 512 * 1024)
-"""Least and most bytes of a message: Python's part of it stays small, its memory in the cache, and an exchange of
-messages short enough that neither direction of a link fills its queue while the other one waits."""
+ONE_WAY_BYTES = 1024 * 1024
+"""Bytes up to which a span is one message where ranks send in one direction: over loopback the number of messages is
+what counts, and a link has nothing to wait for but the sum of a message."""
+PAIRED_BYTES = 512 * 1024
+"""The same where two ranks send to each other: longer messages fill a direction's queue while the other one waits."""
+LONGEST_BYTES = 1024 * 1024
+"""Most bytes of a message: its memory stays in the cache."""
 RECEIVE_WINDOWS_BYTES = (64 * 1024, 128 * 1024)
 """The receive windows that TCP on Linux begins with. The last bytes of a message that is a little longer wait for the
 receiver to announce more, which it delays by up to 40 ms (RFC 1122, 4.2.3.2); much longer ones make it widen the
@@ -150,11 +154,16 @@ def _length(span: Span) -> int:
     return span[1] - span[0]
 
 
-def _segments(span: Span, element_size: int) -> list[Span]:
+def _is_paired(step: PathStep) -> bool:
+    """Whether two ranks send to each other; both of them say the same."""
+    return step.send_to is not None and step.send_to == step.recv_from
+
+
+def _segments(span: Span, element_size: int, paired: bool) -> list[Span]:
     """Cut a span into messages; sender and receiver know the span, so both cut it alike."""
-    least, most = SEGMENT_BYTES
     bytes_ = _length(span) * element_size
-    parts = max(-(-bytes_ // most), min(SEGMENTS, bytes_ // least), 1)
+    least = PAIRED_BYTES if paired else ONE_WAY_BYTES
+    parts = max(-(-bytes_ // LONGEST_BYTES), min(SEGMENTS, bytes_ // least), 1)
     while any(abs(bytes_ - window * parts) < WINDOW_MARGIN_BYTES * parts for window in RECEIVE_WINDOWS_BYTES):
         parts += 1
     return [part for part in cut(span, parts) if part[0] < part[1]]
@@ -166,7 +175,7 @@ def _ordered_receipts(steps: Sequence[PathStep], element_size: int) -> list[_Rec
         _Receipt(_Segment(s.recv_from, s.round, part), s.add)
         for s in sorted(steps, key=lambda s: s.round)
         if s.recv_from is not None
-        for part in _segments(s.recv, element_size)
+        for part in _segments(s.recv, element_size, _is_paired(s))
     ]
 
 
@@ -184,11 +193,12 @@ def _ordered_sends(steps: Sequence[PathStep], element_size: int) -> list[_Segmen
     after = -1
     sends: list[_Segment] = []
     for step in sorted(steps, key=lambda s: s.round):
-        came = _segments(step.recv, element_size) if step.recv_from is not None else []
+        paired = _is_paired(step)
+        came = _segments(step.recv, element_size, paired) if step.recv_from is not None else []
         if step.send_to is not None:
-            for number, part in enumerate(_segments(step.send, element_size)):
+            for number, part in enumerate(_segments(step.send, element_size, paired)):
                 needs = (n for n, span in enumerate(received) if span[0] < part[1] and part[0] < span[1])
-                answered = len(received) - 1 + min(number, len(came)) if step.send_to == step.recv_from else -1
+                answered = len(received) - 1 + min(number, len(came)) if paired else -1
                 after = max(after, max(needs, default=-1), answered)
                 sends.append(_Segment(step.send_to, step.round, part, after))
         received += came

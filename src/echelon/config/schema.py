@@ -253,7 +253,7 @@ class StrategyConfig:
     sync: str = setting("allreduce", "how and when replicas agree")
     compression: str = setting("none", "what travels instead of a tensor")
     collective: str = setting(
-        "backend", "along which path it travels; backend: as NCCL or gloo chooses", renamed={"auto": "backend"}
+        "backend", "along which path it travels; backend: as NCCL or gloo chooses; auto: tried at the start"
     )
     tensor_plan: str = setting("", "tp: how layers are split, over the model's own hints: PATTERN=STYLE,PATTERN=STYLE")
     cuts: str = setting("", "pp: the blocks that stages begin with, such as blocks.4,blocks.8; empty: balanced")

@@ -49,6 +49,7 @@ from echelon.trainer.leases import Commands, Leases
 from echelon.trainer.loop import LoopSettings, TrainingRun
 from echelon.trainer.loss_guard import GuardSettings, LossGuard
 from echelon.trainer.parts import Work, build_parts, channels_last, keep_cuts, with_kept_cuts
+from echelon.trainer.path_choice import with_chosen_paths
 from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.progress import RunProgress
 from echelon.trainer.resolved import ResolvedRun
@@ -228,7 +229,7 @@ def assemble(
     notes = interplay_notes(resolved, world.size)
     if world.group is None:
         resolved = resolved.for_single_worker()
-    resolved = with_kept_cuts(resolved, world, path)
+    resolved, chosen = with_chosen_paths(with_kept_cuts(resolved, world, path), world, path)
     ground, config = _groundwork(resolved, path, world, user_objects, world.data_size, world.rank), resolved.config
     info = ground.source.info
     work = ground.work
@@ -254,7 +255,9 @@ def assemble(
     _record_start(ground, run, cursor, path)
     if world.leads:
         _record_weights(work, progress, restored is not None)
-    for name, note in run_notes(config, ground.source, run_parts.split.notes if run_parts.split else (), notes):
+    for name, note in run_notes(
+        config, ground.source, run_parts.split.notes if run_parts.split else (), [*notes, *chosen]
+    ):
         progress.note(name, note)
     if world.leads:
         progress.restored(None if restored is None else cursor.step, path, saver.passed_over)
