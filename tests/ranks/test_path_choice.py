@@ -13,7 +13,7 @@ import echelon
 from echelon.collectives.chooser import PathBySize, SizeChoice, choose_paths
 from echelon.collectives.route import Route
 from echelon.records.file import read_records
-from echelon.records.kinds import Event
+from echelon.records.events import Event
 from tests.ranks.spawn import Rank, run_ranks
 
 pytestmark = pytest.mark.long
@@ -39,7 +39,7 @@ def test_all_ranks_choose_alike() -> None:
 
 def test_a_resume_uses_the_choices_of_the_start(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    echelon.train("digits", collective="auto", workers=3, epochs=1, run=str(run))
+    echelon.train(data="digits", collective="auto", workers=3, epochs=1, run=str(run))
     file = run / "paths.json"
     assert json.loads(file.read_text())["ranks"] == 3
     choices = [{"up_to_bytes": 4096, "spec": "halving_doubling"}, {"up_to_bytes": None, "spec": "ring"}]
@@ -47,5 +47,5 @@ def test_a_resume_uses_the_choices_of_the_start(tmp_path: Path) -> None:
     file.write_text(text)
     echelon.resume(str(run), epochs=2)
     assert file.read_text() == text
-    said = [event.text for event in read_records(run, Event) if "--collective auto" in event.text]
+    said = [event.message for event in read_records(run, Event) if "--collective auto" in event.message]
     assert "as at the run's start: halving_doubling up to 4.1 kB, ring beyond" in said[-1]
