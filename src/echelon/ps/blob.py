@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from echelon.checkpoint.tree import flatten, slots, unflatten
 from echelon.core.state_tree import StateTree
 
 COPIED_BYTES = 256 * 1024
+COPIES_FOLDER = "copies"
+"""Below what a run's roles share: places where servers put a copy for a worker that sees them, each for one reading."""
 
 
 def as_frame(tensor: Tensor) -> Any:
@@ -67,6 +70,30 @@ def unpack_state(meta: bytes, frames: Sequence[Any]) -> StateTree:
     if not isinstance(state, dict):
         raise ValueError("a state is a dict")
     return state
+
+
+def write_frames(path: Path, frames: Sequence[Any]) -> None:
+    """Write a state's frames one after another. Raises OSError."""
+    with path.open("wb") as file:
+        for frame in frames:
+            file.write(frame)
+
+
+def read_frames(path: Path, meta: bytes) -> list[Any]:
+    """Return the frames of `write_frames`, of the state that `meta` describes.
+
+    Raises:
+        ValueError: the file has another size.
+    """
+    data = memoryview(bytearray(path.read_bytes()))
+    frames, start = [], 0
+    for slot in slots(json.loads(meta)):
+        end = start + math.prod(slot.shape) * slot.dtype.itemsize
+        frames.append(data[start:end])
+        start = end
+    if start != len(data):
+        raise ValueError(f"{path} has {len(data)} bytes, not {start}")
+    return frames
 
 
 def message_of(frame: Any, tensor: Tensor) -> Any:

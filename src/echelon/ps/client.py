@@ -7,8 +7,11 @@ the later ones that came before it. After each push the key's next value is aske
 
 from __future__ import annotations
 
+import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +21,10 @@ from echelon.compression.base import State
 from echelon.coordinator.messages import EvaluationDone, JoinWorker, SetupDone, Task, TaskReport, Welcome
 from echelon.core.state_tree import StateTree
 from echelon.messages.framing import Content, Message
-from echelon.ps.blob import as_frame, pack_state, unpack_state
+from echelon.ps.blob import COPIES_FOLDER, as_frame, pack_state, read_frames, unpack_state
 from echelon.ps.coding import upward
 from echelon.ps.connection import Connection
-from echelon.ps.messages import Pull, PutState, ReadState, SendBuffers, SetTable, StateOf
+from echelon.ps.messages import BUFFERS_KEY, Pull, PutState, ReadState, SendBuffers, SetTable, StateOf
 from echelon.ps.table import KeyRange, KeyTable
 from echelon.ps.worker_state import ClientConfig, ClientStats, PushInfo, RunOver, TagLost
 
@@ -142,21 +145,48 @@ class Client:
 
         self._fetch(messages, set(states), "the servers to take their keys", deadline_s)
 
-    def fetch(self, table: KeyTable, indices: list[int], tag: int, full: bool) -> dict[int, StateTree]:
-        """Read keys from the servers' copy `tag`: values, or with `full` whole states.
+    def fetch_copy(self, table: KeyTable, tag: int, folder: Path) -> tuple[dict[int, StateTree], Tensor]:
+        """Read the servers' copy `tag` by the disk where they see this worker's folder of the run, else by the wire.
+
+        Returns:
+            each key's whole state, and the BatchNorm statistics.
 
         Raises:
             TagLost: a server died meanwhile.
         """
+        place = folder / COPIES_FOLDER / secrets.token_hex(16)
+        try:
+            place.mkdir(parents=True, mode=0o700)
+        except OSError:  # it is full: the servers send what they have
+            return self._fetch_copy(table, tag, None)
+        try:
+            return self._fetch_copy(table, tag, place)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+    def _fetch_copy(self, table: KeyTable, tag: int, place: Path | None) -> tuple[dict[int, StateTree], Tensor]:
+        keys = self.fetch(table, [key.index for key in table.keys], tag, True, place)
+        buffers = self.fetch(table, [BUFFERS_KEY], tag, True, place)[BUFFERS_KEY]["value"]
+        return keys, buffers
+
+    def fetch(
+        self, table: KeyTable, indices: list[int], tag: int, full: bool, place: Path | None = None
+    ) -> dict[int, StateTree]:
+        """Read keys from the servers' copy `tag`: values, or with `full` whole states, in `place` if they see it.
+
+        Raises:
+            TagLost: a server died meanwhile.
+        """
+        name = place.name if place is not None else ""
 
         def messages() -> Iterable[tuple[int, Content, list[Any]]]:
             """Give the requests: one for each key, to the key's server."""
             for index in indices:
-                content = ReadState(index, tag) if full else Pull(index, 0, False, True, tag)
+                content = ReadState(index, tag, name) if full else Pull(index, 0, False, True, tag)
                 yield _server_of(table, index), content, []
 
         answers = self._fetch(messages, set(indices), f"the copy {tag}", self.config.timeout_s)
-        return {index: _state_in(answer, index, table) for index, answer in answers.items()}
+        return {index: _state_in(answer, index, table, place) for index, answer in answers.items()}
 
     def _fetch(
         self,
@@ -198,10 +228,13 @@ def _server_of(table: KeyTable, index: int) -> int:
     return table.keys[index].server if index < len(table.keys) else 0
 
 
-def _state_in(answer: Message, index: int, table: KeyTable) -> StateTree:
-    """Return what a server sent of a key: a whole state, or its value alone."""
+def _state_in(answer: Message, index: int, table: KeyTable, place: Path | None) -> StateTree:
+    """Return what a server gave of a key: a whole state, or its value alone."""
     if isinstance(answer.content, StateOf):
-        return unpack_state(answer.content.meta, answer.frames)
+        meta = answer.content.meta
+        if answer.content.filed and place is not None:
+            return unpack_state(meta, read_frames(place / str(index), meta))
+        return unpack_state(meta, answer.frames)
     if not len(answer.frames[0]):  # of statistics there are none before the first worker has sent its own
         return {"value": torch.empty(0)}
     dtype = table.torch_dtype if index < len(table.keys) else torch.float32

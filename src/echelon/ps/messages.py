@@ -80,10 +80,16 @@ class Pull(Content):
 
 @content(9)
 class ReadState(Content):
-    """Wants a key's whole state in a copy."""
+    """Wants a key's whole state in a copy.
+
+    Attributes:
+        place: of 32 hexadecimal digits, the folder among the run's `copies` where the state's tensors go if the server
+            sees it, so that nothing of them travels; empty: they are sent.
+    """
 
     key: int
     tag: int
+    place: str = ""
 
 
 @content(11)
@@ -159,11 +165,12 @@ class Durable(Content):
 
 @content(10, ANY_FRAMES)
 class StateOf(Content):
-    """A key's whole state in a copy."""
+    """A key's whole state in a copy; `filed`: its tensors are in a file, as `ReadState` wanted it."""
 
     key: int
     tag: int
     meta: bytes
+    filed: bool = False
 
 
 # From a server to its standby, which does the same

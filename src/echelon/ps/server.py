@@ -17,9 +17,10 @@ from echelon.core.patience import Patience
 from echelon.messages.endpoint import Channel, Listener, Sender
 from echelon.messages.framing import Message
 from echelon.messages.sockets import Limits, new_context
+from echelon.ps.blob import COPIES_FOLDER, write_frames
 from echelon.ps.messages import TO_PS_SERVER, TO_STANDBY, Attach
 from echelon.ps.server_state import ServerState
-from echelon.ps.serving import Effect, Follow, Reply, SaveSnapshot, ServerConfig, TellPrimary, TellScheduler
+from echelon.ps.serving import Effect, FileState, Follow, Reply, SaveSnapshot, ServerConfig, TellPrimary, TellScheduler
 
 BEAT_S = 0.2
 KEEP = 2
@@ -113,6 +114,8 @@ class Server:
             match effect:
                 case Reply():
                     self.sender.reply(self.listener.socket, effect.peer, effect.content, effect.frames)
+                case FileState():
+                    self._file(effect)
                 case TellScheduler():
                     self._scheduler.send(effect.content)
                 case TellPrimary():
@@ -122,6 +125,18 @@ class Server:
                     self._follow(effect.address)
                 case SaveSnapshot():
                     self._writing = self._pool.submit(self._write, effect)
+
+    def _file(self, effect: FileState) -> None:
+        """Answer with a state in a file, where this server sees its place and the disk takes it; else by the wire."""
+        folder, content = self.config.folder / COPIES_FOLDER / effect.place, effect.content
+        try:
+            filed = folder.is_dir()
+            if filed:
+                write_frames(folder / str(content.key), effect.frames)
+        except OSError:
+            filed = False
+        frames = () if filed else effect.frames
+        self.sender.reply(self.listener.socket, effect.peer, replace(content, filed=filed), frames)
 
     def _follow(self, address: str) -> None:
         if self._primary is not None:

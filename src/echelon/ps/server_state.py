@@ -6,6 +6,7 @@ touches a socket, a file or a clock: time comes in as an argument, effects go ou
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,7 @@ from echelon.ps.messages import (
 )
 from echelon.ps.serving import (
     Effect,
+    FileState,
     Follow,
     Reply,
     SaveSnapshot,
@@ -425,7 +427,13 @@ class ServerState:
         if state is None:
             raise ValueError(f"no copy {content.tag} of key {content.key}")
         meta, frames = pack_state(state)
-        self._reply(peer, StateOf(content.key, content.tag, meta), frames)
+        answer = StateOf(content.key, content.tag, meta)
+        if not content.place:
+            self._reply(peer, answer, frames)
+        elif re.fullmatch("[0-9a-f]{32}", content.place):
+            self._effects.append(FileState(peer, content.place, answer, frames))
+        else:
+            raise ValueError(f"no place: {content.place!r}")
 
     # Copies and snapshots
 

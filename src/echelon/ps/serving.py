@@ -14,6 +14,7 @@ from echelon.core.state_tree import StateTree
 from echelon.messages.framing import Content
 from echelon.messages.identity import RunKeys
 from echelon.ps.keystore import MakeOptimizer
+from echelon.ps.messages import StateOf
 from echelon.sync.ps import ServerSettings
 
 
@@ -55,6 +56,16 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
+class FileState:
+    """Put a state's frames into a file of a place among the run's copies and say so; send them if that cannot be."""
+
+    peer: bytes
+    place: str
+    content: StateOf
+    frames: Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True)
 class TellScheduler:
     """Send to the scheduler."""
 
@@ -84,7 +95,7 @@ class SaveSnapshot:
     numbers: dict[bytes, int]
 
 
-Effect = Reply | TellScheduler | TellPrimary | Follow | SaveSnapshot
+Effect = Reply | FileState | TellScheduler | TellPrimary | Follow | SaveSnapshot
 
 
 def coordination_policy(settings: ServerSettings) -> CoordinationPolicy:

@@ -203,9 +203,7 @@ class Leases:
 
     def _evaluate_copy(self, task: EvaluateTask) -> EvaluationDone:
         link, saver = self._link, self._run.saver
-        keys = link.client.fetch(link.table, [k.index for k in link.table.keys], task.tag, full=True)
-        buffers = link.client.fetch(link.table, [BUFFERS_KEY], task.tag, full=True)[BUFFERS_KEY]["value"]
-        copy = link.servers.copy = ServersCopy(keys, buffers)
+        copy = link.servers.copy = ServersCopy(*link.client.fetch_copy(link.table, task.tag, link.folder))
         cursor = self._cursor(task, copy)
         saver.best, last = task.best, task.reason in ("end", "stop")  # the run is over after it
         saver.stagnation = task.stagnation

@@ -36,6 +36,7 @@ class ServerLink:
 
     Attributes:
         servers: the strategy, on the whole model; on a worker that is one rank it is that of the parts.
+        folder: what the run's roles share.
     """
 
     client: Client
@@ -44,6 +45,7 @@ class ServerLink:
     servers: ParameterServer
     process: WorkerRank
     timeout_s: float
+    folder: Path
 
 
 def build_worker(
@@ -103,7 +105,7 @@ def _connect(
     if worker is not None:
         worker.servers = servers
         client.while_waiting(worker.channel.tell_idle, worker.channel.idle_s)
-    return ServerLink(client, settings, table, servers, process, timeout_s)
+    return ServerLink(client, settings, table, servers, process, timeout_s, roles)
 
 
 def _whole_model(config: RunConfig, work: Work, process: WorkerRank, world: World) -> nn.Module:

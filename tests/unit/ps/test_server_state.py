@@ -29,7 +29,7 @@ from echelon.coordinator.messages import (
 from echelon.messages.framing import Content, Message
 from echelon.messages.identity import derive_keys
 from echelon.messages.plain import Malformed
-from echelon.ps.blob import as_frame, pack_state
+from echelon.ps.blob import as_frame, pack_state, read_frames, unpack_state, write_frames
 from echelon.ps.messages import (
     BUFFERS_KEY,
     Attach,
@@ -48,9 +48,10 @@ from echelon.ps.messages import (
     StateOf,
 )
 from echelon.ps.server_state import ServerState
-from echelon.ps.serving import Effect, Follow, Reply, SaveSnapshot, ServerConfig, TellPrimary, TellScheduler
+from echelon.ps.serving import Effect, FileState, Follow, Reply, SaveSnapshot, ServerConfig, TellPrimary, TellScheduler
 from echelon.ps.table import Cut, ParameterInfo, cut_table
 from echelon.sync.ps import ServerSettings
+from tests.unit.checkpoint.states import assert_same
 
 LR = 0.5
 TABLE = cut_table([ParameterInfo("w", (6,), False)], Cut(1, 4096))
@@ -171,6 +172,21 @@ def test_a_copy_stays_what_it_was() -> None:
     role.say("worker0", ReadState(BUFFERS_KEY, 5))
     assert [state.key for state in role.sent("worker0", StateOf)] == [0, BUFFERS_KEY]
     assert not role.value.eq(0).any()
+
+
+def test_a_copy_goes_into_a_file_where_a_worker_names_a_place_for_it(tmp_path: Path) -> None:
+    role = Role().fill()
+    role.say("scheduler", KeepCopy(5, full=True))
+    role.say("worker0", ReadState(0, 5, "ab" * 16))
+    (effect,) = [effect for effect in role.effects if isinstance(effect, FileState)]
+    assert not role.sent("worker0", StateOf), "the server's shell answers, once the file is there"
+    write_frames(tmp_path / "0", effect.frames)
+    meta = effect.content.meta
+    filed = unpack_state(meta, read_frames(tmp_path / "0", meta))
+    assert_same(unpack_state(meta, effect.frames), filed)
+    (tmp_path / "0").write_bytes(b"short")
+    with pytest.raises(ValueError, match="has 5 bytes"):
+        read_frames(tmp_path / "0", meta)
 
 
 def pair() -> tuple[Role, Role]:
@@ -331,6 +347,7 @@ def test_where_gradients_are_summed_lost_versions_are_completed() -> None:
         (PushGradient(4, 0, 0, 0, 1, 1, 1, 0, 1, LR, pull=True), [bytes(24)]),
         (SendBuffers(0), [b"\xff\xff\xff\xff"]),
         (ReadState(0, 99), []),
+        (ReadState(0, 5, "../elsewhere"), []),
         (Pull(4, 0, exact=False, full=False, tag=0), []),
         (RunEnded("stopped"), []),
     ],
