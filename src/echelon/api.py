@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from echelon.config import Resolved, RunConfig, build
 from echelon.config.build import DEFAULT, SettingValue
@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     from torch import nn
 
     from echelon.data import OwnData
+    from echelon.inference.export import Exported
+    from echelon.inference.predict import PredictedRow
     from echelon.observe.loggers.base import LoggerSettings
+    from echelon.run.trained import TrainedModel
     from echelon.study.outcome import StudyOutcome
-    from echelon.tasks.base import Task
+    from echelon.tasks.base import Task, Writing
     from echelon.tasks.own_loss import LossFunction
     from echelon.trainer.assemble import UserObjects
 
-SAFETENSORS = ".safetensors"
 OBJECTS = (
     "model",
     "data",
@@ -138,6 +140,21 @@ def _started(resolved: Resolved, objects: UserObjects | None) -> Outcome:
     return _ended(start(config, objects), objects)
 
 
+class ModelObjects(TypedDict, total=False):
+    """What makes a run's model and task, where these were given from Python in place of names, to be given again."""
+
+    model: nn.Module
+    task: Task
+    loss: LossFunction
+    metrics: object
+
+
+class GivenObjects(ModelObjects, total=False):
+    """Likewise, with the data."""
+
+    data: OwnData
+
+
 class ResumeKeywords(ResumeSettings, total=False):
     """Keywords of `resume`: settings that may change, and what was not given by name."""
 
@@ -230,24 +247,85 @@ def evaluate(
     return rescore(path, resolved.config, checkpoint, workers)
 
 
-def export(run: str | Path, file: str | Path) -> Path:
-    """Write the weights of a run's best checkpoint (their moving average, where there is one) under plain names.
+def export(run: str | Path, file: str | Path, trust: bool = False, **objects: Unpack[GivenObjects]) -> Exported:
+    """Write the model of a run's best checkpoint (its moving average, where there is one) to a file for other programs.
+
+    What was written is read back and evaluated on the run's evaluation data beside the run's model: a file whose
+    loss, metric or outputs are not the run's is not left.
+
+    Args:
+        file: by its suffix: `.safetensors` (weights), `.onnx` (for ONNX Runtime; classes and preprocessing in its
+            metadata), `.pt2` (for `torch.export.load`); without one, a folder for transformers.
+        trust: import code that the run's description names (`module:function`) and you have not used before.
+        objects: `model=...`, `data=...`, `task=...`, where the run was given such from Python.
 
     Returns:
-        the file: one safetensors file, whatever layout the run had.
+        where it lies, a path, and how it was checked.
 
     Raises:
-        UserError: no whole checkpoint, the file is to be of another format, or it cannot be written.
+        UserError: no whole checkpoint, no such format, one that does not suit the model, or the check failed.
     """
-    if Path(file).suffix not in ("", SAFETENSORS):
-        raise UserError(f"{file}: weights are written as safetensors: name a file that ends in {SAFETENSORS}")
-    path = Path(run)
-    _read(path)
-    from echelon.checkpoint import export_weights
-    from echelon.run.trained import best_weights
+    from echelon.inference.exports import format_of
 
-    export_weights(best_weights(path), Path(file))
-    return Path(file)
+    path = Path(run)
+    format_of(Path(file))
+    resolved = _read(path)
+    check_trust(resolved, trust)
+    from echelon.inference.export import write_export
+
+    given = _user_objects(dict(objects), resolved.config)
+    return write_export(path, resolved.config, Path(file), given or _no_objects())
+
+
+def predict(
+    run: str | Path,
+    data: Any,
+    masks: str | Path | None = None,
+    checkpoint: str = "best",
+    trust: bool = False,
+    device: str = "auto",
+    writing: Writing | None = None,
+    **objects: Unpack[ModelObjects],
+) -> list[PredictedRow]:
+    """Return what a run's model says of new samples; `[row.plain() for row in ...]` is for JSON or a data frame.
+
+    Samples go through the run's own steps: its tokeniser, its columns' means and categories, its images' size.
+
+    Args:
+        data: paths of images or sounds, or of folders of them; texts, or files with one a line; tables (files, rows as
+            mappings, data frames of pandas or tables of pyarrow); or arrays and tensors as the model takes them.
+        masks: folder that a segmentation's masks are written to, as PNG of class numbers.
+        checkpoint: `best`, `newest`, or the number of its step.
+        trust: import code that the run's description names (`module:function`) and you have not used before.
+        device: `auto`, `cpu` or `cuda`.
+        writing: how a language model writes on (see `echelon.tasks.base.Writing`).
+        objects: `model=...`, `task=...`, where the run was given such from Python.
+
+    Raises:
+        UserError: no such checkpoint that is whole, or samples that are not of the run's kind or cannot be read.
+    """
+    trained = trained_model(run, checkpoint, trust, **objects)
+    from echelon.inference.predict import device_of, predict_samples
+    from echelon.tasks.base import Writing
+
+    folder = None if masks is None else Path(masks)
+    return list(predict_samples(trained, data, writing or Writing(), device_of(device), folder))
+
+
+def trained_model(
+    run: str | Path, checkpoint: str = "best", trust: bool = False, **objects: Unpack[ModelObjects]
+) -> TrainedModel:
+    """Return a run's model with its task and what it keeps of its data, on the CPU, in evaluation mode.
+
+    Raises:
+        UserError: as `predict`.
+    """
+    resolved = _read(Path(run))
+    check_trust(resolved, trust)
+    from echelon.run.trained import load_trained
+
+    given = _user_objects(dict(objects), resolved.config)
+    return load_trained(Path(run), resolved.config, given or _no_objects(), checkpoint)
 
 
 def report(run: str | Path) -> Path:
@@ -378,6 +456,12 @@ def _user_objects(candidates: Mapping[str, Any], config: RunConfig) -> UserObjec
         metrics=objects.get("metrics"),
         optimizer=objects.get("optimizer"),
     )
+
+
+def _no_objects() -> UserObjects:
+    from echelon.trainer.assemble import UserObjects
+
+    return UserObjects()
 
 
 def _read(path: Path, overrides: Mapping[str, SettingValue] | None = None) -> Resolved:

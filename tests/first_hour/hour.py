@@ -42,7 +42,7 @@ MISTAKES = (
     "echelon train digits --epochs 0", "echelon train digits --compression tpk", "echelon train digits --lr fast",
     'echelon train digits --sync "local(perod=3)"', "echelon train digits --parallel dp=3 --workers 2",
     "echelon train digits --run FIRST", "echelon resume runs/nothing",
-    "echelon resume FIRST --epochs 1", "echelon export FIRST x.onnx",
+    "echelon resume FIRST --epochs 1", "echelon export FIRST x.txt",
 )  # fmt: skip
 COMPARE = (
     f"echelon compare digits --workers 2 --epochs 4 --seeds 2 {SMALL} --run studies/first --try sync=allreduce "

@@ -121,7 +121,7 @@ WITH_IMPORTS = [
     (["resume"], "RUN"),
     (["evaluate", "nowhere"], "holds no run"),
     (["report", "nowhere"], "holds no run"),
-    (["export", "nowhere", "x.onnx"], ".safetensors"),
+    (["export", "nowhere", "x.txt"], ".safetensors"),
     (["export", "nowhere", "x.safetensors"], "holds no run"),
     (["watch", "nowhere", "--once"], "does not exist"),
     (["compare"], "nothing to compare"),

@@ -230,13 +230,13 @@ def test_a_run_that_is_done_is_not_done_again_and_its_description_repeats_it(tmp
             ["resume", "runs/one"],
             ["resume", "runs/one", "--max-steps", "2"],
             ["resume", "runs/one", "--epochs", "0"],
-            ["export", "runs/one", "x.onnx"],
+            ["export", "runs/one", "x.txt"],
         ],
     )
     assert again.code == 0 and "is complete" in again.err and "nothing to do" in again.err, again
     _refused(fewer, "--max-steps 2 is less than what is done", "6 steps")
     _refused(steps, "--epochs")
-    _refused(onnx, "x.onnx", ".safetensors")
+    _refused(onnx, "x.txt", ".safetensors")
     assert {file: file.read_bytes() for file in (tmp_path / "runs").rglob("*") if file.is_file()} == before
     repeated, more = run_many(
         tmp_path, [["train", "--config", "runs/one/config.yaml"], ["resume", "runs/one", "--epochs", "2"]]

@@ -18,7 +18,9 @@ COMMANDS = {
     "resume": ("echelon.cli.train:resume_command", "Continue a run from its newest checkpoint."),
     "finetune": ("echelon.cli.train:finetune_command", "Train on from the best weights of a run."),
     "evaluate": ("echelon.cli.runs:evaluate_command", "Evaluate a checkpoint of a run."),
-    "export": ("echelon.cli.runs:export_command", "Write a run's best weights as one safetensors file."),
+    "export": ("echelon.cli.runs:export_command", "Write a run's best model for other programs, and check it."),
+    "predict": ("echelon.cli.use:predict_command", "Apply a run's model to new samples."),
+    "serve": ("echelon.cli.use:serve_command", "Answer requests for predictions on this machine."),
     "compare": (
         "echelon.cli.compare:command",
         "Compare ways of training on your own work.",

@@ -49,16 +49,21 @@ def evaluate_command() -> Any:
 def export_command() -> Any:
     """Build `echelon export`."""
 
-    def export(
-        run: Annotated[str, typer.Argument(help="the run's folder")],
-        file: Annotated[str, typer.Argument(help="the file to write, such as weights.safetensors")],
-    ) -> None:
-        """Write a run's best weights."""
+    def export(run: str, file: str, trust: bool) -> None:
+        """Write a run's best model."""
         from echelon import api
 
-        print(f"weights: {api.export(run, file)}")
+        exported = api.export(run, file, trust)
+        print(f"written: {exported.path}")
+        print(exported.check)
 
-    return as_command(export, "export", COMMANDS["export"][1])
+    suffixes = "by its suffix: .safetensors, .onnx, .pt2; without one, a folder for transformers"
+    options = [
+        parameter("run", str, typer.Argument(..., help="the run's folder")),
+        parameter("file", str, typer.Argument(..., help=f"what to write, {suffixes}")),
+        trust_parameter(),
+    ]
+    return as_command(with_parameters(export, options), "export", COMMANDS["export"][1])
 
 
 def report_command() -> Any:

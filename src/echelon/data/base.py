@@ -43,6 +43,8 @@ class DataInfo:
         tokeniser: that texts were cut with.
         tightest: of sounds with transcripts, the one whose frames are the fewest for its labels.
         marks: the ids that begin and end a sentence that a model is to write; None: it writes none.
+        columns: names of a table's columns that inputs are made of, in their order; empty: it is no table.
+        rate: of sounds, samples per second; 0: these are no sounds.
     """
 
     name: str
@@ -65,6 +67,8 @@ class DataInfo:
     tokeniser: TextDecoder | None = None
     tightest: TightSample | None = None
     marks: SentenceMarks | None = None
+    columns: tuple[str, ...] = ()
+    rate: int = 0
 
     @property
     def inputs(self) -> Nest:

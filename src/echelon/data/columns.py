@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from echelon.core.errors import UserError, nearest
 from echelon.core.files import write_atomic
-from echelon.data.base import DataRequest
+from echelon.data.base import DataInfo, DataRequest
 from echelon.data.ragged import RaggedArray
 from echelon.data.tokenisers import Tokeniser, tokeniser_for
-from echelon.tasks.nest import TensorSpec
+from echelon.tasks.nest import Nest, TensorSpec
 
 RUN_FILE = "columns.json"
 Values = TypeVar("Values")
@@ -34,7 +34,7 @@ _TEXT_CHARACTERS = 20  # from this mean length on, strings that hardly repeat ar
 _SEPARATORS = ("|", ";")
 _SEVERAL = 0.05  # share of strings with a separator from which on they are labels
 IDS, MASK = "input_ids", "attention_mask"  # what models of texts call their inputs, those of transformers too
-_MOST_TOKENS = 512  # of a text; what is longer is cut
+MOST_TOKENS = 512  # of a text; what is longer is cut
 
 
 class Form(Enum):
@@ -249,6 +249,16 @@ class MeasuredColumns:
             return None
         return Form.CATEGORIES if self._facts[name].known else Form.NUMBERS
 
+    def known(self, name: str) -> ColumnFacts:
+        """Return the facts of a column that the run keeps.
+
+        Raises:
+            UserError: it keeps none.
+        """
+        if name not in self._facts:
+            raise UserError(f"the run keeps nothing of column {name}: {self._file} is gone, or of other columns")
+        return self._facts[name]
+
     def keep(self) -> None:
         """Write all facts to the run's folder, where there is one that keeps none yet."""
         if self._file is not None and not self.is_kept and self._file.parent.is_dir():
@@ -327,6 +337,40 @@ class Classes:
 
     numbers: NDArray[np.int64]
     names: tuple[str, ...]
+
+
+def inputs_of_rows(table: pa.Table, info: DataInfo, measured: MeasuredColumns) -> Nest:
+    """Return rows that are in no part of the data as the model takes them, by what a run keeps of its columns.
+
+    Columns whose values are known are numbered, all others standardised; of several inputs, ids of categories count on.
+
+    Raises:
+        UserError: a column is not there, or holds another type than the run's.
+    """
+    ids: list[Numbered] = []
+    numbers: list[NDArray[np.float32]] = []
+    for name in info.columns:
+        if name not in table.column_names:
+            there = ", ".join(table.column_names)
+            raise UserError(f"no column {name!r}: {nearest(name, table.column_names)}there are {there}")
+        facts = measured.known(name)
+        try:
+            column = numbered(name, table[name], facts) if facts.known else standardised(table[name], facts)
+        except pa.ArrowException as error:
+            raise UserError(f"column {name}: {str(error).splitlines()[0]}") from error
+        if isinstance(column, Numbered):
+            ids.append(column)
+        else:
+            numbers.append(column.values)
+    if isinstance(info.inputs, tuple):
+        return tuple(
+            column.ids.reshape(-1, *(1 for _ in spec.shape)) for column, spec in zip(ids, info.inputs, strict=True)
+        )
+    first = np.cumsum([0, *(column.count for column in ids)])
+    inputs: dict[str, NDArray[Any]] = {"numbers": np.stack(numbers, axis=1)} if numbers else {}
+    if ids:
+        inputs["categories"] = np.stack([column.ids + start for column, start in zip(ids, first, strict=False)], axis=1)
+    return inputs if isinstance(info.inputs, dict) else inputs["numbers"]
 
 
 def classes_of(name: str, values: pa.ChunkedArray, measured: MeasuredColumns) -> Classes:
@@ -420,12 +464,16 @@ def encode_texts(request: DataRequest, texts: Sequence[str], train: int) -> Text
     if not any(text.strip() for text in texts[:train]):
         raise UserError(f"data {request.config.source}: column {request.config.input} holds no text")
     tokeniser = tokeniser_for(request, texts[:train])
-    rows = [row[:_MOST_TOKENS] if len(row) else np.zeros(1, np.int64) for row in tokeniser.encode(texts)]
-    ids = RaggedArray.of(rows)
-    mask = RaggedArray(np.ones_like(ids.values), np.cumsum(ids.lengths))
-    longest = ids.shape[1:2]
+    inputs = with_mask([row[:MOST_TOKENS] for row in tokeniser.encode(texts)])
+    longest = inputs[IDS].shape[1:2]
     specs = {
         IDS: TensorSpec(longest, "int64", tokeniser.count, ragged=True),
         MASK: TensorSpec(longest, "int64", ragged=True),
     }
-    return TextColumn({IDS: ids, MASK: mask}, specs, tokeniser)
+    return TextColumn(inputs, specs, tokeniser)
+
+
+def with_mask(rows: Sequence[NDArray[np.int64]]) -> dict[str, RaggedArray]:
+    """Return the ids of texts, an empty one as one zero, with a mask of those that are there."""
+    ids = RaggedArray.of([row if len(row) else np.zeros(1, np.int64) for row in rows])
+    return {IDS: ids, MASK: RaggedArray(np.ones_like(ids.values), np.cumsum(ids.lengths))}

@@ -228,7 +228,7 @@ def interactions_source(
     given, wanted = train.specs
     info = DataInfo(
         request.config.source, (), 1, 1, len(train), len(validation), (),
-        several=given, targets=wanted, task="recommendation",
+        several=given, targets=wanted, task="recommendation", columns=tuple(inputs),
     )  # fmt: skip
     notes = [
         f"the last {inputs[1]} of each of {len(test):,} {inputs[0]}, by {by}, is the test set, and the one before is "

@@ -60,6 +60,15 @@ class MaskedImages(Dataset[tuple[Tensor, Tensor]]):
         return MaskedImages(self.images.subset(chosen), self.masks.subset(chosen))
 
 
+class ImagesToMask(MaskedImages):
+    """Images alone, whose masks a model is to predict."""
+
+    @classmethod
+    def of(cls, images: ImageFiles) -> ImagesToMask:
+        """Return images without masks."""
+        return cls(images, images)
+
+
 def read_mask(path: str) -> Mask:
     """Return the numbers of a mask `(H, W)`: of a palette its indices, of grey pixels their values.
 
@@ -212,6 +221,8 @@ class MaskRows(RowsOfOneShape):
         return bad
 
     def _mask(self, i: int, picture: Picture) -> Tensor:
+        if isinstance(self._pairs, ImagesToMask):
+            return torch.zeros(picture.height, picture.width, dtype=torch.uint8)
         path = self._pairs.masks.path(i)
         mask = read_mask(path)
         _check_size(path, mask, picture)
@@ -276,6 +287,18 @@ class Frame:
         pixels[(slice(None), *there)] = pair[0].numpy()
         numbers = pair[1][0].numpy()
         classes[there] = np.where(numbers == IGNORED, NO_TARGET, numbers.astype(np.int64))
+
+
+def mask_of_image(square: Mask, picture: Picture) -> Mask:
+    """Return a mask of the square `(S, S)` that an evaluation sees, as one of its image `(H, W)`."""
+    from torchvision.transforms.v2 import InterpolationMode, functional
+
+    frame = Frame.of(picture, len(square), None)
+    top, left = max(0, -frame.top), max(0, -frame.left)
+    there = torch.from_numpy(square[top : top + frame.height, left : left + frame.width])
+    size = [picture.height, picture.width]
+    mask: Mask = functional.resize(there[None], size, InterpolationMode.NEAREST_EXACT)[0].numpy()
+    return mask
 
 
 def _offset(length: int, side: int, number: float) -> int:

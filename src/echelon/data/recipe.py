@@ -95,7 +95,7 @@ def make_rows(samples: Any, info: DataInfo, config: LoaderConfig, training: bool
     on_device = config.device.type == "cuda"
     recipe = Recipe(
         side=side,
-        shorter=side if side <= SMALL_IMAGE else round(side * 256 / 224),
+        shorter=shorter_side(side),
         augment=_augment(data.augment, side) if training else "none",
         seed=config.seed,
         channels=info.channels,
@@ -105,6 +105,11 @@ def make_rows(samples: Any, info: DataInfo, config: LoaderConfig, training: bool
         transform=transform,
     )
     return ImageRows(samples, recipe)
+
+
+def shorter_side(side: int) -> int:
+    """Return to what an image's shorter side is resized, in pixels, before its centre of `side` is cut out."""
+    return side if side <= SMALL_IMAGE else round(side * 256 / 224)
 
 
 def _sound_rows(sounds: SoundFiles, config: LoaderConfig, training: bool) -> SoundRows:

@@ -85,6 +85,12 @@ def _build(name: str, data: ModelInput) -> nn.Module:
     raise _unknown(name)
 
 
+def leads_to_model(name: str) -> bool:
+    """Whether a name is one of models, by its form; the class of a module that was given from Python is none."""
+    known = [*builtin_names(), *OF_SEQUENCES, *OF_COLUMNS, *OF_PIXELS, "auto"]
+    return name in known or ":" in name or "/" in name
+
+
 def _unknown(name: str) -> UserError:
     known = [*builtin_names(), "auto"]
     library, _, rest = name.rpartition("/")

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
 from echelon.config import RunConfig
-from echelon.data import open_data
+from echelon.core.errors import UserError
+from echelon.data import DataInfo, Source, open_data
+from echelon.data.kept_info import read_info
 from echelon.models import build_model
 from echelon.run.parcel import own_copy
+from echelon.tasks.base import Task
 from echelon.tasks.registry import TaskChoice
 from echelon.trainer.assemble import UserObjects
 from echelon.trainer.inputs import model_input
 from echelon.trainer.start_weights import best_weights
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A run's model with what it takes to use it.
+
+    Attributes:
+        model: with the weights of a checkpoint, on the CPU, in evaluation mode.
+        info: what is known of the data that it was trained on.
+        task: fitted to that data.
+        folder: of the run, which keeps the tokeniser and what was measured of columns.
+        source: the data itself; None: it was not opened.
+    """
+
+    model: nn.Module
+    info: DataInfo
+    task: Task
+    config: RunConfig
+    folder: Path
+    source: Source | None = None
 
 
 def best_model(folder: Path, config: RunConfig, objects: UserObjects) -> nn.Module:
@@ -26,11 +50,41 @@ def best_model(folder: Path, config: RunConfig, objects: UserObjects) -> nn.Modu
         UserError: no whole checkpoint; the data, which a named model is built for, is gone; or the model is another.
     """
     weights = best_weights(folder)
+    if objects.model is None:
+        return load_trained(folder, config, objects).model
+    model = own_copy(objects.model).cpu()
+    model.load_state_dict(weights)
+    return model.eval()
+
+
+def load_trained(
+    folder: Path, config: RunConfig, objects: UserObjects, checkpoint: str = "best", with_data: bool = False
+) -> TrainedModel:
+    """Return a run's model with what it takes to use it, by what the run keeps of its data.
+
+    Args:
+        objects: what the caller gave in place of names; the model given stays as it is.
+        checkpoint: `best`, `newest`, or the number of its step.
+        with_data: open the data, too; runs that keep nothing of it open it anyway.
+
+    Raises:
+        UserError: no such checkpoint that is whole; the data is needed and gone; or the model is another.
+    """
+    weights = best_weights(folder, checkpoint)
+    info, source = read_info(folder), objects.source
+    if source is None and (with_data or info is None):
+        source = open_data(config.data, config.training.seed, config.task, folder)
+    if source is not None:
+        info = source.info
+    assert info is not None
+    task = TaskChoice.of(config).fitted(info, objects.of_task)
     if objects.model is not None:
         model = own_copy(objects.model).cpu()
     else:
-        source = objects.source or open_data(config.data, config.training.seed, config.task, folder)
-        task = TaskChoice.of(config).fitted(source.info, objects.of_task)
-        model = build_model(config.model, model_input(source.info, task))
-    model.load_state_dict(weights)
-    return model.eval()
+        model = build_model(config.model, model_input(info, task))
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise UserError(f"{folder}: its weights do not fit the model {config.model.name} ({reason})") from error
+    return TrainedModel(model.eval(), info, task, config, folder, source)

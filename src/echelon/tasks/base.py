@@ -224,6 +224,37 @@ class Generated:
     section: ReportSection | None = None
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """What a model says of one sample, in plain values.
+
+    Attributes:
+        value: a class, labels, a number or several by the names of targets, a text; else the outputs as they are.
+        probability: of the class that is the value; None: it is no class.
+        probabilities: of every class, by its name.
+        mask: the class number of each pixel `(H, W)`; None: it is of no image.
+    """
+
+    value: Any
+    probability: float | None = None
+    probabilities: Mapping[str, float] = field(default_factory=dict)
+    mask: NDArray[np.uint8] | None = None
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How a model writes a text on.
+
+    Attributes:
+        most_tokens: that it adds.
+        temperature: of the distribution that tokens are drawn from; 0: the likeliest one is taken.
+    """
+
+    most_tokens: int = 100
+    temperature: float = 0.0
+    seed: int = 0
+
+
 class Metrics(Protocol):
     """Collects what a rank's part of the evaluation set gave; then makes metrics of all ranks' parts."""
 
@@ -356,6 +387,20 @@ class Task(ABC):
             group: of the ranks that divide the evaluation set; None: there is one.
         """
         return Generated()
+
+    def predict(self, model: Callable[[Nest], Any], inputs: Nest, writing: Writing) -> list[Prediction]:
+        """Return what a model says of B samples without targets.
+
+        Args:
+            model: takes inputs and returns outputs, in float32 or wider.
+            inputs: as sources of the task give them; of texts that are to be written on, their tokens and a mask.
+        """
+        return self.predictions(model(inputs))
+
+    def predictions(self, outputs: Any) -> list[Prediction]:
+        """Return what a model's outputs say of B samples; where the task knows no better, they are lists of numbers."""
+        rows = [[leaf[i].tolist() for leaf in nest.leaves(outputs)] for i in range(nest.rows(outputs))]
+        return [Prediction(row[0] if len(row) == 1 else row) for row in rows]
 
     def report_sections(self, result: EvaluationResult) -> Sequence[ReportSection]:
         """Return what reports show of an evaluation beside its metrics; one rank is asked, when it is the best."""

@@ -22,7 +22,16 @@ from echelon.core.errors import UserError
 from echelon.core.figure import ReportSection
 from echelon.core.task import BEFORE_TASKS, TaskDefaults
 from echelon.tasks import nest
-from echelon.tasks.base import DataFacts, Encoding, EvaluationResult, InputFacts, Metrics, Task, TaskSettings
+from echelon.tasks.base import (
+    DataFacts,
+    Encoding,
+    EvaluationResult,
+    InputFacts,
+    Metrics,
+    Prediction,
+    Task,
+    TaskSettings,
+)
 from echelon.tasks.classification_metrics import ClassificationMetrics
 from echelon.tasks.classification_report import class_sections
 
@@ -96,6 +105,18 @@ class Classification(Task):
     def metrics(self, device: torch.device) -> Metrics:
         """Return an accumulator of top-1, top-5, precision, recall, F1, ROC and the confusion matrix."""
         return ClassificationMetrics(self.classes, device)
+
+    def predictions(self, outputs: Tensor) -> list[Prediction]:
+        """Return the likeliest class of each sample, and the probability of every one."""
+        rows = outputs.softmax(-1).cpu()
+        return [
+            Prediction(
+                self.classes[int(row.argmax())],
+                float(row.max()),
+                dict(zip(self.classes, row.tolist(), strict=True)),
+            )
+            for row in rows
+        ]
 
     def report_sections(self, result: EvaluationResult) -> Sequence[ReportSection]:
         """Return the confusion matrix, the ROC curves and the table of the classes."""

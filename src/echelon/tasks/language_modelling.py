@@ -26,8 +26,10 @@ from echelon.tasks.base import (
     Encoding,
     Generated,
     InputFacts,
+    Prediction,
     TaskSettings,
     TextDecoder,
+    Writing,
 )
 from echelon.tasks.nest import TensorSpec
 from echelon.tasks.token_loss import TokenTask, are_tokens, logits_of
@@ -86,22 +88,44 @@ class LanguageModelling(TokenTask):
             f"batch of {samples} it returned {shape}"
         )
 
+    def predict(self, model: Callable[[nest.Nest], Any], inputs: nest.Nest, writing: Writing) -> list[Prediction]:
+        """Return how the model writes each prompt on; the prompt is left out.
+
+        Args:
+            inputs: `input_ids` and `attention_mask` of the prompts, `(B, T)`.
+
+        Raises:
+            UserError: the run has no tokeniser that makes text of tokens.
+        """
+        if self._decoder is None:
+            raise UserError("this run knows token ids alone: no tokeniser makes text of what the model writes")
+        prompts = [row[there.bool()].tolist() for row, there in zip(*inputs.values(), strict=True)]
+        return [Prediction(self._decoder.decode(self._written(model, ids, writing))) for ids in prompts]
+
+    def _written(self, model: Callable[[nest.Nest], Any], prompt: list[int], writing: Writing) -> list[int]:
+        """Return the tokens that follow a prompt, each seeing at most a window of those before."""
+        generator, ids = torch.Generator().manual_seed(writing.seed), prompt or [0]
+        for _ in range(writing.most_tokens):
+            recent = ids[-self._context :]
+            padded = torch.zeros(1, self._context, dtype=torch.int64)
+            padded[0, : len(recent)] = torch.tensor(recent)
+            logits = logits_of(model(padded))[0, len(recent) - 1].double().cpu()
+            if writing.temperature:
+                chances = (logits / writing.temperature).softmax(-1).nan_to_num(1e-9)
+                ids = [*ids, int(torch.multinomial(chances, 1, generator=generator))]
+            else:
+                ids = [*ids, int(logits.argmax())]
+        return ids[len(prompt or [0]) :]
+
     def generated(
         self, model: Callable[[nest.Nest], Any], samples: Sequence[ChosenSample], group: dist.ProcessGroup | None
     ) -> Generated:
         """Return a text that the model writes, token by token, each drawn with temperature 0.8 and one seed."""
         if self._decoder is None:
             return Generated()
-        generator, ids = torch.Generator().manual_seed(0), [0]
-        for _ in range(_WRITTEN):
-            recent = ids[-self._context :]
-            padded = torch.zeros(1, self._context, dtype=torch.int64)
-            padded[0, : len(recent)] = torch.tensor(recent)
-            logits = logits_of(model(padded))[0, len(recent) - 1].double().cpu()
-            chances = (logits / _TEMPERATURE).softmax(-1).nan_to_num(1e-9)
-            ids.append(int(torch.multinomial(chances, 1, generator=generator)))
+        ids = self._written(model, [], Writing(_WRITTEN, _TEMPERATURE))
         note = f"{_WRITTEN} tokens, each drawn from the model's distribution at temperature {_TEMPERATURE}."
-        written = ReportText("", self._decoder.decode(ids[1:]))
+        written = ReportText("", self._decoder.decode(ids))
         return Generated(section=ReportSection("Generated text", texts=[written], notes=[note]))
 
 

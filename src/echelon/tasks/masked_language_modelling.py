@@ -15,10 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from echelon.core.errors import UserError
 from echelon.core.figure import ReportSection, ReportText
 from echelon.core.task import TaskDefaults
 from echelon.tasks import nest
-from echelon.tasks.base import NO_TARGET, ChosenSample, DataFacts, Encoding, Generated, InputFacts, TaskSettings
+from echelon.tasks.base import (
+    NO_TARGET,
+    ChosenSample,
+    DataFacts,
+    Encoding,
+    Generated,
+    InputFacts,
+    Prediction,
+    TaskSettings,
+    Writing,
+)
 from echelon.tasks.gathering import gather_lines
 from echelon.tasks.language_modelling import LanguageModelling
 from echelon.tasks.nest import Nest
@@ -58,6 +69,27 @@ class MaskedLanguageModelling(LanguageModelling):
     def auto_model(self, data: InputFacts) -> str:
         """Return the small encoder."""
         return "small_bert"
+
+    def predict(self, model: Callable[[Nest], Any], inputs: Nest, writing: Writing) -> list[Prediction]:
+        """Return each text with its masks filled, each by its likeliest token.
+
+        Args:
+            inputs: `input_ids` and `attention_mask` of the texts, `(B, T)`; the number of the mask is the vocabulary's
+                size. Of a longer text only the first window is filled.
+
+        Raises:
+            UserError: the run has no tokeniser that makes text of tokens.
+        """
+        if self._decoder is None:
+            raise UserError("this run knows token ids alone: no tokeniser makes text of what the model writes")
+        texts = []
+        for row, there in zip(*inputs.values(), strict=True):
+            ids = row[there.bool()][: self._context].cpu()
+            padded = torch.full((1, self._context), self._vocabulary)
+            padded[0, : len(ids)] = ids
+            filled = logits_of(model(padded))[0, : len(ids)].argmax(-1).cpu()
+            texts.append(self._decoder.decode(torch.where(ids == self._vocabulary, filled, ids).tolist()))
+        return [Prediction(text) for text in texts]
 
     def generated(
         self, model: Callable[[Nest], Any], samples: Sequence[ChosenSample], group: dist.ProcessGroup | None

@@ -20,7 +20,16 @@ from echelon.core.errors import UserError
 from echelon.core.figure import ReportSection
 from echelon.core.task import Metric, TaskDefaults
 from echelon.tasks import nest
-from echelon.tasks.base import DataFacts, Encoding, EvaluationResult, InputFacts, Metrics, Task, TaskSettings
+from echelon.tasks.base import (
+    DataFacts,
+    Encoding,
+    EvaluationResult,
+    InputFacts,
+    Metrics,
+    Prediction,
+    Task,
+    TaskSettings,
+)
 from echelon.tasks.classification import TABLE_MODEL
 from echelon.tasks.classification_report import class_sections
 from echelon.tasks.gathering import Gathered
@@ -70,6 +79,17 @@ class MultiLabel(Task):
     def metrics(self, device: torch.device) -> Metrics:
         """Return an accumulator of average precision, precision, recall, F1 and ROC of each label."""
         return _LabelMetrics(self.labels, device)
+
+    def predictions(self, outputs: Tensor) -> list[Prediction]:
+        """Return the labels whose probability is at least a half, and that of every one."""
+        rows = outputs.sigmoid().tolist()
+        return [
+            Prediction(
+                [label for label, share in zip(self.labels, row, strict=True) if share > _THRESHOLD],
+                probabilities=dict(zip(self.labels, row, strict=True)),
+            )
+            for row in rows
+        ]
 
     def report_sections(self, result: EvaluationResult) -> Sequence[ReportSection]:
         """Return the ROC curves and the table of the labels."""

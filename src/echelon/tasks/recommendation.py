@@ -31,6 +31,7 @@ from echelon.tasks.base import (
     EvaluationResult,
     InputFacts,
     Metrics,
+    Prediction,
     Task,
     TaskSettings,
 )
@@ -97,6 +98,12 @@ class PairPrediction(Regression):
         """Return an accumulator of RMSE and MAE, or of ROC AUC and log loss."""
         return _PairMetrics(self._units, self._clicks, device)
 
+    def predictions(self, outputs: Tensor) -> list[Prediction]:
+        """Return the rating of each pair, or the probability of a click."""
+        if self._clicks:
+            return [Prediction(share) for share in outputs.reshape(-1).sigmoid().tolist()]
+        return super().predictions(outputs)
+
     def report_sections(self, result: EvaluationResult) -> Sequence[ReportSection]:
         """Return the calibration."""
         predicted, true = result.detail["predicted"], result.detail["true"]
@@ -161,6 +168,10 @@ class ItemRanking(PairPrediction):
     def metrics(self, device: torch.device) -> Metrics:
         """Return an accumulator of NDCG and hit rate."""
         return _RankMetrics(device)
+
+    def predictions(self, outputs: Tensor) -> list[Prediction]:
+        """Return the score of each pair's item, by which items of one user are ranked."""
+        return [Prediction(score) for score in outputs.reshape(len(outputs), -1)[:, 0].tolist()]
 
     def report_sections(self, result: EvaluationResult) -> Sequence[ReportSection]:
         """Return how many users find the item among the first n."""

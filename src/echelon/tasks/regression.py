@@ -20,7 +20,16 @@ from echelon.core.errors import UserError
 from echelon.core.figure import Chart, ReportSection, ReportTable, axis, color, line
 from echelon.core.task import Metric, TaskDefaults
 from echelon.tasks import nest
-from echelon.tasks.base import DataFacts, Encoding, EvaluationResult, InputFacts, Metrics, Task, TaskSettings
+from echelon.tasks.base import (
+    DataFacts,
+    Encoding,
+    EvaluationResult,
+    InputFacts,
+    Metrics,
+    Prediction,
+    Task,
+    TaskSettings,
+)
 from echelon.tasks.gathering import Gathered
 from echelon.tasks.nest import Nest
 
@@ -92,6 +101,13 @@ class Regression(Task):
     def metrics(self, device: torch.device) -> Metrics:
         """Return an accumulator of RMSE, MAE and R2."""
         return _RegressionMetrics(self._names, self._units, device)
+
+    def predictions(self, outputs: Tensor) -> list[Prediction]:
+        """Return the target in the data's units; of several, each by its name."""
+        rows = self._units.given(self._rows(outputs)).tolist()
+        if len(self._names) == 1:
+            return [Prediction(value) for (value,) in rows]
+        return [Prediction(dict(zip(self._names, row, strict=True))) for row in rows]
 
     def report_sections(self, result: EvaluationResult) -> Sequence[ReportSection]:
         """Return predictions over the truth, residuals, and of several targets a table."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.core.errors import UserError
@@ -31,6 +32,7 @@ from echelon.tasks.base import (
     Examples,
     InputFacts,
     Metrics,
+    Prediction,
     Task,
     TaskSettings,
 )
@@ -139,6 +141,15 @@ class Segmentation(Task):
         """Return the mean loss of the pixels of each sample that count `(B,)`; 0 of a sample that has none."""
         losses = self._losses(_logits(outputs), targets).flatten(1).sum(1)
         return losses / (_wanted(targets) != NO_TARGET).flatten(1).sum(1).clamp(min=1)
+
+    def predictions(self, outputs: Any) -> list[Prediction]:
+        """Return the likeliest class of each pixel, and the share of pixels of each class."""
+        masks = _logits(outputs).argmax(1).to(torch.uint8).cpu().numpy()
+        return [Prediction(self._shares(mask), mask=mask) for mask in masks]
+
+    def _shares(self, mask: NDArray[np.uint8]) -> dict[str, float]:
+        counts = np.bincount(mask.ravel(), minlength=len(self.classes)) / mask.size
+        return dict(zip(self.classes, counts.tolist(), strict=True))
 
     def report_sections(self, result: EvaluationResult) -> Sequence[ReportSection]:
         """Return the table of the classes."""

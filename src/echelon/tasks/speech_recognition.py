@@ -31,6 +31,7 @@ from echelon.tasks.base import (
     Examples,
     InputFacts,
     Metrics,
+    Prediction,
     Task,
     TaskSettings,
     TextDecoder,
@@ -119,6 +120,11 @@ class SpeechRecognition(Task):
         """Return an accumulator of the rates of wrong words and characters."""
         assert self._decoder is not None
         return TranscriptMetrics(self._decoder)
+
+    def predictions(self, outputs: Tensor) -> list[Prediction]:
+        """Return what is said in each sound."""
+        assert self._decoder is not None
+        return [Prediction(self._decoder.decode(labels)) for labels in greedy_labels(outputs)]
 
     def examples(self) -> Examples | None:
         """Return a choice of the transcripts with the highest rate of wrong characters."""

@@ -19,7 +19,9 @@ from echelon.tasks.base import (
     Generated,
     InputFacts,
     Metrics,
+    Prediction,
     Task,
+    Writing,
 )
 from echelon.tasks.nest import Nest
 from echelon.tasks.own_loss import LossFunction, OwnLoss
@@ -92,6 +94,10 @@ class TailoredTask(Task):
     ) -> Generated:
         """Return what the task makes of the model's own writing."""
         return self._task.generated(model, samples, group)
+
+    def predict(self, model: Callable[[Nest], Any], inputs: Nest, writing: Writing) -> list[Prediction]:
+        """Return what the task makes of the model; outputs as they are where the loss is one's own and says no task."""
+        return self._task.predict(model, inputs, writing)
 
     def auto_model(self, data: InputFacts) -> str:
         """Return the task's choice."""

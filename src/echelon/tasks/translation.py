@@ -28,9 +28,11 @@ from echelon.tasks.base import (
     Encoding,
     Generated,
     InputFacts,
+    Prediction,
     SentenceMarks,
     TaskSettings,
     TextDecoder,
+    Writing,
 )
 from echelon.tasks.gathering import gather_lines
 from echelon.tasks.nest import Nest
@@ -102,6 +104,16 @@ class Translation(TokenTask):
             f"must return logits of shape (batch, target tokens, {self._vocabulary}), one for each token; for a "
             f"batch of {samples} it returned {shape}"
         )
+
+    def predict(self, model: Callable[[Nest], Any], inputs: Nest, writing: Writing) -> list[Prediction]:
+        """Return the translation of each sentence, its tokens the most probable ones.
+
+        Raises:
+            UserError: the run has no tokeniser that makes text of tokens.
+        """
+        if self._writer is None:
+            raise UserError("this run knows token ids alone: no tokeniser makes sentences of what the model writes")
+        return [Prediction(text) for text in self._writer.texts(model, inputs)]
 
     def generated(
         self, model: Callable[[Nest], Any], samples: Sequence[ChosenSample], group: dist.ProcessGroup | None
@@ -181,6 +193,11 @@ class SentenceWriter:
                 wanted = sample.targets[sample.targets != NO_TARGET].tolist()
                 rows.append((sample.place, self._text(source.tolist()), self._text(wanted), self._text(ids)))
         return rows
+
+    def texts(self, model: Callable[[Nest], Any], inputs: Nest) -> list[str]:
+        """Return what the model writes for each source, ids with a mask `(B, T)`."""
+        sources = [row[mask.bool()].cpu() for row, mask in zip(inputs[IDS], inputs[MASK], strict=True)]
+        return [self._text(ids) for ids in self._greedy(model, sources, None)]
 
     def _greedy(
         self, model: Callable[[Nest], Any], sources: Sequence[Tensor], group: dist.ProcessGroup | None

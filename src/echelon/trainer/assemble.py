@@ -20,6 +20,7 @@ from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.data import LoaderConfig, Shard, Source, example_inputs
 from echelon.data.base import DataInfo
+from echelon.data.kept_info import keep_info
 from echelon.data.loader import EvalLoader, TrainLoader, size_note
 from echelon.data.transforms import NO_TRANSFORMS, Transforms
 from echelon.models import auto_name, parameter_count
@@ -182,6 +183,8 @@ def _groundwork(
     seed_everything(seed)
     source = user_objects.source or resolved.source.open()
     check_enough(source.info, data_ranks)
+    if rank == 0:
+        keep_info(path, source.info)
     settings = LoaderConfig.of(config.data, seed, world.device, user_objects.transforms)
     shard = Shard(world.data_rank, world.data_size)
     task = resolved.task.fitted(source.info, user_objects.of_task)

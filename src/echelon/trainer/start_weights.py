@@ -11,18 +11,21 @@ from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
 from echelon.models import LoadedWeights, load_state, load_weights, locate_weights
 from echelon.trainer.folder import CONFIG_FILE
-from echelon.trainer.saving import best_state
+from echelon.trainer.saving import state_of
 
 
-def best_weights(folder: Path) -> Mapping[str, Tensor]:
-    """Return the weights of a run's best checkpoint by plain names, whatever its layout; on the CPU.
+def best_weights(folder: Path, checkpoint: str = "best") -> Mapping[str, Tensor]:
+    """Return the weights of a run's checkpoint by plain names, whatever its layout; on the CPU.
 
     They are their moving average, where there is one.
 
+    Args:
+        checkpoint: `best`, `newest`, or the number of its step.
+
     Raises:
-        UserError: no whole checkpoint.
+        UserError: no such checkpoint that is whole.
     """
-    state = best_state(folder)
+    state = state_of(folder, checkpoint)
     weights: Mapping[str, Tensor] = state["ema"]["average"] if state["ema"] else state["model"]
     return weights
 

@@ -108,5 +108,5 @@ def _info(request: DataRequest, sounds: SoundFiles, eval_size: int, classes: tup
     counts = tuple(np.bincount(sounds.labels, minlength=len(classes)).tolist())
     return DataInfo(
         request.config.source, classes, 1, 1, len(sounds), eval_size, counts,
-        several=sound_specs(longest), task="speech_classification",
+        several=sound_specs(longest), task="speech_classification", rate=sounds.rate,
     )  # fmt: skip

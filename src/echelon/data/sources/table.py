@@ -120,6 +120,16 @@ def open_tables(request: DataRequest, tables: Mapping[str, pa.Table]) -> Source:
     return _opened(request, _Files.of_tables(request, tables))
 
 
+def read_rows(path: Path) -> pa.Table:
+    """Return all columns of a table's file.
+
+    Raises:
+        UserError: it is not there, empty, or not of its format.
+    """
+    file = _File.of(path)
+    return file.read(file.names)
+
+
 def _outline(request: DataRequest, files: _Files) -> DataOutline:
     inputs, targets = files.columns(request)
     specs = tuple(TensorSpec() for _ in inputs)
@@ -317,6 +327,7 @@ class _Rows:
             shape=numbers.shape if numbers else None,
             several=None if numbers else specs,
             task=_TASKS[encoding],
+            columns=self.inputs,
         )
         values = inputs["numbers"] if numbers else inputs
         return self._cut(values, targets, info, notes)
@@ -352,6 +363,7 @@ class _Rows:
             eval_size=self.evaluation,
             several=specs,
             task=_TASKS[Encoding.IDS],
+            columns=self.inputs,
         )
         unseen = [
             f"{(column.ids[self.train :] == UNSEEN).sum()} of {len(self.table) - self.train} rows held out have a "
@@ -393,6 +405,7 @@ class _Rows:
             several=column.specs,
             task=_TASKS[Encoding.TEXT],
             tokeniser=column.tokeniser,
+            columns=self.inputs,
         )
         note = f"texts of {self.inputs[0]} are cut into tokens, of a vocabulary of {column.tokeniser.count:,}"
         return self._cut(column.inputs, targets, info, [note])

@@ -169,7 +169,7 @@ def _info(request: DataRequest, sounds: Sequence[SoundFiles], tokeniser: Tokenis
     return DataInfo(
         request.config.source, (), 1, 1, len(sounds[0]), len(sounds[1]), (),
         several=sound_specs(longest), targets=transcript_spec(most, tokeniser.count), task=SPEECH_RECOGNITION,
-        tokeniser=tokeniser, tightest=min(map(_tightest, sounds), key=_room),
+        tokeniser=tokeniser, tightest=min(map(_tightest, sounds), key=_room), rate=sounds[0].rate,
     )  # fmt: skip
 
 

@@ -1,0 +1,136 @@
+"""`echelon predict` and `echelon serve`: a run's model on new samples."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from echelon.cli.app import COMMANDS, as_command
+from echelon.cli.settings import parameter, trust_parameter, with_parameters
+from echelon.core.errors import UserError
+from echelon.core.units import seconds_for
+
+if TYPE_CHECKING:
+    from echelon.inference.predict import PredictedRow
+    from echelon.run.trained import TrainedModel
+
+_WIDEST = 60  # characters of a sample's name in the terminal's table
+
+
+def predict_command() -> Any:
+    """Build `echelon predict`."""
+
+    def predict(run: str, files: list[str] | None, text: list[str] | None, out: str, masks: str, as_json: bool,
+                checkpoint: str, device: str, trust: bool, **writing: Any) -> None:  # fmt: skip
+        """Print or write what a run's model says of new samples."""
+        from echelon import api
+
+        if not files and not text:
+            raise UserError("name files to predict, or give texts with --text")
+        if out:
+            _check_out(out)
+        trained = api.trained_model(run, checkpoint, trust)
+        rows = _predicted(trained, [*map(Path, files or ()), *(text or ())], masks, device, writing)
+        if out:
+            from echelon.inference.predict import write_table
+
+            write_table(Path(out), list(rows))
+            print(f"predictions: {out}")
+        elif as_json:
+            from echelon.inference.predict import json_line
+
+            for row in rows:
+                print(json_line(row))
+        else:
+            _print_table(rows)
+
+    options = [
+        parameter("run", str, typer.Argument(..., help="the run's folder")),
+        parameter("files", list[str], typer.Argument(
+            None, metavar="FILES...", help="images, sounds, folders of these, tables, or texts with one a line")),
+        parameter("text", list[str], typer.Option(None, "--text", help="a text, in place of a file; may be repeated")),
+        parameter("out", str, typer.Option("", "--out", metavar="FILE", help="write .jsonl, .csv or .parquet")),
+        parameter("masks", str, typer.Option("", "--masks", metavar="FOLDER", help="for a segmentation's masks")),
+        parameter("as_json", bool, typer.Option(False, "--json", help="print one JSON object a line")),
+        *_model_options(),
+    ]  # fmt: skip
+    return as_command(with_parameters(predict, options), "predict", COMMANDS["predict"][1])
+
+
+def serve_command() -> Any:
+    """Build `echelon serve`."""
+
+    def serve(run: str, port: int, max_body: int, max_time_s: float, checkpoint: str, device: str, trust: bool,
+              **writing: Any) -> None:  # fmt: skip
+        """Answer requests for predictions until ctrl-c."""
+        from echelon import api
+
+        trained = api.trained_model(run, checkpoint, trust)
+        from echelon.inference.predict import device_of
+        from echelon.inference.serve import PredictionService, ServiceLimits, serve_predictions
+        from echelon.reporting.live.server import HOST, listen
+        from echelon.tasks.base import Writing
+
+        limits = ServiceLimits(max_body * 10**6, max_time_s)
+        service = PredictionService(trained, device_of(device), limits, Writing(**writing))
+        with listen(port) as listener:
+            place = f"http://{HOST}:{listener.getsockname()[1]}"
+            line = f"{run} ({trained.task.name}): POST {place}/predict, GET {place}/health  (ctrl-c ends it)"
+            serve_predictions(service, listener, lambda: print(line, flush=True))
+
+    options = [
+        parameter("run", str, typer.Argument(..., help="the run's folder")),
+        parameter("port", int, typer.Option(8000, "--port", help="of 127.0.0.1; 0: any free one")),
+        parameter("max_body", int, typer.Option(32, "--max-body", min=1, metavar="MB", help="of a request")),
+        parameter("max_time_s", float, typer.Option(
+            "30s", "--max-time", parser=seconds_for("--max-time"), metavar="TEXT", help="until an answer")),
+        *_model_options(),
+    ]  # fmt: skip
+    return as_command(with_parameters(serve, options), "serve", COMMANDS["serve"][1])
+
+
+def _model_options() -> list[Any]:
+    return [
+        parameter("checkpoint", str, typer.Option(
+            "best", "--checkpoint", metavar="best|newest|STEP", help="of the run")),
+        parameter("device", str, typer.Option("auto", "--device", metavar="auto|cpu|cuda", help="that computes")),
+        parameter("most_tokens", int, typer.Option(100, "--tokens", min=1, help="that a language model adds")),
+        parameter("temperature", float, typer.Option(
+            0.0, "--temperature", min=0.0, help="of the tokens that it draws; 0: the likeliest")),
+        parameter("seed", int, typer.Option(0, "--seed", help="of these draws")),
+        trust_parameter(),
+    ]  # fmt: skip
+
+
+def _check_out(out: str) -> None:
+    from echelon.inference.predict import check_table
+
+    check_table(Path(out))
+
+
+def _predicted(
+    trained: TrainedModel, data: list[Path | str], masks: str, device: str, writing: dict[str, Any]
+) -> Iterator[PredictedRow]:
+    """Yield the rows, with a bar for long work."""
+    from echelon.inference.predict import check_mask_folder, device_of, predict_samples
+    from echelon.tasks.base import Writing
+
+    folder = Path(masks) if masks else None
+    check_mask_folder(trained, folder)
+    yield from predict_samples(trained, data, Writing(**writing), device_of(device), folder)
+
+
+def _print_table(rows: Iterable[PredictedRow]) -> None:
+    """Print a line for each sample: what it is, what is said of it, and how surely."""
+    for row in rows:
+        name = str(row.sample)
+        name = name if len(name) <= _WIDEST else f"…{name[1 - _WIDEST :]}"
+        value = row.mask_file or row.prediction.value
+        text = f"{value:.6g}" if isinstance(value, float) else ", ".join(value) if isinstance(value, list) else value
+        sure = "" if row.prediction.probability is None else f"  {row.prediction.probability:.3f}"
+        print(f"{name}  {text}{sure}")
+    sys.stdout.flush()

@@ -1,0 +1,55 @@
+"""`.safetensors`: the weights under plain names, for any program that has the model's code."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from echelon.checkpoint import export_weights
+from echelon.core.errors import UserError
+from echelon.inference.exports.base import ExportFormat, Predictor
+from echelon.run.trained import TrainedModel
+from echelon.tasks import nest
+from echelon.tasks.nest import Nest
+
+
+class SafetensorsFile(ExportFormat):
+    """Weights alone, tied ones once under each name."""
+
+    def write(self, trained: TrainedModel, path: Path, example: Nest) -> None:
+        """Write the model's state dict."""
+        export_weights(trained.model.state_dict(), path)
+
+    def read(self, trained: TrainedModel, path: Path) -> Predictor:
+        """Return a copy of the model with the weights of the file."""
+        model = copy.deepcopy(trained.model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        model.load_state_dict(load_file(path))
+        return lambda inputs: nest.call(model, inputs)
+
+    def first_difference(self, trained: TrainedModel, path: Path, inputs: Nest) -> str:
+        """Return the first tensor that differs."""
+        read = load_file(path)
+        return next((name for name, tensor in trained.model.state_dict().items() if not same(tensor, read[name])), "")
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same, numbers that are none included."""
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def check_same_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Refuse a file that does not hold exactly these weights.
+
+    Raises:
+        UserError: names the first one that differs.
+    """
+    read = load_file(path)
+    wrong = [name for name, tensor in weights.items() if name not in read or not same(tensor, read[name])]
+    if wrong or len(read) != len(weights):
+        raise UserError(f"{path}: {wrong[0] if wrong else 'a tensor'} was not written as it is: is the disk damaged?")

@@ -1,0 +1,66 @@
+"""A folder for transformers: config.json with the classes, the weights, and the tokeniser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echelon.core.errors import UserError
+from echelon.data.tokenisers import RUN_FILE
+from echelon.inference.exports.base import ExportFormat, Predictor
+from echelon.inference.exports.torch_program import quiet
+from echelon.run.trained import TrainedModel
+from echelon.tasks import nest
+from echelon.tasks.nest import Nest
+
+
+class TransformersFolder(ExportFormat):
+    """What `from_pretrained` of transformers reads."""
+
+    def write(self, trained: TrainedModel, path: Path, example: Nest) -> None:
+        """Write model and tokeniser, as `save_pretrained` does."""
+        model = _of_transformers(trained, path)
+        if trained.info.classes:
+            model.config.id2label = dict(enumerate(trained.info.classes))
+            model.config.label2id = {name: i for i, name in enumerate(trained.info.classes)}
+        model.config.architectures = [type(model).__name__]
+        with quiet():
+            model.save_pretrained(path)
+        tokeniser = trained.folder / RUN_FILE
+        if tokeniser.is_file() and '"model"' in tokeniser.read_text(encoding="utf-8"):  # others are our own
+            from transformers import PreTrainedTokenizerFast
+
+            PreTrainedTokenizerFast(tokenizer_file=str(tokeniser)).save_pretrained(path)
+
+    def read(self, trained: TrainedModel, path: Path) -> Predictor:
+        """Return the model that `from_pretrained` makes of the folder."""
+        kind: Any = type(_of_transformers(trained, path))
+        with quiet():
+            model = kind.from_pretrained(path, local_files_only=True, dtype=torch.float32).eval()
+
+        def outputs(inputs: Nest) -> Any:
+            """Return the logits."""
+            given = nest.call(model, inputs)
+            return getattr(given, "logits", given)
+
+        return outputs
+
+
+def _of_transformers(trained: TrainedModel, path: Path) -> Any:
+    """Return the model, which is one of transformers.
+
+    Raises:
+        UserError: it is none, or transformers is not installed.
+    """
+    try:
+        from transformers import PreTrainedModel
+    except ImportError:
+        raise UserError(f"{path}: a folder for transformers needs it: pip install 'echelon[transformers]'") from None
+    if not isinstance(trained.model, PreTrainedModel):
+        raise UserError(
+            f"{path}: the model {trained.config.model.name} is none of transformers: write a file that ends in "
+            ".safetensors, .onnx or .pt2"
+        )
+    return trained.model

@@ -1,0 +1,214 @@
+"""What a run's model says of new samples, in batches, as rows of a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from pyarrow import csv, parquet
+
+from echelon.core.errors import UserError
+from echelon.core.files import write_atomic
+from echelon.data import EvalLoader, LoaderConfig, Shard
+from echelon.data.decode import open_picture
+from echelon.data.masks import mask_of_image
+from echelon.inference.samples import Samples, samples_of
+from echelon.run.trained import TrainedModel
+from echelon.tasks import nest
+from echelon.tasks.base import Encoding, Prediction, Writing
+from echelon.tasks.nest import Nest
+
+TABLES = (".jsonl", ".csv", ".parquet")
+_MOST_NAMED = 1000  # classes whose probabilities all stand in a row
+
+
+@dataclass(frozen=True)
+class PredictedRow:
+    """One sample, and what the model says of it.
+
+    Attributes:
+        sample: its file, its text, or the number of its row, from 1.
+        mask_file: that its mask was written to; empty: it has none.
+    """
+
+    sample: str | int
+    prediction: Prediction
+    mask_file: str = ""
+
+    def plain(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        said, value = self.prediction, self.prediction.value
+        row: dict[str, Any] = {"sample": self.sample}
+        if said.mask is None:
+            row["prediction"] = value
+        else:
+            row |= {"mask": self.mask_file, "shares": value}
+        if said.probability is not None:
+            row["probability"] = said.probability
+        if 0 < len(said.probabilities) <= _MOST_NAMED:
+            row["probabilities"] = dict(said.probabilities)
+        return row
+
+    def flat(self) -> dict[str, Any]:
+        """Return it as one row of a table: what is by name has a column for each name."""
+        row: dict[str, Any] = {}
+        for name, value in self.plain().items():
+            if isinstance(value, Mapping):
+                row |= {f"{name.removesuffix('ies') + 'y' if name == 'probabilities' else name}_{k}": v
+                        for k, v in value.items()}  # fmt: skip
+            else:
+                row[name] = "|".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+        return row
+
+
+def device_of(name: str) -> torch.device:
+    """Return the device of a name; `auto` is a GPU where there is one.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device {name}: it is auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: there is no GPU here that torch can use")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def check_mask_folder(trained: TrainedModel, masks: Path | None) -> None:
+    """Refuse a segmentation that has no place for its masks.
+
+    Raises:
+        UserError: says how to name one.
+    """
+    if trained.task.encoding is Encoding.MASKS and masks is None:
+        raise UserError("this run predicts masks: name a folder for them with --masks")
+
+
+def predict_samples(
+    trained: TrainedModel,
+    data: Any,
+    writing: Writing,
+    device: torch.device,
+    masks: Path | None = None,
+    advance: Callable[[int], None] = lambda batches: None,
+) -> Iterator[PredictedRow]:
+    """Yield what a model says of each sample, in their order.
+
+    Args:
+        data: see `samples_of`.
+        masks: folder that masks of images are written to, as PNG of class numbers under the images' names.
+        advance: is called with the number of batches, before the first and after each.
+
+    Raises:
+        UserError: the samples are not of the run's kind, or one cannot be read: names it.
+    """
+    samples = samples_of(trained, data)
+    config = trained.config.data
+    settings = LoaderConfig.of(replace(config, on_bad_image="stop"), trained.config.training.seed, device)
+    loader = EvalLoader(samples.source, settings, Shard(0, 1))
+    model = trained.model.to(device)
+
+    def outputs_of(inputs: Nest) -> Nest:
+        """Return what the model makes of inputs."""
+        return nest.exact(nest.call(model, nest.to_device(inputs, device)))
+
+    place = 0
+    try:
+        advance(len(loader))
+        with torch.inference_mode():
+            for batch in loader:
+                for said in trained.task.predict(outputs_of, batch.inputs, writing):
+                    yield _row(samples, place, said, masks)
+                    place += 1
+                advance(len(loader))
+    finally:
+        loader.close()
+
+
+def _row(samples: Samples, place: int, said: Prediction, masks: Path | None) -> PredictedRow:
+    name, mask = samples.names[place], said.mask
+    if mask is None:
+        return PredictedRow(name, said)
+    if samples.files:
+        mask = mask_of_image(mask, open_picture(samples.files[place]))
+        said = replace(said, mask=mask)
+    if masks is None:
+        return PredictedRow(name, said)
+    return PredictedRow(name, said, str(_write_mask(mask, masks, Path(str(name)).stem)))
+
+
+def _write_mask(mask: NDArray[np.uint8], folder: Path, name: str) -> Path:
+    """Write a mask as PNG, under another name where that one is taken; returns its file.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    from PIL import Image
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path, number = folder / f"{name}.png", 1
+        while path.exists():
+            path, number = folder / f"{name}-{number}.png", number + 1
+        unfinished = folder / f".{uuid4().hex}.png"
+        Image.fromarray(mask).save(unfinished)
+        return unfinished.rename(path)
+    except OSError as error:
+        raise UserError(f"--masks {folder}: cannot be written ({error.strerror or error})") from error
+
+
+def check_table(path: Path) -> None:
+    """Refuse a file for predictions whose suffix names no format.
+
+    Raises:
+        UserError: names those that do.
+    """
+    if path.suffix.lower() not in TABLES:
+        raise UserError(f"--out {path}: predictions are written as {', '.join(TABLES)}")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--out {path}: there is no folder {path.parent}")
+
+
+def write_table(path: Path, rows: Sequence[PredictedRow]) -> None:
+    """Write predictions as the file's suffix says, whole or not at all.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    unfinished = path.with_name(f".{path.stem}-{uuid4().hex}{path.suffix}")
+    try:
+        if path.suffix.lower() == ".jsonl":
+            write_atomic(path, "".join(json_line(row) + "\n" for row in rows))
+            return
+        table = pa.Table.from_pylist([row.flat() for row in rows])
+        if path.suffix.lower() == ".csv":
+            csv.write_csv(table, unfinished)
+        else:
+            parquet.write_table(table, unfinished)
+        unfinished.rename(path)
+    except OSError as error:
+        raise UserError(f"--out {path}: cannot be written ({error.strerror or error})") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def json_line(row: PredictedRow) -> str:
+    """Return a row as one line of JSON; a number that is none is null."""
+    return json.dumps(finite(row.plain()), ensure_ascii=False)
+
+
+def finite(value: Any) -> Any:
+    """Return plain values for JSON, with null for numbers that are none."""
+    if isinstance(value, Mapping):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return None if (isinstance(value, float) and value != value) or value in (float("inf"), float("-inf")) else value

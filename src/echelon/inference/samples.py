@@ -1,0 +1,263 @@
+"""New samples as a run's model takes them: files, texts, rows of a table or arrays, through the run's own steps.
+
+What these steps were measured on (means, categories, a tokeniser) is what the run keeps.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+from echelon.core.errors import UserError
+from echelon.data.base import Source
+from echelon.data.class_folders import IMAGE_FILES, SOUND_FILES, FileKind
+from echelon.data.columns import MOST_TOKENS, MeasuredColumns, inputs_of_rows, with_mask
+from echelon.data.images import FileNames, ImageArray, ImageFiles, LabelledFiles, TensorArray
+from echelon.data.masks import ImagesToMask
+from echelon.data.sounds import measured
+from echelon.data.sources.table import SUFFIXES as TABLES
+from echelon.data.sources.table import read_rows
+from echelon.data.sources.text_file import SUFFIXES as TEXTS
+from echelon.data.tokenisers import Ids, Tokeniser
+from echelon.run.trained import TrainedModel
+from echelon.tasks import nest
+from echelon.tasks.base import Encoding
+from echelon.tasks.nest import Nest
+
+MASK_TOKEN = "[MASK]"
+"""What stands in a text where a masked language model is to say what belongs there."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples without targets.
+
+    Attributes:
+        names: of each: its file, its text, or the number of its row, from 1.
+        source: whose evaluation set they are; targets count nothing.
+        files: that they are, one each; empty: they are none.
+    """
+
+    names: Sequence[str | int]
+    source: Source
+    files: Sequence[str] = ()
+
+
+def samples_of(trained: TrainedModel, data: Any) -> Samples:
+    """Return samples by what the run was trained on.
+
+    Args:
+        data: paths of files or folders, texts, a table (of pyarrow or pandas, or rows as mappings), or arrays.
+
+    Raises:
+        UserError: there is none, or the model takes others: says which.
+    """
+    info = trained.info
+    given = [data] if isinstance(data, (str, Path, Mapping)) else data
+    if isinstance(given, Sequence) and not len(given):
+        raise UserError("there is nothing to predict: name files, or give texts with --text")
+    if info.rate:
+        return _sounds(trained, _files(given, SOUND_FILES, "sounds"))
+    if info.columns and info.tokeniser is None:
+        return _rows(trained, _table(given, info.columns))
+    if info.tokeniser is not None:
+        return _texts(trained, _lines(given, info.columns))
+    if info.mean and _are_paths(given):
+        return _images(trained, _files(given, IMAGE_FILES, "images"))
+    return _arrays(trained, given)
+
+
+def _sample_source(trained: TrainedModel, dataset: Any) -> Source:
+    return Source(dataset, dataset, trained.info)
+
+
+def _blank_targets(count: int) -> NDArray[np.int64]:
+    return np.zeros(count, np.int64)
+
+
+def _are_paths(given: Any) -> bool:
+    return isinstance(given, Sequence) and all(isinstance(each, (str, Path)) for each in given)
+
+
+def _files(given: Any, kind: FileKind, what: str) -> list[str]:
+    """Return files of a kind, those of folders among them, in the order of their names."""
+    if not _are_paths(given):
+        raise UserError(f"this run's samples are {what}: give paths of files or folders")
+    files: list[str] = []
+    for each in given:
+        path = Path(each).expanduser()
+        if path.is_dir():
+            below = sorted(str(Path(at) / name) for at, _, names in os.walk(path) for name in names)
+            inside = [name for name in below if name.lower().endswith(kind.extensions)]
+            if not inside:
+                raise UserError(f"{path}: there are no {kind.plural} in this folder")
+            files += inside
+        elif path.is_file():
+            files.append(str(path))
+        else:
+            raise UserError(f"{path}: no such file; this run's samples are {what}")
+    return files
+
+
+def _labelled(files: Sequence[str]) -> LabelledFiles:
+    return LabelledFiles("", FileNames(files), _blank_targets(len(files)))
+
+
+def _images(trained: TrainedModel, files: list[str]) -> Samples:
+    images = ImageFiles.of(_labelled(files))
+    masks = trained.task.encoding is Encoding.MASKS
+    return Samples(files, _sample_source(trained, ImagesToMask.of(images) if masks else images), files)
+
+
+def _sounds(trained: TrainedModel, files: list[str]) -> Samples:
+    return Samples(files, _sample_source(trained, measured(_labelled(files), trained.info.rate)), files)
+
+
+def _table(given: Any, columns: Sequence[str]) -> pa.Table:
+    """Return rows as a table.
+
+    Raises:
+        UserError: these are no rows.
+    """
+    wanted = f"this run's samples are rows of a table with {', '.join(columns)}"
+    if isinstance(given, pa.Table):
+        return given
+    if hasattr(given, "columns") and hasattr(given, "iloc"):
+        return pa.Table.from_pandas(given, preserve_index=False)
+    if not isinstance(given, Sequence):
+        raise UserError(f"{wanted}: give files ({', '.join(TABLES)}), mappings, or a data frame")
+    if all(isinstance(each, Mapping) for each in given):
+        return pa.Table.from_pylist([dict(each) for each in given])
+    if not _are_paths(given) or not all(str(each).lower().endswith(TABLES) for each in given):
+        raise UserError(f"{wanted}: give files that end in {', '.join(TABLES)}")
+    tables = [read_rows(Path(each).expanduser()) for each in given]
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException as error:
+        raise UserError(f"the tables differ in their columns ({str(error).splitlines()[0]})") from error
+
+
+def _rows(trained: TrainedModel, table: pa.Table) -> Samples:
+    inputs = inputs_of_rows(table, trained.info, MeasuredColumns(trained.folder))
+    array = TensorArray(inputs, _blank_targets(len(table)))
+    return Samples(range(1, len(table) + 1), _sample_source(trained, array))
+
+
+def _lines(given: Any, columns: Sequence[str]) -> list[str]:
+    """Return texts: those that are given, the lines of files, or a column of tables.
+
+    Raises:
+        UserError: these are none.
+    """
+    if not _are_paths(given):
+        if not columns:
+            raise UserError("this run's samples are texts: give strings, or files with one text a line (.txt)")
+        table = _table(given, columns)
+        return _column(table, columns[0])
+    texts: list[str] = []
+    for each in given:
+        path = Path(each).expanduser() if isinstance(each, Path) or (type(each) is str and _names_file(each)) else None
+        if path is None:
+            texts.append(str(each))
+        elif path.suffix.lower() in TABLES and columns:
+            texts += _column(read_rows(path), columns[0])
+        else:
+            texts += _lines_of(path)
+    return texts
+
+
+def _names_file(text: str) -> bool:
+    """Whether a text is the name of a file of texts or of rows."""
+    return len(text) < 1000 and text.lower().endswith((*TEXTS, *TABLES)) and "\n" not in text
+
+
+def _column(table: pa.Table, name: str) -> list[str]:
+    if name not in table.column_names:
+        raise UserError(f"no column {name!r}: there are {', '.join(table.column_names)}")
+    return [str(value or "") for value in table[name].to_pylist()]
+
+
+def _lines_of(path: Path) -> list[str]:
+    try:
+        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: it is not UTF-8 (byte {error.start}): convert it") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _texts(trained: TrainedModel, texts: list[str]) -> Samples:
+    tokeniser: Any = trained.info.tokeniser
+    rows = _encoder(trained, tokeniser)(texts)
+    array = TensorArray(with_mask(rows), _blank_targets(len(texts)))
+    return Samples(texts, _sample_source(trained, array))
+
+
+def _encoder(trained: TrainedModel, tokeniser: Tokeniser) -> Callable[[Sequence[str]], list[Ids]]:
+    """Return what cuts texts as the run's data was cut."""
+    marks, encoding = trained.info.marks, trained.task.encoding
+
+    def sentences(texts: Sequence[str]) -> list[Ids]:
+        """Return the ids of sentences, each with the mark of its end."""
+        assert marks is not None
+        return [np.append(row[: MOST_TOKENS - 1], marks.end) for row in tokeniser.encode(texts)]
+
+    def masked(texts: Sequence[str]) -> list[Ids]:
+        """Return the ids of texts with masks, whose number is the vocabulary's size."""
+        gap = np.array([tokeniser.count])
+        return [_joined(tokeniser.encode(text.split(MASK_TOKEN)), gap) for text in texts]
+
+    if encoding is Encoding.TEXT_PAIRS:
+        return sentences
+    if encoding is Encoding.MASKED_TOKENS:
+        return masked
+    most = MOST_TOKENS if encoding is Encoding.TEXT else None
+    return lambda texts: [row[:most] for row in tokeniser.encode(texts)]
+
+
+def _joined(parts: Sequence[Ids], between: Ids) -> Ids:
+    pieces = [piece for part in parts for piece in (between, part)][1:]
+    return np.concatenate(pieces).astype(np.int64)
+
+
+def _arrays(trained: TrainedModel, given: Any) -> Samples:
+    """Return arrays or tensors, a nest of them as the model takes it; of images uint8 `(N, C, H, W)`.
+
+    Raises:
+        UserError: these are none, or of another shape than the run's.
+    """
+    wanted = nest.describe(trained.info.inputs)
+    arrays = nest.map_leaves(_array, given) if given is not None else None
+    if arrays is None or any(leaf is None for leaf in nest.leaves(arrays)):
+        what = "images" if trained.info.mean else f"arrays: each sample {wanted}"
+        raise UserError(f"this run's samples are {what}; give echelon.predict files or arrays of these")
+    if trained.info.mean and nest.leaves(arrays)[0].dtype == np.uint8:
+        pixels = nest.leaves(arrays)[0]
+        images = ImageArray(pixels, _blank_targets(len(pixels)))
+        return Samples(range(1, len(pixels) + 1), _sample_source(trained, images))
+    _check_shapes(arrays, trained.info.inputs)
+    count = nest.rows(arrays)
+    return Samples(range(1, count + 1), _sample_source(trained, TensorArray(arrays, _blank_targets(count))))
+
+
+def _array(leaf: Any) -> NDArray[Any] | None:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.numpy()
+    return leaf if isinstance(leaf, np.ndarray) and leaf.dtype != object else None
+
+
+def _check_shapes(arrays: Nest, specs: Nest) -> None:
+    given, wanted = nest.leaves(arrays), nest.leaves(specs)
+    shapes = [each.shape[1:] for each in given]
+    if len(given) != len(wanted) or any(
+        not spec.ragged and tuple(shape) != spec.shape for shape, spec in zip(shapes, wanted, strict=True)
+    ):
+        raise UserError(f"samples are {', '.join(map(str, shapes))}; the run's are {nest.describe(specs)}")

@@ -1,0 +1,202 @@
+"""A run's model as a service on this machine: `POST /predict` answers with predictions, `GET /health` with what it is.
+
+It listens on 127.0.0.1 and reads no file of this machine for who asks. Requests wait for each other; a body that is too
+large, too many that wait and what takes too long are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import io
+import json
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from echelon.core.errors import UserError
+from echelon.core.files import scratch_folder
+from echelon.inference.predict import PredictedRow, finite, predict_samples
+from echelon.reporting.live.server import HOSTS, ImpatientProtocol
+from echelon.run.trained import TrainedModel
+from echelon.tasks.base import Writing
+
+_MOST_WAITING = 64
+_GRACE_S = 10
+_JSON = "application/json"
+_RAW = ("image/", "audio/", "application/octet-stream")
+_WANTED = (
+    'send JSON, {"texts": [...]}, {"rows": [{column: value}, ...]} or {"files": [base64, ...]}, or one image or sound '
+    "as the body, with its Content-Type"
+)
+
+
+@dataclass(frozen=True)
+class ServiceLimits:
+    """What a request may cost.
+
+    Attributes:
+        body_bytes: of its body.
+        seconds: until its answer, waiting for others included.
+    """
+
+    body_bytes: int = 32 * 10**6
+    seconds: float = 30.0
+
+
+class Refusal(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        """Take the status of HTTP, and why."""
+        super().__init__(reason)
+        self.status = status
+
+
+class PredictionService:
+    """Answers requests, one at a time by the model."""
+
+    def __init__(self, trained: TrainedModel, device: torch.device, limits: ServiceLimits, writing: Writing) -> None:
+        """Take the model, and where it computes."""
+        self._trained, self._device, self._limits, self._writing = trained, device, limits, writing
+        self._worker = ThreadPoolExecutor(1, "predict")
+        self._waiting = 0
+
+    def app(self) -> Starlette:
+        """Return the application."""
+        routes = [Route("/predict", self._predict, methods=["POST"]), Route("/health", self._health)]
+        return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS))])
+
+    def close(self) -> None:
+        """Take no more requests; what is being computed is not waited for."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    async def _health(self, request: Request) -> Response:
+        trained = self._trained
+        return JSONResponse({
+            "status": "ok",
+            "run": str(trained.folder),
+            "task": trained.task.name,
+            "model": type(trained.model).__name__,
+            "classes": list(trained.info.classes),
+            "waiting": self._waiting,
+        })  # fmt: skip
+
+    async def _predict(self, request: Request) -> Response:
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                rows = await self._answer(await self._body(request), request.headers.get("content-type", ""))
+        except TimeoutError:
+            reason = f"no answer within {self._limits.seconds:g} s: send fewer samples, or start it with more time"
+            return JSONResponse({"error": reason}, 503)
+        except Refusal as refusal:
+            return JSONResponse({"error": str(refusal)}, refusal.status)
+        return JSONResponse({"predictions": [_plain(i, row) for i, row in enumerate(rows)]})
+
+    async def _body(self, request: Request) -> bytes:
+        """Read the body, as far as it may go."""
+        most, body = self._limits.body_bytes, bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > most:
+                raise Refusal(413, f"the body has more than {most:,} bytes: send fewer samples, or start it with more "
+                                   "--max-body")  # fmt: skip
+        return bytes(body)
+
+    async def _answer(self, body: bytes, kind: str) -> list[PredictedRow]:
+        if self._waiting >= _MOST_WAITING:
+            raise Refusal(503, f"{self._waiting} requests wait already: ask again later")
+        job = _job_of(body, kind.partition(";")[0].strip().lower())
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._worker, self._compute, job)
+        except UserError as error:
+            raise Refusal(422, str(error)) from error
+        finally:
+            self._waiting -= 1
+
+    def _compute(self, job: Any) -> list[PredictedRow]:
+        """Return predictions of texts or rows, or of files' contents, which are put into files of their own."""
+        if not (isinstance(job, list) and job and isinstance(job[0], bytes)):
+            return list(predict_samples(self._trained, job, self._writing, self._device))
+        with scratch_folder() as folder:
+            return list(predict_samples(self._trained, _as_files(folder, job), self._writing, self._device))
+
+
+def _as_files(folder: Path, contents: Sequence[bytes]) -> list[Path]:
+    paths = [folder / f"{i}" for i in range(len(contents))]
+    for path, content in zip(paths, contents, strict=True):
+        path.write_bytes(content)
+    return paths
+
+
+def _job_of(body: bytes, kind: str) -> Any:
+    """Return what a body holds: texts, rows, or the bytes of files.
+
+    Raises:
+        Refusal: it holds none of these.
+    """
+    if kind.startswith(_RAW):
+        return [body]
+    if kind != _JSON:
+        raise Refusal(415, _WANTED)
+    try:
+        asked = json.loads(body)
+        if not isinstance(asked, dict) or len(asked) != 1:
+            raise Refusal(422, _WANTED)
+        ((name, values),) = asked.items()
+        if not isinstance(values, list) or not values:
+            raise Refusal(422, _WANTED)
+        if name == "files":
+            return [base64.b64decode(each, validate=True) for each in values]
+    except (ValueError, TypeError, binascii.Error, RecursionError) as error:
+        raise Refusal(422, f"the body is no such JSON ({error}): {_WANTED}") from error
+    known = {"texts": str, "rows": dict}
+    if name not in known or not all(isinstance(each, known[name]) for each in values):
+        raise Refusal(422, _WANTED)
+    return [_OwnText(each) for each in values] if name == "texts" else values
+
+
+class _OwnText(str):
+    """A text of who asks, which names no file."""
+
+    __slots__ = ()
+
+
+def _plain(place: int, row: PredictedRow) -> Any:
+    """Return a row for JSON; a mask as PNG in base64."""
+    values = {**row.plain(), "sample": place}
+    if row.prediction.mask is not None:
+        from PIL import Image
+
+        file = io.BytesIO()
+        Image.fromarray(row.prediction.mask).save(file, "PNG")
+        values["mask"] = base64.b64encode(file.getvalue()).decode()
+    return finite(values)
+
+
+def serve_predictions(service: PredictionService, listener: socket.socket, ready: Callable[[], None]) -> None:
+    """Answer until SIGINT or SIGTERM; requests that are being answered then have 10 s."""
+    config = uvicorn.Config(
+        service.app(), lifespan="off", log_level="critical", access_log=False, server_header=False,
+        limit_concurrency=2 * _MOST_WAITING, timeout_graceful_shutdown=_GRACE_S, ws="none", proxy_headers=False,
+        http=ImpatientProtocol,
+    )  # fmt: skip
+    ready()
+    try:
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        service.close()

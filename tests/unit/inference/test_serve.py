@@ -1,0 +1,81 @@
+"""The service: answers, limits and refusals, by a model that gives the sum of its columns."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from starlette.testclient import TestClient
+from torch import Tensor, nn
+
+from echelon.config import build
+from echelon.data import DataInfo
+from echelon.inference.serve import PredictionService, ServiceLimits
+from echelon.run.trained import TrainedModel
+from echelon.tasks.base import TaskSettings, Writing
+from echelon.tasks.nest import TensorSpec
+from echelon.tasks.regression import Regression
+
+
+class Total(nn.Module):
+    def forward(self, numbers: Tensor) -> Tensor:
+        if float(numbers.sum()) > 1000:
+            time.sleep(1.0)
+        return numbers.sum(1, keepdim=True)
+
+
+def client(folder: Path, limits: ServiceLimits = ServiceLimits()) -> TestClient:  # noqa: B008
+    measured = {name: {"mean": 1.0, "std": 2.0, "known": []} for name in ("a", "b")}
+    (folder / "columns.json").write_text(json.dumps(measured))
+    info = DataInfo(
+        "rows", (), 2, 1, 8, 2, (), shape=(2,), targets=TensorSpec(), task="regression", columns=("a", "b"),
+        target_mean=(10.0,), target_std=(1.0,),
+    )  # fmt: skip
+    task = Regression().fitted(info, TaskSettings())
+    config = build(None, {"data.loaders": 0}).config
+    trained = TrainedModel(Total(), info, task, config, folder)
+    service = PredictionService(trained, torch.device("cpu"), limits, Writing())
+    return TestClient(service.app(), base_url="http://127.0.0.1")
+
+
+def test_rows_are_predicted_in_the_units_of_the_data(tmp_path: Path) -> None:
+    answer = client(tmp_path).post("/predict", json={"rows": [{"a": 3, "b": 5}, {"b": None, "a": 1}]})
+    assert answer.status_code == 200
+    assert [row["prediction"] for row in answer.json()["predictions"]] == [13.0, 10.0]
+    assert client(tmp_path).get("/health").json()["task"] == "regression"
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "status"),
+    [
+        (b"[]", "application/json", 422),
+        (b"{", "application/json", 422),
+        (b'{"rows": []}', "application/json", 422),
+        (b'{"rows": [3]}', "application/json", 422),
+        (b'{"texts": ["x"]}', "application/json", 422),
+        (b'{"texts": ["/etc/passwd.csv"]}', "application/json", 422),
+        (b'{"files": ["?"]}', "application/json", 422),
+        (b'{"rows": [{"a": 1}]}', "application/json", 422),
+        (b'{"rows": [{"a": 1, "b": 2}]}', "text/plain", 415),
+        (b"a" * 3000, "application/json", 413),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_its_reason(tmp_path: Path, body: bytes, kind: str, status: int) -> None:
+    limits = ServiceLimits(body_bytes=2000)
+    answer = client(tmp_path, limits).post("/predict", content=body, headers={"content-type": kind})
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]
+
+
+def test_what_takes_too_long_is_refused(tmp_path: Path) -> None:
+    answer = client(tmp_path, ServiceLimits(seconds=0.2)).post("/predict", json={"rows": [{"a": 9e6, "b": 0}]})
+    assert answer.status_code == 503 and "no answer within 0.2 s" in answer.json()["error"]
+
+
+def test_other_hosts_and_methods_are_refused(tmp_path: Path) -> None:
+    asked = client(tmp_path)
+    assert asked.get("/health", headers={"host": "evil.example"}).status_code == 400
+    assert asked.get("/predict").status_code == 405
