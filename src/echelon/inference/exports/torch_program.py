@@ -67,7 +67,7 @@ def any_size(specs: Nest) -> Nest:
 
     def axes(spec: TensorSpec) -> dict[int, Any]:
         """Return the axes of one tensor."""
-        return {0: batch, 1: Dim.DYNAMIC} if spec.ragged else {0: batch}
+        return {0: batch, 1: Dim.AUTO} if spec.ragged else {0: batch}
 
     if isinstance(specs, Mapping):
         return {name: axes(spec) for name, spec in specs.items()}
