@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from echelon.core.errors import UserError
 from echelon.data.decode import CannotDecode, Picture, as_picture, open_picture, picture_of, rgb_tensor
@@ -242,6 +242,10 @@ class ImageArray(Dataset[tuple[Tensor, int]]):
         """Return what image `i` is called in messages."""
         return f"image {i if self.origin is None else self.origin[i]}"
 
+    def subset(self, chosen: NDArray[np.int64]) -> ImageArray:
+        """Return some of the images."""
+        return ImageArray(self.pixels[chosen], self.labels[chosen], chosen)
+
 
 @dataclass(frozen=True)
 class ImageItems(LabelledImages):
@@ -263,6 +267,10 @@ class ImageItems(LabelledImages):
     def path(self, i: int) -> str:
         """Return what image `i` is called in messages."""
         return f"item {i if self.origin is None else self.origin[i]}"
+
+    def subset(self, chosen: NDArray[np.int64]) -> ImageItems:
+        """Return some of the images."""
+        return ImageItems(Subset(self.items, chosen.tolist()), self.labels[chosen], chosen)
 
 
 @dataclass(frozen=True)

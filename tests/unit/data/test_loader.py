@@ -129,10 +129,10 @@ def test_a_bad_sample_is_named_by_its_place_in_the_data_that_was_given(in_memory
     x, y = torch.zeros(50, 3), torch.zeros(50)
     kept = TensorDataset(x, y)
     data = kept if in_memory else ConcatDataset([kept])
-    source = source_of(data, 0.2, seed=0)  # type: ignore[arg-type]
+    source = source_of(data, 0.2, seed=0)
     number = int(source.train.origin[10])  # type: ignore[attr-defined]
     x[number, 1] = float("nan")
-    source = source_of(data, 0.2, seed=0)  # type: ignore[arg-type]
+    source = source_of(data, 0.2, seed=0)
     config = LoaderConfig(DataConfig(batch_size=8, loaders=0), 0, torch.device("cpu"))
     with pytest.raises(UserError, match=f"^sample {number} of the data: its numbers are not finite"):
         list(TrainLoader(source, config, Shard(0, 1)).epoch(0))

@@ -5,6 +5,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,10 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.data import Source, check_source, from_datasets, open_data, source_of
-from echelon.data.images import FileNames, ImageArray
-from echelon.data.sources.folder import open_folder
+from echelon.data.images import FileNames, ImageArray, ImageFiles
 from echelon.data.statistics import IMAGENET_MEAN
+from echelon.records.file import Recorder
+from echelon.records.kinds import Start
 from echelon.tasks.base import TaskSettings
 from echelon.tasks.image_classification import ImageClassification
 from tests.unit.data.images import SHARED, make_folder, make_image
@@ -49,20 +51,52 @@ def test_a_folder_with_train_and_test(tmp_path: Path) -> None:
     make_image(tmp_path / "train" / "cat" / "more" / "x.png")
     (tmp_path / "train" / "cat" / "notes.txt").write_text("no image")
     (tmp_path / "train" / ".cache").mkdir()
-    info = open_data(DataConfig(source=str(tmp_path)), 0).info
-    assert (info.train_size, info.eval_size, info.class_counts) == (7, 4, (4, 3))
+    source = open_data(DataConfig(source=str(tmp_path)), 0)
+    info = source.info
+    assert (info.train_size, info.eval_size, len(source.test)) == (6, 1, 4)  # type: ignore[arg-type]
+    assert source.notes == (
+        "1 of 7 training images are held out to choose the best checkpoint by: never by the test set",
+    )
     assert (info.classes, info.channels, info.image_size) == (("cat", "dog"), 3, 40)
+
+
+def test_a_folder_with_three_parts(tmp_path: Path) -> None:
+    for part, count in (("train", 5), ("val", 3), ("test", 2)):
+        make_folder(tmp_path / part, per_class=count)
+    source = open_data(DataConfig(source=str(tmp_path)), 0)
+    assert (len(source.train), len(source.evaluation), len(source.test)) == (10, 6, 4)  # type: ignore[arg-type]
+    shutil.rmtree(tmp_path / "test" / "dog")
+    source = open_data(DataConfig(source=str(tmp_path)), 0)
+    assert source.test is None and source.notes[0].startswith("test/ is not used: ")
+
+
+def test_a_run_that_chose_by_the_test_set_goes_on_so(tmp_path: Path) -> None:
+    data, run = tmp_path / "data", tmp_path / "run"
+    make_folder(data / "train", per_class=10)
+    make_folder(data / "test", per_class=2)
+    run.mkdir()
+    for recorded, held in ((20, 4), (18, 2)):
+        with closing(Recorder(run)) as record:
+            record.write(Start(train_size=recorded))
+        source = open_data(DataConfig(source=str(data)), 0, folder=run)
+        assert (source.info.train_size, source.info.eval_size) == (recorded, held)
 
 
 @pytest.mark.parametrize("inner", ["", "train"])
 def test_one_folder_is_split_by_seed(tmp_path: Path, inner: str) -> None:
     make_folder(tmp_path / inner, per_class=10)
-    train, held, _ = open_folder(tmp_path, 0.3, seed=0)
+
+    def opened(seed: int) -> tuple[ImageFiles, ImageFiles]:
+        source = open_data(DataConfig(source=str(tmp_path), holdout=0.3), seed)
+        assert isinstance(source.train, ImageFiles) and isinstance(source.evaluation, ImageFiles)
+        return source.train, source.evaluation
+
+    train, held = opened(0)
     assert (len(train), len(held)) == (14, 6)
     paths = [part.path(i) for part in (train, held) for i in range(len(part))]
     assert len(set(paths)) == 20
     assert all(Path(p).exists() for p in paths)
-    again, other = (open_folder(tmp_path, 0.3, seed)[1] for seed in (0, 1))
+    again, other = (opened(seed)[1] for seed in (0, 1))
     assert [again.path(i) for i in range(6)] == [held.path(i) for i in range(6)]
     assert [other.path(i) for i in range(6)] != [held.path(i) for i in range(6)]
 
@@ -140,7 +174,8 @@ def test_a_torchvision_set_that_is_there(tmp_path: Path) -> None:
         (raw / f"{part}-labels-idx1-ubyte").write_bytes(_idx((np.arange(n) % 10).astype(np.uint8)))
     source = open_data(DataConfig(source="mnist", root=str(tmp_path)), 0)
     assert isinstance(source.train, ImageArray)
-    assert source.train.pixels.shape == (30, 1, 28, 28)
+    assert source.train.pixels.shape == (27, 1, 28, 28)
+    assert (source.info.eval_size, len(source.test)) == (3, 10)  # type: ignore[arg-type]
     assert source.info.image_size == 28
     assert source.info.classes[3] == "3 - three"
     assert source.info.mean[0] == pytest.approx(source.train.pixels.mean() / 255, abs=1e-5)

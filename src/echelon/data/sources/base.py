@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -15,6 +16,8 @@ from echelon.data.decode import CannotDecode
 from echelon.data.images import ImageArray, ImageItems, Images
 from echelon.data.order import Indices, split
 from echelon.data.statistics import IMAGENET_MEAN, IMAGENET_STD, SMALL_IMAGE, measure
+from echelon.records.file import newest
+from echelon.records.kinds import Start
 
 _PEEKED = 32
 _HELD_OF_TRAIN = 0.1  # where only a test set is given
@@ -66,17 +69,45 @@ class SourceKind(ABC):
         """
 
 
-def held_out(request: DataRequest, count: int, has_test: bool) -> tuple[Indices, Indices]:
-    """Return which of `count` training samples are trained on, and which are held out to choose by.
+@dataclass(frozen=True)
+class HeldOut:
+    """How the samples of a training part are divided where there is no validation part.
+
+    Attributes:
+        train: the samples that are trained on.
+        evaluation: those that are held out to choose the best checkpoint by.
+        notes: what a user is told, where there is a test set, so that nobody takes it for what is chosen by.
+    """
+
+    train: Indices
+    evaluation: Indices
+    notes: tuple[str, ...] = ()
+
+
+def held_out(request: DataRequest, count: int, has_test: bool, noun: str = "sample") -> HeldOut:
+    """Divide `count` training samples by the seed: where there is a test set, a tenth at most is held out.
+
+    Args:
+        noun: what one of them is called.
 
     Raises:
         UserError: there is one alone.
     """
+    source = request.config.source
     if count < 2:
-        source = request.config.source
-        raise UserError(f"data {source}: one sample cannot be split into training and evaluation; give more")
-    share = min(_HELD_OF_TRAIN, request.config.holdout) if has_test else request.config.holdout
-    return split(count, share, request.seed)
+        raise UserError(f"data {source}: one {noun} cannot be split into training and evaluation; give more, or val/")
+    if not has_test:
+        return HeldOut(*split(count, request.config.holdout, request.seed))
+    train, held = split(count, min(_HELD_OF_TRAIN, request.config.holdout), request.seed)
+    why = "to choose the best checkpoint by: never by the test set"
+    note = f"{len(held)} of {count} training {noun}s are held out {why}"
+    return HeldOut(train, held, (note,))
+
+
+def began_with_all(request: DataRequest, count: int) -> bool:
+    """Whether the run of a folder began with all `count` training samples, choosing by its test set: so it goes on."""
+    begun = None if request.folder is None else next(newest(request.folder, Start), None)
+    return begun is not None and begun.train_size == count
 
 
 def image_source(config: DataConfig, train: Images, evaluation: Images, classes: tuple[str, ...]) -> Source:

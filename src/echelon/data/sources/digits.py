@@ -20,7 +20,7 @@ _EVALUATION_SHARE = 0.2
 
 
 class Digits(SourceKind):
-    """`digits`: 1,797 images of 8 by 8 pixels, 10 classes."""
+    """`digits`: 1,797 images of 8 by 8 pixels, 10 classes; one set, a fifth of which is held out to choose by."""
 
     names: ClassVar[tuple[str, ...]] = ("digits",)
     sides: ClassVar[Mapping[str, int]] = {"digits": 8}

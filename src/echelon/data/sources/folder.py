@@ -10,10 +10,9 @@ from echelon.core.errors import UserError
 from echelon.data.base import DataRequest, Source
 from echelon.data.class_folders import FolderLinks, scan_classes, scan_like
 from echelon.data.images import ImageFiles
-from echelon.data.order import split
-from echelon.data.sources.base import SourceKind, image_source
+from echelon.data.sources.base import SourceKind, began_with_all, held_out, image_source
 
-_EVALUATION_FOLDERS = ("val", "valid", "validation", "test")
+_VALIDATION_FOLDERS, _TEST_FOLDER = ("val", "valid", "validation"), "test"
 
 
 class Folder(SourceKind):
@@ -41,50 +40,54 @@ class Folder(SourceKind):
         config = request.config
         path = Path(config.source).expanduser()
         links = FolderLinks(path, config.follow_links)
-        return replace(image_source(config, *open_folder(path, config.holdout, request.seed, links)), notes=links.notes)
+        return open_folder(path, request, links)
 
 
 SOURCE = Folder
 
 
-def open_folder(
-    path: Path, holdout: float, seed: int, links: FolderLinks | None = None
-) -> tuple[ImageFiles, ImageFiles, tuple[str, ...]]:
-    """Open a folder in ImageFolder layout.
+def open_folder(path: Path, request: DataRequest, links: FolderLinks) -> Source:
+    """Open a folder in ImageFolder layout; without `val/`, some of the training images are held out.
 
     Args:
-        holdout: share held out for evaluation where the folder has no `val/` or `test/`.
-        seed: of that split.
-        links: told of each link; none that leads out of the folder is followed without it.
-
-    Returns:
-        Training images, evaluation images, class names.
+        links: told of each link.
 
     Raises:
         UserError: no folder, no images, a class without images, one class only, classes that differ, or links that
             lead in a circle or out of the folder.
     """
-    links = links or FolderLinks(path, follow=False)
     try:
-        return _open(path, holdout, seed, links)
+        return _open(path, request, links)
     except OSError as error:
         links.check()
         raise UserError(f"data {error.filename}: {error.strerror}") from None
 
 
-def _open(path: Path, holdout: float, seed: int, links: FolderLinks) -> tuple[ImageFiles, ImageFiles, tuple[str, ...]]:
+def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
     if not path.is_dir():
         raise UserError(f"data {path}: it is a file, not a folder" if path.exists() else f"data {path}: no such folder")
     folders = {each.name for each in path.iterdir() if each.is_dir()}
-    held_out = next((name for name in _EVALUATION_FOLDERS if name in folders), None)
-    if "train" not in folders and held_out is not None and folders <= set(_EVALUATION_FOLDERS):
-        raise UserError(f"data {path}: there is {held_out}/ but no train/ beside it")
-    if "train" not in folders or held_out is None:
-        files, classes = scan_classes(path, "train" if "train" in folders else "", links)
-        images = ImageFiles.of(files)
-        if len(images) < 2:
-            raise UserError(f"data {path}: one image cannot be split into training and evaluation; add val/")
-        train, evaluation = split(len(images), holdout, seed)
-        return images.subset(train), images.subset(evaluation), classes
-    files, classes = scan_classes(path, "train", links)
-    return ImageFiles.of(files), ImageFiles.of(scan_like(path, held_out, links, classes)), classes
+    parts = [name for name in (*_VALIDATION_FOLDERS, _TEST_FOLDER) if name in folders]
+    if "train" not in folders and parts and folders <= {*_VALIDATION_FOLDERS, _TEST_FOLDER}:
+        raise UserError(f"data {path}: there is {parts[0]}/ but no train/ beside it")
+    files, classes = scan_classes(path, "train" if "train" in folders else "", links)
+    train, test, notes = ImageFiles.of(files), None, ()
+    if "train" not in folders:
+        parts = []
+    validation = next((name for name in parts if name != _TEST_FOLDER), "")
+    if _TEST_FOLDER in parts and validation:
+        try:
+            test = ImageFiles.of(scan_like(path, _TEST_FOLDER, links, classes))
+        except UserError as error:  # images without classes, as those of competitions are
+            notes += (f"{_TEST_FOLDER}/ is not used: {str(error).removeprefix('data ')}",)
+    elif _TEST_FOLDER in parts and began_with_all(request, len(train)):
+        validation = _TEST_FOLDER
+    elif _TEST_FOLDER in parts:
+        test = ImageFiles.of(scan_like(path, _TEST_FOLDER, links, classes))
+    if validation:
+        evaluation = ImageFiles.of(scan_like(path, validation, links, classes))
+    else:
+        divided = held_out(request, len(train), test is not None, "image")
+        train, evaluation = train.subset(divided.train), train.subset(divided.evaluation)
+        notes += divided.notes
+    return replace(image_source(request.config, train, evaluation, classes), notes=(*links.notes, *notes), test=test)

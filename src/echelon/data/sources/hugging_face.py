@@ -265,10 +265,11 @@ def _image_source(splits: _Splits) -> Source:
     names = splits.classes or _names(source, target, splits.tables["train"])
     parts = {part: _images(splits, part, table, names) for part, table in splits.tables.items()}
     train, validation, test = parts["train"], parts.get("val"), parts.get("test")
+    notes: tuple[str, ...] = ()
     if validation is None:
-        chosen, held = held_out(request, len(train), test is not None)
-        train, validation = train.subset(chosen), train.subset(held)
-    return replace(image_source(request.config, train, validation, tuple(map(str, names))), test=test)
+        divided = held_out(request, len(train), test is not None, "image")
+        train, validation, notes = train.subset(divided.train), train.subset(divided.evaluation), divided.notes
+    return replace(image_source(request.config, train, validation, tuple(map(str, names))), test=test, notes=notes)
 
 
 def _names(source: str, target: str, table: pa.Table) -> tuple[Any, ...]:

@@ -19,14 +19,12 @@ from echelon.data.class_folders import FolderLinks, files_below
 from echelon.data.decode import CannotDecode
 from echelon.data.images import FileNames, ImageFiles, LabelledFiles
 from echelon.data.masks import IGNORED, MaskedImages, pixel_counts
-from echelon.data.order import split
-from echelon.data.sources.base import SourceKind
+from echelon.data.sources.base import SourceKind, held_out
 from echelon.data.statistics import measure
 from echelon.tasks.base import Encoding
 from echelon.tasks.nest import TensorSpec
 
 _IMAGES, _MASKS, _NAMES = "images", "masks", "classes.txt"
-_HELD_OF_TRAIN = 0.1  # where only a test set is given
 _STEP, _MOST = 16, 256  # pixels of side, where none is asked for
 _LOOKED_AT = 32
 
@@ -84,12 +82,11 @@ def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
     names = _class_names(path, pairs, counts)
     for part in parts.values():
         _check_classes(part, pixel_counts(part, config.root), len(names), path)
-    validation, test = parts.get("val"), parts.get("test")
+    validation, test, notes = parts.get("val"), parts.get("test"), ()
     if validation is None:
-        if len(pairs) < 2:
-            raise UserError(f"data {path}: one image cannot be split into training and evaluation; add val/")
-        chosen, held = split(len(pairs), config.holdout if test is None else _HELD_OF_TRAIN, request.seed)
-        pairs, validation, counts = pairs.subset(chosen), pairs.subset(held), counts[chosen]
+        divided = held_out(request, len(pairs), test is not None, "image")
+        pairs, validation, counts = pairs.subset(divided.train), pairs.subset(divided.evaluation), counts[divided.train]
+        notes = divided.notes
     side = config.image_size or _own_side(pairs.images)
     mean, std = measure(pairs.images, side)
     of_classes = counts.sum(0)[: len(names)]
@@ -97,7 +94,7 @@ def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
         config.source, names, 3, side, len(pairs), len(validation), tuple(of_classes.tolist()), mean, std,
         targets=TensorSpec((side, side), "int64"), task="segmentation",
     )  # fmt: skip
-    return Source(pairs, validation, info, (*links.notes, *_notes(config.source, names, of_classes)), test=test)
+    return Source(pairs, validation, info, (*links.notes, *notes, *_notes(config.source, names, of_classes)), test=test)
 
 
 def _pairs(folder: Path, links: FolderLinks) -> MaskedImages:

@@ -18,9 +18,9 @@ from echelon.core.errors import UserError, nearest
 from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
 from echelon.data.columns import IDS, MASK
 from echelon.data.images import TensorArray
-from echelon.data.order import Indices, split
+from echelon.data.order import Indices
 from echelon.data.ragged import RaggedArray
-from echelon.data.sources.base import SourceKind
+from echelon.data.sources.base import SourceKind, held_out
 from echelon.data.tokenisers import Ids, Tokeniser, tokeniser_for
 from echelon.tasks.base import NO_TARGET, Encoding, SentenceMarks
 from echelon.tasks.nest import TensorSpec
@@ -33,7 +33,6 @@ _VALIDATION = ("val", "valid", "validation", "dev")
 _TEST = re.compile(r"test\b|test_")  # test.en, test_2016_flickr.en, test-1.en
 _LANGUAGE = re.compile(r"[A-Za-z]{2,8}([-_][A-Za-z0-9]+)*")
 _OTHER_FILES = {"csv", "tsv", "jsonl", "json", "parquet", "txt", "text", "md", "gz", "zip", "tar", "npy", "pt", "yaml"}
-_CHOOSING_SHARE = 0.1  # of the training pairs, where the only other part is a test set
 _BEGINS, _ENDS = ("[BOS]", "<s>", "<bos>", "<pad>"), ("[EOS]", "</s>", "<eos>")
 
 
@@ -170,13 +169,12 @@ def _lines(file: Path) -> list[str]:
 
 def _hold_out(by_part: dict[str, Pairs], request: DataRequest) -> str:
     """Move some training pairs to a part `val`, in place; returns what a user is told."""
-    train, share = by_part["train"], request.config.holdout
-    if len(train) < 2:
-        raise UserError(f"data {request.config.source}: one pair cannot be split into training and validation")
-    chosen, held = split(len(train), min(_CHOOSING_SHARE, share) if "test" in by_part else share, request.seed)
-    by_part["train"], by_part["val"] = train.take(chosen), train.take(held)
+    train = by_part["train"]
+    divided = held_out(request, len(train), "test" in by_part, "pair")
+    by_part["train"], by_part["val"] = train.take(divided.train), train.take(divided.evaluation)
     return (
-        f"{len(held)} of {len(train)} training pairs are held out to choose by: there is no val.{request.config.input}"
+        f"{len(divided.evaluation)} of {len(train)} training pairs are held out to choose the best checkpoint by: "
+        f"there is no val.{request.config.input}"
     )
 
 

@@ -123,11 +123,12 @@ def _source(request: DataRequest, indexes: Mapping[str, ShardIndex]) -> Source:
     classes = _classes(path, indexes["train"])
     parts = {part: _images(path, index, classes) for part, index in indexes.items()}
     train, validation, test = parts["train"], parts.get("val"), parts.get("test")
+    notes: tuple[str, ...] = ()
     if validation is None:
-        chosen, held = held_out(request, len(train), test is not None)
-        train, validation = train.subset(chosen), train.subset(held)
+        divided = held_out(request, len(train), test is not None)
+        train, validation, notes = train.subset(divided.train), train.subset(divided.evaluation), divided.notes
     names = tuple(str(name) for name in classes)
-    return replace(image_source(request.config, train, validation, names), test=test)
+    return replace(image_source(request.config, train, validation, names), test=test, notes=notes)
 
 
 def _classes(path: str, index: ShardIndex) -> Sequence[str]:

@@ -12,12 +12,10 @@ import numpy as np
 from echelon.core.errors import UserError
 from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
 from echelon.data.class_folders import IMAGE_FILES, SOUND_FILES, FolderLinks, scan_classes, scan_like
-from echelon.data.order import split
 from echelon.data.sounds import SoundFiles, measured, sound_specs
-from echelon.data.sources.base import SourceKind
+from echelon.data.sources.base import SourceKind, held_out
 from echelon.tasks.base import Encoding
 
-HELD_OF_TRAIN = 0.1  # where only a test set is given
 _LOOKED_AT = 1000  # files and folders, until the first one tells what a folder holds
 
 
@@ -94,14 +92,12 @@ def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
         for part in ("val", "test")
         if part in has and "train" in has
     }
-    validation, test = parts.get("val"), parts.get("test")
+    validation, test, notes = parts.get("val"), parts.get("test"), ()
     if validation is None:
-        if len(sounds) < 2:
-            raise UserError(f"data {path}: one sound cannot be split into training and evaluation; add val/")
-        chosen, held = split(len(sounds), request.config.holdout if test is None else HELD_OF_TRAIN, request.seed)
-        sounds, validation = sounds.subset(chosen), sounds.subset(held)
+        divided = held_out(request, len(sounds), test is not None, "sound")
+        sounds, validation, notes = sounds.subset(divided.train), sounds.subset(divided.evaluation), divided.notes
     longest = max(int(each.frames.max()) for each in (sounds, validation, test) if each is not None)
-    return Source(sounds, validation, _info(request, sounds, len(validation), classes, longest), test=test)
+    return Source(sounds, validation, _info(request, sounds, len(validation), classes, longest), notes, test)
 
 
 def _info(request: DataRequest, sounds: SoundFiles, eval_size: int, classes: tuple[str, ...], longest: int) -> DataInfo:

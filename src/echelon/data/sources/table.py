@@ -47,9 +47,8 @@ from echelon.data.columns import (
 )
 from echelon.data.images import TensorArray
 from echelon.data.interactions import InteractionColumns, interactions_source, time_among
-from echelon.data.order import split
 from echelon.data.ragged import RaggedArray
-from echelon.data.sources.base import SourceKind
+from echelon.data.sources.base import SourceKind, held_out
 from echelon.data.sources.transcripts import Recordings, plain_text, transcribed
 from echelon.tasks.base import Encoding
 from echelon.tasks.nest import Nest, TensorSpec, map_leaves
@@ -64,7 +63,6 @@ _TASKS = {
     Encoding.TRANSCRIPTS: "speech_recognition",
 }
 _VALIDATION = ("val", "valid", "validation")
-_CHOOSING_SHARE = 0.1  # of the training rows, where the only other part is a test set
 _MOST_WHOLE_CLASSES = 30  # whole numbers with more values are numbers
 
 
@@ -241,15 +239,11 @@ class _Rows:
 
     def _divided(self, request: DataRequest, has_test: bool) -> _Rows:
         """Return the rows with some of the training part held out."""
-        if self.train < 2:
-            raise UserError(f"data {request.config.source}: one row cannot be split: give more")
-        share = min(_CHOOSING_SHARE, request.config.holdout) if has_test else request.config.holdout
-        train, held = split(self.train, share, request.seed)
+        divided = held_out(request, self.train, has_test, "row")
+        train, held = divided.train, divided.evaluation
         order = np.concatenate([train, held, np.arange(self.train, len(self.table))])
-        notes = (f"{len(held)} of {self.train} training rows are held out to choose by: never by the test set",)
         table, origin = self.table.take(pa.array(order)), self.origin[order]
-        rows = replace(self, table=table, origin=origin, train=len(train), evaluation=len(held))
-        return replace(rows, notes=notes if has_test else ())
+        return replace(self, table=table, origin=origin, train=len(train), evaluation=len(held), notes=divided.notes)
 
     def encoding(self, request: DataRequest) -> Encoding:
         """Return what is made of the columns: as the task wants it, else by the target.

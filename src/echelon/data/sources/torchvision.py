@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from echelon.core.errors import UserError
 from echelon.data.base import DataRequest, Source
 from echelon.data.cache import locked
 from echelon.data.images import FileNames, ImageArray, ImageFiles, ImageItems, Images, Labels, labels_of
-from echelon.data.sources.base import SourceKind, image_source
+from echelon.data.sources.base import SourceKind, began_with_all, held_out, image_source
 
 _DOWNLOAD_S = 3600.0
 _NETWORK_S = 30.0
@@ -29,6 +29,11 @@ class _Set:
     name: str
     train: Mapping[str, str | bool] = field(default_factory=lambda: {"train": True})
     evaluation: Mapping[str, str | bool] = field(default_factory=lambda: {"train": False})
+
+    @property
+    def has_test(self) -> bool:
+        """Whether the part for evaluation is a test set."""
+        return self.evaluation.get("split", "test") == "test"
 
 
 def _splits(name: str, evaluation: str = "test", train: str = "train", **more: str) -> _Set:
@@ -64,9 +69,14 @@ class TorchvisionSet(SourceKind):
     }  # fmt: skip
 
     def open(self, request: DataRequest) -> Source:
-        """Open the set below the configured root; it has a split of its own."""
+        """Open the set below the configured root; of one that comes with a test set alone, some are held out."""
         config = request.config
-        return image_source(config, *open_torchvision(config.source, Path(config.root)))
+        train, evaluation, classes = open_torchvision(config.source, Path(config.root))
+        if not SETS[config.source].has_test or began_with_all(request, len(train)):
+            return image_source(config, train, evaluation, classes)
+        divided = held_out(request, len(train), has_test=True, noun="image")
+        kept, held = train.subset(divided.train), train.subset(divided.evaluation)
+        return replace(image_source(config, kept, held, classes), notes=divided.notes, test=evaluation)
 
 
 SOURCE = TorchvisionSet

@@ -21,11 +21,11 @@ from echelon.core.tokeniser import AUTO, CHARACTERS
 from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
 from echelon.data.class_folders import SOUND_FILES, FileKind, FolderLinks, files_below
 from echelon.data.images import FileNames, LabelledFiles
-from echelon.data.order import Indices, split
+from echelon.data.order import Indices
 from echelon.data.ragged import RaggedArray
 from echelon.data.sounds import SoundFiles, measured, sound_specs, transcript_spec
-from echelon.data.sources.base import SourceKind
-from echelon.data.sources.sounds import HELD_OF_TRAIN, Sounds, has_transcripts
+from echelon.data.sources.base import SourceKind, held_out
+from echelon.data.sources.sounds import Sounds, has_transcripts
 from echelon.data.tokenisers import Characters, Tokeniser, tokeniser_for
 from echelon.tasks.base import NO_TARGET, Encoding, TightSample
 
@@ -132,12 +132,10 @@ def transcribed(
     Raises:
         UserError: there is one recording alone, a file is no sound, or no text is written.
     """
+    notes: tuple[str, ...] = ()
     if validation is None:
-        if len(train.names) < 2:
-            raise UserError(f"data {request.config.source}: one sound cannot be split into training and evaluation")
-        share = request.config.holdout if test is None else HELD_OF_TRAIN
-        chosen, held = split(len(train.names), share, request.seed)
-        train, validation = train.some(chosen), train.some(held)
+        divided = held_out(request, len(train.names), test is not None, "sound")
+        train, validation, notes = train.some(divided.train), train.some(divided.evaluation), divided.notes
     if not any(train.texts):
         raise UserError(f"data {request.config.source}: its transcripts are empty")
     tokeniser = _tokeniser_of(request, train.texts)
@@ -149,7 +147,9 @@ def transcribed(
         sounds.append(replace(plain, transcripts=rows))
         rate = plain.rate
     info = _info(request, sounds, tokeniser)
-    return Source(sounds[0], sounds[1], info, _notes(parts, tokeniser), sounds[2] if test is not None else None)
+    return Source(
+        sounds[0], sounds[1], info, (*notes, *_notes(parts, tokeniser)), sounds[2] if test is not None else None
+    )
 
 
 def plain_text(text: str) -> str:

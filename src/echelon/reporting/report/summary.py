@@ -27,6 +27,7 @@ class Summary:
     Attributes:
         metrics: of the last evaluation; where there is a test set apart, what that gave for the best checkpoint.
         tested: whether they are of such a test set.
+        validation: what the validation data gave for that checkpoint; empty where there is no test set apart.
         task: whose metrics they are; `best` is of its primary one, at `best_step`.
         seconds, wall_s: of all its commands, each from the process's start to its end; where that was not recorded, to
             the last record. Pauses between a stop and a resume are left out.
@@ -38,6 +39,7 @@ class Summary:
     message: str
     metrics: dict[str, float | None]
     tested: bool
+    validation: dict[str, float | None]
     task: TaskFacts
     best: float | None
     best_step: int | None
@@ -108,6 +110,7 @@ def summarise(record: RunRecord) -> Summary:
         message=message,
         metrics=_metrics(record, evaluations),
         tested=any(evaluation.test_metrics for evaluation in evaluations),
+        validation=next((dict(e.metrics) for e in reversed(evaluations) if e.test_metrics), {}),
         task=task,
         best=best[0] if best else None,
         best_step=best[1] if best else None,

@@ -97,17 +97,26 @@ def _ms(seconds: float) -> str:
 
 
 def evaluation_table(record: RunRecord) -> Table | None:
-    """One row per evaluation that survived restarts."""
+    """One row per evaluation that survived restarts; what a test set gave stands beside, where it was looked at."""
     evaluations = record.kept_evaluations()
     if not evaluations:
         return None
     names = list(dict.fromkeys(name for e in evaluations for name in e.metrics))
+    tested = list(dict.fromkeys(name for e in evaluations for name in e.test_metrics))
     rows = []
     for e in evaluations:
         loss = "–" if e.loss is None else f"{e.loss:.4f}"
         values = [f"{e.metrics[n]:.4f}" if n in e.metrics else "–" for n in names]
+        values += [f"{e.test_metrics[n]:.4f}" if n in e.test_metrics else "–" for n in tested]
         rows.append([str(e.epoch), str(e.step), loss, *values, str(e.samples), format_seconds(e.seconds)])
-    head = ["epoch", "step", "loss", *(n.replace("_", " ") for n in names), "samples", "took"]
+    head = [
+        "epoch",
+        "step",
+        "loss",
+        *(n.replace("_", " ") for n in [*names, *(f"test {n}" for n in tested)]),
+        "samples",
+        "took",
+    ]
     return Table("Evaluations", head, rows)
 
 

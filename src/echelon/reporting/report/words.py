@@ -87,6 +87,11 @@ def _accuracy(s: Summary) -> list[str]:
         low, high = wilson_interval(value, s.eval_samples)
         said += f" (95% interval {low:.4f} to {high:.4f})"
     words.append(f"{said}.")
+    chosen_by = s.validation.get(primary.name)
+    if s.tested and chosen_by is not None:
+        words.append(
+            f"That is of the test set; the checkpoint was chosen by validation data, with {chosen_by:.4f} there."
+        )
     least = 0.005 if primary.percent else 0.005 * abs(value)
     if s.best is not None and not s.tested and primary.score(s.best) - primary.score(value) >= max(least, 1e-12):
         words.append(f"The best was {s.best:.4f} at step {s.best_step}: the last is not the best one.")
