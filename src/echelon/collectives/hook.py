@@ -45,6 +45,7 @@ class GradientHook:
         last_ready_s: time.perf_counter() when backward handed over its last bucket: what follows only waits.
         last_ready_event: the same as a recorded CUDA event; None on a CPU.
         on_last_bucket: called at that moment.
+        is_complete: whether backward has handed over its last bucket since this was set to False.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class GradientHook:
         self.last_ready_s = 0.0
         self.last_ready_event: torch.cuda.Event | None = None
         self.on_last_bucket: Callable[[], None] = _nothing
+        self.is_complete = False
         self._route = open_route(path or Backend(), group)
         self._counts: dict[tuple[int, int], dict[str, int]] = {}
         self._names: dict[int, str] = {}
@@ -109,6 +111,7 @@ class GradientHook:
 
     def __call__(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
         """Start to reduce a bucket; called by DDP in backward, in the same order on every rank."""
+        self.is_complete = bucket.is_last()
         if self._closed or self._silent:
             return noop_hook(None, bucket)
         handed_s = self.times.handed(bucket.index() == 0, bucket.is_last())

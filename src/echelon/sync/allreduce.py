@@ -31,6 +31,7 @@ from echelon.sync.base import Sync, SyncContext
 from echelon.sync.buffers import averaged_buffers, mean_of_replicas, saved_buffers
 from echelon.sync.settings import SyncSettings
 from echelon.sync.state_bytes import Piece, StateBytes, by_hook
+from echelon.sync.unreached import UnreachedParameters
 from echelon.torch_compat import is_compiled
 
 
@@ -62,6 +63,8 @@ class AllReduce:
     def __init__(self, context: SyncContext) -> None:
         self._context = context
         self._hook: GradientHook | None = None
+        self._unreached: UnreachedParameters | None = None  # where DDP does not look for them itself
+        self._is_in_loop = False
         self.module: nn.Module = context.model
         self.has_replica_state = False
         self.steps_together = True
@@ -78,6 +81,8 @@ class AllReduce:
         self._hook.on_last_bucket = context.clock.only_waits
         self._hook.attach(self._ddp)
         self.module = self._ddp
+        if not context.has_unused and any(p.requires_grad for p in context.model.parameters()):
+            self._unreached = UnreachedParameters(context.model, context.group, self._hook)
         # DDP orders its buckets anew after its first backward, and more than two ranks round differently in another
         # order: a resumed run would not repeat the bits. Codecs work on cells that do not depend on buckets; a
         # compiled model would be compiled twice.
@@ -91,7 +96,14 @@ class AllReduce:
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Keep gradients local until the last micro-batch."""
-        return nullcontext() if last or self._hook is None else self._ddp.no_sync()
+        if self._hook is None:
+            return nullcontext()
+        self._is_in_loop = True
+        if last:
+            return self._unreached.completing() if self._unreached else nullcontext()
+        if self._unreached:
+            self._unreached.accumulating()
+        return self._ddp.no_sync()
 
     def communication_began(self) -> Any:
         """Return when the last bucket was handed over: from then on backward only waits."""
@@ -102,6 +114,8 @@ class AllReduce:
     def step(self) -> None:
         """Gradients are summed already: update."""
         self._agreed.clear()
+        if self._unreached and self._is_in_loop:
+            self._unreached.settle()
         if self._left_out:
             self._catch_up()
         scale = self._context.loss_scale()
@@ -112,6 +126,8 @@ class AllReduce:
 
     def silent(self) -> AbstractContextManager[object]:
         """Reduce nothing."""
+        if self._unreached and self._hook:
+            self._unreached.silent = self._hook.silent
         return self._hook.silent() if self._hook else nullcontext()
 
     def leave_out(self) -> None:

@@ -1,0 +1,97 @@
+"""Parameters that a backward pass does not reach: branches that depend on the data, layers that are dropped at random.
+
+DistributedDataParallel reduces a bucket when all of its gradients are there, so one rank that leaves a layer out would
+leave all others waiting. Here it sends zeros for it. A parameter that no rank reached keeps no gradient, as in one
+process; that is asked of all ranks in the first steps, and in every step once some rank has left something out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from echelon.collectives.hook import GradientHook
+
+_FIRST_STEPS = 16  # in which all ranks are asked; later only in steps whose number is a power of two
+
+
+class UnreachedParameters:
+    """Completes a rank's last backward pass of a step, and takes back gradients of parameters that no rank reached.
+
+    Args:
+        hook: tells whether all buckets were handed over.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, hook: GradientHook) -> None:
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._group, self._hook = group, hook
+        self._reached: set[int] | None = None  # in the last pass; None: gradients tell, for no pass came before
+        self._zeroed: list[nn.Parameter] = []  # what this rank reached in no pass of the step
+        self._steps, self._left_out, self._watching = 0, False, False
+        self.silent: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def accumulating(self) -> None:
+        """Hear that a pass comes before the last one: from now on, passes note what they reach."""
+        if self._reached is None:
+            self._reached = set()
+            for parameter in self._parameters:
+                parameter.register_post_accumulate_grad_hook(self._note)
+
+    def _note(self, parameter: Tensor) -> None:
+        assert self._reached is not None
+        self._reached.add(id(parameter))
+
+    @contextmanager
+    def completing(self) -> Iterator[None]:
+        """Surround forward and backward of a step's last pass; afterwards every bucket was handed over."""
+        if self._reached is not None:
+            self._reached.clear()
+        self._zeroed, self.silent = [], nullcontext
+        self._hook.is_complete = False
+        yield
+        if self._hook.is_complete:
+            return
+        if self._reached is None:
+            missing = self._zeroed = [p for p in self._parameters if p.grad is None]
+        else:
+            missing = [p for p in self._parameters if id(p) not in self._reached]
+            self._zeroed = [p for p in missing if p.grad is None]
+        self._left_out = True
+        with self.silent():
+            _Zeros.apply(*missing).backward()
+
+    def settle(self) -> None:
+        """Take back the zeros of parameters that no rank reached in this step; all ranks call it."""
+        step, self._steps = self._steps, self._steps + 1
+        if not self._watching and step >= _FIRST_STEPS and step & (step - 1):
+            return
+        zeroed = {id(parameter) for parameter in self._zeroed}
+        marks = [id(parameter) not in zeroed for parameter in self._parameters]
+        told = torch.tensor([self._left_out, *marks], dtype=torch.uint8, device=self._parameters[0].device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
+        left_out, *reached = told.tolist()
+        self._watching = self._watching or bool(left_out)
+        for parameter, mark in zip(self._parameters, reached, strict=True):
+            # What a codec had left out of earlier gradients may have come: it is not lost.
+            if not mark and parameter.grad is not None and not parameter.grad.any():
+                parameter.grad = None
+
+
+class _Zeros(torch.autograd.Function):
+    """A number that depends on parameters, and whose gradients are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        """Return 0."""
+        ctx.save_for_backward(*parameters)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        """Return zeros of the parameters' shapes."""
+        return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
