@@ -152,8 +152,9 @@ def make_trainer(trial: Trial, rank: Rank | None) -> Trainer:
     seed_everything(0)
     clock = HostClock()
     example = trial.global_batch(0)[0][:2]
-    work = Work(INFO, TASK, MODELS[trial.model]().double(), example)
-    parts = build_parts(resolve(config), work, world, clock)
+    run = resolve(config)
+    work = Work(INFO, TASK, MODELS[trial.model]().double(), example, run.tuning)
+    parts = build_parts(run, work, world, clock)
     settings = StepSettings(
         device=world.device,
         autocast=None,

@@ -21,6 +21,7 @@ from echelon.core.errors import UserError, nearest
 from echelon.core.layout import ABOUT_AXES, ABOUT_OPTIONS
 from echelon.core.registry import Argument, Registry
 from echelon.core.spec import name_of
+from echelon.core.tuning import TUNINGS
 from echelon.optim.names import declared_optimizers
 from echelon.run.data_names import declared_kinds
 from echelon.sync.registry import STRATEGIES
@@ -58,7 +59,7 @@ class Kind:
 def kinds() -> list[Kind]:
     """Return all that can be chosen, read from files alone."""
     registry = {"tasks": ("--task", TASKS), "codecs": ("--compression", CODECS)}
-    registry |= {"syncs": ("--sync", STRATEGIES), "paths": ("--collective", PATHS)}
+    registry |= {"syncs": ("--sync", STRATEGIES), "paths": ("--collective", PATHS), "tunings": ("--tune", TUNINGS)}
     declared = {title: Kind(title, flag, tuple(_declared(known))) for title, (flag, known) in registry.items()}
     codecs = declared["codecs"]
     return [
@@ -69,6 +70,7 @@ def kinds() -> list[Kind]:
         declared["syncs"],
         declared["paths"],
         Kind("layouts", "--parallel", tuple(_layouts())),
+        declared["tunings"],
         Kind("optimizers", "--optimizer", tuple(Entry(*each) for each in declared_optimizers().items())),
         Kind("places", "--on", tuple(_places())),
     ]

@@ -13,6 +13,7 @@ from echelon.cli.help import BASIC
 from echelon.collectives.registry import PATHS
 from echelon.compression.registry import CODECS
 from echelon.config.build import flag_of, leaves
+from echelon.core.tuning import TUNINGS
 from echelon.sync.registry import STRATEGIES
 
 TRUST = "import code (module:function) that a description's file names and you have not used before"
@@ -29,7 +30,8 @@ HEADINGS = {
 }  # fmt: skip
 METAVARS = {
     "strategy.parallel": "LAYOUT", "strategy.sync": "SPEC", "strategy.compression": "SPEC",
-    "strategy.collective": "SPEC", "run": "FOLDER", "data.root": "FOLDER", "launch.log_dir": "FOLDER",
+    "strategy.collective": "SPEC", "model.tune": "SPEC", "run": "FOLDER",
+    "data.root": "FOLDER", "launch.log_dir": "FOLDER",
     "model.weights": "FILE", "model.name": "NAME", "optimizer.name": "NAME", "task": "NAME", "launch.on": "NAME",
 }  # fmt: skip
 _TYPES = {int: "N", float: "NUMBER", str: "TEXT"}
@@ -87,7 +89,10 @@ def _setting(name: str, item: Field[Any], kind: Any) -> inspect.Parameter:
 
 def _values(name: str, kind: Any) -> str:
     """Return the values of a setting that has only a few, or what their names are."""
-    registry = {"strategy.sync": STRATEGIES, "strategy.compression": CODECS, "strategy.collective": PATHS}.get(name)
+    registry = {
+        "strategy.sync": STRATEGIES, "strategy.compression": CODECS, "strategy.collective": PATHS,
+        "model.tune": TUNINGS,
+    }.get(name)  # fmt: skip
     if registry is not None:
         return f" [{', '.join(registry.names())}; see echelon explain NAME]"
     return f" [{', '.join(get_args(kind))}]" if get_origin(kind) is not None else ""

@@ -147,6 +147,14 @@ class ModelConfig:
         "with --weights, the model's head: keep (it must fit), new (as initialised), or auto (new where the weights "
         "have none of its shape)",
     )
+    tune: str = setting(
+        "all",
+        "what is trained: all, head, last(3), bias, norm, freeze(PATTERN), layer_decay(0.75), joined by +; what is "
+        "frozen sends no byte and has no optimizer state",
+    )
+    frozen_norm: Literal["eval", "train"] = setting(
+        "eval", "statistics of BatchNorm whose parameters are frozen: eval (they stay), or train"
+    )
     sync_batchnorm: bool = setting(False, "BatchNorm statistics over the whole global batch")
     compile: bool = setting(False, "torch.compile the model")
     channels_last: Literal["auto", "on", "off"] = setting("auto", "memory layout of images; auto: on for GPUs")

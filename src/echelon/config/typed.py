@@ -124,6 +124,10 @@ class TrainSettings(ResumeSettings, total=False):
     """weights to start from: a file or folder (safetensors, a torch state dict, other trainers' checkpoints), runs/NAME, hf:FOLDER_OR_NAME, or pretrained (the model's own of timm, torchvision or transformers)"""
     head: Literal["auto", "keep", "new"]
     """with --weights, the model's head: keep (it must fit), new (as initialised), or auto (new where the weights have none of its shape) [default: 'auto']"""
+    tune: str
+    """what is trained: all, head, last(3), bias, norm, freeze(PATTERN), layer_decay(0.75), joined by +; what is frozen sends no byte and has no optimizer state [default: 'all']"""
+    frozen_norm: Literal["eval", "train"]
+    """statistics of BatchNorm whose parameters are frozen: eval (they stay), or train [default: 'eval']"""
     sync_batchnorm: bool
     """BatchNorm statistics over the whole global batch [default: False]"""
     compile: bool

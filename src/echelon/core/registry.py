@@ -62,14 +62,18 @@ class Declaration:
 class Registry:
     """The implementations in one package, each a file that assigns a settings dataclass to `marker`."""
 
-    def __init__(self, package: str, kind: str, marker: str, aliases: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, package: str, kind: str, marker: str, aliases: Mapping[str, str] | None = None, heavy: bool = False
+    ) -> None:
         """Describe where they are; nothing is read yet.
 
         Args:
-            package: whose files they are; importing it must be cheap.
+            package: whose files they are; importing it must be cheap, unless it is `heavy`.
             kind: what a refusal calls them, such as `compression`.
             aliases: other names that are accepted, and what they stand for.
+            heavy: the package's files are found without importing it, for it lies in one that imports torch.
         """
+        self._heavy = heavy
         self.package, self.kind, self.marker = package, kind, marker
         self.aliases = dict(aliases or {})
 
@@ -165,7 +169,8 @@ class Registry:
         return bind(spec, self.settings_class(spec.name))
 
     def _files(self) -> dict[str, Path]:
-        folders = importlib.import_module(self.package).__path__
+        of_package = _file_of(self.package) if self._heavy else None
+        folders = [str(of_package.parent)] if of_package else list(importlib.import_module(self.package).__path__)
         files = {file.stem: file for folder in folders for file in Path(folder).glob("*.py")}
         return {name: file for name, file in files.items() if f"\n{self.marker} = " in file.read_text(encoding="utf-8")}
 

@@ -190,7 +190,7 @@ def rehearse(run: ResolvedRun, info: DataInfo, model: nn.Module, role: Role, sam
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     counter = Counter()
     with _world(role) as world, torch.random.fork_rng(), real_meshes(), mode:
-        work = Work(info, run.task.fitted(info), without_data(model, world.device))
+        work = Work(info, run.task.fitted(info), without_data(model, world.device), tuning=run.tuning)
         clock = HostClock()
         parts = build_parts(run, work, world, clock)
         settings = StepSettings(

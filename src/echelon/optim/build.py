@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +77,9 @@ def _build_timm(model: nn.Module, config: OptimizerConfig, lr: float) -> torch.o
     name = config.name.lower()
     _check_name(name)
     nesterov = (get_optimizer_info(name).defaults or {}).get("nesterov", False)
-    options = {"nesterov": False} if nesterov and not config.momentum else {}
+    options: dict[str, Any] = {"nesterov": False} if nesterov and not config.momentum else {}
+    if getattr(model, "lr_rates", {}):
+        options["param_group_fn"] = lambda whole: weight_decay_groups(whole, config.weight_decay)
     return create_optimizer_v2(
         model, opt=name, lr=lr, weight_decay=config.weight_decay, momentum=config.momentum, **options
     )
@@ -141,8 +144,10 @@ class Schedule:
 
     @property
     def lr(self) -> float:
-        """The learning rate that the optimizer has now."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        """The learning rate that the optimizer has now, of layers without a factor of their own."""
+        groups = self.optimizer.param_groups
+        whole = next((group for group in groups if group.get("lr_scale", 1.0) == 1.0), None)
+        return float(whole["lr"] if whole else groups[0]["lr"] / groups[0]["lr_scale"])
 
     def set_step(self, step: int) -> None:
         """Set the learning rate for optimizer step `step`, counted from 0 over the whole run, before it is taken."""

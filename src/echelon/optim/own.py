@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -111,6 +111,9 @@ def build_own(factory: OptimizerFactory, name: str, model: nn.Module, lr: float,
         UserError: it cannot be built like this.
     """
     if not takes_weight_decay(factory):
+        if getattr(model, "lr_rates", {}):
+            groups = [{k: v for k, v in g.items() if k != "weight_decay"} for g in weight_decay_groups(model, 0.0)]
+            return construct(factory, name, groups, lr)
         return construct(factory, name, [p for p in model.parameters() if p.requires_grad], lr)
     return construct(factory, name, weight_decay_groups(model, decay), lr)
 
@@ -119,17 +122,22 @@ def weight_decay_groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
     """Group a model's trainable parameters as timm's optimizers do: first those without weight decay, then the others.
 
     Biases and parameters of one dim have none, nor has what `model.no_weight_decay()` lists (patterns with *, too).
+    Where tuning has left factors of the learning rate with the model, each group has one, as `lr_scale`.
     """
+    rates: Mapping[str, float] = getattr(model, "lr_rates", {})
     listed: Iterable[str] = getattr(model, "no_weight_decay", list)()
-    without: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    without: dict[float, list[nn.Parameter]] = {}
+    others: dict[float, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             free = not decay or parameter.ndim <= 1 or name.endswith(".bias")
             free = free or any(fnmatch.fnmatch(name, pattern) for pattern in listed)
-            (without if free else others).append(parameter)
-    groups = [{"params": without, "weight_decay": 0.0}, {"params": others, "weight_decay": decay}]
-    return [group for group in groups if group["params"]]
+            (without if free else others).setdefault(rates.get(name, 1.0), []).append(parameter)
+    return [
+        {"params": params, "weight_decay": decays, **({"lr_scale": rate} if rates else {})}
+        for by_rate, decays in ((without, 0.0), (others, decay))
+        for rate, params in by_rate.items()
+    ]
 
 
 def construct(factory: OptimizerFactory, name: str, groups: ParamsT, lr: float) -> torch.optim.Optimizer:

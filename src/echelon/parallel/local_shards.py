@@ -44,6 +44,7 @@ class LocalShards(nn.Module):
 
     Attributes:
         regions: where each parameter and persistent buffer lies, by name.
+        lr_rates: factors of the learning rate by name, as tuning has left them with the modules.
         divided: where replicas divide the updates, which ones are this rank's.
     """
 
@@ -54,6 +55,7 @@ class LocalShards(nn.Module):
         self.regions: dict[str, LocalShard] = {}
         self.placement = placement
         self._sources: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self.lr_rates = {name: rate for m in modules for name, rate in getattr(m, "lr_rates", {}).items()}
         self._no_decay = {n for m in modules for n in getattr(m, "no_weight_decay", tuple)()}
         self._pending: list[Tensor] = []
         made: dict[int, nn.Parameter] = {}

@@ -6,7 +6,7 @@ What is done about gradients that were computed on older parameters stands at th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -141,6 +141,7 @@ class KeyStore:
         views = [nn.Parameter(value[p.start : p.stop].view(p.shape)) for p in key.parts]
         self._views = views
         self.optimizer = make_optimizer(views, [p.decay for p in key.parts])
+        _set_rates(self.optimizer, {id(v): p.rate for v, p in zip(views, key.parts, strict=True)})
         self._step = _bare_step(self.optimizer)
         self._plain = _is_plain_sgd(self.optimizer)
         if self._plain:
@@ -247,6 +248,9 @@ class KeyStore:
 
     def _descend(self, gradient: Tensor, lr: float, memory: Any) -> None:
         """SGD in one pass: the new value is written over the gradient, and that memory can travel without a copy."""
+        for part in self.key.parts:
+            if part.rate != 1.0:
+                gradient[part.start : part.stop] *= part.rate
         if memory is not None:
             self.value = torch.add(self.value, gradient, alpha=-lr, out=gradient)
         elif self.memory is None:
@@ -262,7 +266,7 @@ class KeyStore:
             for i, (part, view) in enumerate(zip(self.key.parts, self._views, strict=True)):
                 view.grad = None if i in absent else gradient[part.start : part.stop].view(part.shape)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         self._step(self.optimizer)
 
     def note_pull(self, worker: str, now_s: float) -> None:
@@ -344,6 +348,18 @@ class KeyStore:
         self.applied = Applied(int(state["watermark"]), set(state["tasks"]))
         self._pulled = {w: (v, now_s, state["then"].get(w)) for w, v in state["pulled"].items()}
         self._mean_square = dict(state["mean_square"])
+
+
+def _set_rates(optimizer: torch.optim.Optimizer, rates: Mapping[int, float]) -> None:
+    """Cut the groups of an optimizer that has no state yet by the factors of the learning rate, as `lr_scale`."""
+    if set(rates.values()) <= {1.0}:
+        return
+    cut: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        for rate in dict.fromkeys(rates[id(p)] for p in group["params"]):
+            same = [p for p in group["params"] if rates[id(p)] == rate]
+            cut.append({**group, "params": same, "lr_scale": rate})
+    optimizer.param_groups[:] = cut
 
 
 def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -24,8 +25,14 @@ def model_table(model: nn.Module, cut: Cut) -> KeyTable:
     """
     listed = set(getattr(model, "no_weight_decay", tuple)())
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    rates: Mapping[str, float] = getattr(model, "lr_rates", {})
     infos = [
-        ParameterInfo(name, tuple(p.shape), not (p.ndim <= 1 or name.endswith(".bias") or name in listed))
+        ParameterInfo(
+            name,
+            tuple(p.shape),
+            not (p.ndim <= 1 or name.endswith(".bias") or name in listed),
+            rates.get(name, 1.0),
+        )
         for name, p in named
     ]
     types = {p.dtype for _, p in named}

@@ -26,11 +26,15 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """What the table must know of a parameter; `decay` is false where weight decay does not apply."""
+    """What the table must know of a parameter; `decay` is false where weight decay does not apply.
+
+    `rate` is a factor of the learning rate.
+    """
 
     name: str
     shape: tuple[int, ...]
     decay: bool
+    rate: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,13 @@ class KeyPart:
     shape: tuple[int, ...]
     decay: bool
     name: str
+    rate: float = 1.0
+
+    @property
+    def row(self) -> list[object]:
+        """The part as a message has it; without a rate of its own it is written as before there were any."""
+        fields: list[object] = [self.start, self.stop, self.shape, self.decay, self.name]
+        return fields if self.rate == 1.0 else [*fields, self.rate]
 
 
 @dataclass(frozen=True)
@@ -93,8 +104,7 @@ class KeyTable:
 
     def to_bytes(self) -> bytes:
         """Write the table for `from_bytes`: JSON."""
-        keys = [[k.start, k.stop, k.server, [[p.start, p.stop, p.shape, p.decay, p.name] for p in k.parts]]
-                for k in self.keys]  # fmt: skip
+        keys = [[k.start, k.stop, k.server, [part.row for part in k.parts]] for k in self.keys]
         cut = [self.cut.servers, self.cut.chunk_bytes, self.cut.whole_tensors, self.cut.dtype]
         return json.dumps({"numel": self.numel, "cut": cut, "keys": keys}).encode()
 
@@ -114,7 +124,8 @@ def table_from_bytes(raw: bytes) -> KeyTable:
         data: dict[str, Any] = json.loads(raw)
         keys = tuple(
             KeyRange(i, int(start), int(stop), int(server),
-                tuple(KeyPart(int(a), int(b), tuple(int(d) for d in s), bool(d), str(n)) for a, b, s, d, n in parts))
+                tuple(KeyPart(int(a), int(b), tuple(int(d) for d in s), bool(d), str(n), *map(float, rate))
+                      for a, b, s, d, n, *rate in parts))
             for i, (start, stop, server, parts) in enumerate(data["keys"])
         )  # fmt: skip
         servers, chunk, whole, dtype = data["cut"]
@@ -149,7 +160,7 @@ def cut_table(parameters: Sequence[ParameterInfo], cut: Cut) -> KeyTable:
         server = load.index(min(load))
         parts, offset = [], 0
         for numel, shape, info in group:
-            parts.append(KeyPart(offset, offset + numel, shape, info.decay, info.name))
+            parts.append(KeyPart(offset, offset + numel, shape, info.decay, info.name, info.rate))
             offset += numel
         keys.append(KeyRange(index, start, start + offset, server, tuple(_merged(parts, cut.whole_tensors))))
         load[server] += offset
@@ -207,10 +218,10 @@ def _merged(neighbours: list[KeyPart], whole_tensors: bool) -> list[KeyPart]:
         return neighbours
     merged: list[KeyPart] = []
     for part in neighbours:
-        if merged and merged[-1].decay == part.decay:
+        if merged and merged[-1].decay == part.decay and merged[-1].rate == part.rate:
             first = merged[-1]
             shape = _run_shape(part.stop - first.start, part.decay)
-            part = KeyPart(first.start, part.stop, shape, part.decay, first.name)
+            part = KeyPart(first.start, part.stop, shape, part.decay, first.name, part.rate)
             merged.pop()
         merged.append(part)
     return merged

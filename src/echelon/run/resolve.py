@@ -17,6 +17,7 @@ from echelon.core.layout import Layout, parse_layout
 from echelon.core.link import Link, parse_link
 from echelon.core.spec import parse_spec
 from echelon.core.tokeniser import read_tokeniser
+from echelon.core.tuning import TUNINGS, read_tuning
 from echelon.core.units import parse_bytes, parse_seconds
 from echelon.launch.places import PlaceChoice, check_place
 from echelon.observe.loggers import check_loggers
@@ -43,6 +44,8 @@ def check_names(config: RunConfig) -> None:
         codecs.check(strategy.compression)
     with naming("--collective"):
         PATHS.check(parse_spec(strategy.collective))
+    with naming("--tune"):
+        read_tuning(config.model.tune)
     _check_path(config.data.source)
     check_task(config.task)
     read_tokeniser(config.data.tokeniser)
@@ -110,12 +113,13 @@ def canonical(setting: str, spec: str) -> str:
     """Write a spec so that equal ones are written alike: `topk(0.01)` as `topk(density=0.01)`; imports no torch.
 
     Args:
-        setting: `strategy.sync`, `strategy.compression` or `strategy.collective`.
+        setting: `strategy.sync`, `strategy.compression`, `strategy.collective` or `model.tune`.
 
     Raises:
         UserError: the spec cannot be read.
     """
     registries = {"strategy.sync": STRATEGIES, "strategy.compression": codecs.CODECS, "strategy.collective": PATHS}
+    registries["model.tune"] = TUNINGS
     return registries[setting].canonical(spec)
 
 
@@ -137,6 +141,7 @@ def resolve(config: RunConfig, optimizer: OptimizerFactory | None = None) -> Res
         UserError: a text cannot be read, or codec and optimizer contradict each other; names the setting and the fix.
     """
     from echelon.data import SourceChoice
+    from echelon.models.tuning.plan import tuning_plan
     from echelon.optim.choice import OptimizerChoice
     from echelon.sync import registry as strategies
     from echelon.trainer.layouts import read_cuts, read_tensor_plan
@@ -149,6 +154,8 @@ def resolve(config: RunConfig, optimizer: OptimizerFactory | None = None) -> Res
         compression = codecs.read(strategy.compression)
     with naming("--collective"):
         path = PATHS.build(strategy.collective)
+    with naming("--tune"):
+        tuning = tuning_plan(config.model.tune, config.model.frozen_norm)
     run = ResolvedRun(
         config=config,
         described=config,
@@ -170,5 +177,6 @@ def resolve(config: RunConfig, optimizer: OptimizerFactory | None = None) -> Res
         checkpoint_every=parse_interval(config.checkpoint.every),
         io_patience_s=parse_seconds(config.checkpoint.io_patience),
         max_time_s=parse_max_time(config.training.max_time),
+        tuning=tuning,
     )
     return run.compressed_by(compression)

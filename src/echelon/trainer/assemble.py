@@ -105,7 +105,9 @@ class _Groundwork:
         """What is trained on what."""
         splits = self.world.placement is not None and self.world.placement.layout.splits
         example = example_inputs(self.source) if splits else None
-        return Work(self.source.info, self.task, self.user_objects.model, example, steps=self.steps)
+        return Work(
+            self.source.info, self.task, self.user_objects.model, example, self.resolved.tuning, steps=self.steps
+        )
 
     @property
     def steps(self) -> int:
@@ -258,6 +260,8 @@ def assemble(
     _record_start(ground, run, cursor, path)
     if world.leads:
         _record_weights(work, progress, restored is not None)
+    for note in work.notes[:1]:
+        progress.note("tuning", note)
     for name, note in run_notes(
         config, ground.source, run_parts.split.notes if run_parts.split else (), [*notes, *chosen]
     ):
@@ -303,7 +307,8 @@ def assemble_worker(
         _record_weights(work, progress, resumes=False)
     split_notes = run_parts.split.notes if run_parts.split else ()
     start = replace(_start_of_workers(ground, run_parts, link), pids=pids)
-    return run, Leases(run, link, state, start, run_notes(config, ground.source, split_notes, notes))
+    of_tuning = [("tuning", note) for note in work.notes[:1]]
+    return run, Leases(run, link, state, start, [*of_tuning, *run_notes(config, ground.source, split_notes, notes)])
 
 
 def _record_weights(work: Work, progress: RunProgress, resumes: bool) -> None:

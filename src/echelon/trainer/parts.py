@@ -17,6 +17,7 @@ from echelon.core.files import write_atomic
 from echelon.data.base import DataInfo
 from echelon.models import LoadedWeights, build_model, give_logits, hints_for
 from echelon.models.trial import evaluating, try_out
+from echelon.models.tuning.plan import UNTUNED, TuningPlan
 from echelon.observe.phases import PhaseClock
 from echelon.optim.build import EMA, build_optimizer
 from echelon.parallel.deferred_init import DeferredInit, named_tensors, without_memory
@@ -53,16 +54,20 @@ class Work:
         task: fitted to it.
         user_model: the caller's own module, in place of the described one.
         example: two samples' inputs of any values, the same on every rank; None: made as `info` says.
+        tuning: what is trained of it.
         loaded: what became of the weights that it starts from, each time that it is built.
         steps: of the run; 0: not known.
+        notes: what a user has to know of it, likewise.
     """
 
     info: DataInfo
     task: Task
     user_model: nn.Module | None = None
     example: Nest = None
+    tuning: TuningPlan = UNTUNED
     loaded: list[LoadedWeights] = field(default_factory=list)
     steps: int = 0
+    notes: list[str] = field(default_factory=list)
 
     def inputs(self, like: Tensor) -> Nest:
         """Return the example, the same on every rank; drawn without touching the run's generators."""
@@ -99,6 +104,11 @@ def build_parts(run: ResolvedRun, work: Work, world: World, clock: PhaseClock) -
         model = build_computing(config, work, world)
         split = _divided(model, world) if _is_divided(world) else None
     local_model = split.pieces if split else model
+    if split is not None and split.pipeline is not None and not split.pieces.trainable():
+        raise UserError(
+            f"--tune {run.tuning.text} leaves a stage of the pipeline nothing to train: put --cuts so that each has "
+            "some, or use dp, fsdp or tp"
+        )
     optimizer = build_optimizer(local_model, config.optimizer, config.data.batch_size, run.optimizer.factory)
     if split and split.pieces.divided:
         split.pieces.divided.keep_own(optimizer)
@@ -152,6 +162,8 @@ def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
     sharded = world.placement is not None and world.placement.layout.fsdp > 1  # rows of parameters must be contiguous
     if channels_last(config, world.device) and not sharded:
         model = model.to(memory_format=torch.channels_last)
+    if not work.tuning.changes_nothing:
+        work.notes.append(work.tuning.apply(model))
     return model
 
 
@@ -203,8 +215,8 @@ def build_split(run: ResolvedRun, work: Work, world: World, batch_parts: int) ->
 def _build_unmade(run: ResolvedRun, work: Work, world: World) -> tuple[nn.Module, DeferredInit] | None:
     """Build the model without memory where it is to be split as its family says: each rank then makes its pieces alone.
 
-    None where values are needed before: they are the caller's or a file's, tied (memory would be given twice), or a
-    plan that nobody declared is tried on them.
+    None where values are needed before: they are the caller's or a file's, tied (memory would be given twice), partly
+    frozen, or a plan that nobody declared is tried on them.
     """
     layout, config = world.placement.layout if world.placement is not None else None, run.config
     if (
@@ -212,6 +224,7 @@ def _build_unmade(run: ResolvedRun, work: Work, world: World) -> tuple[nn.Module
         or not layout.splits
         or work.user_model is not None
         or config.model.weights
+        or not work.tuning.changes_nothing
         or ":" in config.model.name
     ):
         return None

@@ -14,6 +14,7 @@ from echelon.core.hints import Style
 from echelon.core.layout import Layout
 from echelon.core.link import Link
 from echelon.data import SourceChoice
+from echelon.models.tuning.plan import UNTUNED, TuningPlan
 from echelon.optim.choice import OptimizerChoice
 from echelon.optim.traits import NESTEROV, is_nesterov, is_sgd
 from echelon.sync.settings import SyncSettings
@@ -48,6 +49,7 @@ class ResolvedRun:
         checkpoint_every: between checkpoints.
         io_patience_s: how long training goes on while the run's folder cannot be written.
         max_time_s: in which a command is to end; infinity: no limit.
+        tuning: what is trained of the model.
     """
 
     config: RunConfig
@@ -70,6 +72,7 @@ class ResolvedRun:
     checkpoint_every: CheckpointInterval
     io_patience_s: float
     max_time_s: float
+    tuning: TuningPlan = UNTUNED
 
     def layout_for(self, ranks: int) -> Layout:
         """Return the layout with every size known, for this number of ranks.

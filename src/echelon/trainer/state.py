@@ -21,6 +21,7 @@ from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.core.layout import Layout
 from echelon.core.state_tree import StateView
+from echelon.core.tuning import ALL
 from echelon.data.base import DataInfo
 from echelon.optim.build import EMA
 from echelon.parallel.base import ORDER
@@ -74,6 +75,7 @@ class Fingerprint:
     batch_size: int = 0
     seed: int = 0
     sampling: str = ""
+    tune: str = ALL
 
     @classmethod
     def of(cls, config: RunConfig, info: DataInfo, task: Task, sampling: str) -> Fingerprint:
@@ -88,6 +90,7 @@ class Fingerprint:
             batch_size=config.data.batch_size,
             seed=config.training.seed,
             sampling=sampling,
+            tune=config.model.tune,
         )
 
     def check(self, saved: StateView) -> None:

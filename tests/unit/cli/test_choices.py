@@ -46,7 +46,7 @@ def test_list_names_all_that_can_be_chosen_without_torch() -> None:
     check = "assert not {'torch', 'numpy', 'timm'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code + check], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    titles = ("tasks", "models", "sources", "codecs", "syncs", "paths", "layouts", "optimizers", "places")
+    titles = ("tasks", "models", "sources", "codecs", "syncs", "paths", "layouts", "tunings", "optimizers", "places")
     assert all(f"\n{title} (" in f"\n{done.stdout}" for title in titles)
     names = {entry.name for kind in kinds() for entry in kind.entries}
     assert names >= {"image-classification", "small_cnn", "digits", "cifar10", "huffman", "fsdp", "adamw", "local"}

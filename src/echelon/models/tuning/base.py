@@ -1,0 +1,68 @@
+"""What a kind of tuning says of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+from torch import nn
+
+from echelon.core.hints import matches
+from echelon.models.families import hints_for
+
+
+class TuningKind:
+    """One kind of tuning: a subclass is a dataclass of its settings and says what it has to say.
+
+    Names are those of the whole model's parameters.
+    """
+
+    def trained(self, model: nn.Module) -> Set[str] | None:
+        """Return the parameters that it has trained, beside the head; None: it does not choose any."""
+        return None
+
+    def frozen(self, model: nn.Module) -> Set[str]:
+        """Return the parameters that stay as they are, whatever others choose."""
+        return frozenset()
+
+    def rates(self, model: nn.Module) -> Mapping[str, float]:
+        """Return factors of the learning rate, by parameter; 1 for those left out."""
+        return {}
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """Return the names of a model's repeated blocks in forward order.
+
+    Those that its family declares, else its children that have parameters; those of a container that holds most of
+    these in place of itself.
+    """
+    hints = hints_for(model)
+    names = [name for name, _ in model.named_modules()]
+    if hints is not None and hints.blocks:
+        return [name for pattern in hints.blocks for name in names if matches(pattern, name)]
+    children = _with_parameters(model, "")
+    while children:
+        largest = max(children, key=lambda name: _size(model.get_submodule(name)))
+        inner = _with_parameters(model.get_submodule(largest), f"{largest}.")
+        if not isinstance(model.get_submodule(largest), (nn.Sequential, nn.ModuleList)) or not inner:
+            break
+        at = children.index(largest)
+        children[at : at + 1] = inner
+    return children
+
+
+def _with_parameters(module: nn.Module, prefix: str) -> list[str]:
+    return [prefix + name for name, child in module.named_children() if _size(child)]
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def below(name: str, pattern: str) -> bool:
+    """Whether a parameter is one that a pattern names, or lies in a module that it names.
+
+    >>> below("blocks.0.attn.qkv.weight", "blocks.*"), below("head.weight", "blocks.*")
+    (True, False)
+    """
+    parts = name.split(".")
+    return any(matches(pattern, ".".join(parts[: i + 1])) for i in range(len(parts)))

@@ -1,0 +1,28 @@
+"""bias: biases and the head, a thousandth of a transformer's parameters.
+
+Helps: with little data and a transformer that knows its language or images already.
+Needs: --weights, a model with biases, and a rate some ten times that of all.
+
+Paper: Ben Zaken et al. 2022, BitFit (arXiv:2106.10199).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from torch import nn
+
+from echelon.models.tuning.base import TuningKind
+
+
+@dataclass(frozen=True)
+class Bias(TuningKind):
+    """Settings of `bias`."""
+
+    def trained(self, model: nn.Module) -> Set[str] | None:
+        """Return the names of biases, those of normalisation among them."""
+        return {n for n, _ in model.named_parameters(remove_duplicate=False) if n.rpartition(".")[2].endswith("bias")}
+
+
+TUNING = Bias

@@ -1,0 +1,46 @@
+"""last: the last blocks, and all that follows them, the head among it.
+
+Helps: where the new data looks like the old, and is little.
+Needs: --weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from torch import nn
+
+from echelon.core.errors import UserError
+from echelon.models.tuning.base import TuningKind, blocks_of
+
+
+@dataclass(frozen=True)
+class Last(TuningKind):
+    """Settings of `last`.
+
+    Attributes:
+        blocks: how many, counted from the end.
+    """
+
+    blocks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.blocks < 1:
+            raise ValueError("at least 1 block")
+
+    def trained(self, model: nn.Module) -> Set[str] | None:
+        """Return the names from the first of the blocks on, in the order in which the model declares them.
+
+        Raises:
+            UserError: the model has fewer blocks.
+        """
+        blocks = blocks_of(model)
+        if len(blocks) < self.blocks:
+            raise UserError(f"--tune last({self.blocks}): {type(model).__name__} has {len(blocks)} blocks")
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        first = next(i for i, name in enumerate(names) if name.startswith(f"{blocks[-self.blocks]}."))
+        return set(names[first:])
+
+
+TUNING = Last

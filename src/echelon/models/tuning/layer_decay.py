@@ -1,0 +1,59 @@
+"""layer_decay: the learning rate becomes less from the head down, by a factor a layer.
+
+A parameter of layer i of n has the rate lr * decay^(n - i); the layers are timm's groups.
+
+Helps: to tune all of a pretrained transformer without spoiling its first layers.
+Needs: --weights.
+
+Paper: Clark et al. 2020, ELECTRA (arXiv:2003.10555); Bao et al. 2022, BEiT (arXiv:2106.08254).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from echelon.models.tuning.base import TuningKind, blocks_of
+
+
+@dataclass(frozen=True)
+class LayerDecay(TuningKind):
+    """Settings of `layer_decay`.
+
+    Attributes:
+        decay: factor from one layer to the one below it.
+    """
+
+    decay: float = 0.75
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay <= 1:
+            raise ValueError("the decay is above 0, and 1 at most")
+
+    def rates(self, model: nn.Module) -> Mapping[str, float]:
+        """Return decay^(n - i) for each parameter, i being the number of its layer among n."""
+        layers = _layers(model)
+        last = max(layers.values())
+        return {name: self.decay ** (last - layers.get(name, last)) for name, _ in model.named_parameters()}
+
+
+def _layers(model: nn.Module) -> dict[str, int]:
+    """Return the number of each parameter's layer: timm's, else that of its block, from 1 on; all behind come last."""
+    matcher: Any = getattr(model, "group_matcher", None)
+    if matcher is not None:
+        from timm.models import group_parameters
+
+        layers: dict[str, int] = group_parameters(model, matcher(coarse=False), reverse=True)
+        return layers
+    blocks, layers, seen = blocks_of(model), {}, False
+    for name, _ in model.named_parameters():
+        inside = [i + 1 for i, block in enumerate(blocks) if name.startswith(f"{block}.")]
+        seen = seen or bool(inside)
+        layers[name] = inside[0] if inside else len(blocks) + 1 if seen else 0
+    return layers
+
+
+TUNING = LayerDecay

@@ -1,0 +1,33 @@
+"""norm: scales and shifts of normalisation, and the head.
+
+Helps: with little data that is distributed otherwise than the old.
+Needs: --weights, and a model with normalisation.
+
+Paper: Frankle et al. 2021, Training BatchNorm and Only BatchNorm (arXiv:2003.00152).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from torch import nn
+
+from echelon.models.tuning.base import TuningKind
+
+
+@dataclass(frozen=True)
+class Norm(TuningKind):
+    """Settings of `norm`."""
+
+    def trained(self, model: nn.Module) -> Set[str] | None:
+        """Return the parameters of modules whose class is one of normalisation."""
+        return {
+            f"{path}.{name}" if path else name
+            for path, module in model.named_modules(remove_duplicate=False)
+            if "norm" in type(module).__name__.lower()
+            for name, _ in module.named_parameters(recurse=False)
+        }
+
+
+TUNING = Norm
