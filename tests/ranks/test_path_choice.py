@@ -12,8 +12,8 @@ import torch.distributed as dist
 import echelon
 from echelon.collectives.chooser import PathBySize, SizeChoice, choose_paths
 from echelon.collectives.route import Route
-from echelon.records.file import read_records
 from echelon.records.events import Event
+from echelon.records.file import read_records
 from tests.ranks.spawn import Rank, run_ranks
 
 pytestmark = pytest.mark.long

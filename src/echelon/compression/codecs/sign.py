@@ -30,7 +30,7 @@ from echelon.compression.base import (
 )
 from echelon.compression.bits import pack_bits, packed_size, unpack_bits
 from echelon.compression.blocks import block_count, check_block, rows
-from echelon.compression.chunks import DecodedChunks, accumulate, spans, tiles, write
+from echelon.compression.chunks import CHUNK, DecodedChunks, accumulate, spans, tiles, write
 from echelon.compression.wire import Layout
 
 
@@ -132,13 +132,20 @@ class Sign(CorrectsMomentum, Eased):
             values, means = part.cut(x), part.per_block(scales)
             scratch = np.empty((part.step, part.block), np.float32)
             large = np.empty((part.step, part.block), np.bool_)
+            zero = np.empty_like(large)
             for row in range(0, part.rows, part.step):
                 piece = values[row : row + part.step]
                 np.sum(np.abs(piece, out=scratch[: len(piece)]), axis=1, out=means[row : row + part.step])
                 at = part.start + row * part.block
-                positive = np.greater_equal(piece, 0, out=large[: len(piece)])
                 if self.vote:
-                    positive = _voted(torch.from_numpy(piece.reshape(-1)), at + step).numpy()
+                    positive = np.greater(piece, 0, out=large[: len(piece)])
+                    first = (at + step) & 1
+                    turns = _turns()[first : first + piece.size].reshape(piece.shape)
+                    positive |= np.logical_and(
+                        np.equal(piece, 0, out=zero[: len(piece)]), turns, out=zero[: len(piece)]
+                    )
+                else:
+                    positive = np.greater_equal(piece, 0, out=large[: len(piece)])
                 out[at // 8 : packed_size(at + piece.size)] = np.packbits(positive, bitorder="little")
             means /= part.block
 
@@ -211,6 +218,12 @@ def _voted(values: Tensor, first: int) -> Tensor:
     """True where positive; zeros take turns, by the parity of `first` plus their position."""
     turn = (torch.arange(first, first + values.numel(), device=values.device) & 1).bool()
     return (values > 0) | ((values == 0) & turn)
+
+
+@lru_cache(maxsize=1)
+def _turns() -> npt.NDArray[np.bool_]:
+    """False, True and so on: whose turn it is among zeros, for a piece that begins at an even or an odd number."""
+    return np.arange(CHUNK + 1) % 2 == 1
 
 
 @lru_cache(maxsize=1)
