@@ -166,8 +166,8 @@ def interplay_notes(run: ResolvedRun, ranks: int) -> list[str]:
 
 
 def _tokeniser_notes(run: ResolvedRun) -> list[str]:
-    folder = run.config.model.name.removeprefix(TRANSFORMERS)
-    if folder != run.config.data.tokeniser:
+    name, folder = run.config.model.name, run.config.model.name.removeprefix(TRANSFORMERS)
+    if folder == name or folder != run.config.data.tokeniser:
         return []
     return [f"texts are cut by the tokeniser in {folder}, the model's own; --tokeniser names another"]
 
