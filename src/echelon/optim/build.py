@@ -94,7 +94,7 @@ def _check_name(name: str) -> None:
 
 
 @dataclass(frozen=True)
-class RateCurve:
+class ScheduleCurve:
     """A learning rate as a function of the step, for a base rate: a linear warm-up, then a shape.
 
     Attributes:
@@ -136,7 +136,7 @@ class Schedule:
     """
 
     optimizer: torch.optim.Optimizer
-    curve: RateCurve
+    curve: ScheduleCurve
     _bases: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -186,7 +186,7 @@ def build_schedule(
     if config.schedule == "step" and config.step_epochs <= 0:
         raise UserError("--step-epochs 0: the step schedule needs some epochs between drops")
     base, warmup_steps = float(optimizer.defaults["lr"]), config.warmup_epochs * steps_per_epoch
-    curve = RateCurve(
+    curve = ScheduleCurve(
         shape=config.schedule,
         steps=epochs * steps_per_epoch,
         warmup_steps=warmup_steps,
