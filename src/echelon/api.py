@@ -176,6 +176,7 @@ def resume(
     overrides: Mapping[str, SettingValue] | None = None,
     trust: bool = False,
     from_scratch: bool = False,
+    rescan: bool = False,
     **settings: Unpack[ResumeKeywords],
 ) -> Outcome:
     """Continue a run from its newest whole checkpoint, on any number of workers.
@@ -184,6 +185,7 @@ def resume(
         overrides: settings to change, by dotted name.
         trust: import code that the run's description names (`module:function`) and you have not used before.
         from_scratch: train from the beginning; the checkpoints so far are put aside.
+        rescan: take images that are new in the data's folder: from the next epoch on.
         settings: settings to change, by their command-line names: `epochs=20, workers=4`. A run of a module, data
             sets or a task of the caller's own needs them again: `model=..., data=..., task=...`; so do `callbacks=...`,
             transforms, objects of `loggers=[...]`, and a `loss=...`, `metrics=...` or `optimizer=...` that no name
@@ -206,7 +208,7 @@ def resume(
             _check_same(keyword, described, of_object(user_objects[keyword]))
     objects = _user_objects({**user_objects, "loggers": _logger_objects(loggers)}, config)
     check_trust(resolved, trust)
-    return _ended(start_again(path, replace(resolved.config, run=str(path)), from_scratch, objects), objects)
+    return _ended(start_again(path, replace(resolved.config, run=str(path)), from_scratch, objects, rescan), objects)
 
 
 def _ended(outcome: Outcome, objects: UserObjects | None) -> Outcome:

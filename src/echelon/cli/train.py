@@ -120,13 +120,13 @@ def _start(config: RunConfig, serve: bool) -> Outcome:
 def resume_command() -> Any:
     """Build `echelon resume`."""
 
-    def resume(run_folder: str, trust: bool, from_scratch: bool, **settings: Any) -> None:
+    def resume(run_folder: str, trust: bool, from_scratch: bool, rescan: bool, **settings: Any) -> None:
         """Continue a run."""
         from echelon import api
         from echelon.run.outcome import RunFailed
 
         try:
-            outcome = api.resume(run_folder, overrides_of(settings), trust, from_scratch)
+            outcome = api.resume(run_folder, overrides_of(settings), trust, from_scratch, rescan)
         except RunFailed as failure:
             outcome = failure.outcome
         _finish(outcome)
@@ -136,6 +136,8 @@ def resume_command() -> Any:
         trust_parameter(),
         parameter("from_scratch", bool, typer.Option(
             False, "--from-scratch", help="train from the beginning; checkpoints so far are put aside")),
+        parameter("rescan", bool, typer.Option(
+            False, "--rescan", help="take images that are new in the data's folder, from the next epoch on")),
     ]  # fmt: skip
     return as_command(with_settings(resume, extra, RESUMABLE), "resume", f"{COMMANDS['resume'][1]}\n\n{EXIT_CODES}")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.config import DataConfig
+from echelon.data.roster import Roster, Stage
 from echelon.tasks.base import Batch, Encoding, SentenceMarks, TextDecoder, TightSample
 from echelon.tasks.nest import Nest, TensorSpec
 
@@ -45,6 +46,7 @@ class DataInfo:
         marks: the ids that begin and end a sentence that a model is to write; None: it writes none.
         columns: names of a table's columns that inputs are made of, in their order; empty: it is no table.
         rate: of sounds, samples per second; 0: these are no sounds.
+        stages: training samples by epoch, where the data grew while the run went on; empty: it did not.
     """
 
     name: str
@@ -69,6 +71,7 @@ class DataInfo:
     marks: SentenceMarks | None = None
     columns: tuple[str, ...] = ()
     rate: int = 0
+    stages: tuple[Stage, ...] = ()
 
     @property
     def inputs(self) -> Nest:
@@ -119,6 +122,7 @@ class Source:
         evaluation: by which checkpoints are compared.
         notes: what a user has to know of where the data comes from.
         test: that no choice is made by: it is evaluated whenever a checkpoint is the best so far; None: there is none.
+        roster: the training samples by name, where the source can tell new ones from those that a run knows.
     """
 
     train: Dataset[Any]
@@ -126,6 +130,7 @@ class Source:
     info: DataInfo
     notes: tuple[str, ...] = ()
     test: Dataset[Any] | None = None
+    roster: Roster | None = None
 
 
 @dataclass(frozen=True)

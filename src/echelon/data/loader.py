@@ -81,6 +81,7 @@ class TrainLoader(_Loader):
         most = -(-min(size, self._n) // world) + 2 * (self._mixer is not None)
         self._feed = Feed(rows, info, config, most, units)
         self.batches_per_epoch = -(-self._n // size)
+        self._stages = info.stages
         self._epoch: tuple[int, list[Indices]] | None = None
 
     def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
@@ -100,6 +101,23 @@ class TrainLoader(_Loader):
         (made,) = self._made(epoch, [(batch, self._epoch[1][batch], shard)])
         return made
 
+    def batches_in(self, epoch: int) -> int:
+        """Return the batches of an epoch: fewer than `batches_per_epoch` before the data grew."""
+        return -(-self._samples_in(epoch) // self._config.data.batch_size)
+
+    def steps_at_present_size(self, epoch: int, batch: int, step: int) -> int:
+        """Return how many steps it would be to a batch of an epoch, had the data been as large from the beginning.
+
+        Args:
+            step: how many it was.
+        """
+        if not self._stages:
+            return step
+        return round((epoch + batch / self.batches_in(epoch)) * self.batches_per_epoch)
+
+    def _samples_in(self, epoch: int) -> int:
+        return next((stage.count for stage in reversed(self._stages) if stage.epoch <= epoch), self._n)
+
     def _batches(self, epoch: int) -> list[Indices]:
         """Return the draws of each global batch of an epoch."""
         size, seed = self._config.data.batch_size, self._config.seed
@@ -107,7 +125,7 @@ class TrainLoader(_Loader):
             return weighted_batches(self._weights, size, seed, epoch)
         if self._lengths is not None:
             return grouped_batches(self._lengths, size, seed, epoch)
-        return global_batches(self._n, size, seed, epoch)
+        return global_batches(self._samples_in(epoch), size, seed, epoch)
 
     def _made(self, epoch: int, wanted: Sequence[tuple[int, Indices, Shard]]) -> Iterator[Batch]:
         """Give parts of batches: each one's number in the epoch, its draws, and which part of it."""

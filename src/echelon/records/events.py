@@ -23,6 +23,21 @@ class Event(Record):
 
 
 @dataclass(frozen=True)
+class DataGrew(Event):
+    """New samples were taken into a run, from an epoch (from 0) on.
+
+    Attributes:
+        count: of the new ones.
+        total: of all, those held out among them.
+    """
+
+    epoch: int = 0
+    count: int = 0
+    total: int = 0
+    name: str = field(default="data_grew", kw_only=True)
+
+
+@dataclass(frozen=True)
 class WorkerDied(Event):
     """A process ended that should not have: of a rank, or of a role. `exit_code` is negative for a signal."""
 
@@ -269,8 +284,8 @@ class DiskWorks(Event):
 
 
 EVENTS: tuple[type[Event], ...] = (
-    WorkerDied, Restarted, HangSeen, SlowProcess, RankFailed, RoleFailed, Refusal, CallbackError, BadImageSkipped,
-    LossNotFinite, MoreMicroBatches, Resumed, StartedOver, CheckpointRejected, MachineLeft, WorkerGone, ServerGone,
-    ServerLost, ServerSettled, SharesAgain, SchedulerRestored, DiskFails, DiskWorks,
+    DataGrew, WorkerDied, Restarted, HangSeen, SlowProcess, RankFailed, RoleFailed, Refusal, CallbackError,
+    BadImageSkipped, LossNotFinite, MoreMicroBatches, Resumed, StartedOver, CheckpointRejected, MachineLeft,
+    WorkerGone, ServerGone, ServerLost, ServerSettled, SharesAgain, SchedulerRestored, DiskFails, DiskWorks,
 )  # fmt: skip
 """Events with details, told apart by the default of `name`."""

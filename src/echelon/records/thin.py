@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from echelon.records.events import (
     BadImageSkipped,
+    DataGrew,
     Event,
     HangSeen,
     LossNotFinite,
@@ -43,7 +44,7 @@ from echelon.records.merged import are_alike, mean_resources, merge
 MOST_SLOW_STEPS = 50
 MOST_PIPELINE_STEPS = 8
 MOST_EVENTS = 20  # of one name, one by one
-_WHOLE = (WorkerDied, Restarted, RankFailed, RoleFailed, Refusal, Resumed, MachineLeft, HangSeen)
+_WHOLE = (DataGrew, WorkerDied, Restarted, RankFailed, RoleFailed, Refusal, Resumed, MachineLeft, HangSeen)
 _Counters = WorkerWindow | ServerWindow | EntropyCoding
 
 

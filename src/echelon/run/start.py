@@ -37,6 +37,7 @@ from echelon.run.micro_batches import check_micro_batches, is_open
 from echelon.run.opening import Opening
 from echelon.run.outcome import Outcome, outcome_of
 from echelon.run.rate_search import Search, as_search, check_no_search
+from echelon.run.rescan import take_new_samples
 from echelon.run.resolve import LaunchRequest, launch_request, resolve
 from echelon.tasks.registry import TaskObjects
 from echelon.trainer import folder as folders
@@ -90,17 +91,24 @@ def start(
 
 
 def start_again(
-    path: Path, config: RunConfig, from_scratch: bool = False, user_objects: UserObjects | None = None
+    path: Path,
+    config: RunConfig,
+    from_scratch: bool = False,
+    user_objects: UserObjects | None = None,
+    rescan: bool = False,
 ) -> Outcome:
     """Continue the run of a folder, as its description says now.
 
     Args:
         from_scratch: train from the beginning, whatever was saved; with several machines, on the first one alone.
+        rescan: take samples that are new in the data from the next epoch on; likewise on the first machine alone.
 
     Raises:
         UserError: it cannot start as described, or goes on already.
     """
     check_no_search(path, config)
+    if rescan and is_worker():
+        raise UserError("--rescan is for `echelon resume` without torchrun, which may start all processes again")
     given_t, request = command_given_t(), launch_request(config)
     if from_scratch:
         if is_worker():
@@ -122,6 +130,8 @@ def start_again(
         with Opening(config, plan, resumes=True) as opening, closing(request.place.build()) as place:
             _begin_imports(plan)
             run = check(request, user_objects)  # before its description is replaced: what is refused changes nothing
+            if rescan:
+                take_new_samples(path, run, user_objects is not None and user_objects.source is not None)
             config = settled(run, plan, user_objects)
             folders.prepare(path, config, given_t)
             opening.runs_in(path)

@@ -184,6 +184,8 @@ def _groundwork(
     config, seed = resolved.config, resolved.config.training.seed
     seed_everything(seed)
     source = user_objects.source or resolved.source.open()
+    if source.roster is not None:
+        source.roster.check(path)
     check_enough(source.info, data_ranks)
     if rank == 0:
         keep_info(path, source.info)
@@ -248,6 +250,8 @@ def assemble(
         Fingerprint.of(config, info, ground.task, ground.train_loader.sampling),
     )
     restored = saver.restore()
+    if world.leads:
+        keep_roster(ground.source, path)
     if restored is None:
         seed_everything(_rank_seed(config.training.seed, world.data_rank))
     cursor = restored or Cursor()
@@ -318,6 +322,12 @@ def _record_weights(work: Work, progress: RunProgress, resumes: bool) -> None:
             progress.display.say(str(loaded))
             details = (loaded.loaded, loaded.new, loaded.unexpected, loaded.reshaped)
             progress.record.write(WeightsLoaded(str(loaded), *details))
+
+
+def keep_roster(source: Source, path: Path) -> None:
+    """Write which samples a run begins with to its folder, where the source can tell and nothing is there."""
+    if source.roster is not None and not source.roster.is_kept:
+        source.roster.keep(path)
 
 
 def workers_at_start(process: WorkerRank, nodes: Nodes) -> int:

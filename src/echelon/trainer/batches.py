@@ -50,7 +50,9 @@ class EpochOrder:
             while cursor.epoch < run.settings.epochs and not self._reached:
                 run.clock.enter(Phase.DATA)
                 for batch in run.train_loader.epoch(cursor.epoch, cursor.batch):
-                    run.schedule.set_step(cursor.step)
+                    run.schedule.set_step(
+                        run.train_loader.steps_at_present_size(cursor.epoch, cursor.batch, cursor.step)
+                    )
                     run.world.notes.at_step(cursor.step + 1)
                     yield batch
                     if self.status == "stopped":
@@ -76,7 +78,7 @@ class EpochOrder:
                 profiler.switch()
         every = self._run.settings.checkpoint.steps
         self._due = self._due or (every is not None and cursor.step % every == 0)
-        epoch_ends = cursor.batch == self._run.train_loader.batches_per_epoch or self._reached
+        epoch_ends = cursor.batch == self._run.train_loader.batches_in(cursor.epoch) or self._reached
         evaluates = self._run.saver.owes_evaluation and not epoch_ends and self._steps_to_agreement == 0
         if not (window.full or self._saves or evaluates or epoch_ends or stops):
             return
@@ -143,7 +145,7 @@ class EpochOrder:
         Replicas that differ are evaluated where they have just agreed: some steps later, unless none follow.
         """
         run, cursor = self._run, self._cursor
-        is_complete = cursor.batch >= run.train_loader.batches_per_epoch
+        is_complete = cursor.batch >= run.train_loader.batches_in(cursor.epoch)
         last = self._reached or cursor.epoch + 1 >= run.settings.epochs
         every = run.settings.eval_every
         scheduled = (is_complete and every > 0 and (cursor.epoch + 1) % every == 0) or run.saver.owes_evaluation

@@ -64,7 +64,11 @@ class RunParts:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What must be the same for a checkpoint to continue a run: model, data, order of samples, optimizer."""
+    """What must be the same for a checkpoint to continue a run: model, data, order of samples, optimizer.
+
+    Attributes:
+        grown_from: training samples that a checkpoint may be of as well, of a run whose data grew.
+    """
 
     task: str = ""
     model: str = ""
@@ -76,6 +80,7 @@ class Fingerprint:
     seed: int = 0
     sampling: str = ""
     tune: str = ALL
+    grown_from: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, config: RunConfig, info: DataInfo, task: Task, sampling: str) -> Fingerprint:
@@ -91,6 +96,7 @@ class Fingerprint:
             seed=config.training.seed,
             sampling=sampling,
             tune=config.model.tune,
+            grown_from=tuple(stage.count for stage in info.stages),
         )
 
     def check(self, saved: StateView) -> None:
@@ -103,6 +109,13 @@ class Fingerprint:
             UserError: names the first thing that differs.
         """
         for key, value in asdict(self).items():
+            if key == "grown_from" or (key == "train_size" and saved.get(key) in self.grown_from):
+                continue
+            if key == "train_size" and key in saved and saved[key] != value:
+                raise UserError(
+                    f"the run began with {saved[key]} training samples, and {self.data} has {value} now: put it "
+                    "back as it was, or start a new run with --weights (--rescan is for folders of images)"
+                )
             if key in saved and saved[key] != value:
                 raise UserError(
                     f"the checkpoint is of another run: its {key} is {saved.get(key)!r}, here it is {value!r}; "

@@ -6,10 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
+
 from echelon.core.errors import UserError
 from echelon.data.base import DataRequest, Source
 from echelon.data.class_folders import FolderLinks, scan_classes, scan_like
 from echelon.data.images import ImageFiles
+from echelon.data.roster import Roster
 from echelon.data.sources.base import SourceKind, began_with_all, held_out, image_source
 
 _VALIDATION_FOLDERS, _TEST_FOLDER = ("val", "valid", "validation"), "test"
@@ -71,7 +74,11 @@ def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
     if "train" not in folders and parts and folders <= {*_VALIDATION_FOLDERS, _TEST_FOLDER}:
         raise UserError(f"data {path}: there is {parts[0]}/ but no train/ beside it")
     files, classes = scan_classes(path, "train" if "train" in folders else "", links)
+    names = [files.names[i] for i in range(len(files))]
+    roster = Roster.of(request.folder, request.config.source, classes, names)
     train, test, notes = ImageFiles.of(files), None, ()
+    if roster.is_kept:
+        train = train.subset(roster.order(names))
     if "train" not in folders:
         parts = []
     validation = next((name for name in parts if name != _TEST_FOLDER), "")
@@ -80,14 +87,32 @@ def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
             test = ImageFiles.of(scan_like(path, _TEST_FOLDER, links, classes))
         except UserError as error:  # images without classes, as those of competitions are
             notes += (f"{_TEST_FOLDER}/ is not used: {str(error).removeprefix('data ')}",)
-    elif _TEST_FOLDER in parts and began_with_all(request, len(train)):
+    elif _TEST_FOLDER in parts and began_with_all(request, roster.begun):
         validation = _TEST_FOLDER
     elif _TEST_FOLDER in parts:
         test = ImageFiles.of(scan_like(path, _TEST_FOLDER, links, classes))
     if validation:
         evaluation = ImageFiles.of(scan_like(path, validation, links, classes))
     else:
-        divided = held_out(request, len(train), test is not None, "image")
-        train, evaluation = train.subset(divided.train), train.subset(divided.evaluation)
+        divided = held_out(request, roster.begun, test is not None, "image")
+        later = np.arange(roster.begun, len(train))
+        train, evaluation = train.subset(np.append(divided.train, later)), train.subset(divided.evaluation)
         notes += divided.notes
-    return replace(image_source(request.config, train, evaluation, classes), notes=(*links.notes, *notes), test=test)
+    source = _as_begun(request, train, evaluation, classes, roster)
+    return replace(source, notes=(*links.notes, *notes), test=test, roster=roster)
+
+
+def _as_begun(
+    request: DataRequest, train: ImageFiles, evaluation: ImageFiles, classes: tuple[str, ...], roster: Roster
+) -> Source:
+    """Return images with what was measured of those that the run began with, whatever came later."""
+    later = len(roster.names) - roster.begun
+    source = image_source(request.config, train.subset(np.arange(len(train) - later)), evaluation, classes)
+    if not later:
+        return source
+    absent = len(roster.names) - len(train)  # they are held out
+    stages = tuple(replace(stage, count=stage.count - absent) for stage in roster.stages)
+    counts = tuple(np.bincount(train.labels, minlength=len(classes)).tolist())
+    return replace(
+        source, train=train, info=replace(source.info, train_size=len(train), class_counts=counts, stages=stages)
+    )

@@ -1,0 +1,63 @@
+"""Taking samples that are new in a run's data: they are trained on from the next epoch on."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from echelon.core.errors import UserError
+from echelon.records.events import DataGrew
+from echelon.records.file import Recorder
+from echelon.run.machine import say
+
+if TYPE_CHECKING:
+    from echelon.trainer.resolved import ResolvedRun
+
+
+def take_new_samples(path: Path, run: ResolvedRun, from_python: bool) -> None:
+    """Look through a run's data again, and write to its folder which samples are new and from which epoch on.
+
+    Args:
+        from_python: the data is the caller's own.
+
+    Raises:
+        UserError: samples or classes are gone or there are new classes, or the run cannot take any.
+    """
+    from echelon.data.weights import UNWEIGHTED
+
+    config = run.config
+    if run.sync.uses_servers:
+        raise UserError(f"--rescan: --sync {config.strategy.sync} leases the batches of epochs of one size: not for it")
+    if config.data.sample_weights != UNWEIGHTED:
+        raise UserError("--rescan: --sample-weights are of the samples that the run began with: use none")
+    source = None if from_python else run.source.open()
+    if source is None or source.roster is None:
+        raise UserError(f"--rescan is for folders of images, by whose names new ones are known: {config.data.source}")
+    roster = source.roster
+    if not roster.is_kept:
+        raise UserError(f"--rescan: {path} does not hold which samples the run began with: it was made before that was")
+    if not roster.new:
+        say(f"no sample of {config.data.source} is new")
+        return
+    epoch = _next_epoch(path)
+    grown = roster.grown(epoch)
+    grown.keep(path)
+    said = f"{len(roster.new)} samples are new, such as {roster.new[0]}: trained on from epoch {epoch + 1} on"
+    if epoch >= config.training.epochs:
+        said += f", which --epochs {config.training.epochs} does not reach"
+    with closing(Recorder(path, patience_s=run.io_patience_s)) as record:
+        record.write(DataGrew(said, epoch, len(roster.new), len(grown.names)))
+    say(said)
+
+
+def _next_epoch(path: Path) -> int:
+    """Return the first epoch of which nothing is trained in the newest whole checkpoint; from 0."""
+    from echelon.checkpoint import CheckpointStore
+    from echelon.trainer.saving import CHECKPOINTS_FOLDER
+
+    found = CheckpointStore(path / CHECKPOINTS_FOLDER, keep=1).newest(rank=0)
+    if found is None:
+        return 0
+    cursor = found[1]["cursor"]
+    return int(cursor["epoch"]) + (cursor["batch"] > 0)
