@@ -76,7 +76,8 @@ def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
     files, classes = scan_classes(path, "train" if "train" in folders else "", links)
     names = [files.names[i] for i in range(len(files))]
     roster = Roster.of(request.folder, request.config.source, classes, names)
-    train, test, notes = ImageFiles.of(files), None, ()
+    notes: tuple[str, ...] = ()
+    train, test = ImageFiles.of(files), None
     if roster.is_kept:
         train = train.subset(roster.order(names))
     if "train" not in folders:

@@ -82,7 +82,8 @@ def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
     names = _class_names(path, pairs, counts)
     for part in parts.values():
         _check_classes(part, pixel_counts(part, config.root), len(names), path)
-    validation, test, notes = parts.get("val"), parts.get("test"), ()
+    notes: tuple[str, ...] = ()
+    validation, test = parts.get("val"), parts.get("test")
     if validation is None:
         divided = held_out(request, len(pairs), test is not None, "image")
         pairs, validation, counts = pairs.subset(divided.train), pairs.subset(divided.evaluation), counts[divided.train]

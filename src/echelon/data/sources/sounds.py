@@ -92,7 +92,8 @@ def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
         for part in ("val", "test")
         if part in has and "train" in has
     }
-    validation, test, notes = parts.get("val"), parts.get("test"), ()
+    notes: tuple[str, ...] = ()
+    validation, test = parts.get("val"), parts.get("test")
     if validation is None:
         divided = held_out(request, len(sounds), test is not None, "sound")
         sounds, validation, notes = sounds.subset(divided.train), sounds.subset(divided.evaluation), divided.notes
