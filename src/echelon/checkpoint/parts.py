@@ -148,18 +148,18 @@ class RankPart:
     tree: Any
 
     @classmethod
-    def of(cls, file: str, rank: int, own: StateView, shared: StateView, shards: Mapping[str, Tensor]) -> RankPart:
+    def of(cls, file: str, rank: int, state: StateView, shared: StateView, shards: Mapping[str, Tensor]) -> RankPart:
         """Describe a rank's part.
 
         Args:
             file: its name.
-            own: the rank's own state.
+            state: the rank's own.
             shared: what else it says, with `shards` taken out by `take_parts`.
 
         Raises:
             TypeError: a value that a checkpoint cannot hold.
         """
-        tree, tensors = flatten({RANKS: {rank: own}, _SHARED: shared})
+        tree, tensors = flatten({RANKS: {rank: state}, _SHARED: shared})
         return cls({**tensors, **shards}, in_file(tree, file))
 
 

@@ -35,11 +35,13 @@ class Path(ABC):
         name: the spec name.
         examples: specs that show its settings, the simplest first; every law is tried on each. Empty: the name alone.
         by_backend: the backend's own all-reduce does it; there is no schedule.
+        is_choice: other paths are tried before the first step, and each size takes the fastest.
     """
 
     name: ClassVar[str]
     examples: ClassVar[tuple[str, ...]] = ()
     by_backend: ClassVar[bool] = False
+    is_choice: ClassVar[bool] = False
 
     @abstractmethod
     def schedule(self, rank: int, size: int, numel: int) -> list[PathStep]:

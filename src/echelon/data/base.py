@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.config import DataConfig
-from echelon.data.roster import Roster, Stage
+from echelon.data.roster import Growth, Roster
 from echelon.tasks.base import Batch, Encoding, SentenceMarks, TextDecoder, TightSample
 from echelon.tasks.nest import Nest, TensorSpec
 
@@ -71,7 +71,7 @@ class DataInfo:
     marks: SentenceMarks | None = None
     columns: tuple[str, ...] = ()
     rate: int = 0
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[Growth, ...] = ()
 
     @property
     def inputs(self) -> Nest:

@@ -21,7 +21,7 @@ RUN_FILE = "samples.json"
 
 
 @dataclass(frozen=True)
-class Stage:
+class Growth:
     """From an epoch on, the first `count` samples are there."""
 
     epoch: int
@@ -46,7 +46,7 @@ class Roster:
     classes: tuple[str, ...]
     names: Sequence[str]
     begun: int
-    stages: tuple[Stage, ...]
+    stages: tuple[Growth, ...]
     new: Sequence[str] = ()
     is_kept: bool = False
 
@@ -59,7 +59,7 @@ class Roster:
         """
         kept = _read(folder / RUN_FILE) if folder is not None else None
         if kept is None or kept.source != source:
-            return cls(source, classes, names, len(names), (Stage(0, len(names)),))
+            return cls(source, classes, names, len(names), (Growth(0, len(names)),))
         if kept.classes != classes:
             other = sorted(set(kept.classes) ^ set(classes))[0]
             change = "is new" if other in classes else "is gone"
@@ -94,7 +94,7 @@ class Roster:
         """Return the samples with the new ones from an epoch on."""
         names = [*self.names, *self.new]
         earlier = tuple(stage for stage in self.stages if stage.epoch < epoch)
-        return replace(self, names=names, new=(), stages=(*earlier, Stage(epoch, len(names))))
+        return replace(self, names=names, new=(), stages=(*earlier, Growth(epoch, len(names))))
 
     def keep(self, folder: Path) -> None:
         """Write it to the folder of a run."""
@@ -107,7 +107,7 @@ def _read(file: Path) -> Roster | None:
         return None
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        stages = tuple(Stage(**each) for each in values["stages"])
+        stages = tuple(Growth(**each) for each in values["stages"])
         return Roster(
             values["source"], tuple(values["classes"]), values["names"], values["begun"], stages, is_kept=True
         )

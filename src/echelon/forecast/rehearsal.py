@@ -21,8 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from echelon.collectives.paths.backend import Backend
-from echelon.compression import Compression
-from echelon.compression.codecs.none import Uncompressed
+from echelon.compression import registry as codecs
 from echelon.core.layout import Layout
 from echelon.data.base import Batch, DataInfo
 from echelon.observe.phases import HostClock
@@ -251,7 +250,7 @@ def _alone(run: ResolvedRun, role: Role) -> ResolvedRun:
         model=replace(config.model, compile=False, weights=""),
         training=replace(config.training, precision=precision, ema=ema),
     )
-    plain = Compression(Uncompressed())
+    plain = codecs.read("none")
     return replace(
         run, config=config, optimizer=choice, sync=AllReduceSettings(), compression=plain, path=Backend(),
         cuts=role.cuts,

@@ -96,7 +96,7 @@ def _update(metrics: Metrics, outputs: Nest, targets: Nest) -> None:
 
 
 def compare(
-    own: Predictor, exported: Predictor, task: Task, loader: EvalLoader, advance: Callable[[], None]
+    model: Predictor, exported: Predictor, task: Task, loader: EvalLoader, advance: Callable[[], None]
 ) -> Agreement:
     """Evaluate a run's model and an export of it on the same batches.
 
@@ -112,7 +112,7 @@ def compare(
         for batch in loader:
             if not nest.rows(batch.targets):
                 continue
-            outputs = nest.exact(own(batch.inputs))
+            outputs = nest.exact(model(batch.inputs))
             try:
                 given = nest.exact(exported(batch.inputs))
             except Exception as error:
@@ -130,16 +130,16 @@ def compare(
     return Agreement(samples, difference, counts[0].scores(), counts[1].scores(), worst, task.primary)
 
 
-def _apart(outputs: Nest, given: Nest) -> float:
+def _apart(outputs: Nest, others: Nest) -> float:
     """Return the largest difference between tensors, relative to the usual size of each; NaN in one alone: infinity."""
-    return max((_apart_of(*pair) for pair in zip(nest.leaves(outputs), nest.leaves(given), strict=True)), default=0.0)
+    return max((_apart_of(*pair) for pair in zip(nest.leaves(outputs), nest.leaves(others), strict=True)), default=0.0)
 
 
-def _apart_of(own: Tensor, given: Tensor) -> float:
-    if own.shape != given.shape or not torch.equal(own.isfinite(), given.isfinite()):
+def _apart_of(output: Tensor, other: Tensor) -> float:
+    if output.shape != other.shape or not torch.equal(output.isfinite(), other.isfinite()):
         return float("inf")
-    there = own.isfinite() & (own.abs() < _NEVER)
+    there = output.isfinite() & (output.abs() < _NEVER)
     if not there.any():
         return 0.0
-    scale = float(own[there].abs().max())
-    return float((own - given)[there].abs().max()) / max(scale, 1e-12)
+    scale = float(output[there].abs().max())
+    return float((output - other)[there].abs().max()) / max(scale, 1e-12)

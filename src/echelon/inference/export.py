@@ -10,7 +10,6 @@ from uuid import uuid4
 
 import torch
 
-from echelon.checkpoint import export_weights
 from echelon.config import RunConfig
 from echelon.core.errors import UserError
 from echelon.data import LoaderConfig, Shard, check_source
@@ -18,7 +17,6 @@ from echelon.data.loader import EvalLoader
 from echelon.inference.check import Agreement, compare
 from echelon.inference.exports import format_of
 from echelon.inference.exports.base import ExportFormat
-from echelon.inference.exports.safetensors_file import SafetensorsFile, check_same_weights
 from echelon.models import leads_to_model
 from echelon.observe.screen import Screen
 from echelon.run.trained import TrainedModel, load_trained
@@ -66,8 +64,8 @@ def write_export(folder: Path, config: RunConfig, file: Path, objects: UserObjec
     target = format_of(file)
     if file.is_dir() and any(file.iterdir()):
         raise UserError(f"{file} is there already, and is not empty: name another one")
-    if isinstance(target, SafetensorsFile) and not _is_here(config, objects):
-        return _only_weights(folder, file)
+    if target.holds_weights_alone and not _is_here(config, objects):
+        return _only_weights(target, folder, file)
     trained = load_trained(folder, config, objects, with_data=True)
     unfinished = file.with_name(f".{file.stem}-{uuid4().hex}{file.suffix}")
     try:
@@ -97,14 +95,12 @@ def _is_here(config: RunConfig, objects: UserObjects) -> bool:
     return True
 
 
-def _only_weights(folder: Path, file: Path) -> Exported:
+def _only_weights(target: ExportFormat, folder: Path, file: Path) -> Exported:
     """Write weights, and compare what was written with them bit by bit."""
-    weights = dict(best_weights(folder))
-    export_weights(weights, file)
     try:
-        check_same_weights(file, weights)
+        target.write_weights(dict(best_weights(folder)), file)
     except UserError:
-        file.unlink()
+        file.unlink(missing_ok=True)
         raise
     return Exported(file, None)
 

@@ -45,16 +45,16 @@ class PredictedRow:
 
     def plain(self) -> dict[str, Any]:
         """Return it for JSON."""
-        said, value = self.prediction, self.prediction.value
+        prediction, value = self.prediction, self.prediction.value
         row: dict[str, Any] = {"sample": self.sample}
-        if said.mask is None:
+        if prediction.mask is None:
             row["prediction"] = value
         else:
             row |= {"mask": self.mask_file, "shares": value}
-        if said.probability is not None:
-            row["probability"] = said.probability
-        if 0 < len(said.probabilities) <= _MOST_NAMED:
-            row["probabilities"] = dict(said.probabilities)
+        if prediction.probability is not None:
+            row["probability"] = prediction.probability
+        if 0 < len(prediction.probabilities) <= _MOST_NAMED:
+            row["probabilities"] = dict(prediction.probabilities)
         return row
 
     def flat(self) -> dict[str, Any]:
@@ -125,24 +125,24 @@ def predict_samples(
         advance(len(loader))
         with torch.inference_mode():
             for batch in loader:
-                for said in trained.task.predict(outputs_of, batch.inputs, writing):
-                    yield _row(samples, place, said, masks)
+                for prediction in trained.task.predict(outputs_of, batch.inputs, writing):
+                    yield _row(samples, place, prediction, masks)
                     place += 1
                 advance(len(loader))
     finally:
         loader.close()
 
 
-def _row(samples: Samples, place: int, said: Prediction, masks: Path | None) -> PredictedRow:
-    name, mask = samples.names[place], said.mask
+def _row(samples: Samples, place: int, prediction: Prediction, masks: Path | None) -> PredictedRow:
+    name, mask = samples.names[place], prediction.mask
     if mask is None:
-        return PredictedRow(name, said)
+        return PredictedRow(name, prediction)
     if samples.files:
         mask = mask_of_image(mask, open_picture(samples.files[place]))
-        said = replace(said, mask=mask)
+        prediction = replace(prediction, mask=mask)
     if masks is None:
-        return PredictedRow(name, said)
-    return PredictedRow(name, said, str(_write_mask(mask, masks, Path(str(name)).stem)))
+        return PredictedRow(name, prediction)
+    return PredictedRow(name, prediction, str(_write_mask(mask, masks, Path(str(name)).stem)))
 
 
 def _write_mask(mask: NDArray[np.uint8], folder: Path, name: str) -> Path:

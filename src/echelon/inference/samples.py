@@ -61,18 +61,18 @@ def samples_of(trained: TrainedModel, data: Any) -> Samples:
         UserError: there is none, or the model takes others: says which.
     """
     info = trained.info
-    given = [data] if isinstance(data, (str, Path, Mapping)) else data
-    if isinstance(given, Sequence) and not len(given):
+    raw = [data] if isinstance(data, (str, Path, Mapping)) else data
+    if isinstance(raw, Sequence) and not len(raw):
         raise UserError("there is nothing to predict: name files, or give texts with --text")
     if info.rate:
-        return _sounds(trained, _files(given, SOUND_FILES, "sounds"))
+        return _sounds(trained, _files(raw, SOUND_FILES, "sounds"))
     if info.columns and info.tokeniser is None:
-        return _rows(trained, _table(given, info.columns))
+        return _rows(trained, _table(raw, info.columns))
     if info.tokeniser is not None:
-        return _texts(trained, _lines(given, info.columns))
-    if info.mean and _are_paths(given):
-        return _images(trained, _files(given, IMAGE_FILES, "images"))
-    return _arrays(trained, given)
+        return _texts(trained, _lines(raw, info.columns))
+    if info.mean and _are_paths(raw):
+        return _images(trained, _files(raw, IMAGE_FILES, "images"))
+    return _arrays(trained, raw)
 
 
 def _sample_source(trained: TrainedModel, dataset: Any) -> Source:
@@ -83,16 +83,16 @@ def _blank_targets(count: int) -> NDArray[np.int64]:
     return np.zeros(count, np.int64)
 
 
-def _are_paths(given: Any) -> bool:
-    return isinstance(given, Sequence) and all(isinstance(each, (str, Path)) for each in given)
+def _are_paths(raw: Any) -> bool:
+    return isinstance(raw, Sequence) and all(isinstance(each, (str, Path)) for each in raw)
 
 
-def _files(given: Any, kind: FileKind, what: str) -> list[str]:
+def _files(raw: Any, kind: FileKind, what: str) -> list[str]:
     """Return files of a kind, those of folders among them, in the order of their names."""
-    if not _are_paths(given):
+    if not _are_paths(raw):
         raise UserError(f"this run's samples are {what}: give paths of files or folders")
     files: list[str] = []
-    for each in given:
+    for each in raw:
         path = Path(each).expanduser()
         if path.is_dir():
             below = sorted(str(Path(at) / name) for at, _, names in os.walk(path) for name in names)
@@ -121,24 +121,24 @@ def _sounds(trained: TrainedModel, files: list[str]) -> Samples:
     return Samples(files, _sample_source(trained, measured(_labelled(files), trained.info.rate)), files)
 
 
-def _table(given: Any, columns: Sequence[str]) -> pa.Table:
+def _table(raw: Any, columns: Sequence[str]) -> pa.Table:
     """Return rows as a table.
 
     Raises:
         UserError: these are no rows.
     """
     wanted = f"this run's samples are rows of a table with {', '.join(columns)}"
-    if isinstance(given, pa.Table):
-        return given
-    if hasattr(given, "columns") and hasattr(given, "iloc"):
-        return pa.Table.from_pandas(given, preserve_index=False)
-    if not isinstance(given, Sequence):
+    if isinstance(raw, pa.Table):
+        return raw
+    if hasattr(raw, "columns") and hasattr(raw, "iloc"):
+        return pa.Table.from_pandas(raw, preserve_index=False)
+    if not isinstance(raw, Sequence):
         raise UserError(f"{wanted}: give files ({', '.join(TABLES)}), mappings, or a data frame")
-    if all(isinstance(each, Mapping) for each in given):
-        return pa.Table.from_pylist([dict(each) for each in given])
-    if not _are_paths(given) or not all(str(each).lower().endswith(TABLES) for each in given):
+    if all(isinstance(each, Mapping) for each in raw):
+        return pa.Table.from_pylist([dict(each) for each in raw])
+    if not _are_paths(raw) or not all(str(each).lower().endswith(TABLES) for each in raw):
         raise UserError(f"{wanted}: give files that end in {', '.join(TABLES)}")
-    tables = [read_rows(Path(each).expanduser()) for each in given]
+    tables = [read_rows(Path(each).expanduser()) for each in raw]
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
@@ -151,19 +151,19 @@ def _rows(trained: TrainedModel, table: pa.Table) -> Samples:
     return Samples(range(1, len(table) + 1), _sample_source(trained, array))
 
 
-def _lines(given: Any, columns: Sequence[str]) -> list[str]:
-    """Return texts: those that are given, the lines of files, or a column of tables.
+def _lines(raw: Any, columns: Sequence[str]) -> list[str]:
+    """Return texts: those handed over, the lines of files, or a column of tables.
 
     Raises:
         UserError: these are none.
     """
-    if not _are_paths(given):
+    if not _are_paths(raw):
         if not columns:
             raise UserError("this run's samples are texts: give strings, or files with one text a line (.txt)")
-        table = _table(given, columns)
+        table = _table(raw, columns)
         return _column(table, columns[0])
     texts: list[str] = []
-    for each in given:
+    for each in raw:
         path = Path(each).expanduser() if isinstance(each, Path) or (type(each) is str and _names_file(each)) else None
         if path is None:
             texts.append(str(each))
@@ -223,19 +223,19 @@ def _encoder(trained: TrainedModel, tokeniser: Tokeniser) -> Callable[[Sequence[
     return lambda texts: [row[:most] for row in tokeniser.encode(texts)]
 
 
-def _joined(parts: Sequence[Ids], between: Ids) -> Ids:
-    pieces = [piece for part in parts for piece in (between, part)][1:]
+def _joined(texts: Sequence[Ids], between: Ids) -> Ids:
+    pieces = [piece for text in texts for piece in (between, text)][1:]
     return np.concatenate(pieces).astype(np.int64)
 
 
-def _arrays(trained: TrainedModel, given: Any) -> Samples:
+def _arrays(trained: TrainedModel, raw: Any) -> Samples:
     """Return arrays or tensors, a nest of them as the model takes it; of images uint8 `(N, C, H, W)`.
 
     Raises:
         UserError: these are none, or of another shape than the run's.
     """
     wanted = nest.describe(trained.info.inputs)
-    arrays = nest.map_leaves(_array, given) if given is not None else None
+    arrays = nest.map_leaves(_array, raw) if raw is not None else None
     if arrays is None or any(leaf is None for leaf in nest.leaves(arrays)):
         what = "images" if trained.info.mean else f"arrays: each sample {wanted}"
         raise UserError(f"this run's samples are {what}; give echelon.predict files or arrays of these")
@@ -255,9 +255,9 @@ def _array(leaf: Any) -> NDArray[Any] | None:
 
 
 def _check_shapes(arrays: Nest, specs: Nest) -> None:
-    given, wanted = nest.leaves(arrays), nest.leaves(specs)
-    shapes = [each.shape[1:] for each in given]
-    if len(given) != len(wanted) or any(
+    raw, wanted = nest.leaves(arrays), nest.leaves(specs)
+    shapes = [each.shape[1:] for each in raw]
+    if len(raw) != len(wanted) or any(
         not spec.ragged and tuple(shape) != spec.shape for shape, spec in zip(shapes, wanted, strict=True)
     ):
         raise UserError(f"samples are {', '.join(map(str, shapes))}; the run's are {nest.describe(specs)}")

@@ -57,7 +57,7 @@ class ServiceLimits:
     seconds: float = 30.0
 
 
-class Refusal(Exception):
+class BadRequest(Exception):
     """A request that is answered with an error."""
 
     def __init__(self, status: int, reason: str) -> None:
@@ -102,7 +102,7 @@ class PredictionService:
         except TimeoutError:
             reason = f"no answer within {self._limits.seconds:g} s: send fewer samples, or start it with more time"
             return JSONResponse({"error": reason}, 503)
-        except Refusal as refusal:
+        except BadRequest as refusal:
             return JSONResponse({"error": str(refusal)}, refusal.status)
         return JSONResponse({"predictions": [_plain(i, row) for i, row in enumerate(rows)]})
 
@@ -112,19 +112,19 @@ class PredictionService:
         async for chunk in request.stream():
             body += chunk
             if len(body) > most:
-                raise Refusal(413, f"the body has more than {most:,} bytes: send fewer samples, or start it with more "
-                                   "--max-body")  # fmt: skip
+                text = f"the body has more than {most:,} bytes: send fewer samples, or start it with more --max-body"
+                raise BadRequest(413, text)
         return bytes(body)
 
     async def _answer(self, body: bytes, kind: str) -> list[PredictedRow]:
         if self._waiting >= _MOST_WAITING:
-            raise Refusal(503, f"{self._waiting} requests wait already: ask again later")
+            raise BadRequest(503, f"{self._waiting} requests wait already: ask again later")
         job = _job_of(body, kind.partition(";")[0].strip().lower())
         self._waiting += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._worker, self._compute, job)
         except UserError as error:
-            raise Refusal(422, str(error)) from error
+            raise BadRequest(422, str(error)) from error
         finally:
             self._waiting -= 1
 
@@ -147,26 +147,26 @@ def _job_of(body: bytes, kind: str) -> Any:
     """Return what a body holds: texts, rows, or the bytes of files.
 
     Raises:
-        Refusal: it holds none of these.
+        BadRequest: it holds none of these.
     """
     if kind.startswith(_RAW):
         return [body]
     if kind != _JSON:
-        raise Refusal(415, _WANTED)
+        raise BadRequest(415, _WANTED)
     try:
         asked = json.loads(body)
         if not isinstance(asked, dict) or len(asked) != 1:
-            raise Refusal(422, _WANTED)
+            raise BadRequest(422, _WANTED)
         ((name, values),) = asked.items()
         if not isinstance(values, list) or not values:
-            raise Refusal(422, _WANTED)
+            raise BadRequest(422, _WANTED)
         if name == "files":
             return [base64.b64decode(each, validate=True) for each in values]
     except (ValueError, TypeError, binascii.Error, RecursionError) as error:
-        raise Refusal(422, f"the body is no such JSON ({error}): {_WANTED}") from error
+        raise BadRequest(422, f"the body is no such JSON ({error}): {_WANTED}") from error
     known = {"texts": str, "rows": dict}
     if name not in known or not all(isinstance(each, known[name]) for each in values):
-        raise Refusal(422, _WANTED)
+        raise BadRequest(422, _WANTED)
     return [_OwnText(each) for each in values] if name == "texts" else values
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from echelon.config.build import leaves
 from echelon.core.errors import UserError
 from echelon.reporting.report import summarise
-from echelon.reporting.report.predictions import Prediction
+from echelon.reporting.report.predictions import WayPrediction
 from echelon.reporting.report.records import load_run
 from echelon.run.resolve import canonical
 from echelon.study.base import COMPLETED, PlannedRun, Settings, Study
@@ -61,7 +61,7 @@ def set_predictions(path: Path, study: Study, runs: Sequence[RunRow]) -> list[Ru
     A row keeps what it has where the baseline's folder is gone.
     """
     planned = {run.name: run for run in planned_runs(study)}
-    predicted: dict[tuple[str, int], tuple[PlannedRun, Sequence[Prediction]]] = {}
+    predicted: dict[tuple[str, int], tuple[PlannedRun, Sequence[WayPrediction]]] = {}
     for row in runs:
         folder = run_folder(path, row.run)
         if row.candidate == study.baseline.label and row.status == COMPLETED and folder.is_dir():
@@ -77,7 +77,7 @@ def set_predictions(path: Path, study: Study, runs: Sequence[RunRow]) -> list[Ru
     return filled
 
 
-def _prediction(settings: Settings, base: PlannedRun, predictions: Sequence[Prediction]) -> Prediction | None:
+def _prediction(settings: Settings, base: PlannedRun, predictions: Sequence[WayPrediction]) -> WayPrediction | None:
     wanted = _plain(settings)
     if wanted == _plain(base.settings):
         return None

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from echelon.collectives.chooser import PathBySize, SizeChoice, choose_paths
-from echelon.collectives.paths.auto import Auto
 from echelon.core.files import write_atomic
 from echelon.core.units import format_bytes
 from echelon.trainer.resolved import ResolvedRun
@@ -52,7 +51,7 @@ def with_chosen_paths(run: ResolvedRun, world: World, folder: Path) -> tuple[Res
     A run that goes on uses what it chose before between as many ranks: another path would sum in another order. One
     that was trained before there was a choice stays with the backend. All ranks call it together.
     """
-    if not isinstance(run.path, Auto):
+    if not run.path.is_choice:
         return run, []
     group = world.placement.replica_group if world.placement is not None else world.group
     if reason := _no_choice(run, world, group):

@@ -23,6 +23,7 @@ class Auto(Path):
     """
 
     name: ClassVar[str] = "auto"
+    is_choice: ClassVar[bool] = True
     by_backend: ClassVar[bool] = True  # until paths were tried: see `chooser`
 
     def schedule(self, rank: int, size: int, numel: int) -> list[PathStep]:

@@ -19,8 +19,6 @@ from echelon.compression.base import (
     refuse_nonfinite_elements,
     working_dtype,
 )
-from echelon.compression.codecs.bf16 import Bf16
-from echelon.compression.codecs.int8 import Int8
 from echelon.compression.transforms.base import SentMean, SentPayload, Transform, Wrapper
 from echelon.compression.transforms.error_feedback import ErrorFeedback, ForgetError
 from echelon.compression.transforms.huffman import Huffman
@@ -34,22 +32,24 @@ class Transformed(Wrapper):
     Attributes:
         inner: the codec.
         transforms: in the order in which they see the gradient.
-        whole: which messages a codec encodes that loses next to nothing, without error feedback.
+        whole: which messages `stand_in` encodes, without error feedback.
+        stand_in: a codec that loses next to nothing.
     """
 
     inner: Codec
     transforms: tuple[Transform, ...]
     whole: WholeSteps = NEVER
+    stand_in: Codec | None = None
 
     def relay(self) -> Codec:
         """Return the codec for a sum on its way back, with what it needs of error feedback."""
-        return combine(self.inner.relay(), whole=self.whole)
+        return combine(self.inner.relay(), whole_steps=self.whole, stand_in=self.stand_in)
 
     def at(self, step: int) -> Codec:
         """Return the codec of a step's message: another one inside where the message is (nearly) whole."""
-        if step in self.whole:
+        if self.stand_in is not None and step in self.whole:
             kept = tuple(ForgetError() if isinstance(t, ErrorFeedback) else t for t in self.transforms)
-            return replace(self, inner=Bf16() if self.inner.linear else Int8(), transforms=kept)
+            return replace(self, inner=self.stand_in, transforms=kept)
         inner = self.inner.at(step)
         return self if inner is self.inner else replace(self, inner=inner)
 
@@ -96,11 +96,13 @@ class Transformed(Wrapper):
         return first
 
 
-def combine(codec: Codec, entropy_coding: bool = False, whole: WholeSteps = NEVER) -> Codec:
+def combine(
+    codec: Codec, entropy_coding: bool = False, whole_steps: WholeSteps = NEVER, stand_in: Codec | None = None
+) -> Codec:
     """Put around a codec what its settings ask for: clipping, momentum, error feedback, and entropy coding outside.
 
     Args:
-        whole: which messages go without the codec.
+        whole_steps: which messages `stand_in` encodes.
 
     Example: `combine(TopK(0.01, momentum=0.9), entropy_coding=True)`.
     """
@@ -111,7 +113,7 @@ def combine(codec: Codec, entropy_coding: bool = False, whole: WholeSteps = NEVE
         transforms.append(MomentumCorrection(codec.absorbs_momentum, codec.looks_ahead))
     if codec.biased:
         transforms.append(ErrorFeedback())
-    combined: Codec = Transformed(codec, tuple(transforms), whole) if transforms else codec
+    combined: Codec = Transformed(codec, tuple(transforms), whole_steps, stand_in) if transforms else codec
     return Huffman(combined) if entropy_coding else combined
 
 

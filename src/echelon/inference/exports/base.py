@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
+
+from torch import Tensor
 
 from echelon.core.errors import UserError
 from echelon.data.columns import RUN_FILE as COLUMNS_FILE
@@ -25,9 +27,11 @@ class ExportFormat(ABC):
 
     Attributes:
         needs_data: inputs of the run's data are needed to write it.
+        holds_weights_alone: it can be written without the model's code (`write_weights`).
     """
 
     needs_data: ClassVar[bool] = True
+    holds_weights_alone: ClassVar[bool] = False
 
     @abstractmethod
     def write(self, trained: TrainedModel, path: Path, example: Nest) -> None:
@@ -43,6 +47,14 @@ class ExportFormat(ABC):
     @abstractmethod
     def read(self, trained: TrainedModel, path: Path) -> Predictor:
         """Return what was written as a function of a batch's inputs, run by what such files are made for."""
+
+    def write_weights(self, weights: Mapping[str, Tensor], path: Path) -> None:
+        """Write tensors by name, read them back and compare them bit by bit.
+
+        Raises:
+            UserError: the file does not hold exactly these; names the first one that differs.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs the model")
 
     def first_difference(self, trained: TrainedModel, path: Path, inputs: Nest) -> str:
         """Return the name of the first layer whose outputs differ from the model's; empty: it cannot be told."""

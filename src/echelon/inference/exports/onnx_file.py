@@ -125,7 +125,7 @@ def _outputs_of(model: nn.Module, inputs: Nest) -> list[tuple[str, Tensor]]:
     return given
 
 
-def _differs(own: Tensor, given: Tensor | None) -> bool:
-    if given is None or own.shape != given.shape:  # the graph may have joined its last steps with others
+def _differs(expected: Tensor, output: Tensor | None) -> bool:
+    if output is None or expected.shape != output.shape:  # the graph may have joined its last steps with others
         return False
-    return float((own - given).abs().max()) > _FAR * max(float(own.abs().max()), 1e-12)
+    return float((expected - output).abs().max()) > _FAR * max(float(expected.abs().max()), 1e-12)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from echelon.checkpoint import export_weights
 from echelon.core.errors import UserError
@@ -18,6 +20,8 @@ from echelon.tasks.nest import Nest
 
 class SafetensorsFile(ExportFormat):
     """Weights alone, tied ones once under each name."""
+
+    holds_weights_alone = True
 
     def write(self, trained: TrainedModel, path: Path, example: Nest) -> None:
         """Write the model's state dict."""
@@ -32,24 +36,22 @@ class SafetensorsFile(ExportFormat):
         model.load_state_dict(load_file(path))
         return lambda inputs: nest.call(model, inputs)
 
+    def write_weights(self, weights: Mapping[str, Tensor], path: Path) -> None:
+        """Write tensors by name, and compare what is in the file with them bit by bit."""
+        export_weights(weights, path)
+        read = load_file(path)
+        wrong = [name for name, tensor in weights.items() if name not in read or not _same(tensor, read[name])]
+        if wrong or len(read) != len(weights):
+            name = wrong[0] if wrong else "a tensor"
+            raise UserError(f"{path}: {name} was not written as it is: is the disk damaged?")
+
     def first_difference(self, trained: TrainedModel, path: Path, inputs: Nest) -> str:
         """Return the first tensor that differs."""
         read = load_file(path)
-        return next((name for name, tensor in trained.model.state_dict().items() if not same(tensor, read[name])), "")
+        return next((name for name, tensor in trained.model.state_dict().items() if not _same(tensor, read[name])), "")
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same, numbers that are none included."""
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
-
-
-def check_same_weights(path: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Refuse a file that does not hold exactly these weights.
-
-    Raises:
-        UserError: names the first one that differs.
-    """
-    read = load_file(path)
-    wrong = [name for name, tensor in weights.items() if name not in read or not same(tensor, read[name])]
-    if wrong or len(read) != len(weights):
-        raise UserError(f"{path}: {wrong[0] if wrong else 'a tensor'} was not written as it is: is the disk damaged?")
+    alike = tensor.shape == other.shape and tensor.dtype == other.dtype
+    return alike and torch.equal(tensor.nan_to_num(), other.nan_to_num())

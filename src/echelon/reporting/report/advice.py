@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from echelon.observe.phases import Phase
 from echelon.records.kinds import Start
-from echelon.reporting.report.predictions import SAYS_SO, Prediction, pick_ways
+from echelon.reporting.report.predictions import SAYS_SO, WayPrediction, pick_ways
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import SlowRank, Timing
 from echelon.reporting.report.whole_run import WholeRun
@@ -65,7 +65,7 @@ class RunFacts:
     seconds: float
     startup_s: float | None
     whole: WholeRun | None
-    predictions: Sequence[Prediction]
+    predictions: Sequence[WayPrediction]
 
 
 def shares_of(timing: Timing) -> dict[str, float]:
@@ -110,7 +110,7 @@ def advise(record: RunRecord, timing: Timing | None, told: RunFacts) -> list[Adv
     return sorted(found, key=lambda a: -a.gain)
 
 
-def _about_steps(record: RunRecord, timing: Timing, predictions: Sequence[Prediction]) -> list[Advice]:
+def _about_steps(record: RunRecord, timing: Timing, predictions: Sequence[WayPrediction]) -> list[Advice]:
     shares = shares_of(timing)
     found = []
     if shares["input"] >= _WORTH_SAYING:
@@ -136,7 +136,7 @@ def _input(record: RunRecord, share: float) -> Advice:
     return Advice(f"The input takes {share:.0%} of a step; more --loaders{now}, where cores are free", _gain(share))
 
 
-def _predicted(predictions: Sequence[Prediction], share: float) -> Advice | None:
+def _predicted(predictions: Sequence[WayPrediction], share: float) -> Advice | None:
     """Say what other ways to communicate would save of the whole run, where the run recorded what they cost."""
     better = [p for p in predictions if p.gain >= SAYS_SO]
     if not better:

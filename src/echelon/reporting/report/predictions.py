@@ -30,7 +30,7 @@ SAYS_SO = 1.05
 
 
 @dataclass(frozen=True)
-class Prediction:
+class WayPrediction:
     """What changing some settings would do to a step, and to the whole run.
 
     Attributes:
@@ -66,7 +66,7 @@ class Prediction:
         return 1 - self.run_then_s / self.run_now_s if self.run_now_s else 0.0
 
 
-def predict(record: RunRecord, timing: Timing | None, whole: WholeRun | None) -> list[Prediction]:
+def predict(record: RunRecord, timing: Timing | None, whole_run: WholeRun | None) -> list[WayPrediction]:
     """Predict a step, and the run, with each alternative that was recorded, the fastest first; none: nothing was."""
     recorded = record.of(Alternatives)
     if timing is None or timing.communication is None or not recorded or not timing.step_s:
@@ -81,25 +81,25 @@ def predict(record: RunRecord, timing: Timing | None, whole: WholeRun | None) ->
         label = ", ".join(way.settings.values())
         if way is not now and then_s > 0:
             sent = way.wire_bytes / way.period, now.wire_bytes / now.period
-            run_s = _runs(record, whole, timing.step_s - then_s)
-            predictions.append(Prediction(label, way.settings, timing.step_s, then_s, *sent, *run_s))
+            run_s = _runs(record, whole_run, timing.step_s - then_s)
+            predictions.append(WayPrediction(label, way.settings, timing.step_s, then_s, *sent, *run_s))
     return sorted(predictions, key=lambda p: p.then_s)
 
 
-def pick_ways(predictions: Sequence[Prediction]) -> list[Prediction]:
+def pick_ways(predictions: Sequence[WayPrediction]) -> list[WayPrediction]:
     """Return what a sentence names: the mildest two and the strongest three, of one setting where there are such."""
     single = [p for p in predictions if len(p.settings) == 1] or predictions
     by_saving = sorted(single, key=lambda p: p.saves)
     return by_saving if len(by_saving) <= 5 else by_saving[:2] + by_saving[-3:]
 
 
-def _runs(record: RunRecord, whole: WholeRun | None, saved_s: float) -> tuple[float, float]:
+def _runs(record: RunRecord, whole_run: WholeRun | None, saved_s: float) -> tuple[float, float]:
     """Return the seconds of the run as it was, and if each of its steps had been shorter by `saved_s`."""
-    if whole is None:
+    if whole_run is None:
         return 0.0, 0.0
     steps = sum(window.count for window in record.windows)
-    paused_s = whole.seconds - whole.steps_s
-    return whole.seconds, paused_s + max(0.0, whole.steps_s - steps * saved_s)
+    paused_s = whole_run.seconds - whole_run.steps_s
+    return whole_run.seconds, paused_s + max(0.0, whole_run.steps_s - steps * saved_s)
 
 
 def _then_s(

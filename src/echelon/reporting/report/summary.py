@@ -13,7 +13,7 @@ from echelon.reporting.report.advice import Advice, Bound, RunFacts, advise, fin
 from echelon.reporting.report.clock import sittings
 from echelon.reporting.report.communication import Communication
 from echelon.reporting.report.incidents import ExplainedStep, Incident, count_restarts, find_incidents, find_slow_steps
-from echelon.reporting.report.predictions import Prediction, predict
+from echelon.reporting.report.predictions import WayPrediction, predict
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import SlowRank, Timing, measure, timing_notes
 from echelon.reporting.report.waterfall import Waterfall, waterfall_notes, waterfall_of
@@ -67,7 +67,7 @@ class Summary:
     advice: tuple[Advice, ...]
     incidents: tuple[Incident, ...]
     notes: tuple[str, ...]
-    predictions: tuple[Prediction, ...]
+    predictions: tuple[WayPrediction, ...]
     slow_steps: tuple[ExplainedStep, ...]
     communication: Communication | None
     waterfall: Waterfall | None

@@ -31,13 +31,17 @@ def closing_words(summary: Summary) -> list[str]:
     return words
 
 
-def whole_run_words(whole: WholeRun | None) -> list[str]:
+def whole_run_words(whole_run: WholeRun | None) -> list[str]:
     """Say how long a run took from its first step to its end, and which share of that each pause has."""
-    if whole is None or whole.seconds <= 0:
+    if whole_run is None or whole_run.seconds <= 0:
         return []
-    shares = ", ".join(f"{pause_name(name)} {share:.1%}" for name, share in whole.shares(_LEAST_PAUSE).items())
-    paused = f": steps {min(1.0, whole.steps_s / whole.seconds):.1%}, {shares}" if shares else ", nearly all in steps"
-    return [f"From the first step to the end: {format_seconds(whole.seconds)}{paused}."]
+    shares = ", ".join(f"{pause_name(name)} {share:.1%}" for name, share in whole_run.shares(_LEAST_PAUSE).items())
+    paused = (
+        f": steps {min(1.0, whole_run.steps_s / whole_run.seconds):.1%}, {shares}"
+        if shares
+        else ", nearly all in steps"
+    )
+    return [f"From the first step to the end: {format_seconds(whole_run.seconds)}{paused}."]
 
 
 def pause_name(name: str) -> str:
