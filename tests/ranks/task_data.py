@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.unit.data.shapes import make_shapes
+from tests.unit.data.test_parallel_text import make_parallel
 from tests.unit.data.test_sounds import make_sounds
 from tests.unit.data.test_transcripts import make_transcribed
 
@@ -87,6 +89,19 @@ def speech_recognition(folder: Path) -> Settings:
     return {"data.source": str(make_transcribed(folder / "spoken", ("train", "val"), 24))}
 
 
+def segmentation(folder: Path) -> Settings:
+    """Discs and squares, with a class for each pixel."""
+    source = make_shapes(folder / "shapes", ("train", "val"), 24, sizes=(16,))
+    return {"data.source": str(source), "data.image_size": 16}
+
+
+def translation(folder: Path) -> Settings:
+    """Sentences of few words, translated word by word."""
+    source = make_parallel(folder / "pairs", {"train": 48, "val": 12})
+    languages = {"data.input": "en", "data.target": "de"}
+    return {"data.source": str(source), "data.tokeniser": "bpe(300)", **languages}
+
+
 MAKERS: dict[str, Callable[[Path], Settings]] = {
     "classification": classification,
     "image_classification": image_classification,
@@ -95,9 +110,11 @@ MAKERS: dict[str, Callable[[Path], Settings]] = {
     "multi_label": multi_label,
     "recommendation": recommendation,
     "regression": regression,
+    "segmentation": segmentation,
     "speech_classification": speech_classification,
     "speech_recognition": speech_recognition,
     "text_classification": text_classification,
+    "translation": translation,
 }
 """For each task, by its file: what writes its data into a folder, and says the settings that find it."""
 NO_DATA = {"supervised": "it has no loss of its own: tests/ranks/test_own_parts.py trains it"}
