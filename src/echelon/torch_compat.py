@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ATTENTION_OPS",
+    "CTC_LOSS",
+    "CTC_LOSS_BACKWARD",
     "FAKE_TENSOR_LOGGER",
     "GATHERS",
     "NEEDS_VALUES",
@@ -97,6 +99,9 @@ ATTENTION_OPS = (
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 )
 """The operators that scaled_dot_product_attention becomes."""
+
+CTC_LOSS = torch.ops.aten._ctc_loss.Tensor
+CTC_LOSS_BACKWARD = torch.ops.aten._ctc_loss_backward.Tensor
 
 GATHERS = {torch.ops.c10d._allgather_base_.default: 0, torch.ops.c10d._reduce_scatter_base_.default: 1}
 """The operators of all-gather and reduce-scatter, and which of their arguments is the gathered tensor."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from echelon.trainer.state import load_rank_state, load_shared_state, rank_state
@@ -141,6 +142,7 @@ def _back_again(rank: Rank, trial: Trial, steps: tuple[int, int], shared: object
     load_rank_state(parts, world_of(rank), {"dp": len(own)} if len(own) > 1 else {}, own)
     train(parts, rank, *steps)
     saved = save(parts, rank, steps[1])
+    dist.barrier()  # nothing was sent until here: one rank may be done before the other has connected
     parts.sync.close()
     return saved
 

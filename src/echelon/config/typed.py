@@ -179,4 +179,4 @@ class TrainSettings(ResumeSettings, total=False):
     compression: str
     """what travels instead of a tensor [default: 'none']"""
     collective: str
-    """along which path it travels; backend: as NCCL or gloo chooses [default: 'backend']"""
+    """along which path it travels; backend: as NCCL or gloo chooses; auto: tried at the start [default: 'backend']"""

@@ -29,6 +29,8 @@ from echelon.optim.choice import OptimizerChoice
 from echelon.parallel.base import alone, place
 from echelon.sync.allreduce import AllReduceSettings
 from echelon.torch_compat import (
+    CTC_LOSS,
+    CTC_LOSS_BACKWARD,
     GATHERS,
     FakeTensorMode,
     TorchDispatchMode,
@@ -49,7 +51,7 @@ _COPIED = GATHERS  # what gloo copies as a whole before it sends
 _TEMPORARIES = {  # made within an operation: as large as an argument, how often
     torch.ops.aten.convolution.default: (1, 1),  # oneDNN copies weights into its own layout
     torch.ops.aten.convolution_backward.default: (2, 2),  # and their gradients
-    torch.ops.aten._ctc_loss_backward.Tensor: (6, 1),  # what forward kept, from the end
+    CTC_LOSS_BACKWARD: (6, 1),  # what forward kept, from the end
 }
 
 
@@ -64,8 +66,8 @@ def _ctc_loss_backward(gradient: Tensor, log_probs: Tensor, *_: Any) -> Tensor:
 
 
 _OF_VALUES = {  # operations whose results have a shape that depends on values
-    torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
-    torch.ops.aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+    CTC_LOSS: _ctc_loss,
+    CTC_LOSS_BACKWARD: _ctc_loss_backward,
 }
 
 

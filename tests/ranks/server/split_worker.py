@@ -52,6 +52,7 @@ class Work4:
     trial: Trial
     settings: ServerSettings
     address: str
+    folder: Path
     lr: float
     compression: str = "none"
 
@@ -144,7 +145,7 @@ def _lead(work: Work4, run: TrainingRun, model: nn.Module, number: int) -> list[
     client.set_table(table)
     client.while_waiting(worker.channel.tell_idle, 0.02)  # more often than a run does
     worker.servers = ParameterServer(model, table, client, WorkerOptions(work.settings, 0.0, run.clock))
-    link = ServerLink(client, work.settings, table, worker.servers, WorkerRank(number, 0), 10.0)
+    link = ServerLink(client, work.settings, table, worker.servers, WorkerRank(number, 0), 10.0, work.folder)
     leases = _Looking(run, link)
     fit(run, leases)
     client.close()

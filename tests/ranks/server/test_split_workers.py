@@ -67,7 +67,7 @@ def with_split_workers(
 ) -> Tensor:
     """Train with four ranks, which are two workers; returns the parameters."""
     run = cluster(folder, settings, optimizer, compression)
-    work = Work4(trial, settings, run.scheduler.listener.address, LR, compression)
+    work = Work4(trial, settings, run.scheduler.listener.address, folder, LR, compression)
     seen = [values for rank in run_ranks(work_split, 4, work, timeout_s=LONGEST_S) for values in rank]
     run.stop()
     values: Tensor = seen[-1]
