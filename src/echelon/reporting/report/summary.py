@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from echelon.core.json_values import JsonObject, finite_object
 from echelon.core.task import TaskFacts
 from echelon.observe.phases import PHASES
-from echelon.records.events import BadImageSkipped, Event, LossNotFinite, RankFailed
+from echelon.records.events import BadImageSkipped, DataGrew, Event, LossNotFinite, RankFailed
 from echelon.records.kinds import End, EntropyCoding, Evaluation, ServerWindow, Start
 from echelon.reporting.report.advice import Advice, Bound, RunFacts, advise, find_bound, shares_of
 from echelon.reporting.report.clock import sittings
@@ -239,8 +239,16 @@ def _startup_s(record: RunRecord) -> float | None:
 
 
 def _epochs(record: RunRecord, steps: int) -> float:
+    """Return the epochs that were trained; where the data grew, the earlier ones had fewer steps."""
     per_epoch = record.last_start.steps_per_epoch if record.last_start else 0
-    return round(steps / per_epoch, 3) if per_epoch else 0.0
+    if not per_epoch:
+        return 0.0
+    whole, before = 0, 0
+    if any(record.of(DataGrew)):
+        windows = list(record.kept_windows())
+        whole = max((w.epoch for w in windows), default=0)
+        before = max((w.step for w in windows if w.epoch < whole), default=0)
+    return round(whole + (steps - before) / per_epoch, 3)
 
 
 def _first_nonfinite(record: RunRecord) -> int | None:

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from echelon.records.events import DataGrew
 from echelon.records.kinds import Checkpoint, Evaluation, Pause, Record, Start, Steps
 from echelon.reporting.report.records import RunRecord
+from echelon.reporting.report.summary import summarise
 from echelon.reporting.report.whole_run import WholeRun, whole_run_of
 from echelon.reporting.report.words import whole_run_words
 
@@ -67,3 +69,16 @@ def test_where_servers_are_a_pause_of_a_worker_lies_in_its_windows() -> None:
 
 def test_a_run_without_a_step_has_no_such_time() -> None:
     assert whole_run_of(RunRecord("run", [Start(t=0.0)])) is None
+
+
+def test_epochs_before_the_data_grew_had_fewer_steps() -> None:
+    """Two epochs of 10 steps, then one of 20."""
+    record = RunRecord(
+        "run",
+        [
+            *(Start(t=0.0, steps_per_epoch=10), window(2.0, 2.0, 10), window(4.0, 2.0, 20, epoch=1)),
+            *(DataGrew("10 samples are new", 2), Start(t=5.0, steps_per_epoch=20, start_step=20)),
+            *(window(7.0, 2.0, 30, epoch=2), window(9.0, 2.0, 40, epoch=2)),
+        ],
+    )
+    assert summarise(record).epochs == 3.0
