@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -44,13 +45,18 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"did you mean {matches[0]}? " if matches else ""
 
 
-def unknown(kind: str, word: str, known: Iterable[str], forms: Sequence[str] = ()) -> UserError:
+def unknown(
+    kind: str, word: str, known: Iterable[str], forms: Sequence[str] = (), may_be_object: bool = False
+) -> UserError:
     """Build the refusal of an unknown name: the nearest known one, then what exists.
 
     Args:
         forms: how other names are written, such as `module:function`.
+        may_be_object: a run's description has the name of the class where the caller gave an object.
     """
     names = sorted(known)
     hint = nearest(word, names) or nearest(word.lower(), names)  # CIFAR-10 is meant for cifar10
+    if may_be_object and not hint and re.fullmatch(r"[A-Z]\w*", word):
+        hint = f"if that was an object given from Python, give it again as {kind}=...; "
     listed = [*names, *forms[:-1], *(f"or {form}" for form in forms[-1:])]
     return UserError(f"unknown {kind} {word!r}: {hint}known: {', '.join(listed)}")

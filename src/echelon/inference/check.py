@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class Agreement:
     difference: float
     own: Scores
     exported: Scores
-    worst: Nest
+    worst: Nest = field(repr=False)
     metric: Metric
 
     @property

@@ -108,7 +108,7 @@ def _unknown(name: str) -> UserError:
     closest = nearest(name, anywhere).removeprefix("did you mean ").removesuffix("? ")
     if closest:
         return UserError(f"unknown model {name!r}: did you mean {anywhere[closest]}? built-in: {', '.join(known)}")
-    return unknown("model", name, [*known, "timm/NAME", "torchvision/NAME", "module:function"])
+    return unknown("model", name, [*known, "timm/NAME", "torchvision/NAME", "module:function"], may_be_object=True)
 
 
 def _try_out(model: nn.Module, name: str, data: ModelInput) -> None:

@@ -62,7 +62,7 @@ def check_data_name(name: str) -> None:
     kinds = list(declared_kinds())
     known = [each for kind in kinds for each in kind.names]
     if name not in known:
-        raise unknown("data", name, known, [kind.form for kind in kinds if kind.form])
+        raise unknown("data", name, known, [kind.form for kind in kinds if kind.form], may_be_object=True)
 
 
 def _class_variable(tree: ast.Module, name: str) -> tuple[str, ...] | str | None:

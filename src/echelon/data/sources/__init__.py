@@ -95,4 +95,6 @@ def kind_of(name: str) -> SourceKind:
         return min(takers, key=lambda kind: kind.takes_whatever_is_there)
     if "/" in name or name.startswith((".", "~")):
         raise UserError(f"data {name}: no such folder")
-    raise unknown("data", name, [each for kind in kinds for each in kind.names], [k.form for k in kinds if k.form])
+    raise unknown(
+        "data", name, [each for kind in kinds for each in kind.names], [k.form for k in kinds if k.form], True
+    )
