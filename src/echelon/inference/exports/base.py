@@ -80,7 +80,7 @@ def _preprocessing(trained: TrainedModel) -> dict[str, Any]:
     steps: dict[str, Any] = {}
     if info.mean:
         side = info.image_size
-        fits = trained.task.name == "segmentation"
+        fits = trained.task.unit == "pixel"  # nothing of a mask is cut off
         how = {"fit_longer_side": side} if fits else {"resize_shorter_side": shorter_side(side), "centre_crop": side}
         steps |= {"layout": "NCHW", "channels": info.channels, **how}
         steps |= {"divide_by": 255, "mean": list(info.mean), "std": list(info.std)}
