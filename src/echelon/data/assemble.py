@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from echelon.core.errors import UserError
 from echelon.data.augment import FLIP_CROP_DRAWS, IMAGENET_DRAWS, flip_crop, random_resized_crop, resize_and_crop
@@ -135,6 +136,14 @@ class ImageRows(RowsOfOneShape):
             bad += [BadSample(int(missing[b.position]), b.path, b.reason) for b in found]
         pixels[:] = self._kept[indices]
 
+    def _in_channels(self, image: Tensor) -> Tensor:
+        """Return an image `(C, S, S)` as the model was trained on it: files are read in colour."""
+        if image.shape[0] == 3 and self._shape[0] == 1:
+            from torchvision.transforms.functional import rgb_to_grayscale
+
+            return rgb_to_grayscale(image)
+        return image
+
     def _decode(
         self,
         indices: Indices,
@@ -148,9 +157,9 @@ class ImageRows(RowsOfOneShape):
             try:
                 picture = self._images.picture(i)
                 if draws is None:
-                    rows[row] = resize_and_crop(picture, shorter, side)
+                    rows[row] = self._in_channels(resize_and_crop(picture, shorter, side))
                 else:
-                    rows[row] = random_resized_crop(picture, side, draws[row])
+                    rows[row] = self._in_channels(random_resized_crop(picture, side, draws[row]))
             except CannotDecode as error:
                 path = self._images.path(i)
                 if not self._recipe.skip_bad:

@@ -70,7 +70,7 @@ def samples_of(trained: TrainedModel, data: Any) -> Samples:
         return _rows(trained, _table(raw, info.columns))
     if info.tokeniser is not None:
         return _texts(trained, _lines(raw, info.columns))
-    if info.mean and _are_paths(raw):
+    if info.mean and _are_strings(raw):
         return _images(trained, _files(raw, IMAGE_FILES, "images"))
     return _arrays(trained, raw)
 
@@ -83,8 +83,18 @@ def _blank_targets(count: int) -> NDArray[np.int64]:
     return np.zeros(count, np.int64)
 
 
-def _are_paths(raw: Any) -> bool:
+class Text(str):
+    """A text that names no file: from somebody who may not choose what is read here."""
+
+    __slots__ = ()
+
+
+def _are_strings(raw: Any) -> bool:
     return isinstance(raw, Sequence) and all(isinstance(each, (str, Path)) for each in raw)
+
+
+def _are_paths(raw: Any) -> bool:
+    return _are_strings(raw) and not any(isinstance(each, Text) for each in raw)
 
 
 def _files(raw: Any, kind: FileKind, what: str) -> list[str]:
@@ -157,14 +167,14 @@ def _lines(raw: Any, columns: Sequence[str]) -> list[str]:
     Raises:
         UserError: these are none.
     """
-    if not _are_paths(raw):
+    if not _are_strings(raw):
         if not columns:
             raise UserError("this run's samples are texts: give strings, or files with one text a line (.txt)")
         table = _table(raw, columns)
         return _column(table, columns[0])
     texts: list[str] = []
     for each in raw:
-        path = Path(each).expanduser() if isinstance(each, Path) or (type(each) is str and _names_file(each)) else None
+        path = Path(each).expanduser() if _names_file(each) else None
         if path is None:
             texts.append(str(each))
         elif path.suffix.lower() in TABLES and columns:
@@ -174,8 +184,10 @@ def _lines(raw: Any, columns: Sequence[str]) -> list[str]:
     return texts
 
 
-def _names_file(text: str) -> bool:
+def _names_file(text: str | Path) -> bool:
     """Whether a text is the name of a file of texts or of rows."""
+    if isinstance(text, Text | Path):
+        return isinstance(text, Path)
     return len(text) < 1000 and text.lower().endswith((*TEXTS, *TABLES)) and "\n" not in text
 
 

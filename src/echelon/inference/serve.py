@@ -30,6 +30,7 @@ from starlette.routing import Route
 from echelon.core.errors import UserError
 from echelon.core.files import scratch_folder
 from echelon.inference.predict import PredictedRow, finite, predict_samples
+from echelon.inference.samples import Text
 from echelon.reporting.live.server import HOSTS, ImpatientProtocol
 from echelon.run.trained import TrainedModel
 from echelon.tasks.base import Writing
@@ -167,13 +168,7 @@ def _job_of(body: bytes, kind: str) -> Any:
     known = {"texts": str, "rows": dict}
     if name not in known or not all(isinstance(each, known[name]) for each in values):
         raise BadRequest(422, _WANTED)
-    return [_OwnText(each) for each in values] if name == "texts" else values
-
-
-class _OwnText(str):
-    """A text of who asks, which names no file."""
-
-    __slots__ = ()
+    return [Text(each) for each in values] if name == "texts" else values
 
 
 def _plain(place: int, row: PredictedRow) -> Any:

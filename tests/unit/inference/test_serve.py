@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from starlette.testclient import TestClient
 from torch import Tensor, nn
 
@@ -16,6 +19,7 @@ from echelon.data import DataInfo
 from echelon.inference.serve import PredictionService, ServiceLimits
 from echelon.run.trained import TrainedModel
 from echelon.tasks.base import TaskSettings, Writing
+from echelon.tasks.image_classification import ImageClassification
 from echelon.tasks.nest import TensorSpec
 from echelon.tasks.regression import Regression
 
@@ -46,6 +50,39 @@ def test_rows_are_predicted_in_the_units_of_the_data(tmp_path: Path) -> None:
     assert answer.status_code == 200
     assert [row["prediction"] for row in answer.json()["predictions"]] == [13.0, 10.0]
     assert client(tmp_path).get("/health").json()["task"] == "regression"
+
+
+def image_client(folder: Path) -> TestClient:
+    """Serve a model of 4 x 4 images of one channel, whose logits are their sum and its negative."""
+    info = DataInfo("images", ("light", "dark"), 1, 4, 8, 2, (4, 4), mean=(0.5,), std=(1.0,))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 2, bias=False))
+    torch.nn.init.constant_(model[1].weight[0], 1.0)
+    torch.nn.init.constant_(model[1].weight[1], -1.0)
+    task = ImageClassification().fitted(info, TaskSettings())
+    trained = TrainedModel(model, info, task, build(None, {"data.loaders": 0}).config, folder)
+    service = PredictionService(trained, torch.device("cpu"), ServiceLimits(), Writing())
+    return TestClient(service.app(), base_url="http://127.0.0.1")
+
+
+def png(mode: str, value: int) -> bytes:
+    file = io.BytesIO()
+    Image.new(mode, (6, 5), (value,) * 3 if mode == "RGB" else value).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_images_of_any_colours_are_seen_in_the_models_channels(tmp_path: Path) -> None:
+    files = [base64.b64encode(png(*image)).decode() for image in (("RGB", 250), ("L", 250), ("L", 3), ("RGB", 3))]
+    answer = image_client(tmp_path).post("/predict", json={"files": files})
+    assert [row["prediction"] for row in answer.json()["predictions"]] == ["light", "light", "dark", "dark"]
+    raw = image_client(tmp_path).post("/predict", content=png("L", 3), headers={"content-type": "image/png"})
+    assert raw.json()["predictions"][0]["prediction"] == "dark"
+
+
+def test_a_text_never_names_a_file_of_the_machine(tmp_path: Path) -> None:
+    file = tmp_path / "secret.png"
+    file.write_bytes(png("L", 3))
+    answer = image_client(tmp_path).post("/predict", json={"texts": [str(file)]})
+    assert answer.status_code == 422 and "this run's samples are images" in answer.json()["error"]
 
 
 @pytest.mark.parametrize(
