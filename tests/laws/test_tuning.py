@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.laws.test_layouts import STEPS, Trained, _compare, train
+from tests.laws.test_layouts import BATCHNORM, STEPS, Trained, _compare, train
 from tests.ranks.layouts import Trial, make_trainer
 from tests.ranks.spawn import Rank, run_ranks
 
@@ -26,8 +26,8 @@ MORE = (
     Trial("vit", "dp=2,zero1", {"model.tune": "norm+layer_decay(0.5)", **ADAM}),
     Trial("vit", "tp=2", {"model.tune": "last(1)+layer_decay(0.5)", "optimizer.clip_norm": 0.5, **ADAM}),
     Trial("gpt", "fsdp=2", {"model.tune": 'freeze("blocks.0")', **ADAM}),
-    Trial("resnet", "dp=2", {"model.tune": "head"}),
-    Trial("resnet", "fsdp=2", {"model.tune": "last(2)"}),
+    Trial("resnet", "dp=2", {"model.tune": "head", **BATCHNORM}),
+    Trial("resnet", "fsdp=2", {"model.tune": "last(2)", **BATCHNORM}),
     Trial("vit", "dp=2", {"model.tune": "last(1)", "strategy.compression": "none", "strategy.collective": "ring"}),
 )
 

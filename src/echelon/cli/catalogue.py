@@ -168,9 +168,10 @@ def explain_command() -> Any:
     def explain(name: Annotated[str, typer.Argument(help="a name of `echelon list`, or a spec")]) -> None:
         """Print what a choice does, and what it cost where it was measured."""
         word = name if ":" in name or "/" in name else name_of(name)
-        found = [(kind, entry) for kind in kinds() for entry in kind.entries if word == entry.name]
+        entries = [(kind, entry) for kind in kinds() for entry in kind.entries]
+        found = [(kind, entry) for kind, entry in entries if word == entry.name]
         if not found:
-            names = [entry.name for kind in kinds() for entry in kind.entries]
+            names = [entry.name for _, entry in entries]
             raise UserError(f"unknown name {word!r}: {nearest(word, names)}`echelon list` shows all")
         for kind, entry in found:
             print("\n".join(_explanation(kind, entry)).strip() + "\n")

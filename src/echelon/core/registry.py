@@ -11,6 +11,7 @@ import ast
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ class Registry:
             UserError: there is none of that name; names the nearest.
         """
         name = self.resolve_name(name)
-        tree = ast.parse(self._files()[name].read_text(encoding="utf-8"))
+        tree = _tree_of(self._files()[name])
         target = next(_assigned(node) for node in tree.body if _assigns(node, self.marker))
         about = ast.get_docstring(tree) or ""
         classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == target]
@@ -172,7 +173,26 @@ class Registry:
         of_package = _file_of(self.package) if self._heavy else None
         folders = [str(of_package.parent)] if of_package else list(importlib.import_module(self.package).__path__)
         files = {file.stem: file for folder in folders for file in Path(folder).glob("*.py")}
-        return {name: file for name, file in files.items() if f"\n{self.marker} = " in file.read_text(encoding="utf-8")}
+        return {name: file for name, file in files.items() if f"\n{self.marker} = " in _text_of(file)}
+
+
+def _text_of(file: Path) -> str:
+    return _read(file, file.stat().st_mtime_ns)
+
+
+def _tree_of(file: Path) -> ast.Module:
+    return _parsed(file, file.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=1024)
+def _read(file: Path, changed_ns: int) -> str:
+    """Read a file once for as long as it is not changed: names are looked up again and again."""
+    return file.read_text(encoding="utf-8")
+
+
+@lru_cache(maxsize=256)
+def _parsed(file: Path, changed_ns: int) -> ast.Module:
+    return ast.parse(_read(file, changed_ns))
 
 
 def _assigns(node: ast.stmt, name: str) -> bool:
@@ -195,7 +215,7 @@ def _fields_of(tree: ast.Module, class_name: str) -> Iterator[Argument]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
                 if (alias.asname or alias.name) == class_name and (file := _file_of(node.module)) is not None:
-                    yield from _fields_of(ast.parse(file.read_text(encoding="utf-8")), alias.name)
+                    yield from _fields_of(_tree_of(file), alias.name)
 
 
 def _file_of(module: str) -> Path | None:

@@ -140,7 +140,11 @@ class Schedule:
     _bases: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_bases", [float(group["initial_lr"]) for group in self.optimizer.param_groups])
+        object.__setattr__(
+            self,
+            "_bases",
+            [float(group.setdefault("initial_lr", group["lr"])) for group in self.optimizer.param_groups],
+        )
 
     @property
     def lr(self) -> float:
