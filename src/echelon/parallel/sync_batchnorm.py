@@ -109,7 +109,8 @@ def has_sync_batchnorm(module: nn.Module) -> bool:
 
 def _convert(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     if isinstance(module, BatchNormBase):
-        return _replacement(module, group)
+        keeps = getattr(module, "keeps_statistics", False)  # where it is frozen: no batch enters them
+        return module if keeps else _replacement(module, group)
     for name, child in module.named_children():
         converted = _convert(child, group)
         if converted is not child:

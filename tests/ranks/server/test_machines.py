@@ -102,9 +102,9 @@ def test_roles_on_links_of_their_own(tmp_path: Path) -> None:
         parameters = 4 * run.records("start")[0]["parameters"]
         pushed = sum(w["wire_bytes_by_group"]["pushed"] for w in windows)
         assert pushed == pytest.approx(len(_done(run.folder)) * parameters, rel=0.02)
-        # Given once, then read with the optimizer's state after each epoch; the last time after the last lease.
-        assert copies == pytest.approx((1 + 2 * 2) * parameters, rel=0.02)
-        assert end["other_wire_bytes"] >= 2 * parameters
+        # Given once; what is evaluated and saved after each epoch is read by the disk that all roles see.
+        assert copies == pytest.approx(parameters, rel=0.05)
+        assert end["other_wire_bytes"] < 0.1 * parameters
         (words,) = link_words(load_run(run.folder))
         assert abs(float(words.rpartition("(")[2].partition("%")[0])) <= 2
         assert run.summary()["metrics"]["top1"] > 0.8

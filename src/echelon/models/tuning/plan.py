@@ -82,6 +82,7 @@ def _keep_statistics(model: nn.Module) -> None:
         own = list(module.parameters(recurse=False))
         if hasattr(module, "running_mean") and own and not any(p.requires_grad for p in own):
             module.register_forward_pre_hook(_in_evaluation)
+            module.keeps_statistics = True  # type: ignore[assignment]
 
 
 def _in_evaluation(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
