@@ -29,7 +29,7 @@ FORMS = [
 ]
 SPECS = [DEFAULTS.get(name, specs[0]) for name, specs in examples().items()] + FORMS
 ONE_OF_EACH_KIND = ["none", "int8", "topk(0.02)", "powersgd"]
-SEEDS = (0,)
+SEEDS = (0, 1)  # one sample of 359 is 0.3 points
 WITHIN = 0.01
 
 
