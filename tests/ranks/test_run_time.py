@@ -20,6 +20,7 @@ WAYS = {"bf16", "int8", "sign", "topk(density=0.01)", "powersgd(rank=2)"}
 WAYS |= {"local(period=8)", "local(period=8, overlap=2)", "diloco(period=20)"}
 
 
+@pytest.mark.long
 def test_phases_and_pauses_of_each_rank_are_the_wall_time(tmp_path: Path) -> None:
     options = ["--model", "mlp", "--epochs", "6", "--workers", "2", "--checkpoint-every", "20", *SMALL]
     with Runs(tmp_path) as runs:
@@ -74,6 +75,7 @@ def test_a_run_with_servers_tells_of_its_workers_what_other_runs_tell_of_ranks(t
     assert dict(zip(slow.phase_names, phases, strict=True))["forward"] >= STALL_S
 
 
+@pytest.mark.long
 def test_waiting_for_the_rank_that_saves_is_its_checkpoints_pause(tmp_path: Path) -> None:
     options = ["--epochs", "3", "--eval-every", "0", "--workers", "2", "--checkpoint-every", "4", *SMALL]
     options += ["--model", "tests.ranks.slow_parts:slow_to_save"]

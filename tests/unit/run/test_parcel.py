@@ -90,6 +90,7 @@ def test_what_cannot_be_sent_is_refused_in_one_line_that_names_it() -> None:
         Parcel.of(UserObjects(model=_Locked()))
 
 
+@pytest.mark.long
 def test_a_class_of_a_script_opens_where_the_script_is_not(tmp_path: Path) -> None:
     script = (
         "from torch import nn\n"

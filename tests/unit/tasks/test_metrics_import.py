@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.long
 def test_scipy_signal_is_left_out_and_can_be_imported_later() -> None:
     code = (
         "import sys, echelon.tasks.metrics_import\n"
