@@ -101,7 +101,7 @@ def gated_run(
     model, tensors = own
     given = UserObjects(model, from_datasets(TensorDataset(*tensors), TensorDataset(*(t[:64] for t in tensors))))
     with join_world(described, path, RankNotes()) as world:
-        run, cursor = assemble(described, path, world, Recorder(path if rank == 0 else None), given)
+        run, cursor, _ = assemble(described, path, world, Recorder(path if rank == 0 else None), given)
         run.train_loader = _GatedLoader(run.train_loader, gate)  # type: ignore[assignment]
         try:
             train(run, cursor)

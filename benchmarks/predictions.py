@@ -110,7 +110,7 @@ def run_group(seed: int, number: int) -> list[Pair]:
     """
     group, measured = drawn(seed, number), []
     with tempfile.TemporaryDirectory() as folder:
-        data = _make_data(Path(folder), group.model, seed)
+        data = make_data(Path(folder), group.model, seed)
 
         def run(choice: str) -> Summary:
             """Do one run, and return it in numbers."""
@@ -124,8 +124,8 @@ def run_group(seed: int, number: int) -> list[Pair]:
 
 
 def _pair(number: int, group: Group, choice: str, bases: Sequence[Summary], found: Summary) -> Pair | None:
-    wanted = _plain({_NAMES[name]: value for name, value in _parts(choice)})
-    predicted = [p for base in bases for p in base.predictions if _plain(p.settings) == wanted]
+    wanted = plain_settings(options_of(choice))
+    predicted = [p for base in bases for p in base.predictions if plain_settings(p.settings) == wanted]
     wholes = [base.whole for base in bases if base.whole]
     if not predicted or found.whole is None or not wholes:
         print(f"{group.model}: nothing was predicted for {choice}")
@@ -147,7 +147,12 @@ def _parts(choice: str) -> list[tuple[str, str]]:
     return [(name, value) for name, _, value in (word.partition("=") for word in words)]
 
 
-def _plain(settings: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+def options_of(choice: str) -> dict[str, str]:
+    """Return the settings of `sync=local(8, overlap=2) compression=int8`, by dotted name."""
+    return {_NAMES[name]: value for name, value in _parts(choice)}
+
+
+def plain_settings(settings: Mapping[str, str]) -> frozenset[tuple[str, str]]:
     """Return settings with specs as they are read: `topk(0.01)` is `topk(density=0.01)`."""
     full = {"strategy.sync": "allreduce", "strategy.compression": "none", **settings}
     return frozenset((name, canonical(name, value)) for name, value in full.items())
@@ -167,7 +172,7 @@ def _train(data: Path, group: Group, choice: str, folder: Path) -> Path:
     return folder
 
 
-def _make_data(folder: Path, model: str, seed: int) -> Path:
+def make_data(folder: Path, model: str, seed: int) -> Path:
     """Write images or a text made from the seed; returns where."""
     rng = np.random.default_rng(seed)
     if model == "small_gpt":

@@ -8,7 +8,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echelon.api import Outcome, RunFailed, compare, evaluate, export, finetune, predict, report, resume, train
+    from echelon.api import (
+        Outcome,
+        RunFailed,
+        compare,
+        evaluate,
+        export,
+        finetune,
+        flow,
+        plan,
+        predict,
+        report,
+        resume,
+        train,
+    )
     from echelon.collectives.ddp import ddp_hook
     from echelon.sync.own_loop import wrap
 
@@ -20,6 +33,8 @@ __all__ = [
     "evaluate",
     "export",
     "finetune",
+    "flow",
+    "plan",
     "predict",
     "report",
     "resume",

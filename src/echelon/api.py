@@ -14,19 +14,24 @@ from echelon.config.typed import ResumeSettings, TrainSettings
 from echelon.core.errors import UserError, nearest
 from echelon.core.own import of_object
 from echelon.run.defaults import with_task_defaults
+from echelon.run.home import bring
+from echelon.run.machine import say
 from echelon.run.outcome import Outcome, RunFailed
 from echelon.run.resolve import launch_request
 from echelon.run.start import start, start_again
 from echelon.run.trust import check_trust
+from echelon.storage.url import check_url, is_url
 from echelon.trainer import folder as folders
 
 if TYPE_CHECKING:
     from torch import nn
 
     from echelon.data import OwnData
+    from echelon.flows.driver import FlowOutcome
     from echelon.inference.export import Exported
     from echelon.inference.predict import PredictedRow
     from echelon.observe.loggers.base import LoggerSettings
+    from echelon.planning.plan import PlanReport
     from echelon.run.trained import TrainedModel
     from echelon.study.outcome import StudyOutcome
     from echelon.tasks.base import Task, Writing
@@ -87,6 +92,10 @@ def train(
         >>> echelon.train("small_cnn", "digits", epochs=2).status  # doctest: +SKIP
         'completed'
     """
+    module = _as_module(model)
+    if module is not model:
+        derived, metrics = _compiled(module, loss, metrics)
+        loss = derived if isinstance(task, str) else loss
     own = {name: value for name, value in settings.items() if callable(value)}
     named = {**settings, **{name: _name_of(name, function) for name, function in own.items()}}
     overrides = _by_setting(named) | _logger_names(loggers, settings.get("logger", ""))
@@ -99,7 +108,7 @@ def train(
     resolved = build(None, overrides)
     check_trust(resolved, trust=False)  # all of it is the caller's own: remembered, for what resumes or evaluates it
     resolved = with_task_defaults(resolved, None if isinstance(task, str) else task, isinstance(data, str))
-    given = {"model": model, "data": data, "task": task, "loss": loss, "metrics": metrics, "callbacks": callbacks}
+    given = {"model": module, "data": data, "task": task, "loss": loss, "metrics": metrics, "callbacks": callbacks}
     objects = _user_objects({**given, **own, "loggers": _logger_objects(loggers)}, resolved.config)
     return _started(resolved, objects)
 
@@ -126,6 +135,31 @@ def finetune(
     known = tuned_from(Path(run), overrides, trust)
     taken = {keyword.name: known[keyword.setting] for keyword in keywords().values() if keyword.setting in known}
     return train(data=data, run=into, **{**taken, **settings})
+
+
+def flow(
+    file: str | Path, run: str | Path = "", resume: bool = False, hash_content: bool = False, **parameters: Any
+) -> FlowOutcome:
+    """Run the steps of a flow that are missing or changed, as `echelon flow FILE` does, and return how it ended.
+
+    Args:
+        file: the flow's description; with `resume` the folder of one.
+        run: the flow's folder; empty: `flows/NAME`.
+        hash_content: know data by its bytes, not by names, sizes and times.
+        parameters: values in place of those that the file gives.
+
+    Raises:
+        UserError: the flow cannot be; nothing was started.
+
+    Example:
+        >>> echelon.flow("flow.yaml", epochs=5).status  # doctest: +SKIP
+        'completed'
+    """
+    from echelon.flows.run import FlowRequest, start_flow
+
+    given = {name: str(value) for name, value in parameters.items()}
+    request = FlowRequest(str(file), run=str(run), parameters=given, resume=resume, hash_content=hash_content)
+    return start_flow(request, say)
 
 
 def _started(resolved: Resolved, objects: UserObjects | None) -> Outcome:
@@ -182,10 +216,11 @@ def resume(
     """Continue a run from its newest whole checkpoint, on any number of workers.
 
     Args:
+        run: its folder, or the URL of one (`--run URL`, `--mirror URL`), which goes on there.
         overrides: settings to change, by dotted name.
         trust: import code that the run's description names (`module:function`) and you have not used before.
         from_scratch: train from the beginning; the checkpoints so far are put aside.
-        rescan: take images that are new in the data's folder: from the next epoch on.
+        rescan: take samples that are new in the data: from the next epoch on.
         settings: settings to change, by their command-line names: `epochs=20, workers=4`. A run of a module, data
             sets or a task of the caller's own needs them again: `model=..., data=..., task=...`; so do `callbacks=...`,
             transforms, objects of `loggers=[...]`, and a `loss=...`, `metrics=...` or `optimizer=...` that no name
@@ -196,11 +231,13 @@ def resume(
             would make it another run.
         RunFailed: the run could not go on.
     """
-    path, keywords = Path(run), dict(settings)
+    path, keywords = _brought(run), dict(settings)
     loggers = keywords.pop("loggers", ())
     given = [name for name in OBJECTS if not isinstance(keywords.get(name, ""), str)]
     user_objects = {name: keywords.pop(name) for name in given}
     changes = {**(overrides or {}), **_by_setting(keywords)} | _logger_names(loggers, keywords.get("logger", ""))
+    if is_url(str(run)):
+        changes = {"checkpoint.mirror": check_url(str(run)), **changes}
     resolved = _with_overrides(path, changes)
     config = resolved.config
     for keyword, described in (("loss", config.optimizer.loss), ("metrics", config.training.metrics)):
@@ -257,7 +294,8 @@ def export(run: str | Path, file: str | Path, trust: bool = False, **objects: Un
 
     Args:
         file: by its suffix: `.safetensors` (weights), `.onnx` (for ONNX Runtime; classes and preprocessing in its
-            metadata), `.pt2` (for `torch.export.load`); without one, a folder for transformers.
+            metadata), `.pt2` (for `torch.export.load`), `.peft` (a folder with adapters alone, for
+            `PeftModel.from_pretrained`); without one, a folder for transformers.
         trust: import code that the run's description names (`module:function`) and you have not used before.
         objects: `model=...`, `data=...`, `task=...`, where the run was given such from Python.
 
@@ -287,6 +325,7 @@ def predict(
     trust: bool = False,
     device: str = "auto",
     writing: Writing | None = None,
+    workers: int = 1,
     **objects: Unpack[ModelObjects],
 ) -> list[PredictedRow]:
     """Return what a run's model says of new samples; `[row.plain() for row in ...]` is for JSON or a data frame.
@@ -301,16 +340,29 @@ def predict(
         trust: import code that the run's description names (`module:function`) and you have not used before.
         device: `auto`, `cpu` or `cuda`.
         writing: how a language model writes on (see `echelon.tasks.base.Writing`).
+        workers: processes that share the work, with the same rows whatever their number; 1: this one alone; 0: one for
+            each GPU, or each core where there is none.
         objects: `model=...`, `task=...`, where the run was given such from Python.
 
     Raises:
         UserError: no such checkpoint that is whole, or samples that are not of the run's kind or cannot be read.
+        JobFailed: a worker died.
     """
-    trained = trained_model(run, checkpoint, trust, **objects)
-    from echelon.inference.predict import device_of, predict_samples
+    from echelon.inference.predict import MaskOutput, device_of, predict_samples
     from echelon.tasks.base import Writing
 
-    folder = None if masks is None else Path(masks)
+    folder = None if masks is None else MaskOutput.of(masks)
+    if workers < 0:
+        raise UserError(f"workers={workers}: name how many processes predict, or 0 for all cores")
+    if workers != 1:
+        resolved = _read(Path(run))
+        check_trust(resolved, trust)
+        from echelon.inference.workers import PredictionJob, predict_on_workers
+
+        given = _user_objects(dict(objects), resolved.config) or _no_objects()
+        job = PredictionJob(Path(run), resolved.config, checkpoint, data, writing or Writing(), device, folder)
+        return predict_on_workers(job, given, workers)
+    trained = trained_model(run, checkpoint, trust, **objects)
     return list(predict_samples(trained, data, writing or Writing(), device_of(device), folder))
 
 
@@ -395,6 +447,39 @@ def compare(
     return carry_out(Path(run) if str(run) else claim_folder(study, request), study)
 
 
+@takes_settings(for_compare())
+def plan(
+    data: str | Path = "digits",
+    at: str | Sequence[str] = (),
+    model: str = "auto",
+    trust: bool = False,
+    **settings: Unpack[TrainSettings],
+) -> PlanReport:
+    """Predict time, memory and cost of each way to train on machines that are described; two short runs calibrate it.
+
+    Args:
+        data: a name or folder as on the command line, or the folder of a run: its record is enough, nothing is trained.
+        at: the machines, such as `"workers=64, link=1gbit, memory=24GB, price=2.5"`; several in a list.
+        model: a name as on the command line.
+        trust: import code that a description names (`module:function`) and you have not used before.
+        settings: settings of the run, by their command-line names: `epochs=5, batch_size=256`.
+
+    Returns:
+        For each description of machines the ways with their seconds (with bounds), bytes and cost, the fastest first.
+
+    Raises:
+        UserError: the machines cannot be read, a setting does not exist or does not fit, or a calibrating run failed.
+    """
+    from echelon.config.machines import read_machines
+    from echelon.planning.request import plan as planned
+    from echelon.planning.request import request_of
+
+    machines = read_machines((at,) if isinstance(at, str) else at)
+    named = {"model.name": model} if model != "auto" else {}
+    resolved = build(None, {"data.source": str(data), **named, **_by_setting(settings)})
+    return planned(request_of(resolved, machines, trust))
+
+
 def _name_of(keyword: str, code: Callable[..., Any]) -> str:
     """Return how a run's description names what was given as an object."""
     if keyword == "optimizer":
@@ -446,9 +531,13 @@ def _user_objects(candidates: Mapping[str, Any], config: RunConfig) -> UserObjec
     from echelon.data.transforms import Transforms
     from echelon.trainer.assemble import UserObjects
 
-    data = objects.get("data")
+    data, model = objects.get("data"), objects.get("model")
+    if (module := _as_module(model)) is not model:
+        loss, metrics = _compiled(module, objects.get("loss", ""), objects.get("metrics", ""))
+        described = {"loss": (loss, config.optimizer.loss), "metrics": (metrics, config.training.metrics)}
+        objects |= {name: value for name, (value, text) in described.items() if value and of_object(value) == text}
     return UserObjects(
-        model=objects.get("model"),
+        model=module,
         source=source_of(data, config.data.holdout, config.training.seed) if data is not None else None,
         task=objects.get("task"),
         callbacks=tuple(objects.get("callbacks", ())),
@@ -458,6 +547,28 @@ def _user_objects(candidates: Mapping[str, Any], config: RunConfig) -> UserObjec
         metrics=objects.get("metrics"),
         optimizer=objects.get("optimizer"),
     )
+
+
+def _compiled(module: Any, loss: Any, metrics: Any) -> tuple[Any, Any]:
+    """Return the loss and the metrics that a model of Keras was compiled with, where none are given."""
+    from echelon.models.keras_compiled import compiled_loss, compiled_metrics
+
+    if loss == "" and (own := compiled_loss(module)) is not None:
+        loss = own
+    if metrics == "" and (measured := compiled_metrics(module)):
+        metrics = measured
+    return loss, metrics
+
+
+def _as_module(model: Any) -> Any:
+    """Return a caller's model as a module of torch: one of Keras is wrapped.
+
+    Raises:
+        UserError: Keras computes with another backend, or the model has no weights yet.
+    """
+    from echelon.models.keras_model import is_keras_model, keras_module
+
+    return keras_module(model, f"model {type(model).__name__}") if is_keras_model(model) else model
 
 
 def _no_objects() -> UserObjects:
@@ -471,6 +582,11 @@ def _read(path: Path, overrides: Mapping[str, SettingValue] | None = None) -> Re
         known = [str(p.parent) for p in Path("runs").glob(f"*/{folders.CONFIG_FILE}")]
         raise UserError(f"{path} holds no run: {nearest(str(path), known)}there is no {folders.CONFIG_FILE} in it")
     return build(path / folders.CONFIG_FILE, overrides)
+
+
+def _brought(run: str | Path) -> Path:
+    """Return the folder of a run; one at a URL is brought to this machine first."""
+    return bring(check_url(str(run)), tell=say) if is_url(str(run)) else Path(run)
 
 
 def _with_overrides(path: Path, overrides: Mapping[str, SettingValue]) -> Resolved:

@@ -45,7 +45,7 @@ def _top1(world: World, spec: str, seed: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         folders.prepare(path, config)
-        run, cursor = assemble(resolve(config), path, world, Recorder(None), UserObjects())
+        run, cursor, _ = assemble(resolve(config), path, world, Recorder(None), UserObjects())
         fit(run, EpochOrder(run, cursor, StopFlag()))
         report = evaluate_agreed(run)
         run.saver.finish()

@@ -101,6 +101,38 @@ def test_an_epoch_goes_on_where_it_stopped(kind: str, loaders: int, folder: Path
     loader.close()
 
 
+@pytest.mark.parametrize("loaders", [0, 2])
+@pytest.mark.parametrize("kind", DATA)
+def test_parts_dealt_anew_between_two_batches_are_the_same_batches(kind: str, loaders: int, folder: Path) -> None:
+    source, data = describe(kind, folder)
+    size = data["batch_size"]
+    deals = [(), (size - 1, 1), (size - 1, 1), (1, size - 1), ()]
+    whole = epochs(source, settings(**data, loaders=0), Shard(0, 1), count=1)
+    ranks = [TrainLoader(source, settings(**data, loaders=loaders), Shard(rank, 2), largest=size) for rank in range(2)]
+    try:
+        seen = [loader.epoch(0) for loader in ranks]
+        for number, (inputs, targets) in enumerate(whole):
+            parts = [next(batches) for batches in seen]
+            assert torch.equal(torch.cat([part.inputs for part in parts]), inputs), number
+            assert torch.equal(torch.cat([part.targets for part in parts]), targets)
+            sizes = [len(part.targets) for part in parts]
+            assert all(list(part.sizes) in ([], sizes) and part.index == number for part in parts)
+            weights = deals[(number + 1) % len(deals)]
+            for rank, loader in enumerate(ranks):
+                loader.deal(Shard(rank, 2, weights))
+        assert [next(batches, None) for batches in seen] == [None, None]
+    finally:
+        for loader in ranks:
+            loader.close()
+
+
+def test_a_part_that_there_is_no_room_for_is_refused() -> None:
+    source, data = describe("tensors", Path())
+    loader = TrainLoader(source, settings(**data, loaders=0), Shard(0, 2))
+    with pytest.raises(ValueError, match="a part of 6 samples, and this loader has room for 5"):
+        loader.deal(Shard(0, 2, (6, 4)))
+
+
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("loaders", [0, 1])
 def test_evaluation_sees_each_sample_once(kind: str, loaders: int, folder: Path) -> None:

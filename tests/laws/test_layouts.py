@@ -32,6 +32,8 @@ QUICK = {
         Trial("vit", "fsdp=2", CLIPPED),
         Trial("vit", "tp=2,sequence", AVERAGED),
         Trial("resnet", "tp=2", BATCHNORM),
+        Trial("vit", "dp=2", CLIPPED, deals=((3, 1), (1, 7), (0, 1))),
+        Trial("resnet", "fsdp=2", BATCHNORM, deals=((3, 1), (1, 7))),
     ],
     4: [
         Trial("gpt", "fsdp=2,tp=2", CLIPPED),
@@ -55,6 +57,10 @@ MORE = {
         Trial("resnet", "dp=2,tp=2", BATCHNORM),
         Trial("vit", "fsdp=2,pp=2", CLIPPED),
         Trial("untied_gpt", "dp=2,pp=2", CLIPPED),
+        Trial("vit", "dp=2,fsdp=2", AVERAGED, deals=((3, 1, 2, 2), (1, 5, 1, 1))),
+        Trial("untied_gpt", "dp=2,pp=2", CLIPPED, deals=((3, 1), (1, 7))),
+        Trial("vit", "dp=2,tp=2", CLIPPED, deals=((3, 1), (1, 7))),
+        Trial("resnet", "dp=4", BATCHNORM, deals=((3, 1, 2, 2), (1, 5, 1, 1))),
     ],
 }
 

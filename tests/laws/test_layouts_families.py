@@ -13,21 +13,21 @@ import torch
 from torch import nn
 
 from echelon.config import build
-from echelon.data.base import Batch, DataInfo, Shard
-from echelon.data.order import local_part
+from echelon.data.base import DataInfo
 from echelon.observe.phases import HostClock
 from echelon.run.resolve import resolve
 from echelon.trainer.parts import Work, build_parts
 from echelon.trainer.state import seed_everything
-from echelon.trainer.step import Step, StepSettings
 from tests.laws.test_tensor_parallel import CASES, CLASSES, bert, example, gpt2
-from tests.ranks.layouts import TASK, HeldTensor, assemble, held, make_world
+from tests.ranks.layouts import TASK, HeldTensor, assemble, held, make_world, train_on_one_batch
 from tests.ranks.spawn import Rank, run_ranks
 
 STEPS = 4
 FAMILIES = ("timm_vit", "timm_convnext", "timm_resnet", "timm_resnet_bottleneck", "torchvision_resnet",
             "small_gpt_untied", "small_vit", "resnet20")  # fmt: skip
 LAYOUTS = ("fsdp=2,tp=2", "pp=2,tp=2,microbatches=1", "dp=2,tp=2")
+
+
 TRANSFORMERS: Mapping[str, Callable[[], nn.Module]] = {
     "transformers_bert": lambda: bert("BertForSequenceClassification"),
     "transformers_bert_masked_untied": lambda: bert("BertForMaskedLM", tie_word_embeddings=False),
@@ -59,17 +59,7 @@ def train(rank: Rank | None, name: str, layout: str, recompute: str = "none") ->
     inputs, targets = example(name)
     clock = HostClock()
     parts = build_parts(resolve(config), Work(INFO, TASK, model, inputs[:2]), world, clock)
-    step = Step(TASK, StepSettings(world.device, None, 1, 0.0, False), clock, parts.scaler, parts.split)
-    own = torch.from_numpy(local_part(np.arange(len(inputs)), Shard(world.data_rank, world.data_size)))
-    losses = []
-    for number in range(STEPS):
-        result = step.forward_backward(Batch(inputs[own], targets[own], len(inputs), number), parts.sync)
-        loss = result.loss.double() * world.counts
-        if world.group is not None:
-            torch.distributed.all_reduce(loss)
-        losses.append(float(loss))
-        parts.sync.step()
-    parts.sync.close()
+    losses = train_on_one_batch(parts, world, clock, (inputs, targets), STEPS)
     return losses, held(parts)
 
 

@@ -1,7 +1,8 @@
 """Law 11: a place adds nothing. The same description gives the same bits wherever its processes run.
 
-Places of the registry are tried, and one of a user's own that is as foreign as a place on the same machine can be: each
-process is started by a shell, in another folder, with an empty environment, from its description as text.
+Places of the registry that run processes are tried (clusters: `tests/clusters`), and one of a user's own that is as
+foreign as a place on the same machine can be: each process is started by a shell, in another folder, with an empty
+environment, from its description as text.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ import torch
 
 from echelon.checkpoint import CheckpointStore
 from echelon.launch import places
+from echelon.launch.places.base import Place
 from tests.ranks.run_many import run_many
 from tests.ranks.runs import SMALL, losses_of
 
 pytestmark = pytest.mark.timeout(400)
 STEPS = 12
+PROCESS_PLACES = [
+    n for n in places.PLACES.names() if issubclass(places.PLACES.settings_class(n), Place)
+]  # others: clusters
 SETTINGS = (*SMALL, "--workers", "2", "--max-steps", str(STEPS), "--batch-size", "100", "--eval-every", "0",
             "--model", "mlp")  # fmt: skip
 OWN = "shell_place:Shell"
@@ -81,7 +86,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("sync", ["allreduce", "ps(mode=sync)"])
-@pytest.mark.parametrize("place", [*places.PLACES.names(), OWN])
+@pytest.mark.parametrize("place", [*PROCESS_PLACES, OWN])
 def test_the_same_description_gives_the_same_bits(tmp_path: Path, place: str, sync: str) -> None:
     (tmp_path / "shell_place.py").write_text(SHELL)
     # A server's steps begin with the workers that are there: with one, every step has the same shares.

@@ -16,13 +16,32 @@ from tests.ranks.spawn import Rank, run_ranks
 
 HEADERS = 2 * 1024  # bytes that gloo sends beside the values of two steps
 ADAM = {"optimizer.name": "adamw", "optimizer.lr": 0.003}
+EVERYWHERE = 'lora(r=2, targets="qkv+proj+fc1+fc2")'
 QUICK = (
     Trial("vit", "dp=2", {"model.tune": "head", **ADAM}),
     Trial("vit", "fsdp=2", {"model.tune": "last(1)+layer_decay(0.5)", "optimizer.clip_norm": 0.5, **ADAM}),
     Trial("gpt", "tp=2", {"model.tune": "bias"}),
-    Trial("vit", "pp=2,microbatches=2", {"model.tune": "bias+layer_decay(0.5)", **ADAM}),
+    Trial("vit", "pp=2,microbatches=2", {"model.tune": "head", "optimizer.clip_norm": 0.5, **ADAM}),
+)
+RING = {"strategy.compression": "none", "strategy.collective": "ring"}
+LORA = (
+    Trial("vit", "dp=2", {"model.tune": "lora(r=2)+layer_decay(0.5)", **ADAM}),
+    Trial("vit", "dp=2,zero1", {"model.tune": "lora(r=2)", **RING}),
+    Trial("vit", "fsdp=2", {"model.tune": "lora(r=2)+norm", "optimizer.clip_norm": 0.5, **ADAM}),
+    Trial("vit", "tp=2", {"model.tune": EVERYWHERE, "optimizer.clip_norm": 0.5, **ADAM}),
+    Trial("gpt", "tp=2,sequence", {"model.tune": EVERYWHERE, **ADAM}),
+    Trial("resnet", "tp=2", {"model.tune": "lora(r=2)", **BATCHNORM}),
+    Trial("vit", "pp=2,microbatches=2", {"model.tune": "lora(r=2)+bias", **ADAM}),
+    Trial("resnet", "fsdp=2", {"model.tune": "lora(r=2)", **BATCHNORM}),
+)
+LORA_BOTH = (
+    Trial("gpt", "fsdp=2,tp=2", {"model.tune": EVERYWHERE, "optimizer.clip_norm": 0.5, **ADAM}),
+    Trial("vit", "tp=2,pp=2", {"model.tune": EVERYWHERE, **ADAM}),
 )
 MORE = (
+    Trial("vit", "pp=2,microbatches=2", {"model.tune": "bias+layer_decay(0.5)", **ADAM}),
+    Trial("vit", "pp=2,schedule=interleaved,microbatches=2", {"model.tune": "head", **ADAM}),
+    Trial("vit", "pp=2,schedule=zero_bubble,microbatches=2", {"model.tune": "head", **ADAM}),
     Trial("vit", "dp=2,zero1", {"model.tune": "norm+layer_decay(0.5)", **ADAM}),
     Trial("vit", "tp=2", {"model.tune": "last(1)+layer_decay(0.5)", "optimizer.clip_norm": 0.5, **ADAM}),
     Trial("gpt", "fsdp=2", {"model.tune": 'freeze("blocks.0")', **ADAM}),
@@ -50,8 +69,8 @@ def paid_for(rank: Rank, trials: Sequence[Trial]) -> list[tuple[Trained, list[st
     return found
 
 
-def check(trials: Sequence[Trial]) -> None:
-    ranks = run_ranks(paid_for, 2, trials, timeout_s=300)
+def check(trials: Sequence[Trial], world_size: int = 2) -> None:
+    ranks = run_ranks(paid_for, world_size, trials, timeout_s=300)
     for i, trial in enumerate(trials):
         _compare(trial, [rank[i][0] for rank in ranks])
         for _, paid, sent, most in (rank[i] for rank in ranks):
@@ -66,6 +85,13 @@ def test_tuning_is_the_same_function_in_every_layout_and_frozen_parts_are_not_pa
 @pytest.mark.long
 def test_more_tuning_is_the_same_function_in_every_layout() -> None:
     check(MORE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("trials", "ranks"), [(LORA, 2), (LORA_BOTH, 4)])
+def test_adapters_are_the_same_function_in_every_layout(trials: Sequence[Trial], ranks: int) -> None:
+    pytest.importorskip("peft", reason="needs peft")
+    check(trials, ranks)
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from echelon.config import RunConfig, build
 from echelon.config.validate import check_world
 from echelon.core.shards import Region
+from echelon.core.shares import share_sizes
 from echelon.core.task import Metric
 from echelon.data.base import Batch, DataInfo, Shard
 from echelon.data.order import local_part
@@ -62,12 +63,16 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
 
 @dataclass(frozen=True)
 class Trial:
-    """What is trained: a model of MODELS, a layout, and any settings by dotted name."""
+    """What is trained: a model of MODELS, a layout, and any settings by dotted name.
+
+    `deals`: weights of the ranks' parts of a batch, of one step after the other, over and over; none: equal parts.
+    """
 
     model: str
     parallel: str = "dp=-1"
     settings: Mapping[str, Any] = field(default_factory=dict)
     sizes: Sequence[int] = SIZES
+    deals: Sequence[tuple[int, ...]] = ()
 
     def config(self) -> RunConfig:
         """Return the run's description."""
@@ -123,10 +128,11 @@ class Trainer:
         """Take the steps from `first` to `last`, exclusive, and note the loss of the global batch of each."""
         for step in range(first, last):
             inputs, targets = self.trial.global_batch(step)
-            own = torch.from_numpy(
-                local_part(np.arange(len(inputs)), Shard(self.world.data_rank, self.world.data_size))
-            )
-            batch = Batch(inputs[own], targets[own], len(inputs), step)
+            deals = self.trial.deals
+            shard = Shard(self.world.data_rank, self.world.data_size, deals[step % len(deals)] if deals else ())
+            own = torch.from_numpy(local_part(np.arange(len(inputs)), shard))
+            sizes = share_sizes(len(inputs), shard.world_size, shard.weights)
+            batch = Batch(inputs[own], targets[own], len(inputs), step, sizes=tuple(sizes))
             result = self.step.forward_backward(batch, self.parts.sync)
             loss = result.loss.double() * self.world.counts
             if self.world.group is not None:
@@ -137,6 +143,25 @@ class Trainer:
             self.losses.append(float(loss))
 
 
+def train_on_one_batch(
+    parts: RunParts, world: World, clock: HostClock, batch: tuple[Tensor, Tensor], steps: int
+) -> list[float]:
+    """Train some steps on this rank's samples of one batch; returns the losses, those of all ranks added up."""
+    inputs, targets = batch
+    step = Step(TASK, StepSettings(world.device, None, 1, 0.0, False), clock, parts.scaler, parts.split)
+    own = torch.from_numpy(local_part(np.arange(len(inputs)), Shard(world.data_rank, world.data_size)))
+    losses = []
+    for number in range(steps):
+        result = step.forward_backward(Batch(inputs[own], targets[own], len(inputs), number), parts.sync)
+        loss = result.loss.double() * world.counts
+        if world.group is not None:
+            dist.all_reduce(loss)
+        losses.append(float(loss))
+        parts.sync.step()
+    parts.sync.close()
+    return losses
+
+
 def make_world(config: RunConfig, rank: Rank | None) -> World:
     """Return where a rank stands in the described layout; with None, one process alone."""
     if rank is None or rank.world_size == 1:
@@ -145,15 +170,19 @@ def make_world(config: RunConfig, rank: Rank | None) -> World:
     return World(rank.index, rank.world_size, rank.index, torch.device("cpu"), dist.group.WORLD, placement)
 
 
-def make_trainer(trial: Trial, rank: Rank | None) -> Trainer:
-    """Build the parts for this rank; with None, for one process alone."""
+def make_trainer(trial: Trial, rank: Rank | None, epoch: int = 0) -> Trainer:
+    """Build the parts for this rank; with None, for one process alone.
+
+    Args:
+        epoch: counted from 0, of which what is trained is.
+    """
     config = trial.config()
     world = make_world(config, rank)
     seed_everything(0)
     clock = HostClock()
     example = trial.global_batch(0)[0][:2]
     run = resolve(config)
-    work = Work(INFO, TASK, MODELS[trial.model]().double(), example, run.tuning)
+    work = Work(INFO, TASK, MODELS[trial.model]().double(), example, run.tuning.at(epoch))
     parts = build_parts(run, work, world, clock)
     settings = StepSettings(
         device=world.device,

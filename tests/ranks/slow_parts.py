@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ from echelon.models.base import ModelInput
 
 PAUSE_S = 0.06
 SAVE_S = 0.3
+SAMPLE_S = 0.001
 STALL_S = 0.5
 STALL_PASS = 40
 
@@ -42,6 +44,27 @@ def once(data: ModelInput) -> nn.Module:
 def twice(data: ModelInput) -> nn.Module:
     """A step of two pauses."""
     return Slept(data, 2 * PAUSE_S)
+
+
+class SlowRank(Slept):
+    """Each sample takes `SAMPLE_S`, four times as long on the last rank."""
+
+    def __init__(self, data: ModelInput) -> None:
+        super().__init__(data, 0.0)
+        self._sample_s = SAMPLE_S * (
+            4 if os.environ.get("RANK") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1) else 1
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits `(B, classes)`."""
+        if self.training:
+            time.sleep(self._sample_s * len(x))
+        return super().forward(x)
+
+
+def slow_rank(data: ModelInput) -> nn.Module:
+    """A model of one slow rank, the last one."""
+    return SlowRank(data)
 
 
 class Stalled(Slept):

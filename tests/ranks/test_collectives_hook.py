@@ -165,7 +165,15 @@ def resume(rank: Rank, compression: str) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize(
-    "compression", ["topk(density=0.05, momentum=0.9)", "powersgd(rank=2)", "sign", "threshold(density=0.05)", "int8"]
+    "compression",
+    [
+        "topk(density=0.05, momentum=0.9)",
+        "powersgd(rank=2)",
+        "sign",
+        "threshold(density=0.05)",
+        "int8",
+        "adaptive(follow_link=false)",
+    ],
 )
 def test_a_resumed_run_has_the_same_bits_whatever_the_buckets(compression: str) -> None:
     assert run_ranks(resume, 2, compression) == [(True, True)] * 2
@@ -243,13 +251,15 @@ class _HoldBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         ends = time.monotonic() + 10
-        while ctx.before and ctx.hook.wire.total == ctx.before and time.monotonic() < ends:
+        while (
+            not ctx.hook.after_backward and ctx.before and ctx.hook.wire.total == ctx.before and time.monotonic() < ends
+        ):
             threading.Event().wait(0.001)
         ctx.seen.append(ctx.hook.wire.total > ctx.before)
         return gradient, None, None
 
 
-def hold(rank: Rank, compression: str) -> list[bool]:
+def hold(rank: Rank, compression: str, after_backward: bool = False) -> list[bool]:
     hook, seen = GradientHook(None, read(compression), average=True), []
     early, late = nn.Linear(512, 512), nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
 
@@ -263,6 +273,8 @@ def hold(rank: Rank, compression: str) -> list[bool]:
 
     ddp = DistributedDataParallel(Net(), bucket_cap_mb=1)
     hook.attach(ddp)
+    assert not hook.after_backward
+    hook.after_backward = after_backward
     for _ in range(2):  # DDP has a single bucket in its first backward
         ddp(torch.ones(2, 512)).sum().backward()
     hook.close()
@@ -272,6 +284,40 @@ def hold(rank: Rank, compression: str) -> list[bool]:
 @pytest.mark.parametrize("compression", ["int8", "topk(0.01)", "powersgd(rank=1)"])
 def test_buckets_go_out_while_backward_still_runs(compression: str) -> None:
     assert run_ranks(hold, 2, compression) == [[False, True]] * 2
+
+
+def test_buckets_wait_for_the_end_of_backward_where_torch_gathers_statistics_in_it() -> None:
+    assert run_ranks(hold, 2, "int8", True) == [[False, False]] * 2
+
+
+class _Locked(Exception):
+    """An error that pickle cannot take."""
+
+    def __init__(self) -> None:
+        super().__init__("a link is down")
+        self.lock = threading.Lock()
+
+
+def unpicklable(rank: Rank) -> str:
+    hook = GradientHook(None, read("int8"), average=True)
+    ddp = DistributedDataParallel(_model())
+    hook.attach(ddp)
+
+    def breaks(bucket: object) -> None:
+        raise _Locked
+
+    hook._work.work = breaks  # type: ignore[union-attr, method-assign, assignment]
+    try:
+        ddp(torch.ones(2, 1, 8, 8)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        hook.close()
+    return "backward went on"
+
+
+def test_an_error_that_cannot_be_pickled_ends_backward_in_words() -> None:
+    assert all("_Locked: a link is down" in said for said in run_ranks(unpicklable, 2))
 
 
 def placement(rank: Rank) -> list[tuple[str, float, float, int]]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import echelon
 from echelon.data.base import Batch
 from echelon.models import hints_for
 from echelon.models.base import ModelInput
@@ -155,3 +158,26 @@ def test_narrow_parameters_in_any_layout() -> None:
         for trial, (losses, held) in zip(trials, rank, strict=True):
             assert all(piece.values.dtype == np.float64 for piece in held.values())
             assert losses != wide.losses and np.allclose(losses, wide.losses, rtol=0.03), trial
+
+
+class Watched(nn.Module):
+    """A layer that notes in which type it computed, by whether it was in training mode."""
+
+    seen: ClassVar[set[tuple[bool, torch.dtype]]] = set()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.layer(x.flatten(1))
+        Watched.seen.add((self.training, logits.dtype))
+        return logits
+
+
+@pytest.mark.long
+def test_a_run_evaluates_in_the_type_that_it_trains_in(tmp_path: Path) -> None:
+    Watched.seen.clear()
+    described: dict[str, Any] = {"workers": 1, "device": "cpu", "precision": "bf16", "max_steps": 2}
+    echelon.train(Watched(), "digits", tmp_path / "run", **described)
+    assert {(True, torch.bfloat16), (False, torch.bfloat16)} <= Watched.seen

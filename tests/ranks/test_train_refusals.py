@@ -84,7 +84,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path: 
 def test_a_choice_that_only_its_own_file_can_refuse_leaves_nothing(tmp_path: Path) -> None:
     cases = {
         ("--sync", "ps(mode=asink)"): "did you mean async?",
-        ("--on", "slrm"): "known: local",
+        ("--on", "slrm"): "did you mean slurm?",
         ("--on", "nowhere:Place"): "no module 'nowhere'",
         ("--on", "json:Place"): "json has no 'Place'",
         ("--on", "collections:Counter"): "not a Place",

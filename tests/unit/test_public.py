@@ -44,5 +44,5 @@ def test_a_study_that_cannot_be_is_refused_in_one_line(call: dict, message: str)
 
 
 def test_the_api_is_what_is_promised() -> None:
-    promised = "train finetune resume evaluate predict report export compare ddp_hook wrap Outcome RunFailed"
+    promised = "train finetune resume evaluate predict report export compare flow plan ddp_hook wrap Outcome RunFailed"
     assert sorted(promised.split()) == dir(echelon)

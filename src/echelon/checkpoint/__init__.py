@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from echelon.checkpoint.parts import RANKS, WRITING_PART, PartWriter, RankPart, StoredPart, merge, take_parts, whole
-from echelon.checkpoint.ranks import copy_state, gather_rank_state, pick_rank_state
-from echelon.checkpoint.store import WRITING, Arriving, CheckpointStore, Saved
+from echelon.checkpoint.ranks import broadcast_state, copy_state, gather_rank_state, pick_rank_state
+from echelon.checkpoint.store import WRITING, Arriving, BaseState, CheckpointStore, Saved
 from echelon.checkpoint.tensors import export_weights
 
 __all__ = [
@@ -12,11 +12,13 @@ __all__ = [
     "WRITING",
     "WRITING_PART",
     "Arriving",
+    "BaseState",
     "CheckpointStore",
     "PartWriter",
     "RankPart",
     "Saved",
     "StoredPart",
+    "broadcast_state",
     "copy_state",
     "export_weights",
     "gather_rank_state",

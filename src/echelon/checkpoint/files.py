@@ -6,6 +6,7 @@ any changed, missing or added byte shows.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -23,8 +24,10 @@ from echelon.core.errors import UserError
 MANIFEST = "manifest.json"
 MANIFEST_SUM = "manifest.sha256"
 FORMAT = 1
+FORMAT_ON_BASE = 2  # what is left out of a checkpoint lies in its base
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _TEMPORARY = ".tmp-"
+_BASE = "base-"
 _DOOMED = ".old-"
 _LOCK = ".lock"
 _POLL_S = 0.05
@@ -53,11 +56,16 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint's manifest says of it; `n_bytes` is the size of all its files but the manifest's own two."""
+    """What a checkpoint's manifest says of it; `n_bytes` is the size of all its files but the manifest's own two.
+
+    Attributes:
+        base: SHA-256 of the manifest of the base, which holds what the checkpoint leaves out; empty: nothing.
+    """
 
     step: int
     metric: float | None
     n_bytes: int
+    base: str = ""
 
 
 def entries(folder: Path) -> list[CheckpointEntry]:
@@ -72,6 +80,27 @@ def free_entry(folder: Path, step: int) -> CheckpointEntry:
     """Return the entry under which `step` can be saved beside what is there already."""
     revision = max((entry.revision for entry in entries(folder) if entry.step == step), default=0) + 1
     return CheckpointEntry(step, revision, folder / (f"step-{step:08d}" + (f".{revision}" if revision > 1 else "")))
+
+
+def base_entry(folder: Path, base: str) -> CheckpointEntry:
+    """Return the entry of the base whose manifest has this SHA-256."""
+    return CheckpointEntry(0, 1, folder / f"{_BASE}{base[:16]}")
+
+
+def is_base(name: str) -> bool:
+    """Whether a folder beside checkpoints is, by its name, a base of theirs."""
+    return name.startswith(_BASE)
+
+
+def bases_of(chosen: Sequence[CheckpointEntry]) -> list[CheckpointEntry]:
+    """Return the bases that checkpoints need beside themselves, each once; of damaged ones none. Raises OSError."""
+    found: dict[Path, CheckpointEntry] = {}
+    for entry in chosen:
+        with contextlib.suppress(DamagedError, FileNotFoundError):
+            if base := read_manifest(entry).base:
+                at = base_entry(entry.path.parent, base)
+                found[at.path] = at
+    return [base for base in found.values() if base.path.is_dir()]
 
 
 def temporary(target: Path) -> Path:
@@ -95,6 +124,17 @@ def remove(path: Path) -> None:
         shutil.rmtree(doomed)
     path.rename(doomed)
     shutil.rmtree(doomed)
+
+
+def replace_damaged(target: Path, same: Path) -> None:
+    """Put a folder in the place of one that was the same, where that is not whole; else remove it. Raises OSError."""
+    try:
+        verify(CheckpointEntry(0, 1, target))
+    except DamagedError:
+        remove(target)
+        same.rename(target)
+    else:
+        shutil.rmtree(same)
 
 
 def empty(folder: Path, but: Sequence[str] = ()) -> None:
@@ -135,18 +175,26 @@ def unlock(handle: int) -> None:
     os.close(handle)
 
 
-def seal(folder: Path, step: int, metric: float | None) -> Manifest:
+def seal(folder: Path, step: int, metric: float | None, base: str = "") -> Manifest:
     """Write the manifest of all files in `folder` and wait until everything is on the disk. Raises OSError."""
     files: dict[str, FileSum] = {}
     for path in sorted(folder.iterdir()):
         sync(path)
         files[path.name] = FileSum(path.stat().st_size, _sha256(path))
     sums = {name: asdict(file) for name, file in files.items()}
-    body = {"format": FORMAT, "step": step, "metric": None if metric is None else repr(metric), "files": sums}
+    body: dict[str, object] = {"format": FORMAT, "step": step, "metric": None if metric is None else repr(metric)}
+    if base:
+        body |= {"format": FORMAT_ON_BASE, "base": base}
+    body["files"] = sums
     write_durable(folder / MANIFEST, json.dumps(body, indent=1).encode())
     write_durable(folder / MANIFEST_SUM, _sum_line(folder / MANIFEST))
     sync(folder)
-    return Manifest(step, metric, sum(file.bytes for file in files.values()))
+    return Manifest(step, metric, sum(file.bytes for file in files.values()), base)
+
+
+def manifest_sum(folder: Path) -> str:
+    """Return the SHA-256 of a folder's manifest, which covers all that is in it. Raises OSError."""
+    return _sha256(folder / MANIFEST)
 
 
 def write_durable(path: Path, data: bytes) -> None:
@@ -186,16 +234,16 @@ def _read_manifest(entry: CheckpointEntry) -> tuple[Manifest, dict[str, FileSum]
         body = json.loads((entry.path / MANIFEST).read_bytes())
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
         raise DamagedError(f"no readable manifest: {error}") from error
-    if body["format"] != FORMAT:
+    if body["format"] not in (FORMAT, FORMAT_ON_BASE):
         raise UserError(
-            f"{entry.path} has checkpoint format {body['format']}, this version of echelon reads {FORMAT}: "
+            f"{entry.path} has checkpoint format {body['format']}, this version of echelon reads {FORMAT_ON_BASE}: "
             f"use the version that wrote it"
         )
     if body["step"] != entry.step:
         raise DamagedError(f"it was written at step {body['step']}, not {entry.step}: the folder was renamed")
     metric = None if body["metric"] is None else float(body["metric"])
     files = {name: FileSum(file["bytes"], file["sha256"]) for name, file in body["files"].items()}
-    return Manifest(body["step"], metric, sum(file.bytes for file in files.values())), files
+    return Manifest(body["step"], metric, sum(file.bytes for file in files.values()), body.get("base", "")), files
 
 
 def _sum_line(path: Path) -> bytes:

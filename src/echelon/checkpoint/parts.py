@@ -7,6 +7,7 @@ layout reads exactly the rows and columns that it needs, bit for bit.
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import time
@@ -36,6 +37,7 @@ _KEY = "__parts__"
 _TREE = "tree"
 _SHARED = "shared"
 _POLL_S = 0.02
+_LAST_MOMENT_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class StoredTensor:
         for shard in self.shards:
             with safe_open(self.folder / shard.file, "pt") as file:
                 stored = file.get_slice(shard.name)
+                if 0 in wanted.local_shape:
+                    return file.get_tensor(shard.name).new_empty(wanted.local_shape)
                 for source, target in shard.region.blocks(wanted):
                     block = stored[source] if source else file.get_tensor(shard.name)
                     if result is None:
@@ -205,15 +209,15 @@ class PartWriter:
         self._thread: threading.Thread | None = None
         self._failure: OSError | UserError | None = None
 
-    def write(self, file: Path, part: RankPart) -> None:
-        """Copy the part's tensors, then write it to `file` in the background; the file appears when it is whole.
+    def write(self, parts: Mapping[Path, RankPart]) -> None:
+        """Copy the parts' tensors, then write each to its file in the background; a file appears when it is whole.
 
         Raises:
             UserError: the one before could not be written.
         """
         self.wait()
-        staged = RankPart(stage(part.tensors), part.tree)
-        self._thread = threading.Thread(target=self._run, args=(file, staged), name="echelon-parts")
+        staged = {file: RankPart(stage(part.tensors), part.tree) for file, part in parts.items()}
+        self._thread = threading.Thread(target=self._run, args=(staged,), name="echelon-parts")
         self._thread.start()
 
     @property
@@ -239,12 +243,14 @@ class PartWriter:
         if failure is not None:
             raise failure
 
-    def _run(self, file: Path, part: RankPart) -> None:
+    def _run(self, parts: Mapping[Path, RankPart]) -> None:
         try:
-            if self._patience is None:
-                _write_whole_file(file, part)
-            else:
-                self._patience.insist(WRITING_PART, lambda: _write_whole_file(file, part))
+            for file, part in parts.items():
+                write = functools.partial(_write_whole_file, file, part)
+                if self._patience is None:
+                    write()
+                else:
+                    self._patience.insist(WRITING_PART, write)
         except (OSError, UserError) as error:  # raised by `wait`, where it can be handled
             self._failure = error
 
@@ -260,14 +266,26 @@ def _write_whole_file(file: Path, part: RankPart) -> None:
         raise
 
 
-def await_parts(folder: Path, names: Sequence[str], deadline_s: float) -> None:
+class GivenUp(Exception):
+    """Parts of a checkpoint will not come: the ranks that were to write them are gone."""
+
+
+def await_parts(folder: Path, names: Sequence[str], deadline_s: float, given_up: threading.Event | None = None) -> None:
     """Wait until the ranks' files in a folder are whole.
 
+    Args:
+        given_up: set when what is missing will not come; what comes within a moment still counts.
+
     Raises:
+        GivenUp: it does not come.
         UserError: some did not come in time.
     """
     end = time.monotonic() + deadline_s
     while missing := [name for name in names if not (folder / name).exists()]:
+        if given_up is not None and given_up.is_set():
+            end = min(end, time.monotonic() + _LAST_MOMENT_S)
+            if time.monotonic() >= end:
+                raise GivenUp(f"{len(missing)} parts are missing")
         if time.monotonic() > end:
             raise UserError(
                 f"{len(missing)} ranks did not write their parts of a checkpoint to {folder} within {deadline_s:g} s: "

@@ -40,6 +40,32 @@ def gather_rank_state(local: StateView, group: dist.ProcessGroup | None = None) 
     return {rank: _unpack(data, int(all_sizes[rank][0])) for rank, data in enumerate(gathered)}
 
 
+def broadcast_state(state: StateView | None, source: int, group: dist.ProcessGroup | None) -> tuple[StateView, int]:
+    """Bring one rank's state to all of `group`; returns it, its tensors on the CPU, and the bytes that this rank sent.
+
+    Collective, like `gather_rank_state`. The bytes are those of a tree, which is how they travel at best: the source is
+    counted with a copy for each other rank.
+
+    Args:
+        state: on the rank `source` of the group; ignored elsewhere.
+    """
+    device, is_source = _device(group), dist.get_rank(group) == source
+    text, payload = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
+    if is_source:
+        tree, tensors = flatten(state or {})
+        text = _padded(torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8), ord(" "))
+        parts = [_padded(as_bytes(tensor.detach().resolve_conj().resolve_neg())) for tensor in tensors.values()]
+        payload = torch.cat([part.to(device) for part in (text, *parts)])
+    sizes = torch.tensor([text.numel(), payload.numel()], dtype=torch.int64, device=device)
+    dist.broadcast(sizes, group=group, group_src=source)
+    if not is_source:
+        payload = torch.empty(int(sizes[1]), dtype=torch.uint8, device=device)
+    for chunk in payload.split(_CHUNK_BYTES):
+        dist.broadcast(chunk, group=group, group_src=source)
+    sent = int(sizes[1]) * (dist.get_world_size(group) - 1) if is_source else 0
+    return _unpack(payload.cpu(), int(sizes[0])), sent
+
+
 def copy_state(state: StateView) -> StateView:
     """Return a state whose tensors have memory of their own, on the CPU."""
     tree, tensors = flatten(state)

@@ -8,9 +8,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from echelon.checkpoint import files
 from echelon.checkpoint.files import CheckpointEntry, DamagedError, Manifest
-from echelon.checkpoint.parts import RANKS, StoredPart, await_parts, join_parts
+from echelon.checkpoint.parts import RANKS, GivenUp, StoredPart, await_parts, join_parts
 from echelon.checkpoint.tensors import read_tensors, stage, write_tensors
 from echelon.checkpoint.tree import flatten, slots, unflatten
 from echelon.core.errors import UserError
@@ -58,6 +58,8 @@ class _Job:
     blocked_s: float
     arriving: Arriving | None
     reason: str
+    left_out: Set[str] = frozenset()
+    base: _Job | None = None  # not written yet
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,30 @@ class Arriving:
         names: of the files, by rank.
         complete: makes the state that is saved of what `save` was given and of the parts, in the writer's thread, maybe
             more than once; the ranks' own states are added after it.
+        with_own: whether they are.
+        given_up: set when parts that are missing will not come.
     """
 
     folder: Path
     names: list[str]
     complete: Callable[[StateView, Sequence[StoredPart]], StateView]
+    with_own: bool = True
+    given_up: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True)
+class BaseState:
+    """What a checkpoint leaves out, for it stays as it is: written once beside the checkpoints, which name its hash.
+
+    Attributes:
+        names: of what it is; they are keys of the state's entries.
+        state: with the same keys as in a whole state; None: the store has it already (`has_base`).
+        arriving: parts of it that ranks write by themselves.
+    """
+
+    names: Set[str]
+    state: StateView | None = None
+    arriving: Arriving | None = None
 
 
 class CheckpointStore:
@@ -114,6 +135,13 @@ class CheckpointStore:
         self._lock: int | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._base = ""
+        self._left_out: Set[str] = frozenset()
+        self._arriving: Arriving | None = None  # of the save that was begun last
+
+    def has_base(self, names: Set[str]) -> bool:
+        """Whether this store has written what checkpoints leave out, or read one that leaves out all of that."""
+        return bool(self._base) and names <= self._left_out
 
     def claim(self, in_turns: bool = False) -> None:
         """Become the writer of the folder, as the first `save` does by itself.
@@ -152,6 +180,7 @@ class CheckpointStore:
         metric: float | None = None,
         background: bool = True,
         arriving: Arriving | None = None,
+        base: BaseState | None = None,
         reason: str = "",
     ) -> None:
         """Save `state` as the checkpoint of `step`; a higher `metric` is better (give a loss with a minus sign).
@@ -160,7 +189,7 @@ class CheckpointStore:
         `gather_rank_state`, `copy_state`) and belong to the store from now on. With `background` the rest happens in a
         thread, and what it raises is raised by the next `save` or `wait`. A save that still runs is waited for. Files
         that are `arriving` are waited for in the background, and become part of the checkpoint: the state has no
-        `RANKS` then. `on_saved` is told the `reason`.
+        `RANKS` then. What the state leaves out is in its `base`. `on_saved` is told the `reason`.
         Raises UserError when the disk is full or the folder cannot be written, TimeoutError when the one before is
         not done after `deadline_s`, TypeError for a value that a checkpoint cannot hold.
         """
@@ -169,31 +198,52 @@ class CheckpointStore:
             raise ValueError(f"step {step}: steps count from 0")
         self.wait()
         self._insist(self.claim)
-        tree, tensors = flatten(state)
-        ready = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{RANKS}.")}
-        staged = ready | stage({name: tensor for name, tensor in tensors.items() if name not in ready})
+        tree, staged = _staged(state)
+        of_base = None
+        if base is not None and base.state is not None:
+            of_base = _Job(0, None, *_staged(base.state), started_s, 0.0, base.arriving, reason)
         blocked_s = time.monotonic() - started_s
-        job = _Job(step, _finite(metric), tree, staged, started_s, blocked_s, arriving, reason)
+        job = _Job(
+            step,
+            _finite(metric),
+            tree,
+            staged,
+            started_s,
+            blocked_s,
+            arriving,
+            reason,
+            frozenset() if base is None else base.names,
+            of_base,
+        )
+        self._arriving = arriving
         # Not a daemon: an interpreter that ends normally finishes the checkpoint first.
         self._thread = threading.Thread(target=self._run, args=(job, background), name="echelon-checkpoint")
         self._thread.start()
         if not background:
             self.wait()
 
-    def room_for_parts(self, token: int) -> Path:
+    def room_for_parts(self, token: int, of_base: bool = False) -> Path:
         """Make the folder where ranks put their parts of the checkpoint that comes next; removed if it never comes.
 
-        It becomes the checkpoint. Raises as `claim` does.
+        It becomes the checkpoint, or its base. Raises as `claim` does.
         """
         self.wait()
         self.claim()
-        folder = self.parts_folder(token)
-        folder.mkdir()
+        folder = self.parts_folder(token, of_base)
+        folder.mkdir(exist_ok=True)
         return folder
 
-    def parts_folder(self, token: int) -> Path:
+    def parts_folder(self, token: int, of_base: bool = False) -> Path:
         """Return the folder of `room_for_parts`, for ranks that only know the token."""
-        return files.temporary(self.folder / f"parts-{token:016x}")
+        return files.temporary(self.folder / f"{'base' if of_base else 'parts'}-{token:016x}")
+
+    def give_up_arriving(self) -> None:
+        """Give up the checkpoint that waits for parts, if one does: a rank that was to write one is gone.
+
+        One whose parts are all there is written to its end.
+        """
+        if self._arriving is not None:
+            self._arriving.given_up.set()
 
     @property
     def is_writing(self) -> bool:
@@ -258,14 +308,14 @@ class CheckpointStore:
         if entry is None:
             raise UserError(f"{path} is no checkpoint: give one of the folders named step-...")
         try:
-            return _read(entry, rank)
+            return self._read(entry, rank)
         except DamagedError as error:
             raise UserError(f"the checkpoint {path} is damaged: {error}; use the one before it") from error
 
     def _first_whole(self, candidates: list[CheckpointEntry], rank: int | None) -> tuple[int, StateView] | None:
         for entry in candidates:
             try:
-                return entry.step, _read(entry, rank)
+                return entry.step, self._read(entry, rank)
             except DamagedError as error:
                 self._reject(entry, str(error))
         if candidates:
@@ -275,6 +325,24 @@ class CheckpointStore:
             )
         return None
 
+    def _read(self, entry: CheckpointEntry, rank: int | None) -> StateView:
+        state, self._base = _read(entry, rank)
+        if not self._base:
+            return state
+        base = files.base_entry(self.folder, self._base)
+        try:
+            if files.manifest_sum(base.path) != self._base:
+                raise DamagedError("its manifest is another one's")
+            held, _ = _read(base, None)
+        except (DamagedError, FileNotFoundError, NotADirectoryError) as error:
+            what = "is damaged" if base.path.is_dir() else "is missing"
+            raise UserError(
+                f"{base.path} {what} ({error}): it holds what {entry.path.name} left out, for it stays as it is; put a "
+                "good copy in its place, or start over with --from-scratch"
+            ) from error
+        self._left_out = _inner_names(held) - _inner_names(state)
+        return _overlaid(held, state)
+
     def _reject(self, entry: CheckpointEntry, reason: str) -> None:
         if self._on_rejected is not None:
             self._on_rejected(entry.path, reason)
@@ -283,6 +351,9 @@ class CheckpointStore:
 
     def _run(self, job: _Job, background: bool) -> None:
         try:
+            if job.base is not None:
+                of_base = job.base
+                self._base, self._left_out = self._insist(lambda: self._write_base(of_base)), job.left_out
             target, manifest = self._insist(lambda: self._write(job))
             self._insist(lambda: self._prune(target, manifest))
             if self._in_turns:
@@ -293,8 +364,13 @@ class CheckpointStore:
                 self._on_saved(
                     Saved(job.step, target.path, job.metric, manifest.n_bytes, blocked_s, total_s, job.reason)
                 )
+        except GivenUp as given_up:
+            logging.getLogger(__name__).warning("the checkpoint of step %d is given up: %s", job.step, given_up)
+            if job.arriving is not None:
+                files.remove(job.arriving.folder)
         except OSError as error:
-            need = sum(tensor.nbytes for tensor in job.tensors.values())
+            jobs = (job,) if job.base is None else (job, job.base)
+            need = sum(tensor.nbytes for each in jobs for tensor in each.tensors.values())
             self._failure = files.in_words(error, self.folder, job.step, need)
         except BaseException as error:  # noqa: BLE001 - kept for `wait`, which raises it where it can be handled
             self._failure = error
@@ -304,12 +380,38 @@ class CheckpointStore:
 
     def _write(self, job: _Job) -> tuple[CheckpointEntry, Manifest]:
         """Write a checkpoint whole, or leave nothing but the parts that ranks have written."""
+        if job.left_out and not self._base:
+            raise ValueError("a checkpoint that leaves something out needs its base")
         target = files.free_entry(self.folder, job.step)
-        unfinished = files.temporary(target.path) if job.arriving is None else job.arriving.folder
+        return target, self._write_folder(job, target.path, self._base if job.left_out else "")[0]
+
+    def _write_base(self, job: _Job) -> str:
+        """Write a base whole, where it is not there already; returns the SHA-256 of its manifest."""
+        found: list[str] = []
+
+        def under_its_sum(unfinished: Path) -> Path:
+            """Return the folder that a base becomes; its own where there is one, which is the same."""
+            found.append(files.manifest_sum(unfinished))
+            return files.base_entry(self.folder, found[-1]).path
+
+        self._write_folder(job, files.base_entry(self.folder, "new").path, "", under_its_sum)
+        files.sync(self.folder)
+        return found[-1]
+
+    def _write_folder(
+        self, job: _Job, target: Path, base: str, named: Callable[[Path], Path] | None = None
+    ) -> tuple[Manifest, Path]:
+        """Write a folder of tensors, tree and manifest whole, or leave nothing but the parts that ranks have written.
+
+        Args:
+            base: of which the manifest tells.
+            named: says what it is called, once it is written.
+        """
+        unfinished = files.temporary(target) if job.arriving is None else job.arriving.folder
         parts = [] if job.arriving is None else job.arriving.names
         tree, tensors = job.tree, job.tensors
         if job.arriving is not None:
-            await_parts(unfinished, parts, self._deadline_s)
+            await_parts(unfinished, parts, self._deadline_s, job.arriving.given_up)
             tree, tensors = _with_parts(job, job.arriving)
         else:
             unfinished.mkdir(exist_ok=True)
@@ -317,15 +419,19 @@ class CheckpointStore:
             files.empty(unfinished, but=parts)
             write_tensors(unfinished, tensors)
             files.write_durable(unfinished / _TREE, json.dumps(tree).encode())
-            manifest = files.seal(unfinished, job.step, job.metric)
-            unfinished.rename(target.path)
+            manifest = files.seal(unfinished, job.step, job.metric, base)
+            target = target if named is None else named(unfinished)
+            if named is not None and target.exists():
+                files.replace_damaged(target, unfinished)  # the same one, of a process that came before
+            else:
+                unfinished.rename(target)
         except BaseException:
             with suppress(OSError):  # gives a full disk its room back; what is left is removed by the next try
                 files.empty(unfinished, but=parts)
                 if not parts:
                     unfinished.rmdir()
             raise
-        return target, manifest
+        return manifest, target
 
     def _prune(self, new: CheckpointEntry, manifest: Manifest) -> None:
         """Remove what is neither among the newest nor the best, and what the new checkpoint replaces."""
@@ -344,12 +450,32 @@ def _with_parts(job: _Job, arriving: Arriving) -> tuple[StateTree, dict[str, Ten
     """Return a save's tree and tensors, completed from what the ranks have written."""
     parts = [StoredPart(arriving.folder / name) for name in arriving.names]
     tree, tensors = flatten(arriving.complete(unflatten(job.tree, job.tensors), parts))
+    if not arriving.with_own:
+        return tree, tensors
     return {"dict": [*tree["dict"], [RANKS, {"dict": [part.own_tree for part in parts]}]]}, tensors
 
 
-def _read(entry: CheckpointEntry, rank: int | None) -> StateView:
+def _staged(state: StateView) -> tuple[Any, dict[str, Tensor]]:
+    """Return a state's tree and copies of its tensors, but for those under `RANKS`."""
+    tree, tensors = flatten(state)
+    ready = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{RANKS}.")}
+    return tree, ready | stage({name: tensor for name, tensor in tensors.items() if name not in ready})
+
+
+def _inner_names(state: StateView) -> set[str]:
+    return {name for entry in state.values() if isinstance(entry, Mapping) for name in entry}
+
+
+def _overlaid(base: StateView, state: StateView) -> StateView:
+    """Return a base with what a checkpoint has in place of it, key by key."""
+    both = {key: _overlaid(base[key], state[key]) for key in base if isinstance(state.get(key), Mapping)}
+    return {**base, **state, **both}
+
+
+def _read(entry: CheckpointEntry, rank: int | None) -> tuple[StateView, str]:
+    """Return the state in a folder, and the base that its manifest names."""
     try:
-        files.verify(entry)
+        manifest = files.verify(entry)
         tree = json.loads((entry.path / _TREE).read_bytes())
         if rank is not None:
             tree = _only_rank(tree, rank)
@@ -362,7 +488,7 @@ def _read(entry: CheckpointEntry, rank: int | None) -> StateView:
     if not isinstance(state, Mapping):
         raise DamagedError(f"it holds a {type(state).__name__}, not a state")
     joined: StateView = join_parts(state, entry.path)
-    return joined
+    return joined, manifest.base
 
 
 def _only_rank(tree: StateTree, rank: int) -> StateTree:

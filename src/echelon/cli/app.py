@@ -25,8 +25,16 @@ COMMANDS = {
         "echelon.cli.compare:command",
         "Compare ways of training on your own work.",
     ),
+    "flow": ("echelon.cli.flow:command", "Run steps that follow each other, and again only what changed."),
+    "plan": ("echelon.cli.plan:command", "Predict time, memory and cost on machines that you do not have."),
     "watch": ("echelon.cli.watch:command", "Watch a run or a study while it goes."),
+    "runs": ("echelon.cli.places:runs_command", "Show how all runs stand, wherever they are."),
+    "logs": ("echelon.cli.places:logs_command", "Print the log of a run's process."),
+    "stop": ("echelon.cli.places:stop_command", "Stop a run after a checkpoint, wherever it is."),
     "report": ("echelon.cli.runs:report_command", "Write the report of a run or a study again."),
+    "copy": ("echelon.cli.upkeep:copy_command", "Copy a run between a folder and a URL."),
+    "verify": ("echelon.cli.upkeep:verify_command", "Compare every byte of a run with its hash."),
+    "clean": ("echelon.cli.upkeep:clean_command", "Show what a run takes, and remove what may go."),
     "list": ("echelon.cli.catalogue:list_command", "List what can be chosen: models, codecs, ..."),
     "explain": ("echelon.cli.catalogue:explain_command", "Explain a choice, and when it helps."),
     "completion": ("echelon.cli.completion:completion_command", "Print a shell's completion: bash, zsh, fish."),
@@ -38,6 +46,7 @@ Examples:
   echelon train DATA --model resnet20 --epochs 5  a folder per class of images
   echelon train DATA --sync "local(8)" --dry-run  what would start, no more
   echelon compare DATA --try "compression=none" --try "compression=sign"
+  echelon plan runs/NAME --at "workers=64, link=1gbit, memory=24GB, price=2.5"
   echelon resume runs/NAME                        go on from the last checkpoint
   echelon explain topk                            what a choice does, and when"""
 

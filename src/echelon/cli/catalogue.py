@@ -22,6 +22,7 @@ from echelon.core.layout import ABOUT_AXES, ABOUT_OPTIONS
 from echelon.core.registry import Argument, Registry
 from echelon.core.spec import name_of
 from echelon.core.tuning import TUNINGS
+from echelon.launch.places import PLACES
 from echelon.optim.names import declared_optimizers
 from echelon.run.data_names import declared_kinds
 from echelon.sync.registry import STRATEGIES
@@ -110,10 +111,7 @@ def _layouts() -> Iterator[Entry]:
 
 
 def _places() -> Iterator[Entry]:
-    for file in sorted((_PACKAGE / "launch" / "places").glob("[!_]*.py")):
-        if file.stem != "base":
-            text = _docstring(file)
-            yield Entry(file.stem, _summary(text, file.stem), text)
+    yield from _declared(PLACES)
     yield Entry("module:Class", "your own: a subclass of echelon.launch.places.base.Place")
 
 

@@ -49,7 +49,7 @@ INSTALL = {
 }
 _BREAKS = "=(:"  # where bash begins a new word
 _SPECS = {"sync": STRATEGIES, "compression": CODECS, "collective": PATHS}
-_OF_RUNS = ("resume", "evaluate", "export", "report", "watch")
+_OF_RUNS = ("resume", "evaluate", "export", "report", "watch", "logs", "stop", "copy", "verify", "clean")
 
 
 def completion_command() -> Any:

@@ -57,7 +57,7 @@ def export_command() -> Any:
         print(f"written: {exported.path}")
         print(exported.check)
 
-    suffixes = "by its suffix: .safetensors, .onnx, .pt2; without one, a folder for transformers"
+    suffixes = "by its suffix: .safetensors, .onnx, .pt2, .keras, .peft (adapters); without one, for transformers"
     options = [
         parameter("run", str, typer.Argument(..., help="the run's folder")),
         parameter("file", str, typer.Argument(..., help=f"what to write, {suffixes}")),

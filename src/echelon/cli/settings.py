@@ -32,7 +32,7 @@ METAVARS = {
     "strategy.parallel": "LAYOUT", "strategy.sync": "SPEC", "strategy.compression": "SPEC",
     "strategy.collective": "SPEC", "model.tune": "SPEC", "run": "FOLDER",
     "data.root": "FOLDER", "launch.log_dir": "FOLDER",
-    "model.weights": "FILE", "model.name": "NAME", "optimizer.name": "NAME", "task": "NAME", "launch.on": "NAME",
+    "model.weights": "FILE", "model.name": "NAME", "optimizer.name": "NAME", "task": "NAME", "launch.on": "PLACE",
 }  # fmt: skip
 _TYPES = {int: "N", float: "NUMBER", str: "TEXT"}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from echelon.cli.settings import overrides_of, parameter, trust_parameter, with_
 from echelon.config import build
 from echelon.config.build import COMMAND_LINE
 from echelon.config.keywords import RESUMABLE
+from echelon.core.errors import UserError
 from echelon.core.output import print_words
 from echelon.optim.names import check_optimizer_name
 from echelon.run.data_names import check_data_name
@@ -24,41 +25,49 @@ if TYPE_CHECKING:
     from echelon.config import Resolved, RunConfig
     from echelon.run.outcome import Outcome
 
+CHOSEN = ("sync", "compression")
+"""What may be `auto` by itself; the path's is settled between the ranks."""
 EXAMPLES = """Examples:
   echelon train digits --epochs 3 --workers 2
   echelon train PATH/cifar10 --model resnet20 --batch-size 256 --lr 0.2
   echelon train DATA --workers 2 --sync "local(8)" --compression "topk(0.01)"
   echelon train DATA --parallel "dp=2,tp=2" --dry-run
   echelon train DATA --nodes 2 --rendezvous HOST:29400      on each machine
+  echelon train DATA --on "slurm(nodes=2, gpus=4, time=8h)"
+  echelon train DATA --on "ssh(hosts=a+b+c)"
   echelon train --config runs/NAME/config.yaml              the same run again"""
 
 
 def command() -> Any:
     """Build `echelon train`."""
 
-    def train(config: str | None, dry_run: bool, all_settings: bool, serve: bool, trust: bool, **settings: Any) -> None:
+    def train(config: str | None, **settings: Any) -> None:
         """Train, or show what would be started."""
+        auto, tolerance, way = settings.pop("auto"), settings.pop("tolerance"), WayToStart.of(settings)
         resolved = build(Path(config) if config else None, overrides_of(settings))
         if config and _describes_itself(resolved, Path(config)):  # the run is repeated, under the next free name
             resolved = replace(resolved, config=replace(resolved.config, run=""))
-        _train(resolved, dry_run, all_settings, serve, trust)
+        if auto or any(getattr(resolved.config.strategy, name) == "auto" for name in CHOSEN):
+            resolved = _chosen(resolved, tolerance, way.trust, auto)
+        _train(resolved, way)
 
     of_file = parameter(
         "config", str | None, typer.Option(None, "--config", help="YAML file of settings; options override it")
     )
     text = f"{COMMANDS['train'][1]}\n\n{EXAMPLES}\n\n{EXIT_CODES}"
-    return as_command(with_settings(train, [of_file, *_ways_to_start()]), "train", text)
+    return as_command(with_settings(train, [of_file, *_choosing(), *_ways_to_start()]), "train", text)
 
 
 def finetune_command() -> Any:
     """Build `echelon finetune`."""
 
-    def finetune(run_folder: str, dry_run: bool, all_settings: bool, serve: bool, trust: bool, **settings: Any) -> None:
+    def finetune(run_folder: str, **settings: Any) -> None:
         """Train from a run's best weights."""
         from echelon.run.finetune import tuned_from
 
-        overrides = tuned_from(Path(run_folder), overrides_of(settings), trust)
-        _train(build(None, overrides), dry_run, all_settings, serve, trust)
+        way = WayToStart.of(settings)
+        overrides = tuned_from(Path(run_folder), overrides_of(settings), way.trust)
+        _train(build(None, overrides), way)
 
     places = [
         parameter("run_folder", str, typer.Argument(..., metavar="RUN", help="the folder of the run to start from")),
@@ -69,7 +78,31 @@ def finetune_command() -> Any:
     return as_command(wanted, "finetune", f"{text}size is made anew.\n\n{EXIT_CODES}")
 
 
-def _train(resolved: Resolved, dry_run: bool, all_settings: bool, serve: bool, trust: bool) -> None:
+@dataclass(frozen=True)
+class WayToStart:
+    """What becomes of a description.
+
+    Attributes:
+        dry_run: it is shown, nothing is started.
+        all_settings: those that are as by default are shown too.
+        serve: the run is shown as a page.
+        trust: import code that it names.
+        detach: leave the run to its place.
+    """
+
+    dry_run: bool
+    all_settings: bool
+    serve: bool
+    trust: bool
+    detach: bool
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> WayToStart:
+        """Take the options that say so out of a command's."""
+        return cls(**{item.name: settings.pop(item.name) for item in fields(cls)})
+
+
+def _train(resolved: Resolved, way: WayToStart) -> None:
     """Start what is described, or show what would be started."""
     check_names(resolved.config)  # before what starts runs is imported: a misspelt word is said at once
     check_data_name(resolved.config.data.source)
@@ -77,14 +110,75 @@ def _train(resolved: Resolved, dry_run: bool, all_settings: bool, serve: bool, t
     from echelon.run.defaults import with_task_defaults
     from echelon.run.trust import check_trust
 
-    check_trust(resolved, trust)
+    check_trust(resolved, way.trust)
     resolved = with_task_defaults(resolved)
-    if dry_run:
+    if (way.dry_run or way.detach) and _elsewhere(resolved.config, way):
+        return
+    if way.dry_run:
         from echelon.cli.dry_run import show
 
-        show(resolved, all_settings)
+        show(resolved, way.all_settings)
         return
-    _finish(_start(resolved.config, serve))
+    _finish(_start(resolved.config, way.serve))
+
+
+def _elsewhere(config: RunConfig, way: WayToStart) -> bool:
+    """Show what would be submitted to the run's place, or leave the run to it; returns whether it takes whole runs.
+
+    Raises:
+        UserError: it does not, and was to.
+    """
+    from echelon.launch.places import PlaceChoice
+
+    cluster = PlaceChoice(config.launch.on).cluster()
+    if cluster is None and way.detach:
+        raise UserError(f"--detach leaves a run to a place that takes it whole: --on {config.launch.on} does not")
+    if cluster is None:
+        return False
+    from echelon.run.elsewhere import submitted, text_for
+    from echelon.run.start import likely_model
+
+    if way.dry_run:
+        print(text_for(config, cluster, likely_model(config)), end="")
+    else:
+        submitted(config, cluster, likely_model(config))
+    return True
+
+
+def _choosing() -> list[inspect.Parameter]:
+    return [
+        parameter("auto", bool, typer.Option(
+            False, "--auto", help="choose sync and codec by short runs on these workers and links, and say why; the "
+            "description has what was chosen; of one choice alone: --sync auto, --compression auto")),
+        parameter("tolerance", float, typer.Option(
+            0.3, "--tolerance", min=0.0, help="with --auto: points of accuracy that a way may cost, as measured "
+            "elsewhere")),
+    ]  # fmt: skip
+
+
+def _chosen(resolved: Resolved, tolerance: float, trust: bool, all_of_it: bool) -> Resolved:
+    """Return the description with what fits and what short runs found best in place of choices that say `auto`.
+
+    Args:
+        all_of_it: sync and codec are both to be chosen.
+    """
+    from echelon.planning.auto import choose, left_open, settled
+    from echelon.run.defaults import with_task_defaults
+    from echelon.run.trust import check_trust
+
+    free = left_open(resolved.config)
+    if all_of_it and free:
+        words = ", ".join(f"--{name.removeprefix('strategy.')} auto" for name in sorted(free))
+        raise UserError(f"--auto chooses sync and codec: leave out {words}, or --auto")
+    described = replace(resolved, config=settled(resolved.config))
+    check_names(described.config)
+    check_data_name(described.config.data.source)
+    check_trust(described, trust)
+    choice = choose(with_task_defaults(described), tolerance, free)
+    for line in choice.words:
+        print_words(line)
+    origins = {**resolved.origins, **dict.fromkeys(choice.settings, "auto")}
+    return replace(resolved, config=settled(resolved.config, choice.settings), origins=origins)
 
 
 def _ways_to_start() -> list[inspect.Parameter]:
@@ -97,6 +191,11 @@ def _ways_to_start() -> list[inspect.Parameter]:
         parameter("all_settings", bool, typer.Option(False, "--all", help="with --dry-run: show all settings")),
         parameter(
             "serve", bool, typer.Option(False, "--serve", help="show the run as a page on this machine while it goes")
+        ),
+        parameter(
+            "detach",
+            bool,
+            typer.Option(False, "--detach", help="leave the run to its place (--on) once that has taken it"),
         ),
         trust_parameter(),
     ]
@@ -137,7 +236,7 @@ def resume_command() -> Any:
         parameter("from_scratch", bool, typer.Option(
             False, "--from-scratch", help="train from the beginning; checkpoints so far are put aside")),
         parameter("rescan", bool, typer.Option(
-            False, "--rescan", help="take images that are new in the data's folder, from the next epoch on")),
+            False, "--rescan", help="take samples that are new in the data, from the next epoch on")),
     ]  # fmt: skip
     return as_command(with_settings(resume, extra, RESUMABLE), "resume", f"{COMMANDS['resume'][1]}\n\n{EXIT_CODES}")
 

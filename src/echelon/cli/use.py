@@ -25,7 +25,7 @@ def predict_command() -> Any:
     """Build `echelon predict`."""
 
     def predict(run: str, files: list[str] | None, text: list[str] | None, out: str, masks: str, as_json: bool,
-                checkpoint: str, device: str, trust: bool, **writing: Any) -> None:  # fmt: skip
+                checkpoint: str, device: str, trust: bool, workers: int, **writing: Any) -> None:  # fmt: skip
         """Print or write what a run's model says of new samples."""
         from echelon import api
 
@@ -33,8 +33,14 @@ def predict_command() -> Any:
             raise UserError("name files to predict, or give texts with --text")
         if out:
             _check_out(out)
-        trained = api.trained_model(run, checkpoint, trust)
-        rows = _predicted(trained, [*map(Path, files or ()), *(text or ())], masks, device, writing)
+        data = [*map(Path, files or ()), *(text or ())]
+        rows: Iterable[PredictedRow]
+        if workers == 1:
+            rows = _predicted(api.trained_model(run, checkpoint, trust), data, masks, device, writing)
+        else:
+            from echelon.tasks.base import Writing
+
+            rows = api.predict(run, data, masks or None, checkpoint, trust, device, Writing(**writing), workers)
         if out:
             from echelon.inference.predict import write_table
 
@@ -56,6 +62,8 @@ def predict_command() -> Any:
         parameter("out", str, typer.Option("", "--out", metavar="FILE", help="write .jsonl, .csv or .parquet")),
         parameter("masks", str, typer.Option("", "--masks", metavar="FOLDER", help="for a segmentation's masks")),
         parameter("as_json", bool, typer.Option(False, "--json", help="print one JSON object a line")),
+        parameter("workers", int, typer.Option(
+            1, "--workers", min=0, help="processes that share the work; 0: one a GPU, or a core")),
         *_model_options(),
     ]  # fmt: skip
     return as_command(with_parameters(predict, options), "predict", COMMANDS["predict"][1])
@@ -116,10 +124,10 @@ def _predicted(
     trained: TrainedModel, data: list[Path | str], masks: str, device: str, writing: dict[str, Any]
 ) -> Iterator[PredictedRow]:
     """Yield the rows, with a bar for long work."""
-    from echelon.inference.predict import check_mask_folder, device_of, predict_samples
+    from echelon.inference.predict import MaskOutput, check_mask_folder, device_of, predict_samples
     from echelon.tasks.base import Writing
 
-    folder = Path(masks) if masks else None
+    folder = MaskOutput.of(masks) if masks else None
     check_mask_folder(trained, folder)
     yield from predict_samples(trained, data, Writing(**writing), device_of(device), folder)
 

@@ -43,6 +43,22 @@ class StateSnapshot:
 
 
 @dataclass(frozen=True)
+class StepMemories:
+    """A rank's codec state of `state_dict`, in memory of its own: after the last step that was begun, and before it.
+
+    Both are the same where the step was made by all: see `settled`.
+    """
+
+    after: StateTree
+    before: StateTree
+
+    def settled(self, made: bool) -> StepMemories:
+        """Return the state of one moment: after the step if it was `made`, else before it."""
+        state = self.after if made else self.before
+        return StepMemories(state, state)
+
+
+@dataclass(frozen=True)
 class _StatePart:
     """Where a parameter and a state overlap: elements of the parameter, and of the state."""
 
@@ -125,6 +141,43 @@ def _find(saved: StateView, key: str, like: Tensor) -> Tensor:
             "number of ranks wrote it"
         )
     return found
+
+
+def common(saved: StateView) -> StateTree:
+    """Return what is the same on all ranks of a `state_dict`: counters and factors, which codecs draw and sum by."""
+    return {key: value for key, value in saved.items() if key.startswith(("numbers.", "factors."))}
+
+
+def load_common(shards: Iterable[CodecShard], saved: StateView) -> None:
+    """Take over, in place, what `common` returned on another rank; memories stay."""
+    for h in shards:
+        for name, factor in h.state.factors.items():
+            factor.copy_(_find(saved, f"factors.{name}/{h.state.name}", factor))
+        for name in h.state.numbers:
+            value = saved.get(f"numbers.{name}/{h.state.name}", saved.get(f"numbers.{name}/*"))
+            h.state.numbers[name] = h.state.numbers[name] if value is None else value
+
+
+def carried(saved: StateView, numels: Mapping[str, int], ranks: int) -> StateTree:
+    """Return what a rank can load that leaves its group for another one of `ranks`, and keeps its own memories.
+
+    What it was to send back as an owner joins what it is to send itself: elements have other owners from now on, and
+    over all ranks the sum of what waits stays what it was.
+
+    Args:
+        saved: its own `state_dict`.
+        numels: elements of each parameter.
+    """
+    merged = merge([saved], numels)
+    for key in [key for key in merged if key.startswith("total.relay.")]:
+        own = key.replace("total.relay.", "total.sent.", 1)
+        if own in merged:
+            merged[own] += merged[key]
+        merged[key] = torch.zeros_like(merged[key])
+    for key in merged:
+        if key.startswith("total.sent."):
+            merged[key] = merged[key] * ranks  # a rank loads its part of the sum over all
+    return merged
 
 
 def take_velocity(cell: Bucket, shards: Sequence[CodecShard], velocity: Mapping[str, Tensor]) -> None:

@@ -13,11 +13,15 @@ that of 1-bit SGD (Seide et al. 2014) and of DoubleSqueeze (Tang et al. 2019, ar
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from echelon.collectives.adaptation import RETURNED, SENT, Adaptation, split_note, with_note
 from echelon.collectives.messages import HEADER_BYTES, Mailbox, seal, unseal
 from echelon.compression.base import Codec, Meta, NonFiniteError, State
 from echelon.core.shards import Span, cut
@@ -38,16 +42,46 @@ class CodecShard:
     role: str = "sent"
 
 
+class DeviceTimes:
+    """How long messages between GPUs were under way: events in the stream, read once they have happened.
+
+    Args:
+        make_event: returns an event that can be recorded in the present stream, asked, and compared with a later one.
+    """
+
+    def __init__(self, make_event: Callable[[], torch.cuda.Event]) -> None:
+        self._make_event = make_event
+        self._open: deque[tuple[Codec, int, torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def mark(self) -> torch.cuda.Event:
+        """Record an event at this place in the stream."""
+        event = self._make_event()
+        event.record()
+        return event
+
+    def exchanged(self, codec: Codec, n_bytes: int, began: torch.cuda.Event) -> None:
+        """Note that a codec's messages have been queued since an event."""
+        self._open.append((codec, n_bytes, began, self.mark()))
+
+    def settle(self) -> None:
+        """Tell codecs of what is over by now; waits for nothing."""
+        while self._open and self._open[0][3].query():
+            codec, n_bytes, began, ended = self._open.popleft()
+            codec.transferred(n_bytes, began.elapsed_time(ended) / 1e3)
+
+
 class CompressedAllReduce:
     """Sums one vector over some ranks with a non-linear codec; keeps that vector's states.
 
     Attributes:
         held: the states, for snapshots and checkpoints.
+        adaptation: of a codec that adapts; else None.
     """
 
     def __init__(self, codec: Codec, post: Mailbox, like: Tensor, name: str, seed: int) -> None:
         self._codec, self._relay, self._post = codec, codec.relay(), post
         self._sends, self._sends_back = self._codec, self._relay  # at the present step
+        self._times = DeviceTimes(partial(torch.cuda.Event, enable_timing=True)) if like.is_cuda else None
         self._chunks = cut((0, like.numel()), post.size)
         me = post.ring.index
         flat = like.view(-1)
@@ -57,6 +91,9 @@ class CompressedAllReduce:
         self._relay_state = self._relay.init_state(f"{name}.{me}.relay", flat[slice(*self._chunks[me])], seed, me)
         self.held = [CodecShard(s, span, post.size) for s, span in zip(self._states, self._chunks, strict=True)]
         self.held.append(CodecShard(self._relay_state, self._chunks[me], 1, "relay"))
+        adapts = codec.control() is not None
+        self.adaptation = Adaptation(codec, [*self._states, self._relay_state], name) if adapts else None
+        self._notes: list[list[float]] = []  # of senders
 
     def sum_(self, flat: Tensor, divisor: int = 1) -> int:
         """Sum a contiguous 1-D tensor in place, divided by `divisor`; returns the bytes sent.
@@ -68,6 +105,8 @@ class CompressedAllReduce:
         """
         step = max(state.step for state in self._states)
         self._sends, self._sends_back = self._codec.at(step), self._relay.at(step)
+        if self.adaptation is not None:
+            self._sends, self._sends_back = self.adaptation.pinned(self._sends, self._sends_back)
         bodies, usable = self._encode(flat, step)
         total, sent = self._collect(flat, bodies, usable)
         return sent + self._spread(flat, total, divisor)
@@ -88,16 +127,33 @@ class CompressedAllReduce:
         """Send each chunk to its owner; return the sum of the own chunk (None: void) and the bytes sent."""
         me = self._post.ring.index
         own = flat[slice(*self._chunks[me])]
+        bodies = self._noted(bodies, usable)
         outgoing = {j: seal(bodies[j], usable) for j in self._post.others() if self._numel(j)}
         senders = self._post.others() if own.numel() else []
         messages, sent = self._exchange(self._sends, outgoing, dict.fromkeys(senders, own.numel()))
         parts = {j: unseal(m) for j, m in messages.items()} | {me: (bodies[me], usable)}
+        parts = self._without_notes(parts)
         if not all(good for _, good in parts.values()):
             return None, sent
         total = torch.zeros_like(own)
         for j in range(self._post.size if own.numel() else 0):
             self._sends.add_to(total, self._sends.from_bytes(parts[j][0], Meta.of(own)))
         return total, sent
+
+    def _noted(self, bodies: list[Tensor], usable: bool) -> list[Tensor]:
+        """Put this rank's notes before what it sends, where the codec adapts."""
+        if self.adaptation is None:
+            return bodies
+        states = self._states if usable else [None] * len(bodies)
+        return [with_note(b, self.adaptation.note(s)) for b, s in zip(bodies, states, strict=True)]
+
+    def _without_notes(self, parts: dict[int, tuple[Tensor, bool]]) -> dict[int, tuple[Tensor, bool]]:
+        """Take the senders' notes from before what they sent, where the codec adapts."""
+        if self.adaptation is None:
+            return parts
+        opened = {j: (*split_note(parts[j][0], SENT), parts[j][1]) for j in sorted(parts)}
+        self._notes = [note for note, _, _ in opened.values()] if self._numel(self._post.ring.index) else []
+        return {j: (body, good) for j, (_, body, good) in opened.items()}
 
     def _spread(self, flat: Tensor, total: Tensor | None, divisor: int) -> int:
         """Send the own chunk's sum to all and decode everyone's into `flat`; returns the bytes sent."""
@@ -109,39 +165,60 @@ class CompressedAllReduce:
             self._sends_back, outgoing, {j: self._numel(j) for j in others if self._numel(j)}
         )
         messages[me] = message
+        notes = []
         for j, span in enumerate(self._chunks):
             if not self._numel(j):
                 continue
             body, usable = unseal(messages[j])
+            if self.adaptation is not None:
+                note, body = split_note(body, RETURNED)
+                notes.append(note)
             chunk = flat[slice(*span)]
             if usable:
                 self._sends_back.extract(self._sends_back.from_bytes(body, Meta.of(chunk)), chunk)
             else:
                 chunk.fill_(torch.nan)
+        if self.adaptation is not None:
+            self.adaptation.decide(notes)
         return sent
 
     def _encode_total(self, chunk: Tensor, total: Tensor | None, divisor: int) -> Tensor:
         if total is None or not chunk.numel():
-            return seal(_void(self._sends_back, chunk), usable=False)
+            return self._void_total(chunk)
         if divisor != 1 and not self._sends.direction:
             total.div_(divisor)
         try:
-            return seal(self._sends_back.to_bytes(self._sends_back.compress(total, self._relay_state)), usable=True)
+            body = self._sends_back.to_bytes(self._sends_back.compress(total, self._relay_state))
         except NonFiniteError:
-            return seal(_void(self._sends_back, chunk), usable=False)
+            return self._void_total(chunk)
+        if self.adaptation is not None:
+            body = with_note(body, self.adaptation.owner_note(self._notes, self._relay_state))
+        return seal(body, usable=True)
+
+    def _void_total(self, chunk: Tensor) -> Tensor:
+        body = _void(self._sends_back, chunk)
+        if self.adaptation is not None and chunk.numel():
+            body = with_note(body, self.adaptation.owner_note(self._notes, None))
+        return seal(body, usable=False)
 
     def _exchange(
         self, codec: Codec, outgoing: dict[int, Tensor], numels: dict[int, int]
     ) -> tuple[dict[int, Tensor], int]:
         """Exchange sealed messages; `numels`: elements that each sender's stands for. Also returns the bytes sent."""
         sizes = {j: codec.n_bytes(numel) for j, numel in numels.items()}
-        known = {j: size + HEADER_BYTES for j, size in sizes.items() if size is not None}
+        note = 0 if self.adaptation is None else 8 * (SENT if codec is self._sends else RETURNED)
+        known = {j: size + note + HEADER_BYTES for j, size in sizes.items() if size is not None}
         # A codec's sizes are known for all tensors or for none: every rank decides alike.
         lengths, announced = (known, 0) if codec.n_bytes(1) is not None else self._post.announce(outgoing, sizes)
-        began = time.perf_counter()
+        times = self._times if codec.asks_for_times else None
+        began, queued = time.perf_counter(), times.mark() if times is not None else None
         messages, sent = self._post.exchange(outgoing, lengths)
-        if not any(m.is_cuda for m in messages.values()):  # else it has only been queued
-            codec.transferred(max(sent, sum(lengths.values())), time.perf_counter() - began)
+        n_bytes = max(sent, sum(lengths.values()))
+        if times is not None and queued is not None:
+            times.exchanged(codec, n_bytes, queued)
+            times.settle()
+        elif self._times is None:
+            codec.transferred(n_bytes, time.perf_counter() - began)
         return messages, announced + sent
 
     def _numel(self, place: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +18,7 @@ from echelon.collectives import codec_state
 from echelon.collectives.base import Path
 from echelon.collectives.buckets import lay_out
 from echelon.collectives.comm_thread import BucketWork, CommThread, DdpBucket
+from echelon.collectives.pace import LinkPace
 from echelon.collectives.paths.backend import Backend
 from echelon.collectives.reducer import Coding, check_combination
 from echelon.collectives.route import Route, open_route
@@ -26,6 +27,8 @@ from echelon.collectives.wire import WireCount, numel_by_group, ring_bytes
 from echelon.collectives.work import CellWork, PathWork
 from echelon.compression import Compression
 from echelon.compression.base import Codec
+from echelon.compression.rungs import Switch
+from echelon.core.errors import UserError
 from echelon.core.listeners import closed_afterwards
 from echelon.core.state_tree import StateTree, StateView
 from echelon.torch_compat import same_ranks_group
@@ -40,12 +43,16 @@ class GradientHook:
 
     Attributes:
         codec: what encodes the gradients; None: they travel as they are.
+        pace: of a codec that follows the link: which way gradients go; else None.
         wire: bytes sent by this rank, by group of parameters.
         times: how long buckets were under way; on a GPU only the host's part, which says nothing.
         last_ready_s: time.perf_counter() when backward handed over its last bucket: what follows only waits.
         last_ready_event: the same as a recorded CUDA event; None on a CPU.
         on_last_bucket: called at that moment.
         is_complete: whether backward has handed over its last bucket since this was set to False.
+        after_backward: buckets go to the communication thread when backward has handed over the last one. So with
+            torch's SyncBatchNorm: what it gathers in backward and what the thread sends are kernels of two NCCL
+            communicators, and ranks that queue them in different orders may wait for each other forever.
     """
 
     def __init__(
@@ -76,7 +83,8 @@ class GradientHook:
         self.last_ready_s = 0.0
         self.last_ready_event: torch.cuda.Event | None = None
         self.on_last_bucket: Callable[[], None] = _nothing
-        self.is_complete = False
+        self.is_complete = self.after_backward = False
+        self._held_back: list[DdpBucket] = []
         self._route = open_route(path or Backend(), group)
         self._counts: dict[tuple[int, int], dict[str, int]] = {}
         self._names: dict[int, str] = {}
@@ -89,6 +97,9 @@ class GradientHook:
             with closed_afterwards():
                 self._route = Route(self._route.path, same_ranks_group(self._route.group))
             self._work = self._make_work()
+        follows = self.codec is not None and compression is not None and compression.codec.follows_link
+        self.pace = LinkPace() if follows and self._route.path.by_backend else None
+        self._heard: Tensor | None = None  # 1 element: of ranks' seconds, in a step whose gradients went as they are
 
     def _make_work(self) -> BucketWork:
         if self.codec is None:
@@ -107,18 +118,36 @@ class GradientHook:
         self._names = {id(p): n for n, p in named}
         if isinstance(self._work, CellWork):
             self._work.build(lay_out(reversed(named)))
+        self.after_backward = any(isinstance(each, nn.SyncBatchNorm) for each in ddp.modules())
         ddp.register_comm_hook(self, GradientHook.function)
 
     def __call__(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
         """Start to reduce a bucket; called by DDP in backward, in the same order on every rank."""
         self.is_complete = bucket.is_last()
+        if bucket.buffer().is_sparse:
+            raise UserError("the hook reduces dense gradients, and a table has sparse=True: build it with sparse=False")
         if self._closed or self._silent:
             return noop_hook(None, bucket)
         handed_s = self.times.handed(bucket.index() == 0, bucket.is_last())
         if bucket.is_last():
             self._mark_ready(bucket, handed_s)
-        reduced = self._direct(bucket) if self._work is None else self._through_lane(bucket, self._work)
+        if self.pace is not None and bucket.index() == 0:
+            self._begin_step(self.pace, handed_s)
+        work = None if self.pace is not None and self.pace.is_plain else self._work
+        reduced = self._direct(bucket) if work is None else self._through_lane(bucket, work)
         return reduced.then(functools.partial(_noted, self.times, handed_s))
+
+    def _begin_step(self, pace: LinkPace, now_s: float) -> None:
+        """Settle which way this step's gradients go."""
+        adaptations = self._work.adaptations() if isinstance(self._work, CellWork) else []
+        if self._heard is not None:
+            heard_s = float(self._heard) / (1 if self.average else self._route.size)
+        else:
+            heard_s = adaptations[0].heard_s if adaptations else 0.0
+        self._heard = None
+        pace.begin(now_s, heard_s)
+        for adaptation in adaptations:
+            adaptation.tells_s, adaptation.is_whole = pace.tells_s, pace.leaves_nothing
 
     def _mark_ready(self, bucket: dist.GradBucket, now_s: float) -> None:
         self.wire.steps += 1
@@ -140,9 +169,21 @@ class GradientHook:
             self._counts[key] = sent
         for name, n_bytes in self._counts[key].items():
             self.wire.add(name, n_bytes)
+        told = self.pace is not None and bucket.index() == 0
+        message = buffer
+        if told and self.pace is not None:  # one element more says how long this rank's last step took
+            message = torch.cat([buffer, buffer.new_tensor([self.pace.tells_s])])
         if self.average:
-            buffer.div_(size)
-        return dist.all_reduce(buffer, group=self._route.group, async_op=True).get_future()
+            message.div_(size)
+        summed = dist.all_reduce(message, group=self._route.group, async_op=True).get_future()
+        return summed.then(functools.partial(self._split_told, buffer)) if told else summed
+
+    def _split_told(self, buffer: Tensor, future: Future[Any]) -> Tensor:
+        """Return a bucket without the element that came with it, which is kept."""
+        value = future.value()
+        message = value if isinstance(value, Tensor) else value[0]
+        self._heard = message[-1:]
+        return buffer.copy_(message[:-1])
 
     def _through_lane(self, bucket: dist.GradBucket, work: BucketWork) -> Future[Tensor]:
         buffer = bucket.buffer()
@@ -157,7 +198,13 @@ class GradientHook:
             ready.record()
         views = _gradient_views(bucket)
         handed = DdpBucket(names, views, buffer, future, bucket.index() == 0, bucket.is_last(), ready)
-        self._lane.submit(work, handed)
+        if handed.first:
+            self._held_back.clear()
+        self._held_back.append(handed)
+        if handed.last or not self.after_backward:
+            for each in self._held_back:
+                self._lane.submit(work, each)
+            self._held_back.clear()
         return future
 
     def entropy_coded(self) -> dict[str, float]:
@@ -167,6 +214,17 @@ class GradientHook:
     def density(self) -> float | None:
         """Return the share of the encoded elements that this rank's last step sent; None without a sparse codec."""
         return codec_state.density(self._work.held()) if isinstance(self._work, CellWork) else None
+
+    def take_switches(self) -> list[Switch]:
+        """Return what an adaptive codec has changed since it was last asked; call it between steps."""
+        if not isinstance(self._work, CellWork):
+            return []
+        found: list[Switch] = []
+        lists = [a.switches for a in self._work.adaptations()]
+        for switches in [*lists, *([self.pace.switches] if self.pace is not None else [])]:
+            found += switches
+            switches.clear()
+        return found
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -188,7 +246,25 @@ class GradientHook:
 
         Call it between steps. Tensors are not copied.
         """
-        return self._work.state_dict() if self._work is not None else {}
+        pace = self.pace.state_dict() if self.pace is not None else {}
+        return self._work.state_dict() | pace if self._work is not None else {}
+
+    def memories(self) -> codec_state.StepMemories | None:
+        """Return the codec's states after the step that was begun last and before it; None: there is no codec.
+
+        For a rank that leaves its group, whose other members may have made that step or not; nothing is reduced after.
+        """
+        return self._work.memories() if isinstance(self._work, CellWork) else None
+
+    def step_made(self) -> None:
+        """Hear that the sums of a step have been applied."""
+        if isinstance(self._work, CellWork):
+            self._work.step_made()
+
+    def load_common(self, saved: StateView) -> None:
+        """Take over a codec's counters and factors from another rank."""
+        if isinstance(self._work, CellWork):
+            self._work.load_common(saved)
 
     def rescale(self, factor: float) -> None:
         """Hear that gradients are multiplied by so much more from now on: what codecs remember of them is, too."""
@@ -206,6 +282,8 @@ class GradientHook:
         Raises:
             ValueError: it was saved with another codec, model or number of ranks.
         """
+        if self.pace is not None:
+            self.pace.load_state_dict(state)
         if self._work is not None:
             self._work.load_state_dict(state)
         elif state:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from echelon.collectives.adaptation import Adaptation
 from echelon.collectives.base import Path, Tiers
 from echelon.collectives.compressed_all_reduce import CodecShard, CompressedAllReduce
 from echelon.collectives.messages import Mailbox
@@ -41,9 +42,11 @@ class Reducer:
 
     Attributes:
         held: the codec's states.
+        adaptation: what chooses codecs, where they adapt.
     """
 
     held: list[CodecShard]
+    adaptation: Adaptation | None = None
 
     def reduce_(self, flat: Tensor) -> int:
         """Reduce a contiguous 1-D tensor in place, the same bits on every rank; returns the bytes sent by this rank.
@@ -115,7 +118,7 @@ class CodedReducer(Reducer):
         post = Mailbox(route.group, Ring(range(route.size), route.rank))
         self._sum = CompressedAllReduce(coding.codec, post, like, name, coding.seed)
         self._divisor = route.size if coding.average else 1
-        self.held = self._sum.held
+        self.held, self.adaptation = self._sum.held, self._sum.adaptation
 
     def reduce_(self, flat: Tensor) -> int:
         """Exchange encoded chunks, add them up, and exchange the encoded sums."""
@@ -139,6 +142,7 @@ class TieredReducer(Reducer):
             self._linear = LinearAllReduce(coding.codec, [whole], piece, (ring.index, len(ring.members)), coding.seed)
         else:
             self._coded = CompressedAllReduce(coding.codec, Mailbox(route.group, ring), piece, name, coding.seed)
+            self.adaptation = self._coded.adaptation
         held = (self._linear or self._coded).held  # type: ignore[union-attr]
         self.held = [replace(h, span=(h.span[0] + start, h.span[1] + start)) for h in held]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from echelon.collectives import codec_state
+from echelon.collectives.adaptation import Adaptation
 from echelon.collectives.buckets import Bucket, BucketLayout, lay_out
 from echelon.collectives.comm_thread import DdpBucket
 from echelon.collectives.compressed_all_reduce import CodecShard
@@ -93,6 +95,7 @@ class CellWork:
         self._layout: BucketLayout | None = None
         self._saved: StateView | None = None
         self._void, self._reduced, self._told = False, 0, False
+        self._begun: list[_Filling] = []  # cells whose states this step has moved
         self._broken: BaseException | None = None
 
     def work(self, bucket: DdpBucket) -> None:
@@ -142,15 +145,37 @@ class CellWork:
         for filling in self._cells:
             codec_state.take_velocity(filling.cell, filling.reducer.held, velocity)
 
+    def load_common(self, saved: StateView) -> None:
+        """Take over counters and factors of another rank; see `codec_state.common`."""
+        codec_state.load_common(self.held(), saved)
+
+    def memories(self) -> codec_state.StepMemories:
+        """Return copies of the states after the step that was begun last and before it, in a group that is left."""
+        after = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.state_dict().items()}
+        for filling in self._begun:
+            filling.snapshot.restore()
+        self._begun.clear()
+        before = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.state_dict().items()}
+        return codec_state.StepMemories(after, before)
+
+    def step_made(self) -> None:
+        """Hear that the step's sums have been applied: it is not undone any more."""
+        self._begun.clear()
+
     def held(self) -> list[CodecShard]:
         """Return the codec's states."""
         return [held for filling in self._cells for held in filling.reducer.held]
+
+    def adaptations(self) -> list[Adaptation]:
+        """Return what chooses codecs, of each cell whose codec adapts."""
+        return [a for filling in self._cells if (a := filling.reducer.adaptation) is not None]
 
     def _begin(self) -> None:
         self._drop(RuntimeError("a new backward began before the last one's gradients had all arrived"))
         for filling in self._cells:
             filling.came.clear()
         self._void, self._reduced = False, 0
+        self._begun.clear()
 
     def _drop(self, error: BaseException) -> None:
         for bucket in [a.bucket for a in self._arrivals] + self._early:
@@ -189,6 +214,7 @@ class CellWork:
 
     def _reduce(self, filling: _Filling) -> None:
         filling.snapshot.take()
+        self._begun.append(filling)
         self._wire.add(filling.cell.group, filling.reducer.reduce_(filling.flat))
         if not is_finite(filling.flat):
             self._void = True
@@ -228,4 +254,21 @@ def _fits(gradient: Tensor, largest: float) -> bool:
 
 def _raise_in(bucket: DdpBucket, error: BaseException) -> None:
     if not bucket.future.done():
-        bucket.future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))  # type: ignore[arg-type]
+        bucket.future.set_exception(_in_future(error))  # type: ignore[arg-type]
+
+
+def _in_future(error: BaseException) -> Exception:
+    """Return what a future can hold: one of a CUDA device pickles what it is given to find tensors in it.
+
+    Where that fails the future would stay open, and backward wait for it.
+    """
+    if isinstance(error, Exception):
+        try:
+            pickle.dumps(error)
+        except Exception:  # noqa: BLE001 - any class may raise anything; it is said in words below
+            pass
+        else:
+            return error
+    in_words = RuntimeError(f"{type(error).__name__}: {error}")
+    in_words.__cause__ = error
+    return in_words

@@ -23,6 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from echelon.compression.rungs import RungControl
 from echelon.compression.state import (
     Meta,
     NonFiniteError,
@@ -112,6 +113,8 @@ class Codec(ABC):
             0 (`Compression.with_momentum` sees to it). None: it leaves momentum to the optimizer.
         looks_ahead: that momentum is Nesterov's: g + m u is encoded, not u.
         momentum_inside: momentum after decoding spoils training, also where the codec itself applies none.
+        takes_rows: encodes the touched rows of a sparse table as well: without memory of a step, to a size that the
+            number of elements tells.
         mask_below: the density below which momentum is zeroed where values were sent (DGC's momentum factor masking);
             where much is sent it would remove most of the momentum and hurt accuracy.
         local_clip: each worker's tensor is scaled down to this Euclidean norm before encoding; 0: never.
@@ -121,6 +124,7 @@ class Codec(ABC):
     examples: ClassVar[tuple[str, ...]] = ()
     linear: ClassVar[bool] = False
     shaped: ClassVar[bool] = False
+    takes_rows: ClassVar[bool] = False
     momentum_inside: ClassVar[bool] = False
     mask_below: ClassVar[float] = 0.05
 
@@ -142,6 +146,11 @@ class Codec(ABC):
     @property
     def looks_ahead(self) -> bool:
         """Whether that momentum has Nesterov's form."""
+        return False
+
+    @property
+    def follows_link(self) -> bool:
+        """Whether gradients go as they are while that makes faster steps."""
         return False
 
     @property
@@ -199,6 +208,18 @@ class Codec(ABC):
         """Return what encodes and decodes a tensor's message number `step` (from 0); it works on this codec's state."""
         return self
 
+    def control(self, side: str = "") -> RungControl | None:
+        """Return what decides, from what all ranks know, how lossy a vector's next messages are; None: nothing does.
+
+        Args:
+            side: of the controller: what its entries of `State.numbers` begin with.
+        """
+        return None
+
+    def pinned(self, rung: int) -> Codec:
+        """Return what encodes and decodes the messages of a rung of `control`, with this codec's state."""
+        return self
+
     def add_to(self, target: Tensor, payload: Payload, alpha: float = 1.0) -> None:
         """Add `alpha` times the decoded tensor to `target`, in place; sparse codecs touch only what was sent."""
         target.add_(self.extract(payload).view_as(target), alpha=alpha)
@@ -238,6 +259,11 @@ class Codec(ABC):
 
     def transferred(self, n_bytes: int, seconds: float) -> None:  # noqa: B027 (most codecs do not ask)
         """Learn how long messages of this codec took to be exchanged; bytes sent, or received where that is more."""
+
+    @property
+    def asks_for_times(self) -> bool:
+        """Whether it wants to hear what `transferred` tells."""
+        return type(self).transferred is not Codec.transferred
 
     def payload(self, tensors: Sequence[Tensor], meta: Meta) -> Payload:
         """Build a payload of this codec's layout."""

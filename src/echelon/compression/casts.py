@@ -16,6 +16,7 @@ class Cast(Codec):
     """A codec that sends every element in a shorter float, rounded to nearest; sums may be reduced directly."""
 
     linear: ClassVar[bool] = True
+    takes_rows: ClassVar[bool] = True
     wire_dtype: ClassVar[torch.dtype]
 
     @property

@@ -147,13 +147,20 @@ class ModelConfig:
         "with --weights, the model's head: keep (it must fit), new (as initialised), or auto (new where the weights "
         "have none of its shape)",
     )
-    tune: str = setting(
+    tune: str = calls_setting(
+        "what is trained: all, head, last(3), bias, norm, lora(r=8), freeze(PATTERN), unfreeze(epoch=3), "
+        "layer_decay(0.75), replace(PATTERN, module:function), joined by +; what is frozen sends no byte and has no "
+        "optimizer state",
+        "--tune",
         "all",
-        "what is trained: all, head, last(3), bias, norm, freeze(PATTERN), layer_decay(0.75), joined by +; what is "
-        "frozen sends no byte and has no optimizer state",
     )
     frozen_norm: Literal["eval", "train"] = setting(
         "eval", "statistics of BatchNorm whose parameters are frozen: eval (they stay), or train"
+    )
+    sparse_tables: bool = setting(
+        False,
+        "embedding tables have sparse gradients: rows that a batch touches are updated and travel, no others; with "
+        "--optimizer sparse_adam, adagrad or sgd, --momentum 0 and --weight-decay 0",
     )
     sync_batchnorm: bool = setting(False, "BatchNorm statistics over the whole global batch")
     compile: bool = setting(False, "torch.compile the model")
@@ -271,9 +278,17 @@ class StrategyConfig:
 class LaunchConfig:
     """Processes and machines."""
 
-    on: str = code_setting("local", "where processes run: local, or module:Class of your own", "--on")
+    on: str = code_setting(
+        "local",
+        "where it runs: local, ssh(hosts=a+b), slurm(nodes=2), a name of your places.yaml, or module:Class of your own",
+        "--on",
+    )
     workers: int = setting(0, "processes on this machine; 0: one per GPU, or min(2, cores) on a CPU", above=0)
     threads: int = setting(0, "compute threads per worker; 0: cores / workers", above=0)
+    balance: Literal["auto", "off"] = setting(
+        "off",
+        "parts of a batch by the workers' measured speed, so that all are done together: auto, or off (equal parts)",
+    )
     nodes: str = setting("1", "machines: a number, or a range such as 1:4 that may change while the run goes")
     rendezvous: str = setting(
         "",
@@ -286,6 +301,11 @@ class LaunchConfig:
     link: str = setting("", "shape the links between this machine's workers: 100mbit, or 10mbit,20ms; needs root")
     max_restarts: int = setting(
         3, "restarts after a worker died with no new checkpoint in between, before the run is given up", above=0
+    )
+    elastic: Literal["off", "on"] = setting(
+        "off",
+        "what follows when a worker of an all-reduce or averaging run is killed: on (the others go on, and train its "
+        "share of each batch until it is back) or off (all start again from the newest checkpoint)",
     )
     timeout: str = setting("2m", "how long any rank waits for another before the run is restarted")
     machine_patience: str = setting("10m", "how long the machines of a run wait for one that was lost, before they end")
@@ -304,6 +324,14 @@ class CheckpointConfig:
     io_patience: str = setting(
         "10m", "how long training goes on while the run's folder cannot be written, such as on a full disk"
     )
+    mirror: str = setting(
+        "",
+        "a folder or URL (s3://BUCKET/NAME, gs://, az://) that each checkpoint, the record and the report are copied "
+        "to while training goes on; echelon resume URL continues from there; empty: none",
+    )
+    codec: Literal["none", "zstd"] = setting(
+        "none", "how files of a run are stored at a URL or --mirror: none, or zstd", "--checkpoint-codec"
+    )
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -314,6 +342,12 @@ class TrackingConfig:
     callbacks: str = calls_setting(
         "classes of your own that are told what happens in the run: module:Class, module:Class(every=10)+module:Other",
         "--callbacks",
+    )
+    notify: str = setting(
+        "",
+        "who is told how the run ends, and that a process died: a webhook's URL, in which $NAME is taken from the "
+        "environment, or a program, which reads JSON",
+        "--notify",
     )
 
 

@@ -48,11 +48,13 @@ class ResumeSettings(TypedDict, total=False):
     cuts: str
     """pp: the blocks that stages begin with, such as blocks.4,blocks.8; empty: balanced"""
     on: str
-    """where processes run: local, or module:Class of your own [default: 'local']"""
+    """where it runs: local, ssh(hosts=a+b), slurm(nodes=2), a name of your places.yaml, or module:Class of your own [default: 'local']"""
     workers: int
     """processes on this machine; 0: one per GPU, or min(2, cores) on a CPU [default: 0]"""
     threads: int
     """compute threads per worker; 0: cores / workers [default: 0]"""
+    balance: Literal["auto", "off"]
+    """parts of a batch by the workers' measured speed, so that all are done together: auto, or off (equal parts) [default: 'off']"""
     nodes: str
     """machines: a number, or a range such as 1:4 that may change while the run goes [default: '1']"""
     rendezvous: str
@@ -63,6 +65,8 @@ class ResumeSettings(TypedDict, total=False):
     """shape the links between this machine's workers: 100mbit, or 10mbit,20ms; needs root"""
     max_restarts: int
     """restarts after a worker died with no new checkpoint in between, before the run is given up [default: 3]"""
+    elastic: Literal["off", "on"]
+    """what follows when a worker of an all-reduce or averaging run is killed: on (the others go on, and train its share of each batch until it is back) or off (all start again from the newest checkpoint) [default: 'off']"""
     timeout: str
     """how long any rank waits for another before the run is restarted [default: '2m']"""
     machine_patience: str
@@ -77,8 +81,14 @@ class ResumeSettings(TypedDict, total=False):
     """newest checkpoints kept, beside the best one [default: 2]"""
     io_patience: str
     """how long training goes on while the run's folder cannot be written, such as on a full disk [default: '10m']"""
+    mirror: str
+    """a folder or URL (s3://BUCKET/NAME, gs://, az://) that each checkpoint, the record and the report are copied to while training goes on; echelon resume URL continues from there; empty: none"""
+    checkpoint_codec: Literal["none", "zstd"]
+    """how files of a run are stored at a URL or --mirror: none, or zstd [default: 'none']"""
     logger: str
     """services that draw the run, joined by +: wandb(project=digits)+mlflow"""
+    notify: str
+    """who is told how the run ends, and that a process died: a webhook's URL, in which $NAME is taken from the environment, or a program, which reads JSON"""
 
 
 class TrainSettings(ResumeSettings, total=False):
@@ -125,9 +135,11 @@ class TrainSettings(ResumeSettings, total=False):
     head: Literal["auto", "keep", "new"]
     """with --weights, the model's head: keep (it must fit), new (as initialised), or auto (new where the weights have none of its shape) [default: 'auto']"""
     tune: str
-    """what is trained: all, head, last(3), bias, norm, freeze(PATTERN), layer_decay(0.75), joined by +; what is frozen sends no byte and has no optimizer state [default: 'all']"""
+    """what is trained: all, head, last(3), bias, norm, lora(r=8), freeze(PATTERN), unfreeze(epoch=3), layer_decay(0.75), replace(PATTERN, module:function), joined by +; what is frozen sends no byte and has no optimizer state [default: 'all']"""
     frozen_norm: Literal["eval", "train"]
     """statistics of BatchNorm whose parameters are frozen: eval (they stay), or train [default: 'eval']"""
+    sparse_tables: bool
+    """embedding tables have sparse gradients: rows that a batch touches are updated and travel, no others; with --optimizer sparse_adam, adagrad or sgd, --momentum 0 and --weight-decay 0 [default: False]"""
     sync_batchnorm: bool
     """BatchNorm statistics over the whole global batch [default: False]"""
     compile: bool

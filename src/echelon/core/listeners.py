@@ -10,7 +10,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -33,6 +33,34 @@ def closed_afterwards() -> Iterator[None]:
             logging.getLogger(__name__).warning(
                 "ports between ranks stay open to others: no TCP signatures (%s)", error
             )
+
+
+def connections() -> dict[int, int]:
+    """Return the TCP connections of this process: the inode of each socket by its file descriptor (Linux)."""
+    if sys.platform != "linux":
+        return {}
+    found = {}
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile, or not connected
+            if str(path.readlink()).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(path.name))) as handle:
+                    if handle.family in (socket.AF_INET, socket.AF_INET6) and handle.type == socket.SOCK_STREAM:
+                        handle.getpeername()
+                        found[int(path.name)] = os.fstat(handle.fileno()).st_ino
+    return found
+
+
+def break_off(broken: Mapping[int, int]) -> None:
+    """Break connections, so that whoever waits on them, here and at their other ends, gets an error at once.
+
+    Args:
+        broken: as `connections` returned them; those that have been closed since are left alone.
+    """
+    for fd, inode in broken.items():
+        with suppress(OSError):  # closed meanwhile
+            if os.fstat(fd).st_ino == inode:
+                with socket.socket(fileno=os.dup(fd)) as handle:
+                    handle.shutdown(socket.SHUT_RDWR)
 
 
 def _listening() -> set[int]:

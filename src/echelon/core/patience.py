@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import sys
 import threading
 import time
@@ -63,13 +64,13 @@ class Patience:
     Several things may fail at once: this is told once, and once more when all of them work again.
 
     Attributes:
-        limit_s: for how long something may fail before the run ends.
+        limit_s: for how long something may fail before the run ends; infinity: it never does for that.
         tell: is given each notice.
     """
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | str,
         limit_s: float = PATIENCE_S,
         tell: Callable[[DiskNotice], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -171,7 +172,8 @@ class Patience:
         self.limit_s = 0.0
 
     def _fails(self, what: str, reason: str) -> DiskNotice:
-        goes_on = f"training goes on, and it is tried again for {format_seconds(self.limit_s)}"
+        how_long = "until the run ends" if math.isinf(self.limit_s) else f"for {format_seconds(self.limit_s)}"
+        goes_on = f"training goes on, and it is tried again {how_long}"
         return DiskNotice(f"cannot write to {self._folder} ({what}: {reason}); {goes_on}", what, reason)
 
     def _over(self, what: str, trouble: _Trouble, now: float) -> UserError:

@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 _CALL = re.compile(r"^\s*([A-Za-z_][\w-]*)\s*(?:\((.*)\))?\s*$", re.DOTALL)
 _WORD = re.compile(r"^[A-Za-z_][\w.-]*$")
+_OWN = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")  # module:name
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _NAMED = re.compile(r'^([^"=]*)=(.*)$', re.DOTALL)
 _QUANTITY = re.compile(r"^(\d+(?:\.\d+)?)\s*([A-Za-z]+)$")
@@ -161,7 +162,7 @@ def _parse_scalar(text: str, spec: str) -> Scalar:
             return Range(int(match[1]), int(match[2]))
     except UserError as error:
         raise UserError(f"{word} in spec {spec!r}: {error}") from None
-    if _WORD.match(word):
+    if _WORD.match(word) or _OWN.match(word):
         return word
     raise UserError(
         f"cannot read {word!r} in spec {spec!r}: expected a number, true, false, a word, a quantity such as 8h, "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+
 from echelon.core.errors import UserError
 from echelon.core.registry import Registry
 from echelon.core.spec import Spec
@@ -26,3 +29,35 @@ def read_tuning(text: str) -> list[Spec]:
     if ALL in names and len(names) > 1 and set(names) & {"head", "last", "bias", "norm"}:
         raise UserError(f"{text}: all leaves nothing for the others to choose: leave it out, or them")
     return specs
+
+
+def code_of(text: str) -> list[str]:
+    """Return what kinds of tuning name as `module:name`.
+
+    >>> code_of('head+replace("blocks.*.act", mine:factory)')
+    ['mine:factory']
+    """
+    specs = TUNINGS.chain(text)
+    values = [value for spec in specs for value in (*spec.args, *(value for _, value in spec.kwargs))]
+    return [value for value in values if isinstance(value, str) and ":" in value]
+
+
+def packages_of(text: str) -> tuple[str, ...]:
+    """Return the packages that kinds of tuning need beside torch.
+
+    >>> packages_of("lora+norm"), packages_of("head")
+    (('peft',), ())
+    """
+    constants = [TUNINGS.declaration(spec.name).constants for spec in TUNINGS.chain(text)]
+    return tuple(ast.literal_eval(each["package"]) for each in constants if "package" in each)
+
+
+def check_packages(text: str) -> None:
+    """Refuse a kind of tuning whose package is not there, without importing it.
+
+    Raises:
+        UserError: says how it is installed.
+    """
+    for package in packages_of(text):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"{text} needs the package {package}: pip install 'echelon[lora]'")

@@ -19,6 +19,7 @@ from echelon.data.decode import CannotDecode
 from echelon.data.images import ImageArray, ImageItems, Images, TensorArray, TensorItems, random_state_kept
 from echelon.data.order import Indices, item_seeds, numbers_in, uniforms
 from echelon.data.ragged import RaggedArray, batch_specs, sample_lengths
+from echelon.data.stream import Stream
 from echelon.data.transforms import InputTransform
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest, TensorSpec
@@ -258,6 +259,22 @@ class ItemRows(RowsOfOneShape):
         if self._transform is not None:
             self._transform.apply(epoch, draws, inputs)
         return samples_not_finite(numbers, (inputs, targets), self._skip_nan)
+
+
+class StreamRows(ItemRows):
+    """Makes rows of data that is read through: its random numbers are seeded once for an epoch."""
+
+    def __init__(
+        self, items: TensorItems, seed: int, transform: InputTransform | None = None, skip_nan: bool = False
+    ) -> None:
+        super().__init__(items, seed, transform, skip_nan)
+        self._stream: Stream = items.items
+        self._stream_seed = seed
+
+    def fill(self, epoch: int, draws: Indices, inputs: Nest, targets: Nest) -> list[BadSample]:
+        """Write the items of `draws`, as `ItemRows` does, of the iteration that belongs to the epoch."""
+        self._stream.begin(self._stream_seed, epoch)
+        return super().fill(epoch, draws, inputs, targets)
 
 
 def samples_not_finite(numbers: Indices, rows: Nest, skip: bool) -> list[BadSample]:

@@ -135,10 +135,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Shard:
-    """Which of the ranks that divide the samples this is."""
+    """Which of the ranks that divide the samples this is, and how they divide them.
+
+    Attributes:
+        weights: of the ranks' parts, in their order: parts of a batch are as large as these say (see
+            `core.shares.share_sizes`); empty: all are of one size.
+    """
 
     rank: int
     world_size: int
+    weights: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

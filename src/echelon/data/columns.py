@@ -6,6 +6,7 @@ the run is evaluated on are encoded as its own were.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ Values = TypeVar("Values")
 UNSEEN = 0
 """The id of a value that no training row has, and of a missing one."""
 _TEXT_CHARACTERS = 20  # from this mean length on, strings that hardly repeat are texts
+_HASHED_ROWS = 65_536  # at a time
 _SEPARATORS = ("|", ";")
 _SEVERAL = 0.05  # share of strings with a separator from which on they are labels
 IDS, MASK = "input_ids", "attention_mask"  # what models of texts call their inputs, those of transformers too
@@ -270,6 +272,23 @@ def _as_known(values: Sequence[str]) -> ColumnFacts:
     return ColumnFacts(known=tuple(values))
 
 
+def table_digest(table: pa.Table) -> str:
+    """Return a hash of a table's values, row by row: the same where whole numbers have come to be read as floats."""
+    hashed = hashlib.sha256()
+    for name in table.column_names:
+        hashed.update(name.encode())
+        for start in range(0, len(table), _HASHED_ROWS):
+            values = table[name].slice(start, _HASHED_ROWS)
+            kind = values.type
+            if pa.types.is_null(kind):
+                hashed.update(np.full(len(values), np.inf).tobytes())
+            elif not (is_string(values) or pa.types.is_nested(kind) or pa.types.is_binary(kind)):
+                hashed.update(np.nan_to_num(as_numbers(values), nan=np.inf).tobytes())  # one kind of missing value
+            else:
+                hashed.update(repr(values.to_pylist()).encode("utf-8", "surrogatepass"))
+    return hashed.hexdigest()
+
+
 def known_values(values: pa.ChunkedArray) -> ColumnFacts:
     """Return the facts of a column whose values are numbered: each that is there, sorted."""
     return ColumnFacts(known=tuple(pc.drop_null(pc.unique(values)).sort().to_pylist()))
@@ -451,12 +470,15 @@ class TextColumn:
     tokeniser: Tokeniser
 
 
-def encode_texts(request: DataRequest, texts: Sequence[str], train: int) -> TextColumn:
+def encode_texts(request: DataRequest, texts: Sequence[str], train: int, begun: int | None = None) -> TextColumn:
     """Return texts as ids, by the tokeniser of `tokeniser_for`; of each at most the first 512.
+
+    Training texts that came after the run began are cut to the longest of the others, for which the model was built.
 
     Args:
         texts: of all parts.
         train: how many of the first ones are for training: a tokeniser is trained on these alone.
+        begun: how many of these the run began with; None: all.
 
     Raises:
         UserError: there is no such tokeniser, or no text to train one on.
@@ -464,7 +486,10 @@ def encode_texts(request: DataRequest, texts: Sequence[str], train: int) -> Text
     if not any(text.strip() for text in texts[:train]):
         raise UserError(f"data {request.config.source}: column {request.config.input} holds no text")
     tokeniser = tokeniser_for(request, texts[:train])
-    inputs = with_mask([row[:MOST_TOKENS] for row in tokeniser.encode(texts)])
+    rows = [row[:MOST_TOKENS] for row in tokeniser.encode(texts)]
+    first = train if begun is None else begun
+    most = max(map(len, (*rows[:first], *rows[train:])), default=MOST_TOKENS)
+    inputs = with_mask([row[:most] if first <= i < train else row for i, row in enumerate(rows)])
     longest = inputs[IDS].shape[1:2]
     specs = {
         IDS: TensorSpec(longest, "int64", tokeniser.count, ragged=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from echelon.tasks.nest import Nest
 Pair = tuple[Nest, Nest]
 """Inputs and targets of a batch."""
 Units = Callable[[Nest], int]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,14 @@ class BatchJob:
     """A batch to make: its number in the epoch, this rank's indices, and those of all ranks.
 
     `everyone` is None where the indices of all ranks are not known, or nobody asks for the units of the whole batch.
+    `sizes` are of all ranks' parts; empty: they are equal.
     """
 
     number: int
     indices: Indices
     global_size: int
     everyone: Indices | None = None
+    sizes: tuple[int, ...] = ()
 
     @property
     def padded_with(self) -> Indices:
@@ -52,6 +56,18 @@ class Staged:
     done: torch.cuda.Event
 
 
+def _lock(slots: Slots) -> bool:
+    """Page-lock memory that is there already: the GPU reads what the loaders wrote, without a copy between.
+
+    Some systems refuse it (a low limit of locked memory, shared memory of some containers): returns whether it is.
+    """
+    code = torch.cuda.cudart().cudaHostRegister(slots.address, slots.n_bytes, 0)
+    if int(code) == 0:
+        return True
+    logger.warning("the loaders' memory cannot be page-locked (CUDA error %s): each batch is copied once more", code)
+    return False
+
+
 class CudaFeed:
     """Copies batches to a GPU beside its computation."""
 
@@ -60,9 +76,8 @@ class CudaFeed:
         self._stream = torch.cuda.Stream(device)
         self._mean = torch.tensor(info.mean).view(-1, 1, 1).mul_(255).to(device)
         self._std = torch.tensor(info.std).view(-1, 1, 1).mul_(255).to(device)
-        if slots is not None:
-            # page-locks memory that is there already: the GPU reads what the loaders wrote, without a copy between
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(slots.address, slots.n_bytes, 0))
+        if slots is not None and not _lock(slots):
+            self._slots = None  # batches are copied into page-locked memory one by one
 
     def stage(self, inputs: Nest, targets: Nest) -> Staged:
         """Start to copy the arrays of a batch; their memory must stay as it is until `done`."""
@@ -244,7 +259,7 @@ class Feed:
     def _batch(self, epoch: int, job: BatchJob, made: _Made) -> Batch:
         units, indices = self._global_units(job), made.indices % max(1, self._info.train_size)
         samples = numbers_in(self._rows.origin, indices)
-        return Batch(made.inputs, made.targets, job.global_size, job.number, units, epoch, samples)
+        return Batch(made.inputs, made.targets, job.global_size, job.number, units, epoch, samples, job.sizes)
 
     def _global_units(self, job: BatchJob) -> int | None:
         if self._units is None or job.everyone is None or self._rows.targets is None:

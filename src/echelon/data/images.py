@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -352,16 +352,42 @@ def _kinds(item: Any) -> str:
 Images = ImageFiles | ImageRanges | ImageCells | ImageArray | ImageItems
 
 
+class RandomState(NamedTuple):
+    """State of the generators that a data set may draw from: torch's of the CPU, Python's and numpy's."""
+
+    torch_state: Tensor
+    python_state: Any
+    numpy_state: Any
+
+    @classmethod
+    def now(cls) -> RandomState:
+        """Return the state of this process."""
+        return cls(torch.default_generator.get_state(), random.getstate(), np.random.get_state())
+
+    @classmethod
+    def of(cls, seed: int) -> RandomState:
+        """Return the state that a seed gives; that of the process stays."""
+        with random_state_kept():
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            return cls.now()
+
+    def put_back(self) -> None:
+        """Give the process this state."""
+        torch.default_generator.set_state(self.torch_state)
+        random.setstate(self.python_state)
+        np.random.set_state(self.numpy_state)
+
+
 @contextmanager
 def random_state_kept() -> Iterator[None]:
     """Give the process its random state back after a data set drew from it."""
-    torch_state, state, numpy_state = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    kept = RandomState.now()
     try:
         yield
     finally:
-        torch.default_generator.set_state(torch_state)
-        random.setstate(state)
-        np.random.set_state(numpy_state)
+        kept.put_back()
 
 
 def labels_of(data: Any) -> Labels | None:

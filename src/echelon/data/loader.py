@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from echelon.core.errors import UserError
+from echelon.core.shares import share_sizes
+from echelon.data.assemble import StreamRows
 from echelon.data.base import Batch, DataInfo, Shard, Source
 from echelon.data.drawn import DrawnSamples
 from echelon.data.feed import BatchJob, Feed, Units
 from echelon.data.mixing import Mixer, pairs_around
-from echelon.data.order import Indices, global_batches, grouped_batches, local_part
+from echelon.data.order import Indices, batches_in_order, global_batches, grouped_batches, local_part
 from echelon.data.recipe import LoaderConfig, make_rows
-from echelon.data.weights import read_weights, weighted_batches, weights_name
+from echelon.data.weights import UNWEIGHTED, read_weights, weighted_batches, weights_name
 from echelon.tasks.nest import Nest
 
 if TYPE_CHECKING:
@@ -54,16 +56,20 @@ class TrainLoader(_Loader):
 
     Attributes:
         sampling: what tells its order of samples from another one.
+        shard: this rank's part of each batch; `deal` changes it between two batches.
 
     Args:
         units: counts the units of a loss in targets, where these are not samples: batches whose targets lie in memory
             then know how many the global batch has.
+        largest: samples of the largest part that this rank may be dealt; 0: one of equal parts.
 
     Raises:
         UserError: more ranks than samples, or than samples in a batch; settings that do not fit the data.
     """
 
-    def __init__(self, source: Source, config: LoaderConfig, shard: Shard, units: Units | None = None) -> None:
+    def __init__(
+        self, source: Source, config: LoaderConfig, shard: Shard, units: Units | None = None, largest: int = 0
+    ) -> None:
         size, world = config.data.batch_size, shard.world_size
         if source.info.train_size < world:
             raise UserError(
@@ -72,27 +78,53 @@ class TrainLoader(_Loader):
         if size < world:
             raise UserError(f"--batch-size {size} is smaller than the {world} workers: each needs at least one sample")
         info, data = source.info, config.data
-        self._config, self._shard, self._n = config, shard, info.train_size
+        self._config, self._n = config, info.train_size
         rows = make_rows(source.train, info, config, training=True)
         self._lengths = rows.lengths
+        self._in_order = isinstance(rows, StreamRows)
+        if self._in_order and data.sample_weights != UNWEIGHTED:
+            raise UserError(f"--sample-weights draws samples in any order, and {info.name} can only be iterated")
         self._weights = read_weights(data.sample_weights, info, rows.targets)
         self.sampling = weights_name(data.sample_weights, self._weights)
         self._mixer = Mixer(data, info, config.seed) if data.mixup or data.cutmix else None
-        most = -(-min(size, self._n) // world) + 2 * (self._mixer is not None)
-        self._feed = Feed(rows, info, config, most, units)
+        self._largest = largest or -(-min(size, self._n) // world)
+        self._feed = Feed(rows, info, config, self._largest + 2 * (self._mixer is not None), units)
+        self.deal(shard)
         self.batches_per_epoch = -(-self._n // size)
         self._stages = info.stages
         self._epoch: tuple[int, list[Indices]] | None = None
 
+    def deal(self, shard: Shard) -> None:
+        """Change this rank's part of each batch, from the next one on that is taken of a running epoch.
+
+        All ranks call it between the same two batches, with the same weights: then the batches are what they were, and
+        each sample of one is with one rank.
+
+        Raises:
+            ValueError: the part is larger than this loader has room for.
+        """
+        most, weights = min(self._config.data.batch_size, self._n), shard.weights or (1,) * shard.world_size
+        if (part := -(-most * weights[shard.rank] // sum(weights))) > self._largest:
+            raise ValueError(f"a part of {part} samples, and this loader has room for {self._largest}")
+        self.shard = shard
+
     def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
         """Give the batches of an epoch from `start_batch` on; an iterator that is left early may be dropped.
+
+        What was made ahead for parts that are dealt anew meanwhile is dropped.
 
         Raises:
             UserError: an image cannot be decoded, unless they are to be skipped.
             LoaderFailed: a loader process died, raised, or gave nothing in time.
         """
-        batches = list(enumerate(self._batches(epoch)))[start_batch:]
-        return self._made(epoch, [(number, batch, self._shard) for number, batch in batches])
+        batches = list(enumerate(self._batches(epoch)))
+        while start_batch < len(batches):
+            shard = self.shard
+            for batch in self._made(epoch, [(number, batch, shard) for number, batch in batches[start_batch:]]):
+                start_batch += 1
+                yield batch
+                if self.shard != shard:
+                    break
 
     def part(self, epoch: int, batch: int, shard: Shard) -> Batch:
         """Give any rank's part of one batch: for ranks that are told what to work on, in no order of their own."""
@@ -123,23 +155,32 @@ class TrainLoader(_Loader):
         size, seed = self._config.data.batch_size, self._config.seed
         if self._weights is not None:
             return weighted_batches(self._weights, size, seed, epoch)
+        if self._in_order:
+            return batches_in_order(self._n, size)
         if self._lengths is not None:
-            return grouped_batches(self._lengths, size, seed, epoch)
+            return grouped_batches(self._lengths[: self._samples_in(epoch)], size, seed, epoch)
         return global_batches(self._samples_in(epoch), size, seed, epoch)
 
     def _made(self, epoch: int, wanted: Sequence[tuple[int, Indices, Shard]]) -> Iterator[Batch]:
         """Give parts of batches: each one's number in the epoch, its draws, and which part of it."""
         if self._mixer is None:
-            jobs = [BatchJob(number, local_part(draws, shard), len(draws), draws) for number, draws, shard in wanted]
+            jobs = [
+                BatchJob(number, local_part(draws, shard), len(draws), draws, _uneven(len(draws), shard))
+                for number, draws, shard in wanted
+            ]
             yield from self._feed.run(epoch, jobs)
             return
         spans = [pairs_around(len(draws), shard) for _, draws, shard in wanted]
         jobs = [
-            BatchJob(number, draws[span.loaded], len(draws), draws)
-            for (number, draws, _), span in zip(wanted, spans, strict=True)
+            BatchJob(number, draws[span.loaded], len(draws), draws, _uneven(len(draws), shard))
+            for (number, draws, shard), span in zip(wanted, spans, strict=True)
         ]
         for batch, span in zip(self._feed.run(epoch, jobs), spans, strict=True):
             yield self._mixer.mix(batch, epoch, span.own)
+
+
+def _uneven(samples: int, shard: Shard) -> tuple[int, ...]:
+    return tuple(share_sizes(samples, shard.world_size, shard.weights)) if shard.weights else ()
 
 
 def size_note(info: DataInfo, batch_size: int) -> str:
@@ -167,12 +208,20 @@ class EvalLoader(_Loader):
 
     Args:
         samples: in place of the source's evaluation set.
+        part: `(number, count)`: only the batches of one part of so many; they are the same batches as of all.
 
     Raises:
         UserError: settings that do not fit the data.
     """
 
-    def __init__(self, source: Source, config: LoaderConfig, shard: Shard, samples: Dataset[Any] | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        config: LoaderConfig,
+        shard: Shard,
+        samples: Dataset[Any] | None = None,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
         data = config.data
         size = data.eval_batch_size or -(-data.batch_size // shard.world_size)
         samples = source.evaluation if samples is None else samples
@@ -180,8 +229,10 @@ class EvalLoader(_Loader):
             size = min(size, samples.at_once)
         indices = local_part(np.arange(len(samples)), shard)  # type: ignore[arg-type]
         self.total = len(samples)  # type: ignore[arg-type]
-        self.first = int(indices[0]) if len(indices) else 0
         parts = [indices[start : start + size] for start in range(0, len(indices), size)]
+        number, count = part
+        parts = parts[len(parts) * number // count : len(parts) * (number + 1) // count]
+        self.first = int(parts[0][0]) if parts else 0
         self._jobs = [BatchJob(i, part, len(part)) for i, part in enumerate(parts)]
         rows = make_rows(samples, source.info, config, training=False)
         self._feed = Feed(rows, source.info, config, min(size, len(indices)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from echelon.core.shares import share_sizes
 from echelon.data.base import Shard
 
 Indices = NDArray[np.int64]
@@ -18,7 +19,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 _GROUPED = 64  # batches: among fewer, lengths differ more; among more, batches of neighbours come back together
 # separate streams, so that no two uses share numbers
-_ORDER, _AUGMENT, _SPLIT, _ITEM, _DRAW, _MIX, _TRANSFORM, _BATCHES = range(1, 9)
+_ORDER, _AUGMENT, _SPLIT, _ITEM, _DRAW, _MIX, _TRANSFORM, _BATCHES, _LAYERS = range(1, 10)
 
 
 def global_batches(n: int, batch_size: int, seed: int, epoch: int) -> list[Indices]:
@@ -33,6 +34,11 @@ def global_batches(n: int, batch_size: int, seed: int, epoch: int) -> list[Indic
     """
     order = _shuffled(n, _stream(seed, epoch, _ORDER))
     return _cut(order, batch_size)
+
+
+def batches_in_order(n: int, batch_size: int) -> list[Indices]:
+    """Cut `n` samples into global batches in the order in which they come."""
+    return _cut(np.arange(n), batch_size)
 
 
 def grouped_batches(lengths: Indices, batch_size: int, seed: int, epoch: int) -> list[Indices]:
@@ -56,14 +62,18 @@ def grouped_batches(lengths: Indices, batch_size: int, seed: int, epoch: int) ->
 
 
 def local_part(batch: Indices, shard: Shard) -> Indices:
-    """Return one rank's contiguous part of a global batch; sizes differ by at most 1, and may be 0.
+    """Return one rank's contiguous part of a global batch; it may be empty.
+
+    Without weights sizes differ by at most 1.
 
     >>> [local_part(np.arange(5), Shard(rank, 2)).tolist() for rank in range(2)]
     [[0, 1, 2], [3, 4]]
+    >>> [local_part(np.arange(5), Shard(rank, 2, (1, 4))).tolist() for rank in range(2)]
+    [[0], [1, 2, 3, 4]]
     """
-    size, more = divmod(len(batch), shard.world_size)
-    start = shard.rank * size + min(shard.rank, more)
-    return batch[start : start + size + (shard.rank < more)]
+    sizes = share_sizes(len(batch), shard.world_size, shard.weights)
+    start = sum(sizes[: shard.rank])
+    return batch[start : start + sizes[shard.rank]]
 
 
 def numbers_in(origin: Indices | None, indices: Indices) -> Indices:
@@ -99,6 +109,11 @@ def draw_uniforms(seed: int, epoch: int, n: int) -> NDArray[np.float64]:
 def mix_seed(seed: int, epoch: int, batch: int) -> int:
     """Return a 32-bit seed of what mixes the samples of a global batch."""
     return int(_mix(np.array([batch ^ _stream(seed, epoch, _MIX)], dtype=np.uint64))[0] >> np.uint64(32))
+
+
+def layer_seed(seed: int, step: int, share: int) -> int:
+    """Return a 63-bit seed of what layers draw (dropout, drop path) in a step, for one part of its batch."""
+    return int(_mix(np.array([share ^ _stream(seed, step, _LAYERS)], dtype=np.uint64))[0] >> np.uint64(1))
 
 
 def _unit(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:

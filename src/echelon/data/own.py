@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from echelon.core.errors import UserError
 from echelon.data.base import CLASS_NUMBER, DataInfo, Source
@@ -26,15 +26,20 @@ from echelon.data.images import (
 )
 from echelon.data.order import Indices, split
 from echelon.data.statistics import measure
+from echelon.data.stream import Stream, is_stream
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest, TensorSpec
 
 _MOST_READ_FOR_LABELS = 20_000
+_PROMISE = (
+    "samples come in its own order, each once in an epoch as far as it gives the same each time, and each process "
+    "reads through all of it"
+)
 MOST_CLASSES = 1_000_000  # beyond, whole numbers are no classes
 
 
 def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequence[str] | None = None) -> Source:
-    """Use map-style data sets whose items are (input, target), (input, input, ..., target), or dicts with a target.
+    """Use data sets whose items are (input, target), (input, input, ..., target), or dicts with a target.
 
     Inputs are used as they come, unless they are square uint8 images `(1 or 3, S, S)` with a class each: these are
     augmented as configured and normalised. The tensors of all items have the same shapes. Random numbers that a data
@@ -42,7 +47,8 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
     depend on workers or loaders. Targets that are whole numbers from 0 may be classes; any others are for other tasks.
 
     Args:
-        train: with `len` and items; `targets` or `labels` spare reading every item once.
+        train: with `len` and items; `targets` or `labels` spare reading every item once. One that can only be iterated
+            is trained on in its own order (`data.stream`).
         evaluation: likewise.
         classes: names by label; from the labels when left out.
 
@@ -50,8 +56,7 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
         UserError: a data set is empty, its items are of another kind, or a label is none of `classes`.
     """
     name = type(train).__name__
-    _check_map_style("training", train)
-    _check_map_style("evaluation", evaluation)
+    train, evaluation = _by_index("training", train), _by_index("evaluation", evaluation)
     with random_state_kept():
         inputs, targets = _first_sample(name, train)
         both = (_labels(name, train), _labels(name, evaluation)) if _is_class(targets) else None
@@ -59,6 +64,8 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
     first = inputs if isinstance(inputs, torch.Tensor) else None
     is_image = bool(names) and first is not None and first.dtype == torch.uint8 and first.ndim == 3
     is_image = is_image and first is not None and first.shape[0] in (1, 3)
+    if is_image and isinstance(train, Stream):
+        raise UserError(f"data {name}: images that come one after the other are used as they are: give float tensors")
     if is_image and first is not None and first.shape[1] != first.shape[2]:
         raise UserError(f"data {name}: uint8 images must be square, not {tuple(first.shape)}; or give float tensors")
     labels, held_labels = both if both is not None else (None, None)
@@ -75,7 +82,10 @@ def from_datasets(train: Dataset[Any], evaluation: Dataset[Any], classes: Sequen
         targets=targets if labels is None else CLASS_NUMBER,
         task=_task_of(targets),
     )  # fmt: skip
-    return Source(data, held, info)
+    notes = tuple(f"the {part} data can only be iterated: {_PROMISE}" for part, each in (
+        ("training", train), ("evaluation", evaluation)
+    ) if isinstance(each, Stream))[:1]  # fmt: skip
+    return Source(data, held, info, notes)
 
 
 OwnData = Source | Dataset[Any] | tuple[Dataset[Any], ...]
@@ -95,6 +105,11 @@ def source_of(data: OwnData, holdout: float, seed: int) -> Source:
     if isinstance(data, Source):
         return data
     if not isinstance(data, (tuple, list)):
+        if is_stream(data):
+            raise UserError(
+                f"data {type(data).__name__} can only be iterated, and no part of it can be held out: give two, "
+                "(training, evaluation)"
+            )
         _check_map_style("training", data)
         train, held = split(len(data), holdout, seed)  # type: ignore[arg-type]
         parts = [Subset(data, part.tolist()) for part in (train, held)]
@@ -126,13 +141,19 @@ def name_of_data(data: OwnData) -> str:
     return type(data[0] if isinstance(data, (tuple, list)) and data else data).__name__
 
 
+def _by_index(part: str, data: Any) -> Any:
+    """Return data with items by index: what can only be iterated, as a stream.
+
+    Raises:
+        UserError: it has no items, or cannot be iterated again.
+    """
+    if is_stream(data):
+        data = Stream(data, part)
+    _check_map_style(part, data)
+    return data
+
+
 def _check_map_style(part: str, data: Any) -> None:
-    if isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__")):
-        raise UserError(
-            f"data {type(data).__name__}: the {part} data can only be iterated, without length and items by index, by "
-            "which samples are shuffled, divided over workers and resumed: give both parts with their items in a list, "
-            "(list(train), list(evaluation)), or a data set with __len__ and __getitem__"
-        )
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__") or len(data) == 0:
         name = type(data).__name__
         raise UserError(f"data {name}: the {part} data needs a length above 0 and items by index (map-style)")
@@ -158,6 +179,8 @@ def _samples(data: Any, labels: Labels | None, is_image: bool) -> Images | Tenso
     tensors = data.tensors if type(data) is TensorDataset else None
     if type(data) is Subset and type(data.dataset) is TensorDataset:
         tensors = tuple(tensor[torch.as_tensor(data.indices)] for tensor in data.dataset.tensors)
+    if isinstance(data, Stream):  # whose order, and so the targets by place, may differ between epochs
+        return TensorItems(data)
     if tensors is None:
         return ImageItems(data, labels) if is_image and labels is not None else TensorItems(data, labels)
     *values, wanted = (tensor.detach().cpu().contiguous().numpy() for tensor in tensors)

@@ -11,13 +11,14 @@ import torch
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
-from echelon.data.assemble import ArrayRows, ImageRows, ItemRows, Recipe
+from echelon.data.assemble import ArrayRows, ImageRows, ItemRows, Recipe, StreamRows
 from echelon.data.base import DataInfo
 from echelon.data.drawn import DrawnRows, DrawnSamples
 from echelon.data.images import Images, TensorArray, TensorItems
 from echelon.data.masks import MaskedImages, MaskRecipe, MaskRows
 from echelon.data.sounds import SoundFiles, SoundRows
 from echelon.data.statistics import SMALL_IMAGE
+from echelon.data.stream import Stream
 from echelon.data.transforms import NO_TRANSFORMS, InputTransform, Transforms, own_transform
 
 Rows = ImageRows | ArrayRows | ItemRows | SoundRows | DrawnRows | MaskRows
@@ -78,7 +79,8 @@ def make_rows(samples: Any, info: DataInfo, config: LoaderConfig, training: bool
             raise UserError(f"--image-size is for images; inputs of {info.name} are used as they come")
         if isinstance(samples, TensorArray):
             return ArrayRows(samples, transform, data.on_nan == "skip")
-        return ItemRows(samples, config.seed, transform, data.on_nan == "skip")
+        kind = StreamRows if isinstance(samples.items, Stream) else ItemRows
+        return kind(samples, config.seed, transform, data.on_nan == "skip")
     if isinstance(samples, DrawnSamples):
         if data.augment not in ("auto", "none") or data.image_size:
             raise UserError(f"--augment and --image-size are for images; {info.name} is none")
@@ -144,6 +146,8 @@ def loader_count(rows: Rows, config: LoaderConfig) -> int:
     None for data in memory. On a CPU none either for images that are decoded once and kept: another process would
     only take the model's core. Else as many as the rank's share of the cores feeds.
     """
+    if isinstance(rows, StreamRows):  # each loader would read through all of it
+        return 0
     if config.data.loaders >= 0:
         return config.data.loaders
     on_gpu = config.device.type == "cuda"

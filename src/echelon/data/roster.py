@@ -1,4 +1,4 @@
-"""Which training samples a run knows, by name and in the order of their numbers: what lets a folder grow under it.
+"""Which training samples a run knows, in the order of their numbers: what lets its data grow under it.
 
 Samples keep their numbers for as long as the run goes on, so that an epoch in progress is finished with the samples
 that it began with, each once; new ones have the numbers behind them, and come from a later epoch on.
@@ -7,9 +7,12 @@ that it began with, each once; new ones have the numbers behind them, and come f
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,37 +32,93 @@ class Growth:
 
 
 @dataclass(frozen=True)
-class Roster:
+class Roster(ABC):
     """The samples of a run.
 
     Attributes:
         source: name of the data.
-        classes: of the samples, sorted; a run can learn no others.
-        names: of the samples, in the order of their numbers.
         begun: how many there were when the run began; of these some may be held out.
         stages: in the order of their epochs; the first one begins with the run.
-        new: names of samples that are there, and that the run does not know.
         is_kept: whether the run's folder has it.
     """
 
     source: str
-    classes: tuple[str, ...]
-    names: Sequence[str]
     begun: int
     stages: tuple[Growth, ...]
+    is_kept: bool
+
+    @property
+    def count(self) -> int:
+        """How many the run knows."""
+        return self.stages[-1].count
+
+    @property
+    @abstractmethod
+    def added(self) -> int:
+        """How many are there that the run does not know."""
+
+    @property
+    @abstractmethod
+    def example(self) -> str:
+        """What the first of these is called."""
+
+    @abstractmethod
+    def grown(self, epoch: int) -> Roster:
+        """Return the samples with the new ones from an epoch on."""
+
+    def check(self, folder: Path) -> None:
+        """Refuse data that has grown under a run.
+
+        Raises:
+            UserError: names the command that takes the new samples.
+        """
+        if self.added:
+            raise UserError(
+                f"data {self.source}: {self.added} samples are new since the run began, such as {self.example}: "
+                f"`echelon resume {folder} --rescan` takes them from the next epoch on"
+            )
+
+    def trained_stages(self, train: int) -> tuple[Growth, ...]:
+        """Return the stages in samples that are trained on: `train` of all; empty where the data did not grow."""
+        if self.count == self.begun:
+            return ()
+        return tuple(replace(stage, count=stage.count - (self.count - train)) for stage in self.stages)
+
+    def keep(self, folder: Path) -> None:
+        """Write it to the folder of a run."""
+        write_atomic(folder / RUN_FILE, json.dumps({**asdict(self), "is_kept": True}))  # any name is written in ASCII
+
+    def _stages_with(self, epoch: int, count: int) -> tuple[Growth, ...]:
+        return (*(stage for stage in self.stages if stage.epoch < epoch), Growth(epoch, count))
+
+
+@dataclass(frozen=True)
+class NamedRoster(Roster):
+    """Samples that are known by their names, wherever new ones sort among them.
+
+    Attributes:
+        classes: of the samples, sorted; a run can learn no others.
+        names: of the samples, in the order of their numbers.
+        new: names of samples that are there, and that the run does not know.
+    """
+
+    classes: tuple[str, ...]
+    names: Sequence[str]
     new: Sequence[str] = ()
-    is_kept: bool = False
 
     @classmethod
-    def of(cls, folder: Path | None, source: str, classes: tuple[str, ...], names: Sequence[str]) -> Roster:
+    def of(cls, folder: Path | None, source: str, classes: tuple[str, ...], names: Sequence[str]) -> NamedRoster:
         """Return the samples that a run's folder keeps, of those that are there now; else all of these.
 
         Raises:
             UserError: one that the run knows is gone, there is another class, or the file cannot be read.
         """
-        kept = _read(folder / RUN_FILE) if folder is not None else None
-        if kept is None or kept.source != source:
-            return cls(source, classes, names, len(names), (Growth(0, len(names)),))
+        kept = None
+        if values := _kept(folder, source, "names"):
+            with _refused(folder):
+                kept = cls(*_common(values), tuple(values["classes"]), values["names"])
+        if kept is None:
+            return cls(source, len(names), (Growth(0, len(names)),), False, classes, names)
         if kept.classes != classes:
             other = sorted(set(kept.classes) ^ set(classes))[0]
             change = "is new" if other in classes else "is gone"
@@ -73,43 +132,109 @@ class Roster:
             )
         return replace(kept, new=[name for name in names if name not in known])
 
+    @property
+    def added(self) -> int:
+        """How many are there that the run does not know."""
+        return len(self.new)
+
+    @property
+    def example(self) -> str:
+        """Return the name of the first new one."""
+        return self.new[0]
+
     def order(self, names: Sequence[str]) -> NDArray[np.int64]:
         """Return where the samples lie among `names`."""
         places = {name: i for i, name in enumerate(names)}
         return np.array([places[name] for name in self.names], dtype=np.int64)
 
-    def check(self, folder: Path) -> None:
-        """Refuse data that has grown under a run.
-
-        Raises:
-            UserError: names the command that takes the new samples.
-        """
-        if self.new:
-            raise UserError(
-                f"data {self.source}: {len(self.new)} samples are new since the run began, such as {self.new[0]}: "
-                f"`echelon resume {folder} --rescan` takes them from the next epoch on"
-            )
-
-    def grown(self, epoch: int) -> Roster:
+    def grown(self, epoch: int) -> NamedRoster:
         """Return the samples with the new ones from an epoch on."""
         names = [*self.names, *self.new]
-        earlier = tuple(stage for stage in self.stages if stage.epoch < epoch)
-        return replace(self, names=names, new=(), stages=(*earlier, Growth(epoch, len(names))))
+        return replace(self, names=names, new=(), stages=self._stages_with(epoch, len(names)))
 
     def keep(self, folder: Path) -> None:
         """Write it to the folder of a run."""
-        values = {**asdict(self), "names": list(self.names), "new": [], "is_kept": True}
-        write_atomic(folder / RUN_FILE, json.dumps(values))  # names of any bytes are written in ASCII
+        super(NamedRoster, replace(self, names=list(self.names), new=[])).keep(folder)
 
 
-def _read(file: Path) -> Roster | None:
-    if not file.is_file():
+@dataclass(frozen=True)
+class RowRoster(Roster):
+    """Samples that are known by their place, as rows of a table are: new ones stand behind those that a run knows.
+
+    Attributes:
+        digests: of the rows up to the end of each stage: by them it is seen that earlier rows are what they were.
+        there: how many rows there are now.
+        digest: of all that are there.
+    """
+
+    digests: tuple[str, ...]
+    there: int = 0
+    digest: str = ""
+
+    @classmethod
+    def of(cls, folder: Path | None, source: str, there: int, digest_of: Callable[[int], str]) -> RowRoster:
+        """Return the rows that a run's folder keeps; else all that are there.
+
+        Args:
+            there: how many rows there are.
+            digest_of: returns the digest of so many first rows.
+
+        Raises:
+            UserError: rows that the run knows are gone or are others, or the file cannot be read.
+        """
+        kept = None
+        if values := _kept(folder, source, "digests"):
+            with _refused(folder):
+                kept = cls(*_common(values), tuple(values["digests"]))
+        if kept is None:
+            digest = digest_of(there)
+            return cls(source, there, (Growth(0, there),), False, (digest,), there, digest)
+        if there < kept.count:
+            raise UserError(
+                f"data {source}: {kept.count - there} of the run's {kept.count} rows are gone: put them back; a run "
+                "goes on with all samples that it began with, or start a new one with --weights"
+            )
+        if digest_of(kept.count) != kept.digests[-1]:
+            raise UserError(
+                f"data {source}: some of the run's {kept.count} rows are not what they were: put them back as they "
+                "were; new rows stand behind them, or start a new run with --weights"
+            )
+        return replace(kept, there=there, digest=digest_of(there) if there > kept.count else kept.digests[-1])
+
+    @property
+    def added(self) -> int:
+        """How many are there that the run does not know."""
+        return self.there - self.count
+
+    @property
+    def example(self) -> str:
+        """Return what the first new row is called."""
+        return f"row {self.count + 1}"
+
+    def grown(self, epoch: int) -> RowRoster:
+        """Return the samples with the new ones from an epoch on."""
+        return replace(self, stages=self._stages_with(epoch, self.there), digests=(*self.digests, self.digest))
+
+
+def _kept(folder: Path | None, source: str, field: str) -> dict[str, Any] | None:
+    """Return what a run's folder keeps of this data, where it is known in this way; `field` tells how."""
+    file = folder / RUN_FILE if folder is not None else None
+    if file is None or not file.is_file():
         return None
-    try:
+    with _refused(folder):
         values = json.loads(file.read_text(encoding="utf-8"))
-        stages = tuple(Growth(**each) for each in values["stages"])
-        return Roster(
-            values["source"], tuple(values["classes"]), values["names"], values["begun"], stages, is_kept=True
-        )
+        return values if values["source"] == source and field in values else None
+
+
+def _common(values: dict[str, Any]) -> tuple[str, int, tuple[Growth, ...], bool]:
+    return values["source"], values["begun"], tuple(Growth(**each) for each in values["stages"]), True
+
+
+@contextmanager
+def _refused(folder: Path | None) -> Iterator[None]:
+    """Say in one line that a run's file cannot be read."""
+    try:
+        yield
     except (OSError, ValueError, KeyError, TypeError) as error:
+        file = RUN_FILE if folder is None else folder / RUN_FILE
         raise UserError(f"{file}: cannot be read ({error}): which samples the run has is lost") from error

@@ -78,8 +78,18 @@ class Forecast:
     notes: tuple[str, ...] = ()
 
 
-def forecast(run: ResolvedRun, info: DataInfo, ranks: int, model: nn.Module | None = None) -> Forecast:
-    """Predict the memory of each rank.
+@dataclass(frozen=True)
+class Rehearsed:
+    """What was found of a layout's ranks, whatever the strategy and the codec: `unknown` says why nothing was."""
+
+    stages: tuple[StagePlan, ...]
+    notes: tuple[str, ...]
+    peaks: tuple[Peaks, ...]
+    unknown: str = ""
+
+
+def rehearse_layout(run: ResolvedRun, info: DataInfo, ranks: int, model: nn.Module | None = None) -> Rehearsed:
+    """Rehearse a rank of each part of a pipeline.
 
     Args:
         model: the caller's, in place of the described one; it may be on the meta device.
@@ -87,19 +97,41 @@ def forecast(run: ResolvedRun, info: DataInfo, ranks: int, model: nn.Module | No
     Raises:
         UserError: the model cannot be built, or not be split as described.
     """
-    config, layout, servers = run.config, run.layout_for(ranks), run.sync.uses_servers
+    config, layout = run.config, run.layout_for(ranks)
     model = model or _build(run, info, layout)
     example = any_inputs(info, _SAMPLES, next(model.parameters()).dtype)
     samples = max(1, config.data.batch_size // run.batch_parts(layout))
-    leader = _leader_bytes(run, model) if servers and layout.splits else 0
     stages, notes = _stages(run, layout, model, example, samples // config.training.accumulate)
     cuts = tuple(stage.steps[0].name for stage in stages[1:])
     alone = replace(layout, sizes={**layout.sizes, Axis.DP: 1}, zero1=False)
     try:
-        peaks = [rehearse(run, info, model, Role(alone, rank, cuts), samples) for rank in range(layout.pp)]
+        peaks = tuple(rehearse(run, info, model, Role(alone, rank, cuts), samples) for rank in range(layout.pp))
     except NEEDS_VALUES as error:
-        return Forecast(stages, (), f"{type(error).__name__}: {' '.join(str(error).split())[:100]}", leader, notes)
-    return Forecast(stages, tuple(_memory(run, layout, of_rank) for of_rank in peaks), leader=leader, notes=notes)
+        return Rehearsed(stages, notes, (), f"{type(error).__name__}: {' '.join(str(error).split())[:100]}")
+    return Rehearsed(stages, notes, peaks)
+
+
+def forecast(
+    run: ResolvedRun, info: DataInfo, ranks: int, model: nn.Module | None = None, rehearsed: Rehearsed | None = None
+) -> Forecast:
+    """Predict the memory of each rank.
+
+    Args:
+        model: the caller's, in place of the described one; it may be on the meta device.
+        rehearsed: what was found of the same layout and batch.
+
+    Raises:
+        UserError: the model cannot be built, or not be split as described.
+    """
+    layout, servers = run.layout_for(ranks), run.sync.uses_servers
+    if servers and layout.splits:
+        model = model or _build(run, info, layout)
+        leader = _leader_bytes(run, model)
+    else:
+        leader = 0
+    found = rehearsed or rehearse_layout(run, info, ranks, model)
+    memory = tuple(_memory(run, layout, of_rank) for of_rank in found.peaks)
+    return Forecast(found.stages, memory, found.unknown, leader, found.notes)
 
 
 def _build(run: ResolvedRun, info: DataInfo, layout: Layout) -> nn.Module:

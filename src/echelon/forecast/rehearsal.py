@@ -24,6 +24,7 @@ from echelon.collectives.paths.backend import Backend
 from echelon.compression import registry as codecs
 from echelon.core.layout import Layout
 from echelon.data.base import Batch, DataInfo
+from echelon.models.tables import make_dense
 from echelon.observe.phases import HostClock
 from echelon.optim.choice import OptimizerChoice
 from echelon.parallel.base import alone, place
@@ -191,7 +192,9 @@ def rehearse(run: ResolvedRun, info: DataInfo, model: nn.Module, role: Role, sam
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     counter = Counter()
     with _world(role) as world, torch.random.fork_rng(), real_meshes(), mode:
-        work = Work(info, run.task.fitted(info), without_data(model, world.device), tuning=run.tuning)
+        copied = without_data(model, world.device)
+        make_dense(copied)
+        work = Work(info, run.task.fitted(info), copied, tuning=run.tuning.last)
         clock = HostClock()
         parts = build_parts(run, work, world, clock)
         settings = StepSettings(
@@ -238,18 +241,22 @@ def _alone(run: ResolvedRun, role: Role) -> ResolvedRun:
     """Leave out what acts between replicas, what a CPU does not have, and scaling, which looks at values.
 
     8-bit layers and float16 train as bfloat16. Workers of a parameter server have no optimizer and no average:
-    these are the servers'; plain SGD is the least.
+    these are the servers'; plain SGD is the least. Gradients of tables are counted whole, for only values tell which
+    rows a batch touches.
     """
     config = run.config
     optimizer, ema, choice = config.optimizer, config.training.ema, run.optimizer
     if run.sync.uses_servers:
         optimizer, ema = replace(optimizer, name="sgd", momentum=0.0, weight_decay=0.0), 0.0
         choice = OptimizerChoice(optimizer.name)
+    if optimizer.name.lower() == "sparse_adam":
+        optimizer = replace(optimizer, name="adam")
+        choice = OptimizerChoice(optimizer.name)
     precision = "bf16" if config.training.precision in ("fp8", "fp16") else config.training.precision
     config = replace(
         config,
         optimizer=optimizer,
-        model=replace(config.model, compile=False, weights=""),
+        model=replace(config.model, compile=False, weights="", sparse_tables=False),
         training=replace(config.training, precision=precision, ema=ema),
     )
     plain = codecs.read("none")

@@ -11,6 +11,7 @@ from uuid import uuid4
 import torch
 
 from echelon.config import RunConfig
+from echelon.core.adapters import adapted_layer
 from echelon.core.errors import UserError
 from echelon.data import LoaderConfig, Shard, check_source
 from echelon.data.loader import EvalLoader
@@ -96,9 +97,16 @@ def _is_here(config: RunConfig, objects: UserObjects) -> bool:
 
 
 def _only_weights(target: ExportFormat, folder: Path, file: Path) -> Exported:
-    """Write weights, and compare what was written with them bit by bit."""
+    """Write weights, and compare what was written with them bit by bit.
+
+    Raises:
+        UserError: they were not written as they are, or hold adapters, which the model's code is needed to add in.
+    """
+    weights = dict(best_weights(folder))
+    if any(map(adapted_layer, weights)):
+        raise UserError(f"{file}: the run holds adapters, and the model or data to add them in for is not here")
     try:
-        target.write_weights(dict(best_weights(folder)), file)
+        target.write_weights(weights, file)
     except UserError:
         file.unlink(missing_ok=True)
         raise

@@ -31,6 +31,17 @@ _MOST_NAMED = 1000  # classes whose probabilities all stand in a row
 
 
 @dataclass(frozen=True)
+class BatchShare:
+    """Which part of all batches is predicted."""
+
+    number: int = 0
+    count: int = 1
+
+
+_ALL = BatchShare()
+
+
+@dataclass(frozen=True)
 class PredictedRow:
     """One sample, and what the model says of it.
 
@@ -82,7 +93,36 @@ def device_of(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def check_mask_folder(trained: TrainedModel, masks: Path | None) -> None:
+@dataclass(frozen=True)
+class MaskOutput:
+    """Where masks are written to.
+
+    Attributes:
+        taken: names of files that were there before.
+    """
+
+    path: Path
+    taken: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, path: str | Path) -> MaskOutput:
+        """Return a folder with what is in it now."""
+        folder = Path(path)
+        return cls(folder, frozenset(each.name for each in folder.iterdir()) if folder.is_dir() else frozenset())
+
+    def files(self, names: Sequence[str | int]) -> list[Path]:
+        """Return a file for each sample's mask: under its name, numbered where that is taken."""
+        taken, files = set(self.taken), []
+        for name in (Path(str(each)).stem for each in names):
+            file, number = f"{name}.png", 1
+            while file in taken:
+                file, number = f"{name}-{number}.png", number + 1
+            taken.add(file)
+            files.append(self.path / file)
+        return files
+
+
+def check_mask_folder(trained: TrainedModel, masks: MaskOutput | None) -> None:
     """Refuse a segmentation that has no place for its masks.
 
     Raises:
@@ -97,8 +137,9 @@ def predict_samples(
     data: Any,
     writing: Writing,
     device: torch.device,
-    masks: Path | None = None,
+    masks: MaskOutput | None = None,
     advance: Callable[[int], None] = lambda batches: None,
+    part: BatchShare = _ALL,
 ) -> Iterator[PredictedRow]:
     """Yield what a model says of each sample, in their order.
 
@@ -106,6 +147,7 @@ def predict_samples(
         data: see `samples_of`.
         masks: folder that masks of images are written to, as PNG of class numbers under the images' names.
         advance: is called with the number of batches, before the first and after each.
+        part: of the batches; whatever their number, they are the same ones.
 
     Raises:
         UserError: the samples are not of the run's kind, or one cannot be read: names it.
@@ -113,40 +155,42 @@ def predict_samples(
     samples = samples_of(trained, data)
     config = trained.config.data
     settings = LoaderConfig.of(replace(config, on_bad_image="stop"), trained.config.training.seed, device)
-    loader = EvalLoader(samples.source, settings, Shard(0, 1))
+    loader = EvalLoader(samples.source, settings, Shard(0, 1), part=(part.number, part.count))
+    mask_files = masks.files(samples.names) if masks is not None else None
     model = trained.model.to(device)
 
     def outputs_of(inputs: Nest) -> Nest:
         """Return what the model makes of inputs."""
         return nest.exact(nest.call(model, nest.to_device(inputs, device)))
 
-    place = 0
+    place = loader.first
     try:
         advance(len(loader))
         with torch.inference_mode():
             for batch in loader:
                 for prediction in trained.task.predict(outputs_of, batch.inputs, writing):
-                    yield _row(samples, place, prediction, masks)
+                    yield _row(samples, place, prediction, mask_files)
                     place += 1
                 advance(len(loader))
     finally:
         loader.close()
 
 
-def _row(samples: Samples, place: int, prediction: Prediction, masks: Path | None) -> PredictedRow:
+def _row(samples: Samples, place: int, prediction: Prediction, mask_files: Sequence[Path] | None) -> PredictedRow:
     name, mask = samples.names[place], prediction.mask
     if mask is None:
         return PredictedRow(name, prediction)
     if samples.files:
         mask = mask_of_image(mask, open_picture(samples.files[place]))
         prediction = replace(prediction, mask=mask)
-    if masks is None:
+    if mask_files is None:
         return PredictedRow(name, prediction)
-    return PredictedRow(name, prediction, str(_write_mask(mask, masks, Path(str(name)).stem)))
+    _write_mask(mask, mask_files[place])
+    return PredictedRow(name, prediction, str(mask_files[place]))
 
 
-def _write_mask(mask: NDArray[np.uint8], folder: Path, name: str) -> Path:
-    """Write a mask as PNG, under another name where that one is taken; returns its file.
+def _write_mask(mask: NDArray[np.uint8], file: Path) -> None:
+    """Write a mask as PNG.
 
     Raises:
         UserError: the folder cannot be written.
@@ -154,15 +198,12 @@ def _write_mask(mask: NDArray[np.uint8], folder: Path, name: str) -> Path:
     from PIL import Image
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path, number = folder / f"{name}.png", 1
-        while path.exists():
-            path, number = folder / f"{name}-{number}.png", number + 1
-        unfinished = folder / f".{uuid4().hex}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_name(f".{uuid4().hex}.png")
         Image.fromarray(mask).save(unfinished)
-        return unfinished.rename(path)
+        unfinished.rename(file)
     except OSError as error:
-        raise UserError(f"--masks {folder}: cannot be written ({error.strerror or error})") from error
+        raise UserError(f"--masks {file.parent}: cannot be written ({error.strerror or error})") from error
 
 
 def check_table(path: Path) -> None:

@@ -8,11 +8,12 @@ of ours.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 
 from echelon.core.stop import STOP_SIGNALS
-from echelon.launch.process import die_with_parent
+from echelon.launch.process import IMPORTS_VARIABLE, die_with_parent
 
 die_with_parent()  # one that died before closed a pipe, which the server notices once its imports are done
 signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -27,3 +28,19 @@ def _heed_sigterm() -> None:
 
 
 os.register_at_fork(after_in_child=_heed_sigterm)
+
+
+def told_when_imported() -> int:
+    """Hold the pipe open by which the parent knows that imports go on; returns its descriptor, -1 without one."""
+    pipe = os.environ.pop(IMPORTS_VARIABLE, "")
+    if not pipe:
+        return -1
+    try:
+        return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENXIO):  # nobody listens: the parent has ended, and this process with it
+            os._exit(1)
+        raise
+
+
+IMPORTS = told_when_imported()  # `imports_done` closes it

@@ -48,8 +48,12 @@ class Host:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that make gloo and NCCL use the data link: the machine's host name means nothing inside."""
-        return {"GLOO_SOCKET_IFNAME": self.interfaces[0], "NCCL_SOCKET_IFNAME": self.interfaces[0]}
+        """Variables that make gloo and NCCL use the data link: the machine's host name means nothing inside.
+
+        NCCL would pass what it sends within a machine by its GPUs or shared memory, which no link shapes.
+        """
+        names = {"GLOO_SOCKET_IFNAME": self.interfaces[0], "NCCL_SOCKET_IFNAME": self.interfaces[0]}
+        return names | {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 
 
 def enter(host: Host) -> None:

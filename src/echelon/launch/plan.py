@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from echelon.config import LaunchConfig
 from echelon.config.validate import Nodes
 from echelon.core.address import Address
 from echelon.core.errors import UserError
 from echelon.core.link import Link
+
+if TYPE_CHECKING:
+    from echelon.launch.places.cluster import Seat
 
 ROUND_VARIABLE = "ECHELON_ROUND"  # in a worker's environment: a name that only the ranks started with it know
 
@@ -27,7 +30,9 @@ class LaunchPlan:
         rendezvous: where the machines meet; None: this one is alone.
         trusted_network: the machines meet without a secret.
         link: of the shaped links between the workers; None: loopback.
+        elastic: when a worker is killed, the others go on.
         meets_again: the first machine had gone, which the user has been told.
+        seat: of this machine, where a place gave it one.
     """
 
     entry: str
@@ -42,6 +47,8 @@ class LaunchPlan:
     trusted_network: bool = False
     link: Link | None = None
     meets_again: bool = False
+    elastic: bool = False
+    seat: Seat | None = None
 
 
 def is_worker() -> bool:

@@ -16,9 +16,11 @@ from pathlib import Path
 from echelon.core.files import allow_open_files
 from echelon.core.output import outlive_readers
 from echelon.core.stop import STOP_SIGNALS
+from echelon.core.terms import MEMBER_VARIABLE, TERMINAL_VARIABLE
 from echelon.launch.link import enter
 from echelon.launch.places.base import Process
 
+IMPORTS_VARIABLE = "ECHELON_IMPORTS"  # names a pipe that is open as long as the fork server imports
 _PR_SET_PDEATHSIG = 1
 
 
@@ -63,6 +65,8 @@ def run_process(process: Process) -> None:
         enter(process.host)
     os.environ.update(process.environment)
     if process.log:
+        if MEMBER_VARIABLE in os.environ:  # it may come to lead
+            os.environ[TERMINAL_VARIABLE] = str(os.dup(1))
         descriptor = os.open(process.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)

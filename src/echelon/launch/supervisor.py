@@ -17,6 +17,7 @@ from echelon.core.errors import STOPPED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from echelon.core.stop import StopFlag, signal_name
 from echelon.core.units import format_seconds
 from echelon.launch.culprit import Living
+from echelon.launch.members import GroupMembers
 from echelon.launch.places.base import Event, Exited, Job, Place, PlaceFailed, Process, Restart, Started
 from echelon.launch.rounds import (
     Continue,
@@ -80,10 +81,12 @@ class Aftermath:
     Attributes:
         no_restart: why its group does not start again; empty: it does.
         restarts_left: how many more do until a new checkpoint; None: not known here.
+        others: what the others of its group do, where they go on; empty: they end with it.
     """
 
     no_restart: str = ""
     restarts_left: int | None = None
+    others: str = ""
 
 
 @dataclass(frozen=True)
@@ -181,8 +184,8 @@ def supervise(job: Job, place: Place, watch: Watch, stop: StopFlag, rounds: Roun
 class _Group:
     """Processes that start and end together, and the state of their round."""
 
-    def __init__(self, processes: tuple[Process, ...], rounds: Rounds) -> None:
-        self.processes, self.rounds = processes, rounds
+    def __init__(self, processes: tuple[Process, ...], rounds: Rounds, members: GroupMembers | None = None) -> None:
+        self.processes, self.rounds, self.members = processes, rounds, members
         self.state: State = Ready()
         self.over: Over | None = None
         self.round: Round | None = None
@@ -206,12 +209,28 @@ class _Group:
         """Enter a round; returns the processes as they are to be started in it."""
         self.round, self.state = round_, Running(round_.number)
         self.alive = {process.name for process in self.processes}
-        self.exit_codes, self.leave_by = {}, 0.0
+        self.exit_codes, self.started, self.leave_by = {}, {}, 0.0
+        if self.members is not None:
+            self.members.begin(round_)
         return [replace(p, environment=self._environment(p, i)) for i, p in enumerate(self.processes)]
+
+    def start_again(self, name: str) -> Process:
+        """Return a process as it is to be started beside the others of its group, which go on."""
+        assert self.members is not None
+        self.members.start_again(name)
+        self.alive.add(name)
+        local = [process.name for process in self.processes].index(name)
+        return replace(self.processes[local], environment=self._environment(self.processes[local], local))
+
+    def death_of(self, name: str, exit_code: int) -> Death:
+        """Return the death of a process whose group goes on."""
+        return Death(name, self.started[name].host, self.started[name].pid, exit_code, self._rank(name))
 
     def _environment(self, process: Process, local: int) -> dict[str, str]:
         assert self.round is not None
         values = {**process.environment, **self.round.environment}
+        if self.members is not None:
+            values |= self.members.environment(process.name)
         if self.round.first_rank is not None:
             values |= {"RANK": str(self.round.first_rank + local), "LOCAL_RANK": str(local)}
         return values
@@ -237,21 +256,29 @@ class _Group:
         # A signal came from outside; who does not answer made others fail; an error is what a peer's death leads to.
         name, code = min(deaths.items(), key=lambda item: -0.5 if item[1] is None else min(item[1], 1))
         rank = self._rank(name)
-        others = tuple((p.name, self.started[p.name].pid) for p in self.processes if p.name != name)
+        begun = [p.name for p in self.processes if p.name != name and p.name in self.started]
+        others = tuple((other, self.started[other].pid) for other in begun)
         self.death = Death(name, self.started[name].host, self.started[name].pid, code, rank, others)
         return True
+
+
+def _is_kill(exit_code: int) -> bool:
+    """Whether a process was ended from outside, in the midst of its work."""
+    return exit_code < 0 and exit_code != -signal.SIGTERM
 
 
 class _Supervisor:
     def __init__(self, job: Job, place: Place, watch: Watch, stop: StopFlag, rounds: Rounds | None) -> None:
         self._place, self._watch, self._stop = place, watch, stop
-        restarts = Restarts(job.max_restarts)
+        self._own_restarts = restarts = Restarts(job.max_restarts)
         self._restarts: list[Rounds | Restarts] = [rounds, restarts] if rounds is not None else [restarts]
         self._looked_s = 0.0
         self._groups: list[_Group] = []
         for group in job.groups:
-            if group.restart is Restart.TOGETHER:
-                self._groups.append(_Group(group.processes, rounds or OwnRounds(group.processes[0].name, restarts)))
+            names = [process.name for process in group.processes]
+            members = GroupMembers(names) if group.restart is Restart.BESIDE else None
+            if group.restart is not Restart.ALONE:
+                self._groups.append(_Group(group.processes, rounds or OwnRounds(names[0], restarts), members))
             else:
                 self._groups += [_Group((process,), OwnRounds(process.name, restarts)) for process in group.processes]
         self._by_name = {p.name: group for group in self._groups for p in group.processes}
@@ -268,6 +295,13 @@ class _Supervisor:
                 told = self._stop_by > 0 and any(group.leads and not group.heeds_signals for group in self._groups)
                 return told or any(over is not None and over.status == "stopped" for over in leading)
             self._take(self._place.events(TICK_S))
+            for group in self._groups:
+                if group.members is not None:
+                    if not self._stop_by:
+                        group.members.admit()
+                    # Who is stopped (SIGSTOP) when the others' deadline is over is ended: they go on without it.
+                    silent = [name for name in group.members.suspects() if self._place.is_silent(name)]
+                    self._place.signal(silent, signal.SIGKILL)
             self._watch.on_look(self._living())
             if time.monotonic() - self._looked_s >= LOOK_S:
                 self._look_for_checkpoints()
@@ -340,7 +374,8 @@ class _Supervisor:
                 self._watch.on_start(event)
             elif event.name in group.alive:
                 group.alive.discard(event.name)
-                group.exit_codes[event.name] = event.exit_code
+                # Who had not begun when it was ended did not die: it waited for files, or for imports.
+                group.exit_codes[event.name] = event.exit_code if event.name in group.started else STOPPED_EXIT_CODE
                 changed[id(group)] = group
         for group in changed.values():
             self._settle(group)
@@ -348,6 +383,8 @@ class _Supervisor:
     def _settle(self, group: _Group) -> None:
         """Draw the conclusion from processes of a group that ended."""
         assert group.round is not None
+        if group.members is not None and self._goes_on(group, group.members):
+            return
         number = group.round.number
         if group.failed(self._place.is_silent):
             assert group.death is not None
@@ -364,6 +401,41 @@ class _Supervisor:
                 group.state = self._count_death(group, group.death)
         elif not group.alive:
             group.state = Finished(number, STOPPED_EXIT_CODE in group.exit_codes.values())
+
+    def _goes_on(self, group: _Group, members: GroupMembers) -> bool:
+        """Let the others of a group go on where some were killed; returns whether they do.
+
+        Not where a member failed by itself or is done: an error is all ranks' matter.
+        """
+        for name in members.booting():  # their ends are nobody else's
+            if name in group.exit_codes:
+                members.forget(name)
+                code = group.exit_codes.pop(name)
+                if not members.closing:
+                    self._come_back(group, name, code)
+        dead, stopping = dict(group.exit_codes), self._stop_by > 0 or group.leave_by > 0
+        if not members.survivors(dead) or not all(_is_kill(code) for code in dead.values()) or stopping:
+            if dead:  # nobody is waited for that has yet to come, nor when the run stops
+                members.closing = True
+                self._place.signal(members.booting(), signal.SIGKILL)
+            return False
+        if dead:
+            members.lose(dead)
+            group.exit_codes.clear()
+            for name, code in dead.items():
+                self._come_back(group, name, code)
+        return True
+
+    def _come_back(self, group: _Group, name: str, exit_code: int) -> None:
+        """Start a process again beside its group, if restarts are left, and tell of its death."""
+        if self._stop_by or not exit_code:
+            return
+        death = group.death_of(name, exit_code)
+        why = self._own_restarts.take(name, self._watch.failures(death), time.monotonic())
+        follows = f"the others go on without it ({why})" if why else "the others go on, and it joins them again"
+        self._watch.on_death(death, Aftermath("", None if why else self._own_restarts.left, follows))
+        if not why:
+            self._place.start([group.start_again(name)])
 
     def _count_death(self, group: _Group, death: Death) -> Ready:
         """Return the state that follows a death; without one where it is to cost no restart."""
@@ -406,8 +478,8 @@ class _Supervisor:
         if not self._stop_by:
             self._stop_by = now + self._place.stop_s
             for group in self._groups:
-                if group.heeds_signals:
-                    self._place.signal(sorted(group.alive), signal.SIGTERM)
+                told = group.alive if group.heeds_signals else group.alive - group.started.keys()
+                self._place.signal(sorted(told), signal.SIGTERM)
         if now >= self._ask_again_at:  # who is told by a message may not be listening yet, or have just died
             self._ask_again_at = now + ASK_AGAIN_S
             self._watch.on_stop()

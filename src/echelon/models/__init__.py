@@ -5,7 +5,14 @@ from echelon.models.base import ModelInput
 from echelon.models.families import hints_for
 from echelon.models.logits import give_logits
 from echelon.models.pretrained import locate_weights
-from echelon.models.registry import auto_name, build_model, builtin_names, leads_to_model, parameter_count
+from echelon.models.registry import (
+    auto_name,
+    build_model,
+    build_untried,
+    builtin_names,
+    leads_to_model,
+    parameter_count,
+)
 from echelon.models.weights import LoadedWeights, load_state, load_weights, read_weights
 
 __all__ = [
@@ -14,6 +21,7 @@ __all__ = [
     "ModelInput",
     "auto_name",
     "build_model",
+    "build_untried",
     "builtin_names",
     "give_logits",
     "hints_for",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from echelon.core.errors import UserError, nearest
 from echelon.core.own import find_own
 from echelon.models.base import ModelInput
+from echelon.models.keras_model import is_keras_model, keras_module
 from echelon.tasks.nest import TensorSpec
 
 
@@ -102,7 +105,10 @@ def build_transformers(folder: str, data: ModelInput) -> nn.Module:
         _check_vocabulary(config, ids.count, f"--model transformers/{folder}")
         if not isinstance(data.several, dict):
             config.vocab_size = ids.count
+        prepare_encoder_decoder(config)
         model: nn.Module = kind.from_config(config)
+        if isinstance(data.several, dict):
+            end_texts(model)
     except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"--model transformers/{folder} cannot be built ({reason})") from error
@@ -117,15 +123,33 @@ def build_own(name: str, data: ModelInput) -> nn.Module:
     Raises:
         UserError: there is no such module or function, it takes something else, or returns no `nn.Module`.
     """
-    function = find_own("--model", name)
-    if isinstance(function, nn.Module):
+    function = _find_own(name)
+    if isinstance(function, nn.Module) or is_keras_model(function):
         raise UserError(f"--model {name} is a module: name a function or class that builds one for the data")
     if not callable(function):
         raise UserError(f"--model {name} is a {type(function).__name__}: name a function that returns a model")
     model = function(**_arguments(name, function, data))
+    if is_keras_model(model):
+        return keras_module(model, f"--model {name}")
     if not isinstance(model, nn.Module):
         raise UserError(f"--model {name} must return a torch.nn.Module; it returned {type(model).__name__}")
     return model
+
+
+def _find_own(name: str) -> Any:
+    """Return what `module:function` names.
+
+    Raises:
+        UserError: there is none, or importing it needs a backend of Keras that is not installed.
+    """
+    try:
+        return find_own("--model", name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("tensorflow", "jax") or "keras" not in sys.modules:
+            raise
+        raise UserError(
+            f"--model {name}: keras wants its {error.name} backend: set KERAS_BACKEND=torch before keras is imported"
+        ) from error
 
 
 def library_names() -> dict[str, list[str]]:
@@ -183,3 +207,58 @@ def _not_for_such_images(name: str, data: ModelInput, error: Exception) -> UserE
     return UserError(
         f"--model {name} cannot be built for {data.describe()} ({reason}): choose another model or --image-size"
     )
+
+
+def prepare_encoder_decoder(config: Any) -> None:
+    """Say where a decoder begins: as T5 has it, with the padding token, unless the configuration says otherwise."""
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id
+
+
+def end_texts(model: nn.Module) -> None:
+    """Make a classifier of texts see each text with one end token, its last; does nothing to models without a decoder.
+
+    Texts of the folder's own tokeniser end so already. To others it is added, or stands in place of the last token
+    where the model has no more positions; where it stands inside of a text, it becomes padding.
+    """
+    config: Any = model.config
+    end = getattr(config, "eos_token_id", None)
+    if getattr(config, "is_encoder_decoder", False) and isinstance(end, int):
+        model.register_forward_pre_hook(_with_ends, with_kwargs=True)
+
+
+def _with_ends(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    kwargs = dict(kwargs)
+    ids: Tensor = args[0] if args else kwargs.pop("input_ids")
+    mask: Tensor | None = kwargs.pop("attention_mask", None)
+    if mask is None:
+        mask = torch.ones_like(ids)
+    kwargs["attention_mask"], ids = ended(
+        ids, mask, model.config.eos_token_id, model.config.pad_token_id, _positions(model.config)
+    )[::-1]
+    return (), {**kwargs, "input_ids": ids}
+
+
+def _positions(config: Any) -> int | None:
+    """Return how many tokens a model can take; None: any number."""
+    found = getattr(config, "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
+
+
+def ended(ids: Tensor, mask: Tensor, end: int, padding: int, most: int | None) -> tuple[Tensor, Tensor]:
+    """Return ids and mask (N, T or T + 1), the last seen token of each text, and no other, the end token.
+
+    >>> ended(torch.tensor([[5, 6, 0], [5, 1, 0]]), torch.tensor([[1, 1, 0], [1, 1, 0]]), 1, 0, None)
+    (tensor([[5, 6, 1],
+            [5, 1, 0]]), tensor([[1, 1, 1],
+            [1, 1, 0]]))
+    """
+    last = mask.sum(1).clamp(min=1) - 1
+    lacks = ids.gather(1, last[:, None]).squeeze(1) != end
+    if bool((lacks & (last == ids.shape[1] - 1)).any()) and (most is None or ids.shape[1] < most):
+        ids = torch.cat([ids, ids.new_full((len(ids), 1), padding)], 1)
+        mask = torch.cat([mask, mask.new_zeros(len(mask), 1)], 1)
+    last = torch.where(lacks, (last + 1).clamp(max=ids.shape[1] - 1), last)
+    at_end = torch.arange(ids.shape[1], device=ids.device) == last[:, None]
+    ids = ids.masked_fill((ids == end) & ~at_end, padding).masked_fill(at_end, end)
+    return ids, mask.masked_fill(at_end, 1)

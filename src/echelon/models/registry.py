@@ -38,9 +38,18 @@ def build_model(config: ModelConfig, data: ModelInput) -> nn.Module:
             one logit per class.
     """
     name = auto_name(data) if config.name == "auto" else config.name
-    model = _build(name, data)
+    model = build_untried(config, data)
     _try_out(model, name, data)
     return model
+
+
+def build_untried(config: ModelConfig, data: ModelInput) -> nn.Module:
+    """Build `config.name` for the data, without a forward pass: on the meta device, values may matter to that.
+
+    Raises:
+        UserError: the name is unknown, or such data do not fit the model.
+    """
+    return _build(auto_name(data) if config.name == "auto" else config.name, data)
 
 
 def auto_name(data: ModelInput) -> str:

@@ -88,7 +88,7 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor], origin: str, head:
     names = head_names(model)
     is_new = head == "new" or (
         head == "auto"
-        and any(name not in taken or _only_classes_differ(taken[name], model_state[name]) for name in names)
+        and any(name not in taken or _only_classes_differ(name, taken[name], model_state[name]) for name in names)
     )
     passed_over: list[str] = []
     if is_new and len(names) < len(model_state):
@@ -279,7 +279,7 @@ def _check(state: Mapping[str, Tensor], model_state: Mapping[str, Tensor], new: 
         return
     name = wrong[0]
     shapes = f"{name!r} is {_shape(state[name])} in the file and {_shape(model_state[name])} in the model"
-    if all(_only_classes_differ(state[name], model_state[name]) for name in wrong):
+    if all(_only_classes_differ(name, state[name], model_state[name]) for name in wrong):
         raise UserError(
             f"--weights {origin}: {shapes}: its classifier is for {len(state[name])} classes, the data has "
             f"{len(model_state[name])}: --head new makes a new one"
@@ -305,17 +305,22 @@ def head_names(model: nn.Module) -> set[str]:
     return found or _last_weight(model.state_dict())
 
 
+_MATRICES = ("weight", "kernel")  # of torch, and of Keras
+
+
 def _last_weight(model_state: Mapping[str, Tensor]) -> set[str]:
     last = next(
-        (name for name in reversed(list(model_state)) if name.endswith("weight") and model_state[name].ndim >= 2), None
+        (name for name in reversed(list(model_state)) if name.endswith(_MATRICES) and model_state[name].ndim >= 2), None
     )
     if last is None:
         return set()
-    bias = f"{last.removesuffix('weight')}bias"
+    bias = f"{last.removesuffix('weight').removesuffix('kernel')}bias"
     return {last, bias} & set(model_state)
 
 
-def _only_classes_differ(a: Tensor, b: Tensor) -> bool:
+def _only_classes_differ(name: str, a: Tensor, b: Tensor) -> bool:
+    if name.endswith("kernel"):  # Keras has outputs last
+        a, b = a.movedim(-1, 0), b.movedim(-1, 0)
     return a.ndim == b.ndim > 0 and a.shape[1:] == b.shape[1:] and len(a) != len(b)
 
 

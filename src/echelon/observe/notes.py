@@ -147,3 +147,11 @@ class NotedClock:
     def so_far(self) -> list[float] | None:
         """Return seconds per phase since the last `drain`."""
         return self._clock.so_far()
+
+    def end_step(self) -> None:
+        """Hear that a step ends here."""
+        self._clock.end_step()
+
+    def take_steps(self) -> list[list[float]]:
+        """Return seconds per phase of each step that ended before the last `drain`."""
+        return self._clock.take_steps()

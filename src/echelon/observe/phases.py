@@ -61,6 +61,12 @@ class PhaseClock(Protocol):
     def so_far(self) -> list[float] | None:
         """Return seconds per phase since the last `drain`; None where that would make a device wait."""
 
+    def end_step(self) -> None:
+        """Hear that a step ends here, where `so_far` cannot tell how long it was."""
+
+    def take_steps(self) -> list[list[float]]:
+        """Return seconds per phase of each step that ended before the last `drain`, once; only of `end_step`'s."""
+
 
 def mark() -> float:
     """Take a moment for `PhaseClock.split` on a CPU."""
@@ -102,6 +108,13 @@ class HostClock:
         self.enter(self._phase)
         return [self._seconds[p] for p in PHASES]
 
+    def end_step(self) -> None:
+        """Do nothing: `so_far` tells."""
+
+    def take_steps(self) -> list[list[float]]:
+        """Return nothing: `so_far` tells."""
+        return []
+
 
 class DeviceClock:
     """Phases by events in the current CUDA stream; waiting for input is what the host adds (`data`).
@@ -111,6 +124,8 @@ class DeviceClock:
 
     def __init__(self) -> None:
         self._marks: list[tuple[Phase | None, torch.cuda.Event]] = []
+        self._ends: list[int] = []  # of steps: places among the marks
+        self._steps: list[list[float]] = []
         self.enter(Phase.OTHER)
 
     def enter(self, phase: Phase | None) -> None:
@@ -132,15 +147,30 @@ class DeviceClock:
         last = self._marks[-1][0]
         self.enter(last)
         self._marks[-1][1].synchronize()
-        seconds = _zeros()
-        for (phase, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
-            seconds[phase] += max(0.0, begin.elapsed_time(end) / 1e3)
-        self._marks = self._marks[-1:]
+        seconds, of_step, ends = _zeros(), _zeros(), set(self._ends)
+        for place, ((phase, begin), (_, end)) in enumerate(zip(self._marks, self._marks[1:], strict=False), 1):
+            took_s = max(0.0, begin.elapsed_time(end) / 1e3)
+            seconds[phase] += took_s
+            of_step[phase] += took_s
+            if place in ends:
+                self._steps.append([of_step[p] for p in PHASES])
+                of_step = _zeros()
+        self._marks, self._ends = self._marks[-1:], []
         return [seconds[p] for p in PHASES]
 
     def so_far(self) -> None:
         """The stream runs behind: nothing is known without waiting for it."""
         return None
+
+    def end_step(self) -> None:
+        """Note that a step ends at this place in the stream."""
+        self.enter(self._marks[-1][0])
+        self._ends.append(len(self._marks) - 1)
+
+    def take_steps(self) -> list[list[float]]:
+        """Return seconds per phase of each step that ended before the last `drain`, once."""
+        steps, self._steps = self._steps, []
+        return steps
 
 
 def _zeros() -> dict[Phase | None, float]:

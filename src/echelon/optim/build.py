@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,15 +16,22 @@ from echelon.core.errors import UserError
 from echelon.core.rate_search import rate_of
 from echelon.core.state_tree import StateTree, StateView
 from echelon.optim.names import NOT_SUPPORTED, unknown_optimizer
-from echelon.optim.own import OptimizerFactory, build_own, weight_decay_groups
+from echelon.optim.own import NO_RATES, OptimizerFactory, build_own, weight_decay_groups
+from echelon.optim.sparse_adam import TableAdam
 from echelon.torch_compat import foreach_lerp_
 
 STEP_FACTOR = 0.1
 POLY_POWER = 2.0
+NO_TABLES: Mapping[str, nn.Parameter] = {}
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, batch_size: int, user_factory: OptimizerFactory | None = None
+    model: nn.Module,
+    config: OptimizerConfig,
+    batch_size: int,
+    user_factory: OptimizerFactory | None = None,
+    rates: Mapping[str, float] = NO_RATES,
+    tables: Mapping[str, nn.Parameter] = NO_TABLES,
 ) -> torch.optim.Optimizer:
     """Build the optimizer of that name among timm's, or the user's own, for a model's trainable parameters.
 
@@ -37,40 +44,85 @@ def build_optimizer(
     Args:
         batch_size: samples per optimizer step over all workers.
         user_factory: the user's, in place of timm's.
+        rates: factors of the learning rate by name of parameter, of which groups are then made.
+        tables: weights with sparse gradients by name, which `sparse_adam` is for.
 
     Raises:
         UserError: unknown optimizer (with the nearest name), or settings that it does not take.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("the model has no trainable parameters: nothing to optimize")
-    lr = config.lr * batch_size / config.scale_lr if config.scale_lr else config.lr
+    lr = _base_rate(config, batch_size)
     if user_factory is not None:
-        optimizer = build_own(user_factory, config.name, model, lr, config.weight_decay)
+        optimizer = build_own(user_factory, config.name, model, lr, config.weight_decay, rates)
     else:
-        optimizer = _build_named(model, config, lr)
+        optimizer = _build_named(model, config, lr, rates, tables)
     for group in optimizer.param_groups:
         # What schedules start from. Set here, so that saved groups and those they are restored into have the same keys.
         group["initial_lr"] = lr
     return optimizer
 
 
-def _build_named(model: nn.Module, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
+def fuse_update(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Let torch's SGD update all parameters of a type in one kernel, where these are plain real numbers on a GPU.
+
+    Not where gradients have rows alone (`sparse=True`). The group says so, not an argument of the optimizer: that would
+    take the search for overflows over from the scaler, on which ranks that step on parts of one update agree.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    plain = all(type(p) in (Tensor, nn.Parameter) and p.is_cuda and p.is_floating_point() for p in trained)
+    if (
+        type(optimizer) is not torch.optim.SGD
+        or not plain
+        or any(getattr(m, "sparse", 0) is True for m in model.modules())
+    ):
+        return
+    for group in optimizer.param_groups:
+        group["fused"] = True
+
+
+def idle_optimizer(config: OptimizerConfig, batch_size: int) -> torch.optim.Optimizer:
+    """Build an optimizer without parameters, which carries the schedule where nothing is trained."""
+    lr = _base_rate(config, batch_size)
+    return torch.optim.SGD([{"params": [], "initial_lr": lr}], lr=lr)
+
+
+def _base_rate(config: OptimizerConfig, batch_size: int) -> float:
+    return config.lr * batch_size / config.scale_lr if config.scale_lr else config.lr
+
+
+def _build_named(
+    model: nn.Module,
+    config: OptimizerConfig,
+    lr: float,
+    rates: Mapping[str, float],
+    tables: Mapping[str, nn.Parameter],
+) -> torch.optim.Optimizer:
     name = config.name.lower()
     try:
         if name in ("sgd", "nesterov", "momentum"):
             # torch refuses Nesterov's rule without momentum, where it is no other than the plain one.
             nesterov = name != "momentum" and config.momentum != 0
-            groups = weight_decay_groups(model, config.weight_decay)
+            groups = weight_decay_groups(model, config.weight_decay, rates)
             return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, nesterov=nesterov)
+        if name == "sparse_adam":
+            if not tables:
+                raise UserError(
+                    "--optimizer sparse_adam is for models with sparse tables, and this one has none: use adam, or add "
+                    "--sparse-tables"
+                )
+            return TableAdam(weight_decay_groups(model, config.weight_decay, rates), tables, lr)
         if name in ("adam", "adamw"):
             kind = torch.optim.Adam if name == "adam" else torch.optim.AdamW
-            return kind(weight_decay_groups(model, config.weight_decay), lr=lr, weight_decay=0.0)
-        return _build_timm(model, config, lr)
+            return kind(weight_decay_groups(model, config.weight_decay, rates), lr=lr, weight_decay=0.0)
+        return _build_timm(model, config, lr, rates)
     except (ValueError, TypeError) as error:
         raise UserError(f"--optimizer {name} does not take these settings: {error}") from error
 
 
-def _build_timm(model: nn.Module, config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
+def _build_timm(
+    model: nn.Module, config: OptimizerConfig, lr: float, rates: Mapping[str, float]
+) -> torch.optim.Optimizer:
     # Importing timm imports all its models and torchvision's: as long as importing torch. What torch has needs none.
     from timm.optim import create_optimizer_v2, get_optimizer_info
 
@@ -78,8 +130,8 @@ def _build_timm(model: nn.Module, config: OptimizerConfig, lr: float) -> torch.o
     _check_name(name)
     nesterov = (get_optimizer_info(name).defaults or {}).get("nesterov", False)
     options: dict[str, Any] = {"nesterov": False} if nesterov and not config.momentum else {}
-    if getattr(model, "lr_rates", {}):
-        options["param_group_fn"] = lambda whole: weight_decay_groups(whole, config.weight_decay)
+    if rates:
+        options["param_group_fn"] = lambda whole: weight_decay_groups(whole, config.weight_decay, rates)
     return create_optimizer_v2(
         model, opt=name, lr=lr, weight_decay=config.weight_decay, momentum=config.momentum, **options
     )
@@ -218,10 +270,13 @@ class EMA:
     tensors alone.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: nn.Module, decay: float, frozen: Set[str] = frozenset()) -> None:
+        """Begin with the present weights, but for those that stay as they are."""
         self.decay = decay
         self.updates = 0
-        self._average = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        self._average = {
+            name: tensor.detach().clone() for name, tensor in model.state_dict().items() if name not in frozen
+        }
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
@@ -230,19 +285,23 @@ class EMA:
         self.updates += 1
         averages: list[Tensor] = []
         weights: list[Tensor] = []
-        for name, tensor in model.state_dict().items():
-            average = self._average[name]
-            if average.is_floating_point():
-                averages.append(average)
-                weights.append(tensor.detach())
+        held = model.state_dict()
+        for name, average in self._average.items():
+            tensor = held[name]
+            if average.is_floating_point() or average.is_complex():
+                real = torch.view_as_real if average.is_complex() else Tensor.detach
+                averages.append(real(average))
+                weights.append(real(tensor.detach()))
             else:
                 average.copy_(tensor)
-        foreach_lerp_(averages, weights, 1 - decay)
+        if averages:  # none, where nothing moves on this rank
+            foreach_lerp_(averages, weights, 1 - decay)
 
     @contextmanager
     def swapped(self, model: nn.Module) -> Iterator[None]:
         """Give a model the averaged weights, in place, and its own back at the end."""
-        own = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        held = model.state_dict()
+        own = {name: held[name].detach().clone() for name in self._average}
         _copy_into(model, self._average)
         try:
             yield
@@ -254,13 +313,13 @@ class EMA:
         return {"updates": self.updates, "average": dict(self._average)}
 
     def load_state_dict(self, state: StateView) -> None:
-        """Restore what `state_dict` returned.
+        """Restore what `state_dict` returned; averages of what stays as it is are not looked at.
 
         Raises:
             ValueError: it is of another model.
         """
         average = state["average"]
-        if {n: t.shape for n, t in average.items()} != {n: t.shape for n, t in self._average.items()}:
+        if any(name not in average or average[name].shape != own.shape for name, own in self._average.items()):
             raise ValueError("the saved average of the weights is of another model")
         self.updates = int(state["updates"])
         for name, tensor in self._average.items():
@@ -269,5 +328,6 @@ class EMA:
 
 @torch.no_grad()
 def _copy_into(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    for name, tensor in model.state_dict().items():
-        tensor.copy_(values[name])
+    held = model.state_dict()
+    for name, value in values.items():
+        held[name].copy_(value)

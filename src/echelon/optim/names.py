@@ -10,6 +10,7 @@ from pathlib import Path
 from echelon.core.errors import UserError, nearest
 
 SHOWN = ("sgd", "nesterov", "momentum", "adam", "adamw", "lars", "lamb", "lion", "nadamw", "rmsprop")
+OURS = ("sparse_adam",)  # of models with sparse tables
 # Those want a GPU library that is no dependency, or a closure or a second backward pass.
 NOT_SUPPORTED = ("fused", "bnb", "adahessian")
 
@@ -31,7 +32,7 @@ def check_optimizer_name(name: str) -> None:
     Raises:
         UserError: with the nearest name.
     """
-    if ":" in name or name.lower() in SHOWN or name.lower() in _strings(_factory()):
+    if ":" in name or name.lower() in (*SHOWN, *OURS) or name.lower() in _strings(_factory()):
         return
     if known := [each for each in declared_optimizers() if not each.startswith(NOT_SUPPORTED)]:
         raise unknown_optimizer(name, known)
@@ -40,7 +41,7 @@ def check_optimizer_name(name: str) -> None:
 def unknown_optimizer(name: str, known: list[str]) -> UserError:
     """Build the refusal of an unknown name."""
     return UserError(
-        f"unknown --optimizer {name!r}: {nearest(name.lower(), known)}known: {', '.join(SHOWN)} "
+        f"unknown --optimizer {name!r}: {nearest(name.lower(), [*known, *OURS])}known: {', '.join((*SHOWN, *OURS))} "
         f"and {len(known) - len(SHOWN)} more of timm's (timm.optim.list_optimizers()), or module:Class of your own"
     )
 

@@ -17,6 +17,7 @@ from echelon.core.own import find_own, of_object, read_calls
 from echelon.core.spec import show_value
 
 FLAG = "--optimizer"
+NO_RATES: Mapping[str, float] = {}
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 """A subclass of `torch.optim.Optimizer`, or what returns one, called with parameter groups and `lr=`."""
 
@@ -98,7 +99,14 @@ def takes_weight_decay(factory: OptimizerFactory) -> bool:
     return _takes(factory, "weight_decay")
 
 
-def build_own(factory: OptimizerFactory, name: str, model: nn.Module, lr: float, decay: float) -> torch.optim.Optimizer:
+def build_own(
+    factory: OptimizerFactory,
+    name: str,
+    model: nn.Module,
+    lr: float,
+    decay: float,
+    rates: Mapping[str, float] = NO_RATES,
+) -> torch.optim.Optimizer:
     """Build an optimizer of the user's for a model's trainable parameters.
 
     Biases, normalisation parameters and what the model lists in `no_weight_decay()` have no weight decay, as with
@@ -106,25 +114,26 @@ def build_own(factory: OptimizerFactory, name: str, model: nn.Module, lr: float,
 
     Args:
         name: how the run's description names it.
+        rates: factors of the learning rate by name of parameter.
 
     Raises:
         UserError: it cannot be built like this.
     """
     if not takes_weight_decay(factory):
-        if getattr(model, "lr_rates", {}):
-            groups = [{k: v for k, v in g.items() if k != "weight_decay"} for g in weight_decay_groups(model, 0.0)]
+        if rates:
+            by_rate = weight_decay_groups(model, 0.0, rates)
+            groups = [{k: v for k, v in group.items() if k != "weight_decay"} for group in by_rate]
             return construct(factory, name, groups, lr)
         return construct(factory, name, [p for p in model.parameters() if p.requires_grad], lr)
-    return construct(factory, name, weight_decay_groups(model, decay), lr)
+    return construct(factory, name, weight_decay_groups(model, decay, rates), lr)
 
 
-def weight_decay_groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
+def weight_decay_groups(model: nn.Module, decay: float, rates: Mapping[str, float] = NO_RATES) -> list[dict[str, Any]]:
     """Group a model's trainable parameters as timm's optimizers do: first those without weight decay, then the others.
 
     Biases and parameters of one dim have none, nor has what `model.no_weight_decay()` lists (patterns with *, too).
-    Where tuning has left factors of the learning rate with the model, each group has one, as `lr_scale`.
+    Where there are factors of the learning rate by name of parameter, each group has one, as `lr_scale`.
     """
-    rates: Mapping[str, float] = getattr(model, "lr_rates", {})
     listed: Iterable[str] = getattr(model, "no_weight_decay", list)()
     without: dict[float, list[nn.Parameter]] = {}
     others: dict[float, list[nn.Parameter]] = {}

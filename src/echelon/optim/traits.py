@@ -37,6 +37,10 @@ def reach_of(name: str) -> Reach:
     return Reach.MODEL if "lamb" in name.lower() else Reach.TENSOR
 
 
+ON_ROWS = (*SGD_FAMILY, "adagrad", "sparse_adam")
+"""Optimizers that update the touched rows of a sparse table alone; SGD's without momentum."""
+
+
 def is_split_on_servers(name: str) -> bool:
     """Whether the keys of a parameter server split tensors that this optimizer updates; else each is of one server."""
     return name.lower() in SPLIT_ON_SERVERS

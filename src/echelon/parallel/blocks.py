@@ -31,7 +31,7 @@ def find_blocks(model: nn.Module, hints: Hints | None) -> dict[str, nn.Module]:
 
     From `hints.blocks` where there are hints; else the children of every ModuleList and Sequential that is not inside
     another block and that holds several modules of one class; else every module of the class, repeated at least
-    twice, that holds most of the parameters.
+    twice, that holds most of the parameters. No block is inside another, and none is a plain container of blocks.
     """
     named = dict(model.named_modules())
     if hints is not None and hints.blocks:
@@ -42,15 +42,30 @@ def find_blocks(model: nn.Module, hints: Hints | None) -> dict[str, nn.Module]:
 
 
 def _in_containers(named: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    blocks: dict[str, nn.Module] = {}
-    for name, module in named.items():
-        if not isinstance(module, nn.ModuleList | nn.Sequential) or _inside(name, blocks):
-            continue
+    found = dict(_blocks_under("", named[""], set()))
+    return {name: found[name] for name in named if name in found}
+
+
+def _blocks_under(prefix: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the innermost repeated children of containers; what is in a block is not looked at."""
+    classes: Counter[type] = Counter()
+    if isinstance(module, nn.ModuleList | nn.Sequential):
         classes = Counter(type(child) for child in module.children() if _has_own(child))
-        for key, child in module.named_children():
-            if _has_own(child) and classes[type(child)] > 1 and next(child.children(), None) is not None:
-                blocks[f"{name}.{key}" if name else key] = child
-    return blocks
+    for key, child in module.named_children():
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
+        name = f"{prefix}.{key}" if prefix else key
+        repeated = classes[type(child)] > 1 and next(child.children(), None) is not None
+        inner = list(_blocks_under(name, child, seen)) if not repeated or _is_plain_container(child) else []
+        if inner:
+            yield from inner
+        elif repeated and _has_own(child) and not isinstance(child, nn.ModuleList):  # a list has no forward pass
+            yield name, child
+
+
+def _is_plain_container(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList) or type(module).forward is nn.Sequential.forward
 
 
 def _by_class(named: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -97,15 +112,31 @@ def shard(
     for name, parameter in model.named_parameters():
         if not parameter.ndim:
             raise UserError(f"--parallel fsdp={mesh.size()}: the parameter {name} is a single number and has no rows")
+        if parameter.is_complex():
+            raise UserError(
+                f"--parallel fsdp={mesh.size()}: the parameter {name} is complex, and only real ones are sharded: "
+                "use dp=N"
+            )
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
-    for block in blocks.values():
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    empty = {parameter for parameter in model.parameters() if not parameter.numel()}
+    for block in _separate(model, blocks):
+        fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=empty)
+    fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=empty)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _separate(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """Return the blocks that share no parameter with what is outside of them: tied ones are the root's to gather."""
+    holders: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        block = next((each for each in blocks if name.startswith(f"{each}.")), "")
+        holders.setdefault(id(parameter), set()).add(block)
+    tied = {block for names in holders.values() if len(names) > 1 for block in names}
+    return [block for name, block in blocks.items() if name not in tied]
 
 
 def reshard(model: nn.Module) -> None:

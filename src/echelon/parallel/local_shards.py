@@ -40,11 +40,10 @@ class LocalShard(Region):
 class LocalShards(nn.Module):
     """The local tensors of modules, as parameters and buffers of the same names that share their memory.
 
-    An empty piece (a tensor with fewer rows than ranks) is left out. `hand_over` gives it the gradients.
+    An empty piece (of a tensor with fewer rows than ranks) is left out. `hand_over` gives it the gradients.
 
     Attributes:
         regions: where each parameter and persistent buffer lies, by name.
-        lr_rates: factors of the learning rate by name, as tuning has left them with the modules.
         divided: where replicas divide the updates, which ones are this rank's.
     """
 
@@ -55,7 +54,6 @@ class LocalShards(nn.Module):
         self.regions: dict[str, LocalShard] = {}
         self.placement = placement
         self._sources: list[tuple[nn.Parameter, nn.Parameter]] = []
-        self.lr_rates = {name: rate for m in modules for name, rate in getattr(m, "lr_rates", {}).items()}
         self._no_decay = {n for m in modules for n in getattr(m, "no_weight_decay", tuple)()}
         self._pending: list[Tensor] = []
         made: dict[int, nn.Parameter] = {}
@@ -70,7 +68,7 @@ class LocalShards(nn.Module):
             made[id(parameter)] = piece = _local_parameter(parameter)
             if piece is not parameter:
                 self._sources.append((piece, parameter))
-        if made[id(parameter)].numel():
+        if made[id(parameter)].numel() or not parameter.numel():
             self.regions[name] = _local_shard(parameter, self.placement)
             owner, leaf = self._owner(name)
             owner.register_parameter(leaf, made[id(parameter)])
@@ -161,8 +159,8 @@ def gradient_norm(parameters: Mapping[str, nn.Parameter], pieces: LocalShards) -
     for name, parameter in parameters.items():
         if parameter.grad is not None:
             by_copies.setdefault(pieces.regions[name].copies, []).append(parameter.grad)
-    example = next(iter(parameters.values()))
-    total = torch.zeros((), dtype=torch.float64, device=example.device)
+    device = next(iter(pieces.parameters())).device
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, gradients in by_copies.items():
         norms = torch.stack([norm.double() for norm in foreach_norm(gradients)])
         total += norms.square().sum() / copies

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ class SplitOptions:
         samples: that this rank has of a whole batch at a time; 0: not known.
         autocast: type that autocast gives to matrix products in a pipeline; None: no autocast.
         statistics: ranks over whose samples BatchNorm takes its statistics; None: each rank its own.
+        still: names of the modules whose statistics stay as they are.
         unmade: the model is on the meta device, and this is how its values are made.
         parameters: type of the copies of the parameters that a forward pass in training uses; None: the parameters.
     """
@@ -55,6 +56,7 @@ class SplitOptions:
     autocast: torch.dtype | None = None
     unmade: DeferredInit | None = None
     statistics: dist.ProcessGroup | None = None
+    still: Set[str] = frozenset()
     parameters: torch.dtype | None = None
 
 
@@ -92,7 +94,7 @@ def split_model(model: nn.Module, placement: Placement, hints: Hints | None, opt
     pipeline = _cut(model, placement, hints, options, plan.styles if plan is not None else {})
     modules = pipeline.stage_modules if pipeline is not None else [model]
     if options.statistics is not None:  # not before, for one rank alone measures the pipeline's blocks
-        modules = [convert_sync_batchnorm(module, options.statistics) for module in modules]
+        modules = [convert_sync_batchnorm(module, options.statistics, still=options.still) for module in modules]
     along_tp, along_fsdp = placement.axis(Axis.TP), placement.axis(Axis.FSDP)
     param_dtype = options.parameters if along_fsdp is None else None  # sharding makes its own copies
     _recompute(modules, blocks, options.recompute, param_dtype)

@@ -5,6 +5,7 @@ Shapes: x (N, C, ...) with N this rank's samples (0 is allowed), n values per ch
 
 from __future__ import annotations
 
+from collections.abc import Set
 from datetime import timedelta
 from typing import Any
 
@@ -79,7 +80,12 @@ class SyncBatchNormAct(_Activated, nn.SyncBatchNorm):
     """torch's, then dropout and activation."""
 
 
-def convert_sync_batchnorm(module: nn.Module, group: dist.ProcessGroup, timeout: timedelta | None = None) -> nn.Module:
+def convert_sync_batchnorm(
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    timeout: timedelta | None = None,
+    still: Set[str] = frozenset(),
+) -> nn.Module:
     """Replace every BatchNorm in a module, in place; parameters and statistics stay the same objects.
 
     Call it on all ranks of `group`, before DistributedDataParallel. On gloo, the layers get a process group of their
@@ -87,6 +93,7 @@ def convert_sync_batchnorm(module: nn.Module, group: dist.ProcessGroup, timeout:
 
     Args:
         timeout: how long a layer waits for the other ranks; as long as `group` does where not given.
+        still: names of those whose statistics no batch enters; they stay what they are.
 
     Returns:
         The module, or its replacement where it is a BatchNorm itself.
@@ -99,7 +106,7 @@ def convert_sync_batchnorm(module: nn.Module, group: dist.ProcessGroup, timeout:
     if dist.get_backend(group) == "gloo":
         with closed_afterwards():
             group = same_ranks_group(group, "gloo", timeout)
-    return _convert(module, group)
+    return _convert(module, group, still, "")
 
 
 def has_sync_batchnorm(module: nn.Module) -> bool:
@@ -107,12 +114,11 @@ def has_sync_batchnorm(module: nn.Module) -> bool:
     return any(isinstance(each, (nn.SyncBatchNorm, GlooSyncBatchNorm)) for each in module.modules())
 
 
-def _convert(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+def _convert(module: nn.Module, group: dist.ProcessGroup, still: Set[str], path: str) -> nn.Module:
     if isinstance(module, BatchNormBase):
-        keeps = getattr(module, "keeps_statistics", False)  # where it is frozen: no batch enters them
-        return module if keeps else _replacement(module, group)
+        return module if path in still else _replacement(module, group)
     for name, child in module.named_children():
-        converted = _convert(child, group)
+        converted = _convert(child, group, still, f"{path}.{name}" if path else name)
         if converted is not child:
             setattr(module, name, converted)
     return module

@@ -12,20 +12,23 @@ from torch import nn
 
 from echelon.core.errors import UserError
 from echelon.core.shards import overlaps
+from echelon.optim.own import NO_RATES
 from echelon.ps.table import Cut, KeyRange, KeyTable, ParameterInfo, cut_table
 
 _NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def model_table(model: nn.Module, cut: Cut) -> KeyTable:
+def model_table(model: nn.Module, cut: Cut, rates: Mapping[str, float] = NO_RATES) -> KeyTable:
     """Cut a model's trainable parameters into keys; biases and normalisation have no weight decay.
+
+    Args:
+        rates: factors of the learning rate by name of parameter; 1 for those left out.
 
     Raises:
         UserError: parameters of several element types, or none.
     """
     listed = set(getattr(model, "no_weight_decay", tuple)())
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    rates: Mapping[str, float] = getattr(model, "lr_rates", {})
     infos = [
         ParameterInfo(
             name,

@@ -126,6 +126,19 @@ class MoreMicroBatches(Event):
 
 
 @dataclass(frozen=True)
+class SharesDealt(Event):
+    """After a step, each batch is divided otherwise over the ranks.
+
+    Attributes:
+        sizes: samples of each rank's part of a full batch, in the order of the ranks that divide samples.
+    """
+
+    step: int = 0
+    sizes: Sequence[int] = ()
+    name: str = field(default="shares_dealt", kw_only=True)
+
+
+@dataclass(frozen=True)
 class Refusal(Event):
     """A user's mistake, in words, told by a rank or a role."""
 
@@ -283,9 +296,29 @@ class DiskWorks(Event):
     name: str = field(default="disk_works", kw_only=True)
 
 
+@dataclass(frozen=True)
+class CodecSwitched(Event):
+    """An adaptive codec sends a vector's next messages another way; recorded at the end of the window of steps.
+
+    Attributes:
+        step: last one of the window.
+        vector: whose messages.
+        old, new: codecs.
+        reason: in words.
+    """
+
+    step: int = 0
+    vector: str = ""
+    old: str = ""
+    new: str = ""
+    reason: str = ""
+    name: str = field(default="codec_switched", kw_only=True)
+
+
 EVENTS: tuple[type[Event], ...] = (
     DataGrew, WorkerDied, Restarted, HangSeen, SlowProcess, RankFailed, RoleFailed, Refusal, CallbackError,
     BadImageSkipped, LossNotFinite, MoreMicroBatches, Resumed, StartedOver, CheckpointRejected, MachineLeft,
-    WorkerGone, ServerGone, ServerLost, ServerSettled, SharesAgain, SchedulerRestored, DiskFails, DiskWorks,
+    WorkerGone, ServerGone, ServerLost, ServerSettled, SharesAgain, SharesDealt, SchedulerRestored,
+    DiskFails, DiskWorks, CodecSwitched,
 )  # fmt: skip
 """Events with details, told apart by the default of `name`."""

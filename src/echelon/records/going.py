@@ -47,8 +47,23 @@ def is_held(folder: Path) -> bool | None:
         number = str((folder / LOCK_FILE).stat().st_ino)
     except FileNotFoundError:
         return None
-    fields = [line.split() for line in _LOCKS.read_text().splitlines() if "->" not in line]  # these only wait for it
-    return any(f[1] == "FLOCK" and f[5].rpartition(":")[2] == number for f in fields)
+    return any(f[1] == "FLOCK" and f[5].rpartition(":")[2] == number for f in _locks())
+
+
+def holder(folder: Path) -> int | None:
+    """Return the process of this machine that holds a folder's lock; None: there is none, or nobody tells."""
+    if not _LOCKS.exists():
+        return None
+    try:
+        number = str((folder / LOCK_FILE).stat().st_ino)
+    except FileNotFoundError:
+        return None
+    return next((int(f[4]) for f in _locks() if f[1] == "FLOCK" and f[5].rpartition(":")[2] == number), None)
+
+
+def _locks() -> list[list[str]]:
+    """Return the fields of each lock that is held."""
+    return [line.split() for line in _LOCKS.read_text().splitlines() if "->" not in line]  # these only wait for it
 
 
 def is_deserted(folder: Path, start: Start | None) -> bool:

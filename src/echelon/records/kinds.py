@@ -82,6 +82,7 @@ class Start(Record):
         served: servers hold the parameters.
         idle: settings, as flags, that do nothing in this run.
         launched_t: when the command was given, in unix seconds.
+        shares: samples of each rank's part of a full batch, as it begins; empty: they are equal.
     """
 
     kind: ClassVar[str] = "start"
@@ -111,6 +112,7 @@ class Start(Record):
     environment: Environment = field(default_factory=Environment)
     launched_t: float | None = None
     version: int = VERSION
+    shares: Sequence[int] = ()
 
     @property
     def splits_model(self) -> bool:
@@ -706,3 +708,39 @@ class RunEnd(Record):
     status: str = ""
     message: str = ""
     seconds: float = 0.0
+
+
+def _words(values: Any) -> dict[str, str]:
+    return {str(name): str(value) for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class FlowStepStart(Record):
+    """A step of a flow begins, in the step's own record.
+
+    Attributes:
+        fingerprint: of all that its result depends on.
+        parts: what that is made of, each part's own.
+        goes_on: what an earlier start left is continued.
+    """
+
+    kind: ClassVar[str] = "flow_step_start"
+    fingerprint: str
+    parts: Annotated[Mapping[str, str], _words] = field(default_factory=dict)
+    goes_on: bool = False
+
+
+@dataclass(frozen=True)
+class FlowStepEnd(Record):
+    """A step of a flow ended: `completed`, `stopped`, `failed` or `refused`.
+
+    Attributes:
+        outputs: the hash of each, by name.
+    """
+
+    kind: ClassVar[str] = "flow_step_end"
+    fingerprint: str
+    status: str = ""
+    message: str = ""
+    seconds: float = 0.0
+    outputs: Annotated[Mapping[str, str], _words] = field(default_factory=dict)

@@ -24,6 +24,7 @@ from echelon.records.events import (
     Restarted,
     Resumed,
     RoleFailed,
+    SharesDealt,
     WorkerDied,
 )
 from echelon.records.kinds import (
@@ -44,7 +45,7 @@ from echelon.records.merged import are_alike, mean_resources, merge
 MOST_SLOW_STEPS = 50
 MOST_PIPELINE_STEPS = 8
 MOST_EVENTS = 20  # of one name, one by one
-_WHOLE = (DataGrew, WorkerDied, Restarted, RankFailed, RoleFailed, Refusal, Resumed, MachineLeft, HangSeen)
+_WHOLE = (DataGrew, WorkerDied, Restarted, RankFailed, RoleFailed, Refusal, Resumed, MachineLeft, HangSeen, SharesDealt)
 _Counters = WorkerWindow | ServerWindow | EntropyCoding
 
 

@@ -28,6 +28,7 @@ from echelon.records.file import Recorder, newest
 from echelon.records.kinds import ProcessStarted, Start, Steps
 from echelon.run.machine import Machine, say
 from echelon.run.micro_batches import Halving
+from echelon.run.notify import Notifier
 from echelon.run.opening import Opening
 from echelon.run.out_of_memory import OutOfMemory
 
@@ -109,6 +110,7 @@ class _Chronicle:
         self, machine: Machine, run: ResolvedRun, path: Path, record: Recorder, tell: Callable[[str], None]
     ) -> None:
         self._path, self._record, self._scheduler, self._tell = path, record, machine.scheduler, tell
+        self._notifier = Notifier(run.described.tracking.notify, path)
         self._most_restarts = run.config.launch.max_restarts
         self._saved = SavedSteps(path / "checkpoints")
         self._started_t: dict[str, float] = {}
@@ -125,7 +127,9 @@ class _Chronicle:
 
     def on_death(self, death: Death, then: Aftermath) -> None:
         """Record a death and what follows, and say it where the run goes on: how it ends is said at its end."""
-        if death.rank is not None:
+        if then.others:
+            follows = then.others
+        elif death.rank is not None:
             follows = "the group restarts from the newest checkpoint"
         else:
             follows = "it alone is started again" if not death.others else "its worker's processes are started again"
@@ -136,6 +140,7 @@ class _Chronicle:
         role = death.name if death.rank is None else None
         self._record.write(WorkerDied(message, death.rank, role, death.host, death.pid, death.exit_code))
         if not then.no_restart:
+            self._notifier.trouble(message)
             self._tell(f"{what}{self._at_step(death)}; {self._restart(death, follows, then)}")
         if self._scheduler is not None:
             self._scheduler.died(death.name, "died", death.pid)
@@ -147,7 +152,9 @@ class _Chronicle:
         return f" at step {note.step}" if note is not None and note.step else ""
 
     def _restart(self, death: Death, follows: str, then: Aftermath) -> str:
-        if death.rank is not None and self._saved.highest > 0:
+        if then.others:
+            pass
+        elif death.rank is not None and self._saved.highest > 0:
             follows = f"the group restarts from the checkpoint of step {self._saved.highest}"
         elif death.rank is not None:
             follows = "the group restarts from the beginning: there is no checkpoint yet"

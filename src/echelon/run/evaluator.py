@@ -28,8 +28,9 @@ from echelon.run.resolve import resolve
 from echelon.trainer.evaluate import evaluate
 from echelon.trainer.folder import SECRET_FOLDER
 from echelon.trainer.inputs import model_input
+from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.process import leave, log_to, one_line, place_of
-from echelon.trainer.saving import state_of
+from echelon.trainer.start_weights import best_weights, rebuild, without_tuning
 from echelon.trainer.world import join_world
 
 
@@ -69,6 +70,7 @@ def evaluate_part(
         source = run.source.open()
         task = run.task.fitted(source.info)
         model = build_model(config.model, model_input(source.info, task)).to(world.device)
+        rebuild(model, config.model)
         if world.leads:
             for note in source.notes:
                 say(note)
@@ -82,16 +84,17 @@ def evaluate_part(
                 if world.leads:
                     on_begin()
                 with screen.bar("evaluation, batch", len(loader)) as bar:
-                    report = evaluate(model, loader, task, world, bar.advance)
+                    autocast = PRECISIONS[config.training.precision].autocast
+                    report = evaluate(model, loader, task, world, bar.advance, autocast)
         finally:
             loader.close()
     return {"loss": report.loss, **report.metrics}
 
 
 def _load(model: nn.Module, folder: Path, config: RunConfig, checkpoint: str) -> None:
-    state = state_of(folder, checkpoint)
+    weights = best_weights(folder, checkpoint)
     try:
-        model.load_state_dict(state["ema"]["average"] if state["ema"] else state["model"])
+        model.load_state_dict(without_tuning(weights, model, config.model))
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1].strip()
         raise UserError(f"data {config.data.source} does not fit the run's model ({reason})") from error

@@ -30,8 +30,9 @@ from echelon.run.opening import Opening
 from echelon.run.outcome import Outcome, RunFailed, outcome_of
 from echelon.run.parcel import own_copy
 from echelon.run.resolve import LaunchRequest
-from echelon.run.start import check, close_run, likely_model, plan_of, settled
+from echelon.run.start import check, close_run, likely_model, plan_of, settled, write_own_file
 from echelon.run.worker import train_rank
+from echelon.storage.url import is_url
 from echelon.trainer import folder as folders
 from echelon.trainer.assemble import UserObjects
 from echelon.trainer.process import is_out_of_memory, one_line, place_of, record_last
@@ -42,7 +43,8 @@ def runs_in_process(request: LaunchRequest) -> bool:
     """Whether a run is one worker of this machine alone, with nothing beside it, that no launcher started."""
     launch = request.config.launch
     alone = launch.workers == 1 and request.nodes.most == 1 and request.link is None
-    return alone and request.place.runs_here and not request.uses_servers and not is_worker()
+    copied = bool(request.config.checkpoint.mirror) or is_url(request.config.run)  # in the time of training
+    return alone and not copied and request.place.runs_here and not request.uses_servers and not is_worker()
 
 
 def start_in_process(request: LaunchRequest, user_objects: UserObjects | None) -> Outcome:
@@ -87,6 +89,7 @@ def _train(run: ResolvedRun, plan: LaunchPlan, objects: UserObjects) -> Outcome:
         finally:
             record.patience.insist(LAUNCH_FILE, lambda: folders.mark_ended(path))
         close_run(path, record)
+        write_own_file(path, run, status, objects)
         return outcome_of(path, status, stop.signum)
 
 

@@ -23,8 +23,8 @@ _NEAR = {  # between ranks of one machine
     "NCCL_SOCKET_IFNAME": "lo",
 }
 _CARRIED = (
-    "ATEN_", "CUBLAS_", "CUDA_", "ECHELON_", "GLOO_", "HF_", "KMP_", "MKL_", "MLFLOW_", "NCCL_", "OMP_", "PYTORCH_",
-    "TORCH_", "TRACKIO_", "WANDB_",
+    "ATEN_", "CUBLAS_", "CUDA_", "ECHELON_", "GLOO_", "HF_", "KERAS_", "KMP_", "MKL_", "MLFLOW_", "NCCL_", "OMP_",
+    "PYTORCH_", "TORCH_", "TRACKIO_", "WANDB_",
 )  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def ranks_job(plan: LaunchPlan, hosts: Sequence[Host] = (), interface: str | Non
     if interface is None:
         environment |= _NEAR
     elif interface:
-        environment = {"GLOO_SOCKET_IFNAME": interface} | environment
+        environment = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} | environment
     if hosts:  # a namespace has its own interfaces
         environment = {name: value for name, value in environment.items() if name not in _NEAR}
     processes = [
@@ -103,7 +103,8 @@ def ranks_job(plan: LaunchPlan, hosts: Sequence[Host] = (), interface: str | Non
         )
         for i in range(plan.workers)
     ]  # fmt: skip
-    return Job((Group(tuple(processes), Restart.TOGETHER),), plan.max_restarts)
+    restart = Restart.BESIDE if plan.elastic else Restart.TOGETHER
+    return Job((Group(tuple(processes), restart),), plan.max_restarts)
 
 
 def server_job(plan: LaunchPlan, part: ServerPart) -> Job:
@@ -137,8 +138,16 @@ def server_job(plan: LaunchPlan, part: ServerPart) -> Job:
         workers.setdefault(number, []).append(process(seat.name, WORKER, (seat, *parcel), not first))
     if part.ranks == 1:
         return Job((Group((*alone, *(p for [p] in workers.values())), Restart.ALONE),), plan.max_restarts)
-    split = [tuple(replace(p, environment=environment | _NEAR) for p in ranks) for ranks in workers.values()]
+    split = [
+        tuple(_of_split(p, environment, first + rank) for rank, p in enumerate(ranks))
+        for first, ranks in zip(range(0, plan.workers, part.ranks), workers.values(), strict=True)
+    ]
     return Job((Group(tuple(alone), Restart.ALONE), *map(Group, split)), plan.max_restarts)
+
+
+def _of_split(process: Process, environment: Mapping[str, str], local: int) -> Process:
+    """Return a process of a split worker; NCCL binds its device by `LOCAL_RANK`."""
+    return replace(process, environment={**environment, **_NEAR, "LOCAL_RANK": str(local)})
 
 
 def _environment(plan: LaunchPlan) -> dict[str, str]:

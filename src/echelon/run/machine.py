@@ -104,7 +104,7 @@ def _ranks_on_links(run: ResolvedRun, plan: LaunchPlan, link: Link, record: Reco
 def _ranks_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Iterator[Machine]:
     """Meet the other machines at the rendezvous, and agree with them on every start of the ranks."""
     from echelon.launch.machines import FirstMachine, OtherMachine, StateReport
-    from echelon.launch.meeting import Meeting, SecretSource, interface_of, is_own, own_address
+    from echelon.launch.meeting import Meeting, SecretSource, interface_of, own_address
     from echelon.messages.identity import PUBLIC_SECRET, make_secret, write_secret
     from echelon.messages.key_values import KeyValueTables
 
@@ -118,7 +118,7 @@ def _ranks_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Ite
     folder.mkdir(mode=0o700, exist_ok=True)
     if plan.trusted_network:
         write_secret(folder, PUBLIC_SECRET)
-    if is_own(rendezvous.host, own):
+    if _is_first(plan, rendezvous, own):
         tables = KeyValueTables()
 
         def open_table(name: str) -> str:
@@ -216,7 +216,6 @@ def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> I
         Register,
         SecretSource,
         Shape,
-        is_own,
         join_meeting,
         own_address,
     )
@@ -239,7 +238,7 @@ def _servers_among_machines(run: ResolvedRun, plan: LaunchPlan, path: Path) -> I
             scheduler=admission.scheduler,
         )  # fmt: skip
 
-    if is_own(rendezvous.host, own):
+    if _is_first(plan, rendezvous, own):
         roles = prepare_roles(path, plan.trusted_network)
         answer = partial(Register(shape, arrival).answer, roles / ADDRESS_FILE)
         meeting = Meeting(rendezvous, read_secret(roles), Arrival, answer)
@@ -275,10 +274,18 @@ def _rendezvous(plan: LaunchPlan) -> Address:
     return plan.rendezvous
 
 
+def _is_first(plan: LaunchPlan, rendezvous: Address, own: str) -> bool:
+    """Whether this is the first machine: as its place says, else by its address."""
+    from echelon.launch.meeting import is_own
+
+    return is_own(rendezvous.host, own) if plan.seat is None else plan.seat.number == 0
+
+
 def _arrival(plan: LaunchPlan, settings: dict[str, str], address: str = "") -> Arrival:
     from echelon.launch.meeting import Arrival
 
-    return Arrival(f"{socket.gethostname()} ({address})" if address else "", plan.workers, settings)
+    name = f"{socket.gethostname()} ({address})" if address else ""
+    return Arrival(name if plan.seat is None else f"{plan.seat.name} on {name}", plan.workers, settings)
 
 
 def common_settings(config: RunConfig) -> dict[str, str]:
@@ -294,6 +301,8 @@ def _say_first(plan: LaunchPlan, address: str, folder: Path) -> None:
 
     assert plan.rendezvous is not None
     first = f"this is the first machine of {plan.nodes.most}, at {address}:{plan.rendezvous.port}"
+    if plan.seat is not None:  # its place brought the secret
+        return
     if plan.trusted_network:
         say(f"{first}; whoever reaches it can take part (--trusted-network)")
         return

@@ -38,7 +38,9 @@ class Opening:
         self._screen.close()
 
     def runs_in(self, folder: Path) -> None:
-        """Say where the run is, how it is stopped and how it goes on."""
+        """Say where the run is, how it is stopped and how it goes on; on a place, whoever submitted it was told."""
+        if self._plan.seat is not None:
+            return
         where = f"{'continues in' if self._resumes else 'run folder'} {folder}"
         stops = f"Ctrl-C stops it after a checkpoint, `echelon resume {folder}` continues it"
         self._screen.say(f"{where}; {'Ctrl-C ends it' if self._config.optimizer.lr_find else stops}")

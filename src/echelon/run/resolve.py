@@ -17,14 +17,17 @@ from echelon.core.layout import Layout, parse_layout
 from echelon.core.link import Link, parse_link
 from echelon.core.spec import parse_spec
 from echelon.core.tokeniser import read_tokeniser
-from echelon.core.tuning import TUNINGS, read_tuning
+from echelon.core.tuning import TUNINGS, check_packages, read_tuning
 from echelon.core.units import parse_bytes, parse_seconds
 from echelon.launch.places import PlaceChoice, check_place
 from echelon.observe.loggers import check_loggers
+from echelon.run.notify import check_notify
+from echelon.storage.url import check_url, is_url
 from echelon.sync.registry import STRATEGIES
 from echelon.tasks.registry import TaskChoice, check_task
 
 if TYPE_CHECKING:
+    from echelon.launch.places.cluster import Seat
     from echelon.optim.own import OptimizerFactory
     from echelon.trainer.resolved import ResolvedRun
 
@@ -46,11 +49,13 @@ def check_names(config: RunConfig) -> None:
         PATHS.check(parse_spec(strategy.collective))
     with naming("--tune"):
         read_tuning(config.model.tune)
+        check_packages(config.model.tune)
     _check_path(config.data.source)
     check_task(config.task)
     read_tokeniser(config.data.tokeniser)
     check_place(config.launch.on)
     check_loggers(config.tracking.loggers)
+    check_notify(config.tracking.notify)
 
 
 def _check_path(source: str) -> None:
@@ -71,6 +76,7 @@ class LaunchRequest:
         link: the shaped links between workers; None: loopback.
         place: where processes are started.
         uses_servers: parameters are held by servers, as the strategy's file declares.
+        seat: of this machine, where a place gave it one: it runs the processes itself.
     """
 
     config: RunConfig
@@ -80,10 +86,14 @@ class LaunchRequest:
     link: Link | None
     place: PlaceChoice
     uses_servers: bool
+    seat: Seat | None = None
 
 
-def launch_request(config: RunConfig) -> LaunchRequest:
+def launch_request(config: RunConfig, seat: Seat | None = None) -> LaunchRequest:
     """Read what a description asks of machines; refuse names that do not exist.
+
+    Args:
+        seat: of this machine, where a place gave it one.
 
     Raises:
         UserError: names the setting, and the nearest that exists.
@@ -92,6 +102,9 @@ def launch_request(config: RunConfig) -> LaunchRequest:
     launch, strategy = config.launch, config.strategy
     with naming("--link"):
         link = parse_link(launch.link) if launch.link else None
+    if is_url(config.checkpoint.mirror):
+        with naming("--mirror"):
+            check_url(config.checkpoint.mirror)
     constants = STRATEGIES.declaration(parse_spec(strategy.sync).name).constants
     return LaunchRequest(
         config=config,
@@ -99,14 +112,20 @@ def launch_request(config: RunConfig) -> LaunchRequest:
         nodes=parse_nodes(launch.nodes),
         rendezvous=parse_rendezvous(launch.rendezvous) if launch.rendezvous else None,
         link=link,
-        place=PlaceChoice(launch.on, parse_seconds(config.checkpoint.io_patience)),
+        place=PlaceChoice(launch.on if seat is None else "local", parse_seconds(config.checkpoint.io_patience)),
         uses_servers=constants.get("uses_servers") == "True",
+        seat=seat,
     )
 
 
 def rate_of(link: str) -> float:
     """Return the bits per second of a link as a run's description has it."""
     return parse_link(link).rate_bits_per_s
+
+
+def link_of(link: str) -> Link | None:
+    """Return a link as a run's description has it; None: loopback."""
+    return parse_link(link) if link else None
 
 
 def canonical(setting: str, spec: str) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from echelon.config.validate import Nodes, check_batch
 from echelon.core.errors import UserError, naming
 from echelon.core.files import allow_open_files, full_disk_in_words
 from echelon.core.stop import StopFlag, Stopped, stop_on_signals
+from echelon.core.tuning import packages_of
 from echelon.launch.link import check_link
 from echelon.launch.logs import prepare_logs
 from echelon.launch.places.base import Place
@@ -28,12 +28,15 @@ from echelon.observe.profile import merge_traces
 from echelon.records.events import CallbackError, Event, MachineLeft, Refusal, WorkerDied
 from echelon.records.file import Recorder, newest
 from echelon.records.going import LAUNCH_FILE, read_launch
-from echelon.records.kinds import CommandEnd, End
+from echelon.records.kinds import CommandEnd, End, Evaluation
 from echelon.run.deaths import watched
+from echelon.run.elsewhere import Around, followed, submitted, submitted_again
 from echelon.run.ending import nothing_left
+from echelon.run.home import at_home, local_copy, mend
 from echelon.run.job import RANK
 from echelon.run.machine import Machine, say, this_machine
 from echelon.run.micro_batches import check_micro_batches, is_open
+from echelon.run.notify import Notifier
 from echelon.run.opening import Opening
 from echelon.run.outcome import Outcome, outcome_of
 from echelon.run.rate_search import Search, as_search, check_no_search
@@ -43,11 +46,11 @@ from echelon.tasks.registry import TaskObjects
 from echelon.trainer import folder as folders
 
 if TYPE_CHECKING:
+    from echelon.launch.places.cluster import Seat
+    from echelon.run.mirror import Mirror
     from echelon.run.parcel import Parcel
     from echelon.trainer.assemble import UserObjects
     from echelon.trainer.resolved import ResolvedRun
-
-Around = Callable[[Path], AbstractContextManager[None]]
 
 PRELOAD = (
     "torch",
@@ -71,10 +74,14 @@ def start(
     Raises:
         UserError: it cannot start as described.
     """
-    given_t, config = command_given_t(), as_search(config)
+    given_t, described = command_given_t(), as_search(config)
+    config = at_home(described)
     if is_worker():
         return _start_as_worker(config, user_objects, around)
     request = launch_request(config)  # refuses names at once, before anything heavy is imported
+    cluster = request.place.cluster()
+    if cluster is not None:
+        return followed(submitted(described, cluster, likely_model(config), user_objects is not None), around)
     plan = plan_of(request, Path(config.run))
     if config.run:
         folders.check_new(Path(config.run), config)
@@ -87,7 +94,7 @@ def start(
             path, request = Path(config.run), replace(request, config=config)
             opening.runs_in(path)
             with around(path), _lock(path, request.nodes):
-                return _run_here(resolve(config), plan_of(request, path, parcel), path, place, opening)
+                return _run_here(resolve(config), plan_of(request, path, parcel), path, place, opening, user_objects)
 
 
 def start_again(
@@ -96,12 +103,14 @@ def start_again(
     from_scratch: bool = False,
     user_objects: UserObjects | None = None,
     rescan: bool = False,
+    seat: Seat | None = None,
 ) -> Outcome:
     """Continue the run of a folder, as its description says now.
 
     Args:
         from_scratch: train from the beginning, whatever was saved; with several machines, on the first one alone.
         rescan: take samples that are new in the data from the next epoch on; likewise on the first machine alone.
+        seat: of this machine, where a place gave it one: its part of the run is run here.
 
     Raises:
         UserError: it cannot start as described, or goes on already.
@@ -109,7 +118,8 @@ def start_again(
     check_no_search(path, config)
     if rescan and is_worker():
         raise UserError("--rescan is for `echelon resume` without torchrun, which may start all processes again")
-    given_t, request = command_given_t(), launch_request(config)
+    given_t, request = command_given_t(), launch_request(config, seat)
+    cluster = request.place.cluster()
     if from_scratch:
         if is_worker():
             raise UserError("--from-scratch would start over at each restart by torchrun: leave it to `echelon resume`")
@@ -118,6 +128,10 @@ def start_again(
 
         with folders.locked(path, shared=False):
             start_over(path)
+    if cluster is not None and not is_worker():
+        if rescan:
+            raise UserError("--rescan needs the run here for a moment: give --on local")
+        return followed(submitted_again(path, config, cluster, user_objects is not None))
     with _lock(path, request.nodes):
         if is_worker():
             run = resolve(config)
@@ -126,6 +140,8 @@ def start_again(
             return _as_worker(path, run, user_objects)
         if nothing_left(path, config):
             return outcome_of(path, "completed")
+        if config.checkpoint.mirror:
+            mend(path, config.checkpoint.mirror, say)
         plan = plan_of(request, path, _parcel(user_objects))
         with Opening(config, plan, resumes=True) as opening, closing(request.place.build()) as place:
             _begin_imports(plan)
@@ -135,7 +151,7 @@ def start_again(
             config = settled(run, plan, user_objects)
             folders.prepare(path, config, given_t)
             opening.runs_in(path)
-            return _run_here(resolve(config), plan, path, place, opening)
+            return _run_here(resolve(config), plan, path, place, opening, user_objects)
 
 
 def check(request: LaunchRequest, user_objects: UserObjects | None = None) -> ResolvedRun:
@@ -167,6 +183,8 @@ def check(request: LaunchRequest, user_objects: UserObjects | None = None) -> Re
     run.source.check_options(NO_TRANSFORMS if user_objects is None else user_objects.transforms)
     if run.sync.uses_servers and is_worker():
         raise UserError(f"--sync {config.strategy.sync} starts roles of its own: run `echelon train` without torchrun")
+    if config.launch.elastic == "on" and is_worker():
+        raise UserError("--elastic on is for `echelon train` without torchrun, which ends all processes with one")
     ranks = _workers(request) * request.nodes.most
     check_micro_batches(run, ranks)
     check_strategies(run, int(os.environ["WORLD_SIZE"]) if is_worker() else ranks)
@@ -220,10 +238,12 @@ def plan_of(request: LaunchRequest, path: Path, parcel: Parcel | None = None) ->
         nodes=nodes,
         rendezvous=request.rendezvous,
         max_restarts=launch.max_restarts,
+        elastic=launch.elastic == "on" and workers > 1,
         log_dir=path / "logs",
-        preload=(*PRELOAD, *(PRELOAD_ROLES if request.uses_servers else ())),
+        preload=(*PRELOAD, *packages_of(request.config.model.tune), *(PRELOAD_ROLES if request.uses_servers else ())),
         trusted_network=launch.trusted_network,
         link=request.link,
+        seat=request.seat,
     )
 
 
@@ -256,12 +276,37 @@ def _as_worker(path: Path, run: ResolvedRun, user_objects: UserObjects | None = 
     """Be one rank, started by a launcher of the user's."""
     from echelon.run.worker import train_launched
 
-    with stop_on_signals() as stop:
+    leads = int(os.environ["RANK"]) == 0
+    opened = closing(Recorder(path if leads else None, patience_s=run.io_patience_s))
+    with stop_on_signals() as stop, opened as record, _mirrored(run, path, record, stop, leads):
         status = train_launched(path, stop, user_objects)
-        if int(os.environ["RANK"]) == 0:
-            with closing(Recorder(path, patience_s=run.io_patience_s)) as record:
-                close_run(path, record)
-        return outcome_of(path, status, stop.signum)
+        if leads:
+            close_run(path, record)
+            write_own_file(path, run, status, user_objects)
+            Notifier(run.described.tracking.notify, path).end(status, _how_it_ended(path))
+    return outcome_of(path, status, stop.signum)
+
+
+def _mirrored(
+    run: ResolvedRun, path: Path, record: Recorder, stop: StopFlag, leads: bool
+) -> AbstractContextManager[Mirror | None]:
+    """Keep the copy of the run that its description asks for, where this process leads."""
+    asked = run.described.checkpoint
+    if not asked.mirror or not leads:
+        return nullcontext()
+    from echelon.run.mirror import MirrorTerms, mirrored
+
+    terms = MirrorTerms(asked.mirror, asked.codec, run.io_patience_s, is_home=path == local_copy(asked.mirror))
+    return mirrored(path, terms, record, stop)
+
+
+def _is_first(plan: LaunchPlan) -> bool:
+    """Whether this is the machine that records how the run ends."""
+    if plan.nodes.most == 1 or plan.rendezvous is None:
+        return True
+    from echelon.launch.meeting import is_own, own_address
+
+    return is_own(plan.rendezvous.host, own_address(plan.rendezvous))
 
 
 def _parcel(user_objects: UserObjects | None) -> Parcel | None:
@@ -270,23 +315,51 @@ def _parcel(user_objects: UserObjects | None) -> Parcel | None:
     return None if user_objects is None else Parcel.of(user_objects)
 
 
-def _run_here(run: ResolvedRun, plan: LaunchPlan, path: Path, place: Place, opening: Opening) -> Outcome:
+def _run_here(
+    run: ResolvedRun, plan: LaunchPlan, path: Path, place: Place, opening: Opening, user_objects: UserObjects | None
+) -> Outcome:
     """Run this machine's processes to the end; a signal stops them after a checkpoint."""
     opened = closing(Recorder(path, patience_s=run.io_patience_s))
     with full_disk_in_words(path), stop_on_signals(raises=True) as stop, opened as record:
-        try:
-            status, closes = _run(run, plan, place, record, stop, opening)
-        except Stopped:
-            status, closes = "stopped", plan.nodes.most == 1
+        leads = bool(run.described.checkpoint.mirror) and _is_first(plan)
+        with _mirrored(run, path, record, stop, leads) as mirror:
+            notifier = Notifier(run.described.tracking.notify, path)
+            try:
+                status, closes = _run(_Here(run, place, path, record, stop, opening, mirror), plan)
+            except Stopped:
+                status, closes = "stopped", plan.nodes.most == 1
+                if closes:
+                    _end_before_start(path, record)
+            except UserError as error:
+                if plan.seat is None:  # else the node command tells
+                    notifier.end("failed", str(error))
+                raise
+            finally:
+                stop.raises = False
+                record.flush()
+                record.patience.insist(LAUNCH_FILE, lambda: folders.mark_ended(path))
             if closes:
-                _end_before_start(path, record)
-        finally:
-            stop.raises = False
-            record.flush()
-            record.patience.insist(LAUNCH_FILE, lambda: folders.mark_ended(path))
-        if closes:
-            close_run(path, record)
+                close_run(path, record)
+                write_own_file(path, run, status, user_objects)
+                notifier.end(status, _how_it_ended(path))
         return outcome_of(path, status, stop.signum)
+
+
+def _how_it_ended(path: Path) -> str:
+    """Return why a run ended, and its newest metrics, in one line."""
+    end, last = next(newest(path, End), None), next(newest(path, Evaluation), None)
+    reasons = [end.message] if end is not None and end.message else []
+    measured = last.metrics.items() if last is not None else ()
+    return ", ".join([*reasons, *(f"{name} {value:.4g}" for name, value in measured if value is not None)])
+
+
+def write_own_file(path: Path, run: ResolvedRun, status: str, user_objects: UserObjects | None) -> None:
+    """Leave the model of a run that is complete in the format of its own library, too, where that has one."""
+    of_user = ":" in run.config.model.name or (user_objects is not None and user_objects.model is not None)
+    if status == "completed" and of_user and not run.config.optimizer.lr_find:
+        from echelon.run.trained import write_keras_file
+
+        write_keras_file(path, run.config, user_objects)
 
 
 def close_run(path: Path, record: Recorder) -> None:
@@ -314,9 +387,20 @@ def _begin_imports(plan: LaunchPlan) -> None:
     start_import_server(plan.preload)
 
 
-def _run(
-    run: ResolvedRun, plan: LaunchPlan, place: Place, record: Recorder, stop: StopFlag, opening: Opening
-) -> tuple[str, bool]:
+@dataclass(frozen=True)
+class _Here:
+    """A run on this machine: its parts, where it runs, who is told and who may stop it."""
+
+    run: ResolvedRun
+    place: Place
+    path: Path
+    record: Recorder
+    stop: StopFlag
+    opening: Opening
+    mirror: Mirror | None
+
+
+def _run(here: _Here, plan: LaunchPlan) -> tuple[str, bool]:
     """Run this machine's processes to the end of the run.
 
     Returns:
@@ -325,38 +409,38 @@ def _run(
     Raises:
         UserError: a process refused its input, or the machines do not meet.
     """
-    log_dir, path = run.config.launch.log_dir, plan.log_dir.parent
-    prepare_logs(plan.log_dir, Path(log_dir) / path.absolute().name if log_dir else None)
+    log_dir = here.run.config.launch.log_dir
+    prepare_logs(plan.log_dir, Path(log_dir) / here.path.absolute().name if log_dir else None)
     while True:
         try:
-            return _run_once(run, plan, place, record, stop, opening)
+            return _run_once(here, plan)
         except FirstMachineGone:
-            if stop:
+            if here.stop:
                 return "stopped", False
-            stop.raises = True  # while the machines meet
+            here.stop.raises = True  # while the machines meet
             plan = replace(plan, meets_again=True)
 
 
-def _run_once(
-    run: ResolvedRun, plan: LaunchPlan, place: Place, record: Recorder, stop: StopFlag, opening: Opening
-) -> tuple[str, bool]:
+def _run_once(here: _Here, plan: LaunchPlan) -> tuple[str, bool]:
     """Meet the other machines and run this one's processes; returns what `_run` does.
 
     Raises:
         UserError: a process refused its input, or the machines do not meet.
         FirstMachineGone: the run's scheduler is gone with its machine.
     """
-    path = plan.log_dir.parent
+    run, path, record, stop, mirror = here.run, here.path, here.record, here.stop, here.mirror
     with (
         this_machine(run, plan, path, record) as machine,
-        watched(machine, place, run, opening, path, record) as (job, watch),
+        watched(machine, here.place, run, here.opening, path, record) as (job, watch),
     ):
         search = Search(path, stop) if run.config.optimizer.lr_find else None
         if search is not None:
             watch = watch.looking(search.look)
+        if mirror is not None:
+            watch = watch.looking(mirror.check)
         try:
             stop.raises = False  # from now on the ranks have something to save
-            stopped = supervise(job, place, watch, stop, machine.rounds)
+            stopped = supervise(job, here.place, watch, stop, machine.rounds)
         except Refused:
             last = next(newest(path, Refusal, CallbackError), None)
             if isinstance(last, CallbackError):
@@ -371,6 +455,10 @@ def _run_once(
         except JobFailed as failure:
             _end(path, record, machine, "failed", str(failure) or folders.last_message(path, WorkerDied))
             return "failed", machine.number == 0
+        except UserError as error:
+            if mirror is not None and mirror.failure is error:
+                _end(path, record, machine, "failed", str(error))
+            raise
         if search is not None and search.over:
             stop.signum = 0  # nobody else asked
             shutil.rmtree(path / "checkpoints", ignore_errors=True)  # nothing in it is of use

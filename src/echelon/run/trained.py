@@ -12,12 +12,16 @@ from echelon.core.errors import UserError
 from echelon.data import DataInfo, Source, open_data
 from echelon.data.kept_info import read_info
 from echelon.models import build_model
+from echelon.models.keras_model import KerasModule
+from echelon.run.machine import say
 from echelon.run.parcel import own_copy
 from echelon.tasks.base import Task
 from echelon.tasks.registry import TaskChoice
 from echelon.trainer.assemble import UserObjects
 from echelon.trainer.inputs import model_input
-from echelon.trainer.start_weights import best_weights
+from echelon.trainer.start_weights import best_weights, rebuild, without_tuning
+
+KERAS_FILE = "model.keras"
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,8 @@ def best_model(folder: Path, config: RunConfig, objects: UserObjects) -> nn.Modu
     if objects.model is None:
         return load_trained(folder, config, objects).model
     model = own_copy(objects.model).cpu()
-    model.load_state_dict(weights)
+    rebuild(model, config.model)
+    model.load_state_dict(without_tuning(weights, model, config.model))
     return model.eval()
 
 
@@ -82,9 +87,39 @@ def load_trained(
         model = own_copy(objects.model).cpu()
     else:
         model = build_model(config.model, model_input(info, task))
+    rebuild(model, config.model)
     try:
-        model.load_state_dict(weights)
+        model.load_state_dict(without_tuning(weights, model, config.model))
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1].strip()
         raise UserError(f"{folder}: its weights do not fit the model {config.model.name} ({reason})") from error
     return TrainedModel(model.eval(), info, task, config, folder, source)
+
+
+def write_keras_file(path: Path, config: RunConfig, objects: UserObjects | None) -> None:
+    """Write the best model of a run to its folder as `model.keras`, whole or not at all; nothing of other models.
+
+    A model that cannot be written is said: the run is complete without it.
+    """
+    objects = objects or UserObjects()
+    unfinished = path / f".unfinished-{KERAS_FILE}"
+    try:
+        if not _may_be_keras(path, config, objects):
+            return
+        model = best_model(path, config, objects)
+        if not isinstance(model, KerasModule):
+            return
+        model.write(unfinished)
+        unfinished.replace(path / KERAS_FILE)
+    except (UserError, OSError, ValueError, TypeError, NotImplementedError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        say(f"{path / KERAS_FILE} was not written ({reason})")
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _may_be_keras(path: Path, config: RunConfig, objects: UserObjects) -> bool:
+    """Whether a run's model is one of Keras, or one of the user's whose weights have names such as Keras's have."""
+    if objects.model is not None:
+        return isinstance(objects.model, KerasModule)
+    return ":" in config.model.name and any("/" in name for name in best_weights(path))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -17,9 +18,14 @@ from echelon.config import RunConfig
 from echelon.config.build import COMMAND_LINE, Resolved, flag_of, leaves
 from echelon.core.errors import UserError
 from echelon.core.own import HUGGING_FACE, code_file, read_calls
+from echelon.core.tuning import code_of
+from echelon.launch.places import is_own
 from echelon.run.machine import say
+from echelon.run.notify import is_webhook
 
 KNOWN_FILE = "known-code.jsonl"
+TUNE = "model.tune"  # kinds of tuning, some of which name code
+NOTIFY = "tracking.notify"
 _LIBRARIES = ("timm/", "torchvision/")
 
 
@@ -49,7 +55,7 @@ def check_trust(resolved: Resolved, trust: bool) -> None:
     Raises:
         UserError: names the code, the line that names it, and the file that would be imported.
     """
-    values = {name: _value(resolved.config, name) for name in _code_settings()}
+    values = {name: _value(resolved.config, name) for name in (*_code_settings(), NOTIFY)}
     check_settings(values, resolved.origins, trust)
 
 
@@ -63,19 +69,21 @@ def check_settings(values: Mapping[str, str], origins: Mapping[str, str], trust:
     for code in named_code(values):
         origin = origins[code.setting]
         if origin != COMMAND_LINE and not known.trusts(code, origin):
-            flag = _code_settings()[code.setting]
+            flag, does = _code_settings().get(code.setting, "--notify"), "run" if code.setting == NOTIFY else "import"
             if not trust:
                 raise UserError(
-                    f"{origin}: {flag} {code.name} would import {code.file}, which you have not used before: "
+                    f"{origin}: {flag} {code.name} would {does} {code.file}, which you have not used before: "
                     "give --trust (in Python, trust=True) if it may run as you"
                 )
-            say(f"{origin}: {flag} {code.name}: importing {code.file}")
+            say(f"{origin}: {flag} {code.name}: {'running' if does == 'run' else 'importing'} {code.file}")
         used.append(code)
     known.add(used)
 
 
 def named_code(values: Mapping[str, str]) -> Iterator[NamedCode]:
     """Yield the code that settings name, by dotted name; what does not exist is left out. Imports nothing."""
+    if (told := values.get(NOTIFY, "")) and not is_webhook(told) and (program := shutil.which(told)):
+        yield NamedCode(NOTIFY, told, str(Path(program).absolute()), Path(program).stat().st_uid)
     for setting in _code_settings():
         for name in _names_in(setting, values.get(setting, "")):
             if _is_code(setting, name) and (file := code_file(name)):
@@ -85,6 +93,8 @@ def named_code(values: Mapping[str, str]) -> Iterator[NamedCode]:
 
 def _names_in(setting: str, value: str) -> list[str]:
     """Return what may be code in a setting's value: all of it, or the names of calls without their arguments."""
+    if setting == TUNE:
+        return code_of(value) if value else []
     return [call.name for call in read_calls(value)] if setting in _call_settings() else [value]
 
 
@@ -96,6 +106,8 @@ def _is_code(setting: str, value: str) -> bool:
     """Whether a value is code, as `build_model`, `open_data` and the others read it."""
     if ":" not in value:
         return False
+    if setting == "launch.on":
+        return is_own(value)
     if setting == "data.source":
         return not value.startswith(HUGGING_FACE) and not Path(value).expanduser().exists()
     return setting != "model.name" or not value.startswith(_LIBRARIES)

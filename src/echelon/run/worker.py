@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -34,8 +34,10 @@ from echelon.run.rate_search import as_ended
 from echelon.run.resolve import resolve
 from echelon.trainer.assemble import UserObjects, assemble, assemble_worker
 from echelon.trainer.batches import EpochOrder
+from echelon.trainer.elastic import ElasticLoop
 from echelon.trainer.folder import CONFIG_FILE, SECRET_FOLDER, claim
 from echelon.trainer.loop import StepCounter, TrainingRun, fit
+from echelon.trainer.membership import Membership
 from echelon.trainer.precision import set_numerics
 from echelon.trainer.process import is_lost_wait, leave, log_to, one_line, place_of, record_last
 from echelon.trainer.world import join_worker, join_world
@@ -126,33 +128,37 @@ def train_rank(
     objects = user_objects or UserObjects()
     resolved = resolve(load_run_config(path / "config.yaml"), objects.optimizer)
     secret, notes = path / SECRET_FOLDER, notes or RankNotes()
-    with full_disk_in_words(path), join_world(resolved, secret, notes) as world:
+    membership = Membership.from_environment(resolved.timeout_s)
+    with full_disk_in_words(path), join_world(resolved, secret, notes, membership) as world:
         set_numerics(resolved.config.training)
         record = Recorder(path if world.leads else None, patience_s=resolved.io_patience_s)
-        run, cursor = assemble(resolved, path, world, record, objects)
+        run, cursor, assembly = assemble(resolved, path, world, record, objects, membership)
         run.count = count or run.count
         try:
-            with run.progress.display as display:
+            with run.progress.display as display, closing(assembly):
                 display.watch("checkpoint: writing", run.saver.is_writing)
                 batches = EpochOrder(run, cursor, stop)
-                status = fit(run, batches)
-                with display.bar("end: what is left to write"):
+                if membership is None:
+                    status = fit(run, batches)
+                else:
+                    status, batches = ElasticLoop(assembly, membership, stop).fit(run, batches)
+                with run.progress.display.bar("end: what is left to write"):
                     _close(run, path)
         except Exception as error:
-            error.add_note(f"in step {cursor.step + 1}")
+            error.add_note(f"in step {notes.step}")
             if run.profiler is not None:
                 run.profiler.close()
             if world.group is None:  # this process may go on after it
                 _close_loaders(run)
                 run.progress.broke_off()
-                record.close()
+                run.progress.record.close()
             raise
         in_time = status == "completed" and batches.reason != MAX_TIME
         measured_bytes = record_alternatives(run, resolved) if in_time else 0
         stagnant = run.saver.stagnation.evaluations
         why = why_ended(batches.reason, run.task.facts(), stagnant, resolved.config)
         _end(run, path, End(status, why, reason=batches.reason, stagnant=stagnant), measured_bytes)
-        record.close()
+        run.progress.record.close()
     return status
 
 

@@ -11,9 +11,9 @@ Needs: replicas of about the same speed: the slowest sets the pace.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,12 +21,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon.collectives.codec_state import left_out, merge, velocity_of
+from echelon.collectives.codec_state import StepMemories, carried, common, left_out, merge, velocity_of
 from echelon.collectives.hook import GradientHook
+from echelon.collectives.row_reducer import RowReducer
 from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import is_small, ring_bytes
 from echelon.compression import Compression
+from echelon.core.errors import UserError
 from echelon.core.state_tree import StateTree, StateView
+from echelon.models.tables import sparse_tables
+from echelon.observe.phases import Phase
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.buffers import averaged_buffers, mean_of_replicas, saved_buffers
 from echelon.sync.settings import SyncSettings
@@ -42,6 +46,11 @@ class AllReduceSettings(SyncSettings):
     name: ClassVar[str] = "allreduce"
     sums_in_backward: ClassVar[bool] = True
 
+    @property
+    def regroups(self) -> bool:
+        """True: a step's sums need all replicas, and are applied by all or by none."""
+        return True
+
     def check(self, compression: Compression) -> None:
         """Every codec can carry gradients."""
 
@@ -55,6 +64,7 @@ class AllReduceSettings(SyncSettings):
 
 
 STRATEGY = AllReduceSettings
+_ROW_STEPS = "rows.steps"  # in the state: on what the draws of a codec of rows depend
 
 
 class AllReduce:
@@ -71,12 +81,22 @@ class AllReduce:
         self._left_out: dict[str, Tensor] = {}  # by former replicas' codecs, for the first gradient without any
         self.needs_warmup_backward = False
         self.in_flight = False
+        self._ddp: DistributedDataParallel | None = None
+        self._tables = sparse_tables(context.model)
+        self._rows: RowReducer | None = None
+        self._sent_before: dict[str, int] = {}  # in groups of before
+        self._kept: StepMemories | None = None  # of the codec in the group that was left
+        self._common: StateView = {}  # of the codec, from a rank that is further
         self._agreed: dict[bool, list[Tensor]] = {}  # buffers since the last step, by whether of moving averages
         if context.group is None:
             return
-        self._ddp = context.ddp or _wrapped(context)
         averages, seed = context.averages_gradients, context.seed
         compression = context.compression.for_run(context.steps)
+        if self._tables:
+            self._rows = _row_reducer(context, self._tables)
+            if not any(p.requires_grad and n not in self._tables for n, p in context.model.named_parameters()):
+                return  # DDP refuses a model of which nothing is left to it
+        self._ddp = context.ddp or _wrapped(context, self._tables)
         self._hook = GradientHook(context.group, compression, context.path, average=averages, seed=seed)
         self._hook.on_last_bucket = context.clock.only_waits
         self._hook.attach(self._ddp)
@@ -103,6 +123,7 @@ class AllReduce:
             return self._unreached.completing() if self._unreached else nullcontext()
         if self._unreached:
             self._unreached.accumulating()
+        assert self._ddp is not None
         return self._ddp.no_sync()
 
     def communication_began(self) -> Any:
@@ -116,11 +137,21 @@ class AllReduce:
         self._agreed.clear()
         if self._unreached and self._is_in_loop:
             self._unreached.settle()
+        if self._rows:
+            self._context.clock.enter(Phase.COMMUNICATE)
+            self._rows.reduce()
+            self._context.clock.enter(Phase.UPDATE)
         if self._left_out:
             self._catch_up()
+        if self._confirms:
+            dist.all_reduce(torch.zeros(1, device=self._context.device), group=self._context.group)
         scale = self._context.loss_scale()
         self._context.update()
+        for switch in self._hook.take_switches() if self._hook else []:
+            self._context.noted(switch)
         change = self._context.loss_scale() / scale
+        if self._hook:
+            self._hook.step_made()
         if self._hook and change != 1.0:
             self._hook.rescale(change)
 
@@ -147,7 +178,7 @@ class AllReduce:
             return
         own = left_out(self._merged([hook.state_dict()]), group.size() if self._context.averages_gradients else 1)
         for name, parameter in self._context.model.named_parameters():
-            if parameter.grad is None or is_small(parameter):
+            if parameter.grad is None or is_small(parameter) or name in self._tables:
                 continue
             total = own[name].to(parameter) if name in own else parameter.new_zeros(parameter.numel())
             dist.all_reduce(total, group=group)
@@ -170,7 +201,69 @@ class AllReduce:
 
     def bytes_sent(self) -> Mapping[str, int]:
         """Return the bytes sent by this rank, by group of parameters."""
-        return dict(self._hook.wire.by_group) if self._hook else {}
+        own = [self._sent_before, *(part.wire.by_group for part in (self._hook, self._rows) if part)]
+        return {group: sum(each.get(group, 0) for each in own) for counts in own for group in counts}
+
+    @property
+    def _confirms(self) -> bool:
+        """Whether no rank updates before all have their sums.
+
+        What a linear codec leaves out is known with the last sum alone: who lacks that one could not keep its memory.
+        """
+        codec = self._hook.codec if self._hook else None
+        return self._context.survives and codec is not None and codec.linear and codec.biased
+
+    def leave(self) -> Callable[[dist.ProcessGroup | None], AllReduce]:
+        """Let go of the group and of what gradients are reduced with; returns what builds the strategy for another one.
+
+        All ranks of that group call it; None: this rank is alone from then on. What a codec remembers goes along, once
+        `settle_step` has said of which moment.
+        """
+        context, sent = replace(self._context, group=None, ddp=None), self.bytes_sent()
+        if self._hook:
+            self._hook.close()
+            self._kept = self._hook.memories()
+        self._hook = self._unreached = self._rows = None
+        self._ddp, self.module = None, context.model
+
+        def build(group: dist.ProcessGroup | None) -> AllReduce:
+            """Build the strategy for a group."""
+            made = AllReduce(replace(context, group=group))
+            made._sent_before = dict(sent)
+            made._take_over(self._kept, self._common)
+            self._kept, self._common = None, {}
+            return made
+
+        return build
+
+    at_agreement = True
+
+    def settle_step(self, made: bool) -> None:
+        """Hear, between two groups, whether the step that was begun last counts: if not, codecs forget it.
+
+        Where it was made by others alone, this rank's memories are those after it all the same: what they have summed
+        this rank had sent.
+        """
+        if self._kept is not None:
+            self._kept = self._kept.settled(made)
+
+    def shared_memory(self) -> StateTree:
+        """Return what a codec has alike on all ranks, between two groups."""
+        return common(self._kept.after) if self._kept is not None else {}
+
+    def take_shared_memory(self, state: StateView) -> None:
+        """Take over, between two groups, what `shared_memory` returned on a rank that is further."""
+        self._common = state
+
+    def _take_over(self, kept: StepMemories | None, shared: StateView) -> None:
+        hook = self._hook
+        if hook is None or hook.codec is None or self._context.group is None:
+            return
+        if kept is not None:
+            numels = {name: parameter.numel() for name, parameter in self._context.model.named_parameters()}
+            hook.load_state_dict(carried(kept.after, numels, self._context.group.size()))
+        if shared:
+            hook.load_common(merge([shared], {}))
 
     def reduce_times(self) -> ReduceTimes | None:
         """Return the hook's; on a GPU the host does not see when the network is done."""
@@ -186,13 +279,17 @@ class AllReduce:
 
     def state_dict(self) -> StateTree:
         """Return the hook's state: error-feedback memories and step counters."""
+        steps = {_ROW_STEPS: self._rows.steps} if self._rows else {}
         if self._hook:
-            return self._hook.state_dict()
+            return {**self._hook.state_dict(), **steps}
+        if self._rows:
+            return steps
         return {f"sent.error/{name}/0": total for name, total in self._left_out.items()}
 
     def load_state_dict(self, state: StateTree) -> None:
         """Take back the hook's state."""
         self._agreed.clear()
+        state = self._without_row_steps(state)
         if self._hook and state:
             self._hook.load_state_dict(state)
         elif state:
@@ -217,7 +314,14 @@ class AllReduce:
             self._take_momentum(self._hook)
 
     def _merged(self, states: Sequence[StateView]) -> StateTree:
-        return merge(states, {name: parameter.numel() for name, parameter in self._context.model.named_parameters()})
+        plain = [self._without_row_steps(state) for state in states]
+        return merge(plain, {name: parameter.numel() for name, parameter in self._context.model.named_parameters()})
+
+    def _without_row_steps(self, state: StateView) -> StateTree:
+        """Take over how many reductions of rows there were; returns the other entries."""
+        if self._rows and _ROW_STEPS in state:
+            self._rows.steps = int(state[_ROW_STEPS])
+        return {key: value for key, value in state.items() if key != _ROW_STEPS}
 
     def _give_momentum_back(self, velocity: Mapping[str, Tensor]) -> None:
         if not self._context.optimizer.param_groups[0].get("momentum"):
@@ -255,7 +359,22 @@ class AllReduce:
             self._hook.close()
 
 
-def _wrapped(context: SyncContext) -> DistributedDataParallel:
+def _row_reducer(context: SyncContext, tables: Mapping[str, nn.Parameter]) -> RowReducer:
+    """Build what reduces the rows of tables; raises UserError in a loop of somebody else's."""
+    if context.averages_gradients:
+        raise UserError(
+            f"{next(iter(tables))} makes sparse gradients, which are summed at the step here, after a loop of your own "
+            "may have clipped them: use sync local(8), or build it with sparse=False"
+        )
+    assert context.group is not None
+    codec = context.compression.codec
+    return RowReducer(tables, context.group, codec if codec.takes_rows else None, context.seed)
+
+
+def _wrapped(context: SyncContext, tables: Collection[str]) -> DistributedDataParallel:
+    if tables:
+        ignored = list(tables)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(context.model, ignored)
     return DistributedDataParallel(
         context.model,
         device_ids=[context.device] if context.device.type == "cuda" else None,

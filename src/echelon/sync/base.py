@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from echelon.collectives.base import Path
 from echelon.collectives.times import ReduceTimes
 from echelon.compression import Compression
+from echelon.compression.rungs import Switch
 from echelon.core.state_tree import StateTree, StateView
 from echelon.observe.phases import PhaseClock
 
@@ -44,7 +45,9 @@ class SyncContext:
             are averaged over the replicas instead of summed.
         ddp: what somebody else has wrapped the model in.
         has_unused: whether some parameters get no gradient from a step, which then keep none.
+        noted: hears what an adaptive codec changes.
         steps: of the run, by which what begins and ends it is settled; 0: not known, as in somebody else's loop.
+        survives: the replicas go on when some of them die.
     """
 
     model: nn.Module
@@ -61,6 +64,8 @@ class SyncContext:
     ddp: DistributedDataParallel | None = None
     has_unused: bool = False
     steps: int = 0
+    noted: Callable[[Switch], None] = lambda switch: None
+    survives: bool = False
 
 
 class StepSync(Protocol):
@@ -173,3 +178,31 @@ class Sync(StepSync, Protocol):
 
     def close(self) -> None:
         """End threads and connections; called when training has ended well."""
+
+
+@runtime_checkable
+class Regroupable(Sync, Protocol):
+    """A strategy that goes on in another group, with other replicas, when some of them are gone or have come.
+
+    Attributes:
+        at_agreement: no replica has trained anything that the others have no part in: from here all can go on.
+    """
+
+    @property
+    def at_agreement(self) -> bool:
+        """See above."""
+
+    def leave(self) -> Callable[[dist.ProcessGroup | None], Sync]:
+        """Let go of the group; returns what builds the strategy for another one (None: this rank is alone).
+
+        What this rank remembers goes along, once `settle_step` has said of which moment.
+        """
+
+    def settle_step(self, made: bool) -> None:
+        """Hear, between two groups, whether the step that was begun last counts: if not, it is forgotten."""
+
+    def shared_memory(self) -> StateTree:
+        """Return, between two groups, what is remembered alike on all ranks."""
+
+    def take_shared_memory(self, state: StateView) -> None:
+        """Take over, between two groups, what `shared_memory` returned on a rank that is further."""

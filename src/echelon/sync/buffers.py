@@ -27,13 +27,13 @@ def averaged_buffers(
         yield
         return
     own = [buffer.clone() for buffer in model.buffers()]
-    if known:
-        _set(list(model.buffers()), known)
-    else:
-        average_buffers(model, group)
-        if known is not None:
-            known.extend(buffer.clone() for buffer in model.buffers())
-    try:
+    try:  # a replica may be lost in the middle of it, and the others go on
+        if known:
+            _set(list(model.buffers()), known)
+        else:
+            average_buffers(model, group)
+            if known is not None:
+                known.extend(buffer.clone() for buffer in model.buffers())
         yield
     finally:
         _set(list(model.buffers()), own)
@@ -43,13 +43,13 @@ def averaged_buffers(
 def average_buffers(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Replace every buffer by its mean over the replicas, and counters by their maximum.
 
-    Floating-point buffers are averaged; the others (BatchNorm's number of batches) take the maximum. What is equal on
-    all replicas stays as it is to the last bit: a sum of equal values, divided by their number, would round for all but
-    powers of two on the way, and a checkpoint would differ from what it was loaded from.
+    Floating-point and complex buffers are averaged; the others (BatchNorm's number of batches) take the maximum. What
+    is equal on all replicas stays as it is to the last bit: a sum of equal values, divided by their number, would round
+    for all but powers of two on the way, and a checkpoint would differ from what it was loaded from.
     """
     if group is None or dist.get_world_size(group) == 1:
         return
-    buffers = [buffer for buffer in model.buffers() if buffer.numel()]
+    buffers = [as_real(buffer) for buffer in model.buffers() if buffer.numel()]
     floats = [b for b in buffers if b.is_floating_point()]
     others = [b for b in buffers if not b.is_floating_point()]
     if floats:
@@ -66,10 +66,12 @@ def mean_of_replicas(replicas: Sequence[Mapping[str, Tensor]]) -> dict[str, Tens
     """Return what `average_buffers` makes of the replicas' buffers, by name, from copies of all of them."""
     means: dict[str, Tensor] = {}
     for name, first in replicas[0].items():
-        copies = [replica[name] for replica in replicas]
-        if first.is_floating_point():
-            wide = torch.float64 if first.dtype == torch.float64 else torch.float32
-            means[name] = _from_first([copy.to(wide) for copy in copies]).to(first.dtype)
+        copies = [as_real(replica[name]) for replica in replicas]
+        if copies[0].is_floating_point():
+            dtype = copies[0].dtype
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            mean = _from_first([copy.to(wide) for copy in copies]).to(dtype)
+            means[name] = torch.view_as_complex(mean) if first.is_complex() else mean
         else:
             means[name] = torch.stack([copy.long() for copy in copies]).amax(0).to(first.dtype)
     return means
@@ -80,6 +82,11 @@ def saved_buffers(replicas: Sequence[StateView], averages: bool) -> list[Mapping
     if not averages:
         return [replica["buffers"] for replica in replicas]
     return [{n: t for n, t in replica["ema"].items() if n in replica["buffers"]} for replica in replicas]
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as pairs of its real and imaginary parts, in the same memory; a real one as it is."""
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
 
 
 def _mean(flat: Tensor, group: dist.ProcessGroup) -> Tensor:

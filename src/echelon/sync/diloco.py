@@ -98,6 +98,11 @@ class DilocoSettings(SyncSettings):
             lr = 1 - (1 - PAPER_LR) * min(1.0, momentum / PAPER_MOMENTUM)
         return lr, momentum
 
+    @property
+    def regroups(self) -> bool:
+        """Whether all replicas agree on all of the model at one step, from which they can begin a round again."""
+        return self.plan().in_one_piece
+
     def messages(self, steps: int) -> int:
         """Return the agreements on a parameter in a run of so many steps."""
         return self.plan().for_run(steps).agreements(steps)
@@ -127,7 +132,7 @@ class DilocoSettings(SyncSettings):
 
     def build(self, context: SyncContext) -> Sync:
         """Build the strategy."""
-        return Averaging(context, self.plan(), OuterNesterov(*self.outer(context.steps)))
+        return Averaging(context, self.plan(), OuterNesterov(*self.outer(context.steps)), self.build)
 
 
 STRATEGY = DilocoSettings

@@ -66,6 +66,11 @@ class EasgdSettings(SyncSettings):
         """Return when what is averaged."""
         return AveragingPlan(self.period, optimizer_state=self.optimizer_state)
 
+    @property
+    def regroups(self) -> bool:
+        """Whether all replicas agree on all of the model at one step, from which they can begin a round again."""
+        return self.plan().in_one_piece
+
     def messages(self, steps: int) -> int:
         """Return the agreements on a parameter in a run of so many steps."""
         return self.plan().agreements(steps)
@@ -102,7 +107,7 @@ class EasgdSettings(SyncSettings):
                 f"easgd(rho={self.rho:g}): {replicas} workers x lr {lr:g} x rho is above 1: "
                 f"the centre would overshoot; use rho up to {1 / (replicas * lr):g}"
             )
-        return Averaging(context, self.plan(), Elastic(alpha, replicas))
+        return Averaging(context, self.plan(), Elastic(alpha, replicas), self.build)
 
 
 STRATEGY = EasgdSettings

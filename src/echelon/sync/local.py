@@ -76,6 +76,11 @@ class LocalSettings(SyncSettings):
         """Steps before the first local one."""
         return self.start
 
+    @property
+    def regroups(self) -> bool:
+        """Whether all replicas agree on all of the model at one step, from which they can begin a round again."""
+        return self.plan().in_one_piece
+
     def messages(self, steps: int) -> int:
         """Return the agreements on a parameter in a run of so many steps."""
         return self.plan().for_run(steps).agreements(steps)
@@ -94,7 +99,7 @@ class LocalSettings(SyncSettings):
 
     def build(self, context: SyncContext) -> Sync:
         """Build the strategy."""
-        return Averaging(context, self.plan(), MeanRule())
+        return Averaging(context, self.plan(), MeanRule(), self.build)
 
 
 STRATEGY = LocalSettings

@@ -30,6 +30,11 @@ class SyncSettings(ABC):
     sums_in_backward: ClassVar[bool] = False
 
     @property
+    def regroups(self) -> bool:
+        """Whether the replicas can go on when some of them are gone (see `Regroupable`)."""
+        return False
+
+    @property
     def synchronous_steps(self) -> int:
         """For how many steps a strategy that averages parameters reduces gradients at first."""
         return 0

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.collectives.hook import GradientHook
+from echelon.models.tables import sparse_tables
 
 _FIRST_STEPS = 16  # in which all ranks are asked; later only in steps whose number is a power of two
 
@@ -28,7 +29,8 @@ class UnreachedParameters:
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, hook: GradientHook) -> None:
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        tables = sparse_tables(model)  # whose rows are reduced at the step
+        self._parameters = [p for name, p in model.named_parameters() if p.requires_grad and name not in tables]
         self._group, self._hook = group, hook
         self._reached: set[int] | None = None  # in the last pass; None: gradients tell, for no pass came before
         self._zeroed: list[nn.Parameter] = []  # what this rank reached in no pass of the step

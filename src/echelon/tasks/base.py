@@ -71,6 +71,7 @@ class Batch:
         global_units: units of the loss in the whole batch, where the loader knows them; None: it does not.
         epoch: from 0.
         samples: numbers in the user's data of those in `targets`, `(B,)`; None: unknown, or they are mixtures.
+        sizes: samples of each rank's part, in their order; empty: they differ by at most 1, the first have more.
     """
 
     inputs: Nest
@@ -80,6 +81,7 @@ class Batch:
     global_units: int | None = None
     epoch: int = 0
     samples: NDArray[np.int64] | None = None
+    sizes: tuple[int, ...] = ()
 
 
 class TextDecoder(Protocol):

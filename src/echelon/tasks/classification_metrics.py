@@ -48,7 +48,7 @@ class ClassificationMetrics:
         self._counters = _counters(self._classes, device)
         # Samples, and samples with an output that is not finite.
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)
-        self._scores: list[Tensor] = []
+        self._logits: list[Tensor] = []
         self._targets: list[Tensor] = []
         self._kept = 0
         self._binned: MulticlassROC | None = None
@@ -70,17 +70,15 @@ class ClassificationMetrics:
         self._counts += torch.stack([torch.full_like(broken, len(targets)), broken])
         for counter in self._counters.values():
             counter.update(logits, targets)
-        # Probabilities, since torchmetrics takes logits that all happen to lie in 0..1 for such. Wide ones: in float32
-        # all that is close to 1 would tie.
-        self._keep(logits.double().softmax(1), targets)
+        self._keep(logits, targets)
 
-    def _keep(self, scores: Tensor, targets: Tensor) -> None:
+    def _keep(self, logits: Tensor, targets: Tensor) -> None:
         if self._binned is not None:
-            self._binned.update(scores.float(), targets)
+            self._binned.update(_probabilities(logits).float(), targets)
             return
-        self._scores.append(scores)
+        self._logits.append(logits)
         self._targets.append(targets)
-        self._kept += scores.numel()
+        self._kept += logits.numel()
         if self._kept > self._limit:
             self._bin()
 
@@ -88,9 +86,9 @@ class ClassificationMetrics:
         """From here on, keep counts by threshold in place of scores."""
         if self._binned is None:
             self._binned = _binned_roc(self._classes, self._device)
-            for scores, targets in zip(self._scores, self._targets, strict=True):
-                self._binned.update(scores.float(), targets)
-            self._scores, self._targets = [], []
+            for logits, targets in zip(self._logits, self._targets, strict=True):
+                self._binned.update(_probabilities(logits).float(), targets)
+            self._logits, self._targets = [], []
         return self._binned
 
     def compute(self, group: dist.ProcessGroup | None = None) -> EvaluationResult:
@@ -156,15 +154,23 @@ class ClassificationMetrics:
             fpr, tpr, _ = computed(roc, {"confmat": confmat})
             support = confmat[0, :, 1].sum(-1)
         else:
-            scores = torch.cat([torch.zeros(0, self._classes, dtype=torch.float64, device=self._device), *self._scores])
+            logits = torch.cat([torch.zeros(0, self._classes, device=self._device), *self._logits])
             targets = torch.cat([torch.zeros(0, dtype=torch.int64, device=self._device), *self._targets])
-            targets = gather_rows(targets, group)
-            fpr, tpr = _exact_roc(gather_rows(scores, group), targets)
+            targets = gather_rows(targets.int(), group).long()
+            fpr, tpr = _exact_roc(_probabilities(gather_rows(logits, group)), targets)
             support = torch.bincount(targets, minlength=self._classes)
         both = ((support > 0) & (support < samples)).tolist()
         return [
             torch.stack([x, y]).double().numpy() if drawn else None for x, y, drawn in zip(fpr, tpr, both, strict=True)
         ]
+
+
+def _probabilities(logits: Tensor) -> Tensor:
+    """Return probabilities `(n, C)`: torchmetrics takes logits that all happen to lie in 0..1 for such.
+
+    Wide ones: in float32 all that is close to 1 would tie.
+    """
+    return logits.double().softmax(1)
 
 
 def _options(classes: int) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,12 +19,14 @@ from echelon.config import RunConfig
 from echelon.config.validate import Nodes
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
+from echelon.core.terms import TERMINAL_VARIABLE
 from echelon.data import LoaderConfig, Shard, Source, example_inputs
 from echelon.data.base import DataInfo
 from echelon.data.kept_info import keep_info
 from echelon.data.loader import EvalLoader, TrainLoader, size_note
 from echelon.data.transforms import NO_TRANSFORMS, Transforms
 from echelon.models import auto_name, parameter_count
+from echelon.models.tuning.plan import TuningPlan
 from echelon.observe.callbacks import Listeners, as_callback, named_callbacks
 from echelon.observe.environment import environment
 from echelon.observe.loggers import LOGGERS
@@ -32,33 +35,38 @@ from echelon.observe.notes import NotedClock
 from echelon.observe.phases import PhaseClock, make_clock
 from echelon.observe.profile import StepProfiler, TracedClock, rank_trace
 from echelon.observe.tensorboard import TensorBoard
-from echelon.optim.build import build_schedule
+from echelon.optim.build import Schedule, build_schedule
 from echelon.optim.own import OptimizerFactory
 from echelon.ps.split_worker import SplitWorker
 from echelon.ps.worker_rank import WorkerRank
 from echelon.records.events import Event, WeightsLoaded
-from echelon.records.file import Recorder
+from echelon.records.file import Recorder, newest
 from echelon.records.going import Launch, read_launch
-from echelon.records.kinds import Start
+from echelon.records.kinds import Start, Steps
+from echelon.sync.base import Sync
 from echelon.tasks.base import Task
 from echelon.tasks.own_loss import LossFunction
 from echelon.tasks.registry import TaskObjects
-from echelon.trainer.compatibility import interplay_notes, length_notes
+from echelon.trainer.balance import Balancer, BatchParts, make_balancer, why_not
+from echelon.trainer.compatibility import interplay_notes, length_notes, worker_notes
 from echelon.trainer.display import Display, RunLength
 from echelon.trainer.inputs import model_input, units_of
 from echelon.trainer.leases import Commands, Leases
-from echelon.trainer.loop import LoopSettings, TrainingRun
+from echelon.trainer.loop import LoopSettings, TrainingRun, regroupable
 from echelon.trainer.loss_guard import GuardSettings, LossGuard
+from echelon.trainer.membership import Membership
 from echelon.trainer.parts import Work, build_parts, channels_last, keep_cuts, with_kept_cuts
 from echelon.trainer.path_choice import with_chosen_paths
 from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.progress import RunProgress
 from echelon.trainer.resolved import ResolvedRun
+from echelon.trainer.retuning import RebuiltParts, Retuning, begun_epoch
 from echelon.trainer.saving import RanksState, Saver
 from echelon.trainer.server_parts import ServerLink, build_worker
 from echelon.trainer.servers_checkpoint import ServersState
 from echelon.trainer.state import Cursor, Fingerprint, RunParts, layout_of, layout_sizes, seed_everything
 from echelon.trainer.step import Step, StepSettings
+from echelon.trainer.tables import table_notes
 from echelon.trainer.window import Traffic
 from echelon.trainer.world import World, roll_call
 
@@ -99,6 +107,7 @@ class _Groundwork:
     launch: Launch
     profiler: StepProfiler | None
     test_loader: EvalLoader | None
+    balances: bool = False
 
     @property
     def work(self) -> Work:
@@ -118,18 +127,15 @@ class _Groundwork:
 
     def run(self, run_parts: RunParts, saver: Saver, progress: RunProgress) -> TrainingRun:
         """Put the parts of a run together."""
-        config, per_epoch = self.resolved.config, self.train_loader.batches_per_epoch
+        config = self.resolved.config
         training, told = config.training, bool(config.tracking.callbacks or self.user_objects.callbacks)
         every = self.resolved.checkpoint_every
         return TrainingRun(
             world=self.world,
             parts=run_parts,
-            step=Step(
-                self.task, _step_settings(config, self.world), self.clock, run_parts.scaler, run_parts.split,
-                self._loss_guard(run_parts, saver.folder, progress),
-            ),
+            step=self.step(run_parts, saver.folder, progress),
             task=self.task,
-            schedule=build_schedule(run_parts.optimizer, config.optimizer, per_epoch, training.epochs),
+            schedule=self.schedule(run_parts),
             train_loader=self.train_loader,
             eval_loader=self.eval_loader,
             clock=self.clock,
@@ -139,11 +145,40 @@ class _Groundwork:
                 training.epochs, training.max_steps, training.eval_every, every, told,
                 training.early_stop, training.early_stop_delta,
                 time.monotonic() - self.launch.seconds_since() + self.resolved.max_time_s,
+                training.seed if self.balances else None,
             ),
             traffic=Traffic(at_start=run_parts.start_bytes),
             profiler=self.profiler,
             test_loader=self.test_loader,
         )  # fmt: skip
+
+    def step(self, run_parts: RunParts, folder: Path, progress: RunProgress) -> Step:
+        """Build what computes a step."""
+        settings = _step_settings(self.resolved.config, self.world)
+        guard = self._loss_guard(run_parts, folder, progress)
+        return Step(self.task, settings, self.clock, run_parts.scaler, run_parts.split, guard)
+
+    def schedule(self, run_parts: RunParts) -> Schedule:
+        """Build the schedule of the learning rate."""
+        config, per_epoch = self.resolved.config, self.train_loader.batches_per_epoch
+        return build_schedule(run_parts.optimizer, config.optimizer, per_epoch, config.training.epochs)
+
+    def retuning(self, saver: Saver, progress: RunProgress, path: Path) -> Retuning:
+        """Return what builds the run's parts anew where tuning begins to train more."""
+
+        def build(plan: TuningPlan) -> RebuiltParts:
+            """Build the parts for a plan, and restore them; weights to start from are in the checkpoint."""
+            seed_everything(self.resolved.config.training.seed)
+            config = self.resolved.config
+            config = replace(config, model=replace(config.model, weights=""))
+            resolved = replace(self.resolved, config=config, tuning=plan)
+            work = replace(self.work, tuning=plan)
+            run_parts = build_parts(with_kept_cuts(resolved, self.world, path), work, self.world, self.clock)
+            saver.restore_into(RanksState(run_parts, self.world, progress.record.patience))
+            step = self.step(run_parts, path, progress)
+            return RebuiltParts(run_parts, step, self.schedule(run_parts), work.tuned.words)
+
+        return Retuning(self.resolved.tuning, build)
 
     def _loss_guard(self, run_parts: RunParts, folder: Path, progress: RunProgress) -> LossGuard | None:
         """Return what looks at losses; None in a search of the learning rate, which ends where they are not finite."""
@@ -174,12 +209,19 @@ class _Groundwork:
 
 
 def _groundwork(
-    resolved: ResolvedRun, path: Path, world: World, user_objects: UserObjects, data_ranks: int, rank: int
+    resolved: ResolvedRun,
+    path: Path,
+    world: World,
+    user_objects: UserObjects,
+    data_ranks: int,
+    rank: int,
+    balances: bool = False,
 ) -> _Groundwork:
     """Open the data, for `data_ranks` that divide it or take turns; the same seed on every rank until it trains.
 
     Args:
         rank: of all ranks of the run, also where these are workers of a parameter server.
+        balances: parts of batches follow the ranks' speed.
     """
     config, seed = resolved.config, resolved.config.training.seed
     seed_everything(seed)
@@ -189,8 +231,6 @@ def _groundwork(
     check_enough(source.info, data_ranks)
     if rank == 0:
         keep_info(path, source.info)
-    settings = LoaderConfig.of(config.data, seed, world.device, user_objects.transforms)
-    shard = Shard(world.data_rank, world.data_size)
     task = resolved.task.fitted(source.info, user_objects.of_task)
     check_mixing(config, task)
     clock: PhaseClock = NotedClock(make_clock(world.device.type), world.notes)
@@ -198,12 +238,26 @@ def _groundwork(
     if config.training.profile:
         clock = TracedClock(clock)
         profiler = StepProfiler(config.training.profile, rank_trace(path, rank), clock)
+    train, evaluation, test = _loaders_of(resolved, world, source, task, user_objects, balances)
     return _Groundwork(
-        resolved, world, rank, source, task, clock,
-        TrainLoader(source, settings, shard, units_of(task)), EvalLoader(source, settings, shard), user_objects,
-        read_launch(path), profiler,
-        None if source.test is None else EvalLoader(source, settings, shard, source.test),
+        resolved, world, rank, source, task, clock, train, evaluation, user_objects, read_launch(path), profiler, test,
+        balances,
     )  # fmt: skip
+
+
+def _loaders_of(
+    resolved: ResolvedRun, world: World, source: Source, task: Task, user_objects: UserObjects, balances: bool = False
+) -> tuple[TrainLoader, EvalLoader, EvalLoader | None]:
+    """Return the loaders of a rank's part of the training, evaluation and test sets."""
+    config = resolved.config
+    settings = LoaderConfig.of(config.data, config.training.seed, world.device, user_objects.transforms)
+    shard = Shard(world.data_rank, world.data_size)
+    largest = min(config.data.batch_size, source.info.train_size) if balances else 0
+    return (
+        TrainLoader(source, settings, shard, units_of(task), largest),
+        EvalLoader(source, settings, shard),
+        None if source.test is None else EvalLoader(source, settings, shard, source.test),
+    )
 
 
 def build_listeners(config: RunConfig, path: Path, record: Recorder, user_objects: UserObjects) -> Listeners:
@@ -225,22 +279,116 @@ def build_listeners(config: RunConfig, path: Path, record: Recorder, user_object
     return Listeners((TensorBoard(path, record.patience), *services), callbacks)
 
 
+class Assembly:
+    """Builds anew, of a run that goes on, what depends on its ranks.
+
+    Attributes:
+        resolved: the run.
+    """
+
+    def __init__(self, ground: _Groundwork, path: Path, membership: Membership | None = None) -> None:
+        self.resolved, self._ground, self._path = ground.resolved, ground, path
+        self._membership = membership
+        self._builds: Callable[[dist.ProcessGroup | None], Sync] | None = None
+        self._leads, self._opened = ground.world.leads, ExitStack()
+
+    @property
+    def seed(self) -> int:
+        """Of the run."""
+        return self.resolved.config.training.seed
+
+    def leave(self, run: TrainingRun) -> None:
+        """Let go of the groups that the strategy works in."""
+        self._builds = regroupable(run).leave()
+
+    def recorded(self) -> int:
+        """Return the last step that the run's record tells of."""
+        return next((window.step for window in newest(self._path, Steps)), 0)
+
+    def enter(self, run: TrainingRun, world: World, cursor: Cursor, sent: int) -> None:
+        """Build what depends on the ranks for those of a world, which all call it together.
+
+        Args:
+            sent: bytes that this rank sent to bring others where it is.
+        """
+        assert self._builds is not None
+        ground, same = self._ground, (run.world.data_rank, run.world.data_size) == (world.data_rank, world.data_size)
+        with _connecting(self._membership):
+            run.world, run.parts = world, replace(run.parts, sync=self._builds(world.group))
+        if world.leads and not self._leads:
+            self._lead(run, world, cursor)
+        ground = self._ground = replace(ground, world=world)
+        if not same:
+            for loader in (run.train_loader, run.eval_loader, run.test_loader):
+                if loader is not None:
+                    loader.close()
+            loaders = _loaders_of(self.resolved, world, ground.source, ground.task, ground.user_objects)
+            run.train_loader, run.eval_loader, run.test_loader = loaders
+        run.step = ground.step(run.parts, self._path, run.progress)
+        run.saver.go_on(RanksState(run.parts, world, run.progress.record.patience), run.progress.record, sent)
+
+    def _lead(self, run: TrainingRun, world: World, cursor: Cursor) -> None:
+        """Show and record from now on: the rank that did is gone."""
+        self._leads = True
+        config, ground = self.resolved.config, self._ground
+        if terminal := os.environ.get(TERMINAL_VARIABLE):
+            for fd in (1, 2):
+                os.dup2(int(terminal), fd)
+        record = Recorder(self._path, patience_s=self.resolved.io_patience_s)
+        display = _display(config, ground.train_loader.batches_per_epoch, world, cursor, ground.task)
+        self._opened.enter_context(display)
+        run.progress = RunProgress(record, build_listeners(config, self._path, record, ground.user_objects), display)
+        run.saver.on_saved = run.progress.saved
+
+    def tell(self, run: TrainingRun, cursor: Cursor, seconds: float, dead: int) -> None:
+        """Record who the ranks are from now on, and what is lost with `dead` of before; all of them call it."""
+        start = _start_of(self._ground, run, cursor)
+        if start is not None:
+            run.progress.record.write(start)
+            run.progress.record.flush()
+            workers = f"{start.world_size} workers go on" if start.world_size > 1 else "1 worker goes on"
+            lost = f"; what the codec of {dead} had not sent yet is lost" if dead and self._remembers else ""
+            run.progress.note("members", f"{workers} from step {cursor.step}; agreed in {seconds:.2f} s{lost}")
+
+    @property
+    def _remembers(self) -> bool:
+        return self.resolved.compression.encodes and self.resolved.compression.codec.biased
+
+    def close(self) -> None:
+        """End what was opened."""
+        self._opened.close()
+
+
 def assemble(
-    resolved: ResolvedRun, path: Path, world: World, record: Recorder, user_objects: UserObjects
-) -> tuple[TrainingRun, Cursor]:
+    resolved: ResolvedRun,
+    path: Path,
+    world: World,
+    record: Recorder,
+    user_objects: UserObjects,
+    membership: Membership | None = None,
+) -> tuple[TrainingRun, Cursor, Assembly]:
     """Build the parts of a run from its description, and restore the newest checkpoint.
+
+    Args:
+        membership: of a run whose survivors go on; a newcomer to it restores nothing.
 
     Raises:
         UserError: something in the description cannot be built.
     """
-    notes = interplay_notes(resolved, world.size)
-    if world.group is None:
+    notes = interplay_notes(resolved, world.size, world.device.type == "cuda")
+    is_newcomer = membership is not None and membership.is_newcomer
+    if world.group is None and not is_newcomer:
         resolved = resolved.for_single_worker()
+    if resolved.tuning.changes_later:
+        check_unfreezes(user_objects)
+        resolved = replace(resolved, tuning=resolved.tuning.at(begun_epoch(path)))
     resolved, chosen = with_chosen_paths(with_kept_cuts(resolved, world, path), world, path)
-    ground, config = _groundwork(resolved, path, world, user_objects, world.data_size, world.rank), resolved.config
-    info = ground.source.info
+    balances, unbalanced = _balances(resolved, world)
+    ground = _groundwork(resolved, path, world, user_objects, world.data_size, world.rank, balances)
+    info, config = ground.source.info, resolved.config
     work = ground.work
-    run_parts = build_parts(resolved, work, world, ground.clock)
+    with _connecting(None if is_newcomer else membership):
+        run_parts = build_parts(resolved, work, world, ground.clock)
     keep_cuts(run_parts, world, path)
     saver = Saver(
         path,
@@ -249,30 +397,71 @@ def assemble(
         record,
         Fingerprint.of(config, info, ground.task, ground.train_loader.sampling),
     )
-    restored = saver.restore()
+    restored = None if is_newcomer else saver.restore()
     if world.leads:
         keep_roster(ground.source, path)
     if restored is None:
-        seed_everything(_rank_seed(config.training.seed, world.data_rank))
+        seed_everything(rank_seed(config.training.seed, world.data_rank))
     cursor = restored or Cursor()
     display = _display(config, ground.train_loader.batches_per_epoch, world, cursor, ground.task)
     listeners = build_listeners(config, path, record, user_objects) if world.leads else Listeners()
     progress = RunProgress(record, listeners, display)
     saver.on_saved = progress.saved
     run = ground.run(run_parts, saver, progress)
-    notes += length_notes(resolved, ground.steps, world.size)
+    run.balance = _balancer(ground, cursor, path)
+    if resolved.tuning.changes_later:
+        run.retuning = ground.retuning(saver, progress, path)
+    notes += [*length_notes(resolved, ground.steps, world.size), *unbalanced, *_model_notes(resolved, run_parts, world)]
     _record_start(ground, run, cursor, path)
-    if world.leads:
-        _record_weights(work, progress, restored is not None)
-    for note in work.notes[:1]:
-        progress.note("tuning", note)
-    for name, note in run_notes(
-        config, ground.source, run_parts.split.notes if run_parts.split else (), [*notes, *chosen]
-    ):
-        progress.note(name, note)
+    _tell_beginning(ground, work, run, [*notes, *chosen], restored is not None)
     if world.leads:
         progress.restored(None if restored is None else cursor.step, path, saver.passed_over)
-    return run, cursor
+    run.survives = membership is not None
+    return run, cursor, Assembly(ground, path, membership)
+
+
+def _model_notes(resolved: ResolvedRun, parts: RunParts, world: World) -> list[str]:
+    """Say what the model's layers mean for a run of several workers."""
+    synced = resolved.config.model.sync_batchnorm
+    tables = table_notes(resolved, parts.model, world.size)
+    return [*tables, *worker_notes(parts.model, world.data_size, synced)]
+
+
+def _connecting(membership: Membership | None) -> AbstractContextManager[None]:
+    """Surround what makes connections to other ranks, which break when these leave."""
+    return membership.connecting() if membership is not None else nullcontext()
+
+
+def _tell_beginning(ground: _Groundwork, work: Work, run: TrainingRun, notes: Sequence[str], restored: bool) -> None:
+    """Record and say what has to be known of a run that begins, or goes on from a checkpoint."""
+    progress = run.progress
+    if run.world.leads:
+        _record_weights(work, progress, restored)
+    split = run.parts.split
+    own = run_notes(ground.resolved.config, ground.source, split.notes if split else (), notes)
+    for name, note in (*work.notes, *own):
+        progress.note(name, note)
+
+
+def _balances(resolved: ResolvedRun, world: World) -> tuple[bool, list[str]]:
+    """Return whether parts of a batch follow the ranks' speed, and what to say where they cannot."""
+    if resolved.config.launch.balance == "off":
+        return False, []
+    reason = why_not(resolved, world)
+    return not reason, [f"--balance auto does nothing: {reason}"] if reason else []
+
+
+def _balancer(ground: _Groundwork, cursor: Cursor, path: Path) -> Balancer | None:
+    """Return what decides on shares, and deal those of the checkpoint; None: parts are equal."""
+    world, loader = ground.world, ground.train_loader
+    if not ground.balances:
+        cursor.shares = ()
+        return None
+    samples = min(ground.resolved.config.data.batch_size, ground.source.info.train_size)
+    replicas = world.placement.layout.dp if world.placement is not None else world.size
+    balancer = make_balancer(BatchParts(samples, replicas, world.data_size // replicas), world, cursor, path)
+    loader.deal(replace(loader.shard, weights=cursor.shares))
+    return balancer
 
 
 def assemble_worker(
@@ -283,13 +472,18 @@ def assemble_worker(
     Raises:
         UserError: something in the description cannot be built.
     """
-    notes, config = interplay_notes(resolved, process.workers), resolved.config
+    notes, config = interplay_notes(resolved, process.workers, world.device.type == "cuda"), resolved.config
+    if resolved.tuning.changes_later:
+        raise UserError(
+            f"--tune {resolved.tuning.text}: servers hold the same keys from the first step to the last: use "
+            "--sync allreduce, local or diloco, or two runs, the second with --weights"
+        )
     rank = process.number * world.size + world.rank
     ground = _groundwork(resolved, path, world, user_objects, process.workers * world.data_size, rank)
     info = ground.source.info
     work = ground.work
     run_parts, link = build_worker(resolved, work, process, world, ground.clock, path)
-    seed_everything(_rank_seed(config.training.seed, process.number * world.data_size + world.data_rank))
+    seed_everything(rank_seed(config.training.seed, process.number * world.data_size + world.data_rank))
     pids = roll_call(world).pids
     record = Recorder(path if link else None, patience_s=resolved.io_patience_s)
     silent = Display(RunLength(0, 0), ground.task.facts(), visible=False)
@@ -303,7 +497,7 @@ def assemble_worker(
         return run, Commands(run, run_parts.sync)
     idle = run_parts.sync.channel.tell_idle if isinstance(run_parts.sync, SplitWorker) else None
     per_epoch = ground.train_loader.batches_per_epoch
-    state = ServersState(link.servers, link.table, per_epoch, record.patience, idle)
+    state = ServersState(link.servers, link.table, per_epoch, record.patience, idle, work.tuned.frozen)
     fingerprint = Fingerprint.of(config, info, ground.task, ground.train_loader.sampling)
     saver = Saver(path, config.checkpoint.keep, state, record, fingerprint)
     run = ground.run(run_parts, saver, progress)
@@ -311,8 +505,7 @@ def assemble_worker(
         _record_weights(work, progress, resumes=False)
     split_notes = run_parts.split.notes if run_parts.split else ()
     start = replace(_start_of_workers(ground, run_parts, link), pids=pids)
-    of_tuning = [("tuning", note) for note in work.notes[:1]]
-    return run, Leases(run, link, state, start, [*of_tuning, *run_notes(config, ground.source, split_notes, notes)])
+    return run, Leases(run, link, state, start, [*work.notes, *run_notes(config, ground.source, split_notes, notes)])
 
 
 def _record_weights(work: Work, progress: RunProgress, resumes: bool) -> None:
@@ -361,6 +554,16 @@ def run_notes(
     return [(name, note) for name, notes in named.items() for note in notes]
 
 
+def check_unfreezes(user_objects: UserObjects) -> None:
+    """Refuse to unfreeze later what a caller's own module is, which is trained itself and not built anew.
+
+    Raises:
+        UserError: names the fix.
+    """
+    if user_objects.model is not None:
+        raise UserError("--tune unfreeze: the model is built anew: name it as module:function in place of an object")
+
+
 def check_mixing(config: RunConfig, task: Task) -> None:
     """Refuse mixup and CutMix for a task whose targets cannot be shares of classes.
 
@@ -398,18 +601,25 @@ def _display(config: RunConfig, steps_per_epoch: int, world: World, cursor: Curs
     return Display(RunLength.of(config, total), task.facts(), world.leads, cursor.step)
 
 
-def _rank_seed(seed: int, rank: int) -> int:
-    """Dropout and the like differ between ranks, the parameters do not."""
+def rank_seed(seed: int, rank: int) -> int:
+    """Return the seed of a rank's generators: dropout and the like differ between ranks, the parameters do not."""
     return (seed * 1_000_003 + rank + 1) % 2**63
 
 
 def _record_start(ground: _Groundwork, run: TrainingRun, cursor: Cursor, path: Path) -> None:
+    start = _start_of(ground, run, cursor)
+    if start is not None:
+        run.progress.begins(start, ground.resolved.described, path)
+
+
+def _start_of(ground: _Groundwork, run: TrainingRun, cursor: Cursor) -> Start | None:
+    """Return the record's line of a start, on the rank that leads; all ranks call it together."""
     world = run.world
     ranks = roll_call(world)
     parameters = _parameter_count(run.parts, world)
     if not world.leads:
-        return
-    start = replace(
+        return None
+    return replace(
         ground.start(),
         attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         world_size=world.size,
@@ -422,8 +632,8 @@ def _record_start(ground: _Groundwork, run: TrainingRun, cursor: Cursor, path: P
         start_step=cursor.step,
         start_epoch=cursor.epoch,
         idle=_idle_settings(ground.resolved, world),
+        shares=cursor.shares,
     )
-    run.progress.begins(start, ground.resolved.described, path)
 
 
 def _idle_settings(resolved: ResolvedRun, world: World) -> list[str]:

@@ -4,22 +4,44 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from echelon.core.stop import StopFlag
 from echelon.core.time_limit import TimeLimit
 from echelon.data.base import Batch
 from echelon.observe.garbage import GarbageClock
 from echelon.observe.phases import CALLBACKS, RECORDING, Phase
+from echelon.records.events import CodecSwitched
 from echelon.records.kinds import EARLY_STOP, MAX_TIME, EntropyCoding
+from echelon.trainer.balance import Deal
+from echelon.trainer.commit import Commit
 from echelon.trainer.evaluate import EvaluationReport
-from echelon.trainer.loop import TrainingRun, evaluate_agreed
+from echelon.trainer.loop import TrainingRun, evaluate_agreed, regroupable
 from echelon.trainer.progress import record_pipeline
 from echelon.trainer.slow_steps import SlowSteps
-from echelon.trainer.state import Cursor
+from echelon.trainer.state import Cursor, seed_layers
 from echelon.trainer.step import StepResult
-from echelon.trainer.window import ClosedWindow, Window, WindowEnd, WindowTraffic, Wishes
+from echelon.trainer.window import MOST_STEPS, ClosedWindow, Window, WindowEnd, WindowTraffic, Wishes
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Where a run goes on whose ranks have changed.
+
+    Attributes:
+        commit: what is done.
+        recorded: the last step that a record tells of.
+        results: of the steps since then, as far as this rank's samples tell.
+        saved_s: when the last checkpoint was begun, by `time.monotonic`.
+    """
+
+    commit: Commit
+    recorded: int
+    results: Sequence[StepResult]
+    saved_s: float
 
 
 class EpochOrder:
@@ -28,16 +50,22 @@ class EpochOrder:
     Attributes:
         status: `completed`, or `stopped` once a rank was asked to stop.
         reason: why it completed before its last step: `EARLY_STOP`, `MAX_TIME`; empty: it did not.
+        saved_s: when the last checkpoint was begun, by `time.monotonic`.
         window: of the steps since the last record; it begins with the iteration, and may be paused between steps.
     """
 
     window: Window
 
-    def __init__(self, run: TrainingRun, cursor: Cursor, stop: StopFlag) -> None:
+    def __init__(self, run: TrainingRun, cursor: Cursor, stop: StopFlag, resumption: Resumption | None = None) -> None:
+        """Begin at a cursor; `resumption`: where a run goes on whose ranks have changed (see `elastic.py`)."""
         self.status = "completed"
+        self._resumption = resumption
+        self.history: deque[tuple[int, StepResult]] = deque(maxlen=2 * MOST_STEPS)
+        self.commit: Commit | None = None
+        self.recorded = cursor.step
         self._run, self._cursor, self._stop = run, cursor, stop
         self._slow = SlowSteps(run.progress.record)
-        self._due, self._saved_s = False, time.monotonic()
+        self._due, self.saved_s = False, time.monotonic()
         self._trained = False
         self.reason = EARLY_STOP if self._is_stagnant else ""  # so it was saved
         self._time = TimeLimit(run.settings.ends_s if run.world.leads else math.inf, len(run.eval_loader))
@@ -47,13 +75,20 @@ class EpochOrder:
         run, cursor = self._run, self._cursor
         with GarbageClock() as garbage:
             self.window = Window(run.world, run.clock, garbage)
-            while cursor.epoch < run.settings.epochs and not self._reached:
+            owes = self._resume()
+            if self.status == "stopped":
+                self._save("stop", last=True)
+                return
+            while owes or (cursor.epoch < run.settings.epochs and not self._reached):
                 run.clock.enter(Phase.DATA)
-                for batch in run.train_loader.epoch(cursor.epoch, cursor.batch):
+                for batch in self._epoch() if not self._reached else ():
                     run.schedule.set_step(
                         run.train_loader.steps_at_present_size(cursor.epoch, cursor.batch, cursor.step)
                     )
                     run.world.notes.at_step(cursor.step + 1)
+                    self.note(between=True)
+                    if run.settings.draws_seed is not None:
+                        seed_layers(run.settings.draws_seed, cursor.step, run.world)
                     yield batch
                     if self.status == "stopped":
                         self._save("stop", last=True)
@@ -62,6 +97,9 @@ class EpochOrder:
                         break
                     run.clock.enter(Phase.DATA)
                 self._end_epoch()
+                owes = False
+                if not self._reached:
+                    self._retune()
             if self._is_whole:
                 self.reason = ""
             self._save("end", last=True)
@@ -69,21 +107,36 @@ class EpochOrder:
     def step_done(self, result: StepResult) -> None:
         """Add a step to the window; close it when it is full, and save where that is due."""
         cursor, window = self._cursor, self.window
-        window.add(result)
-        stops = window.stops(bool(self._stop) or self._time.is_up(time.monotonic()))
-        window.end_step()
         cursor.step, cursor.batch = cursor.step + 1, cursor.batch + 1
+        is_new = cursor.step > self.recorded  # else it is trained again, and the record tells of the first time
+        if is_new:
+            window.add(result)
+        self.note(between=False)
+        if self._run.survives:
+            self.history.append((cursor.step, result))
+        stops = window.stops(bool(self._stop) or self._time.is_up(time.monotonic()))
+        if is_new:
+            window.end_step()
+        if self._run.balance is not None:
+            self._deal(self._run.balance.planned(cursor.step))
         if (profiler := self._run.profiler) is not None and profiler.step_done():
             with self._pause(RECORDING):
                 profiler.switch()
+        self._between_steps(stops)
+
+    def _between_steps(self, stops: bool) -> None:
+        """Close the window where it is full, or `stops`, and do what else is due after a step."""
+        cursor, window = self._cursor, self.window
         every = self._run.settings.checkpoint.steps
         self._due = self._due or (every is not None and cursor.step % every == 0)
         epoch_ends = cursor.batch == self._run.train_loader.batches_in(cursor.epoch) or self._reached
         evaluates = self._run.saver.owes_evaluation and not epoch_ends and self._steps_to_agreement == 0
-        if not (window.full or self._saves or evaluates or epoch_ends or stops):
+        if not window.steps or not (window.full or self._saves or evaluates or epoch_ends or stops):
             return
         closed = self._close_window()
         self._slow.look(closed, window.watch)
+        if self._run.balance is not None:
+            self._deal(self._run.balance.look(closed.steps))
         window.go_on()
         self._tell_callbacks()
         if closed.stop:
@@ -96,6 +149,45 @@ class EpochOrder:
             self._judge(cursor.epoch - 1, self._evaluate(cursor.epoch - 1), counts=True)
         if self._saves and not (epoch_ends or self.reason):  # at an epoch's end it comes after the evaluation
             self._save("interval")
+
+    def _epoch(self) -> Iterator[Batch]:
+        return self._run.train_loader.epoch(self._cursor.epoch, self._cursor.batch)
+
+    def note(self, between: bool) -> None:
+        """Note what is done, where other ranks may have to be told of it (see `Commit`)."""
+        if self._run.survives and regroupable(self._run).at_agreement:
+            self.commit = Commit.of(self._run, self._cursor, self.reason, between)
+
+    def _resume(self) -> bool:
+        """Go on where ranks have changed: with the steps that no record has, and what is due after the last one.
+
+        Returns:
+            Whether that was not done yet; then the epoch may end here.
+        """
+        resumption, self._resumption = self._resumption, None
+        if resumption is None:
+            return False
+        self.saved_s = resumption.saved_s
+        self.commit, self.recorded, self.reason = resumption.commit, resumption.recorded, resumption.commit.reason
+        first = resumption.commit.step - len(resumption.results) + 1
+        for step, result in enumerate(resumption.results, first):
+            self.window.add(result)
+            self.window.end_step()
+            self.history.append((step, result))
+        self._trained = bool(resumption.results)
+        if resumption.commit.between:
+            return False
+        self._between_steps(stops=True)
+        return True
+
+    def _deal(self, deal: Deal | None) -> None:
+        """Divide batches otherwise from the next one on, on all ranks after the same step."""
+        if deal is None:
+            return
+        run, cursor = self._run, self._cursor
+        cursor.shares = deal.sizes
+        run.train_loader.deal(replace(run.train_loader.shard, weights=deal.sizes))
+        run.progress.happened(deal.event(cursor.step))
 
     @property
     def _reached(self) -> bool:
@@ -127,7 +219,7 @@ class EpochOrder:
         self._trained = True
         every_s = run.settings.checkpoint.seconds
         now_s = time.monotonic()
-        due = (every_s is not None and now_s - self._saved_s >= every_s) or run.saver.is_due()
+        due = (every_s is not None and now_s - self.saved_s >= every_s) or run.saver.is_due()
         wishes = Wishes(bool(self._stop), due, self._time.is_up(now_s))
         sync = run.parts.sync
         sent, others = run.traffic.since_last(sync.bytes_sent(), run.saver.bytes_sent)
@@ -135,7 +227,14 @@ class EpochOrder:
         closed = self.window.close(end, WindowTraffic(sent, others), sync.reduce_times(), wishes)
         self._time.step_s = closed.steps.seconds / closed.steps.count
         self._time.took("write", run.saver.write_s)
+        self.recorded = cursor.step
         run.progress.window(closed.steps, closed.resources)
+        for switch in run.parts.switches:
+            text = f"{switch.vector}: {switch.new} instead of {switch.old} by step {cursor.step}: {switch.reason}"
+            run.progress.record.write(
+                CodecSwitched(text, cursor.step, switch.vector, switch.old, switch.new, switch.reason)
+            )
+        run.parts.switches.clear()
         record_pipeline(run.progress.record, run.parts.split, cursor.step)
         return closed
 
@@ -163,6 +262,16 @@ class EpochOrder:
         self._tell_callbacks()
         if self._saves:
             self._save("interval")
+
+    def _retune(self) -> None:
+        """Begin to train more of the model where that is due, from a checkpoint of this moment."""
+        run, epoch = self._run, self._cursor.epoch
+        if run.retuning is None or not run.retuning.is_due(epoch):
+            return
+        self._save("unfreeze", last=True)
+        with self._pause("checkpoint"):
+            run.saver.settle()
+            run.retune(epoch)
 
     def _judge(self, epoch: int, report: EvaluationReport | None, counts: bool, last: bool = False) -> None:
         """Keep what was evaluated if it is the best, and tell of the epoch.
@@ -200,7 +309,7 @@ class EpochOrder:
     def _save(self, reason: str, last: bool = False) -> None:
         with self._pause("checkpoint"), self._run.progress.display.bar("checkpoint: gathering"):
             self._run.saver.save(self._cursor, reason, last=last)
-        self._saved_s, self._due = time.monotonic(), False
+        self.saved_s, self._due = time.monotonic(), False
 
     @contextmanager
     def _pause(self, name: str) -> Iterator[None]:

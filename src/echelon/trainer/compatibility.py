@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+from torch import nn
+
 from echelon.collectives.reducer import check_combination
 from echelon.config import OptimizerConfig
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError, naming
 from echelon.core.own import TRANSFORMERS
 from echelon.optim.traits import Reach, is_sgd
+from echelon.torch_compat import BatchNormBase
 from echelon.trainer.layouts import check_layout
 from echelon.trainer.resolved import ResolvedRun
+from echelon.trainer.tables import check_sparse_setting
 
 
 def check_strategies(run: ResolvedRun, ranks: int) -> None:
@@ -26,10 +31,12 @@ def check_strategies(run: ResolvedRun, ranks: int) -> None:
     given, codec, path = run.described.strategy, run.compression.codec, run.path
     if run.sync.uses_servers:
         _check_servers(run, ranks)
+    check_sparse_setting(run, ranks)
     check_layout(run, ranks)
     with naming("--sync"):
         run.sync.check(run.compression)
     _check_replicas(run, ranks)
+    _check_elastic(run, ranks)
     _check_own(run, ranks)
     if run.sync.synchronous_steps and codec.momentum_inside and _has_momentum(run, run.described.optimizer):
         raise UserError(
@@ -51,6 +58,31 @@ def check_strategies(run: ResolvedRun, ranks: int) -> None:
         )
     if not path.by_backend and ranks == 1:
         raise UserError(f"--collective {given.collective} needs several workers: leave it out, or use --workers 2")
+
+
+def _check_elastic(run: ResolvedRun, ranks: int) -> None:
+    """Refuse survivors that go on, where they cannot.
+
+    Raises:
+        UserError: names what stands against it.
+    """
+    given, config, layout = run.described.strategy, run.config, run.layout_for(ranks)
+    if config.launch.elastic == "off" or ranks == 1:
+        return
+    for stands, flag in (
+        (not run.sync.regroups, f"--sync {given.sync}"),
+        (run.compression.encodes and not run.sync.sums_in_backward, f"--compression {given.compression}"),
+        (run.compression.codec.control() is not None, f"--compression {given.compression}"),
+        (given.collective != "backend", f"--collective {given.collective}"),
+        (layout.splits or layout.zero1, f"--parallel {given.parallel}"),
+        (config.model.sync_batchnorm, "--sync-batchnorm"),
+        (config.model.compile, "--compile"),
+        (not run.tuning.changes_nothing, f"--tune {run.tuning.text}"),
+        (run.nodes.most > 1, f"--nodes {config.launch.nodes}"),
+        (config.training.device != "cpu" and torch.cuda.device_count() > 0, f"--device {config.training.device}"),
+    ):
+        if stands:
+            raise UserError(f"--elastic on does not go together with {flag} yet: leave one of them out")
 
 
 def _check_replicas(run: ResolvedRun, ranks: int) -> None:
@@ -157,12 +189,31 @@ def _check_own(run: ResolvedRun, ranks: int) -> None:
         )
 
 
-def interplay_notes(run: ResolvedRun, ranks: int) -> list[str]:
-    """Say, in sentences, which settings work otherwise than they would without the run's other choices."""
+def interplay_notes(run: ResolvedRun, ranks: int, on_gpu: bool = False) -> list[str]:
+    """Say, in sentences, which settings work otherwise than they would without the run's other choices.
+
+    Args:
+        on_gpu: whether this rank is known to train on a GPU.
+    """
     notes = [*run.optimizer.notes(run.config.optimizer.weight_decay), *_tokeniser_notes(run)]
+    if run.sync.uses_servers and run.config.launch.balance == "auto":
+        given = run.described.strategy.sync
+        notes.append(f"--balance auto does nothing: workers of --sync {given} take a batch whenever they are done")
     if ranks == 1:
         return notes
-    return [*notes, *_momentum_notes(run), *_path_notes(run, ranks), *run.sync.momentum_notes(_momentum(run), ranks)]
+    notes += [*([] if on_gpu else _device_notes(run, ranks)), *_momentum_notes(run), *_path_notes(run, ranks)]
+    return [*notes, *run.sync.momentum_notes(_momentum(run), ranks)]
+
+
+def _device_notes(run: ResolvedRun, ranks: int) -> list[str]:
+    """Say that GPUs which are there stay unused: `auto` takes them where each worker of a machine has one."""
+    workers, gpus = -(-ranks // run.nodes.most), torch.cuda.device_count()
+    if run.config.training.device != "auto" or not 0 < gpus < workers:
+        return []
+    return [
+        f"--device auto: {gpus} GPU{'s' * (gpus > 1)} for {workers} workers of this machine: they train on its "
+        f"processor; --workers {gpus} trains on GPUs"
+    ]
 
 
 def _tokeniser_notes(run: ResolvedRun) -> list[str]:
@@ -197,3 +248,37 @@ def _path_notes(run: ResolvedRun, ranks: int) -> list[str]:
         return []
     spec = run.described.strategy.collective
     return [f"between 2 replicas all paths are one: --collective {spec} changes nothing"]
+
+
+_DROP_RATES = ("drop_prob", "drop_rate", "attention_dropout")
+"""Numbers of modules of timm and transformers that drop without a layer of torch's for it."""
+
+
+def worker_notes(model: nn.Module, data_size: int, sync_batchnorm: bool) -> list[str]:
+    """Say in one line what of a model makes its losses differ from those of another number of workers.
+
+    Args:
+        data_size: parts that a batch is cut into; with one part nothing differs.
+        sync_batchnorm: whether statistics are those of the whole batch.
+    """
+    if data_size == 1:
+        return []
+    said = []
+    normed = next((name for name, module in model.named_modules() if _takes_statistics(module)), None)
+    if normed is not None and not sync_batchnorm:
+        said.append(f"BatchNorm ({normed}) takes statistics of each worker's part (--sync-batchnorm: of all)")
+    drawing = next((name or type(module).__name__ for name, module in model.named_modules() if _drops(module)), None)
+    if drawing is not None:
+        said.append(f"dropout ({drawing}) draws other numbers on each worker")
+    return [f"the loss curve depends on the number of workers: {'; '.join(said)}"] if said else []
+
+
+def _takes_statistics(module: nn.Module) -> bool:
+    return isinstance(module, BatchNormBase) and module.training
+
+
+def _drops(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0 and module.training
+    rates = [getattr(module, name, None) for name in _DROP_RATES]
+    return module.training and any(isinstance(rate, float) and rate > 0 for rate in rates)

@@ -18,6 +18,7 @@ from echelon.models.trial import evaluating
 from echelon.tasks import nest
 from echelon.tasks.base import ChosenSample, EvaluationResult, Task
 from echelon.tasks.nest import Nest
+from echelon.trainer.precision import autocast_to
 from echelon.trainer.world import World
 
 
@@ -49,12 +50,18 @@ def _nothing() -> None:
 
 
 def evaluate(
-    model: nn.Module, loader: EvalLoader, task: Task, world: World, advance: Callable[[], None] = _nothing
+    model: nn.Module,
+    loader: EvalLoader,
+    task: Task,
+    world: World,
+    advance: Callable[[], None] = _nothing,
+    autocast: torch.dtype | None = None,
 ) -> EvaluationReport:
     """Evaluate a model on the data of all ranks; every rank gets the same report.
 
     Args:
         advance: is called after each batch of this rank.
+        autocast: type of matrix products and the like, as in training; None: that of the parameters.
     """
     began = time.perf_counter()
     metrics, examples, place = task.metrics(world.device), task.examples(), loader.first
@@ -64,7 +71,8 @@ def evaluate(
 
         def outputs_of(inputs: Nest) -> Nest:
             """Return what the model makes of inputs."""
-            return nest.exact(nest.call(model, nest.to_device(inputs, world.device)))
+            with autocast_to(autocast, world.device):
+                return nest.exact(nest.call(model, nest.to_device(inputs, world.device)))
 
         for given, wanted in batches_of_all(loader, world):
             inputs = nest.to_device(given, world.device)

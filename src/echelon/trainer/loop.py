@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -17,10 +18,12 @@ from echelon.data.loader import EvalLoader, TrainLoader
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.observe.profile import StepProfiler
 from echelon.optim.build import Schedule
-from echelon.sync.base import StepAbandoned
+from echelon.sync.base import Regroupable, StepAbandoned
 from echelon.tasks.base import Task
+from echelon.trainer.balance import Balancer
 from echelon.trainer.evaluate import EvaluationReport, evaluate
 from echelon.trainer.progress import RunProgress
+from echelon.trainer.retuning import Retuning
 from echelon.trainer.saving import Saver
 from echelon.trainer.state import RunParts
 from echelon.trainer.step import Step, StepResult
@@ -37,6 +40,8 @@ class LoopSettings:
         early_stop: after so many evaluations in a row without improvement; 0: never.
         early_stop_delta: a change up to this is none.
         ends_s: when the command is to have ended, by `time.monotonic`.
+        draws_seed: layers draw numbers of (this seed, step, part of the batch), so that a part draws the same whoever
+            has it; None: of a rank's generator, which goes on from step to step.
     """
 
     epochs: int
@@ -47,6 +52,7 @@ class LoopSettings:
     early_stop: int = 0
     early_stop_delta: float = 0.0
     ends_s: float = math.inf
+    draws_seed: int | None = None
 
 
 @dataclass
@@ -58,7 +64,11 @@ class StepCounter:
 
 @dataclass
 class TrainingRun:
-    """The parts of a run, put together by `assemble.py` or by a loop of one's own."""
+    """The parts of a run, put together by `assemble.py` or by a loop of one's own.
+
+    `survives`: it goes on when some of its ranks die (see `elastic.py`).
+    `balance`: decides on the ranks' shares of a batch; None: they stay as they are.
+    """
 
     world: World
     parts: RunParts
@@ -75,6 +85,29 @@ class TrainingRun:
     profiler: StepProfiler | None = None
     test_loader: EvalLoader | None = None
     count: StepCounter = field(default_factory=StepCounter)
+    balance: Balancer | None = None
+    survives: bool = False
+    retuning: Retuning | None = None
+
+    def retune(self, epoch: int) -> None:
+        """Go on with parts that are built for an epoch, from the newest checkpoint; all ranks call it together."""
+        if self.retuning is None:
+            return
+        if self.step.guard is not None:
+            self.step.guard.close()
+        self.parts.sync.close()
+        totals, others = self.parts.sync.bytes_sent(), self.saver.bytes_sent
+        made = self.retuning.rebuilt(epoch)
+        self.parts, self.step, self.schedule = made.parts, made.step, made.schedule
+        self.traffic.begin_anew(totals, others, made.parts.start_bytes)
+        self.progress.note("tuning", made.words)
+
+
+def regroupable(run: TrainingRun) -> Regroupable:
+    """Return the strategy of a run whose survivors go on."""
+    sync = run.parts.sync
+    assert isinstance(sync, Regroupable), "runs whose strategy is not are refused"
+    return sync
 
 
 class Batches(Protocol):
@@ -95,8 +128,8 @@ class Batches(Protocol):
 
 def fit(run: TrainingRun, batches: Batches) -> str:
     """Train until there are no more batches; returns how it ended."""
-    sync = run.parts.sync
     for batch in batches:
+        sync = run.parts.sync
         try:
             result = run.step.forward_backward(batch, sync)
             run.clock.enter(Phase.UPDATE)
@@ -123,10 +156,13 @@ def evaluate_agreed(run: TrainingRun) -> EvaluationReport:
     averaged: AbstractContextManager[object] = ema.swapped(run.parts.local_model) if ema else nullcontext()
     shown = run.progress.display.bar("evaluation, batch", len(run.eval_loader))
     with shown as bar, averaged, run.parts.sync.agreed(averages=ema is not None):
-        report = evaluate(run.parts.model, run.eval_loader, run.task, run.world, bar.advance)
+        judge = functools.partial(
+            evaluate, run.parts.model, task=run.task, world=run.world, advance=bar.advance, autocast=run.step.autocast
+        )
+        report = judge(run.eval_loader)
         if run.test_loader is not None:
             better = _is_best(run, report)
-            test = evaluate(run.parts.model, run.test_loader, run.task, run.world, bar.advance) if better else None
+            test = judge(run.test_loader) if better else None
             report = replace(report, part="val", test=test)
         if run.parts.split:
             run.parts.split.settle()

@@ -11,21 +11,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from echelon.compression.rungs import Switch
 from echelon.config import RunConfig
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.data.base import DataInfo
 from echelon.models import LoadedWeights, build_model, give_logits, hints_for
+from echelon.models.keras_compiled import compiled_loss
+from echelon.models.keras_model import KerasModule, loss_name
+from echelon.models.tables import check_tables, make_sparse, sparse_tables
 from echelon.models.trial import evaluating, try_out
-from echelon.models.tuning.plan import UNTUNED, TuningPlan
+from echelon.models.tuning.plan import UNCHANGED, UNTUNED, Tuned, TuningPlan
 from echelon.observe.phases import PhaseClock
-from echelon.optim.build import EMA, build_optimizer
+from echelon.optim.build import EMA, build_optimizer, fuse_update, idle_optimizer
 from echelon.parallel.deferred_init import DeferredInit, named_tensors, without_memory
 from echelon.parallel.local_shards import LocalShards
 from echelon.parallel.precision import cast_parameters
 from echelon.parallel.split import SplitModel, SplitOptions, recompute_model, split_model
 from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
 from echelon.parallel.zero import DividedUpdate
+from echelon.sync.allreduce import AllReduceSettings
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.same_start import equalise
 from echelon.tasks import nest
@@ -39,6 +44,7 @@ from echelon.trainer.split_sync import SplitSync
 from echelon.trainer.start_weights import start_from
 from echelon.trainer.state import RunParts
 from echelon.trainer.step import make_update
+from echelon.trainer.tables import check_sparse_model
 from echelon.trainer.world import World
 
 _REENTRANT = "CheckpointFunctionBackward"
@@ -57,7 +63,7 @@ class Work:
         tuning: what is trained of it.
         loaded: what became of the weights that it starts from, each time that it is built.
         steps: of the run; 0: not known.
-        notes: what a user has to know of it, likewise.
+        tunings: what tuning has made of the model, likewise.
     """
 
     info: DataInfo
@@ -67,7 +73,17 @@ class Work:
     tuning: TuningPlan = UNTUNED
     loaded: list[LoadedWeights] = field(default_factory=list)
     steps: int = 0
-    notes: list[str] = field(default_factory=list)
+    tunings: list[Tuned] = field(default_factory=list)
+
+    @property
+    def tuned(self) -> Tuned:
+        """What tuning has made of the model that was built last."""
+        return self.tunings[-1] if self.tunings else UNCHANGED
+
+    @property
+    def notes(self) -> list[tuple[str, str]]:
+        """What a user has to know of it, with the name of its event."""
+        return [("tuning", self.tuned.words)] if self.tunings else []
 
     def inputs(self, like: Tensor) -> Nest:
         """Return the example, the same on every rank; drawn without touching the run's generators."""
@@ -88,6 +104,7 @@ class _Built:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     steps: int
+    switches: list[Switch] = field(default_factory=list)
 
 
 def build_parts(run: ResolvedRun, work: Work, world: World, clock: PhaseClock) -> RunParts:
@@ -102,26 +119,37 @@ def build_parts(run: ResolvedRun, work: Work, world: World, clock: PhaseClock) -
         model = split.module
     else:
         model = build_computing(config, work, world)
+        check_complex(model, run, world.size)
+        check_sparse_model(model, run, world.size)
         split = _divided(model, world) if _is_divided(world) else None
     local_model = split.pieces if split else model
-    if split is not None and split.pipeline is not None and not split.pieces.trainable():
-        raise UserError(
-            f"--tune {run.tuning.text} leaves a stage of the pipeline nothing to train: put --cuts so that each has "
-            "some, or use dp, fsdp or tp"
+    is_idle = split is not None and split.pipeline is not None and not split.pieces.trainable()
+    if is_idle:
+        _check_idle(run, world)
+        optimizer = idle_optimizer(config.optimizer, config.data.batch_size)
+    else:
+        optimizer = build_optimizer(
+            local_model,
+            config.optimizer,
+            config.data.batch_size,
+            run.optimizer.factory,
+            work.tuned.rates,
+            sparse_tables(local_model),
         )
-    optimizer = build_optimizer(local_model, config.optimizer, config.data.batch_size, run.optimizer.factory)
+        fuse_update(optimizer, local_model)
     if split and split.pieces.divided:
         split.pieces.divided.keep_own(optimizer)
     scaler = build_scaler(config.training.precision, world.device, _overflows_together(world))
     built = _Built(run, world, clock, local_model, optimizer, scaler, work.steps)
     start_bytes = equalise(local_model, _replica_group(world))
-    ema = EMA(local_model, config.training.ema) if config.training.ema else None
+    ema = EMA(local_model, config.training.ema, work.tuned.frozen) if config.training.ema else None
     if split and not split.pieces.divided:
-        sync: Sync = SplitSync(model, split.pieces, lambda: _sync(built, local_model), clock)
+        sync: Sync = SplitSync(model, split.pieces, lambda: _sync(built, local_model, is_idle=is_idle), clock)
     else:
         compiled = cast(nn.Module, torch.compile(model)) if config.model.compile else model
         sync = _sync(built, compiled, has_unused=world.group is not None and bool(unused_parameters(model, work)))
-    return RunParts(model, optimizer, scaler, ema, sync, split, start_bytes)
+    frozen, since = work.tuned.frozen, work.tuning.epoch
+    return RunParts(model, optimizer, scaler, ema, sync, split, start_bytes, frozen, since, built.switches)
 
 
 def channels_last(config: RunConfig, device: torch.device) -> bool:
@@ -146,11 +174,25 @@ def build_computing(config: RunConfig, work: Work, world: World) -> nn.Module:
 
 def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
     """Build the whole model on this rank's device, the same values on every rank."""
-    model = work.user_model or build_model(config.model, model_input(work.info, work.task))
+    model = work.user_model
+    if model is None:
+        model = build_model(config.model, model_input(work.info, work.task))
+    if is_compiled(model):
+        raise UserError(
+            "model: it is wrapped by torch.compile already, and its parameters have other names then: give the module "
+            "itself, and compile=True (--compile)"
+        )
+    if config.model.sparse_tables:
+        make_sparse(model, f"model {type(model).__name__}")
     if (loaded := start_from(model, config.model)) is not None:
         work.loaded.append(loaded)
     if work.user_model is not None:
         give_logits(work.user_model)
+    elif isinstance(model, KerasModule) and not config.optimizer.loss and compiled_loss(model) is not None:
+        raise UserError(
+            f"--model {config.model.name} was compiled with the loss {loss_name(model.compiled.loss)}, which no task "
+            "learns: name it as --loss module:function, or give the model to echelon.train as an object"
+        )
     if config.model.sync_batchnorm and world.data_group is not None and not _is_split(world):
         model = convert_sync_batchnorm(model, world.data_group)
     if any(tensor.device != world.device for tensor in (*model.parameters(), *model.buffers())):
@@ -163,8 +205,28 @@ def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
     if channels_last(config, world.device) and not sharded:
         model = model.to(memory_format=torch.channels_last)
     if not work.tuning.changes_nothing:
-        work.notes.append(work.tuning.apply(model))
+        work.tunings.append(work.tuning.apply(model))
+    if work.tuning.rebuilds:
+        _check_rebuilt(model, work)
     return model
+
+
+def _check_rebuilt(model: nn.Module, work: Work) -> None:
+    """Refuse modules of a caller's own that the rest of the model cannot be called with.
+
+    Raises:
+        UserError: says what its forward raised.
+    """
+    label = f"--tune {work.tuning.text}: {type(model).__name__}"
+    try:
+        try_out(model, label, model_input(work.info, work.task))
+    except UserError:
+        raise
+    except Exception as error:  # the caller's code may raise any
+        said = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"{label} cannot be called with what takes its place: {type(error).__name__}: {said}"
+        ) from error
 
 
 def check_own_model(model: nn.Module, work: Work) -> None:
@@ -173,7 +235,7 @@ def check_own_model(model: nn.Module, work: Work) -> None:
     What its forward raises is not caught here: the first step raises it again, with the caller's own traceback.
 
     Raises:
-        UserError: data are float64 and parameters are not, gradients would be sparse, or
+        UserError: data are float64 and parameters are not, gradients would be sparse where they cannot be, or
             outputs are not what the task learns from.
     """
     name = type(model).__name__
@@ -184,18 +246,37 @@ def check_own_model(model: nn.Module, work: Work) -> None:
             f"data {work.info.name}: inputs are float64 and the parameters of {name} are "
             f"{str(next(iter(held))).removeprefix('torch.')}: give float32 inputs (tensor.float()), or model.double()"
         )
-    sparse = [path for path, module in model.named_modules() if getattr(module, "sparse", False) is True]
-    if sparse:
-        raise UserError(
-            f"model {name}: {sparse[0]} makes sparse gradients (sparse=True), which optimizers, codecs and checkpoints "
-            "do not take here: build it with sparse=False"
-        )
+    check_tables(model, f"model {name}")
     try:
         try_out(model, f"model {name}", model_input(work.info, work.task))
     except UserError:
         raise
     except Exception:  # noqa: BLE001  the caller's code may raise any
         return
+
+
+def check_complex(model: nn.Module, run: ResolvedRun, ranks: int) -> None:
+    """Refuse complex tensors where what travels is real: codecs, averages of parameters, servers.
+
+    Raises:
+        UserError: names the tensor, the choice and what works.
+    """
+    given = run.described.strategy
+    averages = not run.sync.sums_in_backward
+    parameter = next((name for name, p in model.named_parameters() if p.is_complex()), None)
+    buffer = next((name for name, b in model.named_buffers() if b.is_complex()), None)
+    if parameter is not None and averages and (ranks > 1 or run.sync.uses_servers):
+        choice = f"--sync {given.sync}"
+    elif parameter is not None and ranks > 1 and run.compression.encodes:
+        choice = f"--compression {given.compression}"
+    elif buffer is not None and run.sync.uses_servers:
+        choice = f"--sync {given.sync}"
+    else:
+        return
+    raise UserError(
+        f"{choice} with {type(model).__name__}: {parameter or buffer} is complex, and only real numbers travel so: use "
+        "--sync allreduce without --compression, or hold its real and imaginary parts (torch.view_as_real)"
+    )
 
 
 def build_split(run: ResolvedRun, work: Work, world: World, batch_parts: int) -> SplitModel:
@@ -209,6 +290,7 @@ def build_split(run: ResolvedRun, work: Work, world: World, batch_parts: int) ->
     """
     unmade = _build_unmade(run, work, world)
     model = unmade[0] if unmade else build_whole(run.config, work, world)
+    check_sparse_model(model, run, world.size)
     return _split(run, model, world, work, unmade[1] if unmade else None, batch_parts)
 
 
@@ -267,14 +349,20 @@ def _split(
     run: ResolvedRun, model: nn.Module, world: World, work: Work, unmade: DeferredInit | None, batch_parts: int
 ) -> SplitModel:
     assert world.placement is not None
-    config = run.config
+    config, layout = run.config, world.placement.layout
+    if isinstance(model, KerasModule) and (layout.tp > 1 or layout.pp > 1):
+        raise UserError(
+            f"--parallel {config.strategy.parallel}: a model of Keras computes as one whole, whose layers torch does "
+            "not see: use dp=N, fsdp=N or --sync ps"
+        )
     options = SplitOptions(
         tensor_plan=run.tensor_plan,
         cuts=run.cuts,
         recompute=config.training.recompute,
-        example=work.inputs(torch.empty(0, dtype=next(model.parameters()).dtype, device=world.device)),
+        example=work.inputs(torch.empty(0, dtype=_real_dtype(model), device=world.device)),
         unmade=unmade,
         statistics=world.data_group if config.model.sync_batchnorm else None,
+        still=work.tuned.still,
         samples=config.data.batch_size // batch_parts // config.training.accumulate,
         autocast=PRECISIONS[config.training.precision].autocast,
         parameters=PRECISIONS[config.training.precision].parameters,
@@ -282,6 +370,11 @@ def _split(
         score=work.task.training_score,
     )
     return split_model(model, world.placement, hints_for(model), options)
+
+
+def _real_dtype(model: nn.Module) -> torch.dtype:
+    """Return the type of the first real parameter: what inputs are made in. Complex ones say nothing of inputs."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
 
 def unused_parameters(model: nn.Module, work: Work) -> list[str]:
@@ -293,7 +386,7 @@ def unused_parameters(model: nn.Module, work: Work) -> list[str]:
     if not named or is_compiled(model):
         return []
     with evaluating(model), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        outputs = nest.call(model, work.inputs(named[0][1]))
+        outputs = nest.call(model, work.inputs(named[0][1].new_empty(0, dtype=_real_dtype(model))))
     ends = [leaf.grad_fn for leaf in nest.leaves(outputs) if isinstance(leaf, Tensor)]
     waiting = [node for node in ends if node is not None]
     seen, reached = set(waiting), set()
@@ -308,13 +401,30 @@ def unused_parameters(model: nn.Module, work: Work) -> list[str]:
     return [name for name, parameter in named if id(parameter) not in reached]
 
 
-def _sync(built: _Built, model: nn.Module, has_unused: bool = False) -> Sync:
+def _check_idle(run: ResolvedRun, world: World) -> None:
+    """Refuse what a stage of a pipeline cannot take part in that has nothing to train.
+
+    Raises:
+        UserError: names the nearest that works.
+    """
+    what = f"--tune {run.tuning.text} leaves a stage of the pipeline nothing to train, "
+    if run.config.training.precision == "fp16":
+        raise UserError(f"{what}so it sees no overflow of --precision fp16: use --precision bf16")
+    group = _replica_group(world)
+    if group is not None and group.size() > 1 and not isinstance(run.sync, AllReduceSettings):
+        raise UserError(
+            f"{what}and --sync {run.sync} has nothing to agree on there: use --cuts so that each has some, or "
+            "--sync allreduce"
+        )
+
+
+def _sync(built: _Built, model: nn.Module, has_unused: bool = False, is_idle: bool = False) -> Sync:
     run, world = built.run, built.world
     context = SyncContext(
         model=model,
         update=make_update(built.local_model, built.optimizer, built.scaler, run.config.optimizer.clip_norm),
         optimizer=built.optimizer,
-        group=_replica_group(world),
+        group=None if is_idle else _replica_group(world),
         device=world.device,
         compression=run.compression,
         path=run.path,
@@ -323,6 +433,8 @@ def _sync(built: _Built, model: nn.Module, has_unused: bool = False) -> Sync:
         loss_scale=built.scaler.get_scale,
         has_unused=has_unused,
         steps=built.steps,
+        noted=built.switches.append,
+        survives=run.config.launch.elastic == "on",
     )
     return run.sync.build(context)
 

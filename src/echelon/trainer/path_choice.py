@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from echelon.collectives.chooser import PathBySize, SizeChoice, choose_paths
@@ -16,7 +15,7 @@ from echelon.core.files import write_atomic
 from echelon.core.units import format_bytes
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.saving import CHECKPOINTS_FOLDER
-from echelon.trainer.world import World
+from echelon.trainer.world import World, text_from_rank_0
 
 PATHS_FILE = "paths.json"
 
@@ -104,19 +103,8 @@ def _kept(folder: Path, world: World, ranks: int) -> tuple[PathsFile | None, boo
             said = b"+" + file.read_bytes()
         elif checkpoints.exists() and any(checkpoints.iterdir()):
             said = b"-"
-    text = _from_rank_0(said, world)
+    text = text_from_rank_0(said.decode(), world)
     if text.startswith("-"):
         return None, True
     kept = PathsFile.from_text(text[1:]) if text else None
     return (kept if kept is not None and kept.ranks == ranks else None), False
-
-
-def _from_rank_0(said: bytes, world: World) -> str:
-    length = torch.tensor([len(said)])
-    dist.broadcast(length, 0, group=world.group)
-    body = torch.zeros(int(length), dtype=torch.uint8)
-    if said:
-        body.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
-    if body.numel():
-        dist.broadcast(body, 0, group=world.group)
-    return bytes(body.tolist()).decode()

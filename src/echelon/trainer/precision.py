@@ -40,6 +40,11 @@ PRECISIONS = {
 }
 
 
+def autocast_to(dtype: torch.dtype | None, device: torch.device) -> torch.autocast:
+    """Return the context in which matrix products and the like compute in a type; None: as their inputs are."""
+    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+
 def build_scaler(precision: str, device: torch.device, model_group: dist.ProcessGroup | None) -> torch.amp.GradScaler:
     """Return what scales float16 losses; an overflow in any piece of a replica skips the step on all its ranks.
 
@@ -58,14 +63,17 @@ def build_scaler(precision: str, device: torch.device, model_group: dist.Process
 
 
 def set_numerics(training: TrainingConfig) -> None:
-    """Set what holds for the whole process: TF32, and kernels that repeat their bits."""
+    """Set what holds for the whole process: TF32, and kernels that repeat their bits, or else the fastest ones.
+
+    cuDNN tries its convolutions when a shape comes first; which is the fastest may differ from run to run.
+    """
+    torch.backends.cudnn.benchmark = not training.deterministic
     if training.tf32 != "auto":
         torch.set_float32_matmul_precision("high" if training.tf32 == "on" else "highest")
         torch.backends.cudnn.allow_tf32 = training.tf32 == "on"
     if training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
         torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
 
 
 def check_fp8(device: torch.device) -> None:
@@ -90,7 +98,9 @@ def check_fp8(device: torch.device) -> None:
 def to_fp8(model: nn.Module, device: torch.device) -> nn.Module:
     """Make linear layers multiply in 8-bit floats, in place: torchao, scales per tensor, found at each step.
 
-    Layers whose sides are no multiples of 16, and the last one (the logits), stay as they are.
+    Layers whose sides are no multiples of 16, and the last one (the logits), stay as they are. The gradient of a weight
+    is a product over the rows of a batch, which must be a multiple of 16 too: `pad_inner_dim` fills up those of a last
+    batch, or of a part of one, that are not.
 
     Raises:
         UserError: the device or the library has no 8-bit floats, or no layer fits.
@@ -105,7 +115,11 @@ def to_fp8(model: nn.Module, device: torch.device) -> nn.Module:
         raise UserError(
             "--precision fp8: the model has no linear layer but the last whose sides are multiples of 16: use bf16"
         )
-    converted: nn.Module = float8.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in fitting)
+    converted: nn.Module = float8.convert_to_float8_training(
+        model,
+        module_filter_fn=lambda _, name: name in fitting,
+        config=float8.Float8LinearConfig(pad_inner_dim=True),
+    )
     return converted
 
 

@@ -28,8 +28,12 @@ class RunProgress:
 
     def note(self, name: str, text: str) -> None:
         """Say what a user has to know of this run before it trains."""
-        self.record.write(Event(text, name=name))
-        self.display.say(text)
+        self.happened(Event(text, name=name))
+
+    def happened(self, event: Event) -> None:
+        """Say what happened between two steps."""
+        self.record.write(event)
+        self.display.say(event.message)
 
     def begins(self, start: Start, config: RunConfig, folder: Path) -> None:
         """Tell of a run's start: what is trained on what, as far as only those know who have built it."""

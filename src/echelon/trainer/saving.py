@@ -20,6 +20,7 @@ from echelon.checkpoint import (
     WRITING,
     WRITING_PART,
     Arriving,
+    BaseState,
     CheckpointStore,
     PartWriter,
     RankPart,
@@ -43,13 +44,16 @@ from echelon.records.kinds import Checkpoint
 from echelon.sync.base import AGREED_FROM
 from echelon.tasks.base import Task
 from echelon.trainer.evaluate import EvaluationReport
-from echelon.trainer.sharded_state import list_groups, to_parts
+from echelon.trainer.sharded_state import list_groups, model_parts, to_parts
 from echelon.trainer.state import (
+    SINCE,
     Cursor,
     Fingerprint,
     RunParts,
     agreed_state,
+    frozen_state,
     is_agreed,
+    is_same_tuning,
     layout_of,
     load_rank_state,
     load_shared_state,
@@ -67,10 +71,24 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Captured:
-    """A run's state as a tree of tensors and plain values; files of parts that ranks write by themselves."""
+    """A run's state as a tree of tensors and plain values.
+
+    Attributes:
+        arriving: files of parts that ranks write by themselves.
+        base: what it leaves out, for it stays as it is; None: nothing.
+    """
 
     tree: StateView
     arriving: Arriving | None = None
+    base: BaseState | None = None
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Folders for the parts that ranks write of a checkpoint, and of its base where that is not written yet."""
+
+    folder: Path
+    of_base: Path | None
 
 
 class WriterState(IntEnum):
@@ -148,55 +166,94 @@ class RanksState:
     def load(self, state: StateView) -> Cursor:
         """Restore what all ranks share, and this rank's own."""
         cursor = load_shared_state(self._parts, state)
-        load_rank_state(self._parts, self._world, saved_layout(state), state[RANKS])
+        same_tuning = is_same_tuning(self._parts, state)
+        load_rank_state(self._parts, self._world, saved_layout(state), state[RANKS], same_tuning)
         return cursor
 
     @contextmanager
     def captured(self, cursor: Cursor, store: CheckpointStore) -> Iterator[Captured | None]:
         """Give on rank 0 the state that the replicas agree on; each rank's own is written beside it."""
-        about: StateView = {"world_size": self._world.size, "layout": layout_of(self._world)}
+        about: StateView = {
+            "world_size": self._world.size, "layout": layout_of(self._world), SINCE: self._parts.since,
+        }  # fmt: skip
         local = rank_state(self._parts, self._world)
-        folder = self._room(store) if self._writes_parts else None
-        if folder is None:
+        room = self._room(store) if self._writes_parts else None
+        base = self._base(store) if self.leads and self._parts.split is None else None
+        if room is None:
             ranks = self._gather(local)  # before the replicas agree: buffers are each rank's own here
             with agreed_state(self._parts, cursor) as state:
-                yield Captured({**state, **about, RANKS: ranks}) if self.leads else None
+                yield Captured({**state, **about, RANKS: ranks}, base=base) if self.leads else None
             return
+        folder = room.folder
         arriving = Arriving(folder, [_part_file(rank) for rank in range(self._world.size)], self._completed)
         if self._parts.split is not None:
             with agreed_state(self._parts, cursor) as state:
-                shared, shards = take_parts(to_parts(state, self._parts.split.pieces), _part_file(self._world.rank))
-                self._write_part(folder, local, shared, shards)
-                yield Captured(about, arriving) if self.leads else None
+                shards = to_parts(state, self._parts.split.pieces)
+                self._write_parts({folder: (local, shards), **self._frozen_parts(room)})
+                yield Captured(about, arriving, self._base_of_parts(room)) if self.leads else None
             return
-        self._write_part(folder, local, {}, {})
+        self._write_parts({folder: (local, {})})
         if not self.leads:
             yield None
         elif is_agreed(self._parts):
             with agreed_state(self._parts, cursor) as state:
-                yield Captured({**state, **about}, replace(arriving, complete=lambda state, _: state))
+                yield Captured({**state, **about}, replace(arriving, complete=lambda state, _: state), base)
         else:
-            yield Captured({**shared_state(self._parts, cursor), **about}, arriving)
+            yield Captured({**shared_state(self._parts, cursor), **about}, arriving, base)
+
+    def _base(self, store: CheckpointStore) -> BaseState | None:
+        """Return what checkpoints leave out, to be written where the store has not got it."""
+        if not self._parts.frozen:
+            return None
+        known = store.has_base(self._parts.frozen)
+        return BaseState(self._parts.frozen, None if known else frozen_state(self._parts))
+
+    def _frozen_parts(self, room: _Room) -> dict[Path, tuple[StateView, StateView]]:
+        """Return what this rank writes of what checkpoints leave out, by folder; nothing where it is written."""
+        if room.of_base is None or self._parts.split is None:
+            return {}
+        shards = model_parts(frozen_state(self._parts)["model"], self._parts.split.pieces)
+        return {room.of_base: ({}, {"model": shards})}
+
+    def _base_of_parts(self, room: _Room) -> BaseState | None:
+        if not self._parts.frozen:
+            return None
+        if room.of_base is None:
+            return BaseState(self._parts.frozen)
+        names = [_part_file(rank) for rank in range(self._world.size)]
+
+        def joined(_: StateView, stored: Sequence[StoredPart]) -> StateView:
+            """Return what the ranks' parts hold together."""
+            return dict(merge([part.shared() for part in stored]))
+
+        return BaseState(self._parts.frozen, {}, Arriving(room.of_base, names, joined, with_own=False))
 
     @property
     def _writes_parts(self) -> bool:
         return self._parts.split is not None or (self._world.group is not None and self._is_common is not False)
 
-    def _room(self, store: CheckpointStore) -> Path | None:
-        """Return the folder for the ranks' parts, which all of them see; None: they have disks of their own."""
-        folder = store.parts_folder(self._agree_on_token())
+    def _room(self, store: CheckpointStore) -> _Room | None:
+        """Return the folders for the ranks' parts, which all of them see; None: they have disks of their own."""
+        token, with_base = self._agree_on_token(store)
+        folder = store.parts_folder(token)
         if self._is_common is None and self._world.group is not None and self._parts.split is None:
             sees = torch.tensor([folder.is_dir()], dtype=torch.uint8, device=self._world.device)
             dist.all_reduce(sees, dist.ReduceOp.MIN, group=self._world.group)
             self._is_common = bool(sees)
             if not self._is_common and self.leads:
                 folder.rmdir()
-        return None if self._is_common is False else folder
+        if self._is_common is False:
+            return None
+        return _Room(folder, store.parts_folder(token, of_base=True) if with_base else None)
 
-    def _write_part(self, folder: Path, own: StateView, shared: StateView, shards: Mapping[str, torch.Tensor]) -> None:
-        """Write what this rank alone has, and its shards of the model."""
+    def _write_parts(self, states: Mapping[Path, tuple[StateView, StateView]]) -> None:
+        """Write to each folder what this rank alone has, and what it says beside it, with its shards of the model."""
         rank, file = self._world.rank, _part_file(self._world.rank)
-        self._writer.write(folder / file, RankPart.of(file, rank, own, shared, shards))
+        parts = {}
+        for folder, (own, beside) in states.items():
+            shared, shards = take_parts(beside, file)
+            parts[folder / file] = RankPart.of(file, rank, own, shared, shards)
+        self._writer.write(parts)
 
     def _completed(self, state: StateView, stored: Sequence[StoredPart]) -> StateView:
         """Return the state that rank 0 saves, with what the replicas agree on; called by the writer's thread."""
@@ -245,16 +302,23 @@ class RanksState:
         if self._writes_parts and self._token is None:
             token = int(torch.randint(2**62, (1,), generator=torch.Generator().manual_seed(time.time_ns())))
             store.room_for_parts(token)
+            if self._needs_room_for_base(store):
+                store.room_for_parts(token, of_base=True)
             self._token = token
 
-    def _agree_on_token(self) -> int:
-        """Return the name under which there is room for the ranks' parts, which all of them then know."""
-        token = torch.tensor([self._token or 0])
+    def _needs_room_for_base(self, store: CheckpointStore) -> bool:
+        frozen = self._parts.frozen
+        return self._parts.split is not None and bool(frozen) and not store.has_base(frozen)
+
+    def _agree_on_token(self, store: CheckpointStore) -> tuple[int, bool]:
+        """Return the name under which there is room for the ranks' parts, and whether for those of the base too."""
+        agreed = torch.tensor([self._token or 0, int(self._needs_room_for_base(store))])
         self._token = None
         if self._world.group is not None:
-            token = token.to(self._world.device)
-            dist.broadcast(token, 0, group=self._world.group)
-        return int(token)
+            agreed = agreed.to(self._world.device)
+            dist.broadcast(agreed, 0, group=self._world.group)
+        token, with_base = agreed.tolist()
+        return token, bool(with_base)
 
     def _check_same_step(self, step: int, store: CheckpointStore) -> None:
         if self._world.group is None:
@@ -315,7 +379,7 @@ class Saver:
         self._store = CheckpointStore(
             folder / CHECKPOINTS_FOLDER, keep, self._saved, self._rejected, patience=self._patience
         )
-        self._last_step = -1
+        self._last_step, self._bytes_before = -1, 0
         self._postponed = self._has_saved = False
         self._evaluation = ""  # not on the disk yet
         self.passed_over: list[str] = []
@@ -325,10 +389,23 @@ class Saver:
         self.owes_evaluation = False
         self.write_s = 0.0
 
+    def go_on(self, state: RunState, record: Recorder, recovery_bytes: int) -> None:
+        """Go on with other ranks: what these had begun to save and cannot finish is given up.
+
+        Args:
+            state: where the run's state is from now on.
+            record: is told of what is saved.
+            recovery_bytes: that this rank sent to bring others where it is.
+        """
+        self._store.give_up_arriving()
+        self._bytes_before += self._state.bytes_sent + recovery_bytes
+        self._state, self._record = state, record
+        self._last_step = -1  # the last one may have been given up: of all ranks, one alone would know
+
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank sent to bring the state together."""
-        return self._state.bytes_sent
+        return self._bytes_before + self._state.bytes_sent
 
     def is_writing(self) -> bool:
         """Whether a checkpoint is on its way to the disk."""
@@ -356,7 +433,9 @@ class Saver:
             if captured is not None:
                 results = {"best": self.best, "stagnation": asdict(self.stagnation), "owes": self.owes_evaluation}
                 tree = {**captured.tree, "fingerprint": asdict(self._fingerprint), **results}
-                self._store.save(cursor.step, tree, metric=metric, arriving=captured.arriving, reason=reason)
+                self._store.save(
+                    cursor.step, tree, metric=metric, arriving=captured.arriving, base=captured.base, reason=reason
+                )
         return True
 
     def _wait_for_writers(self, for_disk: bool, begins: bool = True) -> bool:
@@ -432,6 +511,20 @@ class Saver:
             self.stagnation = Stagnation(**state["stagnation"])
         self.owes_evaluation = bool(state.get("owes"))
         return self._state.load(state)
+
+    def settle(self) -> None:
+        """Wait until all ranks' checkpoints are on disk; all call it together.
+
+        Raises:
+            UserError: the disk has taken nothing for longer than patience lasts, or cannot be written.
+        """
+        self._wait_for_writers(for_disk=True, begins=False)
+        self._state.finish()
+
+    def restore_into(self, state: RunState) -> Cursor | None:
+        """Go on with another state, restored from the newest checkpoint; see `restore`."""
+        self._state = state
+        return self.restore()
 
     def finish(self) -> None:
         """Wait until everything is on disk; all ranks that saved call it together.

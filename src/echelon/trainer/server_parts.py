@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,10 +24,11 @@ from echelon.ps.table import Cut, KeyTable
 from echelon.ps.worker_rank import WorkerRank, worker_name
 from echelon.sync.ps import ServerSettings, server_settings
 from echelon.tasks.base import SAMPLE
-from echelon.trainer.parts import Work, build_computing, build_split, build_whole
+from echelon.trainer.parts import Work, build_computing, build_split, build_whole, check_complex
 from echelon.trainer.precision import PRECISIONS, build_scaler
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.state import RunParts, seed_everything
+from echelon.trainer.tables import check_sparse_model
 from echelon.trainer.world import World
 
 
@@ -60,6 +62,9 @@ def build_worker(
     """
     config = run.config
     full_model = _whole_model(config, work, process, world) if process.leads else None
+    if full_model is not None:
+        check_complex(full_model, run, process.size)
+        check_sparse_model(full_model, run, process.size)
     worker = None
     if process.size > 1:
         seed_everything(config.training.seed)
@@ -70,10 +75,12 @@ def build_worker(
         assert worker is not None
         idle = torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0)
         return RunParts(worker.module, idle, scaler, None, worker, worker.split), None
-    link = _connect(run, path, process, full_model, clock, worker)
-    optimizer = build_optimizer(full_model, config.optimizer, config.data.batch_size, run.optimizer.factory)
+    link = _connect(run, path, process, full_model, clock, worker, work.tuned.rates)
+    optimizer = build_optimizer(
+        full_model, config.optimizer, config.data.batch_size, run.optimizer.factory, work.tuned.rates
+    )
     if worker is None:
-        return RunParts(full_model, optimizer, scaler, None, link.servers), link
+        return RunParts(full_model, optimizer, scaler, None, link.servers, frozen=work.tuned.frozen), link
     return RunParts(worker.module, optimizer, scaler, None, worker, worker.split), link
 
 
@@ -84,6 +91,7 @@ def _connect(
     model: nn.Module,
     clock: PhaseClock,
     worker: SplitWorker | None,
+    rates: Mapping[str, float],
 ) -> ServerLink:
     """Make a worker's client, cut the model into the servers' keys, and build the strategy between them."""
     config, settings, timeout_s = run.config, server_settings(run.sync), run.timeout_s
@@ -96,7 +104,7 @@ def _connect(
         )
     )  # fmt: skip
     by_element = run.optimizer.is_split_on_servers and not client.sends_shapes
-    table = model_table(model, Cut(settings.servers, settings.chunk_bytes, whole_tensors=not by_element))
+    table = model_table(model, Cut(settings.servers, settings.chunk_bytes, whole_tensors=not by_element), rates)
     client.set_table(table)
     compiled = config.model.compile and worker is None
     reads_ahead = PRECISIONS[config.training.precision].parameters is not None and worker is None

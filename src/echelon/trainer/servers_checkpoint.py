@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from echelon.checkpoint import RANKS, CheckpointStore
+from echelon.checkpoint import RANKS, BaseState, CheckpointStore
 from echelon.coordinator.runs import to_runs
 from echelon.core.errors import UserError
 from echelon.core.patience import Patience
@@ -35,15 +35,17 @@ class ServersState:
         steps_per_epoch: int,
         patience: Patience,
         while_waiting: Callable[[], None] | None = None,
+        frozen: Set[str] = frozenset(),
     ) -> None:
         """Take the servers' strategy and their keys.
 
         Args:
             patience: with the disk.
             while_waiting: called now and then while a checkpoint waits for the disk.
+            frozen: names of what no server holds, for it stays as it is.
         """
         self._strategy, self._table, self._per_epoch = strategy, table, steps_per_epoch
-        self._patience, self._while_waiting = patience, while_waiting
+        self._patience, self._while_waiting, self._frozen = patience, while_waiting, frozen
         self._restored: dict[int, StateTree] | None = None
         self.below, self.beyond = 0, list[int]()
 
@@ -95,17 +97,23 @@ class ServersState:
         assert copy is not None
         _, beyond = copy.counted()
         with self._strategy.saved() as average:
-            ema = {"updates": copy.averaged_updates, "average": average} if average else {}
+            moving = {name: tensor for name, tensor in average.items() if name not in self._frozen}
+            ema = {"updates": copy.averaged_updates, "average": moving} if average else {}
+            held = self._strategy.held.state_dict()
+            frozen = {"model": {name: tensor for name, tensor in held.items() if name in self._frozen}}
+            known = store.has_base(self._frozen)
+            base = BaseState(self._frozen, None if known else frozen) if self._frozen else None
             served = {
                 "table": self._table.fingerprint, "keys": dict(copy.keys), "buffers": copy.buffers,
                 "below": cursor.epoch * self._per_epoch + cursor.batch, "beyond": to_runs(beyond),
             }  # fmt: skip
             state = {
-                "model": self._strategy.held.state_dict(), "optimizer": {}, "scaler": {}, "ema": ema,
+                "model": {name: tensor for name, tensor in held.items() if name not in self._frozen},
+                "optimizer": {}, "scaler": {}, "ema": ema,
                 "cursor": asdict(cursor), "world_size": 1,
                 RANKS: {}, "ps": served,
             }  # fmt: skip
-            yield Captured(state)
+            yield Captured(state, base=base)
 
     def finish(self) -> None:
         """Do nothing: a checkpoint is one part."""

@@ -20,10 +20,6 @@ def to_parts(state: StateView, pieces: LocalShards) -> StateView:
     stages have other parameters, and perhaps not all groups.
     """
 
-    def part(region: LocalShard, tensor: Tensor) -> ShardTensor | None:
-        """Return a tensor of the model as the part that this rank writes, if it does."""
-        return ShardTensor(tensor, region) if region.writes else None
-
     def moment(region: LocalShard, tensor: Tensor) -> ShardTensor | None:
         """Return the same of the optimizer: where updates are divided, only one rank has a moment."""
         return ShardTensor(tensor, region) if region.writes or pieces.divided is not None else None
@@ -31,9 +27,19 @@ def to_parts(state: StateView, pieces: LocalShards) -> StateView:
     optimizer = state["optimizer"]
     groups = {_settings_of(g): {**g, "params": dict.fromkeys(g["params"], True)} for g in optimizer["param_groups"]}
     return {
-        **_in_tensors(state, pieces, part),
+        **_in_tensors(state, pieces, _written_part),
         "optimizer": {"state": _moments(optimizer["state"], pieces, moment), "param_groups": groups},
     }
+
+
+def model_parts(tensors: StateView, pieces: LocalShards) -> StateView:
+    """Return tensors of the model by name as parts; those that another rank writes are left out."""
+    return _each(tensors, pieces, _written_part)
+
+
+def _written_part(region: LocalShard, tensor: Tensor) -> ShardTensor | None:
+    """Return a tensor of the model as the part that this rank writes, if it does."""
+    return ShardTensor(tensor, region) if region.writes else None
 
 
 def list_groups(state: StateView) -> StateView:

@@ -168,6 +168,10 @@ class SplitSync:
         self._inner = self._make()
         self._begun = False
 
+    def begin_anew(self) -> None:
+        """Begin anew from the present parameters."""
+        self.restart()
+
     def close(self) -> None:
         """End the inner strategy's threads."""
         self._inner.close()

@@ -7,17 +7,20 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from echelon.config import load_run_config
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
 from echelon.models import LoadedWeights, load_state, load_weights, locate_weights
+from echelon.models.tuning.plan import tuning_plan
 from echelon.trainer.folder import CONFIG_FILE
 from echelon.trainer.saving import state_of
+from echelon.trainer.state import averaged
 
 
 def best_weights(folder: Path, checkpoint: str = "best") -> Mapping[str, Tensor]:
     """Return the weights of a run's checkpoint by plain names, whatever its layout; on the CPU.
 
-    They are their moving average, where there is one.
+    They are their moving average, where there is one. Adapters are apart: `without_tuning` adds them in.
 
     Args:
         checkpoint: `best`, `newest`, or the number of its step.
@@ -26,8 +29,28 @@ def best_weights(folder: Path, checkpoint: str = "best") -> Mapping[str, Tensor]
         UserError: no such checkpoint that is whole.
     """
     state = state_of(folder, checkpoint)
-    weights: Mapping[str, Tensor] = state["ema"]["average"] if state["ema"] else state["model"]
-    return weights
+    return averaged(state)
+
+
+def without_tuning(weights: Mapping[str, Tensor], model: nn.Module, config: ModelConfig) -> Mapping[str, Tensor]:
+    """Return the weights of a run as a model takes them that is built by name: adapters are added into their layers.
+
+    Args:
+        config: of the run.
+    """
+    return tuning_plan(config.tune, config.frozen_norm).plain(weights, model)
+
+
+def rebuild(model: nn.Module, config: ModelConfig) -> None:
+    """Give a model that is built by name the modules that a run trained it with, in place.
+
+    Args:
+        config: of the run.
+
+    Raises:
+        UserError: what makes them is not there, or does not.
+    """
+    tuning_plan(config.tune, config.frozen_norm).rebuild(model)
 
 
 def bring_weights(config: ModelConfig) -> None:
@@ -53,5 +76,6 @@ def start_from(model: nn.Module, config: ModelConfig) -> LoadedWeights | None:
         return None
     path = locate_weights(config.weights, config.name)
     if (path / CONFIG_FILE).exists() and (path / "checkpoints").is_dir():
-        return load_state(model, best_weights(path), str(path), config.head)
+        weights = without_tuning(best_weights(path), model, load_run_config(path / CONFIG_FILE).model)
+        return load_state(model, weights, str(path), config.head)
     return load_weights(model, path, config.head)

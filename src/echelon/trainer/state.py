@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from echelon.checkpoint import whole
+from echelon.compression.rungs import Switch
 from echelon.config import RunConfig
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
@@ -23,6 +24,7 @@ from echelon.core.layout import Layout
 from echelon.core.state_tree import StateView
 from echelon.core.tuning import ALL
 from echelon.data.base import DataInfo
+from echelon.data.order import layer_seed
 from echelon.optim.build import EMA
 from echelon.parallel.base import ORDER
 from echelon.parallel.split import SplitModel
@@ -31,21 +33,32 @@ from echelon.tasks.base import Task
 from echelon.trainer.sharded_state import to_own
 from echelon.trainer.world import World
 
+SINCE = "tuned_since"
+"""The key of a state under which the epoch stands since which what is trained is as it is."""
+
 
 @dataclass
 class Cursor:
-    """How far the run is: the next global batch is `batch` of `epoch`; `step` optimizer steps are done."""
+    """How far the run is: the next global batch is `batch` of `epoch`; `step` optimizer steps are done.
+
+    `shares`: samples of each rank's part of a full batch, in force; empty: they are equal.
+    """
 
     epoch: int = 0
     batch: int = 0
     step: int = 0
+    shares: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class RunParts:
     """The objects whose state makes up a run. Where a model is split, `local_model` is what this rank has of it.
 
-    `start_bytes`: that this rank sent so that all replicas begin alike.
+    Attributes:
+        start_bytes: that this rank sent so that all replicas begin alike.
+        frozen: names of parameters and statistics of the whole model that stay as they are.
+        since: the epoch, counted from 0, since which this is so.
+        switches: of an adaptive codec, that the record has not been told of.
     """
 
     model: nn.Module
@@ -55,6 +68,9 @@ class RunParts:
     sync: Sync
     split: SplitModel | None = None
     start_bytes: int = 0
+    frozen: Set[str] = frozenset()
+    since: int = 0
+    switches: list[Switch] = field(default_factory=list)
 
     @property
     def local_model(self) -> nn.Module:
@@ -114,7 +130,7 @@ class Fingerprint:
             if key == "train_size" and key in saved and saved[key] != value:
                 raise UserError(
                     f"the run began with {saved[key]} training samples, and {self.data} has {value} now: put it "
-                    "back as it was, or start a new run with --weights (--rescan is for folders of images)"
+                    "back as it was, or start a new run with --weights (what --rescan is for knows its samples)"
                 )
             if key in saved and saved[key] != value:
                 raise UserError(
@@ -132,7 +148,7 @@ def agreed_state(run_parts: RunParts, cursor: Cursor) -> Iterator[StateView]:
     average: dict[str, Tensor] = {}
     if run_parts.ema:
         with run_parts.ema.swapped(run_parts.local_model), run_parts.sync.agreed(averages=True):
-            average = {name: tensor.clone() for name, tensor in run_parts.local_model.state_dict().items()}
+            average = {name: tensor.clone() for name, tensor in moving(run_parts).items()}
     with run_parts.sync.agreed():
         state = shared_state(run_parts, cursor)
         if run_parts.ema:
@@ -140,15 +156,31 @@ def agreed_state(run_parts: RunParts, cursor: Cursor) -> Iterator[StateView]:
         yield state
 
 
+def moving(run_parts: RunParts) -> dict[str, Tensor]:
+    """Return the parameters and buffers of this rank, but for those that stay as they are."""
+    return {name: t for name, t in run_parts.local_model.state_dict().items() if name not in run_parts.frozen}
+
+
+def frozen_state(run_parts: RunParts) -> StateView:
+    """Return what `shared_state` leaves out, for it stays as it is; in its place."""
+    return {"model": {n: t for n, t in run_parts.local_model.state_dict().items() if n in run_parts.frozen}}
+
+
 def shared_state(run_parts: RunParts, cursor: Cursor) -> StateView:
-    """Return the state that is the same on every replica."""
+    """Return the state that is the same on every replica, but for what stays as it is."""
     return {
-        "model": run_parts.local_model.state_dict(),
-        "optimizer": get_optimizer_state_dict(run_parts.local_model, run_parts.optimizer),
+        "model": moving(run_parts),
+        "optimizer": _optimizer_state(run_parts),
         "scaler": run_parts.scaler.state_dict(),
         "ema": run_parts.ema.state_dict() if run_parts.ema else {},
         "cursor": asdict(cursor),
     }
+
+
+def _optimizer_state(run_parts: RunParts) -> StateView:
+    if not _has_parameters(run_parts.optimizer):
+        return {"state": {}, "param_groups": []}
+    return get_optimizer_state_dict(run_parts.local_model, run_parts.optimizer)
 
 
 def is_agreed(run_parts: RunParts) -> bool:
@@ -190,10 +222,10 @@ def rank_state(run_parts: RunParts, world: World) -> StateView:
         "numpy": torch.from_numpy(keys.astype(np.int64)),
         "numpy_position": int(position),
         "sync": run_parts.sync.state_dict(),
-        "buffers": dict(run_parts.local_model.named_buffers()),
+        "buffers": {n: b for n, b in run_parts.local_model.named_buffers() if n not in run_parts.frozen},
     }
     if run_parts.sync.has_replica_state:  # copies, for the model is about to hold what the replicas agree on
-        state["model"] = {name: tensor.clone() for name, tensor in run_parts.local_model.state_dict().items()}
+        state["model"] = {name: tensor.clone() for name, tensor in moving(run_parts).items()}
         state["optimizer"] = run_parts.optimizer.state_dict()
         state["scaler"] = run_parts.scaler.state_dict()
     if run_parts.ema:
@@ -206,10 +238,11 @@ def rank_state(run_parts: RunParts, world: World) -> StateView:
 
 
 _GO_TOGETHER = ("momentum", "nesterov", "weight_decay")
+_OF_DEVICE = ("fused",)
 
 
 def load_shared_state(run_parts: RunParts, state: StateView) -> Cursor:
-    """Restore what every replica has; returns the cursor.
+    """Restore what every replica has; returns the cursor. Where something else was trained, the optimizer begins anew.
 
     Raises:
         UserError: the checkpoint is of another model.
@@ -220,17 +253,38 @@ def load_shared_state(run_parts: RunParts, state: StateView) -> Cursor:
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip() if len(str(error).splitlines()) > 1 else str(error)
         raise UserError(f"the checkpoint is of another model: {reason}") from None
-    # Alone the optimizer applies momentum; with others, before encoding, a codec may, and the decay goes with it.
-    described = [{k: g[k] for k in _GO_TOGETHER if k in g} for g in run_parts.optimizer.param_groups]
-    set_optimizer_state_dict(run_parts.local_model, run_parts.optimizer, state["optimizer"])
+    if is_same_tuning(run_parts, state):
+        _load_optimizer(run_parts, state)
     run_parts.local_model.load_state_dict(state["model"])  # torch made that state by a step, which some move at lr=0
-    for group, values in zip(run_parts.optimizer.param_groups, described, strict=True):
-        group.update(values)
     if state["scaler"]:
         run_parts.scaler.load_state_dict(dict(state["scaler"]))
     if run_parts.ema and state["ema"]:
-        run_parts.ema.load_state_dict(state["ema"])
+        run_parts.ema.load_state_dict({**state["ema"], "average": averaged(state)})
     return Cursor(**state["cursor"])
+
+
+def is_same_tuning(run_parts: RunParts, state: StateView) -> bool:
+    """Whether what is trained was the same when a state was saved."""
+    return bool(state.get(SINCE, 0) == run_parts.since)
+
+
+def _has_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    return any(group["params"] for group in optimizer.param_groups)
+
+
+def _load_optimizer(run_parts: RunParts, state: StateView) -> None:
+    if not _has_parameters(run_parts.optimizer):  # of a stage of a pipeline where nothing is trained
+        return
+    # Alone the optimizer applies momentum; with others, before encoding, a codec may, and the decay goes with it.
+    described = [{k: g[k] for k in (*_GO_TOGETHER, *_OF_DEVICE) if k in g} for g in run_parts.optimizer.param_groups]
+    set_optimizer_state_dict(run_parts.local_model, run_parts.optimizer, state["optimizer"])
+    for group, values in zip(run_parts.optimizer.param_groups, described, strict=True):
+        group.update(values)
+
+
+def averaged(state: StateView) -> Mapping[str, Any]:
+    """Return the weights that a checkpoint's state is judged by: their moving average, where there is one."""
+    return {**state["model"], **state["ema"]["average"]} if state["ema"] else state["model"]
 
 
 def layout_of(world: World) -> dict[str, int]:
@@ -252,9 +306,13 @@ def saved_layout(state: StateView) -> dict[str, int]:
 
 
 def load_rank_state(
-    run_parts: RunParts, world: World, saved: Mapping[str, int], ranks: Mapping[int, StateView]
+    run_parts: RunParts,
+    world: World,
+    saved: Mapping[str, int],
+    ranks: Mapping[int, StateView],
+    same_tuning: bool = True,
 ) -> None:
-    """Restore this rank's own state; in another layout, only what can be kept.
+    """Restore this rank's own state; in another layout, or where something else was trained, only what can be kept.
 
     Random generators start anew from the shared state then, and the strategy merges what the ranks with the same piece
     had; where pieces are others, it begins anew from the parameters.
@@ -265,6 +323,10 @@ def load_rank_state(
     Raises:
         UserError: the strategy cannot begin anew.
     """
+    if not same_tuning and isinstance(run_parts.sync, Anchored):
+        run_parts.sync.begin_anew()
+    if saved != layout_of(world) and not same_tuning:
+        return
     if saved != layout_of(world):
         _load_resharded_ranks(run_parts, world, saved, ranks)
         return
@@ -276,15 +338,18 @@ def load_rank_state(
         torch.cuda.set_rng_state(state["cuda"], world.device)
     with torch.no_grad():
         for name, buffer in run_parts.local_model.named_buffers():
-            buffer.copy_(state["buffers"][name])
-    if "model" in state:
-        run_parts.local_model.load_state_dict(state["model"])
+            stayed = name in run_parts.frozen or (not same_tuning and name not in state["buffers"])  # it is in the base
+            if not stayed:
+                buffer.copy_(state["buffers"][name])
+    if "model" in state and same_tuning:
+        run_parts.local_model.load_state_dict({**run_parts.local_model.state_dict(), **state["model"]})
         run_parts.optimizer.load_state_dict(state["optimizer"])
         run_parts.scaler.load_state_dict(dict(state["scaler"]))
     if run_parts.ema and "ema" in state:
         ema = run_parts.ema.state_dict()
         run_parts.ema.load_state_dict(ema | {"average": ema["average"] | state["ema"]})
-    run_parts.sync.load_state_dict(state["sync"])
+    if same_tuning:
+        run_parts.sync.load_state_dict(state["sync"])
 
 
 def _load_resharded_ranks(
@@ -326,9 +391,14 @@ def mean_of(states: Sequence[Any]) -> Any:
     first = states[0]
     if isinstance(first, dict) and all(isinstance(s, dict) and s.keys() == first.keys() for s in states):
         return {key: mean_of([state[key] for state in states]) for key in first}
-    if isinstance(first, Tensor) and first.is_floating_point() and all(_alike(first, s) for s in states):
-        return torch.stack([s.to(first.device, torch.float64) for s in states]).mean(0).to(first.dtype)
+    if isinstance(first, Tensor) and _has_mean(first) and all(_alike(first, s) for s in states):
+        wide = torch.complex128 if first.is_complex() else torch.float64
+        return torch.stack([s.to(first.device, wide) for s in states]).mean(0).to(first.dtype)
     return first
+
+
+def _has_mean(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _alike(first: Tensor, other: Any) -> bool:
@@ -341,11 +411,27 @@ def _left_out_something(sync: StateView) -> bool:
 
 
 @runtime_checkable
+class Anchored(Protocol):
+    """A strategy that keeps what replicas agreed on, and can begin anew from the present parameters."""
+
+    def begin_anew(self) -> None:
+        """Forget what was kept; no step has been made yet."""
+
+
+@runtime_checkable
 class Restartable(Protocol):
     """A strategy that can begin anew from the present parameters."""
 
     def restart(self) -> None:
         """Forget what was kept between steps."""
+
+
+def seed_layers(seed: int, step: int, world: World) -> None:
+    """Seed what layers of this rank draw (dropout, drop path) in a step, by its part of the batch."""
+    drawn = layer_seed(seed, step, world.data_rank)
+    torch.default_generator.manual_seed(drawn)
+    if world.device.type == "cuda":
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(drawn)
 
 
 def seed_everything(seed: int) -> None:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from echelon.core.shares import share_sizes
+from echelon.models.tables import untouched
 from echelon.models.trial import evaluating
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.parallel.base import Placement
@@ -22,6 +24,7 @@ from echelon.tasks import nest
 from echelon.tasks.base import SAMPLE, Batch, Task
 from echelon.tasks.nest import Nest
 from echelon.trainer.loss_guard import LossGuard
+from echelon.trainer.precision import autocast_to
 
 if TYPE_CHECKING:
     from echelon.parallel.pipeline import Pipeline
@@ -89,6 +92,11 @@ class Step:
         self._split, self.guard = split, guard
         self._begun = False
 
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The type that autocast gives to matrix products and the like, in training and in evaluation."""
+        return self._settings.autocast
+
     def forward_backward(self, batch: Batch, sync: StepSync) -> StepResult:
         """Accumulate the gradients of a batch; replicas may communicate during the last micro-batch's backward.
 
@@ -132,7 +140,7 @@ class Step:
         task, placement = self.task, self._split.pieces.placement if self._split is not None else None
         if task.unit == SAMPLE:
             split = placement is not None and placement.layout.splits
-            own = replica_samples(placement, batch.global_size) if split and placement else nest.rows(batch.targets)
+            own = replica_samples(placement, batch) if split and placement else nest.rows(batch.targets)
             return own, batch.global_size
         own, group = task.units(batch.targets) if nest.rows(batch.targets) else 0, self._settings.data_group
         fsdp = placement.layout.fsdp if placement is not None else 1
@@ -165,7 +173,7 @@ class Step:
         self._clock.enter(Phase.FORWARD)
         targets = part.targets
         samples = nest.rows(targets)
-        with self._autocast():
+        with autocast_to(self._settings.autocast, self._settings.device):
             outputs = self._forward(sync.module, part.inputs)
             exact = nest.exact(outputs)
             total = self.task.loss_sum(exact, targets) / divisor if samples else nest.zero_of(outputs)
@@ -174,7 +182,8 @@ class Step:
         if part.last and self.guard is not None and self.guard.leaves_out(sync.steps_together):
             result.left_out = True
         self._clock.enter(Phase.BACKWARD)
-        with sync.silent() if result.left_out else nullcontext():
+        blank = untouched(sync.module) if not samples else nullcontext()
+        with sync.silent() if result.left_out else nullcontext(), blank:
             self._scaler.scale(total).backward()
         if samples and (score := self.task.training_score(outputs, targets)) is not None:
             result.score = result.score + score
@@ -189,10 +198,6 @@ class Step:
             return nest.call(module, inputs)
         with evaluating(module):
             return nest.call(module, blank_like(inputs))
-
-    def _autocast(self) -> torch.autocast:
-        dtype = self._settings.autocast
-        return torch.autocast(self._settings.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
     def _to_device(self, batch: Batch) -> tuple[Nest, Nest]:
         settings = self._settings
@@ -211,11 +216,11 @@ def blank_like(inputs: Nest) -> Nest:
     return nest.map_leaves(lambda leaf: leaf.new_zeros((1, *leaf.shape[1:])), inputs)
 
 
-def replica_samples(placement: Placement, global_size: int) -> int:
+def replica_samples(placement: Placement, batch: Batch) -> int:
     """Return how many samples of a global batch this rank's replica has: those of its fsdp ranks together."""
-    size, more = divmod(global_size, placement.data_size)
+    sizes = batch.sizes or share_sizes(batch.global_size, placement.data_size)
     first = placement.data_rank - placement.data_rank % placement.layout.fsdp
-    return sum(size + (rank < more) for rank in range(first, first + placement.layout.fsdp))
+    return sum(sizes[first : first + placement.layout.fsdp])
 
 
 def warmup_backward(sync: StepSync, inputs: Nest) -> None:
@@ -242,7 +247,7 @@ def make_update(
             if isinstance(model, LocalShards):
                 clip_by_norm(model, clip_norm)
             else:
-                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+                _clip_whole(model, clip_norm)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -251,3 +256,18 @@ def make_update(
             divided.share()
 
     return update
+
+
+def _clip_whole(model: nn.Module, clip_norm: float) -> None:
+    """Scale the gradients of a whole model down to a norm; those of a table count by its rows, each summed up."""
+    for parameter in model.parameters():
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if not any(gradient.is_sparse for gradient in gradients):
+        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        return
+    values = [gradient.values() if gradient.is_sparse else gradient for gradient in gradients]
+    share = (clip_norm / (nn.utils.get_total_norm(values) + 1e-6)).clamp(max=1.0)
+    for each in values:
+        each.mul_(share)

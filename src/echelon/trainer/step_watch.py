@@ -38,7 +38,7 @@ class RankFacts:
         busy_s: in which communication was under way during backward, hidden or not; see `ReduceTimes`.
         spread_s: in which it could be hidden.
         pauses: seconds of each of `PAUSES` since the window before.
-        slowest: None where steps are not timed one by one (on a GPU).
+        slowest: None where there was no step.
     """
 
     gc_s: float
@@ -67,8 +67,10 @@ class RankFacts:
 class StepWatch:
     """Follows a rank's steps through a window; pauses of the clock are in none of them.
 
+    Steps of a GPU are known once its clock was drained: see `settle`.
+
     Attributes:
-        waits: seconds that each step of the window waited for other ranks; None on a GPU.
+        waits: seconds that each step of the window waited for other ranks.
         pauses: what happened before each step of the window since the one before: evaluation, checkpoint.
     """
 
@@ -85,7 +87,8 @@ class StepWatch:
     def _begin(self) -> None:
         self._slowest: SlowestStep | None = None
         self._slowest_s = 0.0
-        self.waits: list[float] | None = []
+        self.waits: list[float] = []
+        self._gc_by_step: list[float] = []  # of steps that are not known yet
         self.pauses: list[list[str]] = []
 
     def paused(self, name: str, seconds: float) -> None:
@@ -100,17 +103,26 @@ class StepWatch:
         now = self._clock.so_far()
         self.pauses.append(self._paused)
         self._paused = []
-        if now is None or self.waits is None:
-            self.waits = None
+        gc_s, self._gc_at_step = self._garbage.seconds - self._gc_at_step, self._garbage.seconds
+        if now is None:
+            self._clock.end_step()
+            self._gc_by_step.append(gc_s)
             return
-        seconds, gc_s, before = sum(now) - sum(self._before), self._garbage.seconds, self._before
+        self._take([a - b for a, b in zip(now, self._before, strict=True)], gc_s)
+        self._before = now
+
+    def settle(self) -> None:
+        """Take the steps that only a drained clock can tell of."""
+        for phases, gc_s in zip(self._clock.take_steps(), self._gc_by_step, strict=True):
+            self._take(phases, gc_s)
+        self._gc_by_step = []
+
+    def _take(self, phases: list[float], gc_s: float) -> None:
+        seconds = sum(phases)
         if self._slowest is None or seconds > self._slowest_s:
-            phases = [a - b for a, b in zip(now, before, strict=True)]
-            self._slowest = SlowestStep(len(self.waits), phases, gc_s - self._gc_at_step)
-            self._slowest_s = seconds
-        self.waits.append(now[_WAIT] - before[_WAIT])
+            self._slowest, self._slowest_s = SlowestStep(len(self.waits), phases, gc_s), seconds
+        self.waits.append(phases[_WAIT])
         self._recent.append(seconds)
-        self._before, self._gc_at_step = now, gc_s
 
     @property
     def median_s(self) -> float:
@@ -129,6 +141,7 @@ class StepWatch:
             drained: what the clock gave when it was drained just now.
             times: of the strategy.
         """
+        self.settle()
         busy, spread = (times.busy_s, times.spread_s) if times else (self._busy_before, self._spread_before)
         facts = RankFacts(
             self._garbage.seconds - self._gc_before, busy - self._busy_before, spread - self._spread_before,

@@ -56,7 +56,7 @@ class ClosedWindow:
     Attributes:
         steps: as the record has it.
         resources: a row for each rank, in the order of `RESOURCE_NAMES`; empty where nothing new was sampled.
-        slowest: each rank's longest step; None where steps are not timed one by one.
+        slowest: each rank's longest step; None where it had none.
         pauses: what happened before each step since the one before.
         stop: some rank was asked to stop.
         checkpoint_due, time_is_up: by rank 0's clock.
@@ -290,6 +290,7 @@ class Window:
         numbers = [x * world.counts for x in _read([*self._losses, *self._scores])]
         now = time.perf_counter()
         seconds, phases = now - self._began, self._clock.drain()
+        watch.settle()
         self._clock.enter(None)
         world.notes.enter(RECORDING)
         leads, pauses, waits = float(world.leads), watch.pauses, self._waits()
@@ -331,7 +332,7 @@ class Window:
     def _waits(self) -> list[float]:
         """Return this rank's waits in its row of a table of all ranks (ranks, steps), or nothing."""
         size, waits = self._world.size, self.watch.waits
-        if waits is None or size == 1 or size * len(waits) > _MOST_WAITS:
+        if size == 1 or size * len(waits) > _MOST_WAITS:
             return []
         return self._in_row(waits)
 
@@ -359,6 +360,15 @@ class Traffic:
     def __init__(self, at_start: int = 0) -> None:
         self._before: dict[str, int] = {}
         self._others_before = -at_start
+
+    def begin_anew(self, totals: Mapping[str, int], other_total: int, at_start: int) -> None:
+        """Count from zero again, as new parts of a run do; what was not looked at yet is of anything else.
+
+        Args:
+            at_start: bytes that this rank sent to bring all replicas to the same parameters.
+        """
+        sent, others = self.since_last(totals, other_total)
+        self._before, self._others_before = {}, -(sum(sent.values()) + others + at_start)
 
     def since_last(self, totals: Mapping[str, int], other_total: int) -> tuple[dict[str, int], int]:
         """Return the bytes since the last call: of training by group, and for anything else.

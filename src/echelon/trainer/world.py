@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,12 +17,15 @@ from echelon.collectives.meeting_store import MeetingStore
 from echelon.core.address import STORE_VARIABLE
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
+from echelon.core.layout import Layout
 from echelon.core.listeners import closed_afterwards
+from echelon.core.terms import Term
 from echelon.messages.identity import derive_keys, read_secret
 from echelon.observe.environment import allowed_cores
 from echelon.observe.notes import RankNotes
 from echelon.parallel.base import Placement, alone, place
 from echelon.ps.worker_rank import WorkerRank
+from echelon.trainer.membership import Membership
 from echelon.trainer.resolved import ResolvedRun
 
 _STORES_FOLDER = "stores"
@@ -72,11 +75,17 @@ class World:
 
 
 @contextmanager
-def join_world(run: ResolvedRun, secret_folder: Path, notes: RankNotes) -> Iterator[World]:
+def join_world(
+    run: ResolvedRun, secret_folder: Path, notes: RankNotes, membership: Membership | None = None
+) -> Iterator[World]:
     """Join the process group of the run and leave it at the end.
+
+    Not after an error: that is recorded first, for leaving a group whose peers are gone may wait for them, or end the
+    process; then the process ends, and its groups with it.
 
     Args:
         secret_folder: where the run's secret lies, for a run of several machines.
+        membership: of a run whose survivors go on; a newcomer to it begins alone, as a rank that does not lead.
 
     Raises:
         UserError: the number of ranks does not fit the description, or there is no GPU for this rank.
@@ -84,24 +93,54 @@ def join_world(run: ResolvedRun, secret_folder: Path, notes: RankNotes) -> Itera
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     layout = run.layout_for(size)
-    device = _device(run.config.training.device, local_rank)
-    if size == 1:
-        yield World(rank, size, local_rank, device, None, alone(), notes)
+    if size == 1 or (membership is not None and membership.is_newcomer):
+        device = _taken(choose_device(run.config.training.device, local_rank, _local_size()))
+        place_of_own = (rank, size) if size == 1 else (size, size + 1)
+        yield World(*place_of_own, local_rank, device, None, alone(), notes)
+        leave_groups()
         return
     timeout = timedelta(seconds=run.timeout_s)
     base = _store(size, secret_folder, timeout)  # referred to until the end: the group holds its C++ half alone
     round_name = os.environ.get("ECHELON_ROUND") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"echelon/{round_name}", base)  # it may outlive a restart, with addresses of the dead
-    with closed_afterwards():
-        dist.init_process_group(_backend(device), store=store, rank=rank, world_size=size, timeout=timeout)
-    try:
+    wanted = run.config.training.device
+    table = GpuTable(store, rank, size, () if wanted == "cpu" else None)
+    device = _taken(_device_among(wanted, local_rank, table))
+    with membership.connecting() if membership is not None else nullcontext():
+        with closed_afterwards():
+            dist.init_process_group(
+                _backend(device), store=store, rank=rank, world_size=size, timeout=timeout, device_id=_bound(device)
+            )
         with closed_afterwards():
             placement = place(layout, rank, device.type, timeout)
-        yield World(rank, size, local_rank, device, dist.group.WORLD, placement, notes)
-    finally:
+    yield World(rank, size, local_rank, device, dist.group.WORLD, placement, notes)
+    leave_groups()
+    if isinstance(base, MeetingStore):
+        base.close()
+
+
+def enter_term(run: ResolvedRun, membership: Membership, term: Term, before: World) -> World:
+    """Return the world of a term, whose members all call it together; the groups of the one before are left.
+
+    Args:
+        before: the world that this process was in.
+    """
+    rank, size = term.members.index(membership.member), len(term.members)
+    if size == 1 and not run.compression.encodes:  # a codec goes on remembering in a group of one
+        return World(0, 1, before.local_rank, before.device, None, alone(), before.notes)
+    timeout = timedelta(seconds=run.timeout_s)
+    store = dist.FileStore(str(membership.store(term)), size)
+    store.set_timeout(timeout)
+    with membership.connecting(), closed_afterwards():
+        dist.init_process_group(_backend(before.device), store=store, rank=rank, world_size=size, timeout=timeout)
+        placement = place(Layout({Axis.DP: size}), rank, before.device.type, timeout)
+    return World(rank, size, before.local_rank, before.device, dist.group.WORLD, placement, before.notes)
+
+
+def leave_groups() -> None:
+    """Leave all process groups, if there are any."""
+    if dist.is_initialized():
         dist.destroy_process_group()
-        if isinstance(base, MeetingStore):
-            base.close()
 
 
 def _store(size: int, secret_folder: Path, timeout: timedelta) -> dist.Store:
@@ -125,7 +164,7 @@ def join_worker(run: ResolvedRun, process: WorkerRank, roles: Path, notes: RankN
     Raises:
         UserError: there is no GPU for this rank.
     """
-    device = _device(run.config.training.device, process.local)
+    device = _taken(choose_device(run.config.training.device, process.local, _local_size()))
     if process.size == 1:
         yield World(0, 1, process.local, device, None, alone(), notes)
         return
@@ -137,11 +176,17 @@ def join_worker(run: ResolvedRun, process: WorkerRank, roles: Path, notes: RankN
     layout = run.layout_for(process.workers * process.size)
     with closed_afterwards():
         dist.init_process_group(
-            _backend(device), store=store, rank=process.rank, world_size=process.size, timeout=timeout
-        )
+            _backend(device), store=store, rank=process.rank, world_size=process.size, timeout=timeout,
+            device_id=_bound(device),
+        )  # fmt: skip
         placement = place(replace(layout, sizes={**layout.sizes, Axis.DP: 1}), process.rank, device.type, timeout)
     yield World(process.rank, process.size, process.local, device, dist.group.WORLD, placement, notes)
     dist.destroy_process_group()  # not after an error: that is recorded first, and then the process ends at once
+
+
+def _bound(device: torch.device) -> torch.device | None:
+    """Return the GPU that NCCL is to bind at once: it would take that of `LOCAL_RANK`, which may be another."""
+    return device if device.type == "cuda" else None
 
 
 def _backend(device: torch.device) -> str:
@@ -173,11 +218,58 @@ def roll_call(world: World) -> RollCall:
     return RollCall(hosts, [each[-1] for each in table], cores)
 
 
-def _device(wanted: str, local_rank: int) -> torch.device:
-    device = choose_device(wanted, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+def text_from_rank_0(text: str, world: World) -> str:
+    """Return on every rank what rank 0 gives; all ranks call it."""
+    if world.group is None:
+        return text
+    said = text.encode() if world.leads else b""
+    length = torch.tensor([len(said)])
+    dist.broadcast(length, 0, group=world.group)
+    body = torch.zeros(int(length), dtype=torch.uint8)
+    if said:
+        body.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+    if body.numel():
+        dist.broadcast(body, 0, group=world.group)
+    return bytes(body.tolist()).decode()
+
+
+def _local_size() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def _taken(device: torch.device) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
+
+
+class GpuTable:
+    """Which GPUs each rank sees, by their UUIDs: a launcher may show each of its tasks another one, as number 0."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, seen: Sequence[str] | None = None) -> None:
+        """Write this rank's row; `seen`: UUIDs, those that torch finds where not given."""
+        self._store, self._rank, self._size = store, rank, size
+        if seen is None:
+            seen = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+        self.seen = tuple(seen)
+        store.set(f"gpus/{rank}", " ".join(self.seen))
+
+    def is_own(self) -> bool:
+        """Whether no other rank sees any of this rank's; waits for their rows, as long as the store does."""
+        others = (self._store.get(f"gpus/{rank}") for rank in range(self._size) if rank != self._rank)
+        return not any(set(row.decode().split()) & set(self.seen) for row in others)
+
+
+def _device_among(wanted: str, local_rank: int, table: GpuTable) -> torch.device:
+    """Choose a rank's device: where there are fewer than workers, the first of those that no other rank sees.
+
+    Raises:
+        UserError: a GPU is asked for, and there is none for this worker.
+    """
+    local_size = _local_size()
+    if wanted != "cpu" and 0 < len(table.seen) < local_size and table.is_own():
+        return torch.device("cuda", 0)
+    return choose_device(wanted, local_rank, local_size)
 
 
 def choose_device(wanted: str, local_rank: int, local_size: int) -> torch.device:

@@ -151,6 +151,7 @@ SCENARIOS = tuple(
         name, f"With {sync} memory, files and threads do not grow with the run's length.", partial(soak, sync), False
     )
     for name, sync in (
-        ("allreduce", "allreduce"), ("local", "local(8)"), ("ps-sync", "ps(mode=sync)"), ("ps-async", "ps(mode=async)"),
+        ("allreduce", "allreduce"), ("local", "local(8)"), ("diloco", "diloco(8)"), ("easgd", "easgd(8)"),
+        ("ps-sync", "ps(mode=sync)"), ("ps-async", "ps(mode=async)"), ("ps-ssp", "ps(mode=ssp)"),
     )
 )  # fmt: skip

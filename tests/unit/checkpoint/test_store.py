@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from echelon.checkpoint import CheckpointStore, Saved, export_weights
+from echelon.checkpoint import BaseState, CheckpointStore, Saved, export_weights
 from echelon.core.errors import UserError
 from tests.unit.checkpoint.states import assert_same, small_state
 
@@ -225,3 +225,51 @@ def test_exported_weights_are_a_plain_file(tmp_path: Path) -> None:
     back = load_file(path)
     assert_same({"count": torch.tensor(3), "tied": weight, "weight": weight}, dict(sorted(back.items())))
     assert names(path.parent) == ["weights.safetensors"]
+
+
+def _on_base(store: CheckpointStore, steps: int) -> None:
+    frozen = {"model": {"a": torch.arange(6.0), "b": torch.ones(2)}}
+    for step in range(steps):
+        names = frozenset(frozen["model"])
+        base = BaseState(names, None if store.has_base(names) else frozen)
+        store.save(step, {"model": {"c": torch.full((3,), float(step))}, "n": step}, base=base, background=False)
+
+
+def test_what_stays_is_written_once_and_found_with_every_checkpoint(store: CheckpointStore) -> None:
+    _on_base(store, 4)
+    assert [name.partition("-")[0] for name in names(store.folder)] == ["base", "step", "step"]
+    found = CheckpointStore(store.folder, keep=1).newest()
+    assert found is not None and found[1]["n"] == 3
+    assert {name: t.tolist() for name, t in found[1]["model"].items()} == {
+        "a": [0, 1, 2, 3, 4, 5], "b": [1, 1], "c": [3, 3, 3],
+    }  # fmt: skip
+    other = CheckpointStore(store.folder, keep=2)
+    store.close()
+    _on_base(other, 1)  # a process that has read nothing writes the same base again
+    other.close()
+    assert [name.partition("-")[0] for name in names(store.folder)] == ["base", "step"]
+
+
+def test_a_base_that_is_missing_or_damaged_is_named_in_one_line(store: CheckpointStore) -> None:
+    _on_base(store, 2)
+    (base,) = store.folder.glob("base-*")
+    file = next(base.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=rf"{base} is damaged .*good copy") as damaged:
+        CheckpointStore(store.folder, keep=1).newest()
+    assert "\n" not in str(damaged.value)
+    base.rename(base.with_name("elsewhere"))
+    with pytest.raises(UserError, match=f"{base} is missing"):
+        CheckpointStore(store.folder, keep=1).newest()
+
+
+def test_another_choice_of_what_stays_has_a_base_of_its_own(store: CheckpointStore) -> None:
+    _on_base(store, 1)
+    more = frozenset({"a", "b", "c"})
+    assert not store.has_base(more)
+    assert store.has_base(frozenset({"a"}))
+    reader = CheckpointStore(store.folder, keep=1)
+    assert reader.newest() is not None
+    assert reader.has_base(frozenset({"a", "b"})) and not reader.has_base(more)

@@ -21,7 +21,7 @@ REFUSED = [
     ("--task", "image-clasification", "did you mean image-classification?"),
     ("--task", "regresion", "known: auto"),
     ("--on", "locl", "did you mean local?"),
-    ("--on", "slrm", "known: local"),
+    ("--on", "slrm", "did you mean slurm?"),
 ]
 
 

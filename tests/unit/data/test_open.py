@@ -4,14 +4,13 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset, Subset, TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from echelon.config import DataConfig
 from echelon.core.errors import UserError
@@ -333,20 +332,3 @@ def test_data_of_one_s_own_is_one_set_two_or_three() -> None:
     ):
         with pytest.raises(UserError, match=reason):
             source_of(wrong, 0.2, seed=1)  # type: ignore[arg-type]
-
-
-class _Stream(IterableDataset):  # type: ignore[type-arg]
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
-        yield from ((torch.full((2,), float(i)), i % 2) for i in range(12))
-
-
-def test_data_that_can_only_be_iterated_is_refused_with_what_works() -> None:
-    for data in (_Stream(), iter(_Stream())):
-        for given in (data, (data, data)):
-            with pytest.raises(
-                UserError, match=r"can only be iterated.*\(list\(train\), list\(evaluation\)\)"
-            ) as raised:
-                source_of(given, 0.2, 0)  # type: ignore[arg-type]
-            assert "\n" not in str(raised.value)
-    source = source_of((list(_Stream()), list(_Stream())), 0.2, 0)  # type: ignore[arg-type]
-    assert source.info.class_counts == (6, 6)

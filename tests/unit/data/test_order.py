@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.data.base import Shard
@@ -22,6 +22,25 @@ def test_the_ranks_parts_are_the_batch(n: int, world_size: int) -> None:
     parts = [local_part(batch, Shard(rank, world_size)) for rank in range(world_size)]
     assert np.concatenate(parts).tolist() == batch.tolist()
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@settings(deadline=None)
+@given(st.integers(0, 200), st.lists(st.integers(0, 90), min_size=1, max_size=9).filter(any))
+def test_weighted_parts_are_the_batch(n: int, weights: list[int]) -> None:
+    world_size, total = len(weights), sum(weights)
+    parts = [local_part(np.arange(n), Shard(rank, world_size, tuple(weights))) for rank in range(world_size)]
+    assert np.concatenate(parts).tolist() == list(range(n))
+    assert all(abs(len(part) - n * weight / total) < 1 for part, weight in zip(parts, weights, strict=True))
+    full = [local_part(np.arange(total), Shard(rank, world_size, tuple(weights))) for rank in range(world_size)]
+    assert [len(part) for part in full] == weights
+
+
+@settings(deadline=None)
+@given(st.integers(0, 50), st.integers(1, 9), st.integers(1, 5))
+def test_equal_weights_are_none(n: int, world_size: int, weight: int) -> None:
+    for rank in range(world_size):
+        weighted = local_part(np.arange(n), Shard(rank, world_size, (weight,) * world_size))
+        assert weighted.tolist() == local_part(np.arange(n), Shard(rank, world_size)).tolist()
 
 
 def test_order_depends_on_seed_and_epoch() -> None:

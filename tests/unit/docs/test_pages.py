@@ -74,6 +74,10 @@ def test_yaml_of_the_pages_is_read(block: Any, tmp_path: Path) -> None:
         from echelon.study.file import load_study
 
         assert load_study(file).candidates
+    elif "steps:" in block.text:
+        from echelon.flows.resolve import read_flow
+
+        assert read_flow(file).steps
     else:
         check_names(build(file).config)
 

@@ -113,3 +113,4 @@ def test_a_host_can_be_handed_to_a_worker() -> None:
     assert pickle.loads(pickle.dumps(host)) == host
     assert host.command_prefix[:3] == ["nsenter", "--net=/proc/1/fd/5", "--"]
     assert "GLOO_SOCKET_IFNAME=eth0" in host.command_prefix
+    assert {"NCCL_P2P_DISABLE=1", "NCCL_SHM_DISABLE=1"} <= set(host.command_prefix)  # nothing goes beside the link

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +41,33 @@ def test_it_waits_as_long_as_io_patience_and_no_longer() -> None:
         place.start(PROCESSES)
         while True:
             place.events(0.01)
+
+
+IMPORTS_LONG = """
+import signal
+from echelon.launch.places.base import Exited, Process, Started
+from echelon.launch.places.local import Local, start_import_server
+
+start_import_server(("slow_to_import",))
+place = Local()
+place.start([Process("rank0", "os:getpid")])
+if {stops}:
+    assert place.events(0.2) == []
+    place.signal(["rank0"], signal.SIGTERM)
+    assert place.events(0) == [Exited("rank0", -signal.SIGTERM)]
+else:
+    events = []
+    while not any(isinstance(event, Exited) for event in events):
+        events += place.events(60)
+    assert [type(event) for event in events] == [Started, Exited], events
+place.close()
+"""
+
+
+@pytest.mark.parametrize(("stops", "imports_s"), [(True, 600), (False, 1)])
+def test_who_stops_does_not_wait_for_imports(tmp_path: Path, stops: bool, imports_s: int) -> None:
+    (tmp_path / "slow_to_import.py").write_text(f"import time\ntime.sleep({imports_s})\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}
+    command = [sys.executable, "-c", IMPORTS_LONG.format(stops=stops)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

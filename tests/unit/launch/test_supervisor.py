@@ -172,6 +172,25 @@ def test_a_stop_is_a_signal_or_a_message(heeds: bool, told: list[tuple[str, int]
     assert place.signals == told and messages == ["stop"]
 
 
+@pytest.mark.parametrize("heeds", [True, False])
+def test_a_stop_ends_what_has_not_begun(heeds: bool) -> None:
+    class Imports(Script):
+        """A place that cannot start anything yet."""
+
+        def start(self, processes: Sequence[Process]) -> None:
+            self.starts += [process.name for process in processes]
+            stop.signum = signal.SIGTERM
+
+        def signal(self, names: Sequence[str], signum: int) -> None:
+            self.queue += [Exited(name, -signum) for name in names]
+
+    stop, deaths = StopFlag(), list[Death]()
+    watch = Watch(lambda death, _: deaths.append(death))
+    together, alone = _group("a", "b", stops_on_signal=heeds), _group("c", restart=Restart.ALONE, stops_on_signal=heeds)
+    assert supervise(Job((together, alone)), Imports(), watch, stop)
+    assert not deaths
+
+
 @pytest.mark.parametrize("code, fails", [(-signal.SIGTERM, False), (1, True), (-signal.SIGKILL, True)])
 def test_a_run_that_fails_over_its_last_checkpoint_was_not_stopped(code: int, fails: bool) -> None:
     stop, deaths = StopFlag(), list[str]()

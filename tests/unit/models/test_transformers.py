@@ -44,6 +44,19 @@ def test_texts_are_classified_and_padding_is_not_seen(bert: str, gpt2: str) -> N
         torch.testing.assert_close(logits, model(input_ids=ids[:, :8], attention_mask=mask[:, :8]))
 
 
+def test_encoder_decoders_read_the_class_from_an_end_token_that_every_text_gets(tmp_path: Path) -> None:
+    small = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 50}
+    transformers.T5Config(**small, decoder_start_token_id=None).save_pretrained(tmp_path / "t5")
+    name = f"transformers/{tmp_path / 't5'}"
+    model = build_model(ModelConfig(name=name), ModelInput(3, 1, 1, several=TEXTS)).eval()
+    ids, mask = torch.randint(4, 40, (2, 12)), torch.ones(2, 12, dtype=torch.int64)
+    ids[1, 8:], mask[1, 8:] = 0, 0
+    logits = model(input_ids=ids, attention_mask=mask)
+    ids[1, 8], mask[1, 8] = 1, 1  # as its own tokeniser ends a text
+    torch.testing.assert_close(model(input_ids=ids, attention_mask=mask), logits)
+    torch.testing.assert_close(model(input_ids=ids[1:, :9], attention_mask=mask[1:, :9]), logits[1:])
+
+
 def test_windows_of_tokens_get_the_vocabulary_of_the_data(gpt2: str) -> None:
     def build(count: int, context: int = 16) -> torch.nn.Module:
         return build_model(

@@ -101,12 +101,38 @@ def test_a_tp_that_does_not_divide_names_the_module(model: str, tp: int, words: 
     assert words in refusal(builtin(model), tp)
 
 
-def test_batchnorm_without_a_plan_is_refused() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
-    said = refusal(model)
-    assert "BatchNorm (1) and no tensor plan" in said and "layer.bn1=channels,layer.conv2=channels_in" in said
-    own = {"0": "channels_out", "1": "channels", "3": "channels_in"}
-    assert names(plan(model, overrides=own)) == own
+def test_batchnorm_and_depthwise_convolutions_between_two_convolutions_are_split_by_channels() -> None:
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 4, 3)),
+        nn.BatchNorm2d(4),
+    )
+    own = {"0": "channels_out", "1": "channels", "3": "channels", "4": "channels_in"}
+    assert names(plan(model)) == own == names(plan(model, overrides=own))
+
+
+class Gated(nn.Module):
+    """Attention with few key heads and norms over a head's width, and a gated MLP."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.attn = nn.Module()
+        self.attn.head_dim = 4  # type: ignore[assignment]
+        self.attn.q, self.attn.k, self.attn.v, self.attn.o = (nn.Linear(8, n) for n in (16, 8, 8, 8))
+        self.attn.o = nn.Linear(16, 8)
+        self.attn.norm = nn.LayerNorm(4)
+        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        if bias:
+            self.attn.q_bias = nn.Parameter(torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.sigmoid(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+def test_gated_layers_and_attention_with_few_key_heads_are_found() -> None:
+    mlp = {"gate": "column", "up": "column", "down": "row"}
+    attention = {"attn": "heads", **dict.fromkeys(("attn.q", "attn.k", "attn.v"), "column"), "attn.o": "row"}
+    assert names(plan(Gated())) == {**attention, "attn.norm": "shared", **mlp}
+    assert names(plan(Gated(bias=True))) == mlp
 
 
 @pytest.mark.parametrize(

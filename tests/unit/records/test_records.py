@@ -40,6 +40,8 @@ WRITTEN: list[Record] = [
     kinds.End("completed", "", 5.0, 12.0),
     kinds.CommandEnd(5.5),
     kinds.RunEnd("a-run", "failed", "why", 3.0),
+    kinds.FlowStepStart("ab12", {"settings": "cd"}, True),
+    kinds.FlowStepEnd("ab12", "completed", "", 3.0, {"run": "ef"}),
     events.Event("said", name="settings"),
     *(event("said") for event in events.EVENTS),
 ]  # fmt: skip

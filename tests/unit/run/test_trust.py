@@ -15,6 +15,8 @@ NAMES = {"model.name": "--model", "data.source": "DATA", "task": "--task", "laun
 NAMES |= {"tracking.callbacks": "--callbacks", "data.transform": "--transform"}
 NAMES |= {"data.eval_transform": "--eval-transform"}
 NAMES |= {"optimizer.name": "--optimizer", "optimizer.loss": "--loss", "training.metrics": "--metrics"}
+NAMES |= {"model.tune": "--tune"}
+VALUES = {"model.tune": 'replace("blocks.*", theirs:build)'}  # where the name is not all of the value
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +29,8 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-def _described(setting: str, value: str = "theirs:build") -> Path:
+def _described(setting: str, value: str = "") -> Path:
+    value = value or VALUES.get(setting, "theirs:build")
     section, _, name = setting.rpartition(".")
     text = f"{section}: {{{name}: '{value}'}}" if section else f"{name}: '{value}'"
     file = Path("run.yaml")
@@ -55,7 +58,7 @@ def test_trusted_code_is_said_once_and_remembered(setting: str, capsys: pytest.C
 
 @pytest.mark.parametrize("setting", NAMES)
 def test_what_a_user_names_is_never_asked_about(setting: str, capsys: pytest.CaptureFixture[str]) -> None:
-    check_trust(build(None, {setting: "theirs:build"}), trust=False)
+    check_trust(build(None, {setting: VALUES.get(setting, "theirs:build")}), trust=False)
     check_trust(build(_described(setting)), trust=False)
     assert not capsys.readouterr().err
 

@@ -35,6 +35,12 @@ class Script:
     def so_far(self) -> list[float] | None:
         return list(self.seconds)
 
+    def end_step(self) -> None:
+        pass
+
+    def take_steps(self) -> list[list[float]]:
+        return []
+
     def drain(self) -> list[float]:
         seconds, self.seconds = self.seconds, [0.0] * len(PHASES)
         return seconds

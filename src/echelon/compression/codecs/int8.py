@@ -30,6 +30,7 @@ class Int8(Quantiser):
 
     name: ClassVar[str] = "int8"
     examples: ClassVar[tuple[str, ...]] = ("int8", "int8(block=100)", "int8+huffman")
+    takes_rows: ClassVar[bool] = True
     block: int = 1024
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from echelon.compression.base import Codec, Meta, Payload, State
+from echelon.compression.rungs import RungControl
 from echelon.compression.wire import Layout
 
 Terms = list[tuple[Tensor, float]]
@@ -129,6 +130,10 @@ class Wrapper(Codec):
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
         """Return the state of the codec inside."""
         return self.inner.init_state(name, like, seed, stream)
+
+    def control(self, side: str = "") -> RungControl | None:
+        """Return the controller of the codec inside."""
+        return self.inner.control(side)
 
     def layout(self, numel: int) -> Layout:
         """Return the layout of the codec inside."""

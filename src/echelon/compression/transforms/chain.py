@@ -53,6 +53,10 @@ class Transformed(Wrapper):
         inner = self.inner.at(step)
         return self if inner is self.inner else replace(self, inner=inner)
 
+    def pinned(self, rung: int) -> Codec:
+        """Pin the codec inside."""
+        return replace(self, inner=self.inner.pinned(rung))
+
     def init_state(self, name: str, like: Tensor, seed: int = 0, stream: int = 0) -> State:
         """Return the codec's state with the transforms' memories, zero."""
         state = self.inner.init_state(name, like, seed, stream)

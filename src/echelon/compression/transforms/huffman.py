@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.compression import prefix_code
@@ -214,16 +215,16 @@ class Huffman(Wrapper):
 
     def _shorter(self, plane: Tensor, state: State, trial: bool) -> Tensor | None:
         """Return the coded plane; None if plain is as short, or sooner there."""
-        symbols = plane.cpu().numpy()
+        counts = _counts(plane)  # of a GPU: the symbols themselves are copied only if they are coded
         began = time.perf_counter()
-        counts = np.bincount(symbols, minlength=256)
         lengths = prefix_code.code_lengths(counts)
-        saved = symbols.size - prefix_code.coded_size(counts, lengths)
+        saved = plane.numel() - prefix_code.coded_size(counts, lengths)
         if saved <= 0:
             return None
-        if not (trial or self.pace.pays(symbols.size, saved)):
+        if not (trial or self.pace.pays(plane.numel(), saved)):
             state.numbers["planes_slow"] += 1
             return None
+        symbols = plane.cpu().numpy()
         coded = torch.from_numpy(prefix_code.encode(symbols, lengths)).to(plane.device)
         self.pace.encoded(symbols.size, time.perf_counter() - began)
         state.numbers["coding_s"] += self.pace.coding_s(symbols.size)
@@ -236,6 +237,14 @@ class Huffman(Wrapper):
         plain = torch.from_numpy(prefix_code.decode(stream.cpu().numpy(), symbols)).to(stream.device)
         self.pace.decoded(symbols, time.perf_counter() - began)
         return plain
+
+
+def _counts(plane: Tensor) -> NDArray[np.int64]:
+    """Return how often each byte occurs (256,); waits for a GPU."""
+    if plane.is_cuda:
+        found: NDArray[np.int64] = torch.bincount(plane, minlength=256).cpu().numpy()
+        return found
+    return np.bincount(plane.numpy(), minlength=256)
 
 
 # A code has at least one bit, so a coded byte cannot stand for more symbols.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -13,8 +13,9 @@ from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
 from echelon.data.decode import CannotDecode
-from echelon.data.images import ImageArray, ImageItems, Images
+from echelon.data.images import ImageArray, ImageFiles, ImageItems, ImageRanges, Images
 from echelon.data.order import Indices, split
+from echelon.data.roster import Roster
 from echelon.data.statistics import IMAGENET_MEAN, IMAGENET_STD, SMALL_IMAGE, measure
 from echelon.records.file import newest
 from echelon.records.kinds import Start
@@ -22,6 +23,7 @@ from echelon.records.kinds import Start
 _PEEKED = 32
 _HELD_OF_TRAIN = 0.1  # where only a test set is given
 _LARGE_SIDE = 224
+GrownImages = ImageFiles | ImageRanges
 
 
 class SourceKind(ABC):
@@ -104,10 +106,30 @@ def held_out(request: DataRequest, count: int, has_test: bool, noun: str = "samp
     return HeldOut(train, held, (note,))
 
 
+def held_out_of_begun(request: DataRequest, roster: Roster, has_test: bool, noun: str = "sample") -> HeldOut:
+    """Divide the samples that a run began with as `held_out` does; those that came later are trained on."""
+    divided = held_out(request, roster.begun, has_test, noun)
+    return replace(divided, train=np.append(divided.train, np.arange(roster.begun, roster.count)))
+
+
 def began_with_all(request: DataRequest, count: int) -> bool:
     """Whether the run of a folder began with all `count` training samples, choosing by its test set: so it goes on."""
     begun = None if request.folder is None else next(newest(request.folder, Start), None)
     return begun is not None and begun.train_size == count
+
+
+def grown_images(
+    request: DataRequest, train: GrownImages, evaluation: Images, classes: tuple[str, ...], roster: Roster
+) -> Source:
+    """Return images as `image_source`, with what was measured of those that the run began with, whatever came later."""
+    later = roster.count - roster.begun
+    source = image_source(request.config, train.subset(np.arange(len(train) - later)), evaluation, classes)
+    if not later:
+        return source
+    counts = tuple(np.bincount(train.labels, minlength=len(classes)).tolist())
+    stages = roster.trained_stages(len(train))
+    info = replace(source.info, train_size=len(train), class_counts=counts, stages=stages)
+    return replace(source, train=train, info=info)
 
 
 def image_source(config: DataConfig, train: Images, evaluation: Images, classes: tuple[str, ...]) -> Source:

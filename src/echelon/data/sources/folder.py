@@ -6,14 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
-
 from echelon.core.errors import UserError
 from echelon.data.base import DataRequest, Source
 from echelon.data.class_folders import FolderLinks, scan_classes, scan_like
 from echelon.data.images import ImageFiles
-from echelon.data.roster import Roster
-from echelon.data.sources.base import SourceKind, began_with_all, held_out, image_source
+from echelon.data.roster import NamedRoster
+from echelon.data.sources.base import SourceKind, began_with_all, grown_images, held_out_of_begun
 
 _VALIDATION_FOLDERS, _TEST_FOLDER = ("val", "valid", "validation"), "test"
 
@@ -75,7 +73,7 @@ def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
         raise UserError(f"data {path}: there is {parts[0]}/ but no train/ beside it")
     files, classes = scan_classes(path, "train" if "train" in folders else "", links)
     names = [files.names[i] for i in range(len(files))]
-    roster = Roster.of(request.folder, request.config.source, classes, names)
+    roster = NamedRoster.of(request.folder, request.config.source, classes, names)
     notes: tuple[str, ...] = ()
     train, test = ImageFiles.of(files), None
     if roster.is_kept:
@@ -95,25 +93,8 @@ def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
     if validation:
         evaluation = ImageFiles.of(scan_like(path, validation, links, classes))
     else:
-        divided = held_out(request, roster.begun, test is not None, "image")
-        later = np.arange(roster.begun, len(train))
-        train, evaluation = train.subset(np.append(divided.train, later)), train.subset(divided.evaluation)
+        divided = held_out_of_begun(request, roster, test is not None, "image")
+        train, evaluation = train.subset(divided.train), train.subset(divided.evaluation)
         notes += divided.notes
-    source = _as_begun(request, train, evaluation, classes, roster)
+    source = grown_images(request, train, evaluation, classes, roster)
     return replace(source, notes=(*links.notes, *notes), test=test, roster=roster)
-
-
-def _as_begun(
-    request: DataRequest, train: ImageFiles, evaluation: ImageFiles, classes: tuple[str, ...], roster: Roster
-) -> Source:
-    """Return images with what was measured of those that the run began with, whatever came later."""
-    later = len(roster.names) - roster.begun
-    source = image_source(request.config, train.subset(np.arange(len(train) - later)), evaluation, classes)
-    if not later:
-        return source
-    absent = len(roster.names) - len(train)  # they are held out
-    stages = tuple(replace(stage, count=stage.count - absent) for stage in roster.stages)
-    counts = tuple(np.bincount(train.labels, minlength=len(classes)).tolist())
-    return replace(
-        source, train=train, info=replace(source.info, train_size=len(train), class_counts=counts, stages=stages)
-    )

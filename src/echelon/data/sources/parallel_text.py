@@ -6,6 +6,7 @@ batches are grouped by them.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ from echelon.data.columns import IDS, MASK
 from echelon.data.images import TensorArray
 from echelon.data.order import Indices
 from echelon.data.ragged import RaggedArray
-from echelon.data.sources.base import SourceKind, held_out
-from echelon.data.tokenisers import Ids, Tokeniser, tokeniser_for
+from echelon.data.roster import Roster, RowRoster
+from echelon.data.sources.base import SourceKind, held_out_of_begun
+from echelon.data.tokenisers import Tokeniser, tokeniser_for
 from echelon.tasks.base import NO_TARGET, Encoding, SentenceMarks
 from echelon.tasks.nest import TensorSpec
 
@@ -49,6 +51,10 @@ class Pairs:
     def take(self, chosen: Indices) -> Pairs:
         """Return some of the pairs."""
         return Pairs([self.source[i] for i in chosen], [self.target[i] for i in chosen])
+
+    def digest(self, count: int) -> str:
+        """Return a hash of the first `count` pairs."""
+        return hashlib.sha256(repr((self.source[:count], self.target[:count])).encode()).hexdigest()
 
 
 class ParallelText(SourceKind):
@@ -80,12 +86,15 @@ class ParallelText(SourceKind):
             parts[part], empty = _read_pairs(folder, stem, languages)
             if empty:
                 notes.append(f"{stem}: {empty} pairs are left out, for a side of them is empty")
+        train = parts["train"]
+        roster = RowRoster.of(request.folder, request.config.source, len(train), train.digest)
+        parts["train"] = train.take(np.arange(roster.count))
         if "val" not in parts:
-            notes.append(_hold_out(parts, request))
+            notes.append(_hold_out(parts, request, roster))
         tests = _test_stems(folder, languages)
         if len(tests) > 1:
             notes.append(f"the test set is {stems['test']}, the first by name of {', '.join(tests)}")
-        return _source(request, parts, notes)
+        return _source(request, parts, notes, roster)
 
 
 SOURCE = ParallelText
@@ -167,23 +176,24 @@ def _lines(file: Path) -> list[str]:
     return [line.strip() for line in text.removesuffix("\n").split("\n")]
 
 
-def _hold_out(by_part: dict[str, Pairs], request: DataRequest) -> str:
+def _hold_out(by_part: dict[str, Pairs], request: DataRequest, roster: Roster) -> str:
     """Move some training pairs to a part `val`, in place; returns what a user is told."""
     train = by_part["train"]
-    divided = held_out(request, len(train), "test" in by_part, "pair")
+    divided = held_out_of_begun(request, roster, "test" in by_part, "pair")
     by_part["train"], by_part["val"] = train.take(divided.train), train.take(divided.evaluation)
     return (
-        f"{len(divided.evaluation)} of {len(train)} training pairs are held out to choose the best checkpoint by: "
+        f"{len(divided.evaluation)} of {roster.begun} training pairs are held out to choose the best checkpoint by: "
         f"there is no val.{request.config.input}"
     )
 
 
-def _source(request: DataRequest, by_part: dict[str, Pairs], notes: list[str]) -> Source:
-    train = by_part["train"]
+def _source(request: DataRequest, by_part: dict[str, Pairs], notes: list[str], roster: Roster) -> Source:
+    train, later = by_part["train"], roster.count - roster.begun
     tokeniser = tokeniser_for(request, [*train.source, *train.target])
     marks, vocabulary = marks_of(tokeniser)
     encoded, cut = {}, 0
-    for name, pairs in by_part.items():
+    begun = {**by_part, "train": train.take(np.arange(len(train) - later))}
+    for name, pairs in begun.items():
         encoded[name], long = _encoded(pairs, tokeniser, marks)
         cut += long
     if cut:
@@ -191,6 +201,8 @@ def _source(request: DataRequest, by_part: dict[str, Pairs], notes: list[str]) -
     arrays = [*encoded.values()]
     source_length = max(each.values[IDS].shape[1] for each in arrays)
     target_length = max(each.targets.shape[1] for each in arrays)
+    if later:  # cut to the longest of the others, for which the model was built
+        encoded["train"], _ = _encoded(train, tokeniser, marks, (source_length, target_length))
     info = DataInfo(
         request.config.source, (), 1, 1, len(train), len(by_part["val"]), (),
         several={
@@ -199,10 +211,10 @@ def _source(request: DataRequest, by_part: dict[str, Pairs], notes: list[str]) -
             DECODER_IDS: TensorSpec((target_length,), "int64", vocabulary, ragged=True),
         },
         targets=TensorSpec((target_length,), "int64", vocabulary, ragged=True),
-        task=TRANSLATION, tokeniser=tokeniser, marks=marks,
+        task=TRANSLATION, tokeniser=tokeniser, marks=marks, stages=roster.trained_stages(len(train)),
     )  # fmt: skip
     notes.insert(0, f"{len(train):,} pairs to train on, of a common vocabulary of {vocabulary:,} tokens")
-    return Source(encoded["train"], encoded["val"], info, tuple(notes), encoded.get("test"))
+    return Source(encoded["train"], encoded["val"], info, tuple(notes), encoded.get("test"), roster)
 
 
 def marks_of(tokeniser: Tokeniser) -> tuple[SentenceMarks, int]:
@@ -218,21 +230,22 @@ def marks_of(tokeniser: Tokeniser) -> tuple[SentenceMarks, int]:
     return SentenceMarks(*ids), count
 
 
-def _encoded(pairs: Pairs, tokeniser: Tokeniser, marks: SentenceMarks) -> tuple[TensorArray, int]:
+def _encoded(
+    pairs: Pairs, tokeniser: Tokeniser, marks: SentenceMarks, most: tuple[int, int] = (_MOST_TOKENS, _MOST_TOKENS)
+) -> tuple[TensorArray, int]:
     """Return pairs as ids, and how many sentences were cut.
 
     The source ends with the mark of the end, so that the model sees where it does; the decoder is given the target
     behind the mark of the beginning, and has to predict the target with the mark of the end.
+
+    Args:
+        most: tokens of a source and of a target, with their marks; what is longer is cut.
     """
     begin, end = np.array([marks.begin]), np.array([marks.end])
 
-    def cut(rows: list[Ids]) -> list[Ids]:
-        """Return rows of at most `_MOST_TOKENS` with room for a mark."""
-        return [row[: _MOST_TOKENS - 1] for row in rows]
-
     both = tokeniser.encode(pairs.source), tokeniser.encode(pairs.target)
-    long = sum(len(row) >= _MOST_TOKENS for rows in both for row in rows)
-    sources, targets = cut(both[0]), cut(both[1])
+    long = sum(len(row) >= most_of for rows, most_of in zip(both, most, strict=True) for row in rows)
+    sources, targets = ([row[: most_of - 1] for row in rows] for rows, most_of in zip(both, most, strict=True))
     ids = RaggedArray.of([np.concatenate([row, end]) for row in sources])
     mask = RaggedArray(np.ones_like(ids.values), np.cumsum(ids.lengths))
     given = RaggedArray.of([np.concatenate([begin, row]) for row in targets])

@@ -21,7 +21,8 @@ import pyarrow.compute as pc
 from echelon.core.errors import UserError
 from echelon.data.base import DataRequest, Source
 from echelon.data.images import FileNames, ImageRanges, OpenFiles
-from echelon.data.sources.base import SourceKind, held_out, image_source
+from echelon.data.roster import NamedRoster
+from echelon.data.sources.base import SourceKind, grown_images, held_out_of_begun
 from echelon.data.sources.table import SUFFIXES
 from echelon.data.tar_index import TAR, MemberChoice, ShardIndex, compressed_shard, index_shards
 from echelon.tasks.base import Encoding
@@ -123,12 +124,16 @@ def _source(request: DataRequest, indexes: Mapping[str, ShardIndex]) -> Source:
     classes = _classes(path, indexes["train"])
     parts = {part: _images(path, index, classes) for part, index in indexes.items()}
     train, validation, test = parts["train"], parts.get("val"), parts.get("test")
+    names = tuple(str(name) for name in classes)
+    members = [f"{Path(train.files.paths[train.file[i]]).name}: {train.names[i]}" for i in range(len(train))]
+    roster = NamedRoster.of(request.folder, path, names, members)
+    if roster.is_kept:
+        train = train.subset(roster.order(members))
     notes: tuple[str, ...] = ()
     if validation is None:
-        divided = held_out(request, len(train), test is not None)
+        divided = held_out_of_begun(request, roster, test is not None)
         train, validation, notes = train.subset(divided.train), train.subset(divided.evaluation), divided.notes
-    names = tuple(str(name) for name in classes)
-    return replace(image_source(request.config, train, validation, names), test=test, notes=notes)
+    return replace(grown_images(request, train, validation, names, roster), test=test, notes=notes, roster=roster)
 
 
 def _classes(path: str, index: ShardIndex) -> Sequence[str]:

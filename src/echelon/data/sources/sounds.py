@@ -12,8 +12,9 @@ import numpy as np
 from echelon.core.errors import UserError
 from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
 from echelon.data.class_folders import IMAGE_FILES, SOUND_FILES, FolderLinks, scan_classes, scan_like
+from echelon.data.roster import NamedRoster
 from echelon.data.sounds import SoundFiles, measured, sound_specs
-from echelon.data.sources.base import SourceKind, held_out
+from echelon.data.sources.base import SourceKind, held_out_of_begun
 from echelon.tasks.base import Encoding
 
 _LOOKED_AT = 1000  # files and folders, until the first one tells what a folder holds
@@ -46,7 +47,8 @@ class Sounds(SourceKind):
         path = Path(request.config.source).expanduser()
         links = FolderLinks(path, request.config.follow_links, SOUND_FILES)
         try:
-            return replace(_open(path, request, links), notes=links.notes)
+            source = _open(path, request, links)
+            return replace(source, notes=(*links.notes, *source.notes))
         except OSError as error:
             links.check()
             raise UserError(f"data {error.filename}: {error.strerror}") from None
@@ -86,7 +88,9 @@ def has_transcripts(path: Path) -> bool:
 def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
     has = {each.name for each in path.iterdir() if each.is_dir()}
     files, classes = scan_classes(path, "train" if "train" in has else "", links)
-    sounds = measured(files)
+    names = [files.names[i] for i in range(len(files))]
+    roster = NamedRoster.of(request.folder, request.config.source, classes, names)
+    sounds = measured(files.subset(roster.order(names)))
     parts = {
         part: measured(scan_like(path, part, links, classes), sounds.rate)
         for part in ("val", "test")
@@ -95,10 +99,11 @@ def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
     notes: tuple[str, ...] = ()
     validation, test = parts.get("val"), parts.get("test")
     if validation is None:
-        divided = held_out(request, len(sounds), test is not None, "sound")
+        divided = held_out_of_begun(request, roster, test is not None, "sound")
         sounds, validation, notes = sounds.subset(divided.train), sounds.subset(divided.evaluation), divided.notes
     longest = max(int(each.frames.max()) for each in (sounds, validation, test) if each is not None)
-    return Source(sounds, validation, _info(request, sounds, len(validation), classes, longest), notes, test)
+    info = replace(_info(request, sounds, len(validation), classes, longest), stages=roster.trained_stages(len(sounds)))
+    return Source(sounds, validation, info, notes, test, roster)
 
 
 def _info(request: DataRequest, sounds: SoundFiles, eval_size: int, classes: tuple[str, ...], longest: int) -> DataInfo:

@@ -44,11 +44,13 @@ from echelon.data.columns import (
     mean_and_std,
     numbered,
     standardised,
+    table_digest,
 )
 from echelon.data.images import TensorArray
 from echelon.data.interactions import InteractionColumns, interactions_source, time_among
 from echelon.data.ragged import RaggedArray
-from echelon.data.sources.base import SourceKind, held_out
+from echelon.data.roster import RowRoster
+from echelon.data.sources.base import SourceKind, held_out_of_begun
 from echelon.data.sources.transcripts import Recordings, plain_text, transcribed
 from echelon.tasks.base import Encoding
 from echelon.tasks.nest import Nest, TensorSpec, map_leaves
@@ -141,7 +143,8 @@ def _outline(request: DataRequest, files: _Files) -> DataOutline:
     if request.encoding is not Encoding.AUTO:
         return DataOutline(_TASKS[request.encoding], specs)
     table = files.read((*(inputs if len(inputs) == 1 else ()), *targets))
-    rows = _Rows(table, 0, 0, inputs, targets, MeasuredColumns(None), files, np.arange(len(table)))
+    roster = RowRoster.of(None, request.config.source, len(table), lambda _: "")
+    rows = _Rows(table, 0, 0, inputs, targets, MeasuredColumns(None), files, np.arange(len(table)), roster)
     return DataOutline(_TASKS[rows.encoding(request)], specs)
 
 
@@ -208,6 +211,7 @@ class _Rows:
         measured: what was measured of columns.
         origin: place of each row in the file of its part.
         files: that the rows are of.
+        roster: of the rows of the training part.
         notes: how the rows were divided.
     """
 
@@ -219,6 +223,7 @@ class _Rows:
     measured: MeasuredColumns
     files: _Files
     origin: NDArray[np.int64]
+    roster: RowRoster
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -230,16 +235,21 @@ class _Rows:
         """
         inputs, targets = files.columns(request)
         tables = files.each((*inputs, *targets))
+        first = tables[0]
+        roster = RowRoster.of(
+            request.folder, request.config.source, len(first), lambda count: table_digest(first.slice(0, count))
+        )
+        tables[0] = first.slice(0, roster.count)
         table = files.joined(tables)
         measured = MeasuredColumns(request.folder)
         held = len(tables[1]) if files.has_validation else 0
         origin = np.concatenate([np.arange(len(part)) for part in tables])
-        rows = cls(table, len(tables[0]), held, inputs, targets, measured, files, origin)
+        rows = cls(table, roster.count, held, inputs, targets, measured, files, origin, roster)
         return rows if held else rows._divided(request, files.has_test)
 
     def _divided(self, request: DataRequest, has_test: bool) -> _Rows:
         """Return the rows with some of the training part held out."""
-        divided = held_out(request, self.train, has_test, "row")
+        divided = held_out_of_begun(request, self.roster, has_test, "row")
         train, held = divided.train, divided.evaluation
         order = np.concatenate([train, held, np.arange(self.train, len(self.table))])
         table, origin = self.table.take(pa.array(order)), self.origin[order]
@@ -389,7 +399,7 @@ class _Rows:
         if len(self.inputs) > 1 or not is_string(self.table[self.inputs[0]]):
             raise UserError("--task text-classification reads one column of strings: name it with --input")
         texts = [text or "" for text in self.table[self.inputs[0]].to_pylist()]
-        column = encode_texts(request, texts, self.train)
+        column = encode_texts(request, texts, self.train, self.train - (self.roster.count - self.roster.begun))
         targets, facts = self._targets(Encoding.CLASSES)
         info = replace(
             facts,
@@ -434,6 +444,7 @@ class _Rows:
     def _cut(self, inputs: Nest, targets: NDArray[np.generic], info: DataInfo, notes: Sequence[str]) -> Source:
         end = self.train + self.evaluation
         rows = np.arange(len(self.table))
+        info = replace(info, stages=self.roster.trained_stages(self.train))
 
         def samples(part: NDArray[np.int64]) -> TensorArray:
             """Return the samples of some rows."""
@@ -441,7 +452,7 @@ class _Rows:
             return TensorArray(values, wanted, self.origin[part])
 
         train, held, test = (samples(part) for part in (rows[: self.train], rows[self.train : end], rows[end:]))
-        return Source(train, held, info, (*self.notes, *notes), test if len(test) else None)
+        return Source(train, held, info, (*self.notes, *notes), test if len(test) else None, self.roster)
 
     def _numbers_and_categories(
         self, forms: InputForms

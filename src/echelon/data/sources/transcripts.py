@@ -23,8 +23,9 @@ from echelon.data.class_folders import SOUND_FILES, FileKind, FolderLinks, files
 from echelon.data.images import FileNames, LabelledFiles
 from echelon.data.order import Indices
 from echelon.data.ragged import RaggedArray
+from echelon.data.roster import NamedRoster, Roster
 from echelon.data.sounds import SoundFiles, measured, sound_specs, transcript_spec
-from echelon.data.sources.base import SourceKind, held_out
+from echelon.data.sources.base import SourceKind, held_out, held_out_of_begun
 from echelon.data.sources.sounds import Sounds, has_transcripts
 from echelon.data.tokenisers import Characters, Tokeniser, tokeniser_for
 from echelon.tasks.base import NO_TARGET, Encoding, TightSample
@@ -70,7 +71,10 @@ class Transcripts(SourceKind):
         except OSError as error:
             links.check()
             raise UserError(f"data {error.filename}: {error.strerror}") from None
-        source = transcribed(request, parts["train"], parts.get("val"), parts.get("test"))
+        train = parts["train"]
+        roster = NamedRoster.of(request.folder, request.config.source, (), train.names)
+        train = train.some(roster.order(train.names))
+        source = transcribed(request, train, parts.get("val"), parts.get("test"), roster)
         return replace(source, notes=(*links.notes, *source.notes))
 
 
@@ -122,19 +126,29 @@ class Recordings:
 
 
 def transcribed(
-    request: DataRequest, train: Recordings, validation: Recordings | None, test: Recordings | None
+    request: DataRequest,
+    train: Recordings,
+    validation: Recordings | None,
+    test: Recordings | None,
+    roster: Roster | None = None,
 ) -> Source:
     """Return recordings as sounds with token ids: of characters, unless `--tokeniser` says otherwise.
 
     Args:
         validation: None: some of `train` are held out by the seed.
+        roster: of `train`, where new ones can be told from those that a run knows.
 
     Raises:
         UserError: there is one recording alone, a file is no sound, or no text is written.
     """
     notes: tuple[str, ...] = ()
     if validation is None:
-        divided = held_out(request, len(train.names), test is not None, "sound")
+        has_test = test is not None
+        divided = (
+            held_out(request, len(train.names), has_test, "sound")
+            if roster is None
+            else held_out_of_begun(request, roster, has_test, "sound")
+        )
         train, validation, notes = train.some(divided.train), train.some(divided.evaluation), divided.notes
     if not any(train.texts):
         raise UserError(f"data {request.config.source}: its transcripts are empty")
@@ -147,9 +161,10 @@ def transcribed(
         sounds.append(replace(plain, transcripts=rows))
         rate = plain.rate
     info = _info(request, sounds, tokeniser)
-    return Source(
-        sounds[0], sounds[1], info, (*notes, *_notes(parts, tokeniser)), sounds[2] if test is not None else None
-    )
+    if roster is not None:
+        info = replace(info, stages=roster.trained_stages(len(sounds[0])))
+    notes = (*notes, *_notes(parts, tokeniser))
+    return Source(sounds[0], sounds[1], info, notes, sounds[2] if test is not None else None, roster)
 
 
 def plain_text(text: str) -> str:

@@ -15,6 +15,8 @@ FORMATS = {
     ".safetensors": "safetensors_file:SafetensorsFile",
     ".onnx": "onnx_file:OnnxFile",
     ".pt2": "torch_program:TorchProgram",
+    ".keras": "keras_file:KerasFile",
+    ".peft": "peft_adapter:PeftAdapter",
     "": "transformers_folder:TransformersFolder",
 }
 """Classes of `ExportFormat` by the suffix of what is written; without one it is a folder of transformers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from echelon.core.errors import UserError
@@ -43,11 +44,19 @@ def traced(trained: TrainedModel, path: Path, example: Nest) -> ExportedProgram:
     args, kwargs = positional(example)
     dynamic = any_size(trained.info.inputs)
     shapes = dynamic if isinstance(dynamic, dict) and kwargs else positional(dynamic)[0]
+    if args and _takes_any(trained.model):
+        shapes = (shapes,)
     try:
         with quiet(), torch.no_grad():
             return torch.export.export(trained.model, args, kwargs, dynamic_shapes=shapes)
     except Exception as error:
         raise cannot_be_traced(path, error) from error
+
+
+def _takes_any(model: nn.Module) -> bool:
+    """Whether all inputs by position are one argument of `forward`, as of models of Keras."""
+    first = next(iter(inspect.signature(model.forward).parameters.values()), None)
+    return first is not None and first.kind is inspect.Parameter.VAR_POSITIONAL
 
 
 def positional(inputs: Nest) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,35 +1,67 @@
-"""Places that run processes: the files of this folder that say `PLACE = ...`, and `module:Class` of a user's own."""
+"""Places that run processes: the files of this folder that say `PLACE = ...`, and `module:Class` of a user's own.
+
+A place is named by its spec: `local`, `slurm(nodes=2, time=8h)`. A name of the user's own file of places stands for the
+spec that it has there (`expanded`).
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from echelon.core.errors import UserError, naming, unknown
+from echelon.config.places import read_place
+from echelon.core.errors import UserError, naming
 from echelon.core.own import find_own
 from echelon.core.patience import PATIENCE_S
 from echelon.core.registry import Registry
+from echelon.core.spec import Spec
 
 if TYPE_CHECKING:
     from echelon.launch.places.base import Place
+    from echelon.launch.places.cluster import Cluster
 
 PLACES = Registry("echelon.launch.places", "place", "PLACE")
+_OWN = re.compile(r"[\w.]+:[\w.]+")
 
 
-def check_place(name: str) -> None:
-    """Refuse a name that no place has, without importing any.
+def is_own(text: str) -> bool:
+    """Whether a place's name is that of a user's own class, `module:Class`.
+
+    >>> is_own("mine:Place"), is_own("slurm(nodes=1)")
+    (True, False)
+    """
+    return _OWN.fullmatch(text) is not None
+
+
+def expanded(text: str) -> str:
+    """Return a place's spec; a name of the user's file stands for what it has there, and `text` overrides settings.
+
+    Raises:
+        UserError: the text, or the file, cannot be read; there is no such place or setting.
+    """
+    return text if is_own(text) else str(_read(text))
+
+
+def _read(text: str) -> Spec:
+    with naming("--on"):
+        spec = read_place(text, PLACES.names())
+        PLACES.check(spec)
+    return spec
+
+
+def check_place(text: str) -> None:
+    """Refuse a place that does not exist, or settings that it does not have, without importing any.
 
     Raises:
         UserError: with the nearest one.
     """
-    if ":" not in name and name not in PLACES.names():
-        with naming("--on"):
-            raise unknown("place", name, [*PLACES.names(), "module:Class"])
+    expanded(text)
 
 
 @dataclass(frozen=True)
 class PlaceChoice:
-    """The place that a description names, a name that exists (`check_place`) or a user's own `module:Class`.
+    """The place that a description names: a spec that was checked (`check_place`) or a user's own `module:Class`.
 
     Attributes:
         patience_s: for how long a process that cannot start yet is tried again.
@@ -39,12 +71,33 @@ class PlaceChoice:
     patience_s: float = PATIENCE_S
 
     @property
+    def _spec(self) -> Spec:
+        return _read(self.name)
+
+    @property
     def runs_here(self) -> bool:
         """Whether one worker alone may run in the process that asks for it."""
-        return ":" not in self.name and bool(PLACES.settings_class(self.name).runs_here)
+        return not is_own(self.name) and bool(PLACES.settings_class(self._spec.name).runs_here)
+
+    def cluster(self) -> Cluster | None:
+        """Return the place, where it takes whole runs; None: it runs processes (`build`).
+
+        Raises:
+            UserError: its settings are impossible.
+        """
+        from echelon.launch.places.cluster import Cluster
+
+        if is_own(self.name):
+            return None
+        with naming("--on"):
+            spec = self._spec
+            if not issubclass(PLACES.settings_class(spec.name), Cluster):
+                return None
+            cluster: Cluster = PLACES.bind(spec)
+        return cluster
 
     def build(self) -> Place:
-        """Build the place, which its user closes.
+        """Build a place that runs processes, which its user closes.
 
         Raises:
             UserError: there is no such place.
@@ -52,7 +105,7 @@ class PlaceChoice:
         from echelon.launch.places.base import Place
 
         check_place(self.name)
-        own = find_own("--on", self.name) if ":" in self.name else PLACES.settings_class(self.name)
+        own = find_own("--on", self.name) if is_own(self.name) else PLACES.settings_class(self._spec.name)
         place = own()
         if not isinstance(place, Place):
             raise UserError(

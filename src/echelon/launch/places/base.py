@@ -19,10 +19,15 @@ _DATACLASS = "dataclass"
 
 
 class Restart(StrEnum):
-    """What follows the death of a process: its whole group starts again (collectives need everyone), or it alone."""
+    """What follows the death of a process: its whole group starts again (collectives need everyone), or it alone.
+
+    BESIDE: where it was killed, the others of its group go on, and it alone is started again and joins them; else as
+    TOGETHER.
+    """
 
     TOGETHER = "together"
     ALONE = "alone"
+    BESIDE = "beside"
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,17 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import ModuleType
 
 from echelon.core.errors import UserError
-from echelon.core.patience import may_pass
+from echelon.core.patience import PATIENCE_S, may_pass
 from echelon.core.stop import STOP_SIGNALS
 from echelon.core.units import format_seconds
 from echelon.launch.places.base import Event, Exited, Place, PlaceFailed, Process, Started
-from echelon.launch.process import is_stopped, run_process
+from echelon.launch.process import IMPORTS_VARIABLE, is_stopped, run_process
 
 _LONGEST_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")  # of a Unix socket's path
 _FILES_FOR_A_START = 8
@@ -42,7 +42,7 @@ class Local(Place):
         self._happened: list[Event] = []
 
     def start(self, processes: Sequence[Process]) -> None:
-        """Fork the processes; where too few files may be opened for that, later.
+        """Fork the processes; later while the fork server still imports, and where too few files may be opened.
 
         Raises:
             PlaceFailed: the fork server died.
@@ -52,6 +52,8 @@ class Local(Place):
 
     def _start_waiting(self) -> None:
         while self._waiting:
+            if IMPORTING.goes_on():  # a request would be answered only then, and no signal be heeded meanwhile
+                return
             if lack := _lack_of_files():
                 self._wait(lack)
                 return
@@ -85,7 +87,10 @@ class Local(Place):
         self._start_waiting()
         events, self._happened = self._happened, []
         sentinels = {child.sentinel: name for name, child in self._running.items()}
-        for sentinel in wait(list(sentinels), timeout=0 if events else timeout_s):
+        importing = [IMPORTING.pipe] if self._waiting and IMPORTING.pipe >= 0 else []
+        for sentinel in wait([*sentinels, *importing], timeout=0 if events else timeout_s):
+            if sentinel in importing:
+                continue
             name = sentinels[sentinel]  # type: ignore[index]
             child = self._running.pop(name)
             child.join()
@@ -118,6 +123,41 @@ class Local(Place):
 
 
 PLACE = Local
+
+
+class _Importing:
+    """Whether the fork server still imports; there is one server in a process, as `multiprocessing` has it."""
+
+    def __init__(self) -> None:
+        self.pipe = -1
+        self._until_s = 0.0
+
+    def begins(self) -> None:
+        """Give a server that is started now a named pipe, which it closes when it has imported, or dies."""
+        if forkserver._forkserver._forkserver_pid is not None:  # type: ignore[attr-defined]
+            return  # there is one, which is asked as it is
+        name = os.path.join(util.get_temp_dir(), "imports")  # noqa: PTH118  removed with the server's socket
+        os.mkfifo(name, 0o600)
+        self.pipe, self._until_s = os.open(name, os.O_RDONLY | os.O_NONBLOCK), time.monotonic() + PATIENCE_S
+        os.environ[IMPORTS_VARIABLE] = name
+
+    def goes_on(self) -> bool:
+        """Return whether it does; False also after a time in which nothing was heard of the server."""
+        if self.pipe < 0:
+            return False
+        if time.monotonic() < self._until_s and not wait([self.pipe], timeout=0):
+            return True
+        self.close()
+        return False
+
+    def close(self) -> None:
+        """Look no more."""
+        if self.pipe >= 0:
+            os.close(self.pipe)
+        self.pipe = -1
+
+
+IMPORTING = _Importing()
 
 
 def _lack_of_files() -> str:
@@ -159,15 +199,19 @@ def start_import_server(modules: tuple[str, ...]) -> None:
     Raises:
         UserError: no folder can hold the server's socket.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["echelon.launch.import_server", *modules])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["echelon.launch.import_server", *modules, "echelon.launch.imports_done"]
+    )
     unblocked, temporary = signal.pthread_sigmask(signal.SIG_BLOCK, []), tempfile.tempdir
     try:  # what is started inherits what is blocked: signals to the whole group end neither the server nor the tracker
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # starting the tracker let some pass again
         tempfile.tempdir = _folder_for_sockets()
+        IMPORTING.begins()
         forkserver.ensure_running()
     finally:
+        os.environ.pop(IMPORTS_VARIABLE, None)
         tempfile.tempdir = temporary
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 

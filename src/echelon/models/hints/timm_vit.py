@@ -20,7 +20,8 @@ def hints(model: nn.Module) -> Hints | None:
     chain = ("patch_embed", ":_pos_embed", "patch_drop", "norm_pre", "blocks.*", "norm", ":forward_head")
     glue = {":_pos_embed": ("pos_embed", "cls_token", "reg_token", "pos_drop"), ":forward_head": HEAD}
     splits = all(_is_plain(block) for block in model.get_submodule("blocks").children())
-    return Hints(("blocks.*",), chain, glue, _plan() if splits else {})
+    whole = None if getattr(model, "dynamic_img_size", False) else chain  # positions then follow the patches' grid
+    return Hints(("blocks.*",), whole, glue, _plan() if splits else {})
 
 
 def _is_plain(block: Any) -> bool:

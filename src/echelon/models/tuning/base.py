@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
-from torch import nn
+from torch import Tensor, nn
 
+from echelon.core.errors import UserError
 from echelon.core.hints import matches
 from echelon.models.families import hints_for
 
@@ -14,7 +15,38 @@ class TuningKind:
     """One kind of tuning: a subclass is a dataclass of its settings and says what it has to say.
 
     Names are those of the whole model's parameters.
+
+    Attributes:
+        begins: the epoch, counted from 0, from which on `thawed` counts.
     """
+
+    @property
+    def rebuilds(self) -> bool:
+        """Return False: the model's modules stay its own."""
+        return False
+
+    def rebuild(self, model: nn.Module) -> None:
+        """Change the model's modules for good, in place: before all else, and wherever a run's model is built again."""
+
+    def prepare(self, model: nn.Module) -> None:
+        """Change the model's structure in place, before anything is chosen; what stays of it keeps its names."""
+
+    def plain(self, weights: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
+        """Return weights of the model as it was before `prepare`, from those that were trained.
+
+        Args:
+            model: the one before, or after.
+        """
+        return weights
+
+    @property
+    def begins(self) -> int:
+        """Return 0: it holds from the start."""
+        return 0
+
+    def thawed(self, model: nn.Module) -> Set[str]:
+        """Return the parameters that are trained from an epoch on, whatever others choose or freeze."""
+        return frozenset()
 
     def trained(self, model: nn.Module) -> Set[str] | None:
         """Return the parameters that it has trained, beside the head; None: it does not choose any."""
@@ -66,3 +98,20 @@ def below(name: str, pattern: str) -> bool:
     """
     parts = name.split(".")
     return any(matches(pattern, ".".join(parts[: i + 1])) for i in range(len(parts)))
+
+
+def matching(model: nn.Module, pattern: str, what: str) -> set[str]:
+    """Return the names of parameters that patterns joined by `+` name, or that lie in modules that they name.
+
+    Args:
+        what: is said to match nothing.
+
+    Raises:
+        UserError: they name none.
+    """
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    found = {name for name in names for each in pattern.split("+") if below(name, each.strip())}
+    if not found:
+        tops = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
+        raise UserError(f"--tune {what}: it matches nothing; {type(model).__name__} has {tops}")
+    return found

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from echelon.core.errors import UserError
-from echelon.models.tuning.base import TuningKind, below
+from echelon.models.tuning.base import TuningKind, matching
 
 
 @dataclass(frozen=True)
@@ -33,12 +32,7 @@ class Freeze(TuningKind):
         Raises:
             UserError: it matches none.
         """
-        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        found = {name for name in names for pattern in self.pattern.split("+") if below(name, pattern.strip())}
-        if not found:
-            tops = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
-            raise UserError(f'--tune freeze("{self.pattern}"): it matches nothing; {type(model).__name__} has {tops}')
-        return found
+        return matching(model, self.pattern, f'freeze("{self.pattern}")')
 
 
 TUNING = Freeze

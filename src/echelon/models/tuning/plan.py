@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
 from echelon.core.errors import UserError
 from echelon.core.tuning import ALL, TUNINGS, read_tuning
+from echelon.models.keras_model import KerasModule
 from echelon.models.tuning.base import TuningKind
 from echelon.models.weights import head_names
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a plan has made of a model.
+
+    Attributes:
+        words: how much is trained.
+        rates: factors of the learning rate by name of parameter; 1 for those left out, empty: none was asked for.
+        frozen: names of parameters and statistics that stay as they are; not those that the model itself had frozen,
+            which its own code may move.
+        still: names of the modules whose statistics these are.
+    """
+
+    words: str = ""
+    rates: Mapping[str, float] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
+    still: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -23,48 +43,97 @@ class TuningPlan:
         text: as described.
         kinds: its parts.
         trains_norm: whether BatchNorm whose parameters are frozen takes in the statistics of new batches.
+        epoch: since which it is as it is, counted from 0: kinds that begin later are not looked at.
     """
 
     text: str = ALL
     kinds: tuple[TuningKind, ...] = ()
     trains_norm: bool = False
+    epoch: int = 0
+
+    @property
+    def changes_later(self) -> bool:
+        """Whether more is trained from an epoch on."""
+        return any(kind.begins for kind in self.kinds)
+
+    def at(self, epoch: int) -> TuningPlan:
+        """Return the plan as it is in an epoch, counted from 0."""
+        return replace(self, epoch=max((kind.begins for kind in self.kinds if kind.begins <= epoch), default=0))
+
+    @property
+    def last(self) -> TuningPlan:
+        """The plan as it is in the end: when most is trained."""
+        return self.at(max((kind.begins for kind in self.kinds), default=0))
 
     @property
     def changes_nothing(self) -> bool:
         """Whether the model is trained as it is."""
         return self.text == ALL
 
-    def apply(self, model: nn.Module) -> str:
-        """Freeze what is not trained, set rates, and return in words how much is trained.
+    def apply(self, model: nn.Module) -> Tuned:
+        """Change the structure and freeze what is not trained, in place; returns what that is, and rates.
 
-        What the model itself has frozen stays so. Rates are left with the model as `lr_rates`, by name of parameter.
+        What the model itself has frozen stays so.
 
         Raises:
             UserError: a kind does not fit the model, or nothing is left to train.
         """
+        before = {id(parameter) for parameter in model.parameters()}
+        self.rebuild(model)
+        new = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) not in before}
+        head = head_names(model)  # before adapters are in it
+        for kind in self.kinds:
+            kind.prepare(model)
         chosen = [names for kind in self.kinds if (names := kind.trained(model)) is not None]
         frozen = {name for kind in self.kinds for name in kind.frozen(model)}
         named = dict(model.named_parameters(remove_duplicate=False))
-        wanted = set().union(*chosen, head_names(model)) if chosen else set(named)
-        trained = {id(p) for name, p in named.items() if name in wanted - frozen and p.requires_grad}
+        wanted = set().union(*chosen, head) if chosen else set(named)
+        thawed = {name for kind in self.kinds if kind.begins <= self.epoch for name in kind.thawed(model)}
+        moving = ((wanted | new) - frozen) | thawed
+        trained = {id(p) for name, p in named.items() if name in moving and p.requires_grad}
         if not trained:
             raise UserError(f"--tune {self.text} leaves nothing of {type(model).__name__} to train")
+        stays = {name for name, p in named.items() if p.requires_grad and id(p) not in trained}
         for parameter in named.values():
             parameter.requires_grad_(id(parameter) in trained)
-        if not self.trains_norm:
-            _keep_statistics(model)
+        still = set() if self.trains_norm else _keep_statistics(model)
         rates: dict[str, float] = {}
         for kind in self.kinds:
             for name, rate in kind.rates(model).items():
                 rates[name] = rates.get(name, 1.0) * rate
-        if rates:
-            model.lr_rates = rates  # type: ignore[assignment]
         unique = {id(p): p for p in named.values()}.values()
         count, total = (sum(p.numel() for p in unique if p.requires_grad or every) for every in (False, True))
-        return f"tuning {self.text}: {count:,} of {total:,} parameters are trained"
+        words = f"tuning {self.text}: {count:,} of {total:,} parameters are trained"
+        statistics = {f"{path}.{name}" for path in still for name, _ in model.get_submodule(path).named_buffers()}
+        return Tuned(words, rates, frozenset(stays | {name.removeprefix(".") for name in statistics}), frozenset(still))
+
+    @property
+    def rebuilds(self) -> bool:
+        """Whether the model has other modules than it was built with."""
+        return any(kind.rebuilds for kind in self.kinds)
+
+    def rebuild(self, model: nn.Module) -> None:
+        """Give a model that is built by name the modules that it was trained with, in place.
+
+        Raises:
+            UserError: they cannot be made.
+        """
+        for kind in self.kinds:
+            kind.rebuild(model)
+
+    def plain(self, weights: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
+        """Return weights for the model as it is without tuning, from those that were trained.
+
+        Args:
+            model: without tuning, or with it.
+        """
+        for kind in reversed(self.kinds):
+            weights = kind.plain(weights, model)
+        return weights
 
 
 UNTUNED = TuningPlan()
+UNCHANGED = Tuned()
 
 
 def tuning_plan(text: str, frozen_norm: str) -> TuningPlan:
@@ -76,13 +145,17 @@ def tuning_plan(text: str, frozen_norm: str) -> TuningPlan:
     return TuningPlan(text, tuple(TUNINGS.bind(spec) for spec in read_tuning(text)), frozen_norm == "train")
 
 
-def _keep_statistics(model: nn.Module) -> None:
-    """Keep BatchNorm whose parameters are all frozen in evaluation mode, in place."""
-    for module in model.modules():
+def _keep_statistics(model: nn.Module) -> set[str]:
+    """Keep BatchNorm whose parameters are all frozen in evaluation mode, in place; returns the modules' names."""
+    still = set()
+    for name, module in model.named_modules():
+        if isinstance(module, KerasModule):
+            module.keep_statistics()
         own = list(module.parameters(recurse=False))
         if hasattr(module, "running_mean") and own and not any(p.requires_grad for p in own):
             module.register_forward_pre_hook(_in_evaluation)
-            module.keeps_statistics = True  # type: ignore[assignment]
+            still.add(name)
+    return still
 
 
 def _in_evaluation(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -221,6 +221,7 @@ class Pipeline(nn.Module):
         kind, single = schedule_class(self.schedule, count, dist.get_world_size(self._group), len(self.plan))
         for stage in stages:
             stage.recorder = self._recorder
+            stage.inputs_move = any(each.requires_grad for each in between[stage.stage_index])
             stage.early_of = count if single and self._device.type == "cpu" else 0
         loss = self._micro_loss if training else None
         schedule = kind(stages[0] if single else stages, n_microbatches=count, loss_fn=loss, scale_grads=False)

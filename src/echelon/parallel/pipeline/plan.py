@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from echelon.core.errors import UserError
 from echelon.core.hints import Hints
 from echelon.parallel.pipeline.chain import ChainStep, Unit, check_tied, find_chain, units_of
 from echelon.parallel.pipeline.cuts import balanced, cuts_by_hand, measure_units, stages_of
@@ -87,12 +88,27 @@ def _as_microbatch(example: Nest, samples: int) -> Nest:
 
 
 def _shared_times(model: nn.Module, units: Sequence[Unit], example: Nest) -> list[float]:
-    """Measure on rank 0 of the world: every replica has to be cut alike, whatever the load on its machine."""
+    """Measure on rank 0 of the world: every replica has to be cut alike, whatever the load on its machine.
+
+    Raises:
+        UserError: a unit cannot run by itself; on all ranks, which would else wait for the first one's times.
+    """
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     device = nest.leaves(example)[0].device
     times = torch.zeros(len(units), device=device)
+    failure: Exception | None = None
     if alone or dist.get_rank() == 0:
-        times += torch.tensor(measure_units(model, units, example), device=device)
+        try:
+            times += torch.tensor(measure_units(model, units, example), device=device)
+        except Exception as error:  # noqa: BLE001  a model's forward may raise any
+            failure = error
+            times += torch.nan
     if not alone:
         dist.broadcast(times, src=0)
+    if times.isnan().any():
+        reason = f": {str(failure).partition(chr(10))[0]}" if failure is not None else ", as the first rank says"
+        raise UserError(
+            f"--parallel pp: a block of {type(model).__name__} cannot run by itself{reason}; use fsdp=N or tp=N for "
+            "this model"
+        ) from failure
     return [float(each) for each in times.tolist()]

@@ -69,7 +69,7 @@ class PipelineSettings:
             parallelism.
         cuts: names of the steps that stages begin with, but the first; empty: balanced by measured time.
         samples: of a whole batch on this rank, to be cut into micro-batches; 0: not known.
-        autocast: type that autocast gives to matrix products in training; None: no autocast.
+        autocast: type that autocast gives to matrix products; None: no autocast.
         parameters: type of the copies of the parameters that forward uses in training; None: the parameters.
         sharded: whether `fully_shard` makes these copies, which it does in evaluation too.
         recorded: how many steps, from the third on, are recorded as a timeline.
@@ -91,7 +91,7 @@ class PipelineSettings:
 
     def types(self, training: bool) -> Types:
         """Return the types of what goes from stage to stage: of autocast and of narrow parameters."""
-        return (self.autocast if training else None, self.parameters if training or self.sharded else None)
+        return (self.autocast, self.parameters if training or self.sharded else None)
 
 
 class PipelineResult(NamedTuple):

@@ -13,12 +13,14 @@ from typing import Any, Literal
 from torch import nn
 from torch.distributed.tensor.placement_types import Placement, Shard
 
+from echelon.core.adapters import DOWN
 from echelon.core.errors import UserError
 from echelon.core.hints import Style
 from echelon.parallel.tensor.local import Sight
 from echelon.torch_compat import BatchNormBase, ConvNd, strided_shard
 
-HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_key_value_heads", "num_kv_heads")
+HEAD_WIDTH = "head_dim"  # of modules that count no heads: as many as their layers have outputs for
 HEAD_WIDTHS = ("attn_dim", "all_head_size", "split_size", "inner_dim")
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -78,6 +80,25 @@ class _Case:
         """Return the refusal of a style that does not fit the module."""
         kind = type(self.module).__name__
         return UserError(f"--tensor-plan: {self.style} is a style of {fits}; {self.name} is a {kind}")
+
+
+def adapter_split(name: str, module: nn.Module, style: Style, tp: int) -> Split:
+    """Find how one side of a low-rank adapter follows the layer that it is in: the layer's input and result are as its
+    own, and what goes from side to side is whole on no rank that has a part of either.
+
+    A layer whose outputs are split splits lora_B, one whose inputs are split lora_A; the other side is whole, and its
+    gradient on each rank is a share of a sum.
+
+    Args:
+        name: of the side's module.
+        style: of the layer.
+    """
+    down = name.rpartition(".")[2] == DOWN
+    if style.name in ("column", "vocabulary", "channels_out") and not down:
+        return Split({"weight": _shard(0, style.parts)})
+    if style.name in ("row", "channels_in") and down:
+        return Split({"weight": Shard(1)})
+    return Split(shared=style.name in ("column", "row", "vocabulary", "channels_out", "channels_in", "shared"))
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -146,7 +167,8 @@ def _vocabulary(case: _Case) -> Split:
 def _heads(case: _Case) -> Split:
     module = case.module
     counts = {each: size for each in HEAD_COUNTS if isinstance(size := getattr(module, each, None), int)}
-    if not counts or list(module.parameters(recurse=False)):
+    width = getattr(module, HEAD_WIDTH, None)
+    if not (counts or isinstance(width, int)) or list(module.parameters(recurse=False)):
         raise UserError(
             f"--tensor-plan: heads is a style of attention modules with {', '.join(HEAD_COUNTS[:2])} or so, "
             f"their weights in Linear layers of their own; {case.name} ({type(module).__name__}) is none"
@@ -155,6 +177,10 @@ def _heads(case: _Case) -> Split:
         raise UserError(f"{case.name}: this version of timm computes with all heads: tp needs timm>=1.0.20")
     widths = {each: size for each in HEAD_WIDTHS if isinstance(size := getattr(module, each, None), int)}
     local = {each: case.local(size, "heads") for each, size in counts.items()}
+    if isinstance(width, int):  # keys and values may have fewer heads than queries
+        for layer in module.children():
+            if is_linear(layer) and layer.out_features % width == 0:
+                case.local(layer.out_features // width, f"times {width} outputs of a layer")
     return Split(attributes=local | {each: size // case.tp for each, size in widths.items()}, first="enter")
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
+from echelon.core.adapters import SIDES, adapted_layer
 from echelon.core.errors import UserError, nearest
 from echelon.core.hints import Hints, Style, matches, matching, style_of
 from echelon.parallel.tensor.inferred_plan import find_plan
-from echelon.parallel.tensor.layers import Split, split_of
-from echelon.torch_compat import BatchNormBase
+from echelon.parallel.tensor.layers import Split, adapter_split, split_of
 
 WHOLE = ("replicate", "sequence", "shared")
 HOW = "write --tensor-plan with patterns of module names and their styles, such as blocks.*.fc1=column,blocks.*.fc2=row"
@@ -34,7 +34,10 @@ class TensorPlan:
     found: bool = False
 
     def split(self, name: str, module: nn.Module) -> Split:
-        """Return how one module is split."""
+        """Return how one module is split; a side of an adapter follows its layer."""
+        adapted = self.styles.get(adapted_layer(name))
+        if adapted is not None:
+            return adapter_split(name, module, adapted, self.tp)
         style = self.styles.get(name)
         return Split() if style is None else split_of(name, module, style, self.tp)
 
@@ -82,7 +85,7 @@ def placements_of(model: nn.Module, plan: TensorPlan) -> dict[int, Placement]:
     holders: dict[int, str] = {}
     for name, module in model.named_modules():
         split = plan.split(name, module)
-        if name not in plan.styles and next(module.children(), None) is not None:
+        if name not in plan.styles and any(child not in SIDES for child, _ in module.named_children()):
             continue  # a parent that holds what its layer uses, as BERT's head does the decoder's bias
         for leaf, parameter in module.named_parameters(recurse=False):
             placement = split.placements.get(leaf, Replicate())
@@ -105,12 +108,6 @@ def _declared(
     kind = type(model).__name__
     if hints is not None:
         raise UserError(f"tp={tp}: this {kind} has blocks of a kind that is not split: {HOW}")
-    normed = next((name for name, module in model.named_modules() if isinstance(module, BatchNormBase)), None)
-    if normed is not None:
-        raise UserError(
-            f"tp={tp}: {kind} has BatchNorm ({normed}) and no tensor plan: write --tensor-plan with patterns of module "
-            "names and their styles, such as layer.conv1=channels_out,layer.bn1=channels,layer.conv2=channels_in"
-        )
     return find_plan(model, tp), True
 
 
@@ -136,7 +133,12 @@ def _token_blocks(names: list[str], hints: Hints | None, styles: Mapping[str, St
 def _check_heads(model: nn.Module, plan: TensorPlan) -> None:
     """Refuse layers inside split attention of which nobody said how they are split."""
     for name, module in model.named_modules():
-        if plan.inside_heads(name) and name not in plan.styles and list(module.parameters(recurse=False)):
+        if (
+            plan.inside_heads(name)
+            and name not in plan.styles
+            and not adapted_layer(name)
+            and list(module.parameters(recurse=False))
+        ):
             raise UserError(
                 f"tp={plan.tp}: {name} ({type(module).__name__}) is inside attention whose heads are split, and has no "
                 f"style: write --tensor-plan {name}=shared where it works on each head by itself"
@@ -146,7 +148,7 @@ def _check_heads(model: nn.Module, plan: TensorPlan) -> None:
 def _check_tokens(model: nn.Module, plan: TensorPlan) -> None:
     """Refuse modules inside the blocks of which nobody said that they may see a part of the tokens."""
     for name, module in model.named_modules():
-        if not plan.by_tokens(name) or plan.inside_heads(name) or name in plan.styles:
+        if not plan.by_tokens(name) or plan.inside_heads(name) or name in plan.styles or adapted_layer(name):
             continue
         if list(module.parameters(recurse=False)):
             raise UserError(

@@ -22,7 +22,10 @@ QUIET_S = 10.0  # a run that nobody holds, and whose ranks may live, is given up
 
 @dataclass(frozen=True)
 class RankView:
-    """One rank: shares of its recent time by phase, and what it uses of its machine."""
+    """One rank: shares of its recent time by phase, and what it uses of its machine.
+
+    `samples`: its part of a full batch; None: parts are equal.
+    """
 
     rank: int
     host: str
@@ -30,6 +33,7 @@ class RankView:
     phases: dict[str, float]
     memory_bytes: float | None
     resources: RankResources
+    samples: int | None = None
 
 
 @dataclass(frozen=True)
@@ -169,9 +173,10 @@ def _ranks(state: LiveState, windows: Sequence[Steps]) -> list[RankView]:
     n = max(len(windows[-1].phases) if windows else 0, len(state.resources), start.world_size)
     hosts, pids = _of_ranks(start.hosts, n, ""), _of_ranks(start.pids, n, None)
     memory = _of_ranks(windows[-1].memory_bytes if windows else (), n, None)
+    parts = _of_ranks(state.shares, n, None)
     resources = [*state.resources, *(RankResources() for _ in range(n - len(state.resources)))]
     return [
-        RankView(rank, hosts[rank], pids[rank], _shares(windows, rank), memory[rank], resources[rank])
+        RankView(rank, hosts[rank], pids[rank], _shares(windows, rank), memory[rank], resources[rank], parts[rank])
         for rank in range(n)
     ]
 

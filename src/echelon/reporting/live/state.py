@@ -12,7 +12,7 @@ from typing import Any
 from echelon.config.yaml_file import plain, read_yaml
 from echelon.core.errors import UserError
 from echelon.core.task import BEFORE_TASKS, TaskFacts
-from echelon.records.events import Event
+from echelon.records.events import Event, SharesDealt
 from echelon.records.file import Detail, RecordReader
 from echelon.records.going import is_deserted
 from echelon.records.kinds import Checkpoint, End, Evaluation, RankResources, Record, Resources, Start, Steps
@@ -81,10 +81,14 @@ def _mean(a: tuple[float, list[float], int], b: tuple[float, list[float], int]) 
 
 @dataclass
 class LiveState:
-    """All that was read; curves have optimizer steps as x. `value` and `best` are of the task's primary metric."""
+    """All that was read; curves have optimizer steps as x. `value` and `best` are of the task's primary metric.
+
+    `shares`: samples of each rank's part of a full batch; empty: they are equal.
+    """
 
     start: Start | None = None
     attempts: int = 0
+    shares: Sequence[int] = ()
     total_steps: int = 0
     epoch: int = 0
     step: int = 0
@@ -172,6 +176,8 @@ class LiveRun:
                 message = f"{record.status}: {record.message}" if record.message else record.status
                 state.events.append(TimelineEntry(record.t, "end", message, record.status in BAD))
             case Event():
+                if isinstance(record, SharesDealt):
+                    state.shares = record.sizes
                 state.events.append(
                     TimelineEntry(record.t, record.name, record.message or record.name, record.name in BAD)
                 )
@@ -186,7 +192,7 @@ class LiveRun:
         steps, ranks = start.steps_per_epoch * start.epochs, start.world_size
         state.start, state.end, state.attempts = start, None, state.attempts + 1
         state.total_steps = min(steps, most) if most else steps
-        state.step, state.epoch = step, start.start_epoch
+        state.step, state.epoch, state.shares = step, start.start_epoch, start.shares
         state.windows.clear()
         state.resources = []
         for curve in state.curves().values():

@@ -100,6 +100,7 @@ def _shown(s: RunView) -> list[tuple[str, str]]:
 def _rank_table(ranks: Sequence[RankView]) -> Table:
     hosts = len({r.host for r in ranks}) > 1
     gpus = any(isfinite(r.resources.gpu_memory_bytes) for r in ranks)
+    dealt = any(r.samples is not None for r in ranks)
     phases = [str(p) for p in PHASES if any(r.phases.get(p, 0.0) >= 0.005 for r in ranks)]
     columns = [
         *(["host"] if hosts else []),
@@ -108,6 +109,7 @@ def _rank_table(ranks: Sequence[RankView]) -> Table:
         "memory",
         "network",
         *(["GPU", "GPU memory"] if gpus else []),
+        *(["samples"] if dealt else []),
     ]
     table = Table("rank", *columns, box=None, pad_edge=False, header_style="dim")
     for column in table.columns:
@@ -117,6 +119,7 @@ def _rank_table(ranks: Sequence[RankView]) -> Table:
         cells += [_format(r.phases.get(p), ".0%") for p in phases]
         cells += [_percent(r.resources.cpu_percent), _memory(r), _network(r.resources)]
         cells += [_percent(r.resources.gpu_percent), _gpu_memory(r.resources)] if gpus else []
+        cells += [_format(r.samples, "d")] if dealt else []
         table.add_row(str(r.rank), *map(Text, cells))
     return table
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from echelon.core.units import format_bytes, format_seconds, rounded
 from echelon.observe.phases import Phase, phase_share
-from echelon.records.events import Event
+from echelon.records.events import Event, SharesDealt
 from echelon.records.kinds import Checkpoint, End, LinkTraffic, Record, Start
 from echelon.reporting.report.charts_cost import phase_order
 from echelon.reporting.report.charts_events import checkpoint_text
@@ -78,18 +78,28 @@ def _count(n: int) -> str:
 
 
 def rank_table(record: RunRecord, timing: Timing | None) -> Table | None:
-    """Milliseconds per step by rank and phase, beside each rank's peak memory."""
+    """Milliseconds per step by rank and phase, beside each rank's peak memory, and its part of a batch if not equal."""
     if timing is None or not timing.by_rank:
         return None
     phases = phase_order(list(timing.phases))
-    memory = timing.memory_bytes
+    memory, shares = timing.memory_bytes, _shares(record, len(timing.by_rank))
     head = ["rank", "host", *phases, "own work", *(["peak memory"] if memory else [])]
+    head += ["samples of a batch"] if shares else []
     rows = []
     for rank, seconds in enumerate(timing.by_rank):
         row = [str(rank), record.rank_host(rank) or "–"]
         row += [_ms(seconds.get(p, 0.0)) for p in phases] + [_ms(own_work(seconds))]
-        rows.append(row + ([format_bytes(memory[rank])] if memory else []))
+        row += [format_bytes(memory[rank])] if memory else []
+        rows.append(row + ([str(shares[rank])] if shares else []))
     return Table("Milliseconds per step, by rank and phase", head, rows)
+
+
+def _shares(record: RunRecord, ranks: int) -> Sequence[int]:
+    """Return the samples of a full batch that each rank had at the end; empty where they are equal."""
+    begun = [line for line in record.records if isinstance(line, Start | SharesDealt)]
+    last = begun[-1] if begun else Start()
+    shares = last.shares if isinstance(last, Start) else last.sizes
+    return shares if len(shares) == ranks else ()
 
 
 def _ms(seconds: float) -> str:

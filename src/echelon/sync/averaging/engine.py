@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon.collectives import codec_state
@@ -22,7 +24,7 @@ from echelon.sync.averaging.exchange import DeltaTransport, Exchange, weighted_s
 from echelon.sync.averaging.fragment import Fragment, SavedReplica
 from echelon.sync.averaging.plan import AveragingPlan, Rule
 from echelon.sync.averaging.values import Value, cut, model_values
-from echelon.sync.base import SyncContext
+from echelon.sync.base import Sync, SyncContext
 from echelon.sync.buffers import mean_of_replicas, saved_buffers
 from echelon.torch_compat import COMPILED, same_ranks_group
 
@@ -34,9 +36,12 @@ class Averaging:
     agreement averages parameters, buffers and, on request, moments, weighted by the units seen since the last one.
     """
 
-    def __init__(self, context: SyncContext, plan: AveragingPlan, rule: Rule) -> None:
+    def __init__(
+        self, context: SyncContext, plan: AveragingPlan, rule: Rule, build: Callable[[SyncContext], Sync]
+    ) -> None:
+        """Prepare; `build` builds the strategy for another group."""
         plan = plan.for_run(context.steps)
-        self._context, self._plan, self._rule = context, plan, rule
+        self._context, self._plan, self._rule, self._build = context, plan, rule, build
         self._step = 0  # local steps done; negative during the synchronous ones
         self._now = (0, 0)
         self._agreed: dict[bool, list[Tensor]] = {}
@@ -287,6 +292,11 @@ class Averaging:
         """Take back what `state_dict` gave on this rank."""
         self._load([state], same_ranks=True)
 
+    def begin_anew(self) -> None:
+        """Take the present parameters for what replicas have agreed on."""
+        for fragment in self._fragments:
+            fragment.re_anchor(self._context.optimizer, self._plan)
+
     def load_resharded(self, states: Sequence[StateView]) -> None:
         """Go on from what the former ranks agreed on; their weights since then are forgotten, their mean is not."""
         self._load(states, same_ranks=False)
@@ -308,6 +318,36 @@ class Averaging:
                 fragment.load_state_dict(states[0]["fragments"][i])
             else:
                 fragment.load_resharded([state["fragments"][i] for state in states])
+
+    @property
+    def at_agreement(self) -> bool:
+        """Whether no replica has trained anything since all agreed last."""
+        return self._first is None and all(fragment.equal or fragment.fresh for fragment in self._fragments)
+
+    def leave(self) -> Callable[[dist.ProcessGroup | None], Averaging]:
+        """Let go of the group, at the last agreement; returns what builds the strategy for another one."""
+
+        def build(group: dist.ProcessGroup | None) -> Averaging:
+            """Build the strategy for a group."""
+            made = self._build(replace(self._context, group=group))
+            assert isinstance(made, Averaging)
+            made.load_state_dict(self.state_dict())
+            for name, n_bytes in self.bytes_sent().items():
+                made._wire.add(name, n_bytes)
+            return made
+
+        return build
+
+    def settle_step(self, made: bool) -> None:
+        """Hear nothing: what a round has moved is loaded anew from its beginning."""
+
+    def shared_memory(self) -> StateTree:
+        """Return all: at an agreement it is alike on all ranks."""
+        return self.state_dict()
+
+    def take_shared_memory(self, state: StateView) -> None:
+        """Take over what `shared_memory` returned on a rank that is further."""
+        self.load_state_dict(dict(state))
 
     def close(self) -> None:
         """Let what is on its way arrive, and end the threads."""

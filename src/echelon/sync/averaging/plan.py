@@ -59,6 +59,11 @@ class AveragingPlan:
         if self.optimizer_state not in OPTIMIZER_STATES:
             raise ValueError(f"optimizer_state {self.optimizer_state}: use {', '.join(OPTIMIZER_STATES)}")
 
+    @property
+    def in_one_piece(self) -> bool:
+        """Whether all of the model agrees at once, with nothing on its way and no share of a replica's own kept."""
+        return not self.start and self.fragments == 1 and not self.overlap and not self.alpha
+
     def is_due(self, fragment: int, step: int) -> bool:
         """Whether a fragment's deltas are taken after local step `step`: at its offset p * period / fragments."""
         period = self.dense_period if step <= self.dense else self.period

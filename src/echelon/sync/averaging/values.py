@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from echelon.collectives.wire import is_small
 from echelon.compression.base import working_dtype
+from echelon.sync.buffers import as_real
 from echelon.torch_compat import COMPILED
 
 Kind = Literal["parameter", "buffer", "moment"]
@@ -67,7 +68,7 @@ def model_values(model: nn.Module) -> list[Value]:
         for name, tensor, kind in own:
             if id(tensor) not in seen and tensor.numel():
                 seen.add(id(tensor))
-                values.append(Value(start + name, tensor, kind))
+                values.append(Value(start + name, as_real(tensor), kind))
     return values
 
 

@@ -166,7 +166,8 @@
     const present = showBars(ranks);
     const gpus = ranks.some((r) => r.resources.gpu_memory_bytes != null);
     const hosts = new Set(ranks.map((r) => r.host)).size > 1;
-    const head = [["rank"], ...(hosts ? [["host"]] : []), ...present.map((p) => [p, true]), ["CPU", true], ["memory", true], ["network", true], ...(gpus ? [["GPU", true], ["GPU memory", true]] : [])];
+    const dealt = ranks.some((r) => r.samples != null);
+    const head = [["rank"], ...(hosts ? [["host"]] : []), ...present.map((p) => [p, true]), ["CPU", true], ["memory", true], ["network", true], ...(gpus ? [["GPU", true], ["GPU memory", true]] : []), ...(dealt ? [["samples", true]] : [])];
     table("ranks", head, ranks.map((r) => {
       const u = r.resources, own = u.rss_bytes ?? r.memory_bytes;
       const memory = bytes(own) + (u.loaders_rss_bytes ? ` + ${bytes(u.loaders_rss_bytes)}` : "");
@@ -174,7 +175,7 @@
       const name = element("span", null, { class: "rank" }), sample = element("i");
       sample.style.background = `var(--r${r.rank % 8})`;
       name.append(sample, String(r.rank));
-      return { cells: [name, ...(hosts ? [r.host] : []), ...present.map((p) => percent(r.phases[p] || 0)), percent(u.cpu_percent, 1), memory, network(u), ...gpu] };
+      return { cells: [name, ...(hosts ? [r.host] : []), ...present.map((p) => percent(r.phases[p] || 0)), percent(u.cpu_percent, 1), memory, network(u), ...gpu, ...(dealt ? [number(r.samples)] : [])] };
     }));
   }
 

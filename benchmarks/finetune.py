@@ -1,0 +1,157 @@
+"""What fine-tuning costs beside a hand-written script, and what it is worth with little data.
+
+python -m benchmarks.finetune cost [--only head] [--rounds 5] [--steps 40]
+python -m benchmarks.finetune cifar FOLDER [--seeds 5] [--epochs 10]
+
+`cost`: head, all and lora of a small vision transformer on one thread, in turns with a loop of torch and peft.
+`cifar`: FOLDER has train/CLASS and test/CLASS. A model is trained on eight classes, then tuned to the other two with 50
+images of each; against training from scratch on these, paired by seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks._common import (
+    REPOSITORY,
+    command_line,
+    environment_line,
+    interleave,
+    markdown_table,
+    median,
+    update_section,
+)
+
+KINDS = ("head", "all", "lora")
+TUNES = ("head", "lora", "layer_decay(0.75)", "all")
+PER_CLASS = 50
+DEADLINE_S = 3600.0
+_T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+
+
+def cost(kinds: Sequence[str], rounds: int, steps: int) -> str:
+    """Return the table of seconds and memory, the product's over the script's."""
+    rows = []
+    for kind in kinds:
+        measured: dict[str, list[tuple[float, float]]] = {"echelon": [], "hand": []}
+        for _, who in interleave(tuple(measured), rounds):
+            done = subprocess.run(
+                [sys.executable, "-m", "benchmarks._finetune_hand", who, kind, str(steps)],
+                cwd=REPOSITORY, check=True, capture_output=True, text=True, timeout=DEADLINE_S,
+            )  # fmt: skip
+            seconds, memory = json.loads(done.stdout.splitlines()[-1])
+            measured[who].append((seconds, memory))
+        pairs = list(zip(measured["echelon"], measured["hand"], strict=True))
+        speed = [hand[0] / own[0] for own, hand in pairs]
+        memory = [own[1] / hand[1] for own, hand in pairs]
+        rows.append([
+            kind, *(f"{1e3 * median(each[0] for each in measured[who]):.1f} ms" for who in measured),
+            _range(speed), *(f"{median(each[1] for each in measured[who]) / 1e6:.0f} MB" for who in measured),
+            _range(memory),
+        ])  # fmt: skip
+        print(*rows[-1], sep=" | ", flush=True)
+    header = ["tune", "a step", "by hand", "speed of by hand", "peak memory", "by hand", "memory of by hand"]
+    return markdown_table(header, rows)
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def cifar(folder: Path, seeds: int, epochs: int) -> str:
+    """Return the table of accuracies on two classes."""
+    classes = sorted(path.name for path in (folder / "train").iterdir())
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary)
+        _link(folder, place / "eight", classes[:8], {})
+        _train(place, "eight", "base", ["--model", "resnet20", "--epochs", str(epochs)])
+        base = ["--weights", str(place / "base"), "--model", "resnet20", "--epochs", "20"]
+        found: dict[str, list[float]] = {name: [] for name in ("scratch", *TUNES)}
+        for seed in range(seeds):
+            two = f"two-{seed}"
+            _link(folder, place / two, classes[8:], {"train": PER_CLASS}, seed)
+            for name in found:
+                start = ["--model", "resnet20", "--epochs", "60"] if name == "scratch" else [*base, "--tune", name]
+                arguments = [*start, "--batch-size", "20", "--seed", str(seed)]
+                found[name].append(_train(place, two, f"{name.partition('(')[0]}-{seed}", arguments))
+                print(seed, name, found[name][-1], flush=True)
+    rows = []
+    for name, values in found.items():
+        gains = [value - scratch for value, scratch in zip(values, found["scratch"], strict=True)]
+        gain = "" if name == "scratch" else _interval(gains)
+        rows.append([name, f"{statistics.fmean(values):.4f}", gain])
+    return markdown_table(["from", "top-1 on two classes", "more than from scratch, paired by seed (95%)"], rows)
+
+
+def _link(folder: Path, into: Path, classes: Sequence[str], most: dict[str, int], seed: int = 0) -> None:
+    """Put classes into a folder of their own, by links of the file system."""
+    for part in ("train", "test"):
+        for name in classes:
+            files = sorted((folder / part / name).iterdir())
+            random.Random(f"{seed}{name}").shuffle(files)
+            (into / part / name).mkdir(parents=True)
+            for file in files[: most.get(part)]:
+                try:
+                    os.link(file, into / part / name / file.name)
+                except OSError:
+                    shutil.copy(file, into / part / name / file.name)
+
+
+def _train(place: Path, data: str, run: str, arguments: Sequence[str]) -> float:
+    """Train with the command line; returns the accuracy of the best checkpoint on the test set."""
+    command = [sys.executable, "-m", "echelon", "train", data, *arguments, "--run", run, "--workers", "2"]
+    subprocess.run(command, cwd=place, check=True, stdout=subprocess.DEVNULL, timeout=DEADLINE_S)
+    import echelon
+
+    before = Path.cwd()
+    os.chdir(place)
+    try:
+        return float(echelon.evaluate(run, workers=1)["top1"] or math.nan)
+    finally:
+        os.chdir(before)
+
+
+def _interval(values: Sequence[float]) -> str:
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return f"{mean:+.4f}"
+    half = _T95.get(len(values) - 1, 2.0) * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{mean:+.4f} ({mean - half:+.4f} to {mean + half:+.4f})"
+
+
+def main() -> None:
+    """Measure, print and write the section."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--print", action="store_true", help="leave RESULTS.md as it is")
+    parts = parser.add_subparsers(dest="part", required=True)
+    of_cost, of_cifar = parts.add_parser("cost"), parts.add_parser("cifar")
+    of_cost.add_argument("--only", choices=KINDS, help="one of them; then RESULTS.md stays as it is")
+    of_cost.add_argument("--rounds", type=int, default=5)
+    of_cost.add_argument("--steps", type=int, default=40)
+    of_cifar.add_argument("folder", type=Path)
+    of_cifar.add_argument("--seeds", type=int, default=5)
+    of_cifar.add_argument("--epochs", type=int, default=10)
+    options = parser.parse_args()
+    if options.part == "cost":
+        kinds = (options.only,) if options.only else KINDS
+        title, table = "Fine-tuning: its cost", cost(kinds, options.rounds, options.steps)
+    else:
+        title, table = "Fine-tuning: its worth", cifar(options.folder.absolute(), options.seeds, options.epochs)
+    print(table)
+    if not options.print and not getattr(options, "only", None):
+        update_section(title, f"{table}\n\n{environment_line(command_line('benchmarks.finetune'))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Plans beside what was measured: 4 workers on shaped links, predicted from 2 workers on loopback, drawn by a seed.
+
+Each worker has half of a core in both: 2 of them are held to one core, 4 to two.
+
+    python -m benchmarks.plan --seed 1 --model 0            one model: two calibrating runs, and four that are measured
+    python -m benchmarks.plan --seed 1 --write              the table of all models that were run
+
+Needs root, for links are shaped in network namespaces, and two cores. The data are made from the seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from benchmarks._common import (
+    append_result,
+    command_line,
+    environment_line,
+    markdown_table,
+    read_results,
+    update_section,
+)
+from benchmarks.predictions import CHOICES, IMAGE_MODELS, make_data, options_of, plain_settings
+from echelon.config.machines import read_at
+from echelon.core.spec import parse_spec
+from echelon.planning.calibration import calibrate
+from echelon.planning.steps import Replicated
+from echelon.reporting.report.records import load_run
+from echelon.reporting.report.timing import measure
+
+TITLE = "Plans"
+LINKS = ("1gbit", "100mbit", "10mbit")
+STEPS = 40
+_RUN_LIMIT_S = 300
+
+
+@dataclass(frozen=True)
+class Case:
+    """A choice on a link: seconds of a step, as predicted (with bounds) and as measured."""
+
+    model: str
+    link: str
+    choice: str
+    predicted_s: float
+    low_s: float
+    high_s: float
+    measured_s: float
+
+    @property
+    def off(self) -> float:
+        """Relative error."""
+        return self.predicted_s / self.measured_s - 1
+
+
+def run_model(seed: int, number: int) -> list[Case]:
+    """Calibrate with two workers, then measure choices with four."""
+    choose = random.Random(f"plan {seed} {number}")
+    model = choose.choice(IMAGE_MODELS)
+    drawn = [(choose.choice(LINKS), choose.choice(("", *CHOICES))) for _ in range(4)]
+    with tempfile.TemporaryDirectory() as folder:
+        data, run = make_data(Path(folder), model, seed), Path(folder) / "run"
+        records = []
+        for batch in (64, 32):
+            records.append(
+                load_run(_train(data, run, ["--model", model, "--workers", "2", "--batch-size", str(batch)], 1))
+            )
+        known = calibrate(records)
+        ways = {plain_settings(way.settings): way for way in known.ways}
+        found = []
+        for link, choice in drawn:
+            way = ways[plain_settings(options_of(choice))]
+            step = Replicated(way).step(known, read_at(f"workers=4, link={link}")[0], 64).seconds
+            words = [f"--{name.rpartition('.')[2]}={_steady(value)}" for name, value in options_of(choice).items()]
+            fixed = ["--model", model, "--workers", "4", "--batch-size", "64", "--link", link]
+            timing = measure(load_run(_train(data, run, [*fixed, *words], 2)))
+            assert timing is not None
+            found.append(Case(model, link, choice or "none", step.value, step.low, step.high, timing.step_s))
+        return found
+
+
+def _steady(spec: str) -> str:
+    """Write a spec without what begins and ends a run: a plan is of the steps between, and these runs are short."""
+    read = parse_spec(spec)
+    more = {"local": "warmup=0", "diloco": "warmup=0"}.get(read.name, "")
+    if read.name in ("sign", "topk", "powersgd"):
+        more = "warmup_steps=0, finish_steps=0"
+    inside = ", ".join(filter(None, [str(read).partition("(")[2].removesuffix(")"), more]))
+    return f"{read.name}({inside})" if inside else read.name
+
+
+def _train(data: Path, folder: Path, options: Sequence[str], cores: int) -> Path:
+    """Do one run into an empty folder, on so many cores, and return it."""
+    subprocess.run(["rm", "-rf", str(folder)], check=True)
+    command = [
+        *(sys.executable, "-m", "echelon", "train", str(data), "--run", str(folder), "--threads", "1"),
+        *("--epochs", "100", "--lr", "0.02", "--max-steps", str(STEPS), "--eval-every", "0", *options),
+    ]
+    allowed = sorted(os.sched_getaffinity(0))[:cores]
+    subprocess.run(
+        command, check=True, timeout=_RUN_LIMIT_S, stdout=subprocess.DEVNULL,
+        preexec_fn=lambda: os.sched_setaffinity(0, allowed),
+    )  # fmt: skip
+    return folder
+
+
+def table(cases: Sequence[Case]) -> str:
+    """Return the table, the worst last."""
+    head = ["model", "link", "choice", "predicted", "measured", "off", "in the interval"]
+    rows = [
+        [
+            c.model, c.link, f"`{c.choice}`",
+            f"{1e3 * c.predicted_s:.0f} ms ({1e3 * c.low_s:.0f} to {1e3 * c.high_s:.0f})",
+            f"{1e3 * c.measured_s:.0f} ms",
+            f"{c.off:+.0%}", "yes" if c.low_s <= c.measured_s <= c.high_s else "**no**",
+        ]
+        for c in sorted(cases, key=lambda c: abs(c.off))
+    ]  # fmt: skip
+    return markdown_table(head, rows)
+
+
+def main() -> None:
+    """Run a model, or write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--model", type=int, nargs="*", default=[])
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    name = f"plan-{options.seed}"
+    for number in options.model:
+        for case in run_model(options.seed, number):
+            append_result(name, asdict(case))
+            told = (
+                f"{1e3 * case.predicted_s:.0f} ms predicted, {1e3 * case.measured_s:.0f} ms measured: {case.off:+.0%}"
+            )
+            print(case.model, case.link, case.choice, told, flush=True)
+    if options.write:
+        results = read_results(name)
+        cases = [Case(**{f.name: result[f.name] for f in fields(Case)}) for result in results]
+        inside = sum(c.low_s <= c.measured_s <= c.high_s for c in cases)
+        middle = sorted(abs(c.off) for c in cases)[len(cases) // 2]
+        said = (
+            f"Steps of 4 workers from a calibration of 2: median error {middle:.0%}, worst "
+            f"{max(abs(c.off) for c in cases):.0%}; {inside} of {len(cases)} within their interval."
+        )
+        where = environment_line(command_line("benchmarks.plan"), results[-1]["environment"])
+        update_section(TITLE, f"{where}\n\n{said}\n\n{table(cases)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""`echelon runs`, `echelon logs` and `echelon stop`: runs wherever they are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from echelon.cli.app import COMMANDS, as_command
+from echelon.core.errors import UserError
+from echelon.core.units import format_seconds
+
+_RUN = typer.Argument(metavar="RUN", help="the run's folder")
+
+
+def runs_command() -> Any:
+    """Build `echelon runs`."""
+
+    def runs(
+        folder: Annotated[str, typer.Argument(metavar="[FOLDER]", help="where runs lie [default: runs]")] = "runs",
+    ) -> None:
+        """Print how all runs stand."""
+        from echelon.run.standing import runs_below, standing
+
+        found = list(runs_below(Path(folder)))
+        if not found:
+            raise UserError(f"{folder}: no runs there; name the folder in which they lie")
+        table = Table("run", "place", "state", "progress", "metric", "age", box=None)
+        for run in found:
+            try:
+                now = standing(run)
+            except UserError as error:
+                table.add_row(str(run), "", str(error), "", "", "")
+                continue
+            age = "" if now.age_s is None else format_seconds(now.age_s)
+            table.add_row(str(run), now.place, now.state, now.progress, now.metric, age)
+        Console(soft_wrap=True).print(table)
+
+    return as_command(runs, "runs", COMMANDS["runs"][1])
+
+
+def logs_command() -> Any:
+    """Build `echelon logs`."""
+
+    def logs(
+        run: Annotated[str, _RUN],
+        follow: Annotated[bool, typer.Option("--follow", "-f", help="go on with what is added, until ctrl-c")] = False,
+        rank: Annotated[int, typer.Option("--rank", min=0, help="of which process [default: 0]")] = 0,
+    ) -> None:
+        """Print the log of a run's process."""
+        from echelon.run.elsewhere import LogTail
+        from echelon.run.standing import bring
+
+        bring(Path(run))
+        file = Path(run) / "logs" / f"rank{rank}.log"
+        if not file.parent.is_dir():
+            raise UserError(f"{run}: no logs there: name a run's folder")
+        if not file.exists() and not follow:
+            known = ", ".join(sorted(p.name for p in file.parent.iterdir())) or "nothing"
+            raise UserError(f"{file} is not there; {file.parent} has {known}")
+        tail = LogTail(file, from_start=True)
+        tail.show()
+        try:
+            while follow:
+                time.sleep(0.5)
+                bring(Path(run))
+                tail.show()
+        except KeyboardInterrupt:  # the way to end it
+            return
+
+    return as_command(logs, "logs", COMMANDS["logs"][1])
+
+
+def stop_command() -> Any:
+    """Build `echelon stop`."""
+
+    def stop(run: Annotated[str, _RUN]) -> None:
+        """Ask a run to save a checkpoint and end."""
+        from echelon.run.elsewhere import stop as stop_there
+        from echelon.run.standing import cluster_of
+
+        path = Path(run)
+        cluster = cluster_of(path)
+        if cluster is not None:
+            asked = stop_there(path, cluster)
+        else:
+            asked = _stop_here(path)
+        if not asked:
+            raise UserError(f"{run} does not go on: there is nothing to stop")
+        print(f"{run} saves a checkpoint and ends; continue it with: echelon resume {run}", file=sys.stderr)
+
+    return as_command(stop, "stop", COMMANDS["stop"][1])
+
+
+def _stop_here(run: Path) -> bool:
+    """Signal the command of this machine that holds a run's folder; returns whether there is one.
+
+    Raises:
+        UserError: it is another user's.
+    """
+    from echelon.records.going import holder
+
+    pid = holder(run)
+    if pid is None:
+        return False
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        raise UserError(f"{run} is another user's: process {pid}") from None
+    return True

@@ -1,0 +1,93 @@
+"""`echelon plan`: what a run would take on machines that were described."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from echelon.cli.app import COMMANDS, as_command
+from echelon.cli.settings import overrides_of, parameter, trust_parameter, with_settings
+from echelon.config import build
+from echelon.config.machines import read_machines
+from echelon.core.output import print_words
+
+if TYPE_CHECKING:
+    from echelon.planning.plan import PlanReport
+
+_PAGE = "plan.html"
+_WIDTH = 140  # of what is no terminal
+ABOUT = """DATA is what `train` takes, or the folder of a run: its record is planned from, and nothing is trained.
+Of data, two short runs on this machine calibrate the plan (about a minute). Ways are ranked by the time of the whole
+run; those that end in * may cost accuracy.
+
+--at describes the machines, and may be repeated: workers=N in all; per_machine=N of them on one; link=1gbit (or
+"10mbit,20ms") between machines, inside=100gbit within one; memory=24GB and price=2.5 (an hour) of a worker; speed=2
+of a worker, in those of this machine, or tflops=400 where the model is too large for it; mtbf=1000h of a machine. A
+YAML file holds a list of such descriptions.
+
+Examples:
+  echelon plan runs/NAME --at "workers=64, link=1gbit, memory=24GB, price=2"
+  echelon plan DATA --at "workers=8, link=100mbit" --at "workers=8, link=1gbit"
+  echelon plan TEXT --model MODULE:FUNCTION \\
+      --at "workers=1000, per_machine=8, link=400gbit, memory=80GB, tflops=900"
+"""
+
+
+def command() -> Any:
+    """Build `echelon plan`."""
+
+    def plan(at: list[str] | None, config: str | None, page: str, as_json: bool, trust: bool, **settings: Any) -> None:
+        """Print what a run would take, and write the page."""
+        machines = read_machines(at or ())
+        resolved = build(Path(config) if config else None, overrides_of(settings))
+        from echelon.planning.request import plan as planned
+        from echelon.planning.request import request_of
+
+        made = planned(request_of(resolved, machines, trust))
+        if as_json:
+            from echelon.planning.page import as_json as to_json
+
+            print(json.dumps(to_json(made)))
+            return
+        _show(made)
+        from echelon.planning.page import write_page
+
+        write_page(made, Path(page))
+        print(f"page: {page}")
+
+    extra = [
+        parameter("at", list[str] | None, typer.Option(
+            None, "--at", metavar="MACHINES", show_default=False, help="machines, as above; may be repeated")),
+        parameter("config", str | None, typer.Option(None, "--config", help="YAML file of settings for DATA")),
+        parameter("page", str, typer.Option(_PAGE, "--page", metavar="FILE", help="the page that is written")),
+        parameter("as_json", bool, typer.Option(False, "--json", help="print the plan as one JSON object, no page")),
+        trust_parameter(),
+    ]  # fmt: skip
+    return as_command(with_settings(plan, extra), "plan", f"{COMMANDS['plan'][1]}\n\n{ABOUT}")
+
+
+def _show(plan: PlanReport) -> None:
+    """Print the answers, one table for each description of machines."""
+    from echelon.planning.words import HEAD, answer_words, opening, row_of
+
+    for line in opening(plan):
+        print_words(line)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    for answer in plan.answers:
+        costs = any(p.money.value for p in answer.predictions)
+        head = HEAD if costs else HEAD[:-1]  # on a narrow terminal the columns are folded, the page has them whole
+        table = Table(box=None, title=answer.machines.name, title_justify="left")
+        for name in head:
+            table.add_column(name, no_wrap=True, overflow="fold")
+        for prediction in answer.predictions:
+            table.add_row(*row_of(prediction)[: len(head)])
+        console.print()
+        console.print(table, highlight=False, markup=False)
+        for line in answer_words(answer):
+            print_words(line)

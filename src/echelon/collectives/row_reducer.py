@@ -1,0 +1,199 @@
+"""Sums sparse gradients of embedding tables over the ranks: rows that a rank touched travel, and no others.
+
+    g[r] = sum over ranks k that touched row r of decode(encode(g_k[r]))
+
+Each rank sends its rows, one message of all tables, to each other rank: a 4-byte index and the values of each row.
+Every rank adds them up in the order of the ranks, so that all have the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from echelon.collectives.transfer import PeerLostError
+from echelon.collectives.wire import WireCount, framing_bytes
+from echelon.compression.base import Codec, Meta, State
+from echelon.core.errors import UserError
+
+_INT32_ROWS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a table: ascending indices `(R,)`, each once, and values `(R, D)`."""
+
+    indices: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, name: str, table: nn.Parameter) -> Rows:
+        """Return the rows of a table's gradient.
+
+        Raises:
+            UserError: the gradient is dense: the weight was used for more than looking rows up.
+        """
+        gradient = table.grad
+        if gradient is None:
+            none = torch.zeros(0, dtype=torch.int64, device=table.device)
+            return cls(none, table.new_zeros((0, *table.shape[1:])))
+        if not gradient.is_sparse:
+            raise UserError(
+                f"model: the gradient of {name} is dense, though its table has sparse=True: build it without"
+            )
+        gradient = gradient.coalesce()
+        return cls(gradient.indices()[0], gradient.values())
+
+    def written(self, shape: torch.Size) -> Tensor:
+        """Return the sparse gradient of a table of that shape."""
+        return torch.sparse_coo_tensor(
+            self.indices[None], self.values, shape, is_coalesced=True, check_invariants=False
+        )
+
+
+class RowReducer:
+    """Sums the gradients of tables over a group, in place.
+
+    Attributes:
+        wire: bytes that this rank has sent.
+        steps: reductions so far, on which the codec's draws depend: part of a run's state.
+    """
+
+    def __init__(
+        self, tables: Mapping[str, nn.Parameter], group: dist.ProcessGroup, codec: Codec | None = None, seed: int = 0
+    ) -> None:
+        """Prepare.
+
+        Args:
+            tables: weights by name, in the same order on all ranks.
+            codec: encodes the values of rows (`Codec.takes_rows`); None: they travel as they are.
+            seed: of its draws.
+        """
+        self.wire, self.steps = WireCount(), 0
+        self._tables, self._group, self._codec, self._seed = dict(tables), group, codec, seed
+
+    def reduce(self) -> None:
+        """Sum the gradients; a table that no rank has touched has none afterwards. All ranks call it.
+
+        Raises:
+            PeerLostError: a rank did not answer before the group's timeout.
+            UserError: a gradient is dense.
+        """
+        own = {name: Rows.of(name, table) for name, table in self._tables.items()}
+        encodes = self._codec is not None and all(self._is_codable(rows.values) for rows in own.values())
+        parts = [self._packed(name, rows, encodes) for name, rows in own.items()]
+        try:
+            told = self._exchange_counts([len(rows.indices) for rows in own.values()], encodes)
+            messages = self._exchange(torch.cat(parts), [self._size(counts) for counts in told])
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"rank {self._group.rank()} of the group lost a rank that it sums rows with: {error}"
+            ) from error
+        by_rank = [
+            self._unpacked(message, counts, k) for k, (message, counts) in enumerate(zip(messages, told, strict=True))
+        ]
+        for table, *pieces in zip(self._tables.values(), *by_rank, strict=True):
+            total = _summed(pieces)
+            table.grad = total.written(table.shape) if len(total.indices) else None
+        self.steps += 1
+        self.wire.steps += 1
+
+    def _is_codable(self, values: Tensor) -> bool:
+        """Whether the codec can hold these values; those that overflowed travel as they are, for all to see."""
+        assert self._codec is not None
+        return not values.numel() or bool(
+            (values.abs() <= min(self._codec.largest, torch.finfo(values.dtype).max)).all()
+        )
+
+    def _packed(self, name: str, rows: Rows, encodes: bool) -> Tensor:
+        """Return rows as bytes: indices, then values."""
+        indices = _as_bytes(rows.indices.to(_index_dtype(self._tables[name])))
+        if not encodes or not rows.values.numel():
+            return torch.cat([indices, _as_bytes(rows.values)])
+        assert self._codec is not None
+        payload = self._codec.compress(rows.values, self._state(name, self._group.rank()))
+        return torch.cat([indices, self._codec.to_bytes(payload)])
+
+    def _state(self, name: str, rank: int) -> State:
+        return State(name, self._seed, rank, numbers={"step": self.steps})
+
+    def _exchange_counts(self, counts: list[int], encodes: bool) -> list[list[int]]:
+        """Return of each rank the number of rows of each table, and whether its values are encoded."""
+        device = next(iter(self._tables.values())).device
+        own = torch.tensor([*counts, encodes], dtype=torch.int64, device=device)
+        everyone = [torch.empty_like(own) for _ in range(self._group.size())]
+        dist.all_gather(everyone, own, group=self._group)
+        others = self._group.size() - 1
+        self.wire.add("weights", others * own.nbytes + framing_bytes(others, own.is_cuda))
+        return [each.tolist() for each in everyone]
+
+    def _size(self, counts: list[int]) -> int:
+        return sum(
+            sum(self._sizes(table, n, bool(counts[-1])))
+            for table, n in zip(self._tables.values(), counts, strict=False)
+        )
+
+    def _sizes(self, table: nn.Parameter, rows: int, encodes: bool) -> tuple[int, int]:
+        """Return the bytes of so many rows' indices and of their values."""
+        numel = rows * math.prod(table.shape[1:])
+        n_bytes = numel * table.element_size()
+        if encodes and numel:
+            assert self._codec is not None
+            coded = self._codec.n_bytes(numel)
+            assert coded is not None
+            n_bytes = coded
+        return rows * _index_dtype(table).itemsize, n_bytes
+
+    def _exchange(self, own: Tensor, sizes: list[int]) -> list[Tensor]:
+        """Send this rank's bytes to all others; returns everyone's, its own among them."""
+        rank, group = self._group.rank(), self._group
+        messages = [own if k == rank else own.new_empty(size) for k, size in enumerate(sizes)]
+        peers = [(rank + i) % group.size() for i in range(1, group.size())]
+        operations = [dist.P2POp(dist.isend, own, group=group, group_peer=k) for k in peers if own.numel()]
+        operations += [dist.P2POp(dist.irecv, messages[k], group=group, group_peer=k) for k in peers if sizes[k]]
+        sent = len(peers) * (own.numel() + framing_bytes(1, own.is_cuda)) if own.numel() else 0
+        self.wire.add("weights", sent)
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+        return messages
+
+    def _unpacked(self, message: Tensor, counts: list[int], rank: int) -> list[Rows]:
+        """Return a rank's rows of each table; its own are decoded too, for all ranks are to add up the same."""
+        found, start = [], 0
+        for table, count in zip(self._tables.values(), counts, strict=False):
+            shape, encodes = (count, *table.shape[1:]), bool(counts[-1])
+            for_indices, for_values = self._sizes(table, count, encodes)
+            middle, end = start + for_indices, start + for_indices + for_values
+            indices = message[start:middle].clone().view(_index_dtype(table)).long()
+            coded = message[middle:end].clone()  # aligned
+            if encodes and count:
+                assert self._codec is not None
+                values = self._codec.extract(self._codec.from_bytes(coded, Meta(shape, table.dtype)))
+            else:
+                values = coded.view(table.dtype).view(shape)
+            found.append(Rows(indices, values))
+            start = end
+        return found
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    # A copy: the strides of what has one element may be any, and `contiguous` leaves them.
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+def _index_dtype(table: Tensor) -> torch.dtype:
+    return torch.int32 if len(table) <= _INT32_ROWS else torch.int64
+
+
+def _summed(pieces: list[Rows]) -> Rows:
+    """Add rows up, piece by piece: indices are unique within one, so that the order of sums is theirs."""
+    indices, places = torch.unique(torch.cat([piece.indices for piece in pieces]), return_inverse=True)
+    total = pieces[0].values.new_zeros((len(indices), *pieces[0].values.shape[1:]))
+    for piece, into in zip(pieces, places.split([len(piece.indices) for piece in pieces]), strict=True):
+        total.index_add_(0, into, piece.values)
+    return Rows(indices, total)

@@ -1,0 +1,165 @@
+"""Machines as `--at` describes them: how many workers, how fast, on which links, at what price."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.config.yaml_file import plain, read_yaml
+from echelon.core.errors import UserError, naming
+from echelon.core.link import Link, parse_link
+from echelon.core.spec import Quantity, bind, parse_spec, show_value
+
+FLAG = "--at"
+FASTEST_INSIDE = Link(8e10)
+"""Between workers of one machine where nothing is said: 10 GB/s, which shared memory reaches."""
+
+
+@dataclass(frozen=True)
+class MachineWords:
+    """The words of `--at`, before they are checked against each other.
+
+    Attributes:
+        workers: processes in all, each with a device of its own.
+        per_machine: of them on one machine.
+        link: between machines; a word such as `1gbit`, or text such as "10mbit,20ms".
+        inside: between workers of a machine.
+        memory: of a worker's device.
+        speed: of a worker, in those that were measured.
+        tflops: that a worker reaches at best, in 10^12 operations a second, where its speed is not measured.
+        price: of a worker for an hour, in whatever currency.
+        mtbf: mean time between failures of one machine.
+    """
+
+    workers: int
+    per_machine: int = 1
+    link: Quantity | str = "loopback"
+    inside: Quantity | str = ""
+    memory: Quantity | None = None
+    speed: float = 1.0
+    tflops: float = 0.0
+    price: float = 0.0
+    mtbf: Quantity | None = None
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Machines that are alike, and the links of each worker.
+
+    Attributes:
+        name: as they were described.
+        link: between machines; None: as measured.
+        inside: between workers of one machine; None: as measured.
+        memory_bytes: of a worker; infinite: not said.
+        speed: of a worker, in those that were measured.
+        tflops: as in `MachineWords`; 0: the speed is measured.
+        price_per_hour: of all workers.
+        mtbf_s: of one machine; infinite: none fails.
+    """
+
+    name: str
+    workers: int
+    per_machine: int = 1
+    link: Link | None = None
+    inside: Link | None = None
+    memory_bytes: float = math.inf
+    speed: float = 1.0
+    tflops: float = 0.0
+    price_per_hour: float = 0.0
+    mtbf_s: float = math.inf
+
+    @property
+    def count(self) -> int:
+        """Machines."""
+        return -(-self.workers // self.per_machine)
+
+    @property
+    def narrowest(self) -> Link | None:
+        """The link that a ring over all workers goes through most slowly; None: as measured."""
+        if self.count > 1:
+            return self.link
+        return self.inside
+
+
+def read_at(text: str) -> list[Machines]:
+    """Read one `--at`: `workers=64, link=1gbit, memory=24GB, price=2.5`, or a YAML file with a list of such mappings.
+
+    Raises:
+        UserError: names what cannot be read.
+    """
+    with naming(FLAG):
+        if text.endswith((".yaml", ".yml")):
+            return _from_file(Path(text))
+        return [_checked(text)]
+
+
+def _from_file(path: Path) -> list[Machines]:
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    node = read_yaml(path)
+    rows = plain(node, path.name) if node is not None else None
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{path} must be a list of machines, each such as: {{workers: 8, link: 1gbit, price: 2}}")
+    return [_checked(", ".join(f"{key}={_word(value)}" for key, value in row.items())) for row in rows]
+
+
+def _word(value: object) -> str:
+    text = str(value)
+    return show_value(text) if "," in text else text
+
+
+def _checked(text: str) -> Machines:
+    described = bind(parse_spec(f"at({text})"), MachineWords)
+    _check_positive(described)
+    link, inside = _link("link", described.link), _link("inside", described.inside)
+    return Machines(
+        name=" ".join(text.split()),
+        workers=described.workers,
+        per_machine=described.per_machine,
+        link=link,
+        inside=inside or (FASTEST_INSIDE if described.per_machine > 1 else None),
+        memory_bytes=_quantity("memory", described.memory, "size"),
+        speed=described.speed,
+        tflops=described.tflops,
+        price_per_hour=described.price * described.workers,
+        mtbf_s=_quantity("mtbf", described.mtbf, "duration"),
+    )
+
+
+def _check_positive(described: MachineWords) -> None:
+    for name in ("workers", "per_machine", "speed"):
+        if getattr(described, name) <= 0:
+            raise UserError(f"{name} must be above 0, not {getattr(described, name)}")
+    for name in ("tflops", "price"):
+        if getattr(described, name) < 0:
+            raise UserError(f"{name} must not be below 0")
+
+
+def _link(name: str, value: Quantity | str) -> Link | None:
+    text = str(value)
+    if text in ("", "loopback"):
+        return None
+    with naming(name):
+        return parse_link(text)
+
+
+def _quantity(name: str, value: Quantity | None, kind: str) -> float:
+    if value is None:
+        return math.inf
+    if value.kind != kind or value.value <= 0:
+        example = "24GB" if kind == "size" else "1000h"
+        raise UserError(f"{name} must be a {kind} above 0, such as {example}, not {value}")
+    return value.value
+
+
+def read_machines(texts: Sequence[str]) -> tuple[Machines, ...]:
+    """Read all `--at`.
+
+    Raises:
+        UserError: there is none, or one cannot be read.
+    """
+    if not texts:
+        raise UserError(f'{FLAG} is missing: describe the machines, such as {FLAG} "workers=64, link=1gbit"')
+    return tuple(machines for text in texts for machines in read_at(text))

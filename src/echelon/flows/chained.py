@@ -1,0 +1,135 @@
+"""Do what is missing of a flow as jobs of a cluster's own queue, each waiting for those that it reads from.
+
+The queue holds the order: the jobs go on when this command ends, and the next one finds them again by their names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+import time
+from collections.abc import Mapping
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+from echelon.core.errors import UserError
+from echelon.core.stop import Stopped, stop_on_signals
+from echelon.flows.base import Flow, FlowStep, step_folder
+from echelon.flows.child import hashes_of, is_done
+from echelon.flows.driver import FlowOutcome, Say
+from echelon.flows.fingerprint import fingerprint
+from echelon.flows.page import write_page
+from echelon.flows.state import completed_end, last_line, only_driver
+from echelon.launch.places.cluster import ChainedJob, JobPhase, PlaceSilent, TakesChains
+from echelon.records.kinds import FlowStepEnd
+
+POLL_S = 2.0
+_GONE_S = 600.0  # a queue that is silent for so long is left
+JOBS_FOLDER = "jobs"
+_GOOD_DIGITS = 8
+
+
+def run_chained(flow: Flow, folder: Path, place: TakesChains, say: Say) -> FlowOutcome:
+    """Submit what is missing of a flow, and follow it to its end.
+
+    Raises:
+        UserError: another command follows the flow, or the place refuses a job.
+    """
+    with only_driver(folder), stop_on_signals(raises=True):
+        jobs: dict[str, str] = {}
+        try:
+            kept = _submit(flow, folder, place, say, jobs)
+            _follow(flow, folder, place, say, jobs)
+        except Stopped as stop:
+            for name, job in jobs.items():
+                _stop(place, name, job, say)
+            return FlowOutcome("stopped", folder, signum=stop.signum)
+        finally:
+            write_page(flow, folder)
+    ran = [name for name in jobs if completed_end(step_folder(folder, name)) is not None]
+    lines = {name: last_line(step_folder(folder, name)) for name in jobs if name not in ran}
+    failed = [name for name, line in lines.items() if line is not None]
+    blocked = [name for name, line in lines.items() if line is None]
+    return FlowOutcome("partial" if lines else "completed", folder, ran, kept, failed, blocked)
+
+
+def _submit(flow: Flow, folder: Path, place: TakesChains, say: Say, jobs: dict[str, str]) -> list[str]:
+    """Submit a job for each step that is not done; returns those that are."""
+    kept: list[str] = []
+    (folder / JOBS_FOLDER).mkdir(exist_ok=True)
+    for name in TopologicalSorter({name: step.before for name, step in flow.steps.items()}).static_order():
+        step = flow.steps[name]
+        waits_for = [jobs[before] for before in step.before if before in jobs]
+        if not waits_for and _is_done(flow, folder, step):
+            kept.append(name)
+            say(f"{name}: kept")
+            continue
+        job = _job(folder, step, waits_for)
+        try:
+            known = place.chained(job.name)
+        except PlaceSilent as silent:
+            raise UserError(str(silent)) from None
+        jobs[name] = known or place.submit_chained(job)
+        say(f"{name}: job {jobs[name]}{' goes on' if known else ''}")
+    return kept
+
+
+def _is_done(flow: Flow, folder: Path, step: FlowStep) -> bool:
+    return is_done(flow, folder, step, fingerprint(flow, step, lambda before: hashes_of(folder, before)))
+
+
+def _job(folder: Path, step: FlowStep, after: list[str]) -> ChainedJob:
+    """Return a step's job: the same process as here, started as often as the step may be tried."""
+    whole = folder.resolve()
+    word = re.sub(r"[^\w.=-]", "_", step.name)[:60]
+    digest = hashlib.sha256(f"{whole}\0{step.name}".encode()).hexdigest()[:_GOOD_DIGITS]
+    name = f"echelon-{word}-{digest}"
+    child = [sys.executable, "-m", "echelon.flows.child", "0", str(whole), step.name, str(step.retry)]
+    needs = step.resources
+    return ChainedJob(
+        name, whole / JOBS_FOLDER / f"{name}.sh", child, after, needs.cores, needs.memory_bytes, needs.gpus,
+        needs.time_s,
+    )  # fmt: skip
+
+
+def _follow(flow: Flow, folder: Path, place: TakesChains, say: Say, jobs: Mapping[str, str]) -> None:
+    """Wait until no job waits or runs, saying how they fare.
+
+    Raises:
+        UserError: the queue does not answer for ten minutes.
+    """
+    told: dict[str, str] = {}
+    heard_s = time.monotonic()
+    while len(told) < len(jobs) or any(not word.startswith("ended") for word in told.values()):
+        for name, job in jobs.items():
+            if told.get(name, "").startswith("ended"):
+                continue
+            try:
+                state = place.state(job)
+            except PlaceSilent as silent:
+                if time.monotonic() - heard_s > _GONE_S:
+                    raise UserError(f"{silent}; the jobs may go on: the same command finds them again") from None
+                continue
+            heard_s = time.monotonic()
+            word = state.text if state.phase is not JobPhase.ENDED else f"ended: {_result(folder, name)}"
+            if told.get(name) != word:
+                say(f"{name}: {word}")
+            told[name] = word
+        write_page(flow, folder)
+        time.sleep(POLL_S)
+
+
+def _result(folder: Path, name: str) -> str:
+    line = last_line(step_folder(folder, name))
+    if isinstance(line, FlowStepEnd):
+        return f"{line.status}{f' ({line.message})' if line.message else ''}"
+    return "not begun" if line is None else "cut short"
+
+
+def _stop(place: TakesChains, name: str, job: str, say: Say) -> None:
+    try:
+        if place.state(job).phase is not JobPhase.ENDED:
+            place.stop(job)
+    except (PlaceSilent, UserError) as error:
+        say(f"{name}: job {job} may go on: {error}")

@@ -1,0 +1,167 @@
+"""What a step's result depends on, as one hash: the same fingerprint does not run again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from modulefinder import ModuleFinder
+from pathlib import Path
+
+from echelon.flows.base import TOKEN, Flow, FlowStep, Leaves
+
+_BLOCK_BYTES = 1 << 20
+_OWN = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
+_RUN_PARTS = ("checkpoints", "data.json", "tokeniser.json", "columns.json", "model.keras")
+_SCRIPTS = (".py", ".sh")
+
+OutputHashes = Callable[[str], Mapping[str, str]]
+"""Returns the hash of each output of a step that is done, by name."""
+
+
+@dataclass(frozen=True)
+class StepFingerprint:
+    """A step's fingerprint.
+
+    Attributes:
+        parts: `settings`, `inputs`, `data`, `code`, `versions`: the hash of each, which tell why a step runs again.
+    """
+
+    parts: Mapping[str, str]
+
+    @property
+    def digest(self) -> str:
+        """All of it, as 64 hexadecimal digits."""
+        return _digest(self.parts)
+
+    def changed(self, before: Mapping[str, str]) -> list[str]:
+        """Return the parts that are others than before."""
+        return [name for name, value in self.parts.items() if before.get(name) != value]
+
+
+def fingerprint(flow: Flow, step: FlowStep, hashes_of: OutputHashes) -> StepFingerprint:
+    """Return a step's fingerprint, once all that it reads is done.
+
+    Data is what its words and settings name that exists, outside of the flow: known by names, sizes and times, or by
+    its bytes (`hash_content`). Code is the source of modules and scripts that they name, with all that these import
+    from the flow's folder.
+    """
+    texts = [*step.arguments, *(value for _, value in step.settings)]
+    literal = [text for text in texts if not TOKEN.search(text)]
+    described = {
+        "kind": step.kind, "arguments": list(step.arguments), "settings": [list(each) for each in step.settings],
+        "outputs": {name: output.path for name, output in step.outputs.items()},
+    }  # fmt: skip
+    inputs = {str(read): hashes_of(read.step)[read.output] for read in step.reads}
+    code = dict(_code(flow.base, literal))
+    data = {text: path for text in literal if (path := _existing(flow.base, text)) and str(path.resolve()) not in code}
+    parts = {
+        "settings": _digest(described),
+        "inputs": _digest(inputs),
+        "data": _digest({text: list(_listed(path, flow.hash_content)) for text, path in data.items()}),
+        "code": _digest({os.path.relpath(path, flow.base.resolve()): each for path, each in code.items()}),
+        "versions": _digest({name: version(name) for name in ("torch", "echelon")}),
+    }
+    return StepFingerprint(parts)
+
+
+def hash_output(path: Path, kind: Leaves) -> str:
+    """Return the hash of an output's bytes; of a run those of its checkpoints and of what it knows of its data.
+
+    Raises:
+        FileNotFoundError: it is not there.
+    """
+    if not path.exists():
+        raise FileNotFoundError(path)
+    roots = [path / name for name in _RUN_PARTS] if kind is Leaves.RUN else [path]
+    digest = hashlib.sha256()
+    for root in roots:
+        for file in _files(root):
+            digest.update(f"{os.path.relpath(file, path)}\0{file_hash(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def file_hash(file: Path) -> str:
+    """Return the SHA-256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while block := opened.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _digest(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True, default=dict)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """Yield the files at or below a path in the order of their names."""
+    if root.is_file():
+        yield root
+        return
+    for folder, inner, names in os.walk(root):
+        inner.sort()
+        yield from (Path(folder, name) for name in sorted(names) if Path(folder, name).is_file())
+
+
+def _existing(base: Path, text: str) -> Path | None:
+    """Return the file or folder that a word names, if it does."""
+    if not text or len(text) > 1000 or "\n" in text or text in (".", "/"):
+        return None
+    path = base / text
+    try:
+        return path if path.exists() else None
+    except OSError:  # too long for a name, so it is none
+        return None
+
+
+def _listed(path: Path, content: bool) -> Iterator[list[str | int]]:
+    """Yield what is known of each file of some data."""
+    for file in _files(path):
+        name = os.path.relpath(file, path)
+        if content:
+            yield [name, file_hash(file)]
+        else:
+            status = file.stat()
+            yield [name, status.st_size, status.st_mtime_ns]
+
+
+def _code(base: Path, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the files of code that words name, with what they import from the flow's folder, and their hashes."""
+    roots = []
+    for text in texts:
+        path = _existing(base, text)
+        if path is not None and path.is_file() and path.suffix in _SCRIPTS:
+            roots.append(path)
+        roots += [file for match in _OWN.finditer(text) if (file := _module(base, match[1])) is not None]
+    seen = {str(file.resolve()) for root in roots for file in _imported(base, root)}
+    for module_file in sorted(seen):
+        yield module_file, file_hash(Path(module_file))
+
+
+def _module(base: Path, name: str) -> Path | None:
+    """Return the file of a module that lies below the flow's folder."""
+    inner = base.joinpath(*name.split("."))
+    return next((file for file in (inner.with_suffix(".py"), inner / "__init__.py") if file.is_file()), None)
+
+
+def _imported(base: Path, root: Path) -> Iterator[Path]:
+    """Yield a file, and the modules below the flow's folder that it imports, and these in turn."""
+    yield root
+    if root.suffix != ".py":
+        return
+    finder = ModuleFinder(
+        path=[str(base), *({str(root.parent)} - {str(base)})], excludes=list(sys.builtin_module_names)
+    )
+    try:
+        finder.run_script(str(root))
+    except SyntaxError:  # the step itself will say so
+        return
+    files = (getattr(module, "__file__", None) for module in finder.modules.values())
+    yield from (Path(file) for file in files if file)

@@ -1,0 +1,121 @@
+"""A flow as a page that opens offline: its graph with times and states, then a table with links."""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from echelon.core.files import write_atomic
+from echelon.core.units import format_seconds
+from echelon.flows.base import STEPS_FOLDER, Flow
+from echelon.flows.state import LOG_FILE, PAGE_FILE, Stands, StepStanding, standings
+
+_WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 190, 46, 60, 16, 12  # of a box, in pixels
+_LETTERS = 24
+_COLOURS = {
+    Stands.DONE: "#2e7d32", Stands.RUNS: "#1565c0", Stands.FAILED: "#c62828", Stands.CUT_SHORT: "#ef6c00",
+    Stands.BLOCKED: "#8e24aa", Stands.WAITS: "#757575",
+}  # fmt: skip
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem; max-width: 75rem; color: #222; background: #fff; }
+svg { max-width: 100%; height: auto; } td, th { text-align: left; padding: .2rem 1rem .2rem 0; vertical-align: top; }
+@media (prefers-color-scheme: dark) { body { color: #ddd; background: #1b1b1b; } a { color: #8ab4f8; } }
+"""
+
+
+def write_page(flow: Flow, folder: Path) -> Path:
+    """Write the page of a flow into its folder; returns the file."""
+    path = folder / PAGE_FILE
+    write_atomic(path, page_text(flow, standings(flow, folder)))
+    return path
+
+
+def page_text(flow: Flow, steps: Sequence[StepStanding]) -> str:
+    """Return the page as HTML."""
+    goes_on = any(each.stands is Stands.RUNS for each in steps)
+    refresh = '<meta http-equiv="refresh" content="3">' if goes_on else ""
+    total = format_seconds(sum(each.seconds for each in steps))
+    head = f'<!doctype html><html lang="en"><meta charset="utf-8">{refresh}<title>{html.escape(flow.name)}</title>'
+    words = f"{summary(steps)}; {total} of steps. Written {time.strftime('%Y-%m-%d %H:%M:%S')}."
+    return (
+        f"{head}<style>{_STYLE}</style><h1>Flow {html.escape(flow.name)}</h1><p>{html.escape(words)}</p>"
+        f"{graph_svg(flow, steps)}{_table(steps)}</html>\n"
+    )
+
+
+def summary(steps: Sequence[StepStanding]) -> str:
+    """Return how many steps stand how, in words."""
+    counts = {stands: sum(each.stands is stands for each in steps) for stands in Stands}
+    return f"{len(steps)} steps: " + ", ".join(f"{count} {stands}" for stands, count in counts.items() if count)
+
+
+def levels(flow: Flow) -> Mapping[str, int]:
+    """Return how many steps lie before each one, on the longest way to it."""
+    found: dict[str, int] = {}
+
+    def level(name: str) -> int:
+        """Return one's."""
+        if name not in found:
+            found[name] = 1 + max((level(before) for before in flow.steps[name].before), default=-1)
+        return found[name]
+
+    for name in flow.steps:
+        level(name)
+    return found
+
+
+def graph_svg(flow: Flow, steps: Sequence[StepStanding]) -> str:
+    """Return the graph as a drawing: a column for each level, an arrow for each need."""
+    column = levels(flow)
+    rows: dict[int, int] = {}
+    places: dict[str, tuple[int, int]] = {}
+    for name in flow.steps:
+        row = rows[column[name]] = rows.get(column[name], -1) + 1
+        places[name] = (_MARGIN + column[name] * (_WIDTH + _GAP_X), _MARGIN + row * (_HEIGHT + _GAP_Y))
+    width = max(x for x, _ in places.values()) + _WIDTH + _MARGIN
+    height = max(y for _, y in places.values()) + _HEIGHT + _MARGIN
+    lines = []
+    for name, step in flow.steps.items():
+        x, y = places[name]
+        for before in step.before:
+            from_x, from_y = places[before][0] + _WIDTH, places[before][1] + _HEIGHT / 2
+            middle, to_y = (from_x + x) / 2, y + _HEIGHT / 2
+            lines.append(f"M{from_x} {from_y:g} C{middle:g} {from_y:g} {middle:g} {to_y:g} {x} {to_y:g}")
+    arrows = "".join(f'<path d="{line}" fill="none" stroke="#9e9e9e" stroke-width="1.5"/>' for line in lines)
+    boxes = "".join(_box(each, *places[each.step.name]) for each in steps)
+    label = html.escape(f"{flow.name}: {summary(steps)}")
+    return (
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{label}" '
+        f'font-family="system-ui, sans-serif">{arrows}{boxes}</svg>'
+    )
+
+
+def _box(standing: StepStanding, x: int, y: int) -> str:
+    name = standing.step.name
+    shown = name if len(name) <= _LETTERS else f"{name[: _LETTERS - 1]}…"
+    took = f", {format_seconds(standing.seconds)}" if standing.seconds else ""
+    said = f"{standing.step.kind}: {standing.stands}{took}"
+    box = (
+        f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="6" fill="{_COLOURS[standing.stands]}"/>'
+        f'<text x="{x + 10}" y="{y + 19}" fill="#fff" font-size="13" font-weight="600">{html.escape(shown)}</text>'
+        f'<text x="{x + 10}" y="{y + 36}" fill="#fff" font-size="12">{said}</text>'
+    )
+    box = f"<g><title>{html.escape(name)} {html.escape(standing.message)}</title>{box}</g>"
+    return f'<a href="{html.escape(standing.report)}">{box}</a>' if standing.report else box
+
+
+def _table(steps: Sequence[StepStanding]) -> str:
+    rows = []
+    for each in steps:
+        report = f'<a href="{html.escape(each.report)}">report</a>' if each.report else ""
+        took = format_seconds(each.seconds) if each.seconds else ""
+        cost = f"{each.seconds * each.step.resources.cores / 3600:.3f}" if each.seconds else ""
+        name = html.escape(each.step.name)
+        cells = [name, each.step.kind, each.stands, took, cost, str(each.starts), report, html.escape(each.message)]
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    heads = ("step", "does", "state", "time", "core hours", "starts", "", "")
+    head = "".join(f"<th>{word}</th>" for word in heads)
+    logs = f"<p>Logs: <code>{STEPS_FOLDER}/STEP/{LOG_FILE}</code>.</p>"
+    return f"<table><tr>{head}</tr>{''.join(rows)}</table>{logs}"

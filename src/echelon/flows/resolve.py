@@ -1,0 +1,387 @@
+"""A flow from its file: names, matrices and references resolved, or refused with the line."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import yaml
+
+from echelon.config.yaml_file import read_yaml
+from echelon.core.errors import UserError, naming, nearest, unknown
+from echelon.core.units import parse_bytes, parse_seconds
+from echelon.flows.base import TOKEN, Flow, FlowStep, ReadOutput, StepOutput, StepResources, Taken
+from echelon.flows.kinds import KINDS
+
+_NAME = re.compile(r"[A-Za-z][\w-]*")
+_TOP = ("name", "parameters", "steps")
+_FIELDS = ("settings", "outputs", "matrix", "needs", "resources", "priority", "retry")
+_RESOURCES = ("cores", "memory", "gpus", "time")
+_MOST_STEPS = 1000
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A scalar of the file, and where it stands."""
+
+    value: str
+    where: str
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A step as the file has it, a matrix not yet written out."""
+
+    name: str
+    kind: str
+    where: str
+    arguments: Sequence[_Text]
+    settings: Sequence[tuple[str, _Text]]
+    outputs: Mapping[str, StepOutput]
+    matrix: Mapping[str, Sequence[str]]
+    needs: Sequence[_Text]
+    resources: StepResources
+    priority: int
+    retry: int
+
+    def combinations(self) -> list[dict[str, str]]:
+        """Return each combination of the matrix's values; one empty one without a matrix."""
+        return [dict(zip(self.matrix, values)) for values in itertools.product(*self.matrix.values())]
+
+
+def read_flow(file: Path, parameters: Mapping[str, str] | None = None, hash_content: bool = False) -> Flow:
+    """Read a flow from a file.
+
+    Args:
+        parameters: values in place of those that the file gives.
+        hash_content: know data by its bytes.
+
+    Raises:
+        UserError: it cannot be; names the line.
+    """
+    node = read_yaml(file)
+    top = _fields(file, node, _TOP, "a flow")
+    if "steps" not in top:
+        raise UserError(f"{file}: a flow has `steps:`, each with a name and what it does")
+    values = _parameters(file, top.get("parameters"), parameters or {})
+    described = _described(file, top["steps"], values)
+    steps = {step.name: step for step in _instances(described, values)}
+    name = _scalar(file, top["name"]).value if "name" in top else file.stem
+    if not _NAME.fullmatch(name):
+        raise UserError(f"{file}: name {name!r} must be letters, digits, - and _, and begin with a letter")
+    flow = Flow(name, file.resolve().parent, steps, hash_content)
+    _check_order(flow)
+    return flow
+
+
+def _line(file: Path, node: yaml.Node) -> str:
+    return f"{file}, line {node.start_mark.line + 1}"
+
+
+def _fields(file: Path, node: yaml.Node | None, known: Sequence[str] | None, what: str) -> dict[str, yaml.Node]:
+    if not isinstance(node, yaml.MappingNode):
+        where = _line(file, node) if node is not None else str(file)
+        raise UserError(f"{where}: {what} is written as `name: value` lines")
+    found = {key.value: value for key, value in node.value}
+    for key, _ in node.value:
+        if known is not None and key.value not in known:
+            raise UserError(f"{_line(file, key)}: {unknown(f'word in {what}', key.value, known)}")
+    return found
+
+
+def _scalar(file: Path, node: yaml.Node) -> _Text:
+    if not isinstance(node, yaml.ScalarNode):
+        raise UserError(f"{_line(file, node)}: expected one value here")
+    return _Text(node.value, _line(file, node))
+
+
+def _scalars(file: Path, node: yaml.Node) -> list[_Text]:
+    return [_scalar(file, each) for each in (node.value if isinstance(node, yaml.SequenceNode) else [node])]
+
+
+def _parameters(file: Path, node: yaml.Node | None, given: Mapping[str, str]) -> dict[str, str]:
+    fields = _fields(file, node, None, "parameters") if node is not None else {}
+    values = {name: _scalar(file, value).value for name, value in fields.items()}
+    for name in given:
+        if name not in values:
+            raise unknown("parameter", name, values)
+    return values | dict(given)
+
+
+def _described(file: Path, node: yaml.Node, parameters: Mapping[str, str]) -> dict[str, _Described]:
+    fields = _fields(file, node, None, "steps")
+    if not fields:
+        raise UserError(f"{_line(file, node)}: a flow has at least one step")
+    found: dict[str, _Described] = {}
+    for name, value in fields.items():
+        if not _NAME.fullmatch(name):
+            raise UserError(f"{_line(file, value)}: {name!r} is no name for a step: letters, digits, - and _")
+        step = _step(file, name, value, found, parameters)
+        for axis in step.matrix:
+            if axis in parameters:
+                raise UserError(f"{step.where}: {axis} is a parameter too: give the matrix of {name} another word")
+        found[name] = step
+    return found
+
+
+def _step(
+    file: Path, name: str, node: yaml.Node, known: Mapping[str, _Described], parameters: Mapping[str, str]
+) -> _Described:
+    where = _line(file, node)
+    fields = _fields(file, node, [*KINDS, *_FIELDS], f"step {name}")
+    kinds = [word for word in fields if word in KINDS]
+    if len(kinds) != 1:
+        said = " and ".join(kinds) or "nothing"
+        raise UserError(f"{where}: step {name} does {said}: write one of {', '.join(KINDS)}")
+    kind = kinds[0]
+    arguments = _arguments(file, kind, fields[kind])
+    settings = _settings(file, name, fields.get("settings"))
+    resources = _resources(file, name, fields.get("resources"), settings, parameters)
+    return _Described(
+        name, kind, where, arguments, settings,
+        outputs=_outputs(file, name, kind, arguments, fields.get("outputs")),
+        matrix=_matrix(file, name, fields.get("matrix"), known),
+        needs=_scalars(file, fields["needs"]) if "needs" in fields else (),
+        resources=resources,
+        priority=_number(file, fields.get("priority"), "priority", None),
+        retry=_number(file, fields.get("retry"), "retry", 0),
+    )  # fmt: skip
+
+
+def _arguments(file: Path, kind: str, node: yaml.Node) -> list[_Text]:
+    """Return a step's arguments; a command in one line is split as a shell does."""
+    texts = _scalars(file, node)
+    if kind == "command" and isinstance(node, yaml.ScalarNode):
+        try:
+            texts = [_Text(word, texts[0].where) for word in shlex.split(texts[0].value)]
+        except ValueError as error:
+            raise UserError(f"{texts[0].where}: {error}") from None
+    takes = KINDS[kind].takes
+    least = sum(each.needed for each in takes)
+    if len(texts) < least or (len(texts) > len(takes) and not takes[-1].many):
+        raise UserError(f"{_line(file, node)}: {kind} takes {', '.join(each.name for each in takes)}")
+    return texts
+
+
+def _settings(file: Path, step: str, node: yaml.Node | None) -> list[tuple[str, _Text]]:
+    if node is None:
+        return []
+    fields = _fields(file, node, None, f"settings of {step}")
+    return [(name, text) for name, value in fields.items() for text in _scalars(file, value)]
+
+
+def _outputs(
+    file: Path, step: str, kind: str, arguments: Sequence[_Text], node: yaml.Node | None
+) -> dict[str, StepOutput]:
+    outputs = dict(KINDS[kind].outputs)
+    if kind == "export":
+        outputs["file"] = _below(arguments[1])
+    if node is None:
+        return outputs
+    if not KINDS[kind].declares:
+        raise UserError(f"{_line(file, node)}: {kind} names its outputs itself: {', '.join(outputs)}")
+    fields = _fields(file, node, None, f"outputs of {step}")
+    return {name: _below(_scalar(file, value)) for name, value in fields.items()}
+
+
+def _below(text: _Text) -> StepOutput:
+    path = Path(text.value)
+    if path.is_absolute() or ".." in path.parts or not path.parts or TOKEN.search(text.value):
+        raise UserError(f"{text.where}: {text.value!r}: an output lies below its step's own folder, as `data.csv` does")
+    return StepOutput(text.value)
+
+
+def _matrix(
+    file: Path, step: str, node: yaml.Node | None, known: Mapping[str, _Described]
+) -> Mapping[str, Sequence[str]]:
+    """Return a matrix; the name of a step stands for that step's."""
+    if node is None:
+        return {}
+    if isinstance(node, yaml.ScalarNode):
+        if node.value not in known or not known[node.value].matrix:
+            with_one = [name for name, other in known.items() if other.matrix]
+            raise UserError(f"{_line(file, node)}: {unknown('step with a matrix', node.value, with_one)}")
+        return known[node.value].matrix
+    axes = {}
+    for name, value in _fields(file, node, None, f"matrix of {step}").items():
+        values = [text.value for text in _scalars(file, value)]
+        if not values or len(set(values)) != len(values) or not _NAME.fullmatch(name):
+            raise UserError(f"{_line(file, value)}: {name} of a matrix is a list of different values")
+        if any(letter in each for each in values for letter in "${}[]"):
+            raise UserError(f"{_line(file, value)}: values of a matrix have none of $ {{ }} [ ] in them")
+        axes[name] = values
+    return axes
+
+
+def _resources(
+    file: Path, step: str, node: yaml.Node | None, settings: Sequence[tuple[str, _Text]], parameters: Mapping[str, str]
+) -> StepResources:
+    fields = _fields(file, node, _RESOURCES, f"resources of {step}") if node is not None else {}
+    workers = next((_filled(text, parameters) for name, text in settings if name == "workers"), "1")
+    default = int(workers) if workers.isdigit() and int(workers) else 1
+    found = StepResources(
+        cores=_number(file, fields.get("cores"), "cores", 1) or default,
+        gpus=_number(file, fields.get("gpus"), "gpus", 0),
+    )
+    try:
+        if "memory" in fields:
+            found = replace(found, memory_bytes=parse_bytes(_scalar(file, fields["memory"]).value))
+        if "time" in fields:
+            found = replace(found, time_s=parse_seconds(_scalar(file, fields["time"]).value))
+    except UserError as error:
+        raise UserError(f"{_line(file, fields.get('time') or fields['memory'])}: {error}") from None
+    return found
+
+
+def memory_given(text: str) -> float:
+    """Return the bytes of a machine's memory that a command gives.
+
+    Raises:
+        UserError: it is no amount.
+    """
+    with naming("--memory"):
+        return parse_bytes(text)
+
+
+def _number(file: Path, node: yaml.Node | None, name: str, least: int | None) -> int:
+    if node is None:
+        return 0
+    text = _scalar(file, node)
+    try:
+        value = int(text.value)
+    except ValueError:
+        raise UserError(f"{text.where}: {name} is {text.value!r}: it must be a whole number") from None
+    if least is not None and value < least:
+        raise UserError(f"{text.where}: {name} is {value}: it must be at least {least}")
+    return value
+
+
+def _filled(text: _Text, values: Mapping[str, str]) -> str:
+    """Return a text with the values of parameters and of the matrix; references to outputs stay."""
+    return TOKEN.sub(lambda match: values.get(match[1], match[0]), text.value)
+
+
+def _instances(described: Mapping[str, _Described], parameters: Mapping[str, str]) -> Iterator[FlowStep]:
+    count = 0
+    for step in described.values():
+        for axes in step.combinations():
+            count += 1
+            if count > _MOST_STEPS:
+                raise UserError(f"{step.where}: a flow has at most {_MOST_STEPS} steps")
+            yield _instance(step, axes, described, {**parameters, **axes})
+
+
+def _instance(
+    step: _Described, axes: Mapping[str, str], described: Mapping[str, _Described], values: Mapping[str, str]
+) -> FlowStep:
+    arguments = _checked_arguments(step, axes, described, values)
+    settings = []
+    for name, text in step.settings:
+        filled = _Text(_filled(text, values), text.where)
+        settings += [(name, each) for each in _expanded(step, axes, described, filled)]
+    needs = [name for text in step.needs for name in _needed(step, axes, described, text)]
+    kind = KINDS[step.kind]
+    try:
+        kind.check(arguments, settings)
+    except UserError as error:
+        raise UserError(f"{step.where}: step {step.name}: {error}") from None
+    name = _instance_name(step.name, axes)
+    return FlowStep(
+        name, step.name, step.kind, step.where, axes, arguments, settings, step.outputs, needs,
+        step.resources, step.priority, step.retry,
+    )  # fmt: skip
+
+
+def _instance_name(name: str, axes: Mapping[str, str]) -> str:
+    return f"{name}[{','.join(f'{axis}={value}' for axis, value in axes.items())}]" if axes else name
+
+
+def _checked_arguments(
+    step: _Described, axes: Mapping[str, str], described: Mapping[str, _Described], values: Mapping[str, str]
+) -> list[str]:
+    """Return a step's arguments, each reference by the name of the one step that it is to.
+
+    Raises:
+        UserError: an output that does not exist, or is not what the step takes there.
+    """
+    takes = KINDS[step.kind].takes
+    found: list[str] = []
+    for i, text in enumerate(step.arguments):
+        taken = takes[min(i, len(takes) - 1)]
+        filled = _Text(_filled(text, values), text.where)
+        texts = _expanded(step, axes, described, filled)
+        if len(texts) > 1 and not taken.many:
+            raise UserError(
+                f"{text.where}: {text.value} is {len(texts)} outputs, {step.kind} takes one {taken.name} here: "
+                f"give {step.name} the same matrix"
+            )
+        for each in texts:
+            _check_kind(step, described, taken, each, text.where)
+        found += texts
+    return found
+
+
+def _check_kind(step: _Described, described: Mapping[str, _Described], taken: Taken, text: str, where: str) -> None:
+    match = TOKEN.fullmatch(text)
+    if taken.kind is None or match is None:
+        return
+    name, _, output = match[1].rpartition(".")
+    kind = described[name.partition("[")[0]].outputs[output].kind
+    if kind is not taken.kind:
+        raise UserError(
+            f"{where}: {output} of {name} is a {kind}: {step.kind} takes a {taken.kind} as its {taken.name}"
+        )
+
+
+def _expanded(step: _Described, axes: Mapping[str, str], described: Mapping[str, _Described], text: _Text) -> list[str]:
+    """Return a text with each `${step.output}` by the name of the one step that it is to; a word of several, several.
+
+    Axes that both have must agree; a step with further axes is referred to as a list.
+    """
+    texts = [text.value]
+    for word in dict.fromkeys(match[1] for match in TOKEN.finditer(text.value)):
+        if word == "folder":
+            continue
+        name, dot, output = word.partition(".")
+        if not dot:
+            raise UserError(
+                f"{text.where}: ${{{word}}} is no parameter and of no matrix of {step.name}: "
+                f"{nearest(word, described)}write ${{STEP.OUTPUT}} for what a step leaves".strip()
+            )
+        if name not in described:
+            raise UserError(f"{text.where}: {unknown('step', name, described)}")
+        if output not in described[name].outputs:
+            raise UserError(f"{text.where}: {unknown(f'output of {name}', output, described[name].outputs)}")
+        reads = [str(ReadOutput(one, output)) for one in _matching(described[name], axes)]
+        if not reads:
+            raise UserError(f"{text.where}: {name} has no step for the matrix values of {step.name}")
+        texts = [each.replace(f"${{{word}}}", read) for each in texts for read in reads]
+    return texts
+
+
+def _matching(step: _Described, axes: Mapping[str, str]) -> list[str]:
+    """Return the names of a step's instances whose values agree with some others'."""
+    alike = [a for a in step.combinations() if all(axes.get(name, value) == value for name, value in a.items())]
+    return [_instance_name(step.name, each) for each in alike]
+
+
+def _needed(
+    step: _Described, axes: Mapping[str, str], described: Mapping[str, _Described], text: _Text
+) -> Sequence[str]:
+    if text.value not in described:
+        raise UserError(f"{text.where}: {unknown('step', text.value, described)}")
+    return _matching(described[text.value], axes)
+
+
+def _check_order(flow: Flow) -> None:
+    """Refuse steps that wait for each other."""
+    try:
+        TopologicalSorter({name: step.before for name, step in flow.steps.items()}).prepare()
+    except CycleError as error:
+        names = list(reversed(error.args[1]))
+        raise UserError(f"{flow.steps[names[0]].where}: steps wait for each other: {' needs '.join(names)}") from None

@@ -1,0 +1,194 @@
+"""A flow's folder, and how its steps stand: what each step's own record says, and whether somebody works at it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from echelon.core.errors import UserError
+from echelon.core.files import write_atomic
+from echelon.flows.base import Flow, FlowStep, output_path, step_folder
+from echelon.flows.base import ReadOutput as _Read
+from echelon.flows.fingerprint import hash_output
+from echelon.flows.resolve import read_flow
+from echelon.records.decode import decode
+from echelon.records.file import newest, read_records
+from echelon.records.going import LOCK_FILE, is_held
+from echelon.records.kinds import FlowStepEnd, FlowStepStart
+from echelon.records.segments import RECORD_FILE
+
+DESCRIPTION_FILE, GIVEN_FILE, PAGE_FILE, LOG_FILE = "flow.yaml", "flow.json", "flow.html", "log.txt"
+COMPLETED, FAILED, REFUSED, STOPPED = "completed", "failed", "refused", "stopped"
+
+
+class Stands(StrEnum):
+    """How a step stands."""
+
+    DONE = "done"
+    RUNS = "runs"
+    FAILED = "failed"
+    CUT_SHORT = "cut short"
+    BLOCKED = "blocked"
+    WAITS = "waits"
+
+
+@dataclass(frozen=True)
+class StepStanding:
+    """How one step stands.
+
+    Attributes:
+        starts: how often it was started, ever.
+        seconds: that its last start took so far, or in all.
+        message: why it failed.
+        report: a page about it, below the flow's folder; empty: there is none.
+    """
+
+    step: FlowStep
+    stands: Stands
+    starts: int = 0
+    seconds: float = 0.0
+    message: str = ""
+    report: str = ""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a flow's command was given beside the file.
+
+    Attributes:
+        file: the description, where the user keeps it.
+        parameters: in place of the file's.
+    """
+
+    file: str
+    parameters: Mapping[str, str]
+    hash_content: bool = False
+
+
+def write_description(folder: Path, file: Path, given: Given) -> None:
+    """Keep a flow's description in its folder, so that it can be continued."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / DESCRIPTION_FILE, file.read_text(encoding="utf-8"))
+    write_atomic(folder / GIVEN_FILE, json.dumps(asdict(given), indent=2))
+
+
+def load_flow(folder: Path) -> Flow:
+    """Return the flow of a folder, as it was described last.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        given = decode(Given, json.loads((folder / GIVEN_FILE).read_bytes()))
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{folder}: no flow there; name the folder of one, such as flows/NAME") from None
+    except (TypeError, ValueError, KeyError, AttributeError):
+        raise UserError(f"{folder / GIVEN_FILE} is damaged: start the flow from its file") from None
+    flow = read_flow(folder / DESCRIPTION_FILE, given.parameters, given.hash_content)
+    return Flow(flow.name, Path(given.file).parent, flow.steps, flow.hash_content)
+
+
+@contextmanager
+def only_driver(folder: Path) -> Iterator[None]:
+    """Hold a flow's lock: two drivers exclude each other.
+
+    Raises:
+        UserError: another one goes on.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    with os.fdopen(fd, "r+"):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"a flow goes on in {folder}: wait for it, or end it: echelon flow stop {folder}") from None
+        yield
+
+
+def last_line(folder: Path) -> FlowStepStart | FlowStepEnd | None:
+    """Return the newest line of a step's record."""
+    line = next(newest(folder, FlowStepStart, FlowStepEnd), None) if folder.is_dir() else None
+    return line if isinstance(line, FlowStepStart | FlowStepEnd) else None
+
+
+def completed_end(folder: Path) -> FlowStepEnd | None:
+    """Return how a step ended, if it came to its end and was not started again."""
+    line = last_line(folder)
+    return line if isinstance(line, FlowStepEnd) and line.status == COMPLETED else None
+
+
+def undamaged(flow: Flow, flow_folder: Path, step: FlowStep, end: FlowStepEnd) -> bool:
+    """Whether a step's outputs are what they were when it ended."""
+    try:
+        return output_hashes(flow, flow_folder, step) == dict(end.outputs)
+    except OSError:
+        return False
+
+
+def output_hashes(flow: Flow, flow_folder: Path, step: FlowStep) -> dict[str, str]:
+    """Return the hash of each output of a step.
+
+    Raises:
+        OSError: one is not there, or cannot be read.
+    """
+    return {
+        name: hash_output(output_path(flow, flow_folder, _Read(step.name, name)), output.kind)
+        for name, output in step.outputs.items()
+    }
+
+
+def clear(folder: Path) -> None:
+    """Remove what a step left, its record and log aside."""
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        if entry.name in (RECORD_FILE, LOG_FILE, LOCK_FILE):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def standings(flow: Flow, folder: Path) -> list[StepStanding]:
+    """Return how each step stands, in the flow's order."""
+    goes_on = is_held(folder) is not False and (folder / LOCK_FILE).exists()
+    found: dict[str, StepStanding] = {}
+    for name in flow.steps:
+        _stand(flow, folder, name, goes_on, found)
+    return [found[name] for name in flow.steps]
+
+
+def _stand(flow: Flow, folder: Path, name: str, goes_on: bool, found: dict[str, StepStanding]) -> StepStanding:
+    """Return how one step stands, looking at those before it where it has not begun."""
+    if name in found:
+        return found[name]
+    step, where = flow.steps[name], step_folder(folder, name)
+    line = last_line(where)
+    starts = len(read_records(where, FlowStepStart)) if line is not None else 0
+    report = _report(folder, where)
+    if isinstance(line, FlowStepEnd):
+        stands = {COMPLETED: Stands.DONE, STOPPED: Stands.CUT_SHORT}.get(line.status, Stands.FAILED)
+        found[name] = StepStanding(step, stands, starts, line.seconds, line.message, report)
+    elif line is not None:
+        stands = Stands.RUNS if goes_on else Stands.CUT_SHORT
+        found[name] = StepStanding(step, stands, starts, time.time() - line.t if goes_on else 0.0, "", report)
+    else:
+        before = [_stand(flow, folder, each, goes_on, found).stands for each in step.before]
+        blocked = any(each in (Stands.FAILED, Stands.BLOCKED) for each in before)
+        found[name] = StepStanding(step, Stands.BLOCKED if blocked else Stands.WAITS)
+    return found[name]
+
+
+def _report(folder: Path, where: Path) -> str:
+    for part in ("run", "study"):
+        page = where / part / "report.html"
+        if page.exists() and not (where / part).is_symlink():
+            return os.path.relpath(page, folder)
+    return ""

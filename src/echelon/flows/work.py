@@ -1,0 +1,83 @@
+"""What steps do that no other command does: `python -m echelon.flows.work prepare|select ...`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
+from echelon.core.files import write_atomic
+from echelon.core.own import find_own
+from echelon.records.file import read_records
+from echelon.records.kinds import Evaluation, Start
+
+
+def prepare(name: str, folder: Path, settings: dict[str, str]) -> None:
+    """Call a function of the user's with the step's folder and its settings, each as its parameter's type.
+
+    Raises:
+        UserError: there is no such function, or it does not take the settings.
+    """
+    function = find_own("prepare", name)
+    types = inspect.get_annotations(function, eval_str=True)
+    try:
+        given = {key: types[key](value) if types.get(key) in (int, float) else value for key, value in settings.items()}
+        inspect.signature(function).bind(folder, **given)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"prepare {name}: {error}; it is called with a folder and the step's settings") from None
+    function(folder, **given)
+
+
+def select(folder: Path, runs: Sequence[Path]) -> None:
+    """Link to the run with the best evaluation, and write how they compare into `choice.json`.
+
+    Raises:
+        UserError: runs of different metrics, or one without an evaluation.
+    """
+    found = [_best(run) for run in runs]
+    metrics = {metric for metric, _, _ in found}
+    if len(metrics) > 1:
+        raise UserError(f"runs of different metrics cannot be compared: {', '.join(sorted(metrics))}")
+    best = max(range(len(runs)), key=lambda i: found[i][2])  # of equal ones the first
+    link = folder / "run"
+    link.unlink(missing_ok=True)
+    link.symlink_to(os.path.relpath(runs[best], folder), target_is_directory=True)
+    rows = [{"run": os.path.relpath(run, folder), "value": value} for run, (_, value, _) in zip(runs, found)]
+    write_atomic(folder / "choice.json", json.dumps({"metric": found[0][0], "best": best, "runs": rows}, indent=2))
+    print(f"best of {len(runs)} by {found[0][0]}: {runs[best]} ({found[best][1]:.4g})")
+
+
+def _best(run: Path) -> tuple[str, float, float]:
+    """Return a run's primary metric, its best value, and a score that is higher where that is better."""
+    starts = read_records(run, Start)
+    if not starts:
+        raise UserError(f"{run}: no run there")
+    metric = starts[-1].task.primary
+    values = [e.metrics.get(metric.name) for e in read_records(run, Evaluation)]
+    known = [value for value in values if value is not None]
+    if not known:
+        raise UserError(f"{run} has no evaluation with {metric.name}")
+    value = max(known, key=metric.score)
+    return metric.name, value, metric.score(value)
+
+
+def main() -> int:
+    """Do one step's work; returns the exit code."""
+    what, *words = sys.argv[1:]
+    try:
+        if what == "prepare":
+            prepare(words[0], Path(words[1]), json.loads(words[2]))
+        else:
+            select(Path(words[0]), [Path(run) for run in words[1:]])
+    except UserError as error:
+        print(f"echelon: {error}", file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

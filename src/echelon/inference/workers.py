@@ -1,0 +1,134 @@
+"""Predictions by several processes of a machine: each takes whole batches, so that rows do not depend on how many."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echelon.config import RunConfig
+from echelon.config.validate import Nodes
+from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
+from echelon.core.files import scratch_folder, write_atomic
+from echelon.core.stop import StopFlag
+from echelon.inference.predict import BatchShare, MaskOutput, PredictedRow, device_of, predict_samples
+from echelon.launch.places.local import Local, start_import_server
+from echelon.launch.plan import LaunchPlan, thread_count, usable_cores, visible_gpus
+from echelon.launch.supervisor import Death, JobFailed, Refused, Watch, supervise
+from echelon.run.job import EvaluationFiles
+from echelon.run.machine import ranks_here
+from echelon.run.parcel import Parcel
+from echelon.run.trained import load_trained
+from echelon.tasks.base import Prediction, Writing
+from echelon.trainer.assemble import UserObjects
+from echelon.trainer.process import leave, log_to, one_line, place_of
+
+StoredRow = tuple[str | int, str, Any, float | None, dict[str, float], torch.Tensor | None]
+"""A row as plain values: sample, mask's file, what is said, how surely, by name, mask `(H, W)`."""
+_ENTRY = "echelon.inference.workers:run_predictor"
+_PRELOAD = ("torch", "echelon.tasks.metrics_import", "echelon.inference.workers")
+
+
+@dataclass(frozen=True)
+class PredictionJob:
+    """What is predicted of what.
+
+    Attributes:
+        folder: of the run.
+        data: see `samples_of`.
+        device: `auto`, `cpu` or `cuda`, of which each process takes its own.
+    """
+
+    folder: Path
+    config: RunConfig
+    checkpoint: str
+    data: Any
+    writing: Writing
+    device: str
+    masks: MaskOutput | None = None
+
+
+def predict_on_workers(job: PredictionJob, objects: UserObjects, workers: int) -> list[PredictedRow]:
+    """Return the rows of all samples, in their order.
+
+    Args:
+        objects: what the caller gave in place of names.
+        workers: processes; 0: one for each GPU, or each core where there is none.
+
+    Raises:
+        UserError: as `predict_samples`.
+        JobFailed: a process died.
+    """
+    workers = workers or (visible_gpus() if job.device != "cpu" else 0) or usable_cores()
+    parcel = None if objects == UserObjects() else Parcel.of(objects)
+    start_import_server(_PRELOAD)
+    with scratch_folder() as results, closing(Local()) as place:
+        files = EvaluationFiles(results)
+        plan = LaunchPlan(
+            entry=_ENTRY,
+            args=(files, job, workers, parcel),
+            workers=workers,
+            threads=thread_count(replace(job.config.launch, threads=0), workers),
+            nodes=Nodes(1, 1),
+            rendezvous=None,
+            max_restarts=0,
+            log_dir=results,
+        )
+        deaths: list[Death] = []
+        with ranks_here(plan) as machine:
+            watch = Watch(on_death=lambda death, _: deaths.append(death))
+            try:
+                supervise(machine.job, place, watch, StopFlag(), machine.rounds)
+            except Refused:
+                raise UserError(files.refusal.read_text()) from None
+            except JobFailed as failure:
+                told = files.failure.read_text() if files.failure.exists() else ""
+                raise JobFailed(f"predicting failed: {told or failure or ', '.join(map(str, deaths))}") from None
+        return [row for rank in range(workers) for row in _read(_rows_of(results, rank))]
+
+
+def run_predictor(files: EvaluationFiles, job: PredictionJob, workers: int, parcel: Parcel | None) -> None:
+    """Be one of several processes: write the rows of its batches, or what went wrong."""
+    rank = int(os.environ["RANK"])
+    log_to(files.folder / f"rank{rank}.log")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    try:
+        objects = parcel.open() if parcel is not None else UserObjects()
+        trained = load_trained(job.folder, job.config, objects, job.checkpoint)
+        device = device_of(job.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", rank % torch.cuda.device_count())
+        rows = list(predict_samples(trained, job.data, job.writing, device, job.masks, part=BatchShare(rank, workers)))
+        torch.save(list(map(_stored, rows)), _rows_of(files.folder, rank))  # read once this process has ended
+    except UserError as error:
+        write_atomic(files.refusal, str(error))
+        leave(USER_ERROR_EXIT_CODE)
+    except Exception as error:
+        logging.exception("this process failed")
+        with suppress(FileExistsError), files.failure.open("x") as file:
+            file.write(f"{one_line(error)} {place_of(error)}".strip())
+        leave(1)
+
+
+def _rows_of(folder: Path, rank: int) -> Path:
+    return folder / f"rows{rank}"
+
+
+def _stored(row: PredictedRow) -> StoredRow:
+    said = row.prediction
+    mask = None if said.mask is None else torch.from_numpy(said.mask)
+    return row.sample, row.mask_file, said.value, said.probability, dict(said.probabilities), mask
+
+
+def _read(file: Path) -> list[PredictedRow]:
+    """Return what `_stored` made of rows; nothing is unpickled but plain values and tensors."""
+    rows: list[StoredRow] = torch.load(file, weights_only=True)
+    return [
+        PredictedRow(sample, Prediction(value, sure, names, None if mask is None else mask.numpy()), mask_file)
+        for sample, mask_file, value, sure, names, mask in rows
+    ]

@@ -1,0 +1,245 @@
+"""What goes between this machine and a host without a common disk: the code, the run's folder, and what it becomes.
+
+Files travel as tar through ssh. What comes back is written file by file: only plain files, only below the run's folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import tarfile
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from echelon.core.errors import UserError
+from echelon.core.files import write_atomic
+from echelon.launch.places.cluster import PLACE_FOLDER, PlaceSilent
+
+TRANSFER_S = 3600.0
+_STATE = ".brought"  # in the run's folder here: size and time of each file as it was brought
+_CHECKPOINTS = "checkpoints"
+_OF_PLACE = {f"{PLACE_FOLDER}/exit", f"{PLACE_FOLDER}/starts"}  # what the hosts write of it
+_NOT_BROUGHT = (PLACE_FOLDER, "machines")
+_SMALL: tuple[str, ...] = ("config.yaml", "launch.json", PLACE_FOLDER, "machines")
+
+
+def base_there(folder: str, run: Path) -> PurePosixPath:
+    """Return the folder on a host for a run of this machine: no other run's, of whatever machine, has the same."""
+    whose = f"{socket.gethostname()}:{run.absolute()}"
+    return PurePosixPath(folder) / f"{run.name}-{hashlib.sha256(whose.encode()).hexdigest()[:8]}"
+
+
+def working_files(folder: Path, run: Path) -> list[str]:
+    """Return the files of the working folder that .gitignore does not name, but for runs.
+
+    Raises:
+        UserError: there is no git to read it.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        command = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:  # no repository: the same rules without one
+                environment = {**os.environ, "GIT_DIR": scratch, "GIT_WORK_TREE": str(folder)}
+                subprocess.run(["git", "init", "-q"], env=environment, capture_output=True, check=True)
+                done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        except FileNotFoundError:
+            raise UserError("git reads .gitignore, and is not there: install it, or give code=false") from None
+        except subprocess.CalledProcessError as error:
+            raise UserError(f"git: {' '.join(str(error.stderr).split())}") from None
+    names = sorted(set(filter(None, done.stdout.split("\0"))))
+    own = os.path.relpath(run, folder)
+    left_out = ("runs/", f"{own}/")
+    return [name for name in names if not name.startswith(left_out) and (folder / name).is_file()]
+
+
+def send(ssh: Sequence[str], folder: Path, files: Sequence[str], there: PurePosixPath) -> None:
+    """Make a folder of a host the same as these files of a folder here.
+
+    Raises:
+        PlaceSilent: the host does not answer.
+        UserError: it cannot take them.
+    """
+    where = shlex.quote(str(there))
+    script = f"rm -rf {where} && mkdir -p {where} && tar -xf - -C {where}"
+    _send(ssh, folder, files, script)
+
+
+def send_run(ssh: Sequence[str], run: Path, there: PurePosixPath, is_first: bool) -> None:
+    """Send a run's folder to a host: all of it to the first one that does not have it, else what a start needs.
+
+    Raises:
+        PlaceSilent: the host does not answer.
+        UserError: it cannot take it.
+    """
+    where = shlex.quote(str(there))
+    has = _ask(ssh, f"[ -e {where}/config.yaml ] && echo yes; true")
+    names = _SMALL
+    if is_first and not has:
+        names = tuple(path.name for path in run.iterdir() if not path.name.startswith(".") and path.name != "logs")
+    files = [file for name in names for file in _files_below(run / name)]
+    relative = [str(file.relative_to(run)) for file in files if file.name != "exit"]
+    script = f"mkdir -p {where} && chmod 700 {where} && rm -f {where}/{PLACE_FOLDER}/exit && tar -xf - -C {where}"
+    _send(ssh, run, relative, script)
+
+
+def _files_below(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+    yield from sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def bring_run(ssh: Sequence[str], there: str, run: Path) -> None:
+    """Bring what is new in a run's folder on a host: checkpoints whole, then everything else.
+
+    Raises:
+        PlaceSilent: the host does not answer.
+        UserError: it cannot give it.
+    """
+    listing = _ask(ssh, f"cd {shlex.quote(there)} 2>/dev/null && find . -type f -printf '%P\\t%s\\t%T@\\0'; true")
+    found = {name: f"{size} {time}" for name, size, time in _listed(listing)}
+    if not found:
+        return
+    known = _brought(run)
+    new = [name for name, state in found.items() if known.get(name) != state or not (run / name).exists()]
+    if new:
+        script = f"cd {shlex.quote(there)} && tar --ignore-failed-read -cf - --null -T -"
+        with tempfile.TemporaryDirectory(dir=run, prefix=".bringing-") as scratch, _connection(ssh, script) as child:
+            assert child.stdin is not None and child.stdout is not None
+            writer = threading.Thread(target=_write_names, args=(child.stdin, new), daemon=True)
+            writer.start()
+            came = _extract(child.stdout, Path(scratch), set(new))
+            writer.join()
+            _place(Path(scratch), run, came, found)
+        known |= {name: found[name] for name in came}
+        write_atomic(run / _STATE, json.dumps({name: state for name, state in known.items() if name in found}))
+    kept = {name.split("/")[1] for name in found if name.startswith(f"{_CHECKPOINTS}/")}
+    for folder in (run / _CHECKPOINTS).glob("*"):
+        if kept and folder.name not in kept and not folder.name.startswith("."):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _listed(text: str) -> Iterator[tuple[str, str, str]]:
+    for line in filter(None, text.split("\0")):
+        name, size, time = line.rsplit("\t", 2)
+        parts = PurePosixPath(name).parts
+        if name in _OF_PLACE or not (parts[0] in _NOT_BROUGHT or any(part.startswith(".") for part in parts)):
+            yield name, size, time
+
+
+def _brought(run: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads((run / _STATE).read_text()))
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def _write_names(pipe: IO[bytes], names: Sequence[str]) -> None:
+    try:
+        with pipe:
+            pipe.write(b"".join(name.encode() + b"\0" for name in names))
+    except BrokenPipeError:  # said by who reads
+        return
+
+
+def _extract(stream: IO[bytes], folder: Path, wanted: set[str]) -> list[str]:
+    """Write the wanted plain files of an archive below a folder; returns their names."""
+    came = []
+    try:
+        with tarfile.open(fileobj=stream, mode="r|") as archive:
+            for member in archive:
+                content = archive.extractfile(member) if member.isfile() and member.name in wanted else None
+                if content is None:
+                    continue
+                path = folder / member.name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("wb") as file:
+                    shutil.copyfileobj(content, file)
+                came.append(member.name)
+    except tarfile.TarError as error:
+        raise PlaceSilent(f"what a host sent broke off: {error}") from None
+    return came
+
+
+def _place(scratch: Path, run: Path, came: list[str], found: dict[str, str]) -> None:
+    """Move what came into the run's folder: checkpoints that are whole at once, then files, the record among them."""
+    of_checkpoints = [name for name in came if name.startswith(f"{_CHECKPOINTS}/")]
+    for step in sorted({name.split("/")[1] for name in of_checkpoints}):
+        wanted = {name for name in found if name.startswith(f"{_CHECKPOINTS}/{step}/")}
+        target = run / _CHECKPOINTS / step
+        if wanted <= set(came):
+            shutil.rmtree(target, ignore_errors=True)
+            target.parent.mkdir(exist_ok=True)
+            (scratch / _CHECKPOINTS / step).rename(target)
+    for name in came:
+        if name not in of_checkpoints:
+            (run / name).parent.mkdir(parents=True, exist_ok=True)
+            (scratch / name).replace(run / name)
+
+
+def _send(ssh: Sequence[str], folder: Path, files: Sequence[str], script: str) -> None:
+    with _connection(ssh, script) as child:
+        assert child.stdin is not None
+        try:
+            with tarfile.open(fileobj=child.stdin, mode="w|") as archive:
+                for name in files:
+                    archive.add(folder / name, name, recursive=False)
+            child.stdin.close()
+        except BrokenPipeError:  # said by how the connection ends
+            return
+
+
+def _ask(ssh: Sequence[str], script: str) -> str:
+    with _connection(ssh, script) as child:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdin.close()
+        return child.stdout.read().decode()
+
+
+@contextmanager
+def _connection(ssh: Sequence[str], script: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a script on a host with its two ends open.
+
+    Raises:
+        PlaceSilent: the host does not answer, or not in time.
+        UserError: the script fails, in its words.
+    """
+    with tempfile.TemporaryFile() as words:
+        child = subprocess.Popen(
+            [*ssh, f"sh -c {shlex.quote(script)}"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words, start_new_session=True,
+        )  # fmt: skip
+        limit = threading.Timer(TRANSFER_S, child.kill)
+        limit.start()
+        try:
+            yield child
+            code = child.wait()
+        finally:
+            limit.cancel()
+            child.kill()
+            child.wait()
+            for pipe in (child.stdin, child.stdout):
+                if pipe is not None:
+                    _close(pipe)
+        words.seek(0)
+        said = " ".join(words.read().decode(errors="replace").split())
+    if code == 255 or code < 0:
+        raise PlaceSilent(said or "the connection broke off")
+    if code:
+        raise UserError(said or f"exit code {code}")
+
+
+def _close(pipe: IO[bytes]) -> None:
+    try:
+        pipe.close()
+    except BrokenPipeError:  # what was not sent is lost, and said
+        return

@@ -1,0 +1,300 @@
+"""A place that takes a whole run: a cluster's own engine queues it, gives it machines, and starts it again.
+
+Such a place starts one *node command* on each of its machines (`echelon.run.node`), which runs that machine's part as
+the same command by hand would: nothing of a run is made anew for a place. Between the machines and who follows the run
+lie files in the run's folder (`PlaceFiles`), which all of them see.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import ClassVar, Protocol, runtime_checkable
+
+from echelon.core.errors import UserError
+from echelon.core.files import write_atomic
+
+NODE_MODULE = "echelon.run.node"
+PLACE_FOLDER = "place"  # below a run's folder
+ANSWER_S = 60.0
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One machine's part in what a place was asked for.
+
+    Attributes:
+        number: of the machine; 0 is the first one.
+        name: tells it apart, also from others on the same host.
+        address: of the first machine, as the place knows it.
+        start: names this start of the run, the same on all of its machines.
+    """
+
+    number: int
+    name: str
+    address: str
+    start: str
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A run as a place is given it.
+
+    Attributes:
+        run: its folder, absolute, which all machines see.
+        folder: where relative names of data and code begin.
+        python: the interpreter.
+    """
+
+    run: Path
+    folder: Path = field(default_factory=Path.cwd)
+    python: str = sys.executable
+
+    @property
+    def command(self) -> list[str]:
+        """The node command: the same on each machine, and no secret in it."""
+        return [self.python, "-m", NODE_MODULE, str(self.run)]
+
+    @property
+    def files(self) -> PlaceFiles:
+        """What the run and its place tell each other by."""
+        return PlaceFiles(self.run)
+
+
+@dataclass(frozen=True)
+class ChainedJob:
+    """One command as a job that waits for others.
+
+    Attributes:
+        name: under which it is found in the queue again.
+        script: file for its text, which all machines see.
+        command: what it runs; 0 ends it well.
+        after: jobs that must end well before; where one does not, this one never begins.
+        time_s: after which it is ended.
+    """
+
+    name: str
+    script: Path
+    command: Sequence[str]
+    after: Sequence[str] = ()
+    cores: int = 1
+    memory_bytes: float = 0.0
+    gpus: int = 0
+    time_s: float = 0.0
+
+
+@runtime_checkable
+class TakesChains(Protocol):
+    """A place whose queue knows jobs that wait for others."""
+
+    def submit_chained(self, job: ChainedJob) -> str:
+        """Submit a job; returns its number."""
+
+    def chained(self, name: str) -> str:
+        """Return the number of a job of a name that waits or runs; empty: there is none."""
+
+    def state(self, job: str) -> JobState:
+        """Return where a job is."""
+
+    def stop(self, job: str) -> None:
+        """End a job, or take it from the queue."""
+
+
+class JobPhase(StrEnum):
+    """Where a job is: before its machines, on them, or over."""
+
+    WAITS = "waits"
+    RUNS = "runs"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What a place's own queue says of a job.
+
+    Attributes:
+        text: in its words.
+    """
+
+    phase: JobPhase
+    text: str
+
+
+class Cluster(ABC):
+    """A place that takes whole runs. Subclasses are dataclasses: their fields are the settings of the spec."""
+
+    runs_here: ClassVar[bool] = False
+    exit_codes_decide: ClassVar[bool] = False
+    """Whether the place starts a machine's part again by the exit code of its node command, not by what is noted."""
+
+    @property
+    @abstractmethod
+    def machines(self) -> int:
+        """How many machines a run is given."""
+
+    @abstractmethod
+    def text(self, submission: Submission) -> str:
+        """Return exactly what is submitted: a script or a manifest."""
+
+    @abstractmethod
+    def submit(self, submission: Submission) -> str:
+        """Hand a run over; returns the name of its job.
+
+        Raises:
+            UserError: the place refuses it, or is not there.
+        """
+
+    @abstractmethod
+    def state(self, job: str) -> JobState:
+        """Return where a job is.
+
+        Raises:
+            PlaceSilent: the place does not answer now.
+        """
+
+    @abstractmethod
+    def stop(self, job: str) -> None:
+        """Ask a job to save a checkpoint and end; one that waits is taken from the queue.
+
+        Raises:
+            PlaceSilent: the place does not answer now.
+        """
+
+    def check(self, submission: Submission, versions: Mapping[str, str]) -> None:  # noqa: B027 - most places say so when a run is handed over
+        """Refuse, before a run has a folder, what the place cannot take.
+
+        Args:
+            submission: with the folder that the run will have.
+            versions: that its machines must have, by name.
+
+        Raises:
+            UserError: says why.
+        """
+
+    def keep(self, job: str, submission: Submission) -> JobState:
+        """Return where a job is, for who follows it: the moment to do what the place itself does not.
+
+        Raises:
+            PlaceSilent: the place does not answer now.
+        """
+        return self.state(job)
+
+    def bring(self, run: Path) -> None:  # noqa: B027 - the folder is common to most
+        """Bring what the place has of a run into its folder here, where that is not common to both.
+
+        Raises:
+            PlaceSilent: the place does not answer now.
+        """
+
+    @abstractmethod
+    def seat(self, environment: Mapping[str, str]) -> Seat:
+        """Return the part of the machine on which the node command has this environment.
+
+        Raises:
+            UserError: it was given something else than was asked for.
+        """
+
+
+class PlaceSilent(Exception):
+    """A place does not answer now; it may later."""
+
+
+class PlaceFiles:
+    """The files of a run's folder by which its machines, its place and who follows it tell each other of it."""
+
+    def __init__(self, run: Path) -> None:
+        self.folder = run / PLACE_FOLDER
+
+    @property
+    def text(self) -> Path:
+        """What was submitted."""
+        return self.folder / "submitted"
+
+    @property
+    def jobs(self) -> Path:
+        """The jobs of the run, a line each, the newest last."""
+        return self.folder / "jobs"
+
+    @property
+    def exit(self) -> Path:
+        """How the last start ended: an exit code, then why, on one line."""
+        return self.folder / "exit"
+
+    @property
+    def stop(self) -> Path:
+        """Is there when the run was asked to stop: it is not queued again."""
+        return self.folder / "stop"
+
+    def prepare(self) -> None:
+        """Make the folder for a new submission, without what an earlier one left."""
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        for left in (self.exit, self.stop, self.starts):
+            left.unlink(missing_ok=True)
+
+    @property
+    def starts(self) -> Path:
+        """The step from which each start went on, a line each."""
+        return self.folder / "starts"
+
+    def add_job(self, job: str) -> None:
+        """Note a job as the newest one."""
+        with self.jobs.open("a") as file:
+            file.write(f"{job}\n")
+
+    def job(self) -> str:
+        """Return the newest job; empty: there is none."""
+        try:
+            return next(iter(reversed(self.jobs.read_text().split())), "")
+        except FileNotFoundError:
+            return ""
+
+    def end(self, code: int, reason: str = "") -> None:
+        """Note how a start ended."""
+        write_atomic(self.exit, f"{code} {' '.join(reason.split())}\n")
+
+    def ended(self) -> tuple[int, str] | None:
+        """Return how the last start ended: exit code and why; None: it did not, or died."""
+        try:
+            code, _, reason = self.exit.read_text().strip().partition(" ")
+        except FileNotFoundError:
+            return None
+        return int(code), reason
+
+    def meet_at(self, seat: Seat, address: str) -> None:
+        """Tell the other machines of a start where the first one answers."""
+        for old in self.folder.glob("meeting-*"):
+            old.unlink()
+        write_atomic(self.folder / f"meeting-{seat.start}", json.dumps({"address": address}))
+
+    def meeting(self, seat: Seat) -> str:
+        """Return where the first machine of a start answers; empty while that is not known."""
+        name = f"meeting-{seat.start}"
+        # the folder is listed: over a network, a file that was not there a moment ago may stay so in a cache
+        if name not in {path.name for path in self.folder.iterdir()}:
+            return ""
+        return str(json.loads((self.folder / name).read_text())["address"])
+
+
+def ask(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """Run a program of a cluster's, and return what it prints.
+
+    Raises:
+        UserError: it is not installed, or refuses: in its own words.
+        PlaceSilent: it does not end in time.
+    """
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=ANSWER_S, check=False)
+    except FileNotFoundError:
+        raise UserError(f"{command[0]} is not there: start this on a machine from which the cluster is used") from None
+    except subprocess.TimeoutExpired:
+        raise PlaceSilent(f"{command[0]} gives no answer") from None
+    if done.returncode:
+        words = " ".join((done.stderr or done.stdout).split())
+        raise UserError(f"{command[0]}: {words or f'exit code {done.returncode}'}")
+    return done.stdout

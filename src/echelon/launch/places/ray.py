@@ -1,0 +1,210 @@
+"""A Ray cluster: a job of Ray's own that holds a placement group, one node command on each of its machines.
+
+Ray queues the job, gives it machines (an autoscaling cluster gets new ones for it) and answers for it; the job
+(`echelon.launch.ray_job`) starts the node commands again on new machines when one is lost. The disk is common to all.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from echelon.core.errors import UserError
+from echelon.launch.places.base import Place
+from echelon.launch.places.cluster import ANSWER_S, Cluster, JobPhase, JobState, PlaceSilent, Seat, Submission
+from echelon.launch.plan import visible_gpus
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobSubmissionClient
+
+JOB_MODULE = "echelon.launch.ray_job"
+SEAT_VARIABLE = "ECHELON_RAY_SEAT"
+_NOT_YET = {"PENDING", "RESCHEDULING", "PREPARED"}  # of placement groups: not all machines are there
+_NO_AGENT = "No available agent"  # what takes jobs on the head starts after the head
+_TRY_S = 1.0
+_OVER = {"STOPPED", "SUCCEEDED", "FAILED"}
+
+
+@dataclass(frozen=True)
+class RayCluster(Cluster):
+    """A Ray cluster.
+
+    Attributes:
+        nodes: how many.
+        gpus: of each node.
+        cores: of each node, that Ray keeps for the run.
+        address: of the dashboard, such as "http://head:8265"; auto: RAY_API_SERVER_ADDRESS, RAY_ADDRESS, or this
+            machine's own cluster.
+    """
+
+    nodes: int = 1
+    gpus: int = 0
+    cores: int = 1
+    address: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Refuse what no job can be.
+
+        Raises:
+            ValueError: names the setting.
+        """
+        if self.nodes < 1 or self.cores < 1 or self.gpus < 0:
+            raise ValueError("nodes and cores must be at least 1, gpus at least 0")
+
+    @property
+    def machines(self) -> int:
+        """How many machines a run is given."""
+        return self.nodes
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """What the placement group asks for: one bundle a machine."""
+        bundle: dict[str, float] = {"CPU": self.cores, **({"GPU": self.gpus} if self.gpus else {})}
+        return [bundle] * self.nodes
+
+    def check(self, submission: Submission, versions: Mapping[str, str]) -> None:
+        """Refuse a machine without Ray, or one from which the cluster is not reached.
+
+        Raises:
+            UserError: says what to install, or what Ray says.
+        """
+        try:
+            self._client()
+        except PlaceSilent as silent:
+            raise UserError(f"--on ray: {silent}") from None
+
+    def _job(self, submission: Submission) -> dict[str, Any]:
+        command = [submission.python, "-m", JOB_MODULE, str(submission.run), str(submission.folder)]
+        variables = {
+            # at a stop the nodes save a checkpoint before they end; Ray alone would wait for 3 seconds
+            "RAY_JOB_STOP_WAIT_TIME_S": f"{Place.stop_s:.0f}",
+            "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # below `uv run` Ray would build an environment of its own
+        }
+        return {"entrypoint": shlex.join(command), "runtime_env": {"env_vars": variables}}
+
+    def text(self, submission: Submission) -> str:
+        """Return the job as Ray gets it, and the placement group that it asks for."""
+        group = {"strategy": "STRICT_SPREAD", "bundles": self.bundles}
+        return json.dumps({"job": self._job(submission), "placement_group": group}, indent=2) + "\n"
+
+    def submit(self, submission: Submission) -> str:
+        """Hand the job to Ray; returns its submission id.
+
+        Raises:
+            UserError: Ray is not reached, or refuses.
+        """
+        submission.files.text.write_text(self.text(submission))
+        ends = time.monotonic() + ANSWER_S
+        while True:
+            try:
+                job: str = self._client().submit_job(**self._job(submission))
+            except (PlaceSilent, RuntimeError) as error:
+                if _NO_AGENT not in str(error) or time.monotonic() > ends:
+                    raise UserError(f"--on ray: {_one_line(error)}") from None
+                time.sleep(_TRY_S)
+            else:
+                return job
+
+    def state(self, job: str) -> JobState:
+        """Return where a job is.
+
+        Raises:
+            PlaceSilent: Ray does not answer now.
+        """
+        client = self._client()
+        try:
+            info = client.get_job_info(job)
+        except RuntimeError as error:
+            if "does not exist" in str(error):
+                return JobState(JobPhase.ENDED, "not known to Ray any more")
+            raise PlaceSilent(_one_line(error)) from None
+        status = str(info.status.value)
+        if status in _OVER:
+            return JobState(JobPhase.ENDED, status.lower() if status != "FAILED" else _failure(info.message))
+        if status == "PENDING" or self._wants_machines(client, info.job_id):
+            return JobState(JobPhase.WAITS, f"waiting for {self.nodes} node{'s' * (self.nodes != 1)}")
+        return JobState(JobPhase.RUNS, "running")
+
+    def _wants_machines(self, client: JobSubmissionClient, ray_job: str | None) -> bool:
+        """Whether a job has yet to get machines for its placement group.
+
+        Raises:
+            PlaceSilent: Ray does not answer now.
+        """
+        from ray.util.state import list_placement_groups
+        from ray.util.state.exception import RayStateApiException
+
+        if ray_job is None:  # it has not yet connected to the cluster
+            return True
+        own = [("creator_job_id", "=", ray_job)]
+        try:
+            groups = list_placement_groups(client.get_address(), filters=own, timeout=int(ANSWER_S))
+        except (RayStateApiException, OSError) as error:
+            raise PlaceSilent(_one_line(error)) from None
+        return not groups or any(group.state in _NOT_YET for group in groups)
+
+    def stop(self, job: str) -> None:
+        """Ask Ray to stop a job: its nodes get SIGTERM, and time for a checkpoint.
+
+        Raises:
+            PlaceSilent: Ray does not answer now.
+        """
+        try:
+            self._client().stop_job(job)
+        except RuntimeError as error:
+            raise PlaceSilent(_one_line(error)) from None
+
+    def seat(self, environment: Mapping[str, str]) -> Seat:
+        """Return this node's part.
+
+        Raises:
+            UserError: this was not started by the job, or the machine has other GPUs than were asked for.
+        """
+        if SEAT_VARIABLE not in environment:
+            raise UserError(f"{SEAT_VARIABLE} is not set: this is started by {JOB_MODULE}, as a job of Ray's")
+        if self.gpus and visible_gpus() != self.gpus:
+            raise UserError(f"Ray gives {visible_gpus()} GPUs on this node, --on asks for {self.gpus}")
+        return read_seat(environment)
+
+    def _client(self) -> JobSubmissionClient:
+        """Return a connection to Ray's own interface for jobs.
+
+        Raises:
+            UserError: Ray is not installed.
+            PlaceSilent: it is not reached.
+        """
+        try:
+            from ray.job_submission import JobSubmissionClient
+        except ImportError:
+            raise UserError("--on ray needs ray: pip install 'echelon[ray]'") from None
+        try:
+            return JobSubmissionClient(None if self.address == "auto" else self.address)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise PlaceSilent(_one_line(error)) from None
+
+
+PLACE = RayCluster
+
+
+def seat_variables(seat: Seat) -> dict[str, str]:
+    """Return the environment by which a node command learns of its seat (`read_seat`)."""
+    return {SEAT_VARIABLE: json.dumps(asdict(seat))}
+
+
+def read_seat(environment: Mapping[str, str]) -> Seat:
+    """Read what `seat_variables` wrote."""
+    return Seat(**json.loads(environment[SEAT_VARIABLE]))
+
+
+def _failure(message: str | None) -> str:
+    """Return why a job failed: the last line of what it printed, where Ray gives that."""
+    lines = [line.strip() for line in (message or "").splitlines() if line.strip()]
+    return f"failed: {lines[-1]}" if lines else "failed"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

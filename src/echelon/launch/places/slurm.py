@@ -1,0 +1,259 @@
+"""A Slurm cluster: one batch job, one task per node, queued again until the run is over; the disk is common to all.
+
+The job is plain `sbatch` text (`--dry-run` shows it). Before its time limit, at a preemption and at a stop it gets a
+signal, saves a checkpoint and is queued again, or submitted again where the site does not let jobs requeue; after a
+node's failure Slurm itself queues it again.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from echelon.core.errors import UserError
+from echelon.core.files import write_atomic
+from echelon.core.spec import Quantity
+from echelon.launch.places.cluster import ChainedJob, Cluster, JobPhase, JobState, PlaceSilent, Seat, Submission, ask
+from echelon.launch.plan import usable_cores, visible_gpus
+from echelon.messages.identity import SECRET_VARIABLE
+
+_OVER = {
+    "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "NODE_FAIL", "PREEMPTED",
+    "REVOKED", "SPECIAL_EXIT",
+}  # fmt: skip
+_BEFORE = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD"}
+_NOTICE_S = 120
+_MOST_NOTICE_S = 65535  # what sbatch takes
+
+_STEPS = """\
+# A signal lets every node save a checkpoint and end: before the time limit, at a preemption, at a stop.
+trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM  # to the tasks alone: srun itself would kill them
+rm -f {exit}
+srun --kill-on-bad-exit=1 --open-mode=append --output={output} {command} &
+step=$!
+until wait "$step"; code=$?; ! kill -0 "$step" 2>/dev/null; do :; done
+# What was noted is how the run ended, whatever became of the tasks that srun killed after it.
+[ -e {exit} ] && read -r code _ <{exit}
+case "$code" in 0|1|2|126|127) exit "$code" ;; esac  # completed, failed, refused; there is no such command
+
+# Stopped or died before its last epoch: go on later, unless somebody stopped it, or Slurm does that itself.
+[ -e {stop} ] && exit "$code"
+[ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ] || exit "$code"
+scontrol requeue "$SLURM_JOB_ID" || sbatch --parsable {script} >>{jobs}
+exit "$code"
+"""
+
+
+@dataclass(frozen=True)
+class Slurm(Cluster):
+    """A Slurm cluster.
+
+    Attributes:
+        nodes: how many.
+        gpus: of each node.
+        cores: of each node; 0: as the site gives.
+        time: the job's limit, such as 8h; the run may take several.
+        partition: of the cluster; empty: its default.
+        notice: how long before the time limit the run saves and ends; left out: 2m, at most half of the time.
+        setup: shell commands before the run, such as "module load cuda".
+        extra: further options of sbatch, as they are: "--account=x --constraint=y".
+    """
+
+    nodes: int = 1
+    gpus: int = 0
+    cores: int = 0
+    time: Quantity | None = None
+    partition: str = ""
+    notice: Quantity | None = None
+    setup: str = ""
+    extra: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what no job can be.
+
+        Raises:
+            ValueError: names the setting.
+        """
+        if self.nodes < 1 or self.gpus < 0 or self.cores < 0:
+            raise ValueError("nodes must be at least 1, gpus and cores at least 0")
+        for name, value in (("time", self.time), ("notice", self.notice)):
+            if value is not None and (value.kind != "duration" or value.value < 1):
+                raise ValueError(f"{name} must be a duration of at least 1s, such as 8h")
+        if self._notice_s() > _MOST_NOTICE_S:
+            raise ValueError(f"notice must be at most {_MOST_NOTICE_S}s")
+        if self.time is not None and self._notice_s() >= 60 * self._minutes():
+            raise ValueError(f"notice={self.notice} leaves nothing of time={self.time}")
+        for name, text in (("partition", self.partition), ("extra", self.extra)):
+            if "\n" in text:
+                raise ValueError(f"{name} must be one line")
+
+    @property
+    def machines(self) -> int:
+        """How many machines a run is given."""
+        return self.nodes
+
+    def _minutes(self) -> int:
+        assert self.time is not None
+        return math.ceil(self.time.value / 60)  # Slurm counts in minutes
+
+    def _notice_s(self) -> int:
+        if self.notice is not None:
+            return math.ceil(self.notice.value)
+        return _NOTICE_S if self.time is None else min(_NOTICE_S, 30 * self._minutes())
+
+    def _options(self, submission: Submission) -> Iterator[str]:
+        yield f"--job-name={shlex.quote(f'echelon-{submission.run.name}')}"
+        yield f"--nodes={self.nodes}"
+        yield "--ntasks-per-node=1"
+        if self.gpus:
+            yield f"--gpus-per-node={self.gpus}"
+        if self.cores:
+            yield f"--cpus-per-task={self.cores}"
+        if self.time is not None:
+            yield f"--time={self._minutes()}"
+        if self.partition:
+            yield f"--partition={self.partition}"
+        yield f"--signal=B:TERM@{self._notice_s()}"
+        yield "--requeue"
+        yield "--open-mode=append"
+        yield f"--output={shlex.quote(str(submission.run / 'logs' / 'slurm.out'))}"
+        yield f"--chdir={shlex.quote(str(submission.folder))}"
+        if self.extra:
+            yield self.extra
+
+    def text(self, submission: Submission) -> str:
+        """Return the batch script."""
+        files = submission.files
+        steps = _STEPS.format(
+            exit=shlex.quote(str(files.exit)),
+            stop=shlex.quote(str(files.stop)),
+            script=shlex.quote(str(files.text)),
+            jobs=shlex.quote(str(files.jobs)),
+            output=shlex.quote(str(submission.run / "logs" / "node%n.out")),
+            command=shlex.join(submission.command),
+        )
+        options = "".join(f"#SBATCH {option}\n" for option in self._options(submission))
+        return "\n".join(["#!/bin/bash", options, *([f"{self.setup}\n"] if self.setup else []), steps])
+
+    def submit(self, submission: Submission) -> str:
+        """Write the batch script into the run's folder and submit it; returns the job's number.
+
+        Raises:
+            UserError: there is no sbatch, or it refuses.
+        """
+        write_atomic(submission.files.text, self.text(submission))
+        environment = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
+        try:
+            answer = ask(["sbatch", "--parsable", str(submission.files.text)], environment)
+        except PlaceSilent as silent:
+            raise UserError(str(silent)) from None
+        return answer.strip().partition(";")[0]
+
+    def submit_chained(self, job: ChainedJob) -> str:
+        """Submit a job of one node that waits for others, and is queued again after its node's failure.
+
+        Raises:
+            UserError: there is no sbatch, or it refuses.
+        """
+        options = [f"--job-name={shlex.quote(job.name)}", "--nodes=1", "--ntasks=1", f"--cpus-per-task={job.cores}"]
+        options += [
+            "--requeue",
+            "--open-mode=append",
+            "--kill-on-invalid-dep=yes",
+            f"--signal=B:TERM@{self._notice_s()}",
+        ]
+        options += [f"--output={shlex.quote(str(job.script.with_suffix('.out')))}"]
+        options += [f"--time={math.ceil(job.time_s / 60)}"] if job.time_s else []
+        options += [f"--mem={math.ceil(job.memory_bytes / 1e6)}M"] if job.memory_bytes else []
+        options += [f"--gpus={job.gpus}"] if job.gpus else []
+        options += [f"--partition={self.partition}"] if self.partition else []
+        options += [f"--dependency=afterok:{':'.join(job.after)}"] if job.after else []
+        options += [self.extra] if self.extra else []
+        lines = "".join(f"#SBATCH {option}\n" for option in options)
+        setup = f"{self.setup}\n" if self.setup else ""
+        write_atomic(job.script, f"#!/bin/bash\n{lines}\n{setup}exec {shlex.join(job.command)}\n")
+        try:
+            answer = ask(["sbatch", "--parsable", str(job.script)])
+        except PlaceSilent as silent:
+            raise UserError(str(silent)) from None
+        return answer.strip().partition(";")[0]
+
+    def chained(self, name: str) -> str:
+        """Return the number of a job of a name that waits or runs; empty: there is none.
+
+        Raises:
+            PlaceSilent: Slurm does not answer now.
+        """
+        lines = ask(["squeue", "-h", "--name", name, "-o", "%i"]).split()
+        return lines[0] if lines else ""
+
+    def state(self, job: str) -> JobState:
+        """Return where a job is.
+
+        Raises:
+            PlaceSilent: Slurm does not answer now.
+        """
+        try:
+            line = ask(["squeue", "-h", "-j", job, "-t", "all", "-o", "%T|%r|%N|%S"]).strip()
+        except UserError as error:
+            if "Invalid job id" in str(error):  # it is over for some time
+                return JobState(JobPhase.ENDED, "no more in the queue")
+            raise PlaceSilent(str(error)) from None
+        if not line:
+            return JobState(JobPhase.ENDED, "no more in the queue")
+        word, reason, nodes, begins = line.splitlines()[0].split("|")
+        if word in _BEFORE:
+            when = f", expected at {begins}" if begins not in ("", "N/A") else ""
+            return JobState(JobPhase.WAITS, f"waiting for {_many(self.nodes, 'node')} ({reason}{when})")
+        return JobState(
+            JobPhase.ENDED if word in _OVER else JobPhase.RUNS, f"{word.lower()}{f' on {nodes}' * bool(nodes)}"
+        )
+
+    def stop(self, job: str) -> None:
+        """Signal a job that runs, and take one that waits from the queue.
+
+        Raises:
+            PlaceSilent: Slurm does not answer now.
+        """
+        command = ["scancel", "--batch", "--signal=TERM", job]
+        if self.state(job).phase is JobPhase.WAITS:
+            command = ["scancel", job]
+        try:
+            ask(command)
+        except UserError as error:
+            raise PlaceSilent(str(error)) from None
+
+    def seat(self, environment: Mapping[str, str]) -> Seat:
+        """Return this node's part.
+
+        Raises:
+            UserError: this is no task of a job, or the allocation is unlike the request.
+        """
+        try:
+            nodes, tasks, number = (int(environment[f"SLURM_{name}"]) for name in ("NNODES", "NTASKS", "NODEID"))
+            job, address = environment["SLURM_JOB_ID"], environment["SLURM_LAUNCH_NODE_IPADDR"]
+        except KeyError as missing:
+            raise UserError(f"{missing} is not set: this is started by srun, one task per node") from None
+        given = {"nodes": (self.nodes, nodes), "tasks": (self.nodes, tasks)}
+        if self.gpus:
+            given["GPUs on each node"] = (self.gpus, visible_gpus())
+        for what, (asked, got) in given.items():
+            if asked != got:
+                raise UserError(
+                    f"the allocation has {got} {what}, --on asks for {asked}: see `extra` and the site's rules"
+                )
+        cores = min(usable_cores(), int(environment.get("SLURM_CPUS_ON_NODE", "0")) or usable_cores())
+        if cores < self.cores:
+            raise UserError(f"the allocation has {cores} cores on this node, --on asks for {self.cores}")
+        name = environment.get("SLURMD_NODENAME", f"node {number}")
+        return Seat(number, name, address, f"{job}-{environment.get('SLURM_RESTART_COUNT', '0')}")
+
+
+PLACE = Slurm
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"

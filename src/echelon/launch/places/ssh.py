@@ -1,0 +1,411 @@
+"""Machines reached by ssh: the system's OpenSSH client starts one part of the run on each, and nothing else queues it.
+
+A part goes on by itself on its host, in a session of its own, and leaves its process id and its exit code in that
+host's state folder. Who follows the run starts the part of a host again that died and came back; the others wait for
+it (`--machine-patience`). Without `folder` a disk is common to all; with it the working folder is sent to each host,
+and what the first host writes is brought back (`carried`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+from typing import TypeVar
+
+from echelon.core.errors import UserError
+from echelon.core.files import write_atomic
+from echelon.core.units import format_bytes
+from echelon.launch.places import carried
+from echelon.launch.places.cluster import ANSWER_S, Cluster, JobPhase, JobState, PlaceSilent, Seat, Submission
+from echelon.messages.identity import SECRET_VARIABLE
+
+T = TypeVar("T")
+
+SEAT_VARIABLE = "ECHELON_SSH_SEAT"
+CONNECT_S = 10
+MOST_STARTS = 10  # of one part
+_NO_CONNECTION = 255  # the exit code of ssh itself
+_HOST = re.compile(r"(?!-)[\w.@:%\[\]-]+")
+_REFUSED = 2
+_OPTIONS = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", "-o", "ServerAliveInterval=5",
+            "-o", "ServerAliveCountMax=3")  # fmt: skip
+
+_PART = 'part="${{XDG_STATE_HOME:-$HOME/.local/state}}/echelon/parts/{job}.{number}"\n'
+_START = """\
+cd {folder} || exit 3
+[ -f {run}/config.yaml ] || {{ echo "{run_words} is not there: without a common disk, give folder=DIR" >&2; exit 3; }}
+mkdir -p "$part" {run}/logs
+rm -f "$part/pid" "$part/code"
+echo start >>"$part/starts"
+export {variable}={seat}
+setsid nohup sh -c '"$@" & echo "$!" >"$0/pid"; wait "$!"; echo "$?" >"$0/code"' "$part" \\
+  {command} </dev/null >>{run}/logs/node{number}.out 2>&1 &
+until [ -s "$part/pid" ]; do sleep 0.1; done
+"""
+_LOOK = """\
+pid=$(cat "$part/pid" 2>/dev/null)
+if [ -s "$part/code" ]; then echo "ended $(cat "$part/code")"
+elif [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null && {{ [ ! -e /proc/self ] || grep -q {module} "/proc/$pid/cmdline"; }}
+then echo "runs $pid"
+else echo "gone $(grep -c start "$part/starts" 2>/dev/null)"; fi
+"""
+_STOP = '[ -s "$part/code" ] || kill -TERM "$(cat "$part/pid" 2>/dev/null)" 2>/dev/null || true\n'
+_PROBE = """\
+import json, platform, socket
+from importlib.metadata import PackageNotFoundError, version
+def found(name):
+    try: return version(name)
+    except PackageNotFoundError: return ""
+with socket.socket() as free:
+    free.bind(("", 0))
+    port = free.getsockname()[1]
+python = ".".join(platform.python_version_tuple()[:2])
+print(json.dumps({"versions": {**{n: found(n) for n in ("echelon", "torch")}, "Python": python}, "port": port}))
+"""
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """What a host says of its part of a run.
+
+    Attributes:
+        state: `runs`, `ended`, `gone` (it neither runs nor ended: the host began anew) or `silent`.
+        detail: the process, the exit code, the starts so far, or why the host does not answer.
+    """
+
+    host: str
+    state: str
+    detail: str = ""
+
+    @property
+    def died(self) -> bool:
+        """Whether it ended without that being said: it may be started again."""
+        return self.state == "gone" or (self.state == "ended" and self.detail not in ("0", str(_REFUSED)))
+
+
+@dataclass(frozen=True)
+class Ssh(Cluster):
+    """Machines reached by ssh.
+
+    Attributes:
+        hosts: as ssh knows them: a+b+c; in quotes where they have an @ or begin with a digit: "me@10.0.0.1"+"10.0.0.2".
+            The first one records the run.
+        folder: on each host, for the code and the run; left out: a disk is common to all.
+        python: the interpreter on the hosts; left out: this one's path, with `folder` python3.
+        code: send the working folder, less what .gitignore names (with `folder`).
+        options: further options of ssh, as they are: "-p 2222 -i key".
+    """
+
+    hosts: tuple[str, ...]
+    folder: str = ""
+    python: str = ""
+    code: bool = True
+    options: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what no host can be.
+
+        Raises:
+            ValueError: names the setting.
+        """
+        if isinstance(self.hosts, str):
+            object.__setattr__(self, "hosts", (self.hosts,))
+        for host in self.hosts:
+            if not _HOST.fullmatch(host):
+                raise ValueError(f"hosts: {host!r} is no name of a host")
+        if len(set(self.hosts)) < len(self.hosts):
+            raise ValueError("hosts: a host stands there twice; --workers says how many processes each has")
+        if self.folder and not Path(self.folder).is_absolute():
+            raise ValueError(f"folder={self.folder} must be a whole path on the hosts, such as '/data/echelon'")
+        if "\n" in self.options:
+            raise ValueError("options must be one line")
+
+    @property
+    def machines(self) -> int:
+        """How many machines a run is given."""
+        return len(self.hosts)
+
+    def _ssh(self, host: str) -> list[str]:
+        return ["ssh", *_OPTIONS, *shlex.split(self.options), host]
+
+    def _run_there(self, run: Path) -> str:
+        return str(carried.base_there(self.folder, run) / "run") if self.folder else str(run)
+
+    def _folder_there(self, submission: Submission) -> str:
+        if not self.folder:
+            return str(submission.folder)
+        return str(carried.base_there(self.folder, submission.run) / "code")
+
+    def _python(self, submission: Submission) -> str:
+        return self.python or ("python3" if self.folder else submission.python)
+
+    def _start_script(self, submission: Submission, seat: Seat) -> str:
+        run = self._run_there(submission.run)
+        command = [self._python(submission), *submission.command[1:-1], run]
+        values = [str(seat.number), seat.name, seat.address, seat.start]
+        return _PART.format(job=seat.start, number=seat.number) + _START.format(
+            folder=shlex.quote(self._folder_there(submission)),
+            run=shlex.quote(run),
+            run_words=run.replace('"', "").replace("$", "").replace("`", "").replace("\\", ""),
+            variable=SEAT_VARIABLE,
+            seat=shlex.quote(json.dumps(values)),
+            command=shlex.join(command),
+            number=seat.number,
+        )
+
+    def text(self, submission: Submission) -> str:
+        """Return the commands, one a host; JOB is a new name, and ADDRESS the first host's own, which it says."""
+        return "\n".join(self._texts(submission, "ADDRESS", "JOB"))
+
+    def _texts(self, submission: Submission, address: str, job: str) -> Iterator[str]:
+        if self.folder:
+            base = carried.base_there(self.folder, submission.run)
+            yield f"# before: the run's folder, and the working folder if code=true, are sent to {base} on each host\n"
+        for number, host in enumerate(self.hosts):
+            script = self._start_script(submission, Seat(number, host, address, job))
+            yield f"{shlex.join(self._ssh(host))} sh -s <<'END'\n{script}END\n"
+
+    def check(self, submission: Submission, versions: Mapping[str, str]) -> None:
+        """Refuse hosts that do not answer, or have other versions than these.
+
+        Raises:
+            UserError: names the first such host.
+        """
+        self._probe(versions)
+
+    def _probe(self, versions: Mapping[str, str]) -> str:
+        """Return the first host's own address with a free port, having seen that all hosts can take part.
+
+        Raises:
+            UserError: one cannot.
+        """
+        python = self._python(Submission(Path(), Path()))
+        script = f'printf "%s\\n" "$SSH_CONNECTION"\n{shlex.quote(python)} - <<"END"\n{_PROBE}END\n'
+        answers = self._on_all(lambda host: self._ask(host, script))
+        address = ""
+        for host, answer in zip(self.hosts, answers, strict=True):
+            if isinstance(answer, Exception):
+                raise UserError(str(answer))
+            connection, _, said = answer.strip().rpartition("\n")
+            found = json.loads(said)
+            for name, wanted in versions.items():
+                if (there := found["versions"][name]) != wanted:
+                    has = f"{name} {there}" if there else f"no {name} for {python}"
+                    raise UserError(f"{host} has {has}, here it is {wanted}: use the same (python=... names another)")
+            if not address:
+                own = connection.split()[2]
+                address = f"[{own}]:{found['port']}" if ":" in own else f"{own}:{found['port']}"
+        return address
+
+    def submit(self, submission: Submission) -> str:
+        """Start a part on each host; returns the name of the job.
+
+        Raises:
+            UserError: a host does not answer or refuses; those that began are stopped.
+        """
+        job = f"{time.strftime('%m%d-%H%M%S')}-{token_hex(3)}"
+        wanted = json.loads((submission.files.folder / "versions").read_text())
+        address = self._probe(wanted)
+        seats = [Seat(number, host, address, job) for number, host in enumerate(self.hosts)]
+        submission.files.meet_at(seats[0], address)
+        write_atomic(submission.files.text, "\n".join(self._texts(submission, address, job)))
+        if self.folder:
+            self._send(submission)
+        try:
+            begun = self._on_all(lambda host: self._ask(host, self._start_script(submission, _of(seats, host))))
+        except BaseException:  # a signal: nobody would know of what began
+            self._signal(job)
+            raise
+        for answer in begun:
+            if isinstance(answer, Exception):
+                self._signal(job)
+                raise UserError(str(answer))
+        return job
+
+    def _send(self, submission: Submission) -> None:
+        """Send the code and the run's folder to hosts that share no disk with this machine.
+
+        Raises:
+            UserError: one cannot take them.
+        """
+        base = carried.base_there(self.folder, submission.run)
+        files = carried.working_files(submission.folder, submission.run) if self.code else []
+        size = sum((submission.folder / name).stat().st_size for name in files)
+        print(f"echelon: sending {len(files)} files of the working folder, {format_bytes(size)}, to each host")
+
+        def send(host: str) -> str:
+            """Send what travels to one host."""
+            carried.send(self._ssh(host), submission.folder, files, base / "code")
+            carried.send_run(self._ssh(host), submission.run, base / "run", is_first=host == self.hosts[0])
+            return ""
+
+        for host, answer in zip(self.hosts, self._on_all(send), strict=True):
+            if isinstance(answer, Exception):
+                raise UserError(f"{host}: {answer}") from None
+
+    def bring(self, run: Path) -> None:
+        """Bring what the first host wrote into the run's folder here, where no disk is common.
+
+        Raises:
+            PlaceSilent: the host does not answer.
+        """
+        if self.folder:
+            carried.bring_run(self._ssh(self.hosts[0]), self._run_there(run), run)
+
+    def state(self, job: str) -> JobState:
+        """Return where a job is.
+
+        Raises:
+            PlaceSilent: no host answers.
+        """
+        return _state_of(self._parts(job))
+
+    def keep(self, job: str, submission: Submission) -> JobState:
+        """Return where a job is, having started parts again that died while others wait for them.
+
+        Where a part was refused, the others are stopped.
+
+        Raises:
+            PlaceSilent: no host answers.
+        """
+        parts, files = self._parts(job), submission.files
+        refused = next((part for part in parts if part.state == "ended" and part.detail == str(_REFUSED)), None)
+        if refused is not None:
+            if files.ended() is None:
+                files.end(_REFUSED, self._last_words(submission, refused.host))
+            self._signal(job)
+        elif any(part.state == "runs" for part in parts) and not files.stop.exists() and files.ended() is None:
+            for number, part in enumerate(parts):
+                if part.died:
+                    self._start_again(submission, job, number)
+        return _state_of(parts)
+
+    def _start_again(self, submission: Submission, job: str, number: int) -> None:
+        host = self.hosts[number]
+        starts = self._ask(host, _PART.format(job=job, number=number) + 'grep -c start "$part/starts" || true')
+        if int(starts or 0) >= MOST_STARTS:
+            return
+        address = submission.files.meeting(Seat(number, host, "", job))
+        if self.folder:
+            base = carried.base_there(self.folder, submission.run)
+            carried.send_run(self._ssh(host), submission.run, base / "run", is_first=number == 0)
+        self._ask(host, self._start_script(submission, Seat(number, host, address, job)))
+        print(f"echelon: {host} is back: its part of the run is started again", flush=True)
+
+    def _last_words(self, submission: Submission, host: str) -> str:
+        number = self.hosts.index(host)
+        log = f"{self._run_there(submission.run)}/logs/node{number}.out"
+        words = self._ask(host, f"tail -n 1 {shlex.quote(log)}").strip().removeprefix("echelon: ")
+        return f"{host}: {words}"
+
+    def stop(self, job: str) -> None:
+        """Ask all parts to save a checkpoint and end.
+
+        Raises:
+            PlaceSilent: no host answers.
+        """
+        answers = self._signal(job)
+        if all(isinstance(answer, Exception) for answer in answers):
+            raise PlaceSilent(str(answers[0]))
+
+    def _signal(self, job: str) -> list[str | Exception]:
+        numbers = {host: number for number, host in enumerate(self.hosts)}
+        return self._on_all(lambda host: self._ask(host, _PART.format(job=job, number=numbers[host]) + _STOP))
+
+    def _parts(self, job: str) -> list[HostPart]:
+        """Return what each host says of its part.
+
+        Raises:
+            PlaceSilent: none answers.
+        """
+        numbers = {host: number for number, host in enumerate(self.hosts)}
+        look = _LOOK.format(module="echelon")
+        answers = self._on_all(lambda host: self._ask(host, _PART.format(job=job, number=numbers[host]) + look))
+        if all(isinstance(answer, Exception) for answer in answers):
+            raise PlaceSilent(str(answers[0]))
+        parts = []
+        for host, answer in zip(self.hosts, answers, strict=True):
+            if isinstance(answer, Exception):
+                parts.append(HostPart(host, "silent", str(answer)))
+            else:
+                state, _, detail = answer.strip().partition(" ")
+                parts.append(HostPart(host, state, detail))
+        return parts
+
+    def _ask(self, host: str, script: str) -> str:
+        """Run a script on a host, and return what it prints.
+
+        Raises:
+            PlaceSilent: the host does not answer.
+            UserError: the script fails there: in its words.
+        """
+        environment = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
+        try:
+            done = subprocess.run(
+                [*self._ssh(host), "sh", "-s"],
+                input=script, env=environment, capture_output=True, text=True, timeout=ANSWER_S, check=False,
+                start_new_session=True,  # Ctrl-C is for who follows the run
+            )  # fmt: skip
+        except FileNotFoundError:
+            raise UserError("ssh is not there: install the OpenSSH client") from None
+        except subprocess.TimeoutExpired:
+            raise PlaceSilent(f"{host} gives no answer within {ANSWER_S:.0f}s") from None
+        if done.returncode:
+            words = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+            if done.returncode == _NO_CONNECTION:
+                raise PlaceSilent(f"{host} does not answer: {words}")
+            raise UserError(f"{host}: {words}")
+        return done.stdout
+
+    def _on_all(self, act: Callable[[str], T]) -> list[T | Exception]:
+        """Return what `act` gives for each host, or why it does not, all at the same time."""
+
+        def tried(host: str) -> T | Exception:
+            """Return an answer, or why there is none."""
+            try:
+                return act(host)
+            except (PlaceSilent, UserError) as error:
+                return error
+
+        with ThreadPoolExecutor(min(32, len(self.hosts))) as pool:
+            return list(pool.map(tried, self.hosts))
+
+    def seat(self, environment: Mapping[str, str]) -> Seat:
+        """Return this host's part.
+
+        Raises:
+            UserError: this was not started by `submit`.
+        """
+        try:
+            number, name, address, start = json.loads(environment[SEAT_VARIABLE])
+        except (KeyError, ValueError):
+            raise UserError(f"{SEAT_VARIABLE} is not set: this is started over ssh, on each host") from None
+        return Seat(int(number), name, address, start)
+
+
+PLACE = Ssh
+
+
+def _of(seats: list[Seat], host: str) -> Seat:
+    return next(seat for seat in seats if seat.name == host)
+
+
+def _state_of(parts: list[HostPart]) -> JobState:
+    """Return a job's state: it is over when no part runs on the hosts that answer."""
+    words = [f"running on {', '.join(p.host for p in parts if p.state == 'runs')}"]
+    words += [part.detail for part in parts if part.state == "silent"]
+    died = [part.host for part in parts if part.died]
+    if died:
+        words.append(f"the part on {', '.join(died)} died")
+    if any(part.state == "runs" for part in parts):
+        return JobState(JobPhase.RUNS, "; ".join(words))
+    return JobState(JobPhase.ENDED, "; ".join(words[1:]) or "over")

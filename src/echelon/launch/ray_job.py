@@ -1,0 +1,199 @@
+"""The job of a run on Ray: `python -m echelon.launch.ray_job RUN FOLDER`, which Ray starts on a machine of the cluster.
+
+It holds a placement group, and on each machine of it an actor that runs the node command. When a machine or a node
+command dies, the others are ended and all start again from the newest checkpoint, as soon as Ray gives as many
+machines. SIGTERM, which Ray sends at a stop, is passed on: every node then saves a checkpoint and ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from echelon.config import load_run_config
+from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
+from echelon.launch.places import PlaceChoice
+from echelon.launch.places.base import Place
+from echelon.launch.places.cluster import PlaceFiles, Seat, Submission
+from echelon.launch.places.ray import RayCluster, seat_variables
+from echelon.launch.process import die_with_parent
+
+_CONFIG_FILE = "config.yaml"
+_LOOK_S = 0.5
+_LAST_WORDS_S = 15.0  # for nodes that lost another one: they have nothing to save
+_FINAL = {0, 1, USER_ERROR_EXIT_CODE}
+
+
+class NodeActor:
+    """The node command on one of Ray's machines; it ends with the actor."""
+
+    def __init__(self) -> None:
+        """Start nothing yet."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked = 0
+
+    def node(self) -> str:
+        """Return Ray's id of this machine."""
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
+
+    def run(self, submission: Submission, seat: Seat) -> int:
+        """Run the node command to its end; returns its exit code."""
+        environment = {**os.environ, **seat_variables(seat)}
+        with (submission.run / "logs" / f"node{seat.number}.out").open("ab") as output:
+            self._process = subprocess.Popen(
+                submission.command, cwd=submission.folder, env=environment, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=output, start_new_session=True, preexec_fn=die_with_parent,
+            )  # fmt: skip
+        if self._asked:
+            self._process.send_signal(self._asked)
+        return self._process.wait()
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to the node command, as soon as it runs."""
+        self._asked = signum
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signum)
+
+
+class _Stop:
+    """Whether the job was asked to end."""
+
+    def __init__(self) -> None:
+        self.signum = 0
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self._note)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.signum = signum
+
+
+class _Nodes:
+    """A start of the run: its machines, and the node commands on them."""
+
+    def __init__(self, cluster: RayCluster) -> None:
+        self._group = placement_group(cluster.bundles, strategy="STRICT_SPREAD")
+        self._cluster = cluster
+        self._actors: list[Any] = []
+        self._ends: list[Any] = []
+
+    def has_machines(self) -> bool:
+        """Whether Ray has given all of them; waits for a moment."""
+        return bool(self._group.wait(_LOOK_S))
+
+    def start(self, submission: Submission, start: str) -> None:
+        """Start the node commands.
+
+        Raises:
+            RayActorError: a machine is gone again.
+        """
+        actor = ray.remote(NodeActor)
+        for number in range(self._cluster.nodes):
+            at = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
+            options = actor.options(
+                num_cpus=self._cluster.cores, num_gpus=self._cluster.gpus, max_concurrency=2, scheduling_strategy=at
+            )
+            self._actors.append(options.remote())
+        names = ray.get([actor.node.remote() for actor in self._actors])
+        address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == names[0])
+        for number, (actor, name) in enumerate(zip(self._actors, names, strict=True)):
+            seat = Seat(number, f"node {name[:8]}", address, start)
+            self._ends.append(actor.run.remote(submission, seat))
+
+    def wait(self) -> list[int | None] | None:
+        """Return the exit codes of the nodes that have ended, None for one that is lost; None as long as all run on.
+
+        Nodes that end together are given a moment: one that lost another must not be taken for the first to go.
+        """
+        ended, running = ray.wait(self._ends, num_returns=len(self._ends), timeout=_LOOK_S)
+        return None if len(running) == len(self._ends) else [_exit_code(end) for end in ended]
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to all node commands that still run; nobody waits for it to arrive."""
+        for actor in self._actors:
+            actor.signal.remote(signum)
+
+    def end(self, within_s: float) -> None:
+        """Wait so long for the node commands to end."""
+        ray.wait(self._ends, num_returns=len(self._ends), timeout=within_s)
+
+    def close(self) -> None:
+        """Kill what still runs, and give the machines back."""
+        for actor in self._actors:
+            ray.kill(actor)
+        remove_placement_group(self._group)
+
+
+def _exit_code(end: Any) -> int | None:
+    try:
+        code: int = ray.get(end)
+    except RayActorError:
+        return None
+    return code
+
+
+def main(run: Path, folder: Path) -> int:
+    """Run the node commands until the run is over; returns the exit code that a command by hand would have."""
+    cluster = PlaceChoice(load_run_config(run / _CONFIG_FILE).launch.on).cluster()
+    if not isinstance(cluster, RayCluster):
+        raise UserError(f"{run} is no run of --on ray(...)")
+    ray.init(logging_level="warning", log_to_driver=False)
+    stop, submission = _Stop(), Submission(run, folder)  # Ray has its own handler until then
+    job, files, start = ray.get_runtime_context().get_job_id(), PlaceFiles(run), 0
+    while not stop.signum:
+        files.exit.unlink(missing_ok=True)
+        with closing(_Nodes(cluster)) as nodes:
+            code = _run_once(nodes, submission, f"{job}-{start}", stop)
+        if code in _FINAL:
+            return code
+        start += 1
+    return 128 + stop.signum
+
+
+def _run_once(nodes: _Nodes, submission: Submission, start: str, stop: _Stop) -> int:
+    """Run the node commands once; returns how the run ended by what its machines noted, or -1: they noted nothing."""
+    files = PlaceFiles(submission.run)
+    while not nodes.has_machines():
+        if stop.signum:
+            return -1
+    try:
+        nodes.start(submission, start)
+        codes = _until_one_ends(nodes, stop)
+    except RayActorError as lost:
+        print(f"a machine is lost: {lost}", flush=True)
+        return -1
+    except RayTaskError as error:  # there is no such command on a node
+        files.end(USER_ERROR_EXIT_CODE, str(error.cause))
+        return USER_ERROR_EXIT_CODE
+    if any(code != 0 for code in codes):
+        nodes.signal(signal.SIGTERM)
+    nodes.end(Place.stop_s if all(code == 0 for code in codes) else _LAST_WORDS_S)
+    ended = files.ended()
+    print(f"start {start}: exit codes {codes}, noted: {ended}", flush=True)
+    return -1 if ended is None else ended[0]
+
+
+def _until_one_ends(nodes: _Nodes, stop: _Stop) -> Sequence[int | None]:
+    """Wait for the first node command that ends, passing a stop on; returns the exit codes of those that have ended."""
+    told = False
+    while (codes := nodes.wait()) is None:
+        if stop.signum and not told:
+            nodes.signal(signal.SIGTERM)
+            told = True
+    return codes
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -1,0 +1,84 @@
+"""The loss and the metrics that a model of Keras was compiled with, as functions of this module's logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from echelon.core.errors import UserError
+from echelon.models.keras_model import KerasModule, given_by_keras, loss_name, reads_logits
+
+_OF_CLASSES = ("sparsecategoricalcrossentropy", "categoricalcrossentropy", "binarycrossentropy")
+_OF_NUMBERS = ("meansquarederror", "mse")
+_ACCURACIES = ("accuracy", "acc")
+
+
+class KerasLoss:
+    """A loss of Keras, one number for each sample: the mean over what the loss gives for it."""
+
+    def __init__(self, loss: Any, activation: str) -> None:
+        """Take a function of targets and of what Keras gives, and what was undone at the model's end."""
+        self._loss, self._activation = loss, activation
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the losses `(B,)` of logits."""
+        values = self._loss(targets, given_by_keras(outputs, self._activation))
+        return values.reshape(len(values), -1).mean(1)
+
+
+def compiled_loss(model: KerasModule) -> KerasLoss | None:
+    """Return the loss that a model was compiled with; None: it has none, or a task of Echelon learns the same.
+
+    Raises:
+        UserError: it has several, or its `from_logits` contradicts the end of the model.
+    """
+    import keras
+
+    given = getattr(model.compiled, "loss", None)
+    if given is None:
+        return None
+    if isinstance(given, dict | list | tuple):
+        raise UserError("a Keras model compiled with several losses: give loss=..., one function of all outputs")
+    name = loss_name(given)
+    logits = reads_logits(given)
+    if logits is not None and logits == bool(model.activation):
+        raise UserError(
+            f"the Keras model was compiled with {name}(from_logits={logits}), but it ends "
+            f"{'with ' + model.activation if model.activation else 'without softmax or sigmoid'}: compile it with "
+            f"from_logits={not logits}"
+        )
+    if name in (*_OF_CLASSES, *_OF_NUMBERS) and not _is_special(given):
+        return None
+    found = keras.losses.get(given)
+    return KerasLoss(found.call if isinstance(found, keras.losses.Loss) else found, model.activation)
+
+
+def compiled_metrics(model: KerasModule) -> dict[str, Any]:
+    """Return the metrics that a model was compiled with as metrics of torchmetrics, by name.
+
+    Accuracies by name are left out: every task of classes has its own.
+
+    Raises:
+        UserError: one cannot be added up over workers.
+    """
+    import keras
+
+    compiled = getattr(model.compiled, "_compile_metrics", None)
+    listed = getattr(compiled, "_user_metrics", None) or []
+    if isinstance(listed, dict) or any(isinstance(each, list | dict) for each in listed):
+        raise UserError("a Keras model compiled with metrics for several outputs: give metrics=...")
+    own = [each for each in listed if not (isinstance(each, str) and each in _ACCURACIES)]
+    built = [keras.metrics.get(each) for each in own]
+    metrics = [m if isinstance(m, keras.metrics.Metric) else keras.metrics.MeanMetricWrapper(m) for m in built]
+    from echelon.models.keras_metric import KerasMetric
+
+    return {metric.name: KerasMetric(metric, model.activation) for metric in metrics}
+
+
+def _is_special(loss: object) -> bool:
+    """Whether a cross-entropy smooths labels or leaves a class out, which the tasks' own do not."""
+    if isinstance(loss, str) or not hasattr(loss, "get_config"):
+        return False
+    config = loss.get_config()
+    return bool(config.get("label_smoothing") or config.get("ignore_class") is not None)

@@ -1,0 +1,96 @@
+"""Embedding tables with sparse gradients: which ones a model has, and what they cannot be.
+
+The gradient of a table has values in the rows that a batch looked up. With `sparse=True` torch keeps just those rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from echelon.core.errors import UserError
+
+_KINDS = (nn.Embedding, nn.EmbeddingBag)
+
+
+def sparse_tables(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trainable weights whose gradients are sparse, by name, in the model's order."""
+    sparse = {
+        f"{path}.weight" if path else "weight"
+        for path, module in model.named_modules()
+        if isinstance(module, _KINDS) and module.sparse
+    }
+    return {name: p for name, p in model.named_parameters() if name in sparse and p.requires_grad}
+
+
+def make_sparse(model: nn.Module, label: str) -> None:
+    """Let all embedding tables of a model have sparse gradients.
+
+    Raises:
+        UserError: there is no table.
+    """
+    tables = [module for module in model.modules() if isinstance(module, _KINDS)]
+    if not tables:
+        raise UserError(f"--sparse-tables: {label} has no nn.Embedding or nn.EmbeddingBag: leave it out")
+    for table in tables:
+        table.sparse = True
+
+
+def make_dense(model: nn.Module) -> None:
+    """Let all embedding tables of a model have dense gradients."""
+    for module in model.modules():
+        if isinstance(module, _KINDS):
+            module.sparse = False
+
+
+def check_tables(model: nn.Module, label: str) -> None:
+    """Refuse sparse gradients of what is no table, and of tables whose gradients cannot be rows.
+
+    Raises:
+        UserError: names the module, the reason and the fix.
+    """
+    users: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        users.setdefault(id(parameter), []).append(name)
+    for path, module in model.named_modules():
+        if getattr(module, "sparse", False) is not True:
+            continue
+        reason = _reason(module)
+        if not reason and len(shared := users[id(module.weight)]) > 1:
+            others = [name for name in shared if name != f"{path}.weight"]
+            reason = f"its weight is {others[0]}, too, and the gradients of both are one"
+        if reason:
+            raise UserError(f"{label}: {path} makes sparse gradients, and {reason}: build it with sparse=False")
+
+
+def _reason(module: nn.Module) -> str:
+    """Return why a module's gradients cannot be rows; empty: they can."""
+    if not isinstance(module, _KINDS):
+        return "only nn.Embedding and nn.EmbeddingBag may"
+    if module.max_norm is not None:
+        return "max_norm changes rows in forward, on each worker others"
+    if module.scale_grad_by_freq:
+        return "scale_grad_by_freq counts a worker's own part of the batch"
+    if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
+        return "torch has none for mode='max'"
+    return ""
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Let a backward pass inside the block touch no row of a table: that of a blank sample is none."""
+    hooks = [table.register_hook(_no_rows) for table in sparse_tables(model).values()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _no_rows(gradient: Tensor) -> Tensor:
+    rows = torch.zeros((1, 0), dtype=torch.int64, device=gradient.device)
+    values = gradient.new_zeros((0, *gradient.shape[1:]), layout=torch.strided)
+    return torch.sparse_coo_tensor(rows, values, gradient.shape, check_invariants=False)

@@ -1,0 +1,1 @@
+"""What a run would take on machines that one does not have: from measurements on those that one has."""

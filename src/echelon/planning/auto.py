@@ -1,0 +1,209 @@
+"""`--auto`: the fastest way to train on the workers and links at hand, within a tolerance of accuracy.
+
+A short run as by default says what every other way would take (`planning.steps`); the two best of those that may be
+taken are run as well, and only what was measured to be faster than the default is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from echelon.config import Resolved, RunConfig
+from echelon.config.machines import Machines
+from echelon.core.errors import UserError
+from echelon.core.units import format_seconds
+from echelon.planning.calibration import Calibration, calibrate
+from echelon.planning.plan import Length, RunEstimate, make_plan
+from echelon.planning.steps import Replicated
+from echelon.planning.trial import DEFAULTS, try_out
+from echelon.reporting.report.records import RunRecord
+from echelon.reporting.report.timing import measure
+from echelon.reporting.report.whole_run import whole_run_of
+from echelon.run.resolve import canonical, link_of
+
+POINTS = {
+    "none": 0.0, "bf16": 0.0, "int8": 0.0, "diloco(period=20), int8": 0.3, "local(period=8), sign": 0.3,
+    "local(period=8, overlap=2), sign": 0.3, "topk(density=0.01)": 0.5, "powersgd(rank=2)": 0.7,
+}  # fmt: skip
+"""Points of accuracy that ways cost, rounded up, where they were measured over a few seeds; others are not taken."""
+WORTH = 1.1
+"""A way is tried that is predicted to be so many times as fast as the default."""
+FASTER = 1.05
+"""And taken when it was measured to be so many times as fast."""
+TRIED = 2
+AGREEMENTS = 20
+"""Of a run with fewer, what periods cost was not measured."""
+_SETTINGS = ("strategy.parallel", "strategy.sync", "strategy.compression")
+_OPEN = _SETTINGS[1:]
+WORD = "auto"
+"""In place of a spec: this one is to be chosen."""
+
+
+@dataclass(frozen=True)
+class AutoChoice:
+    """What was chosen, by dotted name, and why, in sentences."""
+
+    settings: Mapping[str, str]
+    words: Sequence[str]
+
+
+def left_open(config: RunConfig) -> frozenset[str]:
+    """Return which of sync and codec a description leaves to be chosen: those that say `auto`."""
+    return frozenset(name for name in _OPEN if _value(config, name) == WORD)
+
+
+def settled(config: RunConfig, chosen: Mapping[str, str] | None = None) -> RunConfig:
+    """Return a description with what was chosen, and defaults in place of `auto` that is left."""
+    words = {name.removeprefix("strategy."): DEFAULTS[name.removeprefix("strategy.")] for name in left_open(config)}
+    words |= {name.removeprefix("strategy."): text for name, text in (chosen or {}).items()}
+    return replace(config, strategy=replace(config.strategy, **words))
+
+
+def choose(resolved: Resolved, tolerance: float, free: frozenset[str]) -> AutoChoice:
+    """Choose sync and codec for a run on this machine.
+
+    Args:
+        resolved: the description, without `auto`.
+        tolerance: points of accuracy that a way may cost, as measured elsewhere.
+        free: what is to be chosen, by dotted name; the rest stays as described. Empty: sync and codec of a run that
+            has been given neither (`--auto`).
+
+    Raises:
+        UserError: a choice is already made by hand, several machines take part, or a trial failed.
+    """
+    config = resolved.config
+    _check(resolved, free)
+    given = {name: canonical(name, _value(config, name)) for name in _OPEN if free and name not in free}
+    base = replace(config, strategy=replace(config.strategy, **DEFAULTS))
+    record = try_out(base, "the default")
+    known = calibrate([record])
+    machines = _here(config, known)
+    length = Length.of(base, known)
+    predictions = make_plan(known, length, [machines], None).answers[0].predictions
+    default = next(p for p in predictions if p.label == "none")
+    steps = min(length.steps, config.training.max_steps or length.steps)
+    if given and not _is(default, given):
+        default = _given(_plain(free) | given, predictions)
+        record = try_out(_with(base, default), default.label)
+    fitting = [p for p in predictions if _is(p, given)]
+    found = _measured(base, fitting, default, (record, tolerance, steps))
+    chosen = {name: text for name, text in found.settings.items() if name not in given}
+    return AutoChoice(chosen, found.words)
+
+
+def _plain(free: frozenset[str]) -> dict[str, str]:
+    return {name: DEFAULTS[name.removeprefix("strategy.")] for name in free}
+
+
+def _is(prediction: RunEstimate, given: Mapping[str, str]) -> bool:
+    """Whether a prediction is of a way with these settings."""
+    return all(canonical(name, _settings(prediction)[name]) == text for name, text in given.items())
+
+
+def _value(config: RunConfig, name: str) -> str:
+    text: str = getattr(config.strategy, name.removeprefix("strategy."))
+    return text
+
+
+def _given(settings: Mapping[str, str], predictions: Sequence[RunEstimate]) -> RunEstimate:
+    """Return the prediction of what was given by hand.
+
+    Raises:
+        UserError: what others would cost beside it is not known.
+    """
+    found = [p for p in predictions if _is(p, settings)]
+    if not found:
+        known = sorted({_settings(p)["strategy.sync"] for p in predictions})
+        said = ", ".join(f"--{name.removeprefix('strategy.')} {text}" for name, text in settings.items())
+        raise UserError(
+            f"what goes well with {said} is not known: auto compares codecs with --sync {' or '.join(known)}, and "
+            "ways to agree with --compression none, int8 or sign; or leave both to --auto"
+        )
+    return found[0]
+
+
+def _check(resolved: Resolved, free: frozenset[str]) -> None:
+    given = [name for name in _SETTINGS if resolved.origins[name] != "default"]
+    if given and not free:
+        raise UserError(f"--auto chooses {', '.join(given)}: leave it out, or leave out --auto")
+    what = ", ".join(f"--{name.removeprefix('strategy.')} auto" for name in _OPEN if name in free) or "--auto"
+    if resolved.config.launch.nodes != "1":
+        raise UserError(f"{what} tries ways on this machine: of several, `echelon plan RUN --at ...` says what to take")
+    layout = _value(resolved.config, "strategy.parallel")
+    if free and layout != DEFAULTS["parallel"]:
+        raise UserError(
+            f"{what} compares ways between whole replicas: leave out --parallel {layout}, or choose by hand"
+        )
+
+
+def _here(config: RunConfig, known: Calibration) -> Machines:
+    """Return the workers of the calibration; with shaped links each is on a machine of its own."""
+    link = link_of(config.launch.link)
+    return Machines("here", known.workers, known.workers if link is None else 1, link)
+
+
+def _measured(
+    base: RunConfig, predictions: Sequence[RunEstimate], default: RunEstimate, given: tuple[RunRecord, float, int]
+) -> AutoChoice:
+    """Run what is predicted to be best of what may be taken, and choose by what was measured."""
+    record, tolerance, steps = given
+    default_s = _step_s(record)
+    ahead = [p for p in predictions if p.step.seconds.value * WORTH < default.step.seconds.value]
+    long_enough = [p for p in ahead if _agreements(p, steps) >= AGREEMENTS]
+    allowed = [p for p in long_enough if POINTS.get(p.label, float("inf")) <= tolerance]
+    rejected = [p for p in long_enough if p not in allowed]
+    words = [f"--auto: {_named(default)} takes {format_seconds(default_s)} a step."]
+    best, best_s = default, default_s
+    for prediction in sorted(allowed, key=lambda p: p.step.seconds.value)[:TRIED]:
+        seconds = _step_s(try_out(_with(base, prediction), prediction.label))
+        told = format_seconds(prediction.step.seconds.value)
+        words.append(f"--auto: {prediction.label} takes {format_seconds(seconds)}, predicted were {told}.")
+        if seconds * FASTER < best_s:
+            best, best_s = prediction, seconds
+    if len(long_enough) < len(ahead):
+        short = ", ".join(p.label for p in ahead if p not in long_enough)
+        words.append(f"--auto: {steps} steps are too few for {short}.")
+    if rejected:
+        costs = ", ".join(f"{p.label} ({_points(p.label)})" for p in rejected[:4])
+        words.append(f"--auto: beyond --tolerance {tolerance:g}: {costs}.")
+    if best is default:
+        words.append(f"--auto: nothing that may be taken is faster than {default.label}.")
+    else:
+        cost = (
+            f"costs up to {POINTS[best.label]:g} points where that was measured; `echelon compare` measures it on yours"
+        )
+        words.append(f"--auto: {best.label}, {default_s / best_s:.2f}x as fast a step; it {cost}.")
+    return AutoChoice(_settings(best), words)
+
+
+def _named(prediction: RunEstimate) -> str:
+    return "the default (allreduce, none)" if prediction.label == "none" else prediction.label
+
+
+def _agreements(prediction: RunEstimate, steps: int) -> float:
+    way = prediction.candidate.way
+    period = way.cost.period if isinstance(way, Replicated) else 1
+    return steps / period if period > 1 else float("inf")
+
+
+def _points(label: str) -> str:
+    return f"{POINTS[label]:g} points" if label in POINTS else "not measured"
+
+
+def _settings(prediction: RunEstimate) -> dict[str, str]:
+    chosen = {name: text for name, text in prediction.candidate.settings.items() if name != "strategy.parallel"}
+    return {"strategy.sync": DEFAULTS["sync"], "strategy.compression": DEFAULTS["compression"], **chosen}
+
+
+def _with(base: RunConfig, prediction: RunEstimate) -> RunConfig:
+    named = {name.removeprefix("strategy."): text for name, text in _settings(prediction).items()}
+    return replace(base, strategy=replace(base.strategy, **named))
+
+
+def _step_s(record: RunRecord) -> float:
+    """Return the seconds of a step, from the first to the last of them."""
+    timing, whole = measure(record), whole_run_of(record)
+    if timing is None or whole is None:
+        raise UserError("--auto: a trial took no step: choose by hand")
+    return timing.step_s

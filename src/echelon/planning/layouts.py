@@ -1,0 +1,193 @@
+"""The ways that could train a model on some machines, with the memory that each takes of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from echelon.config import RunConfig
+from echelon.config.machines import Machines
+from echelon.core.errors import UserError
+from echelon.data.base import DataInfo
+from echelon.forecast.memory import Rehearsed, forecast, rehearse_layout
+from echelon.models import build_untried, hints_for
+from echelon.parallel.blocks import find_blocks
+from echelon.parallel.deferred_init import without_memory
+from echelon.planning.calibration import Calibration
+from echelon.planning.steps import Pipelined, Replicated, Sharded, Way
+from echelon.records.kinds import Alternative
+from echelon.run.resolve import resolve
+from echelon.tasks import nest
+from echelon.trainer.inputs import any_inputs, model_input
+
+if TYPE_CHECKING:
+    from echelon.trainer.resolved import ResolvedRun
+
+_DEEPEST = 8  # stages of a pipeline that are tried
+_MOST_REHEARSED = 64  # ranks of the layouts whose memory is rehearsed: of more, a rank's is that of so many
+
+
+@dataclass(frozen=True)
+class PlannedWay:
+    """One way to train on some machines.
+
+    Attributes:
+        settings: by dotted name, beside the run's.
+        exact: whether the loss curve is that of one process, BatchNorm and rounding aside.
+        memory_bytes: of the fullest rank; where `unknown` says why that is not forecast, the least that it can be, of
+            parameters, gradients and the optimizer's state; None: nothing is known.
+    """
+
+    way: Way
+    settings: dict[str, str]
+    exact: bool
+    memory_bytes: int | None = None
+    unknown: str = ""
+
+
+@dataclass
+class DescribedModel:
+    """A model and its data, as a run describes them, with what was found of each layout so far."""
+
+    config: RunConfig
+    info: DataInfo
+    model: nn.Module
+    found: dict[tuple[str, int], Rehearsed] = field(default_factory=dict)
+
+    @staticmethod
+    def of(config: RunConfig) -> DescribedModel:
+        """Open the data and build the model, without memory where it can be."""
+        run = resolve(replace(config, strategy=replace(config.strategy, parallel="fsdp=2", compression="none")))
+        info = run.source.open().info
+        with without_memory():
+            return DescribedModel(config, info, build_untried(config.model, model_input(info, run.task.fitted(info))))
+
+    def memory(self, settings: dict[str, str], ranks: int, batch: int) -> int:
+        """Return the bytes of the fullest rank, a checkpoint's copy not counted.
+
+        Raises:
+            UserError: the model cannot be laid out so.
+        """
+        run = self._resolved(settings, batch)
+        key = run.config.strategy.parallel, batch // ranks
+        if key not in self.found:
+            self.found[key] = rehearse_layout(run, self.info, ranks, self.model)
+        told = forecast(run, self.info, ranks, self.model, self.found[key])
+        if told.unknown or not told.memory:
+            raise UserError(f"its memory cannot be forecast ({told.unknown})")
+        return max(memory.peak for memory in told.memory)
+
+    def least_memory(self, ranks: int) -> int:
+        """Return the bytes of parameters, gradients and the optimizer's state, cut over so many ranks."""
+        optimizer = self.config.optimizer
+        states = 2 if "adam" in optimizer.name else int(optimizer.momentum > 0)
+        return sum(p.nbytes for p in self.model.parameters()) * (2 + states) // ranks
+
+    def rehearsed(self, settings: dict[str, str], ranks: int, batch: int) -> Rehearsed:
+        """Return what was found of a layout."""
+        self.memory(settings, ranks, batch)
+        return self.found[settings["strategy.parallel"], batch // ranks]
+
+    def _resolved(self, settings: dict[str, str], batch: int) -> ResolvedRun:
+        named = {name.removeprefix("strategy."): text for name, text in settings.items()}
+        base = {"sync": "allreduce", "compression": "none", "parallel": "dp=-1"}
+        strategy = replace(self.config.strategy, **{**base, **named})
+        data = replace(self.config.data, batch_size=batch)
+        return resolve(replace(self.config, strategy=strategy, data=data))
+
+    def passed_bytes(self, modules: list[str], samples: int = 2) -> float:
+        """Return the bytes of a sample that go into the fullest of some modules, in forward."""
+        sizes: list[int] = []
+        hooks = [
+            self.model.get_submodule(name).register_forward_pre_hook(
+                lambda _, inputs: sizes.append(sum(t.nbytes for t in nest.leaves(inputs)))
+            )
+            for name in modules
+        ]
+        example = any_inputs(self.info, samples, next(self.model.parameters()).dtype)
+        device = next(self.model.parameters()).device
+        try:
+            with torch.no_grad():
+                nest.call(self.model, nest.to_device(example, device))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return max(sizes, default=0) / samples
+
+
+def candidates(
+    known: Calibration, machines: Machines, described: DescribedModel | None, batch: int
+) -> list[PlannedWay]:
+    """Return what could train on these machines; without a description nothing is known of memory or other layouts."""
+    found = [_replicated(way, machines, described, batch) for way in known.ways]
+    if described is not None:
+        found += list(_sharded(known, machines, described, batch))
+        if known.precise:  # stages are timed on this machine, which need not hold the model otherwise
+            found += list(_pipelined(machines, described, batch))
+    return found
+
+
+def _with_memory(candidate: PlannedWay, machines: Machines, described: DescribedModel | None, batch: int) -> PlannedWay:
+    if described is None:
+        return replace(candidate, unknown="of a run from Python objects the memory is not forecast")
+    ranks = min(machines.workers, _MOST_REHEARSED)
+    try:
+        laid_out = {**candidate.settings, "strategy.parallel": f"dp={ranks}"}
+        memory = described.memory(laid_out, ranks, max(1, batch // machines.workers) * ranks)
+    except UserError as error:
+        return replace(candidate, unknown=str(error), memory_bytes=described.least_memory(1))
+    return replace(candidate, memory_bytes=memory)
+
+
+def _replicated(cost: Alternative, machines: Machines, described: DescribedModel | None, batch: int) -> PlannedWay:
+    way = Replicated(cost)
+    settings = {"strategy.parallel": f"dp={machines.workers}", **way.cost.settings}
+    exact = way.cost.settings == {"strategy.compression": "none"}
+    return _with_memory(PlannedWay(way, settings, exact), machines, described, batch)
+
+
+def _sharded(known: Calibration, machines: Machines, described: DescribedModel, batch: int) -> Iterator[PlannedWay]:
+    blocks = max(1, len(find_blocks(described.model, hints_for(described.model))))
+    sizes = {machines.workers, machines.per_machine} - {1}
+    for size in sorted(sizes):
+        if machines.workers % size:
+            continue
+        way = Sharded(size, machines.workers // size, blocks)
+        rehearsed = {"strategy.parallel": f"fsdp={min(size, _MOST_REHEARSED)}"}
+        candidate = PlannedWay(way, {"strategy.parallel": way.label}, exact=True)
+        ranks = min(size, _MOST_REHEARSED)
+        try:
+            memory = described.memory(rehearsed, ranks, max(1, batch // machines.workers) * ranks)
+        except UserError as error:
+            yield replace(candidate, unknown=str(error), memory_bytes=described.least_memory(size))
+            continue
+        yield replace(candidate, memory_bytes=memory)
+
+
+def _pipelined(machines: Machines, described: DescribedModel, batch: int) -> Iterator[PlannedWay]:
+    for stages in (2, 4, _DEEPEST):
+        if machines.workers % stages or stages > machines.workers:
+            continue
+        replicas = machines.workers // stages
+        samples = batch // replicas
+        count = next((m for m in (4 * stages, 2 * stages, stages) if samples % m == 0), 0)
+        if not count:
+            continue
+        with suppress(UserError):  # the model is no chain, or too short: no candidate
+            settings = {"strategy.parallel": f"pp={stages},microbatches={count}"}
+            found = described.rehearsed(settings, stages, samples)
+            memory = described.memory(settings, stages, samples)
+            seconds = [stage.seconds or 1.0 for stage in found.stages]
+            numel = [stage.numel for stage in found.stages]
+            cuts = [stage.steps[0].name for stage in found.stages[1:]]
+            modules = [name for name in cuts if name in dict(described.model.named_modules())]
+            way = Pipelined(
+                tuple(s / sum(seconds) for s in seconds), replicas, count,
+                described.passed_bytes(modules), max(numel) / max(1, sum(numel)),
+            )  # fmt: skip
+            yield PlannedWay(way, {"strategy.parallel": way.label}, exact=True, memory_bytes=memory)

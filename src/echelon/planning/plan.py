@@ -1,0 +1,185 @@
+"""What a run would take on described machines, way by way: time, money, memory; the best three, and what would change.
+
+The run's time is that of its steps, evaluations, checkpoints and start; where machines fail, each failure costs half
+the time between checkpoints and another start (Young 1974, to the first order).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from echelon.config import RunConfig
+from echelon.config.machines import FLAG, Machines
+from echelon.core.errors import UserError
+from echelon.core.link import Link
+from echelon.planning.calibration import Calibration
+from echelon.planning.layouts import DescribedModel, PlannedWay, candidates
+from echelon.planning.steps import Estimate, StepForecast, interval
+from echelon.run.resolve import resolve
+
+SHOWN = 3
+_USED_SHARE = 0.9  # of a device's memory: a forecast is no measurement
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a run is: samples of a global batch, passes over the data, evaluations, seconds between checkpoints."""
+
+    batch: int
+    epochs: int
+    train_size: int
+    evaluations: int
+    checkpoint_every_s: float
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        return self.epochs * max(1, -(-self.train_size // self.batch))  # the last batch of an epoch may be smaller
+
+    @staticmethod
+    def of(config: RunConfig, known: Calibration, batch: int = 0, epochs: int = 0) -> Length:
+        """Return a run's length, with another batch or other epochs where they are given."""
+        epochs = epochs or config.training.epochs
+        every = resolve(config).checkpoint_every
+        every_s = every.seconds if every.seconds else math.inf
+        evaluations = max(1, epochs // config.training.eval_every) if config.training.eval_every else 1
+        return Length(batch or config.data.batch_size, epochs, known.train_size, evaluations, every_s)
+
+
+@dataclass(frozen=True)
+class RunEstimate:
+    """One way on some machines.
+
+    Attributes:
+        run_s: seconds from the command to the end; `money`: of all workers for as long, 0 where no price is said.
+        fits: whether a rank's memory holds it; True where memory was not said or is not known.
+    """
+
+    candidate: PlannedWay
+    machines: Machines
+    step: StepForecast
+    run_s: Estimate
+    money: Estimate
+    fits: bool
+
+    @property
+    def label(self) -> str:
+        """How one writes the way."""
+        return self.candidate.way.label
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the answer becomes when something else is given."""
+
+    what: str
+    best: RunEstimate
+    before: RunEstimate
+
+    @property
+    def same(self) -> bool:
+        """Whether the best way stays."""
+        return self.best.label == self.before.label
+
+
+@dataclass(frozen=True)
+class PlannedMachines:
+    """The answer for one description of machines: predictions by time, those that fit first."""
+
+    machines: Machines
+    predictions: tuple[RunEstimate, ...]
+    changes: tuple[Change, ...]
+
+    @property
+    def best(self) -> list[RunEstimate]:
+        """The fastest that fit."""
+        return [p for p in self.predictions if p.fits][:SHOWN]
+
+    @property
+    def best_exact(self) -> RunEstimate | None:
+        """The fastest that fits and trains like one process."""
+        return next((p for p in self.predictions if p.fits and p.candidate.exact), None)
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """All answers, and what they follow from."""
+
+    known: Calibration
+    length: Length
+    answers: tuple[PlannedMachines, ...]
+
+
+def make_plan(
+    known: Calibration, length: Length, machines: Sequence[Machines], described: DescribedModel | None
+) -> PlanReport:
+    """Predict every way on each of some machines.
+
+    Args:
+        described: model and data, for memory and other layouts; None: of a run from Python objects.
+
+    Raises:
+        UserError: there are more workers than samples in a batch.
+    """
+    answers = []
+    for each in machines:
+        if each.workers > length.batch:
+            raise UserError(
+                f"{FLAG} {each.name}: a batch of {length.batch} cannot be divided by {each.workers} workers: "
+                "give a larger --batch-size"
+            )
+        found = candidates(known, each, described, length.batch)
+        predictions = _sorted(predict(known, length, each, candidate) for candidate in found)
+        answers.append(PlannedMachines(each, predictions, _changes(known, length, each, predictions)))
+    return PlanReport(known, length, tuple(answers))
+
+
+def _sorted(predictions: Iterable[RunEstimate]) -> tuple[RunEstimate, ...]:
+    return tuple(sorted(predictions, key=lambda p: (not p.fits, p.run_s.value)))
+
+
+def predict(known: Calibration, length: Length, machines: Machines, candidate: PlannedWay) -> RunEstimate:
+    """Predict a run of one way."""
+    step = candidate.way.step(known, machines, length.batch)
+    scale = known.workers / machines.workers / machines.speed
+    pauses_s = known.start_s + length.evaluations * known.evaluation_s * scale
+    steps_s, paused = step.seconds.times(length.steps), interval(pauses_s, known.residual)
+    run_s = Estimate(steps_s.value + paused.value, steps_s.low + paused.low, steps_s.high + paused.high)
+    run_s = run_s.times(1 + known.checkpoint_s / length.checkpoint_every_s).times(_failures(known, length, machines))
+    memory = candidate.memory_bytes
+    fits = memory is None or memory <= _USED_SHARE * machines.memory_bytes
+    return RunEstimate(candidate, machines, step, run_s, run_s.times(machines.price_per_hour / 3600), fits)
+
+
+def _failures(known: Calibration, length: Length, machines: Machines) -> float:
+    """Return by how much failures lengthen a run."""
+    if math.isinf(machines.mtbf_s):
+        return 1.0
+    every_s = length.checkpoint_every_s if math.isfinite(length.checkpoint_every_s) else 0.0
+    lost = machines.count / machines.mtbf_s * (every_s / 2 + known.start_s)
+    return 1 / (1 - lost) if lost < 1 else math.inf
+
+
+def _changes(
+    known: Calibration, length: Length, machines: Machines, predictions: Sequence[RunEstimate]
+) -> tuple[Change, ...]:
+    """Ask again with a faster link, a larger batch, more workers: of the ways that fit."""
+    fitting = [p for p in predictions if p.fits]
+    if not fitting:
+        return ()
+    asked: list[tuple[str, Machines, Length]] = []
+    if machines.link is not None and machines.count > 1:
+        twice = Link(2 * machines.link.rate_bits_per_s, machines.link.delay_s)
+        asked.append(("a link twice as fast", replace(machines, link=twice), length))
+    asked.append(("twice the batch", machines, replace(length, batch=2 * length.batch)))
+    asked.append(("workers twice as fast", replace(machines, speed=2 * machines.speed), length))
+    if machines.price_per_hour:
+        half = replace(machines, price_per_hour=machines.price_per_hour / 2)
+        asked.append(("half the price", half, length))
+    return tuple(Change(what, _best(known, of, at, fitting), fitting[0]) for what, at, of in asked)
+
+
+def _best(known: Calibration, length: Length, machines: Machines, ways: Sequence[RunEstimate]) -> RunEstimate:
+    return min((predict(known, length, machines, p.candidate) for p in ways), key=lambda p: p.run_s.value)

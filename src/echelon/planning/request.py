@@ -1,0 +1,179 @@
+"""A plan from what was asked: a run's record, short runs that calibrate it, or a device's rate.
+
+By a rate, operations of forward are counted on tensors without memory (`torch.utils.flop_counter`); backward has twice
+as many. A device reaches a share of its rate, links cost their latency and bytes, and encoding is not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from echelon.config import Resolved, RunConfig, build
+from echelon.config.build import DEFAULT
+from echelon.config.machines import FLAG, Machines
+from echelon.core.errors import UserError
+from echelon.observe.phases import Phase
+from echelon.planning.calibration import Calibration, PhaseCost, calibrate
+from echelon.planning.layouts import DescribedModel
+from echelon.planning.plan import Length, PlanReport, make_plan
+from echelon.records.kinds import Alternative
+from echelon.reporting.report.records import CONFIG_FILE, load_run
+from echelon.run.defaults import with_task_defaults
+from echelon.run.trust import check_trust
+from echelon.tasks import nest
+from echelon.torch_compat import NEEDS_VALUES
+from echelon.trainer.inputs import any_inputs
+
+REACHED = 0.4
+"""Share of a device's rate that training reaches: 0.3 to 0.5 is usual (Chowdhery et al. 2022, arXiv:2204.02311)."""
+_SAMPLES = 2
+_HOP_S = 2e-5
+_BYTE_S = 1e-11
+_BUCKET_BYTES = 25e6
+_UPDATE_PASSES = 5  # over parameters: read weight, gradient and momentum, write two
+_MEMORY_BYTES_PER_S = 1e12
+_OF_RUNS = ("data.batch_size", "training.epochs")
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is asked.
+
+    Attributes:
+        config: the run as described.
+        machines: that it is to run on.
+        run: the folder of a run to plan from; None: calibrate.
+        batch, epochs: in place of the described ones; 0: as described.
+        named: whether model, data and task have names by which they are built again.
+    """
+
+    config: RunConfig
+    machines: tuple[Machines, ...]
+    run: Path | None = None
+    batch: int = 0
+    epochs: int = 0
+
+    @property
+    def named(self) -> bool:
+        """Whether model and data can be made from the description alone."""
+        return not any(text.startswith("<") for text in (self.config.model.name, self.config.data.source))
+
+
+def request_of(resolved: Resolved, machines: tuple[Machines, ...], trust: bool) -> PlanRequest:
+    """Return what is asked by a description whose data may be the folder of a run.
+
+    Raises:
+        UserError: it names code that is not trusted, or changes what a run cannot be planned with.
+    """
+    source = resolved.config.data.source
+    if not (Path(source) / CONFIG_FILE).is_file():
+        check_trust(resolved, trust)
+        return PlanRequest(with_task_defaults(resolved).config, machines)
+    given = {name for name, origin in resolved.origins.items() if origin != DEFAULT}
+    if more := sorted(given - {"data.source", *_OF_RUNS}):
+        raise UserError(
+            f"{more[0]} belongs to the run {source}: of a run, only --batch-size and --epochs may be others"
+        )
+    of_run = build(Path(source) / CONFIG_FILE, {})
+    check_trust(of_run, trust)
+    batch, epochs = resolved.config.data.batch_size, resolved.config.training.epochs
+    changed = (batch if _OF_RUNS[0] in given else 0), (epochs if _OF_RUNS[1] in given else 0)
+    return PlanRequest(replace(of_run.config, run=""), machines, Path(source), *changed)
+
+
+def plan(request: PlanRequest) -> PlanReport:
+    """Return the plan.
+
+    Raises:
+        UserError: nothing can be planned from what is there.
+    """
+    batch = request.batch or request.config.data.batch_size
+    config = replace(request.config, data=replace(request.config.data, batch_size=batch))
+    described = DescribedModel.of(config) if request.named else None
+    rated = [machines for machines in request.machines if machines.tflops]
+    if rated and request.run is None:
+        return _rated(request, config, described, batch)
+    known = _calibrated(request)
+    length = Length.of(config, known, batch, request.epochs)
+    return make_plan(known, length, request.machines, described)
+
+
+def _calibrated(request: PlanRequest) -> Calibration:
+    if request.run is not None:
+        return calibrate([load_run(request.run)])
+    from echelon.planning.trial import calibrate_by_runs
+
+    return calibrate_by_runs(request.config)
+
+
+def _rated(request: PlanRequest, config: RunConfig, described: DescribedModel | None, batch: int) -> PlanReport:
+    if described is None:
+        raise UserError(f"{FLAG} tflops=...: operations are counted of a model that is named, not of an object")
+    plans = []
+    for machines in request.machines:
+        known = rate(described, machines)
+        plans.append(make_plan(known, Length.of(config, known, batch, request.epochs), [machines], described))
+    return PlanReport(plans[0].known, plans[0].length, tuple(answer for each in plans for answer in each.answers))
+
+
+def rate(described: DescribedModel, machines: Machines) -> Calibration:
+    """Return a calibration from a device's rate.
+
+    Raises:
+        UserError: the rate is not said.
+    """
+    if not machines.tflops:
+        raise UserError(f"--at {machines.name}: say what a worker computes, such as tflops=400, or plan from a run")
+    parameters = sum(p.numel() for p in described.model.parameters())
+    notes = ["Nothing was measured: the device's rate is yours, encoding is not counted, intervals are wide."]
+    try:
+        flops = 3 * forward_flops(described)
+    except (*NEEDS_VALUES, RuntimeError):  # values matter to it: the rule of Kaplan et al. 2020 (arXiv:2001.08361)
+        flops = 6 * parameters * _tokens(described)
+        notes.append("Operations of this model cannot be counted without values: 6 a parameter and token are taken.")
+    per_sample_s = flops / (machines.tflops * 1e12 * REACHED)
+    update_s = 4 * parameters * _UPDATE_PASSES / _MEMORY_BYTES_PER_S
+    gradient = 4.0 * parameters
+    rounds = max(1.0, gradient / _BUCKET_BYTES)
+    tail = min(1.0, _BUCKET_BYTES / gradient)
+    phases = {phase.value: PhaseCost(0.0, 0.0) for phase in Phase}
+    phases[Phase.FORWARD] = PhaseCost(0.0, per_sample_s / 3)
+    phases[Phase.BACKWARD] = PhaseCost(0.0, 2 * per_sample_s / 3)
+    phases[Phase.UPDATE] = PhaseCost(update_s, 0.0)
+    batch = described.config.data.batch_size
+    return Calibration(
+        source=f"{flops / 1e9:.3g} GFLOP a sample, at {REACHED:.0%} of {machines.tflops:g} TFLOP/s",
+        workers=2, batch=batch, samples=(batch / machines.workers, batch / machines.workers),
+        phases=phases, spread=0.9, jitter_s=0.02 * per_sample_s * batch / machines.workers,
+        hop_s=_HOP_S, byte_s=_BYTE_S,
+        ways=(
+            Alternative({"strategy.compression": "none"}, 1, gradient, rounds, 0.0, tail),
+            Alternative({"strategy.compression": "bf16"}, 1, gradient / 2, rounds, 0.0, tail),
+            Alternative({"strategy.sync": "local(period=8)"}, 8, gradient, rounds, 0.0, 1.0),
+            Alternative({"strategy.sync": "diloco(period=20)"}, 20, gradient, rounds, 0.0, 1.0),
+        ),
+        parameters=parameters, train_size=described.info.train_size, epochs=described.config.training.epochs,
+        precise=False,
+        notes=tuple(notes),
+    )  # fmt: skip
+
+
+def forward_flops(described: DescribedModel) -> float:
+    """Return the floating-point operations of a sample's forward pass."""
+    model = described.model
+    example = any_inputs(described.info, _SAMPLES, next(model.parameters()).dtype)
+    device = next(model.parameters()).device
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        nest.call(model, nest.to_device(example, device))
+    return float(counter.get_total_flops()) / _SAMPLES
+
+
+def _tokens(described: DescribedModel) -> int:
+    """Return how many positions a sample has: tokens of a text, one of anything else."""
+    spec = described.info.several
+    leaves = nest.leaves(any_inputs(described.info, 1)) if spec is not None else []
+    return max((leaf.shape[1] for leaf in leaves if leaf.ndim == 2 and not leaf.is_floating_point()), default=1)

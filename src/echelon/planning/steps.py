@@ -1,0 +1,352 @@
+"""The seconds of a training step on machines that were described, simulated from a calibration.
+
+What a rank sends scales with the workers as a ring's bytes do, 2 (n - 1) / n, and its rounds with n - 1 where each
+round is a message of a codec; a byte takes what the link or the processors need, whichever is more. The step waits
+for the slowest of n ranks: the mean of the largest of n normal numbers times the jitter that was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from echelon.config.machines import Machines
+from echelon.core.link import Link
+from echelon.forecast.simulator import SimulatedTask, TaskSpan, makespan, simulate
+from echelon.observe.phases import Phase
+from echelon.planning.calibration import Calibration, expected_max
+from echelon.records.kinds import TCP_HEADER_BYTES, Alternative
+
+_MOST_BUCKETS = 24
+_FRAMED = (1448 + TCP_HEADER_BYTES) / 1448  # bytes of a full frame on the link, over those of ours that it carries
+FEWER_DOUBLINGS = 0.06
+"""By how much an interval widens, relatively, for each doubling beyond what was measured."""
+OTHER_LAYOUT = 0.3
+"""Likewise for a layout that was not measured."""
+OTHER_LINK = 0.15
+"""Likewise for a link that was not measured."""
+RATED = 0.4
+"""Likewise where a device's rate stands for a measurement."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A prediction with the bounds that it is expected to keep."""
+
+    value: float
+    low: float
+    high: float
+
+    def times(self, factor: float) -> Estimate:
+        """Return it in other units."""
+        return Estimate(self.value * factor, self.low * factor, self.high * factor)
+
+
+def interval(value: float, relative: float) -> Estimate:
+    """Return bounds that are as far in ratio on both sides."""
+    return Estimate(value, value / (1 + relative), value * (1 + relative))
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """A step of one way on some machines.
+
+    Attributes:
+        seconds: of a step; with periods, the mean.
+        compute_s, communicate_s, waiting_s: parts of it: own work, exposed communication, waiting for slower ranks.
+        sent_bytes: of a rank, in a step.
+        spans: of the simulated step (of the one that communicates).
+    """
+
+    seconds: Estimate
+    compute_s: float
+    communicate_s: float
+    waiting_s: float
+    sent_bytes: float
+    spans: tuple[TaskSpan, ...]
+
+
+class Way(Protocol):
+    """How a step goes in a layout, with a strategy and a codec."""
+
+    @property
+    def label(self) -> str:
+        """As one writes it."""
+
+    def step(self, known: Calibration, machines: Machines, batch: int) -> StepForecast:
+        """Predict a step of so many samples of the global batch."""
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """Each worker has the whole model, and sends gradients or parameters as `cost` says.
+
+    Attributes:
+        cost: measured with the calibration's workers.
+    """
+
+    cost: Alternative
+
+    @property
+    def label(self) -> str:
+        """Its settings: `int8`, `local(period=8), sign`."""
+        return ", ".join(self.cost.settings.values())
+
+    def step(self, known: Calibration, machines: Machines, batch: int) -> StepForecast:
+        """Predict a step: gradients travel behind backward, or the model does once in a period."""
+        n, cost = machines.workers, self.cost
+        work = known.compute(batch / n, machines.speed)
+        sent = cost.wire_bytes * ring_share(n) / ring_share(known.workers)
+        buckets = _buckets(cost, sent, known)
+        moving = [_moving_s(known, machines, bucket, self._hops(known, machines, len(buckets))) for bucket in buckets]
+        coding_s = cost.coding_s / machines.speed * _passes(n) / _passes(known.workers)
+        compute_s = sum(work.values()) + coding_s / cost.period
+        if cost.period > 1:
+            rest_s = sum(work.values())
+            exposed_s = max(0.0, sum(moving) - cost.overlap * rest_s) / cost.period
+            spans = simulate(_averaging_tasks(work, coding_s, sum(moving)))
+        else:
+            spans = simulate(_reducing_tasks(work, known.spread, coding_s, moving))
+            exposed_s = max(0.0, makespan(spans) - compute_s)
+        waiting_s = known.jitter_s / machines.speed * expected_max(n) / math.sqrt(cost.period)
+        seconds = interval(compute_s + exposed_s + waiting_s, uncertainty(known, machines, batch))
+        return StepForecast(seconds, compute_s, exposed_s, waiting_s, sent / cost.period, tuple(spans))
+
+    def _hops(self, known: Calibration, machines: Machines, buckets: int) -> tuple[float, float]:
+        """Return how many messages follow each other for a bucket, between machines and inside one.
+
+        A ring over all ranks passes 2 (n - 1) times; its rounds lie one after the other.
+        """
+        rounds = self.cost.rounds / buckets if self.cost.coding_s else 1.0
+        scale = max(1.0, rounds / (2 * (known.workers - 1)))
+        outside = 2 * (machines.count - 1)
+        return scale * outside, scale * (2 * (machines.workers - 1) - outside)
+
+
+def _passes(ranks: int) -> float:
+    """Return how often a rank's codec goes over a tensor: it encodes chunks for others, decodes theirs and adds them
+    up, encodes the sum of its own chunk, and decodes all other sums.
+    """
+    return (3 * (ranks - 1) + 1) / ranks
+
+
+def ring_share(ranks: int) -> float:
+    """Return what a rank sends of a tensor, in its sizes, so that all have the sum."""
+    return 2 * (ranks - 1) / ranks
+
+
+def uncertainty(known: Calibration, machines: Machines, batch: int, layout: float = 0.0) -> float:
+    """Return the relative half width of an interval: what was calibrated, and how far from that this is."""
+    least, most = known.samples
+    samples = batch / machines.workers
+    far = math.log2(least / samples) if samples < least else math.log2(max(1.0, samples / most))
+    scale = abs(math.log2(machines.workers / known.workers)) if machines.workers else 0.0
+    rated = 0.0 if known.precise else RATED
+    speed = 0.1 * abs(math.log2(machines.speed))
+    link = OTHER_LINK if machines.narrowest != known.link else 0.0
+    terms = (known.residual, link, FEWER_DOUBLINGS * scale, 2 * FEWER_DOUBLINGS * far, layout, rated, speed)
+    return math.hypot(*terms)
+
+
+def seconds_per_byte(known: Calibration, machines: Machines) -> float:
+    """Return what a byte takes through the narrowest link of a ring over all workers."""
+    link = machines.narrowest
+    return max(known.byte_s / machines.speed, 8 * _FRAMED / link.rate_bits_per_s if link else 0.0)
+
+
+def _delay_s(link: Link | None) -> float:
+    return link.delay_s if link else 0.0
+
+
+def _moving_s(known: Calibration, machines: Machines, n_bytes: float, hops: tuple[float, float]) -> float:
+    outside, inside = hops
+    hop_s = known.hop_s / machines.speed
+    outside_s = outside * (hop_s + _delay_s(machines.link))
+    inside_s = inside * (hop_s + _delay_s(machines.inside))
+    return n_bytes * seconds_per_byte(known, machines) + outside_s + inside_s
+
+
+def _buckets(cost: Alternative, sent: float, known: Calibration) -> list[float]:
+    """Return the bytes of each bucket, in the order in which backward fills them; the last is the tail."""
+    exchanges = 2 * (known.workers - 1) if cost.coding_s else 1
+    count = min(_MOST_BUCKETS, max(1, round(cost.rounds / exchanges)))
+    if count == 1 or cost.period > 1:
+        return [sent]
+    tail = min(1.0, max(cost.tail, 0.0))
+    return [sent * (1 - tail) / (count - 1)] * (count - 1) + [sent * tail]
+
+
+def _before(work: dict[str, float]) -> list[SimulatedTask]:
+    return [
+        SimulatedTask(Phase.DATA, "processor", work[Phase.DATA]),
+        SimulatedTask(Phase.FORWARD, "processor", work[Phase.FORWARD], (0,)),
+    ]
+
+
+def _reducing_tasks(work: dict[str, float], spread: float, coding_s: float, moving: list[float]) -> list[SimulatedTask]:
+    """Return a step: buckets leave while backward goes on, the update comes when all sums are there."""
+    tasks, backward_s = _before(work), work[Phase.BACKWARD] + coding_s
+    pieces = [backward_s * (1 - spread)] + [backward_s * spread / max(1, len(moving) - 1)] * (len(moving) - 1)
+    if len(moving) == 1:
+        pieces = [backward_s]
+    sends, last = [], 1
+    for piece, seconds in zip(pieces, moving, strict=True):
+        tasks.append(SimulatedTask(Phase.BACKWARD, "processor", piece, (last,)))
+        last = len(tasks) - 1
+        tasks.append(SimulatedTask(Phase.COMMUNICATE, "link", seconds, (last,)))
+        sends.append(len(tasks) - 1)
+    tasks.append(SimulatedTask(Phase.UPDATE, "processor", work[Phase.UPDATE] + work[Phase.OTHER], (last, *sends)))
+    return tasks
+
+
+def _averaging_tasks(work: dict[str, float], coding_s: float, moving_s: float) -> list[SimulatedTask]:
+    """Return the step of a period in which the model travels, after the update."""
+    tasks = _before(work)
+    tasks.append(SimulatedTask(Phase.BACKWARD, "processor", work[Phase.BACKWARD], (1,)))
+    tasks.append(SimulatedTask(Phase.UPDATE, "processor", work[Phase.UPDATE] + work[Phase.OTHER] + coding_s, (2,)))
+    tasks.append(SimulatedTask(Phase.COMMUNICATE, "link", moving_s, (3,)))
+    return tasks
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Parameters are cut over `size` ranks (FSDP), replicas of them reduce each their piece.
+
+    Attributes:
+        size: ranks that share the parameters; they divide the batch, too.
+        blocks: in which a layer's parameters are gathered at a time.
+    """
+
+    size: int
+    replicas: int
+    blocks: int
+
+    @property
+    def label(self) -> str:
+        """The layout."""
+        return f"fsdp={self.size}" if self.replicas == 1 else f"dp={self.replicas},fsdp={self.size}"
+
+    def step(self, known: Calibration, machines: Machines, batch: int) -> StepForecast:
+        """Predict a step: blocks are gathered ahead of forward and backward, their gradients cut up behind it."""
+        work = known.compute(batch / machines.workers, machines.speed)
+        work[Phase.UPDATE] /= self.size
+        inside = self.size <= machines.per_machine
+        piece = known.parameters * 4 * (self.size - 1) / self.size / self.blocks
+        hops = (0, self.size - 1) if inside else (self.size - 1, 0)
+        group = machines if not inside else _one_machine(machines)
+        move_s = _moving_s(known, group, piece, hops)
+        own = known.parameters * 4 / self.size
+        between = own * ring_share(self.replicas) if self.replicas > 1 else 0.0
+        reduce_s = _moving_s(known, machines, between, (2 * (self.replicas - 1), 0)) if between else 0.0
+        spans = simulate(_sharded_tasks(work, self.blocks, move_s, reduce_s))
+        compute_s = sum(work.values())
+        waiting_s = known.jitter_s / machines.speed * expected_max(machines.workers)
+        exposed_s = max(0.0, makespan(spans) - compute_s)
+        relative = uncertainty(known, machines, batch, OTHER_LAYOUT)
+        sent = 3 * piece * self.blocks + between
+        total = interval(compute_s + exposed_s + waiting_s, relative)
+        return StepForecast(total, compute_s, exposed_s, waiting_s, sent, tuple(spans))
+
+
+def _one_machine(machines: Machines) -> Machines:
+    return replace(machines, workers=machines.per_machine)
+
+
+def _sharded_tasks(work: dict[str, float], blocks: int, move_s: float, reduce_s: float) -> list[SimulatedTask]:
+    """Return a step of blocks that are gathered one ahead, twice, and whose gradients are cut up once."""
+    tasks = [SimulatedTask(Phase.DATA, "processor", work[Phase.DATA])]
+    last = 0
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        for _ in range(blocks):
+            tasks.append(SimulatedTask(Phase.COMMUNICATE, "link", move_s, (max(0, last - 1),) if last > 1 else ()))
+            tasks.append(SimulatedTask(phase, "processor", work[phase] / blocks, (len(tasks) - 1, last)))
+            last = len(tasks) - 1
+            if phase is Phase.BACKWARD:
+                tasks.append(SimulatedTask(Phase.COMMUNICATE, "link", move_s, (last,)))
+    tasks.append(SimulatedTask(Phase.COMMUNICATE, "link", reduce_s, (len(tasks) - 1,)))
+    tasks.append(
+        SimulatedTask(Phase.UPDATE, "processor", work[Phase.UPDATE] + work[Phase.OTHER], (last, len(tasks) - 1))
+    )
+    return tasks
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """Layers are cut into stages, each replica is a pipeline of them (1F1B, Narayanan et al. 2019).
+
+    Attributes:
+        shares: of the compute, by stage.
+        passed_bytes: that a sample's activations have between two stages; the most of the cuts.
+        largest: the largest stage's share of the parameters, whose gradients replicas reduce.
+    """
+
+    shares: tuple[float, ...]
+    replicas: int
+    microbatches: int
+    passed_bytes: float
+    largest: float
+
+    @property
+    def label(self) -> str:
+        """The layout."""
+        sizes = f"pp={len(self.shares)}" if self.replicas == 1 else f"dp={self.replicas},pp={len(self.shares)}"
+        return f"{sizes},microbatches={self.microbatches}"
+
+    def step(self, known: Calibration, machines: Machines, batch: int) -> StepForecast:
+        """Predict a step: micro-batches pass through the stages, then replicas reduce each stage's gradients."""
+        samples = batch / self.replicas
+        work = known.compute(samples, machines.speed)
+        passed = self.passed_bytes * samples / self.microbatches
+        send_s = _moving_s(known, machines, passed, (1, 0))
+        tasks = pipeline_tasks(self, work, send_s)
+        gradient = known.parameters * 4 * self.largest
+        between = gradient * ring_share(self.replicas) if self.replicas > 1 else 0.0
+        reduce_s = _moving_s(known, machines, between, (2 * (self.replicas - 1), 0)) if between else 0.0
+        spans = simulate(tasks)
+        update_s = (work[Phase.UPDATE] + work[Phase.OTHER]) * self.largest
+        total_s = makespan(spans) + reduce_s + update_s
+        compute_s = sum(work.values()) / len(self.shares)
+        waiting_s = known.jitter_s / machines.speed * expected_max(machines.workers)
+        relative = uncertainty(known, machines, batch, OTHER_LAYOUT)
+        sent = 2 * passed * self.microbatches + between
+        total = interval(total_s + waiting_s, relative)
+        return StepForecast(total, compute_s, total_s - compute_s, waiting_s, sent, tuple(spans))
+
+
+def pipeline_tasks(way: Pipelined, work: dict[str, float], send_s: float) -> list[SimulatedTask]:
+    """Return the tasks of a pipeline's step in 1F1B order: stage s starts with S - s forwards, then takes turns."""
+    stages, count = len(way.shares), way.microbatches
+    tasks: list[SimulatedTask] = [SimulatedTask(Phase.DATA, "processor 0", work[Phase.DATA])]
+    orders = [_one_forward_one_backward(stages - stage, count) for stage in range(stages)]
+    places: dict[tuple[str, int, int], int] = {}
+    done, previous = [0] * stages, [0] * stages
+    while any(done[s] < len(orders[s]) for s in range(stages)):
+        for stage in range(stages):
+            while done[stage] < len(orders[stage]):
+                phase, number = orders[stage][done[stage]]
+                neighbour = stage - 1 if phase is Phase.FORWARD else stage + 1
+                after = [previous[stage]]
+                if 0 <= neighbour < stages:
+                    arrived = places.get((phase, neighbour, number))
+                    if arrived is None:
+                        break
+                    link = f"link {min(stage, neighbour)} {phase}"
+                    tasks.append(SimulatedTask(Phase.COMMUNICATE, link, send_s, (arrived,)))
+                    after.append(len(tasks) - 1)
+                seconds = work[phase] * way.shares[stage] / count
+                tasks.append(SimulatedTask(phase, f"processor {stage}", seconds, tuple(after)))
+                places[phase, stage, number] = previous[stage] = len(tasks) - 1
+                done[stage] += 1
+    return tasks
+
+
+def _one_forward_one_backward(ahead: int, count: int) -> list[tuple[Phase, int]]:
+    """Return the order of a stage's work on `count` micro-batches, with so many forwards before the first backward."""
+    ahead = min(ahead, count)
+    order = [(Phase.FORWARD, i) for i in range(ahead)]
+    for number in range(count):
+        order.append((Phase.BACKWARD, number))
+        if ahead + number < count:
+            order.append((Phase.FORWARD, ahead + number))
+    return order

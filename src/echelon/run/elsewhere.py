@@ -1,0 +1,287 @@
+"""A run on a place that takes it whole: it is handed over, followed to its end, and asked to stop.
+
+Nothing of ours goes on beside it: what is told comes from the run's folder and from the place's own queue.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+from echelon.config import RunConfig
+from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
+from echelon.core.files import write_atomic
+from echelon.core.stop import Stopped, stop_on_signals
+from echelon.launch.places import expanded
+from echelon.launch.places.cluster import Cluster, JobPhase, JobState, PlaceFiles, PlaceSilent, Submission
+from echelon.messages.identity import SECRET_VARIABLE, make_secret, read_secret, write_secret
+from echelon.run.machine import say
+from echelon.run.outcome import Outcome, outcome_of
+from echelon.storage.url import is_url
+from echelon.trainer import folder as folders
+
+Around = Callable[[Path], AbstractContextManager[None]]
+
+LOOK_S = 0.5  # between looks for output
+ASK_S = 3.0  # between questions to the queue
+SETTLE_S = 10.0  # a job that is requeued may seem over for a moment
+GONE_S = 600.0  # a place that is silent for so long is left
+FIRST_NODE = "node0.out"
+VERSIONS_FILE = "versions"
+_LEAVE = (signal.SIGHUP, signal.SIGQUIT)
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A run that a place has taken."""
+
+    run: Path
+    job: str
+    cluster: Cluster
+
+
+def submitted(config: RunConfig, cluster: Cluster, model: str, has_objects: bool = False) -> Submitted:
+    """Make a new run's folder, and hand the run over.
+
+    Args:
+        model: what the folder is called after.
+        has_objects: the caller gave objects of its own, which cannot travel.
+
+    Raises:
+        UserError: it cannot be, or the place refuses it.
+    """
+    check_described(config, has_objects)
+    config = _on(config, config.launch.on)
+    cluster.check(Submission(_folder_to_be(config, model)), versions())
+    with folders.claimed(config, time.time(), model) as config:
+        return _hand_over(Path(config.run), cluster)
+
+
+def submitted_again(path: Path, config: RunConfig, cluster: Cluster, has_objects: bool = False) -> Submitted:
+    """Hand a run over that has a folder already, to go on.
+
+    Raises:
+        UserError: it cannot be, it goes on already, or the place refuses it.
+    """
+    check_described(_on(config, config.launch.on), has_objects)
+    cluster.check(Submission(path.absolute()), versions())
+    files = PlaceFiles(path)
+    if (job := files.job()) and state_of(cluster, job).phase is not JobPhase.ENDED:
+        raise UserError(f"{path} goes on already, as job {job}: `echelon stop {path}` ends it")
+    brought(path, cluster)
+    folders.prepare(path, _on(config, config.launch.on), time.time())
+    return _hand_over(path, cluster)
+
+
+def text_for(config: RunConfig, cluster: Cluster, model: str) -> str:
+    """Return exactly what would be submitted.
+
+    Raises:
+        UserError: it would be refused.
+    """
+    check_described(config)
+    folder = _folder_to_be(config, model)
+    folders.check_new(folder, config)
+    return cluster.text(Submission(folder))
+
+
+def _folder_to_be(config: RunConfig, model: str) -> Path:
+    return (Path(config.run) if config.run else folders.default_folder(config, model=model)).absolute()
+
+
+def check_described(config: RunConfig, has_objects: bool = False) -> None:
+    """Refuse what only this machine can do.
+
+    Raises:
+        UserError: names the setting.
+    """
+    if config.launch.nodes != "1" or config.launch.rendezvous:
+        raise UserError("--nodes and --rendezvous are the place's to say: give nodes in --on, as in slurm(nodes=2)")
+    if has_objects:
+        raise UserError(
+            "objects of your own cannot be sent to another place: name model, data and task as module:function"
+        )
+    if is_url(config.run):
+        raise UserError(f"--run {config.run}: a place needs a folder on a common disk, with --mirror {config.run}")
+    if config.optimizer.lr_find:
+        raise UserError("--lr-find is for this machine: find the rate with --on local, then train with --lr")
+    if config.launch.link:
+        raise UserError("--link shapes links of this machine: it needs --on local")
+
+
+def _on(config: RunConfig, place: str) -> RunConfig:
+    """Return the description for the run's folder: the place in full, and what only it can say left open."""
+    return replace(config, launch=replace(config.launch, on=expanded(place), nodes="1", rendezvous=""))
+
+
+def _hand_over(run: Path, cluster: Cluster) -> Submitted:
+    submission = Submission(run.absolute())
+    files = submission.files
+    files.prepare()
+    (run / "logs").mkdir(exist_ok=True)
+    secrets = run / folders.SECRET_FOLDER
+    secrets.mkdir(mode=0o700, exist_ok=True)
+    make_secret(secrets)
+    if SECRET_VARIABLE in os.environ:  # by the file alone: what a place is given of our environment can be read there
+        write_secret(secrets, read_secret(secrets))
+    write_atomic(files.folder / VERSIONS_FILE, json.dumps(versions()))
+    job = cluster.submit(submission)
+    files.add_job(job)
+    say(f"job {job}; run folder {run}; Ctrl-C stops the run after a checkpoint, Ctrl-\\ leaves it to go on")
+    return Submitted(run, job, cluster)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that all machines of a run must share."""
+    packages = {name: version(name) for name in ("echelon", "torch")}
+    return {**packages, "Python": ".".join(platform.python_version_tuple()[:2])}
+
+
+def brought(run: Path, cluster: Cluster) -> str:
+    """Bring what a place has of a run into its folder here; returns why it could not be brought, else nothing."""
+    try:
+        cluster.bring(run)
+    except (PlaceSilent, UserError) as error:
+        return str(error)
+    return ""
+
+
+def state_of(cluster: Cluster, job: str) -> JobState:
+    """Return where a job is, or that its place does not answer.
+
+    Raises:
+        UserError: the place does not answer.
+    """
+    try:
+        return cluster.state(job)
+    except PlaceSilent as silent:
+        raise UserError(str(silent)) from None
+
+
+def followed(submitted: Submitted, around: Around = lambda _: nullcontext()) -> Outcome:
+    """Follow a run to its end: what its first machine prints, and what the queue says of it.
+
+    The first signal stops the run, and it is followed to its end; another one, or a hang-up, leaves it to go on.
+
+    Raises:
+        UserError: the run refused its input.
+    """
+    follower, signum = _Follower(submitted), 0
+    with around(submitted.run):
+        while True:
+            try:
+                with stop_on_signals(raises=True):
+                    follower.until_over()
+                break
+            except Stopped as stopped:
+                if signum or stopped.signum in _LEAVE:
+                    say(f"left: {submitted.run} goes on as job {submitted.job}")
+                    return Outcome("stopped", submitted.run, {}, stopped.signum)
+                signum = stopped.signum
+                say("stopping the run after a checkpoint")
+                stop(submitted.run, submitted.cluster)
+    code, reason = PlaceFiles(submitted.run).ended() or (1, follower.state.text)
+    if code == USER_ERROR_EXIT_CODE:
+        raise UserError(reason)
+    if code == 1 and reason:
+        say(reason)
+    return outcome_of(submitted.run, {0: "completed", 1: "failed"}.get(code, "stopped"), signum)
+
+
+def stop(run: Path, cluster: Cluster) -> bool:
+    """Ask a run to save a checkpoint and end, and not to be queued again; returns whether there was one to ask.
+
+    Raises:
+        UserError: the place does not answer.
+    """
+    files = PlaceFiles(run)
+    job = files.job()
+    if not job or state_of(cluster, job).phase is JobPhase.ENDED:
+        return False
+    write_atomic(files.stop, "")
+    try:
+        cluster.stop(job)
+    except PlaceSilent as silent:
+        raise UserError(str(silent)) from None
+    return True
+
+
+class _Follower:
+    def __init__(self, submitted: Submitted) -> None:
+        self._submitted, self._files = submitted, PlaceFiles(submitted.run)
+        self._output = LogTail(submitted.run / "logs" / FIRST_NODE)
+        self.state = JobState(JobPhase.WAITS, "")
+        self._asked_s = self._over_since_s = 0.0
+        self._heard_s = time.monotonic()
+
+    def until_over(self) -> None:
+        """Show what comes, until the job is over."""
+        while not self._is_over():
+            self._output.show()
+            time.sleep(LOOK_S)
+        if missing := brought(self._submitted.run, self._submitted.cluster):
+            say(f"{self._submitted.run} is not whole here: {missing}; it lies on the first host")
+        self._output.show()
+
+    def _is_over(self) -> bool:
+        now = time.monotonic()
+        if now - self._asked_s >= ASK_S:
+            self._ask()
+            self._asked_s = now
+        if self.state.phase is not JobPhase.ENDED:
+            self._over_since_s = 0.0
+            return False
+        self._over_since_s = self._over_since_s or now
+        return self._files.ended() is not None or now - self._over_since_s > SETTLE_S
+
+    def _ask(self) -> None:
+        job = self._files.job() or self._submitted.job
+        try:
+            state = self._submitted.cluster.keep(job, Submission(self._submitted.run.absolute()))
+            self._submitted.cluster.bring(self._submitted.run)
+        except PlaceSilent as silent:
+            if time.monotonic() - self._heard_s > GONE_S:
+                raise UserError(f"{silent}; job {job} may go on") from None
+            return
+        self._heard_s = time.monotonic()
+        if state != self.state:
+            self.state = state
+            say(f"job {job}: {state.text}")
+
+
+class LogTail:
+    """Shows what is added to a file, which may not be there yet, and may be shortened."""
+
+    def __init__(self, path: Path, from_start: bool = False) -> None:
+        """Begin at what is there now, which an earlier start wrote, or at the file's start."""
+        self._path = path
+        self._at = path.stat().st_size if path.exists() and not from_start else 0
+
+    def show(self) -> None:
+        """Print what is new."""
+        if text := self.read():
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def read(self) -> str:
+        """Return what is new, in whole lines."""
+        try:
+            with self._path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._at:
+                    self._at = 0
+                file.seek(self._at)
+                new = file.read()
+        except FileNotFoundError:
+            return ""
+        whole = new[: new.rfind(b"\n") + 1]
+        self._at += len(whole)
+        return whole.decode(errors="replace")

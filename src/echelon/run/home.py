@@ -1,0 +1,197 @@
+"""A run whose home is a URL: its local copy on this machine, brought there from the URL to be continued."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from echelon.config import RunConfig
+from echelon.core.errors import UserError, naming
+from echelon.run.machine import say
+from echelon.storage.url import check_url, is_url
+
+if TYPE_CHECKING:
+    from echelon.storage.archive import Archive, Part, Version
+
+_CHECKPOINTS = "checkpoints"
+_SEGMENTS = "record-*.jsonl"
+
+
+def local_copy(url: str) -> Path:
+    """Return the folder on this machine of the run at a URL: below the user's cache folder, XDG_CACHE_HOME."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = PurePosixPath(url.rstrip("/")).name or "run"
+    return cache / "echelon" / "runs" / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
+
+
+def at_home(config: RunConfig) -> RunConfig:
+    """Return the description of a run whose `--run` is a URL as that of its local copy, which is mirrored there.
+
+    Raises:
+        UserError: it names a mirror too, or the URL cannot be recorded.
+    """
+    if not is_url(config.run):
+        return config
+    with naming("--run"):
+        url = check_url(config.run)
+    if config.checkpoint.mirror not in ("", url):
+        raise UserError(f"--mirror {config.checkpoint.mirror}: --run {url} is kept there already: leave one out")
+    return replace(config, run=str(local_copy(url)), checkpoint=replace(config.checkpoint, mirror=url))
+
+
+def bring(url: str, folder: Path | None = None, tell: Callable[[str], None] = say) -> Path:
+    """Make a folder of this machine the same as the newest whole version of a run at a URL; returns the folder.
+
+    What is there already is not sent again; where nobody else wrote at the URL since this folder did, it stays as it
+    is, for it may be newer. What is damaged at the URL is named, and the version before it is used.
+
+    Raises:
+        UserError: there is no run at the URL, none is whole, or it cannot be reached; or a run goes on in the folder.
+    """
+    from echelon.storage.archive import Archive
+    from echelon.storage.base import refused_in_words
+    from echelon.storage.url import open_store
+    from echelon.trainer.folder import locked
+
+    folder = local_copy(url) if folder is None else folder
+    folder.mkdir(parents=True, exist_ok=True)
+    archive = Archive(open_store(url))
+    with locked(folder, shared=False):
+        try:
+            _bring(archive, url, folder, tell)
+        except OSError as error:
+            raise refused_in_words(url, error) from error
+    return folder
+
+
+def _bring(archive: Archive, url: str, folder: Path, tell: Callable[[str], None]) -> None:
+    from echelon.run.mirror import read_state, write_state
+    from echelon.storage.archive import DamagedArchive
+    from echelon.trainer.folder import CONFIG_FILE
+
+    damaged, first = False, None
+    for version in archive.versions():
+        if isinstance(version, DamagedArchive):
+            tell(f"{url}: {version}; the one before it is used")
+            damaged = True
+            continue
+        names = {part.name for part in version.parts}
+        if CONFIG_FILE not in names:
+            continue  # a writer has begun, and sent nothing
+        first = first or version
+        is_here = (folder / CONFIG_FILE).exists() and read_state(folder, url).is_at(version)
+        if is_here and not damaged:
+            return
+        try:
+            _fetch_version(archive, version, folder, lambda text: tell(f"{url}: {text}"))
+        except DamagedArchive as damage:
+            tell(f"{url}: manifest {version.number}: {damage}; the one before it is used")
+            damaged = True
+            continue
+        write_state(folder, url, first)
+        return
+    raise UserError(f"{url} holds no run{' that is whole: see `echelon verify`' if damaged else ''}")
+
+
+def _fetch_version(archive: Archive, version: Version, folder: Path, tell: Callable[[str], None]) -> None:
+    """Bring the files of a version, and remove what belongs to another history.
+
+    A damaged file of a checkpoint leaves that one damaged, which the run passes over in favour of the one before.
+
+    Raises:
+        DamagedArchive: another file is damaged or gone.
+    """
+    from echelon.storage.archive import DamagedArchive
+
+    wanted = {part.name: part for part in version.parts}
+    for part in sorted(version.parts, key=_order):
+        try:
+            fetch_part(archive, part, folder)
+        except DamagedArchive as damage:
+            if not part.name.startswith(f"{_CHECKPOINTS}/"):
+                raise
+            tell(f"{damage}: the checkpoint before it is used")
+            (folder / part.name).parent.mkdir(parents=True, exist_ok=True)
+    _remove_others(folder, wanted)
+
+
+def fetch_part(archive: Archive, part: Part, folder: Path) -> None:
+    """Bring one file, unless it is there.
+
+    Raises:
+        DamagedArchive: it is damaged or gone.
+    """
+    from echelon.storage.archive import sha256_of
+
+    path = folder / part.name
+    if path.is_file() and path.stat().st_size == part.bytes and sha256_of(path) == part.sha256:
+        return
+    archive.fetch(part, path)
+
+
+def _order(part: Part) -> tuple[bool, str]:
+    return not part.name.startswith(_CHECKPOINTS), part.name  # the record last: it says what was saved
+
+
+def _remove_others(folder: Path, wanted: Iterable[str]) -> None:
+    names = set(wanted)
+    checkpoints = {PurePosixPath(name).parts[1] for name in names if name.startswith(f"{_CHECKPOINTS}/")}
+    for path in (folder / _CHECKPOINTS).glob("step-*"):
+        if path.name not in checkpoints:
+            shutil.rmtree(path)
+    for path in folder.glob(_SEGMENTS):
+        if path.name not in names:
+            path.unlink()
+
+
+def _is_wanted(folder: Path, name: str, whole: int) -> bool:
+    """Whether a checkpoint is newer than a step, or a base is not whole here."""
+    from echelon.checkpoint.files import CheckpointEntry, DamagedError, is_base, verify
+
+    if not is_base(name):
+        return int(name.partition("-")[2].partition(".")[0]) > whole
+    try:
+        verify(CheckpointEntry(0, 1, folder / _CHECKPOINTS / name))
+    except (DamagedError, OSError):
+        return True
+    return False
+
+
+def mend(folder: Path, url: str, tell: Callable[[str], None]) -> None:
+    """Bring checkpoints that are newer than the newest whole one of a folder from its copy at a URL.
+
+    Nothing is done where others wrote at the URL since. A store that is away is said: the folder is used as it is.
+    """
+    from echelon.checkpoint.files import DamagedError, entries, is_base, verify
+    from echelon.run.mirror import read_state
+    from echelon.storage.archive import Archive, DamagedArchive
+    from echelon.storage.url import open_store
+
+    whole = -1
+    for entry in reversed(entries(folder / _CHECKPOINTS)):
+        try:
+            whole = verify(entry).step
+            break
+        except (DamagedError, OSError) as error:
+            tell(f"checkpoint {entry.path.name} is damaged: {error}")
+    archive = Archive(open_store(url))
+    try:
+        version = archive.newest()
+        if version is None or not read_state(folder, url).is_at(version):
+            return
+        parts = [part for part in version.parts if part.name.startswith(f"{_CHECKPOINTS}/")]
+        for name in sorted({PurePosixPath(part.name).parts[1] for part in parts}):
+            if _is_wanted(folder, name, whole):
+                shutil.rmtree(folder / _CHECKPOINTS / name, ignore_errors=True)
+                for part in (part for part in parts if PurePosixPath(part.name).parts[1] == name):
+                    fetch_part(archive, part, folder)
+                tell(f"{'what checkpoints leave out' if is_base(name) else 'checkpoint'} {name} is taken from {url}")
+    except DamagedArchive as damage:
+        tell(f"{url}: {damage}: its checkpoint is damaged too")
+    except OSError as error:
+        tell(f"{url} cannot be read ({error.strerror or error}): the checkpoints of {folder} are used as they are")

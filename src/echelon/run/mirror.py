@@ -1,0 +1,240 @@
+"""A run's copy at a URL, kept beside training: a thread of the command that runs it sends each new checkpoint.
+
+Ranks take no part in it. A store that is away is tried again, and said once; training goes on. What one process leaves
+there another continues (`echelon resume URL`), and of two that write only one goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+
+from echelon.core.errors import UserError
+from echelon.core.files import write_atomic
+from echelon.core.patience import DiskNotice, Patience, may_pass, print_notice
+from echelon.core.stop import StopFlag
+from echelon.core.units import format_bytes, format_seconds
+from echelon.records.decode import decode
+from echelon.records.events import DiskFails, DiskWorks, Event
+from echelon.records.file import Recorder
+from echelon.run.machine import say
+from echelon.run.snapshot import Hashes, held, release, wanted_checkpoints
+from echelon.storage.archive import (
+    Archive,
+    ArchiveWriter,
+    DamagedArchive,
+    ForeignWriter,
+    Version,
+    honours_conditions,
+)
+from echelon.storage.base import StoreAway, refused_in_words
+from echelon.storage.url import open_store
+from echelon.trainer.saving import CHECKPOINTS_FOLDER
+
+STATE_FILE = ".mirrored.json"
+_WHAT = "checkpoint"
+_LOOK_S = 0.5
+_STOPPED_S = 60.0  # for the last checkpoint, once a signal has stopped the run
+
+
+@dataclass(frozen=True)
+class MirrorState:
+    """What a run's folder has in common with its copy at a URL: the version that it was last the same as."""
+
+    url: str = ""
+    writer: str = ""
+    number: int = 0
+    sha256: str = ""
+
+    def is_at(self, newest: Version) -> bool:
+        """Whether nobody else wrote there since; this writer may have, and died before it noted that."""
+        return newest.sha256 == self.sha256 or newest.writer == self.writer
+
+
+def read_state(folder: Path, url: str) -> MirrorState:
+    """Return what a folder has in common with a URL."""
+    return next((state for state in _states(folder) if state.url == url), MirrorState())
+
+
+def write_state(folder: Path, url: str, version: Version) -> None:
+    """Note that a folder is the same as a version."""
+    others = [state for state in _states(folder) if state.url != url]
+    states = [*others, MirrorState(url, version.writer, version.number, version.sha256)]
+    write_atomic(folder / STATE_FILE, json.dumps([asdict(state) for state in states]))
+
+
+def _states(folder: Path) -> list[MirrorState]:
+    try:
+        return [decode(MirrorState, values) for values in json.loads((folder / STATE_FILE).read_bytes())]
+    except (FileNotFoundError, ValueError, TypeError, AttributeError, KeyError):
+        return []
+
+
+def begin_writing(folder: Path, url: str, codec: str, tell: Callable[[str], None] = say) -> ArchiveWriter:
+    """Become the writer of a run's copy.
+
+    Raises:
+        UserError: the store cannot be used, holds something else, or was written by others since.
+    """
+    try:
+        store = open_store(url)
+        honours = honours_conditions(store)
+        archive = Archive(store)
+        newest = archive.newest()
+        if newest is not None and newest.parts and not read_state(folder, url).is_at(newest):
+            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(newest.t))
+            raise UserError(
+                f"{url} holds another run, or was continued elsewhere ({newest.label}, by {newest.host} at {when}): "
+                f"continue that with `echelon resume {url}`, or choose another place"
+            )
+        writer = ArchiveWriter(archive, honours, codec)
+        write_state(folder, url, writer.claim(newest))
+    except OSError as error:
+        raise refused_in_words(url, error) from error
+    if not honours:
+        tell(f"{url} ignores conditions: a second writer would be detected at the next checkpoint, not prevented")
+    return writer
+
+
+class Mirror:
+    """Sends what is new in a run's folder to a URL, in a thread, until it is closed.
+
+    Attributes:
+        failure: what ended the thread: another writer, or, where the URL is the run's home, a store that was away for
+            longer than patience lasts.
+    """
+
+    def __init__(self, folder: Path, writer: ArchiveWriter, url: str, patience: Patience) -> None:
+        """Take a run's folder and the writer of its copy; the thread ends when `patience` with the store is over."""
+        self._folder, self._writer, self._url, self._patience = folder, writer, url, patience
+        self._hashes = Hashes()
+        self._sent: frozenset[str] = frozenset()
+        self._seen: list[str] | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="echelon-mirror", daemon=True)
+        self.failure: Exception | None = None
+        self.versions = 0
+
+    def start(self) -> None:
+        """Begin to look for checkpoints."""
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise what the thread ended with."""
+        if self.failure is not None:
+            raise self.failure
+
+    def _run(self) -> None:
+        while not self._over.wait(_LOOK_S):
+            try:
+                names = [entry.path.name for entry in wanted_checkpoints(self._folder, self._sent)]
+                if names and names != self._seen:
+                    self._attempt(lambda names=names: self._push(names))  # type: ignore[misc]
+            except Exception as error:  # noqa: BLE001 - kept for `check`, which raises it where it can be handled
+                self.failure = error
+                return
+
+    def _attempt(self, action: Callable[[], None]) -> bool:
+        """Send once, unless it is too early; rights that are lost may be given back, so they are tried again too."""
+
+        def passing() -> None:
+            """Send."""
+            try:
+                action()
+            except OSError as error:
+                raise error if may_pass(error) else StoreAway(error.strerror or str(error)) from error
+            except DamagedArchive as damage:
+                raise StoreAway(str(damage)) from damage
+
+        return self._patience.attempt(_WHAT, passing)
+
+    def _push(self, seen: list[str], last: bool = False) -> None:
+        with held(self._folder, self._sent, last) as snapshot:
+            version = self._writer.commit(self._hashes.of(snapshot), snapshot.label)
+        write_state(self._folder, self._url, version)
+        self._seen, self.versions = seen, self.versions + 1
+        self._sent = frozenset(
+            PurePosixPath(name).parts[1] for name in snapshot.files if name.startswith(CHECKPOINTS_FOLDER + "/")
+        )
+
+    def close(self, wait_s: float, stop: StopFlag) -> str:
+        """Send what the run leaves, its report too; waits for a store that is away, until a signal comes.
+
+        Returns:
+            why it could not be sent; empty: it was.
+        """
+        self._over.set()
+        self._thread.join()
+        if self.failure is not None:
+            return str(self.failure)
+        ends_s, signum = time.monotonic() + wait_s, stop.signum
+        while True:
+            try:
+                if self._attempt(lambda: self._push([], last=True)):
+                    return ""
+            except UserError as error:
+                return str(error)
+            if time.monotonic() > ends_s or stop.signum != signum:
+                return f"the store did not take it for {format_seconds(wait_s + time.monotonic() - ends_s)}"
+            time.sleep(_LOOK_S)
+
+    def sent(self) -> str:
+        """Return what was sent, in words."""
+        return f"{self._url} has this run: {self.versions} versions, {format_bytes(self._writer.sent_bytes)} sent"
+
+
+@dataclass(frozen=True)
+class MirrorTerms:
+    """How a run is copied: where to, how its files are stored, for how long a store may be away.
+
+    Attributes:
+        is_home: the copy is the run's only lasting place: it ends where that is away for too long.
+    """
+
+    url: str
+    codec: str
+    patience_s: float
+    is_home: bool = False
+
+
+@contextmanager
+def mirrored(path: Path, terms: MirrorTerms, record: Recorder, stop: StopFlag) -> Iterator[Mirror]:
+    """Keep a copy of a run's folder at a URL while the block runs; what it leaves is sent at the end.
+
+    Raises:
+        UserError: the store cannot be used; or, at the end, the run's home lacks its last state.
+        ForeignWriter: another process writes there.
+    """
+    url, writer = terms.url, begin_writing(path, terms.url, terms.codec)
+
+    def tell(notice: DiskNotice) -> None:
+        """Say and record that the store is away, or back."""
+        print_notice(notice)
+        if notice.seconds is None:
+            record.write(DiskFails(notice.message, notice.what, notice.reason))
+        else:
+            record.write(DiskWorks(notice.message, notice.what, notice.reason, notice.seconds))
+
+    mirror = Mirror(path, writer, url, Patience(url, terms.patience_s if terms.is_home else math.inf, tell))
+    mirror.start()
+    lacking = ""
+    try:
+        yield mirror
+    finally:
+        record.flush()
+        lacking = mirror.close(min(terms.patience_s, _STOPPED_S) if stop else terms.patience_s, stop)
+        release(path)
+        if not lacking:
+            record.write(Event(mirror.sent(), name="mirror"))
+        elif not isinstance(mirror.failure, ForeignWriter):
+            say(f"{url} lacks the end of this run ({lacking}): `echelon copy {path} {url}` sends it")
+    if isinstance(mirror.failure, ForeignWriter):
+        raise mirror.failure
+    if lacking and terms.is_home:
+        raise UserError(f"{url}: the last state of the run is not there, but in {path}: {lacking}")

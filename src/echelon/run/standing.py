@@ -1,0 +1,129 @@
+"""How runs stand: where each is, how far it is, and what its place says; from their folders and the places' own queues.
+
+Nothing of ours runs beside a run to keep this: it is looked up when somebody asks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.config import RunConfig, load_run_config
+from echelon.core.errors import UserError
+from echelon.launch.places import PlaceChoice
+from echelon.launch.places.cluster import Cluster, JobPhase, PlaceFiles, PlaceSilent
+from echelon.records.file import newest
+from echelon.records.going import is_held, read_launch
+from echelon.records.kinds import End, Evaluation, Start, Steps
+from echelon.run.machine import say
+from echelon.trainer.folder import CONFIG_FILE
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a run stands.
+
+    Attributes:
+        place: where it runs, by its name.
+        state: running, completed, stopped, failed, or what its place's queue says.
+        progress: steps done of all, as far as known.
+        metric: of the newest evaluation; empty: there is none.
+        age_s: since it was started last; None: not known.
+    """
+
+    run: Path
+    place: str
+    state: str
+    progress: str
+    metric: str
+    age_s: float | None
+
+
+def runs_below(folder: Path) -> Iterator[Path]:
+    """Yield the runs in a folder and its subfolders of one level, the newest last."""
+    found = {file.parent for pattern in (f"*/{CONFIG_FILE}", f"*/*/{CONFIG_FILE}") for file in folder.glob(pattern)}
+    yield from sorted(found, key=lambda run: read_launch(run).launched_t or 0.0)
+
+
+def standing(run: Path) -> Standing:
+    """Return how a run stands.
+
+    Raises:
+        UserError: the folder holds no run.
+    """
+    config = load_run_config(run / CONFIG_FILE)
+    state = _state(run, config)
+    launched_t = read_launch(run).launched_t
+    age_s = None if launched_t is None else time.time() - launched_t
+    place = config.launch.on.partition("(")[0]
+    return Standing(run, place, state, _progress(run, config), _metric(run), age_s)
+
+
+def cluster_of(run: Path) -> Cluster | None:
+    """Return the place that took a run whole; None: it runs, or ran, on this machine.
+
+    Raises:
+        UserError: the folder holds no run.
+    """
+    return PlaceChoice(load_run_config(run / CONFIG_FILE).launch.on).cluster()
+
+
+def bring(run: Path) -> None:
+    """Bring what a run's place has of it into its folder, where that is not common to both and the place answers."""
+    if not (run / CONFIG_FILE).exists():
+        return
+    try:
+        cluster = cluster_of(run)
+        if cluster is not None and PlaceFiles(run).job():
+            cluster.bring(run)
+    except (PlaceSilent, UserError) as silent:
+        say(f"{run} may be behind: {silent}")
+
+
+def _state(run: Path, config: RunConfig) -> str:
+    try:
+        cluster = PlaceChoice(config.launch.on).cluster()
+    except UserError as error:  # of another version, or a place that this machine does not know
+        return str(error)
+    job = PlaceFiles(run).job()
+    if cluster is not None and job:
+        try:
+            state = cluster.state(job)
+            cluster.bring(run)
+        except (PlaceSilent, UserError) as silent:
+            return f"{_recorded(run)} by its record ({silent})"
+        if state.phase is not JobPhase.ENDED:
+            return f"{state.text} (job {job})"
+        return _recorded(run)
+    return "running" if is_held(run) else _recorded(run)
+
+
+def _recorded(run: Path) -> str:
+    """Return how the newest start of a run ended, as its record says."""
+    end = next(newest(run, End, Start), None)
+    if isinstance(end, End):
+        return end.status
+    ended = PlaceFiles(run).ended()
+    if ended is not None and ended[0] == 2:
+        return "refused"
+    return "interrupted" if end is not None else "not begun"
+
+
+def _progress(run: Path, config: RunConfig) -> str:
+    begun, last = next(newest(run, Start), None), next(newest(run, Steps), None)
+    if begun is None or last is None or not begun.steps_per_epoch:
+        return ""
+    wanted = begun.steps_per_epoch * config.training.epochs
+    if config.training.max_steps:
+        wanted = min(wanted, config.training.max_steps)
+    return f"{last.step}/{wanted} steps"
+
+
+def _metric(run: Path) -> str:
+    last = next(newest(run, Evaluation), None)
+    if last is None:
+        return ""
+    name, value = next(iter(last.metrics.items()), ("loss", last.loss))
+    return f"{name} {value:.4g}" if value is not None else ""

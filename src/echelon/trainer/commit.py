@@ -1,0 +1,131 @@
+"""What a rank knows to be done when it begins a step, and when it has updated: from there it can go on with others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from echelon.checkpoint import copy_state
+from echelon.core.state_tree import StateView
+from echelon.core.task import Stagnation
+from echelon.trainer.loop import TrainingRun
+from echelon.trainer.state import Cursor, RunParts
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The state of this process's generators, and of the model's buffers, before a step.
+
+    `replica`: all else that a replica has, where it trains by itself until all agree again; empty: sums keep all alike.
+    """
+
+    of_torch: Tensor
+    of_python: tuple[Any, ...]
+    of_numpy: Mapping[str, object]
+    buffers: list[Tensor]
+    replica: StateView
+
+    @classmethod
+    def of(cls, run: TrainingRun) -> Draws:
+        """Copy them."""
+        buffers = [buffer.clone() for buffer in run.parts.local_model.buffers()]
+        numpy: Mapping[str, object] = np.random.get_state(legacy=False)
+        sync = run.parts.sync
+        replica = {} if sync.steps_together else copy_state({**replica_state(run.parts), "sync": sync.state_dict()})
+        return cls(torch.get_rng_state(), random.getstate(), numpy, buffers, replica)
+
+    @torch.no_grad()
+    def restore(self, run: TrainingRun) -> None:
+        """Put them back."""
+        torch.set_rng_state(self.of_torch)
+        random.setstate(self.of_python)
+        np.random.set_state(self.of_numpy)  # type: ignore[arg-type]
+        if self.replica:
+            state = copy_state(self.replica)  # an optimizer goes on with the tensors that it is given
+            take_replica_state(run.parts, state, with_buffers=True)
+            run.parts.sync.load_state_dict(dict(state["sync"]))
+        for buffer, value in zip(run.parts.local_model.buffers(), self.buffers, strict=True):
+            buffer.copy_(value)
+
+
+def replica_state(run_parts: RunParts) -> StateView:
+    """Return what a replica has after an update: parameters, buffers, optimizer, scaler, moving average (live)."""
+    model = run_parts.local_model
+    return {
+        "parameters": {name: parameter.detach() for name, parameter in model.named_parameters()},
+        "buffers": dict(model.named_buffers()),
+        "optimizer": run_parts.optimizer.state_dict(),
+        "scaler": run_parts.scaler.state_dict(),
+        "ema": run_parts.ema.state_dict() if run_parts.ema else {},
+    }
+
+
+@torch.no_grad()
+def take_replica_state(run_parts: RunParts, state: StateView, with_buffers: bool) -> None:
+    """Take over what `replica_state` returned, here or on another rank; its tensors become the optimizer's."""
+    model = run_parts.local_model
+    for name, parameter in model.named_parameters():
+        parameter.copy_(state["parameters"][name])
+    if with_buffers:
+        for name, buffer in model.named_buffers():
+            buffer.copy_(state["buffers"][name])
+    run_parts.optimizer.load_state_dict(state["optimizer"])
+    if state["scaler"]:
+        run_parts.scaler.load_state_dict(dict(state["scaler"]))
+    if run_parts.ema and state["ema"]:
+        run_parts.ema.load_state_dict(state["ema"])
+
+
+@dataclass(frozen=True)
+class Commit:
+    """How far a rank is.
+
+    Attributes:
+        between: what is due after the step is done too: the next one may have begun. Then `draws` is from before it.
+        best, stagnation, owes_evaluation: of the run's checkpoints (see `Saver`).
+        reason: why the run completes before its last step.
+    """
+
+    step: int
+    between: bool
+    epoch: int
+    batch: int
+    best: float | None
+    stagnation: Stagnation
+    owes_evaluation: bool
+    reason: str
+    draws: Draws | None = None
+
+    @classmethod
+    def of(cls, run: TrainingRun, cursor: Cursor, reason: str, between: bool) -> Commit:
+        """Note how far a rank is now."""
+        saver = run.saver
+        return cls(
+            cursor.step, between, cursor.epoch, cursor.batch, saver.best, saver.stagnation, saver.owes_evaluation,
+            reason, Draws.of(run) if between else None,
+        )  # fmt: skip
+
+    @property
+    def place(self) -> tuple[int, bool]:
+        """Orders commits: that of a rank which is further is greater."""
+        return self.step, self.between
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return what other ranks need to know of it, as JSON has it."""
+        fields = {name: value for name, value in vars(self).items() if name != "draws"}
+        return {**fields, "stagnation": asdict(self.stagnation)}
+
+    @classmethod
+    def from_plain(cls, fields: Mapping[str, Any]) -> Commit:
+        """Undo `to_plain`."""
+        return cls(**{**fields, "stagnation": Stagnation(**fields["stagnation"])})
+
+    def cursor(self) -> Cursor:
+        """Return the cursor of this moment."""
+        return Cursor(self.epoch, self.batch, self.step)

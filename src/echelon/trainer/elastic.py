@@ -1,0 +1,258 @@
+"""A run whose ranks change while it goes on: survivors of a death, and newcomers, agree on a step and go on from there.
+
+What is agreed, and why each sample counts exactly once, is in `docs/decisions/elastic.md`. In short: all ranks apply
+the same sums, and the sums of a step need every member; so survivors differ by at most one update. Those that lack it
+get parameters and optimizer state from one that has it; those that have begun the next step return to before it; then
+the same global batch is divided over the members that are there.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from echelon.checkpoint import broadcast_state
+from echelon.core.stop import StopFlag
+from echelon.data.base import Batch
+from echelon.trainer.assemble import Assembly, rank_seed
+from echelon.trainer.batches import EpochOrder, Resumption
+from echelon.trainer.commit import Commit, Draws, replica_state, take_replica_state
+from echelon.trainer.loop import Batches, TrainingRun, fit, regroupable
+from echelon.trainer.membership import Membership, TermOver
+from echelon.trainer.state import seed_everything
+from echelon.trainer.step import StepResult
+from echelon.trainer.world import World, enter_term, leave_groups
+
+_TOLD_BYTES = 2048  # of what each member tells the others first
+
+
+@dataclass(frozen=True)
+class _Member:
+    """What a member tells the others of itself. `recorded`: the last step in the record, as far as it knows.
+
+    `commit` is None of a newcomer.
+    """
+
+    commit: Commit | None
+    recorded: int
+    leads: bool
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What the members of a term agree on: `commit` of the member `source`, and the last step that is recorded."""
+
+    commit: Commit
+    source: int
+    recorded: int
+    behind: bool
+
+
+class _UntilTermEnds:
+    """Batches of a process that is alone: before each it looks whether others have come."""
+
+    def __init__(self, batches: EpochOrder, membership: Membership) -> None:
+        self._batches, self._membership = batches, membership
+
+    @property
+    def status(self) -> str:
+        """See `Batches`."""
+        return self._batches.status
+
+    @status.setter
+    def status(self, value: str) -> None:
+        """Set it for the batches within, too."""
+        self._batches.status = value
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches.
+
+        Raises:
+            TermOver: others have come.
+        """
+        for batch in self._batches:
+            if self._membership.is_over():
+                raise TermOver("others have come")
+            yield batch
+
+    def step_done(self, result: StepResult) -> None:
+        """See `Batches`."""
+        self._batches.step_done(result)
+
+
+class ElasticLoop:
+    """Takes one process through the terms of its run."""
+
+    def __init__(self, assembly: Assembly, membership: Membership, stop: StopFlag) -> None:
+        self._assembly, self._membership, self._stop = assembly, membership, stop
+
+    def fit(self, run: TrainingRun, batches: EpochOrder) -> tuple[str, EpochOrder]:
+        """Train until there are no more batches, whoever comes or goes; returns how it ended, and the last batches.
+
+        Raises:
+            TimeoutError: peers were lost, and nobody said who left.
+        """
+        if self._membership.is_newcomer:
+            self._membership.begin()
+            batches = self._go_on(run, batches)
+        else:
+            batches.note(between=False)
+            if batches.commit is not None:  # else in the midst of a round: a death leads back to the checkpoint
+                self._membership.begin()
+        while True:
+            try:
+                status = fit(run, self._watched(run, batches))
+                if status != "completed":
+                    self._membership.stop()
+                    return status, batches
+                if self._membership.close():
+                    return status, batches
+                logging.info("a newcomer was taken in before the last step: it gets what was trained")
+            except Exception as error:
+                if not self._membership.concerns(error):
+                    raise
+                logging.warning("in step %d the others were lost: %s", run.world.notes.step, error)
+            batches = self._go_on(run, batches)
+
+    def _watched(self, run: TrainingRun, batches: EpochOrder) -> Batches:
+        """Return batches that end with the term, where nobody else is there whose connections would break."""
+        return batches if run.world.size > 1 else _UntilTermEnds(batches, self._membership)
+
+    def _go_on(self, run: TrainingRun, batches: EpochOrder) -> EpochOrder:
+        """Enter the next term, and the ones after it while members are lost in that; returns the batches from there."""
+        began = time.monotonic()
+        while True:
+            self._leave(run)
+            term = self._membership.next_term()
+            try:
+                world = enter_term(self._assembly.resolved, self._membership, term, run.world)
+                batches = self._agree(run, batches, world)
+            except Exception as error:
+                if not self._membership.concerns(error):
+                    raise
+                logging.warning("in term %d the others were lost: %s", term.number, error)
+                continue
+            took_s = time.monotonic() - began
+            logging.info("term %d, rank %d of %d: %.3f s", term.number, world.rank, world.size, took_s)
+            return batches
+
+    def _leave(self, run: TrainingRun) -> None:
+        """Leave the groups: whoever waits for this process in one of them gets an error."""
+        self._membership.leave()
+        self._assembly.leave(run)
+        for parameter in run.parts.model.parameters():
+            parameter.grad = None
+        gc.collect()  # what wrapped the model takes its hooks along
+        leave_groups()
+
+    def _agree(self, run: TrainingRun, batches: EpochOrder, world: World) -> EpochOrder:
+        """Agree with the others of a term where the run is, get there, and build what depends on the ranks."""
+        began = time.monotonic()
+        members = _exchange(self._told(run, batches), world)
+        agreed, survivors = _agreement(members), sum(member.commit is not None for member in members)
+        own, sent, sync = batches.commit, 0, regroupable(run)
+        if own is not None and own.step == agreed.commit.step and own.draws is not None:
+            own.draws.restore(run)  # the next step may have begun
+        sync.settle_step(made=own is not None and own.step < agreed.commit.step)
+        if agreed.behind:
+            sent = self._bring_up(run, own, agreed, world)
+        if own is None:
+            seed_everything(rank_seed(self._assembly.seed, world.size * (self._membership.term + 1) + world.rank))
+        commit = agreed.commit
+        commit = replace(commit, draws=Draws.of(run) if commit.between else None)
+        batches.commit = commit  # from here on this rank is where the others are, whatever follows
+        run.saver.best, run.saver.stagnation = commit.best, commit.stagnation
+        run.saver.owes_evaluation = commit.owes_evaluation
+        results = _completed(_since(batches, agreed.recorded, commit.step, world), world)
+        cursor = commit.cursor()
+        dead = max(0, run.world.size - survivors)
+        self._assembly.enter(run, world, cursor, sent)
+        self._assembly.tell(run, cursor, time.monotonic() - began, dead)
+        recorded = max(agreed.recorded, commit.step - len(results))  # of a round that is trained again, too
+        resumption = Resumption(commit, recorded, results, batches.saved_s)
+        return EpochOrder(run, cursor, self._stop, resumption)
+
+    def _told(self, run: TrainingRun, batches: EpochOrder) -> _Member:
+        leads = run.world.leads
+        return _Member(batches.commit, batches.recorded if leads else self._assembly.recorded(), leads)
+
+    def _bring_up(self, run: TrainingRun, own: Commit | None, agreed: _Agreed, world: World) -> int:
+        """Give what all replicas share to those that lack it; returns the bytes that this rank sent."""
+        mine = None
+        if world.rank == agreed.source:
+            mine = {**replica_state(run.parts), "sync": regroupable(run).shared_memory()}
+        state, sent = broadcast_state(mine, agreed.source, world.group)
+        if own is None or own.step < agreed.commit.step:
+            averages = not self._assembly.resolved.sync.sums_in_backward  # buffers too
+            take_replica_state(run.parts, state, with_buffers=own is None or averages)
+            regroupable(run).take_shared_memory(state["sync"])
+        return sent
+
+
+def _exchange(own: _Member, world: World) -> list[_Member]:
+    """Return what each member tells."""
+    if world.group is None:
+        return [own]
+    plain = {"commit": own.commit and own.commit.to_plain(), "recorded": own.recorded, "leads": own.leads}
+    text = json.dumps(plain).encode()
+    if len(text) > _TOLD_BYTES:
+        raise ValueError(f"{len(text)} bytes are too many to tell the others")
+    row = torch.frombuffer(bytearray(text.ljust(_TOLD_BYTES)), dtype=torch.uint8).to(world.device)
+    rows = [torch.empty_like(row) for _ in range(world.size)]
+    dist.all_gather(rows, row, group=world.group)
+    told: list[dict[str, Any]] = [json.loads(bytes(each.cpu().numpy())) for each in rows]
+    return [
+        _Member(each["commit"] and Commit.from_plain(each["commit"]), each["recorded"], each["leads"]) for each in told
+    ]
+
+
+def _agreement(members: Sequence[_Member]) -> _Agreed:
+    """Return where the run is: where the member is that is furthest.
+
+    Raises:
+        TermOver: nobody has begun.
+    """
+    commits = {rank: member.commit for rank, member in enumerate(members) if member.commit is not None}
+    if not commits:
+        raise TermOver("no member has begun")
+    source = max(commits, key=lambda rank: (commits[rank].place, -rank))
+    commit = commits[source]
+    behind = any(member.commit is None or member.commit.step < commit.step for member in members)
+    leaders = [member.recorded for member in members if member.leads]
+    recorded = max(leaders or [member.recorded for member in members])  # else by what a dead one has written
+    return _Agreed(commit, source, recorded, behind)
+
+
+def _since(batches: EpochOrder, recorded: int, step: int, world: World) -> list[StepResult]:
+    """Return what this rank knows of the steps after the last recorded one; nothing of those it had no part in."""
+    known = dict(batches.history)
+    zero = torch.zeros((), device=world.device)
+    return [known.get(each, StepResult(zero, zero.clone(), 0, 0, 0)) for each in range(recorded + 1, step + 1)]
+
+
+def _completed(results: Sequence[StepResult], world: World) -> list[StepResult]:
+    """Return results whose sums over the members stand for the whole batches: in them, the dead ones' are missing.
+
+    Steps at the beginning of which no member knows anything are left out.
+    """
+    if not results:
+        return []
+    units = torch.tensor([r.units for r in results], dtype=torch.float64, device=world.device)
+    whole = torch.tensor([r.global_units for r in results], dtype=torch.float64, device=world.device)
+    if world.group is not None:
+        dist.all_reduce(units, group=world.group)
+        dist.all_reduce(whole, dist.ReduceOp.MAX, group=world.group)
+    scales = [total / known if known else 0.0 for known, total in zip(units.tolist(), whole.tolist(), strict=True)]
+    first = next((i for i, scale in enumerate(scales) if scale), len(scales))
+    return [
+        replace(r, loss=r.loss * scale, score=r.score * scale, samples=round(r.samples * scale))
+        for r, scale in zip(results[first:], scales[first:], strict=True)
+    ]

@@ -1,0 +1,178 @@
+"""This process among the members of a run whose survivors go on: which term it is in, and when that ends.
+
+A thread looks for newer terms. When there is one, the connections of this process's group are broken: whatever waits in
+a collective, here and at the other ends, gets an error at once and finds out why (see `elastic.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from echelon.core.listeners import break_off, connections
+from echelon.core.terms import MEMBER_VARIABLE, TERMS_VARIABLE, Term, TermFolder, is_newcomer
+from echelon.trainer.process import is_lost_wait
+
+LOOK_S = 0.05  # between looks for a newer term while this process trains
+_POLL_S = 0.002  # while it waits for one
+_IDLE = 0.02  # processor seconds a second: who uses less only waits
+_STUCK_S = 3.0  # in which a collective notices that its connections are broken
+_ENTER_S = 10.0  # in which all members of a term enter it, or one of them is found dead
+
+
+class TermOver(RuntimeError):
+    """A newer term has begun: those of this one wait for each other no more."""
+
+
+class Membership:
+    """Which term this process is in.
+
+    Attributes:
+        member: its name among members.
+        is_newcomer: it was started beside a run that goes on, and has not taken part yet.
+    """
+
+    def __init__(self, folder: TermFolder, member: str, timeout_s: float) -> None:
+        """Begin in the first term, or in none as a newcomer.
+
+        Args:
+            timeout_s: how long a broken connection's cause is waited for.
+        """
+        self._folder, self.member, self._timeout_s = folder, member, timeout_s
+        self.is_newcomer = is_newcomer(member)
+        self._term = 0
+        self._connections: dict[int, int] = {}
+        self._before: dict[int, int] | None = None  # while connections are made
+        self._lock = threading.Lock()
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="echelon-terms", daemon=True)
+
+    @classmethod
+    def from_environment(cls, timeout_s: float) -> Membership | None:
+        """Return the membership that this process was started for, if there is one."""
+        folder, member = os.environ.get(TERMS_VARIABLE, ""), os.environ.get(MEMBER_VARIABLE, "")
+        return cls(TermFolder(Path(folder)), member, timeout_s) if folder and member else None
+
+    @contextmanager
+    def connecting(self) -> Iterator[None]:
+        """Surround the making of a group's connections: they are broken when the term ends."""
+        with self._lock:
+            self._before = connections()
+        try:
+            yield
+        finally:
+            with self._lock:
+                before, self._before = self._before or {}, None
+                made = {fd: node for fd, node in connections().items() if before.get(fd) != node}
+                self._connections = {**self._connections, **made}
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def begin(self) -> None:
+        """Say that this process can go on without others from now on."""
+        self._folder.begin(self.member)
+
+    def concerns(self, error: BaseException) -> bool:
+        """Whether an error is of a lost connection, or of a term that is over."""
+        return isinstance(error, TermOver) or is_lost_wait(error) or self.is_over()
+
+    def leave(self) -> None:
+        """Break the connections of the term that this process is in."""
+        with self._lock:
+            self._break()
+
+    def _break(self) -> None:
+        broken = dict(self._connections)
+        if (before := self._before) is not None:
+            broken |= {fd: node for fd, node in connections().items() if before.get(fd) != node}
+        break_off(broken)
+
+    def next_term(self) -> Term:
+        """Wait for a newer term with this member in it, and for all of its members to enter it.
+
+        Raises:
+            TimeoutError: there is none, or they do not.
+        """
+        ends = time.monotonic() + self._timeout_s
+        if self.is_newcomer and not self._term:
+            self._folder.arrive(self.member)
+            ends = float("inf")  # the supervisor ends it
+        elif not self.is_over():
+            self._folder.complain(self._term, self.member)
+        while True:
+            term = self._folder.newest()
+            if term is not None and term.number > self._term and self.member in term.members:
+                with self._lock:
+                    self._term, self._connections = term.number, {}
+                if self._all_enter(term):
+                    return term
+                continue
+            if time.monotonic() > ends:
+                raise TimeoutError(f"{self.member} lost its peers, and nobody said for {self._timeout_s:g} s who left")
+            time.sleep(_POLL_S)
+
+    @property
+    def term(self) -> int:
+        """The number of the term that this process is in."""
+        return self._term
+
+    def store(self, term: Term) -> Path:
+        """Return the file in which the members of a term find each other."""
+        return self._folder.store(term)
+
+    def close(self) -> bool:
+        """Say that all is trained, so that nobody is taken in any more; returns whether nobody was just before.
+
+        Then this process looks no more; else a term has begun that all its members have to enter.
+        """
+        if not self._folder.close(self._term):
+            return False
+        self._ends.set()
+        return True
+
+    def stop(self) -> None:
+        """Look no more, whoever is taken in."""
+        self._folder.close(None)
+        self._ends.set()
+
+    def _all_enter(self, term: Term) -> bool:
+        """Wait for the others; returns False where a newer term came first.
+
+        Raises:
+            TimeoutError: one of them does not enter, nor die.
+        """
+        self._folder.enter(term, self.member)
+        ends = time.monotonic() + max(self._timeout_s, _ENTER_S)
+        while missing := self._folder.missing(term):
+            if self.is_over():
+                return False
+            if time.monotonic() > ends:
+                raise TimeoutError(f"{', '.join(missing)} did not enter term {term.number}")
+            time.sleep(_POLL_S)
+        return True
+
+    def is_over(self) -> bool:
+        """Whether a newer term than that of this process has begun."""
+        term = self._folder.newest()
+        return term is not None and term.number > self._term
+
+    def _look(self) -> None:
+        still_s, used_s = time.monotonic(), time.process_time()
+        while not self._ends.wait(LOOK_S):
+            with self._lock:
+                over = self.is_over()
+                if over:
+                    self._break()  # again and again: connections may be under way
+            now_s, now_used_s = time.monotonic(), time.process_time()
+            if not over or now_used_s - used_s > _IDLE * (now_s - still_s):
+                still_s, used_s = now_s, now_used_s
+            elif now_s - still_s > _STUCK_S:
+                logging.error("a collective does not notice that its connections are broken: this process ends")
+                logging.shutdown()
+                os.kill(os.getpid(), signal.SIGKILL)  # the others go on, and it joins them again

@@ -1,0 +1,104 @@
+"""Runs over ssh on three hosts: the same bits as here, a host that is lost and comes back, no common disk, refusals."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from echelon.checkpoint import CheckpointStore
+from echelon.messages.identity import SECRET_FILE
+from tests.clusters.sshd import SshHosts, no_hosts, ssh_hosts
+from tests.ranks.runs import SMALL, Run, Runs, losses_of
+
+pytestmark = [
+    pytest.mark.skipif(bool(no_hosts()), reason=no_hosts() or "there are some"),
+    pytest.mark.timeout(900),
+]
+SETTINGS = ("train", "digits", *SMALL, "--model", "mlp", "--batch-size", "96", "--timeout", "10m", "--eval-every", "0")
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
+    with ssh_hosts(tmp_path_factory.mktemp("ssh")) as hosts:
+        yield hosts
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    newest = CheckpointStore(folder / "checkpoints", keep=1).newest()
+    assert newest is not None
+    return {name: value for name, value in newest[1]["model"].items() if isinstance(value, torch.Tensor)}
+
+
+def _check_same(here: Run, there: Run) -> None:
+    assert losses_of(there.folder) == losses_of(here.folder)
+    ours, theirs = _tensors(here.folder), _tensors(there.folder)
+    assert ours and ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.long
+def test_the_same_bits_as_here(tmp_path: Path, hosts: SshHosts) -> None:
+    steps = ("--workers", "1", "--max-steps", "10")
+    with Runs(tmp_path) as runs:
+        there = runs.start(*SETTINGS, *steps, "--on", hosts.place("a", "b"), folder="there")
+        assert there.end() == 0, there.text()
+        here = runs.start(*SETTINGS, *steps, "--workers", "2", folder="here")
+        assert here.end() == 0, here.text()
+        _check_same(here, there)
+        assert "running on a, b" in there.text() and "Completed after 10 steps" in there.text()
+        secret = (there.folder / "machines" / SECRET_FILE).read_text().strip()
+        written = [file for part in ("place", "logs") for file in (there.folder / part).rglob("*") if file.is_file()]
+        assert [file for file in written if secret in file.read_text(errors="replace")] == [] and len(secret) == 64
+
+
+@pytest.mark.long
+def test_what_is_refused(tmp_path: Path, hosts: SshHosts) -> None:
+    with Runs(tmp_path) as runs:
+        refused = runs.start(*SETTINGS, "--on", hosts.place("a", "nobody"), folder="a")
+        wrong = runs.start(*SETTINGS, "--on", hosts.place("a", more=', python="/usr/bin/python3"'), folder="b")
+        assert refused.end() == 2 and "nobody does not answer" in refused.errors(), refused.text()
+        assert wrong.end() == 2 and "a has no echelon" in wrong.errors(), wrong.text()
+        assert not refused.folder.exists() and not wrong.folder.exists()
+
+
+@pytest.mark.long
+def test_without_a_common_disk(tmp_path: Path, hosts: SshHosts) -> None:
+    steps = ("--workers", "1", "--max-steps", "10")
+    (tmp_path / ".gitignore").write_text("*.secret\n")
+    (tmp_path / "own.py").write_text("")
+    (tmp_path / "key.secret").write_text("")
+    more = f', folder="{hosts.disk}", python="{sys.executable}"'
+    with Runs(tmp_path) as runs:
+        there = runs.start(*SETTINGS, *steps, "--on", hosts.place("a", "b", more=more), folder="there")
+        assert there.end() == 0, there.text()
+        here = runs.start(*SETTINGS, *steps, "--workers", "2", folder="here")
+        assert here.end() == 0, here.text()
+        _check_same(here, there)
+        assert "files of the working folder" in there.text() and "Completed after 10 steps" in there.text()
+        for host in ("a", "b"):
+            sent = hosts.ask(host, f"ls {hosts.disk}/*/code").stdout.split()
+            assert "own.py" in sent and "key.secret" not in sent and "there" not in sent
+        assert not list(hosts.disk.iterdir()), "the hosts' disk is not this machine's"
+
+
+@pytest.mark.slow
+def test_a_host_is_lost_and_comes_back(tmp_path: Path, hosts: SshHosts) -> None:
+    settings = ("--workers", "1", "--epochs", "4000", "--checkpoint-every", "20")
+    with Runs(tmp_path) as runs:
+        there = runs.start(*SETTINGS, *settings, "--on", hosts.place("a", "b"), "--timeout", "1m", folder="there")
+        there.wait_for_step(40)
+        hosts.fail("b")
+        there.wait_for(lambda: "b does not answer" in there.text(), "the host's silence")
+        last = there.records("steps")[-1]
+        hosts.begin("b")
+        there.wait_for(lambda: "b is back" in there.text(), "a start of the lost part")
+        there.wait_for_step(last["step"] + 20, after_t=last["t"] + 1)
+        there.process.send_signal(signal.SIGINT)
+        assert there.end() == 130, there.text()
+        saved = there.records("checkpoint")[-1]
+        assert saved["reason"] == "stop" and saved["step"] == there.records("steps")[-1]["step"]

@@ -1,0 +1,105 @@
+"""One family in one layout: trained for some steps on real ranks, and compared with one process."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from echelon.config import build
+from echelon.core.errors import UserError
+from echelon.data.base import DataInfo
+from echelon.observe.phases import HostClock
+from echelon.run.resolve import resolve
+from echelon.trainer.parts import Work, build_parts
+from echelon.trainer.state import seed_everything
+from tests.families import zoo
+from tests.ranks.layouts import TASK, make_world, train_on_one_batch
+from tests.ranks.spawn import Rank, RanksFailed, run_ranks
+
+STEPS = 3
+TOLERANCE = 1e-6  # of the loss, relative: some families compute in float32 inside, and sums come in another order
+LOSSY = 0.05  # of the loss after one update, with a codec that rounds gradients; the first one is exact
+INFO = DataInfo("any", tuple("abcdefgh"), 3, 32, 64, 16, (8,) * zoo.CLASSES)
+LAYOUTS = {
+    "dp=2": ("dp=2", "none"),
+    "dp=2, int8": ("dp=2", "int8"),
+    "fsdp=2": ("fsdp=2", "none"),
+    "tp=2": ("tp=2", "none"),
+    "pp=2": ("pp=2,microbatches=1", "none"),
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a family in a layout.
+
+    Attributes:
+        outcome: `same`, `refused` or `failed`.
+        words: the refusal or the failure in one line; how far losses are from one process otherwise.
+    """
+
+    outcome: str
+    words: str
+
+
+def train(rank: Rank | None, name: str, layout: str, codec: str) -> list[float]:
+    """Train a family; returns the losses of the global batches."""
+    settings: Mapping[str, Any] = {
+        "optimizer.name": "momentum",
+        "optimizer.lr": 0.005,
+        "data.batch_size": zoo.SAMPLES,
+        "strategy.parallel": layout,
+        "strategy.compression": codec,
+        "model.sync_batchnorm": True,
+    }
+    config = build(None, settings).config
+    world = make_world(config, rank)
+    seed_everything(1)
+    model = zoo.build(name)
+    inputs, targets = zoo.batch(name)
+    clock = HostClock()
+    parts = build_parts(resolve(config), Work(INFO, TASK, model, inputs[:2]), world, clock)
+    losses = train_on_one_batch(parts, world, clock, (inputs, targets), STEPS)
+    return losses
+
+
+def attempt(rank: Rank, name: str, layout: str, codec: str) -> tuple[str, Any]:
+    """Train, and say how it ended: losses, a refusal or the last lines of a traceback."""
+    try:
+        return "losses", train(rank, name, layout, codec)
+    except UserError as refusal:
+        return "refused", str(refusal)
+    except Exception:  # noqa: BLE001 - the trial shows it
+        return "failed", traceback.format_exc()
+
+
+def reference(name: str) -> list[float]:
+    """Return the losses of one process, made in a process of its own."""
+    kind, found = run_ranks(attempt, 1, name, "dp=1", "none", timeout_s=120)[0]
+    if kind != "losses":
+        raise RanksFailed(f"{name} alone: {found}")
+    return list(found)
+
+
+def compare(name: str, layout: str, expected: list[float]) -> Verdict:
+    """Train a family in a layout of LAYOUTS on two ranks and compare its losses."""
+    parallel, codec = LAYOUTS[layout]
+    try:
+        ranks = run_ranks(attempt, 2, name, parallel, codec, timeout_s=100, group_timeout_s=40)
+    except RanksFailed as failure:
+        return Verdict("failed", f"hang or crash: {failure}"[-400:])
+    kinds = {kind for kind, _ in ranks}
+    if kinds == {"refused"}:
+        return Verdict("refused", ranks[0][1])
+    if kinds != {"losses"}:
+        text = next(found for kind, found in ranks if kind == "failed") if "failed" in kinds else str(ranks)
+        return Verdict("failed", str(text)[-1500:])
+    seen = ranks[0][1]
+    apart = [abs(a - b) / max(abs(b), 1e-3) for a, b in zip(seen, expected, strict=True)]
+    allowed = [TOLERANCE] * STEPS if codec == "none" else [TOLERANCE, LOSSY, math.inf]
+    if not all(off <= most and math.isfinite(loss) for off, most, loss in zip(apart, allowed, seen, strict=True)):
+        return Verdict("failed", f"losses {seen} are not {expected}")
+    return Verdict("same", f"{max(apart):.0e}")

@@ -1,0 +1,191 @@
+"""Models of families by name, small and without dropout: `timm/NAME`, `torchvision/NAME`, `transformers/CLASS`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.models import give_logits
+from echelon.models.external import end_texts, prepare_encoder_decoder
+
+CLASSES = 8
+TOKENS = 12
+VOCABULARY = 48
+SAMPLES = 4
+MOST_PARAMETERS = 6_000_000
+SMALL: Mapping[str, int] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "emb_dim", "width"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
+    **dict.fromkeys(("intermediate_size", "hidden_dim", "d_ff", "ffn_dim", "n_inner"), 64),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 64),
+    **dict.fromkeys(("vocab_size",), VOCABULARY),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 64),
+    **dict.fromkeys(("head_dim", "d_kv"), 8),
+    **dict.fromkeys(("image_size",), 32),
+    **dict.fromkeys(("patch_size",), 8),
+    **dict.fromkeys(("num_channels",), 3),
+    **dict.fromkeys(("state_size", "conv_kernel", "time_step_rank"), 4),
+    **dict.fromkeys(("num_experts", "num_local_experts"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("pad_token_id",), 0),
+    **dict.fromkeys(("bos_token_id",), 1),
+    **dict.fromkeys(("eos_token_id",), 2),
+}
+"""Numbers of configurations of transformers that make a model tiny, where it has them."""
+
+
+def build(name: str) -> nn.Module:
+    """Build a model, in double precision, with the values of torch's generator; no value is zero."""
+    library, _, rest = name.partition("/")
+    if library == "timm":
+        import timm
+
+        model: nn.Module = timm.create_model(rest, pretrained=False, num_classes=CLASSES, **_image_size(rest))
+    elif library == "torchvision":
+        from torchvision import models
+
+        model = models.get_model(rest, weights=None, num_classes=CLASSES)
+    else:
+        model = _transformers(rest)
+        give_logits(model)
+        end_texts(model)
+    model = model.double().train()
+    with torch.no_grad():
+        for module in model.modules():
+            _without_chance(module)
+        for parameter in model.parameters():  # no zero may hide a branch
+            if not parameter.is_meta and parameter.numel() and not parameter.any():
+                torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def batch(name: str, samples: int = SAMPLES, seed: int = 7) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of a global batch."""
+    draw = torch.Generator().manual_seed(seed)
+    if not reads_tokens(name):
+        images = torch.randn(samples, 3, image_side(name), image_side(name), generator=draw, dtype=torch.float64)
+        return images, torch.randint(0, CLASSES, (samples,), generator=draw)
+    tokens = torch.randint(3, VOCABULARY, (samples, TOKENS), generator=draw)
+    if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")):
+        return tokens, tokens.roll(-1, 1)
+    return tokens, torch.randint(0, CLASSES, (samples,), generator=draw)
+
+
+def reads_tokens(name: str) -> bool:
+    """Whether a model's inputs are ids of tokens, and not images."""
+    return name.startswith("transformers/") and "Image" not in name
+
+
+def image_side(name: str) -> int:
+    """Return the side of a model's images in pixels: small, but what a fixed one asks for."""
+    return 64 if name.startswith(("timm/", "torchvision/")) else 32
+
+
+def _image_size(name: str) -> dict[str, int]:
+    from timm.models import get_pretrained_cfg
+
+    known = get_pretrained_cfg(name, allow_unregistered=True)
+    return {"img_size": 64} if known is not None and known.fixed_input_size else {}
+
+
+def _transformers(name: str) -> nn.Module:
+    import transformers
+
+    kind: Any = getattr(transformers, name)
+    config = kind.config_class()
+    shrink(config)
+    config.num_labels = CLASSES
+    prepare_encoder_decoder(config)
+    model: nn.Module = kind(config)
+    return model
+
+
+def shrink(config: Any) -> None:
+    """Make a configuration of transformers tiny, in place."""
+    for key, value in SMALL.items():
+        now = getattr(config, key, None)
+        if isinstance(now, int) or (key.endswith("_token_id") and hasattr(config, key)):
+            setattr(config, key, value)
+    for key, value in list(vars(config).items()):
+        if isinstance(value, float) and ("dropout" in key or key.endswith("_pdrop") or "drop_path" in key):
+            setattr(config, key, 0.0)
+    types = vars(config).get("layer_types")
+    if types:
+        config.layer_types = list(types)[: config.num_hidden_layers]
+
+
+def _without_chance(module: nn.Module) -> None:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        module.p = 0.0
+    for name in ("drop_prob", "dropout", "attn_drop", "dropout_p", "p", "drop_rate", "attention_dropout"):
+        if isinstance(getattr(module, name, None), float):
+            setattr(module, name, 0.0)
+    if "StochasticDepth" in type(module).__name__ or type(module).__name__ == "DropPath":
+        module.eval()
+
+
+def draw(seed: int, count: int) -> list[str]:
+    """Draw families: half of timm's, one of each module there, half of transformers' configurations."""
+    chance = random.Random(seed)
+    found = _drawn(chance, _timm_names(), count // 2)
+    return [*found, *_drawn(chance, _transformers_names(), count - len(found))]
+
+
+def _drawn(chance: random.Random, names: Sequence[Sequence[str]], count: int) -> list[str]:
+    families = list(names)
+    chance.shuffle(families)
+    found: list[str] = []
+    for family in families:
+        if len(found) == count:
+            break
+        fitting = list(islice((name for name in sorted(family, key=len) if _fits(name)), 2))
+        if fitting:
+            found.append(chance.choice(fitting))
+    return found
+
+
+def _timm_names() -> list[list[str]]:
+    """Return the names of each of timm's modules."""
+    import timm
+
+    return [[f"timm/{name}" for name in timm.list_models(module=module)] for module in timm.list_modules()]
+
+
+def _transformers_names() -> list[list[str]]:
+    from transformers.models.auto import modeling_auto as auto
+
+    kinds = (
+        auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    )
+    families = sorted({key for kind in kinds for key in kind})
+    found = []
+    for family in families:
+        names = [kind[family] for kind in kinds if family in kind]
+        found.append([f"transformers/{name}" for name in names if isinstance(name, str)])
+    return found
+
+
+def _fits(name: str) -> bool:
+    """Whether a model is small, can be built and answers a batch; what cannot be is no family of this trial."""
+    try:
+        with torch.device("meta"):
+            small = sum(p.numel() for p in build(name).parameters()) <= MOST_PARAMETERS
+        if not small:
+            return False
+        inputs, _ = batch(name, 2)
+        with torch.no_grad():
+            answer = build(name).eval()(inputs)
+    except Exception:  # noqa: BLE001 - any reason, in a library's own words
+        return False
+    return isinstance(answer, Tensor) and answer.shape[-1] in (CLASSES, VOCABULARY)

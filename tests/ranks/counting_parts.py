@@ -1,0 +1,164 @@
+"""One weight per sample, gradient 1, SGD: after each epoch every weight has moved exactly once, whatever died.
+
+Run as a script it trains in a folder DIR, with processes that kill themselves where they are told to:
+
+    ECHELON_TEST_FAULTS='[["rank1.0", "backward", 5]]' python -m tests.ranks.counting_parts DIR WORKERS [NAME=VALUE ...]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+FAULTS = "ECHELON_TEST_FAULTS"
+SAMPLES, BATCH, EPOCHS = 96, 12, 4
+STEPS = SAMPLES // BATCH * EPOCHS
+WIDTH = "ECHELON_TEST_WIDTH"
+PACE = "ECHELON_TEST_PACE_S"  # seconds that a forward pass takes
+
+
+class Numbers(Dataset[tuple[Tensor, int]]):
+    """Samples that are their own number."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.tensor([float(index)]), index % 2
+
+
+class Fault:
+    """Ends this process where it is told to: the n-th time that it comes to a point.
+
+    Attributes:
+        trains: this process has begun to.
+    """
+
+    trains = False
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def at(self, point: str, after_s: float | None = None) -> None:
+        """Come to a point; `after_s`: the end comes so much later, while the process goes on."""
+        self._counts[point] = count = self._counts.get(point, 0) + 1
+        member = os.environ.get("ECHELON_MEMBER", "")
+        if [member, point, count] not in json.loads(os.environ.get(FAULTS, "[]")):
+            return
+        if after_s is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Thread(target=_die, args=(after_s,), daemon=True).start()
+
+
+def _die(after_s: float) -> None:
+    time.sleep(after_s)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Counting(nn.Module):
+    """A row of weights for each sample, as many as `WIDTH` says; its output is their sum.
+
+    Rows that are wide enough go through a codec.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = int(os.environ.get(WIDTH, "1"))
+        self.w = nn.Parameter(torch.zeros(SAMPLES, width, dtype=torch.float64))
+        self.fault = Fault()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (B, 2): each sample's weight, and 0."""
+        time.sleep(float(os.environ.get(PACE, "0")))
+        training = self.training and torch.is_grad_enabled()
+        Fault.trains = Fault.trains or training
+        if Fault.trains:  # else the model is tried before training
+            self.fault.at("forward" if training else "evaluation")
+        own = self.w[x[:, 0].long()].sum(dim=1)
+        if training and len(x):
+            self.fault.at("sum", after_s=0.001)
+            own.register_hook(self._in_backward)
+        return torch.stack([own, torch.zeros_like(own)], dim=1)
+
+    def _in_backward(self, gradient: Tensor) -> None:
+        self.fault.at("backward")
+
+    def _save_to_state_dict(self, *arguments: Any) -> None:
+        if Fault.trains:
+            self.fault.at("state")
+        super()._save_to_state_dict(*arguments)
+
+
+class CountingSGD(torch.optim.SGD):
+    """SGD that comes to points before and after its step."""
+
+    fault = Fault()
+
+    def step(self, closure: Any = None) -> Any:
+        """Update."""
+        if Fault.trains:  # else it is tried before training
+            self.fault.at("before update")
+        result = super().step(closure)
+        if Fault.trains:
+            self.fault.at("after update")
+        return result
+
+
+def weight_of_each(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return each sample's loss: the sum of its own weights, whose gradients are 1."""
+    return outputs[:, 0]
+
+
+def moved(folder: Path) -> Tensor:
+    """Return how often each weight has moved, by the newest checkpoint."""
+    from echelon.trainer.saving import state_of
+
+    weights: Tensor = state_of(folder, "newest")["model"]["w"]
+    return -weights
+
+
+def waiting(folder: Path) -> Tensor:
+    """Return, for each weight, how often it has yet to move by what codecs of all ranks had not sent at the end."""
+    from echelon.checkpoint import RANKS
+    from echelon.trainer.saving import state_of
+
+    state = state_of(folder, "newest")
+    total = torch.zeros_like(state["model"]["w"]).view(-1)
+    for rank in state[RANKS].values():
+        for key, value in rank["sync"].items():
+            kind, _, rest = key.partition("/")
+            if kind in ("sent.error", "relay.error"):
+                start = int(rest.rpartition("/")[2])
+                total[start : start + value.numel()] += value.double()
+    return total.view(state["model"]["w"].shape) * BATCH
+
+
+def main() -> None:
+    """Train in a folder."""
+    import echelon
+    from tests.ranks.counting_parts import Counting, CountingSGD, Numbers, weight_of_each
+
+    folder, workers, *settings = sys.argv[1:]
+    given: dict[str, Any] = {"elastic": "on", "epochs": EPOCHS}
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        given[name] = int(value) if value.isdigit() and not name.startswith("checkpoint") else value
+    echelon.train(
+        Counting(), (Numbers(), Numbers()), run=folder, workers=int(workers), batch_size=BATCH, lr=float(BATCH),
+        loss=weight_of_each, optimizer=CountingSGD, schedule="constant", weight_decay=0.0, device="cpu", threads=1,
+        **given,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

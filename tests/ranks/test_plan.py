@@ -1,0 +1,57 @@
+"""A plan from a run's record: every way with its interval, a page, and words that refuse what cannot be planned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from echelon.config import load_run_config
+from tests.ranks.links import NEEDS_LINKS
+from tests.ranks.runs import Runs
+
+AT = ("--at", "workers=8, link=100mbit, memory=1GB, price=2", "--at", "workers=4")
+
+
+@pytest.mark.long
+def test_a_run_is_planned_on_other_machines(tmp_path: Path) -> None:
+    with Runs(tmp_path) as runs:
+        trained = runs.train("digits", "--workers", "2", "--max-steps", "60", "--epochs", "10", folder="run")
+        assert trained.end() == 0, trained.errors()
+        planned = runs.start("plan", trained.folder, *AT)
+        assert planned.end() == 0, planned.errors()
+        assert "Fastest: " in planned.text() and (tmp_path / "plan.html").stat().st_size > 10_000
+        told = runs.start("plan", trained.folder, *AT, "--json")
+        assert told.end() == 0, told.errors()
+        plan = json.loads(told.text())
+        slow, near = plan["machines"]
+        ways = {way["way"]: way for way in slow["ways"]}
+        assert {"none", "int8", "sign", "local(period=8)", "fsdp=8", "dp=4,pp=2,microbatches=8"} <= set(ways)
+        assert all(way["step_low_s"] < way["step_s"] < way["step_high_s"] for way in ways.values())
+        assert all(way["memory_bytes"] and not way["memory_unknown"] and way["cost"] > 0 for way in ways.values())
+        assert ways["int8"]["step_s"] < ways["none"]["step_s"]  # the link is slow
+        assert {way["cost"] for way in near["ways"]} == {0.0}
+        for words, said in (
+            (("--at", "workers=256"), "cannot be divided by 256 workers"),
+            ((), "--at is missing"),
+            (("--at", "workers=4", "--model", "mlp"), "model.name belongs to the run"),
+        ):
+            refused = runs.start("plan", trained.folder, *words)
+            assert refused.end() == 2 and said in refused.errors(), refused.errors()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("link", [pytest.param("10mbit", marks=NEEDS_LINKS)])
+def test_auto_takes_what_is_faster_on_this_link(tmp_path: Path, link: str) -> None:
+    with Runs(tmp_path) as runs:
+        words = ("--workers", "2", "--link", link, "--epochs", "60", "--max-steps", "20", "--tolerance", "0")
+        refused = runs.train("digits", "--auto", "--sync", "local(8)", folder="refused")
+        assert refused.end() == 2 and "--auto chooses strategy.sync" in refused.errors(), refused.errors()
+        beside = runs.train("digits", "--auto", "--compression", "auto", folder="beside")
+        assert beside.end() == 2 and "leave out --compression auto, or --auto" in beside.errors(), beside.errors()
+        run = runs.train("digits", "--auto", *words, folder="run")
+        assert run.end() == 0, run.errors()
+        strategy = load_run_config(tmp_path / "run" / "config.yaml").strategy
+        assert strategy.compression in ("int8", "bf16") and strategy.sync == "allreduce", run.text()
+        assert "x as fast a step" in run.text() and "too few for local" in run.text(), run.text()

@@ -1,0 +1,69 @@
+"""Whole runs that train more from an epoch on: stopped before, where and after it begins, they are the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from echelon.checkpoint import CheckpointStore, whole
+from echelon.core.state_tree import StateView
+from tests.ranks.run_many import run_many
+from tests.ranks.runs import read_lines
+
+pytestmark = pytest.mark.timeout(900)
+TUNE = 'head+unfreeze(epoch=2, pattern="norm+blocks.3")+unfreeze(epoch=3)'
+COMMON = ("--threads", "1", "--device", "cpu", "--epochs", "3", "--batch-size", "500", "--model", "small_vit",
+          "--lr", "0.02", "--optimizer", "adamw", "--ema", "0.9", "--eval-every", "0", "--checkpoint-every", "100",
+          "--keep-checkpoints", "20", "--tune", TUNE)  # fmt: skip
+CHOICES = {
+    "dp": ("--parallel", "dp=2"),
+    "fsdp": ("--parallel", "fsdp=2"),
+    "tp": ("--parallel", "tp=2"),
+    "pp": ("--parallel", "pp=2,microbatches=2"),
+    "local": ("--parallel", "dp=2", "--sync", "local(period=2, warmup=0)"),
+    "diloco": ("--parallel", "dp=2", "--sync", "diloco(period=2, warmup=0)"),
+    "codec": ("--parallel", "dp=2", "--compression", "int8"),
+}
+
+
+def newest(folder: Path) -> StateView:
+    found = CheckpointStore(folder / "checkpoints", keep=1).newest()
+    assert found is not None and found[0] == 9
+    state: StateView = whole(found[1])
+    return state
+
+
+def check(tmp_path: Path, choice: str) -> None:
+    train = ["train", "digits", *COMMON, *CHOICES[choice]]
+    commands = [
+        [*train, "--run", "through"],
+        [*train, "--run", "stopped", "--max-steps", "3"],
+        ["resume", "stopped", "--max-steps", "5"],
+        ["resume", "stopped", "--max-steps", "9"],
+    ]
+    results = run_many(tmp_path, commands, deadline_s=400)
+    assert [result.code for result in results] == [0] * 4, results
+    through, stopped = newest(tmp_path / "through"), newest(tmp_path / "stopped")
+    for kind in ("model", "average"):
+        tensors = [state["ema"]["average"] if kind == "average" else state["model"] for state in (through, stopped)]
+        assert tensors[0].keys() == tensors[1].keys()
+        for name, tensor in tensors[0].items():
+            assert torch.equal(tensor, tensors[1][name]), f"{choice}: {kind} of {name}"
+    said = [line["message"] for line in read_lines(tmp_path / "through") if line.get("name") == "tuning"]
+    assert [text.split(":")[0] for text in said[1:]] == ["epoch 2", "epoch 3"] and "begin anew" in said[1]
+    sizes = list((tmp_path / "through" / "checkpoints").glob("base-*"))
+    assert len(sizes) == 1, "what is frozen later was in the first base"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("choice", ["dp"])
+def test_a_run_that_unfreezes_resumes_to_the_bit(tmp_path: Path, choice: str) -> None:
+    check(tmp_path, choice)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", [name for name in CHOICES if name != "dp"])
+def test_every_choice_that_unfreezes_resumes_to_the_bit(tmp_path: Path, choice: str) -> None:
+    check(tmp_path, choice)

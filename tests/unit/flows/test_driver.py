@@ -1,0 +1,146 @@
+"""Flows of small commands, whole: what runs again and what does not, what a failure stops, what a kill leaves."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from echelon.core.errors import UserError
+from echelon.flows.base import StepResources, step_folder
+from echelon.flows.driver import FlowOutcome
+from echelon.flows.page import page_text
+from echelon.flows.run import FlowRequest, start_flow
+from echelon.flows.state import Stands, load_flow, only_driver, standings
+from echelon.records.file import read_records
+from echelon.records.kinds import FlowStepEnd, FlowStepStart
+
+FLOW = """\
+parameters: {word: b, broken: "no"}
+steps:
+  data:
+    prepare: own:data
+    settings: {lines: 3}
+    outputs: {data: data.txt}
+  upper:
+    command: [sh, -c, "test ${broken} = no && tr ab AB <${data.data} >${folder}/out.txt"]
+    outputs: {text: out.txt}
+  count:
+    command: [sh, -c, "wc -l <${data.data} >${folder}/n.txt; echo ${word} >>${folder}/n.txt"]
+    outputs: {n: n.txt}
+  all:
+    command: [sh, -c, "cat ${upper.text} ${count.n} >${folder}/all.txt"]
+    outputs: {all: all.txt}
+"""
+OWN = "import helper\n\ndef data(folder, lines: int):\n    (folder / 'data.txt').write_text(helper.LINE * lines)\n"
+
+
+@pytest.fixture
+def flow_file(tmp_path: Path) -> Path:
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "helper.py").write_text("LINE = 'ab\\n'\n")
+    (tmp_path / "flow.yaml").write_text(FLOW)
+    return tmp_path / "flow.yaml"
+
+
+def _run(file: Path, **parameters: str) -> FlowOutcome:
+    return start_flow(FlowRequest(str(file), run=str(file.parent / "there"), parameters=parameters), print)
+
+
+def _text(file: Path) -> str:
+    return (step_folder(file.parent / "there", "all") / "all.txt").read_text()
+
+
+@pytest.mark.long
+def test_exactly_what_changed_runs_again(flow_file: Path) -> None:
+    assert sorted(_run(flow_file).ran) == ["all", "count", "data", "upper"]
+    assert _text(flow_file).split() == ["AB", "AB", "AB", "3", "b"]
+    assert _run(flow_file).ran == []
+    assert _run(flow_file, word="c").ran == ["count", "all"]
+    (step_folder(flow_file.parent / "there", "count") / "n.txt").write_text("damaged")
+    assert _run(flow_file, word="c").ran == ["count"]  # it came out as it was: nothing below runs
+    (flow_file.parent / "helper.py").write_text("LINE = 'a\\n'\n")
+    assert sorted(_run(flow_file, word="c").ran) == ["all", "count", "data", "upper"]
+    assert _text(flow_file).split() == ["A", "A", "A", "3", "c"]
+
+
+@pytest.mark.long
+def test_a_failure_stops_what_needs_it_and_nothing_else(flow_file: Path) -> None:
+    outcome = _run(flow_file, broken="yes")
+    assert outcome.status == "partial" and outcome.failed == ["upper"] and outcome.blocked == ["all"]
+    assert sorted(outcome.ran) == ["count", "data"]
+    folder = flow_file.parent / "there"
+    found = {each.step.name: each.stands for each in standings(load_flow(folder), folder)}
+    assert found == {"data": Stands.DONE, "upper": Stands.FAILED, "count": Stands.DONE, "all": Stands.BLOCKED}
+    page = page_text(load_flow(folder), standings(load_flow(folder), folder))
+    assert "upper" in page and "failed" in page and "<svg" in page
+    mended = _run(flow_file)
+    assert mended.status == "completed" and mended.ran == ["upper", "all"]
+
+
+def test_two_drivers_exclude_each_other(flow_file: Path) -> None:
+    with only_driver(flow_file.parent / "there"), pytest.raises(UserError, match="goes on in"):
+        _run(flow_file)
+
+
+def test_a_step_that_needs_more_than_there_is_is_refused(flow_file: Path) -> None:
+    flow_file.write_text(f"{FLOW}    resources: {{cores: 100000}}\n")
+    with pytest.raises(UserError, match="line 14: step all needs 100000 cores"):
+        _run(flow_file)
+    assert not (flow_file.parent / "there").exists()
+
+
+def test_what_is_lacking_is_said() -> None:
+    assert StepResources(1).lacking(StepResources(2, 1e9)) == ""
+    assert (
+        StepResources(1, 2e9, 1).lacking(StepResources(2, 1e9)) == "1 GPUs (there are 0), 2 GB of memory (there are 1)"
+    )
+
+
+@pytest.mark.long
+def test_a_killed_driver_loses_nothing_and_repeats_nothing(flow_file: Path) -> None:
+    folder, draw = flow_file.parent / "there", random.Random(0)
+    command = [sys.executable, "-m", "echelon", "flow", str(flow_file), "--run", str(folder)]
+    kills = 0
+    for _ in range(40):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        try:
+            _, errors = process.communicate(timeout=draw.uniform(0.4, 2.0) if kills < 6 else 200)
+        except subprocess.TimeoutExpired:
+            os.kill(process.pid, signal.SIGKILL)
+            process.communicate(timeout=30)
+            kills += 1
+            continue
+        assert process.returncode == 0, errors
+        break
+    assert _text(flow_file).split() == ["AB", "AB", "AB", "3", "b"]
+    for name in load_flow(folder).steps:
+        where = step_folder(folder, name)
+        ends = [end for end in read_records(where, FlowStepEnd) if end.status == "completed"]
+        assert len(ends) == 1, f"{name} was done {len(ends)} times"
+        assert max(start.t for start in read_records(where, FlowStepStart)) < ends[0].t
+
+
+@pytest.mark.long
+def test_a_training_that_was_cut_short_goes_on(tmp_path: Path) -> None:
+    file, folder = tmp_path / "flow.yaml", tmp_path / "there"
+    step = "  {}:\n    train: digits\n    settings: {{model: mlp, workers: 1, epochs: 3, checkpoint-every: 2}}\n"
+    file.write_text("steps:\n" + step.format("a"))
+    command = [sys.executable, "-m", "echelon", "flow", str(file), "--run", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    checkpoints = step_folder(folder, "a") / "run" / "checkpoints"
+    until = time.monotonic() + 200
+    while not (checkpoints.is_dir() and any(checkpoints.iterdir())) and time.monotonic() < until:
+        time.sleep(0.05)
+    process.kill()
+    process.wait(30)
+    done = start_flow(FlowRequest(str(folder), resume=True), print)
+    assert done.status == "completed"
+    starts = read_records(step_folder(folder, "a"), FlowStepStart)
+    assert len(starts) == 1 or starts[-1].goes_on

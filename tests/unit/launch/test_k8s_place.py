@@ -1,0 +1,247 @@
+"""The Kubernetes place: manifests that strict schemas pass, the client's calls against a small API server of the test.
+
+No cluster is seen here: what a real one makes of the manifests is not shown by these tests.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from echelon.core.errors import UserError
+from echelon.launch.places import PLACES, PlaceChoice
+from echelon.launch.places.cluster import JobPhase, PlaceSilent, Seat, Submission
+from echelon.launch.places.k8s import JOB_VARIABLE, Kubernetes
+from echelon.messages.identity import make_secret
+
+GOLDEN = Path(__file__).with_name("k8s_manifests.yaml")  # written anew by ECHELON_WRITE_GOLDEN=1
+SUBMISSION = Submission(Path("/runs/me/digits 1"), Path("/runs/me"))
+PLACE = 'k8s(image="reg/echelon:1", nodes=2, namespace=ml, claim=runs, mount="/runs", gpus=4, cores=8, memory=64gb)'
+NO_CLIENT = """
+import sys
+sys.modules["kubernetes"] = None
+from echelon.cli import command
+sys.argv = ["echelon", "train", "digits", "--on", sys.argv[1], "--run", sys.argv[2] + "/a"]
+command()
+"""
+
+
+def _build(text: str = PLACE) -> Kubernetes:
+    place = PLACES.build(text)
+    assert isinstance(place, Kubernetes)
+    return place
+
+
+@pytest.mark.parametrize("uid", [0, 1000])
+def test_manifests_pass_strict_schemas(uid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    schemas = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    monkeypatch.setattr(os, "getuid", lambda: uid)
+    for place in (PLACE, 'k8s(image=i, claim=c, mount="/runs")'):
+        manifests = list(yaml.safe_load_all(_build(place).text(SUBMISSION)))
+        assert [m["kind"] for m in manifests] == ["Service", "Secret", "Job"]
+        for manifest in manifests:
+            schemas.validate(manifest, "1.31", strict=True)
+
+
+def test_manifests_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    monkeypatch.setattr(os, "getgid", lambda: 100)
+    text = _build().text(SUBMISSION)
+    if os.environ.get("ECHELON_WRITE_GOLDEN"):
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("k8s", "image must be given"),
+        ('k8s(image=i, mount="/runs")', "claim must be given"),
+        ("k8s(image=i, claim=c, mount=runs)", "mount must be an absolute path"),
+        ('k8s(image=i, claim=c, mount="/r", nodes=0)', "nodes must be at least 1"),
+        ('k8s(image=i, claim=c, mount="/r", memory=8h)', "memory must be a size"),
+        ("k8z", "did you mean k8s?"),
+    ],
+)
+def test_what_is_refused(text: str, words: str) -> None:
+    with pytest.raises(UserError, match="--on") as refused:
+        PlaceChoice(text).cluster()
+    assert words in str(refused.value)
+
+
+def test_a_folder_that_pods_do_not_see(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--run .* is not below mount=/runs"):
+        _build().check(Submission(tmp_path, Path("/runs")), {})
+    with pytest.raises(UserError, match=r"the working folder .* is not below mount=/runs"):
+        _build().check(Submission(Path("/runs/a"), tmp_path), {})
+
+
+def test_a_machine_without_the_client(tmp_path: Path) -> None:
+    place = f'k8s(image=i, claim=c, mount="{tmp_path}")'
+    command = [sys.executable, "-c", NO_CLIENT, place, str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "--on k8s needs kubernetes: pip install 'echelon[kubernetes]'" in done.stderr
+    assert "Traceback" not in done.stderr and list(tmp_path.iterdir()) == []
+
+
+def test_the_seat_of_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = _build('k8s(image=i, claim=c, mount="/runs", nodes=2)')
+    pod = {"JOB_COMPLETION_INDEX": "1", JOB_VARIABLE: "echelon-a-1", "HOSTNAME": "echelon-a-1-1"}
+    assert place.seat(pod) == Seat(1, "echelon-a-1-1", "echelon-a-1-0.echelon-a-1", "echelon-a-1")
+    with pytest.raises(UserError, match="a pod of an indexed Job"):
+        place.seat({})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(UserError, match="--on asks for 4"):
+        _build().seat(pod)
+
+
+class _Api(ThreadingHTTPServer):
+    """An API server that keeps jobs, services and secrets by their paths, and answers as told."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.kept: dict[str, dict[str, Any]] = {}
+        self.pods: list[dict[str, Any]] = []
+        self.refuses = ""  # paths that end like this
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Api
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+    def _answer(self, code: int, value: dict[str, Any]) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _path(self) -> str:
+        return self.path.partition("?")[0]
+
+    def _value(self) -> dict[str, Any]:
+        value: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        return value
+
+    def _kept(self) -> dict[str, Any] | None:
+        found = self.server.kept.get(self._path())
+        if found is None:
+            self._answer(404, {"message": "not found"})
+        return found
+
+    def do_GET(self) -> None:
+        if self._path().endswith("/pods"):
+            self._answer(200, {"items": self.server.pods})
+        elif (found := self._kept()) is not None:
+            self._answer(200, found)
+
+    def do_POST(self) -> None:
+        value = self._value()
+        if self.server.refuses and self._path().endswith(self.server.refuses):
+            self._answer(403, {"message": "services is forbidden"})
+            return
+        value["metadata"]["uid"] = "uid-1"
+        self.server.kept[f"{self._path()}/{value['metadata']['name']}"] = value
+        self._answer(201, value)
+
+    def do_PATCH(self) -> None:
+        change = self._value()
+        if (found := self._kept()) is not None:
+            found["spec"] |= change["spec"]
+            self._answer(200, found)
+
+    def do_DELETE(self) -> None:
+        if self.headers.get("Content-Length"):
+            self._value()
+        if self._kept() is not None:
+            self._answer(200, self.server.kept.pop(self._path()))
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Api]:
+    pytest.importorskip("kubernetes", reason="kubernetes is not installed")
+    server = _Api()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    cluster = {"server": f"http://127.0.0.1:{server.server_address[1]}"}
+    config = {
+        "apiVersion": "v1", "kind": "Config", "current-context": "c", "users": [{"name": "u", "user": {}}],
+        "clusters": [{"name": "c", "cluster": cluster}],
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+    }  # fmt: skip
+    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(config))
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig"))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def _submission(tmp_path: Path) -> tuple[Kubernetes, Submission, str]:
+    submission = Submission(tmp_path / "run", tmp_path)
+    (submission.run / "machines").mkdir(parents=True)
+    submission.files.prepare()
+    key = make_secret(submission.run / "machines").hex()
+    place = _build(f'k8s(image=i, nodes=2, namespace=ml, claim=c, mount="{tmp_path}")')
+    place.check(submission, {})
+    return place, submission, key
+
+
+def test_a_job_is_made_followed_and_stopped(tmp_path: Path, api: _Api) -> None:
+    place, submission, key = _submission(tmp_path)
+    name = place.submit(submission)
+    job = api.kept[f"/apis/batch/v1/namespaces/ml/jobs/{name}"]
+    secret = api.kept[f"/api/v1/namespaces/ml/secrets/{name}"]
+    assert base64.b64decode(secret["data"]["secret"]).decode() == key and len(api.kept) == 3
+    assert secret["metadata"]["ownerReferences"][0]["uid"] == "uid-1"
+    assert key not in json.dumps(job) and key not in submission.files.text.read_text()
+    assert submission.files.meeting(Seat(1, "", "", name)) == f"{name}-0.{name}:29400"
+
+    unfit = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}
+    api.pods = [{"status": {"conditions": [unfit]}, "spec": {"containers": [{"name": "echelon"}]}}]
+    states = {
+        "waiting for 2 nodes (0/3 nodes are available)": (JobPhase.WAITS, {"active": 2}),
+        "running": (JobPhase.RUNS, {"active": 2, "ready": 2}),
+        "complete": (JobPhase.ENDED, {"conditions": [{"type": "Complete", "status": "True"}]}),
+        "failed: too often": (
+            JobPhase.ENDED, {"conditions": [{"type": "Failed", "status": "True", "message": "too often"}]}),
+    }  # fmt: skip
+    for words, (phase, status) in states.items():
+        job["status"] = status
+        state = place.state(name)
+        assert (state.phase, state.text) == (phase, words)
+
+    job["status"] = {"active": 2}
+    place.stop(name)
+    assert job["spec"]["suspend"] is True and place.state(name).phase is JobPhase.RUNS
+    job["status"] = {}
+    assert place.state(name).phase is JobPhase.ENDED
+    assert place.submit(submission) == name  # in the place of the one that was suspended
+    assert "suspend" not in api.kept[f"/apis/batch/v1/namespaces/ml/jobs/{name}"]["spec"]
+
+
+def test_what_the_server_refuses_leaves_nothing(tmp_path: Path, api: _Api) -> None:
+    place, submission, _ = _submission(tmp_path)
+    api.refuses = "services"
+    with pytest.raises(UserError, match="--on k8s: kubernetes: services is forbidden"):
+        place.submit(submission)
+    assert api.kept == {} and place.state("echelon-x").phase is JobPhase.ENDED
+    api.shutdown()
+    api.server_close()
+    with pytest.raises(PlaceSilent):
+        place.stop("echelon-x")

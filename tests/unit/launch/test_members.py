@@ -1,0 +1,133 @@
+"""Terms of a group whose survivors go on: who is in them, who is told, and what the supervisor does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from echelon.core.address import STORE_VARIABLE
+from echelon.core.stop import StopFlag
+from echelon.core.terms import MEMBER_VARIABLE, TERMS_VARIABLE, Term, TermFolder
+from echelon.launch.members import GroupMembers
+from echelon.launch.places.base import Group, Job, Process, Restart
+from echelon.launch.rounds import Continue, Finished, Go, Order, Over, Ready, Round, Running, State
+from echelon.launch.supervisor import Aftermath, Death, Watch, supervise
+from tests.unit.launch.test_supervisor import Script
+
+
+def _members(folder: Path) -> tuple[GroupMembers, TermFolder]:
+    members = GroupMembers(["a", "b", "c"])
+    members.begin(Round(1, {STORE_VARIABLE: f"file:{folder / 'store'}"}, 0))
+    terms = TermFolder(folder / "store.terms")
+    for name in "abc":
+        terms.begin(f"{name}.0")
+    return members, terms
+
+
+def test_survivors_keep_their_order_and_newcomers_come_last(tmp_path: Path) -> None:
+    members, folder = _members(tmp_path)
+    assert folder.newest() is None and members.survivors(["a"]) == ["b", "c"]
+    members.lose(["a"])
+    assert folder.newest() == Term(1, ("b.0", "c.0"))
+    environment = members.start_again("a")
+    assert environment == {TERMS_VARIABLE: str(folder.path), MEMBER_VARIABLE: "a.1"}
+    assert members.admit() == [] and members.booting() == ["a"]
+    folder.arrive("a.1")
+    assert members.admit() == ["a"]
+    assert folder.newest() == Term(2, ("b.0", "c.0", "a.1"))
+
+
+def test_nobody_is_taken_in_once_all_is_trained(tmp_path: Path) -> None:
+    members, folder = _members(tmp_path)
+    members.lose(["c"])
+    members.start_again("c")
+    folder.arrive("c.1")
+    folder.close(None)
+    assert members.admit() == [] and folder.newest() == Term(1, ("a.0", "b.0"))
+
+
+def test_a_term_begins_when_all_of_its_members_have_entered_it(tmp_path: Path) -> None:
+    folder, term = TermFolder(tmp_path), Term(3, ("a.0", "b.1"))
+    folder.enter(term, "b.1")
+    assert folder.missing(term) == ["a.0"]
+    folder.enter(term, "a.0")
+    assert folder.missing(term) == []
+
+
+class _OneRound:
+    """Rounds of one start, whose ranks meet in a file."""
+
+    restarts_left = None
+
+    def __init__(self, store: Path, begin: bool) -> None:
+        self._store, self._number, self._begin = store, 0, begin
+
+    def order(self, state: State) -> Order:
+        match state:
+            case Ready():
+                self._number += 1
+                return Go(Round(self._number, {STORE_VARIABLE: f"file:{self._store}{self._number}"}, 0))
+            case Running() if self._begin:
+                self._begin = False
+                for name in "abc":
+                    TermFolder(Path(f"{self._store}{self._number}.terms")).begin(f"{name}.0")
+                return Continue()
+            case Running():
+                return Continue()
+        return Over("stopped" if isinstance(state, Finished) and state.stopped else "completed")
+
+    def saved(self, checkpoints: int) -> None:
+        pass
+
+
+def _supervised(place: Script, store: Path, restarts: int = 3, begin: bool = True) -> list[tuple[Death, Aftermath]]:
+    deaths: list[tuple[Death, Aftermath]] = []
+    group = Group(tuple(Process(name, "module:function") for name in "abc"), Restart.BESIDE)
+    watch = Watch(lambda death, then: deaths.append((death, then)))
+    assert not supervise(Job((group,), restarts), place, watch, StopFlag(), _OneRound(store, begin))
+    return deaths
+
+
+def test_the_others_of_a_killed_process_go_on_and_it_alone_starts_again(tmp_path: Path) -> None:
+    place = Script([("b", -9)], [("a", 0), ("c", 0)])
+    [(death, then)] = _supervised(place, tmp_path / "store")
+    assert place.starts == ["a", "b", "c", "b"] and death.rank == 1
+    assert then.others == "the others go on, and it joins them again" and then.restarts_left == 2
+    assert place.signals[0] == ("b", 9)  # which had yet to come when the others were done
+    assert TermFolder(tmp_path / "store1.terms").newest() == Term(1, ("a.0", "c.0"))
+
+
+def test_without_restarts_left_the_others_go_on_alone(tmp_path: Path) -> None:
+    place = Script([("b", -9)], [("a", 0), ("c", 0)])
+    [(_, then)] = _supervised(place, tmp_path / "store", restarts=0)
+    assert place.starts == ["a", "b", "c"] and "without it" in then.others and "no restarts are left" in then.others
+
+
+def test_an_error_is_all_processes_matter(tmp_path: Path) -> None:
+    place = Script([("b", 1)], [("a", 0), ("b", 0), ("c", 0)])
+    [(_, then)] = _supervised(place, tmp_path / "store")
+    assert place.starts == [*"abc", *"abc"] and not then.others
+
+
+def test_the_group_starts_again_where_all_were_killed(tmp_path: Path) -> None:
+    place = Script([("a", -9), ("b", -9), ("c", -9)], [("a", 0), ("b", 0), ("c", 0)])
+    [(_, then)] = _supervised(place, tmp_path / "store")
+    assert place.starts == [*"abc", *"abc"] and not then.others
+
+
+def test_the_group_starts_again_where_not_all_had_begun(tmp_path: Path) -> None:
+    place = Script([("b", -9)], [("a", 0), ("b", 0), ("c", 0)])
+    [(_, then)] = _supervised(place, tmp_path / "store", begin=False)
+    assert place.starts == [*"abc", *"abc"] and not then.others
+
+
+def test_a_run_that_stops_does_not_wait_for_who_has_yet_to_come(tmp_path: Path) -> None:
+    place, stop = Script([("b", -9)], [("a", 3), ("c", 3)]), StopFlag()
+
+    def died(death: Death, then: Aftermath) -> None:
+        """Ask the run to stop while the one that died is on its way."""
+        stop.signum = 15
+
+    group = Group(tuple(Process(name, "module:function") for name in "abc"), Restart.BESIDE)
+    rounds = _OneRound(tmp_path / "store", begin=True)
+    assert supervise(Job((group,), 3), place, Watch(died), stop, rounds)
+    assert ("b", 9) in place.signals

@@ -1,0 +1,79 @@
+"""The Ray place: exactly what is submitted, what is refused, seats, and a machine without Ray."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from echelon.core.errors import UserError
+from echelon.launch.places import PLACES, PlaceChoice
+from echelon.launch.places.cluster import PlaceSilent, Seat, Submission
+from echelon.launch.places.ray import RayCluster, read_seat, seat_variables
+
+SUBMISSION = Submission(Path("/home/me/runs/digits 1"), Path("/home/me"), "/opt/python")
+NO_RAY = """
+import sys
+sys.modules["ray"] = None
+from echelon.cli import command
+sys.argv = ["echelon", "train", "digits", "--on", "ray(nodes=2)", "--run", "runs/a"]
+command()
+"""
+
+
+def _build(text: str) -> RayCluster:
+    place = PLACES.build(text)
+    assert isinstance(place, RayCluster)
+    return place
+
+
+def test_the_job_is_as_it_was() -> None:
+    assert json.loads(_build("ray(nodes=2, gpus=4, cores=8)").text(SUBMISSION)) == {
+        "job": {
+            "entrypoint": "/opt/python -m echelon.launch.ray_job '/home/me/runs/digits 1' /home/me",
+            "runtime_env": {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "600", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}},
+        },
+        "placement_group": {"strategy": "STRICT_SPREAD", "bundles": [{"CPU": 8, "GPU": 4}] * 2},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ray(nodes=0)", "nodes and cores must be at least 1"),
+        ("ray(gpus=-1)", "gpus at least 0"),
+        ("ray(node=2)", "did you mean nodes?"),
+        ("rya", "did you mean ray?"),
+    ],
+)
+def test_what_is_refused(text: str, words: str) -> None:
+    with pytest.raises(UserError, match="--on") as refused:
+        PlaceChoice(text).cluster()
+    assert words in str(refused.value)
+
+
+def test_a_machine_without_ray(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", NO_RAY], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "--on ray needs ray: pip install 'echelon[ray]'" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and list(tmp_path.iterdir()) == []
+
+
+def test_a_cluster_that_is_not_reached() -> None:
+    pytest.importorskip("ray.job_submission", reason="ray is not installed")
+    with pytest.raises(UserError, match="--on ray: "):
+        _build('ray(address="http://127.0.0.1:9")').check(SUBMISSION, {})
+    with pytest.raises(PlaceSilent):
+        _build('ray(address="http://127.0.0.1:9")').state("raysubmit_1")
+
+
+def test_the_seat_that_the_job_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    seat = Seat(1, "node 3f2a", "10.0.0.1", "02-0")
+    assert _build("ray(nodes=2)").seat(seat_variables(seat)) == seat == read_seat(seat_variables(seat))
+    with pytest.raises(UserError, match="started by echelon"):
+        _build("ray(nodes=2)").seat({})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(UserError, match="Ray gives 0 GPUs on this node, --on asks for 2"):
+        _build("ray(gpus=2)").seat(seat_variables(seat))

@@ -1,0 +1,153 @@
+"""The ssh place: what is refused, its commands, and parts that run, die and are silent, with an ssh that stays here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from echelon.core.errors import UserError
+from echelon.launch.places import PLACES, PlaceChoice, carried
+from echelon.launch.places.cluster import JobPhase, PlaceSilent, Seat, Submission
+from echelon.launch.places.ssh import SEAT_VARIABLE, Ssh
+
+SSH = """#!/bin/sh
+while [ "$1" = -o ] || [ "$1" = -p ]; do shift 2; done
+host=$1; shift
+[ -e {folder}/silent-$host ] && {{ echo "connect to host $host: no route" >&2; exit 255; }}
+export SSH_CONNECTION="10.0.0.9 5 10.0.0.1 22" XDG_STATE_HOME={folder}/state-$host
+exec sh -c "$*"
+"""
+PYTHON = """#!/bin/sh
+if [ "$1" = - ]; then cat >/dev/null; echo '{"versions": {"echelon": "1", "torch": "2", "Python": "3.11"}, "port": 29}'
+else trap 'exit 7' TERM; echo "$ECHELON_SSH_SEAT" >>"$3/seats"; while :; do sleep 0.05; done; fi
+"""
+VERSIONS = {"echelon": "1", "torch": "2", "Python": "3.11"}
+DEADLINE_S = 30.0
+
+
+def _build(text: str) -> Ssh:
+    place = PLACES.build(text)
+    assert isinstance(place, Ssh)
+    return place
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in {"ssh": SSH.format(folder=tmp_path), "python": PYTHON}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return tmp_path
+
+
+def _wait(ready: Callable[[], object]) -> None:
+    ends = time.monotonic() + DEADLINE_S
+    while not ready():
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ssh", "a setting is missing"),
+        ('ssh(hosts=a+"-oProxyCommand=x")', "is no name of a host"),
+        ("ssh(hosts=a+a)", "stands there twice"),
+        ("ssh(hosts=a, folder=here)", "must be a whole path"),
+        ("ssh(host=a)", "did you mean hosts?"),
+    ],
+)
+def test_what_is_refused(text: str, words: str) -> None:
+    with pytest.raises(UserError, match="--on") as refused:
+        PlaceChoice(text).cluster()
+    assert words in str(refused.value)
+
+
+def test_the_commands_are_a_script() -> None:
+    place = _build('ssh(hosts=a+"me@10.0.0.2", options="-p 2222")')
+    text = place.text(Submission(Path("/home/me/runs/it's 1"), Path("/home/me"), "/opt/python"))
+    assert subprocess.run(["sh", "-n"], input=text, text=True, check=False).returncode == 0
+    assert "-p 2222 a sh -s <<'END'" in text and "-p 2222 me@10.0.0.2 sh -s" in text
+    assert "/opt/python -m echelon.run.node" in text and place.machines == 2
+    assert _build("ssh(hosts=a)").machines == 1
+
+
+def test_parts_run_die_come_back_and_stop(programs: Path) -> None:
+    place = _build(f'ssh(hosts=a+b+c, python="{programs}/python")')
+    submission = Submission(programs / "run", programs)
+    submission.run.mkdir()
+    (submission.run / "config.yaml").write_text("")
+    submission.files.prepare()
+    (submission.files.folder / "versions").write_text('{"echelon": "1", "torch": "2", "Python": "3.11"}')
+    place.check(submission, VERSIONS)
+    with pytest.raises(UserError, match=r"a has torch 2, here it is 3: use the same"):
+        place.check(submission, {**VERSIONS, "torch": "3"})
+    job = place.submit(submission)
+    try:
+        _wait(lambda: len((submission.run / "seats").read_text().splitlines()) == 3)
+        assert place.state(job).text == "running on a, b, c"
+        assert submission.files.meeting(Seat(0, "a", "", job)) == "10.0.0.1:29"
+        (programs / "silent-c").touch()
+        state = place.state(job)
+        assert state.phase is JobPhase.RUNS and "running on a, b; c does not answer" in state.text
+        pid = int((programs / "state-b" / "echelon" / "parts" / f"{job}.1" / "pid").read_text())
+        os.kill(pid, 9)
+        _wait(lambda: "the part on b died" in place.state(job).text)
+        place.keep(job, submission)
+        _wait(lambda: len((submission.run / "seats").read_text().splitlines()) == 4)
+        assert place.state(job).text.startswith("running on a, b;")
+        (programs / "silent-c").unlink()
+    finally:
+        place.stop(job)
+    _wait(lambda: place.state(job).phase is JobPhase.ENDED)
+
+
+def test_hosts_that_do_not_answer(programs: Path) -> None:
+    (programs / "silent-a").touch()
+    place = _build("ssh(hosts=a)")
+    with pytest.raises(UserError, match="a does not answer: connect to host a: no route"):
+        place.check(Submission(Path("run")), VERSIONS)
+    with pytest.raises(PlaceSilent, match="a does not answer"):
+        place.state("job")
+
+
+def test_a_seat() -> None:
+    seat = _build("ssh(hosts=a+b)").seat({SEAT_VARIABLE: '["1", "b", "10.0.0.1:29", "job"]'})
+    assert seat == Seat(1, "b", "10.0.0.1:29", "job")
+    with pytest.raises(UserError, match="is not set"):
+        _build("ssh(hosts=a)").seat({})
+
+
+def test_the_code_and_the_run_travel(programs: Path) -> None:
+    here, there, ssh = programs / "work", PurePosixPath(programs / "there" / "it's"), [str(programs / "ssh"), "a"]
+    run = here / "runs" / "one"
+    for name in ("own.py", ".gitignore", "a.secret", "part/b.py", "runs/one/config.yaml", "runs/one/machines/secret",
+                 "runs/one/place/exit", "runs/one/checkpoints/step-5/model"):  # fmt: skip
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text("*.secret" if name == ".gitignore" else name)
+    (run / "machines" / "secret").chmod(0o600)
+    files = carried.working_files(here, run)
+    assert files == [".gitignore", "own.py", "part/b.py"]
+    carried.send(ssh, here, files, there / "code")
+    carried.send_run(ssh, run, there / "run", is_first=True)
+    host = Path(there / "run")
+    assert sorted(p.name for p in Path(there / "code").iterdir()) == [".gitignore", "own.py", "part"]
+    assert (host / "machines" / "secret").stat().st_mode & 0o777 == 0o600 and not (host / "place" / "exit").exists()
+    (host / "checkpoints" / "step-5").rename(host / "checkpoints" / "step-9")
+    (host / "record.jsonl").write_text("{}")
+    (host / "place").mkdir(exist_ok=True)
+    (host / "place" / "exit").write_text("0 ")
+    (host / "place" / "stop").write_text("of the host")
+    for _ in range(2):  # the second time nothing is new
+        carried.bring_run(ssh, str(host), run)
+        assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-9"]
+        assert (run / "record.jsonl").read_text() == "{}" and (run / "place" / "exit").read_text() == "0 "
+        assert not (run / "place" / "stop").exists()
+    (programs / "silent-a").touch()
+    with pytest.raises(PlaceSilent, match="no route"):
+        carried.bring_run(ssh, str(host), run)

@@ -1,0 +1,111 @@
+"""Low-rank adapters: where they go, what they compute, and what their weights are without them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("peft", reason="needs peft")
+
+from echelon.core.adapters import adapted_layer
+from echelon.core.errors import UserError
+from echelon.models.adapters import adapters_of
+from echelon.models.tuning.plan import tuning_plan
+from tests.ranks.layouts import MODELS
+
+
+class Convolutions(nn.Module):
+    """(N, 3, 8, 8) -> (N, 5), with a strided, a padded and a depthwise convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.second = nn.Conv2d(8, 6, 1)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.depthwise(self.first(x)).relu()).mean((2, 3)))
+
+
+def gpt2() -> nn.Module:
+    """Return a GPT-2 of transformers, whose linear layers hold their weights transposed, square ones too."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    size = {"vocab_size": 16, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**size))
+
+
+IMAGES, TOKENS = torch.randn(2, 1, 8, 8), torch.randint(0, 16, (2, 6))
+CASES = {
+    "vit": (MODELS["vit"], IMAGES, {"qkv", "proj"}),
+    "mlp": (MODELS["mlp"], IMAGES, {"1", "3"}),
+    "convolutions": (Convolutions, torch.randn(2, 3, 8, 8), {"first", "second"}),
+    "gpt2": (gpt2, TOKENS, {"c_attn", "c_proj"}),
+}
+
+
+def outputs(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    result = model.eval()(inputs)
+    return getattr(result, "logits", result)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_adapters_keep_names_add_nothing_at_first_and_are_added_into_weights(case: str) -> None:
+    build, inputs, expected = CASES[case]
+    model = build().double()
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
+    plain, names, before = copy.deepcopy(model), list(model.state_dict()), outputs(model, inputs)
+    plan = tuning_plan("lora(r=2, alpha=6)", "eval")
+    plan.apply(model)
+    assert [name for name in model.state_dict() if not adapted_layer(name)] == names
+    assert {name.rpartition(".")[2] for name in adapters_of(model)} == expected
+    assert torch.equal(outputs(model, inputs), before)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if adapted_layer(name):
+                parameter.normal_()
+    after = outputs(copy.deepcopy(model), inputs)  # a copy has adapters of its own
+    assert not torch.allclose(after, before)
+    assert all(p.grad is None for p in plain.parameters())
+    plain.load_state_dict(plan.plain(model.state_dict(), plain))
+    assert torch.allclose(outputs(plain, inputs), after, rtol=1e-9, atol=1e-12)
+
+
+def trained(tune: str, model: str = "vit") -> set[str]:
+    built = MODELS[model]()
+    tuning_plan(tune, "eval").apply(built)
+    return {name for name, parameter in built.named_parameters() if parameter.requires_grad}
+
+
+def test_adapters_and_the_head_are_trained_and_others_join() -> None:
+    of_head = {"head.weight", "head.bias"}
+    found = trained("lora(r=2)")
+    assert of_head < found and all(adapted_layer(name) for name in found - of_head)
+    assert trained("lora(r=2)+norm") - found == {n for n in trained("norm") if "norm" in n}
+    assert trained('lora(r=2)+freeze("blocks.0")') == {name for name in found if not name.startswith("blocks.0")}
+    assert {adapted_layer(name) for name in trained("lora(r=2, targets=qkv)") - of_head} == {
+        "blocks.0.attn.qkv",
+        "blocks.1.attn.qkv",
+    }
+    assert {adapted_layer(n) for n in trained('lora(r=2, targets="blocks.0.**.fc1+proj")') - of_head} == {
+        "blocks.0.mlp.fc1",
+        "blocks.0.attn.proj",
+        "blocks.1.attn.proj",
+    }
+
+
+@pytest.mark.parametrize(
+    ("tune", "reason"),
+    [
+        ("lora(targets=query)", "query matches no layer of SmallViT .* there are qkv, proj, fc1, fc2"),
+        ("lora(r=64)", "has no linear layer or convolution but its head that is larger than r=64"),
+        ("lora(r=0)", "r is 1 at least"),
+        ("lora(alpha=0)", "alpha is above 0"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused_in_a_line(tune: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        trained(tune)

@@ -1,0 +1,161 @@
+"""Laws of the simulator and of predictions: what is known in closed form, and what grows with what."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echelon.config.machines import Machines, read_at
+from echelon.core.errors import UserError
+from echelon.forecast.simulator import SimulatedTask, makespan, simulate
+from echelon.observe.phases import Phase
+from echelon.planning.calibration import Calibration, PhaseCost
+from echelon.planning.layouts import PlannedWay
+from echelon.planning.plan import Length, predict
+from echelon.planning.steps import Pipelined, Replicated, Sharded, pipeline_tasks
+from echelon.records.kinds import Alternative
+
+NONE = Alternative({"strategy.compression": "none"}, 1, 4e6, 4.0, 0.0, 0.1)
+KNOWN = Calibration(
+    source="a run", workers=2, batch=64, samples=(32.0, 32.0),
+    phases={
+        Phase.DATA: PhaseCost(0.0, 1e-5), Phase.FORWARD: PhaseCost(0.0, 1e-4), Phase.BACKWARD: PhaseCost(0.0, 2e-4),
+        Phase.UPDATE: PhaseCost(2e-3, 0.0), Phase.OTHER: PhaseCost(1e-4, 0.0),
+    },
+    spread=0.8, jitter_s=1e-4, hop_s=1e-4, byte_s=1e-9, ways=(NONE,), parameters=10**6, train_size=6400, epochs=2,
+)  # fmt: skip
+WAYS = (
+    Replicated(NONE),
+    Replicated(Alternative({"strategy.sync": "local(period=8)"}, 8, 4e6, 1.0, 0.0, 1.0)),
+    Sharded(8, 1, 4),
+    Pipelined((0.25, 0.25, 0.25, 0.25), 2, 8, 1000.0, 0.25),
+)
+
+
+def slow(rate: str, **more: object) -> Machines:
+    """Return eight workers on links of a rate."""
+    return replace(read_at(f"workers=8, link={rate}")[0], **more)  # type: ignore[arg-type]
+
+
+def test_a_resource_does_one_task_at_a_time_and_others_beside_it() -> None:
+    tasks = [
+        SimulatedTask("a", "x", 1.0),
+        SimulatedTask("b", "x", 2.0),
+        SimulatedTask("c", "y", 2.5, (0,)),
+        SimulatedTask("d", "x", 1.0, (2,)),
+    ]
+    spans = simulate(tasks)
+    assert [(s.begin_s, s.end_s) for s in spans] == [(0.0, 1.0), (1.0, 3.0), (1.0, 3.5), (3.5, 4.5)]
+
+
+def test_a_circle_and_a_place_that_is_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="circle"):
+        simulate([SimulatedTask("a", "x", 1.0, (1,)), SimulatedTask("b", "x", 1.0, (0,))])
+    with pytest.raises(ValueError, match="none of 1"):
+        simulate([SimulatedTask("a", "x", 1.0, (3,))])
+
+
+@given(st.integers(1, 8), st.integers(1, 16))
+@settings(deadline=None, max_examples=60)
+def test_a_balanced_pipeline_takes_what_the_formula_says(stages: int, count: int) -> None:
+    """1F1B with equal stages: (m + S - 1) micro-batches of forward and backward, as GPipe's."""
+    way = Pipelined((1 / stages,) * stages, 1, count, 0.0, 1.0)
+    work = {Phase.DATA: 0.0, Phase.FORWARD: 1.0, Phase.BACKWARD: 2.0, Phase.UPDATE: 0.0, Phase.OTHER: 0.0}
+    spans = simulate(pipeline_tasks(way, work, 0.0))
+    assert makespan(spans) == pytest.approx(3.0 / stages / count * (count + stages - 1))
+
+
+def test_the_calibrated_run_is_predicted_as_it_was_measured() -> None:
+    """Two workers again: compute, what the link takes beyond backward, and waiting."""
+    step = Replicated(NONE).step(KNOWN, Machines("same", 2), 64)
+    work = KNOWN.compute(32, 1.0)
+    assert step.compute_s == pytest.approx(sum(work.values()))
+    assert step.sent_bytes == pytest.approx(NONE.wire_bytes)
+    assert step.seconds.low < step.seconds.value < step.seconds.high
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.label)
+def test_slower_links_and_devices_never_make_a_step_shorter(way: Replicated | Sharded | Pipelined) -> None:
+    rates = ("10gbit", "1gbit", "100mbit", "10mbit")
+    steps = [way.step(KNOWN, slow(rate), 64).seconds.value for rate in rates]
+    assert steps == sorted(steps)
+    assert way.step(KNOWN, slow("1gbit", speed=0.5), 64).seconds.value > steps[1]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.label)
+def test_intervals_widen_away_from_what_was_measured(way: Replicated | Sharded | Pipelined) -> None:
+    def width(workers: int) -> float:
+        interval = way.step(KNOWN, Machines("", workers), 32 * workers).seconds
+        return interval.high / interval.low
+
+    assert width(8) < width(64) < width(1024)
+
+
+def test_on_a_slow_link_the_wire_alone_counts() -> None:
+    machines = slow("1mbit")
+    step = Replicated(NONE).step(KNOWN, machines, 64)
+    wire_s = NONE.wire_bytes * (2 * 7 / 8) / (2 * 1 / 2) * 8 / 1e6
+    assert step.seconds.value == pytest.approx(wire_s, rel=0.08)
+
+
+def test_failures_and_prices_count() -> None:
+    length = Length(64, 2, 6400, 2, 60.0)
+    candidate = PlannedWay(Replicated(NONE), {"strategy.parallel": "dp=8"}, exact=True)
+    sure, dear = slow("1gbit"), slow("1gbit", price_per_hour=80.0)
+    failing = slow("1gbit", mtbf_s=3600.0)
+    plain = predict(KNOWN, length, sure, candidate)
+    assert plain.money.value == 0
+    assert predict(KNOWN, length, dear, candidate).money.value == pytest.approx(plain.run_s.value * 80 / 3600)
+    assert predict(KNOWN, length, failing, candidate).run_s.value > plain.run_s.value
+    assert math.isinf(predict(KNOWN, length, slow("1gbit", mtbf_s=1.0), candidate).run_s.value)
+
+
+def test_what_does_not_fit_is_said() -> None:
+    length = Length(64, 2, 6400, 2, 60.0)
+    candidate = PlannedWay(Replicated(NONE), {}, exact=True, memory_bytes=10**9)
+    fits = [predict(KNOWN, length, slow("1gbit", memory_bytes=m), candidate).fits for m in (math.inf, 2e9, 1.05e9, 1e9)]
+    assert fits == [True, True, False, False]
+
+
+def test_at_reads_machines() -> None:
+    machines = read_at('workers=64, per_machine=8, link="10mbit,20ms", memory=24GB, price=2.5, mtbf=1000h')[0]
+    assert (machines.workers, machines.count, machines.memory_bytes) == (64, 8, 24e9)
+    assert machines.link is not None and machines.link.delay_s == 0.02
+    assert machines.price_per_hour == 160 and machines.mtbf_s == 3.6e6
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("worker=3", "workers"),
+        ("workers=0", "above 0"),
+        ("workers=4, link=fast", "link"),
+        ("workers=4, memory=3h", "size"),
+        ("workers=4, mtbf=1gb", "duration"),
+        ("missing.yaml", "no such file"),
+        ("link=1gbit", "missing"),
+    ],
+)
+def test_at_refuses_in_words(text: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        read_at(text)
+
+
+def test_a_file_holds_several(tmp_path: object) -> None:
+    from pathlib import Path
+
+    file = Path(str(tmp_path)) / "machines.yaml"
+    file.write_text('- {workers: 8, link: 1gbit}\n- {workers: 16, link: "10mbit,20ms", price: 2}\n')
+    assert [m.workers for m in read_at(str(file))] == [8, 16]
+
+
+def test_the_largest_of_more_ranks_is_larger() -> None:
+    from echelon.planning.calibration import expected_max
+
+    values = [expected_max(n) for n in (1, 2, 4, 64, 10_000)]
+    assert values[0] == 0 and all(a < b for a, b in itertools.pairwise(values))

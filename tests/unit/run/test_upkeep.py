@@ -1,0 +1,104 @@
+"""Copying, verifying and cleaning runs in folders and at URLs."""
+
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+
+from echelon.checkpoint import CheckpointStore
+from echelon.config import RunConfig, to_yaml
+from echelon.core.errors import UserError
+from echelon.run import upkeep
+from echelon.run.upkeep import copy_run, findings, removables, remove
+from echelon.storage.archive import Archive
+from echelon.storage.url import open_store
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{uuid.uuid4().hex}/run"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(RunConfig()))
+    save(folder, 10)
+    return folder
+
+
+def save(folder: Path, step: int) -> None:
+    store = CheckpointStore(folder / "checkpoints", keep=2)
+    store.save(step, {"weights": torch.full((100,), float(step))}, background=False)
+    store.close()
+
+
+def damaged(place: str | Path) -> list[str]:
+    return [each.name for each in findings(str(place)) if each.damage]
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_run_is_copied_there_and_back_and_elsewhere(folder: Path, url: str, tmp_path: Path, codec: str) -> None:
+    assert "step 10" in copy_run(str(folder), url, codec)
+    save(folder, 20)
+    assert "step 20" in copy_run(str(folder), url, codec)
+    copy_run(url, f"{url}-2", codec)
+    copy_run(f"{url}-2", str(tmp_path / "again"))
+    for name in ("step-00000010", "step-00000020"):
+        for path in (folder / "checkpoints" / name).iterdir():
+            assert (tmp_path / "again" / "checkpoints" / name / path.name).read_bytes() == path.read_bytes()
+    assert damaged(url) == damaged(f"{url}-2") == damaged(folder) == []
+
+
+def test_a_copy_replaces_no_other_run(folder: Path, url: str, tmp_path: Path) -> None:
+    copy_run(str(folder), url)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.yaml").write_text(to_yaml(RunConfig()))
+    with pytest.raises(UserError, match="holds another run"):
+        copy_run(str(other), url)
+    with pytest.raises(UserError, match="holds another run"):
+        copy_run(url, str(other))
+    with pytest.raises(UserError, match="one of them is to be a URL"):
+        copy_run(str(folder), str(tmp_path / "new"))
+    with pytest.raises(UserError, match="holds no run"):
+        copy_run(str(tmp_path / "nothing"), url)
+
+
+def test_damage_is_found_in_a_folder_and_at_a_url(folder: Path, url: str) -> None:
+    copy_run(str(folder), url)
+    (folder / "checkpoints" / "step-00000010" / "tree.json").write_bytes(b"{}")
+    assert damaged(folder) == ["step-00000010"]
+    store = open_store(url)
+    newest = Archive(store).newest()
+    assert newest is not None
+    store.put(next(part.key for part in newest.parts if part.name.endswith("tree.json")), b"{}")
+    store.put("manifests/00000001.json", b"?")
+    assert set(damaged(url)) == {"manifest 1", "manifests 1 to 2", "checkpoints/step-00000010/tree.json"}
+
+
+def test_what_a_killed_writer_left_may_go_and_nothing_else(
+    folder: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_run(str(folder), url)
+    store = open_store(url)
+    store.put("data/orphan", b"123")
+    assert removables(url)[1] == []  # a writer may be about to name it
+    monkeypatch.setattr(upkeep, "_OLD_S", -1.0)
+    found = removables(url)[1]
+    assert [(each.name, each.n_bytes) for each in found] == [("data/orphan", 3)]
+    remove(url, found)
+    assert damaged(url) == [] and removables(url)[1] == []
+
+
+def test_what_may_go_of_a_folder(folder: Path) -> None:
+    (folder / "checkpoints-before-1").mkdir()
+    (folder / "checkpoints-before-1" / "old").write_bytes(b"12345")
+    (folder / "checkpoints" / ".tmp-step-00000020").mkdir()
+    found = removables(str(folder))[1]
+    assert sorted(Path(each.name).name for each in found) == [".tmp-step-00000020", "checkpoints-before-1"]
+    remove(str(folder), found)
+    assert removables(str(folder))[1] == [] and damaged(folder) == []
