@@ -21,6 +21,7 @@ from tests.unit.data.images import make_folder, make_shards
 from tests.unit.data.shapes import make_shapes
 from tests.unit.data.test_parallel_text import make_parallel
 from tests.unit.data.test_sounds import make_sounds
+from tests.unit.data.test_texts import make_texts
 from tests.unit.data.test_transcripts import make_transcribed
 
 KINDS = [SOURCES.settings_class(name)() for name in SOURCES.names()]
@@ -73,6 +74,7 @@ EXAMPLES: dict[str, Callable[[Path], str]] = {
     "parallel_text": lambda folder: str(make_parallel(folder / "pairs")),
     "sounds": lambda folder: str(make_sounds(folder / "sounds")),
     "text_file": _long_text,
+    "texts": lambda folder: str(make_texts(folder / "texts")),
     "table": _table,
     "torchvision": _mnist,
     "transcripts": lambda folder: str(make_transcribed(folder / "spoken")),

@@ -93,7 +93,17 @@ def write_pairs(folder: Path, count: int) -> dict[str, str]:
     }
 
 
-WRITERS = [write_csv, write_jsonl, write_parquet, write_shards, write_sounds, write_transcripts, write_pairs]
+def write_texts(folder: Path, count: int) -> dict[str, str]:
+    for i in range(count):
+        file = folder / "ab"[i % 2] / f"{'a' if i >= BEGUN else 'm'}{i}.txt"  # later ones sort first
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(" ".join([f"word{i}"] * (3 + i % 5 + 9 * (i >= BEGUN))))
+    return {"source": str(folder), "root": str(folder.parent / "cache")}
+
+
+WRITERS = [
+    write_csv, write_jsonl, write_parquet, write_shards, write_sounds, write_transcripts, write_pairs, write_texts,
+]  # fmt: skip
 Writer = Callable[[Path, int], dict[str, str]]
 
 

@@ -21,7 +21,7 @@ from echelon.records.file import newest
 from echelon.records.kinds import Start
 
 _PEEKED = 32
-_HELD_OF_TRAIN = 0.1  # where only a test set is given
+HELD_OF_TRAIN = 0.1  # where only a test set is given
 _LARGE_SIDE = 224
 GrownImages = ImageFiles | ImageRanges
 
@@ -100,7 +100,7 @@ def held_out(request: DataRequest, count: int, has_test: bool, noun: str = "samp
         raise UserError(f"data {source}: one {noun} cannot be split into training and evaluation; give more, or val/")
     if not has_test:
         return HeldOut(*split(count, request.config.holdout, request.seed))
-    train, held = split(count, min(_HELD_OF_TRAIN, request.config.holdout), request.seed)
+    train, held = split(count, min(HELD_OF_TRAIN, request.config.holdout), request.seed)
     why = "to choose the best checkpoint by: never by the test set"
     note = f"{len(held)} of {count} training {noun}s are held out {why}"
     return HeldOut(train, held, (note,))

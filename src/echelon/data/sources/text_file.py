@@ -5,6 +5,7 @@ Its last part is held out.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,7 +16,7 @@ from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
 from echelon.data.drawn import DrawnSamples
 from echelon.data.images import TensorArray
 from echelon.data.order import Indices, uniforms
-from echelon.data.sources.base import SourceKind
+from echelon.data.sources.base import HELD_OF_TRAIN, SourceKind
 from echelon.data.tokenisers import Ids, tokeniser_for
 from echelon.tasks.base import NO_TARGET, Encoding
 from echelon.tasks.nest import Nest, TensorSpec
@@ -39,47 +40,83 @@ class TextFile(SourceKind):
 
     def outline(self, request: DataRequest) -> DataOutline:
         """Return the task of a text, where none is chosen that of the next token."""
-        return DataOutline(MASKED if request.encoding is Encoding.MASKED_TOKENS else LANGUAGE_MODELLING)
+        return outline_of_text(request)
 
     def open(self, request: DataRequest) -> Source:
-        """Cut the text into windows of `--context` tokens; the last part of the text is held out, contiguous.
-
-        An epoch has each token but the first of a part once as a target.
-        """
-        config, path = request.config, Path(request.config.source).expanduser()
-        is_masked = request.encoding is Encoding.MASKED_TOKENS
-        if request.encoding not in (Encoding.AUTO, Encoding.NEXT_TOKEN, Encoding.MASKED_TOKENS):
+        """Cut the text into windows of `--context` tokens; the last part of the text is held out, contiguous."""
+        path = Path(request.config.source).expanduser()
+        if request.encoding is not Encoding.AUTO and not is_for_one_text(request.encoding):
             raise UserError(
                 f"data {path}: one text is for --task language-modelling or masked-language-modelling, "
                 f"not {request.task}"
             )
-        text = _read(path)
-        cut = round(len(text) * (1 - config.holdout))
-        parts = (text[:cut], text[cut:])
-        tokeniser = tokeniser_for(request, parts[:1])
-        train, held = (tokeniser.encode([part])[0] for part in parts)
-        if min(len(train), len(held)) < LEAST_TOKENS:
-            raise UserError(f"data {path}: {len(text)} characters are too few to train on, and to hold some out")
-        data, evaluation = (
-            MaskedWindows(ids, config.context, tokeniser.count, request.seed)
-            if is_masked
-            else windows(ids, config.context)
-            for ids in (train, held)
-        )
-        info = DataInfo(
-            config.source, (), 1, 1, len(data), len(evaluation), (),
-            several=TensorSpec((config.context,), "int64", tokeniser.count + is_masked),  # one more for the mask
-            targets=TensorSpec((config.context,), "int64", tokeniser.count),
-            task=MASKED if is_masked else LANGUAGE_MODELLING, tokeniser=tokeniser,
-        )  # fmt: skip
-        note = (
-            f"{len(train):,} tokens to train on, of a vocabulary of {tokeniser.count:,}; the last {len(held):,} of the "
-            "text are held out"
-        )
-        return Source(data, evaluation, info, (note,))
+        return text_source(request, TextParts.of(request, read_text(path)))
 
 
 SOURCE = TextFile
+
+
+def is_for_one_text(encoding: Encoding) -> bool:
+    """Whether a task learns the tokens of a text."""
+    return encoding in (Encoding.NEXT_TOKEN, Encoding.MASKED_TOKENS)
+
+
+def outline_of_text(request: DataRequest) -> DataOutline:
+    """Return the task of a text, where none is chosen that of the next token."""
+    return DataOutline(MASKED if request.encoding is Encoding.MASKED_TOKENS else LANGUAGE_MODELLING)
+
+
+@dataclass(frozen=True)
+class TextParts:
+    """The parts of a text.
+
+    Attributes:
+        held: by which checkpoints are compared.
+        test: that no choice is made by; empty: there is none.
+        is_end: whether `held` is the end of what there was to train on.
+    """
+
+    train: str
+    held: str
+    test: str = ""
+    is_end: bool = False
+
+    @classmethod
+    def of(cls, request: DataRequest, text: str, held: str = "", test: str = "") -> TextParts:
+        """Return the parts of a text; without one to validate by, its last part is held out, contiguous."""
+        if held:
+            return cls(text, held, test)
+        share = min(HELD_OF_TRAIN, request.config.holdout) if test else request.config.holdout
+        cut = round(len(text) * (1 - share))
+        return cls(text[:cut], text[cut:], test, is_end=True)
+
+
+def text_source(request: DataRequest, text: TextParts) -> Source:
+    """Return windows of tokens; an epoch has each token but the first of a part once as a target.
+
+    Raises:
+        UserError: a part is too short.
+    """
+    config, is_masked = request.config, request.encoding is Encoding.MASKED_TOKENS
+    tokeniser = tokeniser_for(request, (text.train,))
+    parts = [tokeniser.encode([part])[0] for part in (text.train, text.held, text.test) if part]
+    if len(parts) < 2 or min(map(len, parts)) < LEAST_TOKENS:
+        count = len(text.train) + len(text.held) + len(text.test)
+        raise UserError(f"data {config.source}: {count} characters are too few to train on, and to hold some out")
+    data, evaluation, *tests = (
+        MaskedWindows(ids, config.context, tokeniser.count, request.seed) if is_masked else windows(ids, config.context)
+        for ids in parts
+    )
+    info = DataInfo(
+        config.source, (), 1, 1, len(data), len(evaluation), (),
+        several=TensorSpec((config.context,), "int64", tokeniser.count + is_masked),  # one more for the mask
+        targets=TensorSpec((config.context,), "int64", tokeniser.count),
+        task=outline_of_text(request).task, tokeniser=tokeniser,
+    )  # fmt: skip
+    note = f"{len(parts[0]):,} tokens to train on, of a vocabulary of {tokeniser.count:,}"
+    if text.is_end:
+        note += f"; the last {len(parts[1]):,} of the text are held out"
+    return Source(data, evaluation, info, (note,), tests[0] if tests else None)
 
 
 def windows(ids: Ids, context: int) -> TensorArray:
@@ -129,9 +166,14 @@ class MaskedWindows(DrawnSamples):
         targets[:] = np.where(chosen, tokens, NO_TARGET)
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a file.
+
+    Raises:
+        UserError: it cannot be read, or is not UTF-8.
+    """
     try:
-        return path.read_bytes().decode("utf-8")
+        return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"data {path}: it is not UTF-8 (byte {error.start}): convert it") from error
     except OSError as error:

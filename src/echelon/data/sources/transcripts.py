@@ -27,6 +27,7 @@ from echelon.data.roster import NamedRoster, Roster
 from echelon.data.sounds import SoundFiles, measured, sound_specs, transcript_spec
 from echelon.data.sources.base import SourceKind, held_out, held_out_of_begun
 from echelon.data.sources.sounds import Sounds, has_transcripts
+from echelon.data.sources.text_file import read_text
 from echelon.data.tokenisers import Characters, Tokeniser, tokeniser_for
 from echelon.tasks.base import NO_TARGET, Encoding, TightSample
 
@@ -236,19 +237,12 @@ def _read_texts(path: Path, files: Sequence[str], sounds: set[str]) -> dict[str,
         lower = name.lower()
         if lower.endswith(_LIST):
             folder = f"{name.rpartition('/')[0]}/" if "/" in name else ""
-            for line in _read(path / name).splitlines():
+            for line in read_text(path / name).splitlines():
                 sound, _, text = line.partition(" ")
                 texts[folder + sound] = plain_text(text)
         elif lower.endswith(_TEXT) and _stem(name) in sounds:
-            texts[_stem(name)] = plain_text(_read(path / name))
+            texts[_stem(name)] = plain_text(read_text(path / name))
     return texts
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"data {file}: it is not UTF-8 (byte {error.start}): convert it") from error
 
 
 def _stem(name: str) -> str:

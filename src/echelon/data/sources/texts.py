@@ -1,0 +1,158 @@
+"""Folders of text files: one folder per class, below `train/` with `val/` or `test/`, or in one folder that is split.
+
+For `--task language-modelling` the files of a part are one long text, in the order of their names.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from echelon.core.errors import UserError
+from echelon.data.base import CLASS_NUMBER, DataInfo, DataOutline, DataRequest, Source
+from echelon.data.class_folders import (
+    IMAGE_FILES,
+    SOUND_FILES,
+    FileKind,
+    FolderLinks,
+    files_below,
+    scan_classes,
+    scan_like,
+)
+from echelon.data.columns import encode_texts
+from echelon.data.images import TensorArray
+from echelon.data.roster import NamedRoster
+from echelon.data.sources.base import SourceKind, held_out_of_begun
+from echelon.data.sources.text_file import SUFFIXES, TextParts, is_for_one_text, outline_of_text, read_text, text_source
+from echelon.tasks.base import Encoding
+
+TEXT_FILES = FileKind(SUFFIXES, "text files")
+_VALIDATION, _TEST = ("val", "valid", "validation"), "test"
+_OTHER = (*IMAGE_FILES.extensions, *SOUND_FILES.extensions)
+TEXT_CLASSIFICATION = "text_classification"
+_LOOKED_AT = 1000  # files and folders, until the first folder with files tells what all hold
+_BETWEEN = "\n\n"  # documents of one long text
+
+
+class Texts(SourceKind):
+    """The path of a folder of text files."""
+
+    form: ClassVar[str] = "a folder of texts"
+
+    def takes(self, name: str) -> bool:
+        """Whether the first folder with files that lies in a folder has texts in it, and no images or sounds."""
+        path = Path(name).expanduser()
+        return path.is_dir() and _begins_with_texts(path)
+
+    def outline(self, request: DataRequest) -> DataOutline:
+        """Return the task that texts with a class each are for, unless they are to be one text."""
+        if is_for_one_text(request.encoding):
+            return outline_of_text(request)
+        return DataOutline(TEXT_CLASSIFICATION)
+
+    def open(self, request: DataRequest) -> Source:
+        """Read all files; where there is no part for evaluation, one is held out: by the seed, of one text its end."""
+        path = Path(request.config.source).expanduser()
+        if request.encoding not in (Encoding.AUTO, Encoding.TEXT) and not is_for_one_text(request.encoding):
+            raise UserError(
+                f"data {path} is a folder of text files, for --task text-classification or language-modelling, "
+                f"not {request.task}"
+            )
+        links = FolderLinks(path, request.config.follow_links, TEXT_FILES)
+        try:
+            source = (_one_text if is_for_one_text(request.encoding) else _classified)(path, request, links)
+        except OSError as error:
+            links.check()
+            raise UserError(f"data {error.filename}: {error.strerror}") from None
+        return replace(source, notes=(*links.notes, *source.notes))
+
+
+SOURCE = Texts
+
+
+def _begins_with_texts(path: Path) -> bool:
+    """Whether the first folder below a folder that has files of a kind that is known has texts alone.
+
+    Files of the folder itself, and of its `train/`, are no samples: there, a text is a README.
+    """
+    looked_at = 0
+    for folder, folders, files in os.walk(path):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        looked_at += 1 + len(folders) + len(files)
+        names = [name.lower() for name in files if not name.startswith(".")]
+        known = [name for name in names if name.endswith((*SUFFIXES, *_OTHER))]
+        if known and folder not in (str(path), str(path / "train")):
+            return not any(name.endswith(_OTHER) for name in known)
+        if looked_at > _LOOKED_AT:
+            return False
+    return False
+
+
+def _parts(path: Path) -> tuple[str, str, str]:
+    """Return the names of the folders to train on, to validate and to test by; empty: there is none of its own.
+
+    Raises:
+        UserError: there is one to evaluate by and none to train on.
+    """
+    there = {each.name for each in path.iterdir() if each.is_dir()}
+    validation = next((name for name in _VALIDATION if name in there), "")
+    test = _TEST if _TEST in there else ""
+    if "train" in there:
+        return "train", validation, test
+    if there and there <= {*_VALIDATION, _TEST}:
+        raise UserError(f"data {path}: there is {validation or test}/ but no train/ beside it")
+    return "", "", ""
+
+
+def _classified(path: Path, request: DataRequest, links: FolderLinks) -> Source:
+    """Return texts with a class each, that of their folder."""
+    part, validation, test = _parts(path)
+    train, classes = scan_classes(path, part, links)
+    names = [train.names[i] for i in range(len(train))]
+    roster = NamedRoster.of(request.folder, request.config.source, classes, names)
+    train = train.subset(roster.order(names))
+    notes: tuple[str, ...] = ()
+    if validation:
+        held = scan_like(path, validation, links, classes)
+    else:
+        divided = held_out_of_begun(request, roster, bool(test), "text")
+        train, held, notes = train.subset(divided.train), train.subset(divided.evaluation), divided.notes
+    parts = [train, held, *([scan_like(path, test, links, classes)] if test else [])]
+    texts = [read_text(Path(files.path(i))) for files in parts for i in range(len(files))]
+    if not any(text.strip() for text in texts[: len(train)]):
+        raise UserError(f"data {path}: all texts to train on are empty")
+    column = encode_texts(request, texts, len(train), len(train) - (roster.count - roster.begun))
+    ends = np.cumsum([0, *map(len, parts)])
+    samples = [
+        TensorArray({name: ids.subset(np.arange(a, b)) for name, ids in column.inputs.items()}, files.labels)
+        for files, a, b in zip(parts, ends[:-1], ends[1:], strict=True)
+    ]
+    info = DataInfo(
+        request.config.source, classes, 1, 1, len(train), len(held),
+        tuple(np.bincount(train.labels, minlength=len(classes)).tolist()),
+        several=column.specs, targets=CLASS_NUMBER, task=TEXT_CLASSIFICATION, tokeniser=column.tokeniser,
+        columns=("text",), stages=roster.trained_stages(len(train)),
+    )  # fmt: skip
+    note = f"texts are cut into tokens, of a vocabulary of {column.tokeniser.count:,}"
+    return Source(samples[0], samples[1], info, (*notes, note), samples[2] if test else None, roster)
+
+
+def _one_text(path: Path, request: DataRequest, links: FolderLinks) -> Source:
+    """Return the files of each part as one text."""
+    train, validation, test = _parts(path)
+    text = _joined(path / train, links)
+    held, last = (_joined(path / part, links) if part else "" for part in (validation, test))
+    links.check()
+    return text_source(request, TextParts.of(request, text, held, last))
+
+
+def _joined(folder: Path, links: FolderLinks) -> str:
+    """Return the texts below a folder, one after the other."""
+    names = files_below(folder, "", links, ())
+    if not names:
+        raise UserError(f"data {folder}: it holds no {TEXT_FILES.plural}")
+    return _BETWEEN.join(read_text(folder / name).strip("\n") for name in names)
