@@ -37,6 +37,10 @@ def decoded(source: Source, part: str, i: int) -> str:
     return tokeniser.decode((ids["input_ids"] if isinstance(ids, dict) else ids).tolist())
 
 
+def joined(source: Source, part: str) -> str:
+    return "".join(decoded(source, part, i) for i in range(len(getattr(source, part))))
+
+
 def test_a_text_is_of_the_class_of_its_folder_and_parts_stay_apart(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     for part, count in (("train", 8), ("val", 3), ("test", 2)):
@@ -63,11 +67,11 @@ def test_without_a_part_to_validate_by_the_test_set_is_none(tmp_path: Path) -> N
 def test_for_a_language_model_a_part_is_one_text_and_its_end_is_held_out(tmp_path: Path) -> None:
     folder = make_texts(tmp_path / "texts")
     whole = opened(folder, "language_modelling", holdout=0.25)
-    held = "".join(decoded(whole, "evaluation", i) for i in range(len(whole.evaluation)))  # type: ignore[arg-type]
+    held = joined(whole, "evaluation")
     assert decoded(whole, "train", 0).startswith("it was poor") and "nice" in held and "poor" not in held
     apart = make_texts(make_texts(tmp_path / "apart", "train"), "val", 4)
     source = opened(apart, "language_modelling")
-    assert "train" in decoded(source, "train", 1) and "train" not in decoded(source, "evaluation", 1)
+    assert "train" in joined(source, "train") and "train" not in joined(source, "evaluation")
     assert "held out" not in source.notes[0]
 
 
