@@ -26,6 +26,8 @@ from echelon.data.sounds import measured
 from echelon.data.sources.table import SUFFIXES as TABLES
 from echelon.data.sources.table import read_rows
 from echelon.data.sources.text_file import SUFFIXES as TEXTS
+from echelon.data.sources.text_file import read_text
+from echelon.data.sources.texts import TEXT_FILES
 from echelon.data.tokenisers import Ids, Tokeniser
 from echelon.run.trained import TrainedModel
 from echelon.tasks import nest
@@ -68,6 +70,8 @@ def samples_of(trained: TrainedModel, data: Any) -> Samples:
         return _sounds(trained, _files(raw, SOUND_FILES, "sounds"))
     if info.columns and info.tokeniser is None:
         return _rows(trained, _table(raw, info.columns))
+    if info.tokeniser is not None and trained.task.encoding is Encoding.TEXT and not info.columns:
+        return _documents(trained, raw)
     if info.tokeniser is not None:
         return _texts(trained, _lines(raw, info.columns))
     if info.mean and _are_strings(raw):
@@ -206,11 +210,26 @@ def _lines_of(path: Path) -> list[str]:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def _texts(trained: TrainedModel, texts: list[str]) -> Samples:
+def _documents(trained: TrainedModel, raw: Any) -> Samples:
+    """Return whole files as texts, as the run's own were, and texts that are handed over."""
+    if not _are_strings(raw):
+        raise UserError("this run's samples are text files: give paths of files or folders, or texts")
+    names: list[str] = []
+    texts: list[str] = []
+    for each in raw:
+        is_path = not isinstance(each, Text) and (_names_file(each) or os.path.isdir(each))  # noqa: PTH112 (a text may be no path at all)
+        files = _files([each], TEXT_FILES, TEXT_FILES.plural) if is_path else []
+        names += files or [str(each)]
+        texts += [read_text(Path(file)) for file in files] or [str(each)]
+    return _texts(trained, texts, names)
+
+
+def _texts(trained: TrainedModel, texts: list[str], names: Sequence[str] = ()) -> Samples:
+    """Return texts, which are called by themselves where they have no names."""
     tokeniser: Any = trained.info.tokeniser
     rows = _encoder(trained, tokeniser)(texts)
     array = TensorArray(with_mask(rows), _blank_targets(len(texts)))
-    return Samples(texts, _sample_source(trained, array))
+    return Samples(names or texts, _sample_source(trained, array))
 
 
 def _encoder(trained: TrainedModel, tokeniser: Tokeniser) -> Callable[[Sequence[str]], list[Ids]]:

@@ -135,7 +135,7 @@ def _classified(path: Path, request: DataRequest, links: FolderLinks) -> Source:
         request.config.source, classes, 1, 1, len(train), len(held),
         tuple(np.bincount(train.labels, minlength=len(classes)).tolist()),
         several=column.specs, targets=CLASS_NUMBER, task=TEXT_CLASSIFICATION, tokeniser=column.tokeniser,
-        columns=("text",), stages=roster.trained_stages(len(train)),
+        stages=roster.trained_stages(len(train)),
     )  # fmt: skip
     note = f"texts are cut into tokens, of a vocabulary of {column.tokeniser.count:,}"
     return Source(samples[0], samples[1], info, (*notes, note), samples[2] if test else None, roster)
