@@ -9,9 +9,11 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
 DEADLINE_S = 60.0
@@ -93,8 +95,10 @@ class SlurmCluster:
         daemon = self.daemons.pop(name)
         daemon.kill()
         daemon.wait()
-        for pid in _with_node_name(name):
-            _kill(pid)
+        there = _with_node_name(name)
+        for each in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: none of them can report another's death
+            for pid in there:
+                _send(pid, each)
 
     def start(self) -> None:
         """Start all daemons, and wait for three idle nodes."""
@@ -142,10 +146,10 @@ class SlurmCluster:
                 daemon.wait()
 
 
-def _kill(pid: int) -> None:
-    """Kill a process, unless it is gone."""
+def _send(pid: int, signum: signal.Signals) -> None:
+    """Send a process a signal, unless it is gone."""
     try:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signum)
     except ProcessLookupError:
         return
 
@@ -160,6 +164,15 @@ def _with_node_name(name: str) -> list[int]:
             continue
         if f"SLURMD_NODENAME={name}".encode() in environment:
             found.append(int(folder.name))
+    return sorted({*found, *_step_daemons(found)})
+
+
+def _step_daemons(tasks: list[int]) -> set[int]:
+    """Return the daemons that started some tasks: a batch script's does not have the node's name itself."""
+    found = set()
+    for pid in tasks:
+        with suppress(psutil.NoSuchProcess):
+            found |= {each.pid for each in psutil.Process(pid).parents() if each.name().startswith("slurmstepd")}
     return found
 
 

@@ -6,21 +6,21 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from echelon.flows.base import step_folder
 from echelon.records.file import read_records
-from echelon.records.kinds import FlowStepEnd, FlowStepStart
+from echelon.records.kinds import Checkpoint, FlowStepEnd, FlowStepStart
 from tests.clusters.slurm import SlurmCluster, missing, slurm_cluster
 
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing() or "there is one"),
     pytest.mark.timeout(600),
-    pytest.mark.long,
 ]
+ECHELON = [sys.executable, "-m", "echelon"]
 FLOW = """\
 steps:
   first:
@@ -44,28 +44,27 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         yield cluster
 
 
+def _flow(base: Path, folder: Path) -> list[str]:
+    """Return the command that does the flow."""
+    return [*ECHELON, "flow", str(base / "flow.yaml"), "--run", str(folder), "--on", "slurm"]
+
+
 def _wait_for(path: Path) -> None:
-    until = time.monotonic() + 180
-    while not path.exists():
-        assert time.monotonic() < until, f"{path} does not come"
+    _wait_until(path.exists, str(path))
+
+
+def _wait_until(is_there: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + 400
+    while not is_there():
+        assert time.monotonic() < until, f"{what} does not come"
         time.sleep(0.2)
 
 
+@pytest.mark.long
 def test_jobs_wait_for_each_other_and_outlive_the_command(tmp_path: Path, cluster: SlurmCluster) -> None:
     (tmp_path / "flow.yaml").write_text(FLOW)
     folder = tmp_path / "there"
-    command = [
-        sys.executable,
-        "-m",
-        "echelon",
-        "flow",
-        str(tmp_path / "flow.yaml"),
-        "--run",
-        str(folder),
-        "--on",
-        "slurm",
-    ]
-    environment = {**os.environ, **cluster.environment}
+    command, environment = _flow(tmp_path, folder), {**os.environ, **cluster.environment}
     follower = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     first = step_folder(folder, "first")
     _wait_for(first / "begun")
@@ -81,3 +80,37 @@ def test_jobs_wait_for_each_other_and_outlive_the_command(tmp_path: Path, cluste
         assert (where / "out.txt").read_text() == text
         assert [end.status for end in read_records(where, FlowStepEnd)] == ["completed"]
     assert len(read_records(first, FlowStepStart)) == 1 and len(read_records(first, FlowStepEnd)) == 1
+
+
+LASTING = """\
+steps:
+  train:
+    train: digits
+    settings: {model: mlp, epochs: 10000, max_steps: ${steps}, workers: 1, checkpoint_every: 20, eval_every: 0}
+  check:
+    evaluate: ${train.run}
+    settings: {workers: 1}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_training_goes_on_after_its_node_has_failed(tmp_path: Path, cluster: SlurmCluster) -> None:
+    (tmp_path / "flow.yaml").write_text(LASTING.replace("${steps}", "4000"))
+    folder, environment = tmp_path / "there", {**os.environ, **cluster.environment}
+    follower = subprocess.Popen(_flow(tmp_path, folder), env=environment, stdout=subprocess.PIPE, text=True)
+    train = step_folder(folder, "train")
+    _wait_until(lambda: (train / "run").is_dir() and bool(read_records(train / "run", Checkpoint)), "a checkpoint")
+    node = cluster.ask("squeue", "-h", "-t", "R", "-o", "%N").split()[0]
+    cluster.fail_node(node)
+    _wait_until(lambda: len(read_records(train, FlowStepStart)) == 2, "another start")  # after two minutes
+    cluster.start_node(node)
+    said, _ = follower.communicate(timeout=600)
+    assert follower.returncode == 0, said
+    starts, ends = read_records(train, FlowStepStart), read_records(train, FlowStepEnd)
+    assert [start.goes_on for start in starts] == [False, True] and [end.status for end in ends] == ["completed"]
+    assert [end.status for end in read_records(step_folder(folder, "check"), FlowStepEnd)] == ["completed"]
+    here = [*ECHELON, "flow", str(tmp_path / "flow.yaml"), "--run", str(tmp_path / "here")]
+    subprocess.run(here, check=True, timeout=600, stdout=subprocess.DEVNULL)
+    calm = read_records(step_folder(tmp_path / "here", "train"), FlowStepEnd)
+    assert calm[0].outputs == ends[0].outputs

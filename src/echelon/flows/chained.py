@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -20,12 +21,13 @@ from echelon.flows.child import hashes_of, is_done
 from echelon.flows.driver import FlowOutcome, Say
 from echelon.flows.fingerprint import fingerprint
 from echelon.flows.page import write_page
-from echelon.flows.state import completed_end, last_line, only_driver
-from echelon.launch.places.cluster import ChainedJob, JobPhase, PlaceSilent, TakesChains
+from echelon.flows.state import STOPPED, completed_end, last_line, only_driver
+from echelon.launch.places.cluster import ChainedJob, JobPhase, JobState, PlaceSilent, TakesChains
 from echelon.records.kinds import FlowStepEnd
 
 POLL_S = 2.0
 _GONE_S = 600.0  # a queue that is silent for so long is left
+_SETTLE_S = 10.0  # until a job that seems over is: it may be queued again
 JOBS_FOLDER = "jobs"
 _GOOD_DIGITS = 8
 
@@ -93,29 +95,51 @@ def _job(folder: Path, step: FlowStep, after: list[str]) -> ChainedJob:
     )  # fmt: skip
 
 
+@dataclass
+class _Followed:
+    """What is known of a step's job.
+
+    Attributes:
+        said: the last that was told of it.
+        over_since_s: since when it has seemed over; 0: it does not.
+        is_over: for good.
+    """
+
+    said: str = ""
+    over_since_s: float = 0.0
+    is_over: bool = False
+
+    def look(self, state: JobState, step_ended: bool) -> None:
+        """Take a new state. A job that is queued again, as after its node's failure, seems over for a moment."""
+        now = time.monotonic()
+        self.over_since_s = (self.over_since_s or now) if state.phase is JobPhase.ENDED else 0.0
+        self.is_over = bool(self.over_since_s) and (step_ended or now - self.over_since_s > _SETTLE_S)
+
+
 def _follow(flow: Flow, folder: Path, place: TakesChains, say: Say, jobs: Mapping[str, str]) -> None:
     """Wait until no job waits or runs, saying how they fare.
 
     Raises:
         UserError: the queue does not answer for ten minutes.
     """
-    told: dict[str, str] = {}
+    followed = {name: _Followed() for name in jobs}
     heard_s = time.monotonic()
-    while len(told) < len(jobs) or any(not word.startswith("ended") for word in told.values()):
-        for name, job in jobs.items():
-            if told.get(name, "").startswith("ended"):
-                continue
+    while going := [name for name in jobs if not followed[name].is_over]:
+        for name in going:
             try:
-                state = place.state(job)
+                state = place.state(jobs[name])
             except PlaceSilent as silent:
                 if time.monotonic() - heard_s > _GONE_S:
                     raise UserError(f"{silent}; the jobs may go on: the same command finds them again") from None
                 continue
             heard_s = time.monotonic()
-            word = state.text if state.phase is not JobPhase.ENDED else f"ended: {_result(folder, name)}"
-            if told.get(name) != word:
+            known = followed[name]
+            line = last_line(step_folder(folder, name))
+            known.look(state, isinstance(line, FlowStepEnd) and line.status != STOPPED)
+            word = f"ended: {_result(folder, name)}" if known.is_over else state.text
+            if word != known.said:
                 say(f"{name}: {word}")
-            told[name] = word
+            known.said = word
         write_page(flow, folder)
         time.sleep(POLL_S)
 
