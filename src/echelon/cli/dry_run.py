@@ -14,7 +14,7 @@ from echelon.config import Resolved
 from echelon.core.axes import Axis
 from echelon.core.units import format_bytes
 from echelon.run.resolve import launch_request, resolve
-from echelon.run.start import check, likely_model, plan_of, settled
+from echelon.run.start import check, likely_model, plan_of, settled, with_open_batch
 from echelon.trainer.folder import check_new, default_folder
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ def show(resolved: Resolved, all_settings: bool = False) -> None:
 
     config = resolved.config
     folder = Path(config.run) if config.run else default_folder(config, model=likely_model(config))
-    request = launch_request(config)
+    request = with_open_batch(launch_request(config))
+    settings, config = config, request.config
     plan, run = plan_of(request, folder), check(request)
     check_new(folder, config)
     run = resolve(settled(run, plan))
@@ -51,7 +52,7 @@ def show(resolved: Resolved, all_settings: bool = False) -> None:
     table = Table("setting", "value", "from", box=None)
     became = _chosen(run, plan, tried.info)
     for name, origin in resolved.origins.items():
-        value, chosen = str(reduce(getattr, name.split("."), config)), became.get(name)
+        value, chosen = str(reduce(getattr, name.split("."), settings)), became.get(name)
         if chosen is not None and chosen != value:
             table.add_row(name, chosen, f"{origin}: {value}")
         elif origin != "default" or all_settings:
@@ -81,6 +82,7 @@ def _chosen(run: ResolvedRun, plan: LaunchPlan, info: DataInfo) -> dict[str, str
 
     config = run.config
     chosen = {"launch.workers": str(plan.workers), "launch.threads": str(plan.threads)}
+    chosen["data.batch_size"] = str(config.data.batch_size)
     chosen["training.accumulate"] = str(config.training.accumulate)
     chosen["strategy.parallel"] = str(run.layout_for(plan.workers * plan.nodes.most))
     if config.task == "auto":

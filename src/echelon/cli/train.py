@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from echelon.config import Resolved, RunConfig
     from echelon.run.outcome import Outcome
 
-CHOSEN = ("sync", "compression")
+CHOSEN = ("parallel", "sync", "compression")
 """What may be `auto` by itself; the path's is settled between the ranks."""
 EXAMPLES = """Examples:
   echelon train digits --epochs 3 --workers 2
@@ -148,8 +148,9 @@ def _elsewhere(config: RunConfig, way: WayToStart) -> bool:
 def _choosing() -> list[inspect.Parameter]:
     return [
         parameter("auto", bool, typer.Option(
-            False, "--auto", help="choose sync and codec by short runs on these workers and links, and say why; the "
-            "description has what was chosen; of one choice alone: --sync auto, --compression auto")),
+            False, "--auto", help="choose layout, sync and codec by memory and short runs on these workers and "
+            "links, and say why; the description has what was chosen; of one choice alone: --parallel auto, "
+            "--sync auto, --compression auto")),
         parameter("tolerance", float, typer.Option(
             0.3, "--tolerance", min=0.0, help="with --auto: points of accuracy that a way may cost, as measured "
             "elsewhere")),
@@ -160,7 +161,7 @@ def _chosen(resolved: Resolved, tolerance: float, trust: bool, all_of_it: bool) 
     """Return the description with what fits and what short runs found best in place of choices that say `auto`.
 
     Args:
-        all_of_it: sync and codec are both to be chosen.
+        all_of_it: layout, sync and codec are all to be chosen.
     """
     from echelon.planning.auto import choose, left_open, settled
     from echelon.run.defaults import with_task_defaults
@@ -169,7 +170,7 @@ def _chosen(resolved: Resolved, tolerance: float, trust: bool, all_of_it: bool) 
     free = left_open(resolved.config)
     if all_of_it and free:
         words = ", ".join(f"--{name.removeprefix('strategy.')} auto" for name in sorted(free))
-        raise UserError(f"--auto chooses sync and codec: leave out {words}, or --auto")
+        raise UserError(f"--auto chooses layout, sync and codec: leave out {words}, or --auto")
     described = replace(resolved, config=settled(resolved.config))
     check_names(described.config)
     check_data_name(described.config.data.source)

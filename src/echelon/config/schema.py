@@ -85,7 +85,13 @@ class DataConfig:
         "folder for downloaded torchvision data sets, tokenisers that were trained, and indexes of tar shards",
         "--data-root",
     )
-    batch_size: int = setting(128, "samples per optimizer step over all workers (global batch)", above=1)
+    batch_size: int = setting(
+        128,
+        "samples per optimizer step over all workers (global batch); auto, or 0: the most that fit the memory that is "
+        "there, with 50 steps or more an epoch",
+        above=0,
+        renamed={"auto": "0"},
+    )
     eval_batch_size: int = setting(0, "samples per evaluation step and worker; 0: as in training", above=0)
     image_size: int = setting(0, "side of the square image in pixels; 0: from the data (ImageNet-sized: 224)", above=0)
     follow_links: bool = setting(False, "use links in the data folder that lead out of it")
@@ -263,7 +269,8 @@ class StrategyConfig:
     parallel: str = setting(
         "dp=-1",
         "where parameters and samples live: dp (replicas), fsdp (sharded), tp (tensor), pp (pipeline), such as "
-        "dp=2,tp=2; -1: what is left; options zero1, sequence, schedule=1f1b, microbatches=N",
+        "dp=2,tp=2; -1: what is left; options zero1, sequence, schedule=1f1b, microbatches=N; auto: the fastest that "
+        "fits memory",
     )
     sync: str = setting("allreduce", "how and when replicas agree")
     compression: str = setting("none", "what travels instead of a tensor")

@@ -42,7 +42,7 @@ class ResumeSettings(TypedDict, total=False):
     profile: int
     """steps of each rank to profile, after 5 others: a trace for Perfetto in the run's folder; 0: none [default: 0]"""
     parallel: str
-    """where parameters and samples live: dp (replicas), fsdp (sharded), tp (tensor), pp (pipeline), such as dp=2,tp=2; -1: what is left; options zero1, sequence, schedule=1f1b, microbatches=N [default: 'dp=-1']"""
+    """where parameters and samples live: dp (replicas), fsdp (sharded), tp (tensor), pp (pipeline), such as dp=2,tp=2; -1: what is left; options zero1, sequence, schedule=1f1b, microbatches=N; auto: the fastest that fits memory [default: 'dp=-1']"""
     tensor_plan: str
     """tp: how layers are split, over the model's own hints: PATTERN=STYLE,PATTERN=STYLE"""
     cuts: str
@@ -111,7 +111,7 @@ class TrainSettings(ResumeSettings, total=False):
     data_root: str
     """folder for downloaded torchvision data sets, tokenisers that were trained, and indexes of tar shards [default: 'data']"""
     batch_size: int
-    """samples per optimizer step over all workers (global batch) [default: 128]"""
+    """samples per optimizer step over all workers (global batch); auto, or 0: the most that fit the memory that is there, with 50 steps or more an epoch [default: 128]"""
     eval_batch_size: int
     """samples per evaluation step and worker; 0: as in training [default: 0]"""
     image_size: int

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from echelon.config.schema import RunConfig
 from echelon.core.address import parse_rendezvous
 from echelon.core.errors import UserError, naming
-from echelon.core.layout import Layout, parse_layout
+from echelon.core.layout import AUTO, Layout, parse_layout
 from echelon.core.spec import parse_chain, parse_spec
 from echelon.core.units import parse_seconds, seconds_for
 
@@ -94,7 +94,7 @@ def check_batch(config: RunConfig, layout: Layout) -> None:
         UserError: names both numbers.
     """
     sharing = layout.dp * layout.fsdp
-    if config.data.batch_size < sharing:
+    if 0 < config.data.batch_size < sharing:  # 0: it is chosen later
         raise UserError(
             f"--batch-size {config.data.batch_size} is smaller than the {sharing} workers that share it; "
             f"use at least {sharing}, or fewer workers"
@@ -113,7 +113,8 @@ def check(config: RunConfig) -> None:
 
 
 def _check_strategy(config: RunConfig) -> None:
-    parse_layout(config.strategy.parallel)
+    if config.strategy.parallel != AUTO:
+        parse_layout(config.strategy.parallel)
     with naming("--sync"):
         parse_spec(config.strategy.sync)
     with naming("--compression"):
@@ -134,7 +135,7 @@ def _check_launch(config: RunConfig) -> None:
         raise UserError("--trusted-network is for machines that meet: give --nodes and --rendezvous, or leave it out")
     if config.launch.link and nodes.most > 1:
         raise UserError("--link shapes the links between workers of one machine: leave out --nodes")
-    if config.launch.workers and nodes.least == nodes.most:
+    if config.launch.workers and nodes.least == nodes.most and config.strategy.parallel != AUTO:
         check_world(config, config.launch.workers * nodes.most)
     try:
         timeout_s = parse_seconds(config.launch.timeout)
@@ -154,7 +155,7 @@ def _check_training(config: RunConfig) -> None:
             f"--warmup-epochs {optimizer.warmup_epochs:g} leaves nothing of --epochs {training.epochs}: "
             "use a shorter warm-up"
         )
-    if training.accumulate > config.data.batch_size:
+    if training.accumulate > config.data.batch_size > 0:
         raise UserError(
             f"--accumulate {training.accumulate} cuts a batch of {config.data.batch_size} into empty micro-batches: "
             f"use at most {config.data.batch_size}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError, nearest
 
+AUTO = "auto"  # in place of a layout: it is to be chosen before the run starts
 FILL = -1  # a size that takes what is left of the world
 SWITCHES = ("zero1", "sequence")
 OPTIONS = (*SWITCHES, "schedule", "microbatches")
@@ -153,6 +154,8 @@ def parse_layout(text: str) -> Layout:
         UserError: an unknown axis or option, a size that is not -1 or positive, something given twice, or an option
             without its axis.
     """
+    if text == AUTO:
+        raise UserError("--parallel auto is for `echelon train`, which chooses before a run starts: give a layout here")
     sizes: dict[Axis, int] = {}
     options: dict[str, str] = {}
     for part in text.split(","):

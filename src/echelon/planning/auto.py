@@ -1,7 +1,8 @@
-"""`--auto`: the fastest way to train on the workers and links at hand, within a tolerance of accuracy.
+"""`--auto`: the fastest way to train on the workers and links at hand, within their memory and a tolerance of accuracy.
 
 A short run as by default says what every other way would take (`planning.steps`); the two best of those that may be
-taken are run as well, and only what was measured to be faster than the default is chosen.
+taken are run as well, and only what was measured to be faster than the default is chosen. Where whole replicas do not
+fit, layouts that do are run instead, those that send least first.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from dataclasses import dataclass, replace
 from echelon.config import Resolved, RunConfig
 from echelon.config.machines import Machines
 from echelon.core.errors import UserError
+from echelon.core.layout import AUTO
 from echelon.core.units import format_seconds
 from echelon.planning.calibration import Calibration, calibrate
+from echelon.planning.layout_memory import WHOLE, FittingLayouts, fitting_layouts
+from echelon.planning.layouts import DescribedModel
 from echelon.planning.plan import Length, RunEstimate, make_plan
 from echelon.planning.steps import Replicated
 from echelon.planning.trial import DEFAULTS, try_out
@@ -32,12 +36,12 @@ WORTH = 1.1
 FASTER = 1.05
 """And taken when it was measured to be so many times as fast."""
 TRIED = 2
+MOST_DIVIDED = 3
+"""Layouts that are run where whole replicas do not fit."""
 AGREEMENTS = 20
 """Of a run with fewer, what periods cost was not measured."""
 _SETTINGS = ("strategy.parallel", "strategy.sync", "strategy.compression")
-_OPEN = _SETTINGS[1:]
-WORD = "auto"
-"""In place of a spec: this one is to be chosen."""
+_PARALLEL, *_SPECS = _SETTINGS
 
 
 @dataclass(frozen=True)
@@ -49,51 +53,108 @@ class AutoChoice:
 
 
 def left_open(config: RunConfig) -> frozenset[str]:
-    """Return which of sync and codec a description leaves to be chosen: those that say `auto`."""
-    return frozenset(name for name in _OPEN if _value(config, name) == WORD)
+    """Return which of layout, sync and codec a description leaves to be chosen: those that say `auto`."""
+    return frozenset(name for name in _SETTINGS if _value(config, name) == AUTO)
 
 
 def settled(config: RunConfig, chosen: Mapping[str, str] | None = None) -> RunConfig:
     """Return a description with what was chosen, and defaults in place of `auto` that is left."""
-    words = {name.removeprefix("strategy."): DEFAULTS[name.removeprefix("strategy.")] for name in left_open(config)}
-    words |= {name.removeprefix("strategy."): text for name, text in (chosen or {}).items()}
+    words = {_short(name): DEFAULTS[_short(name)] for name in left_open(config)}
+    words |= {_short(name): text for name, text in (chosen or {}).items()}
     return replace(config, strategy=replace(config.strategy, **words))
 
 
 def choose(resolved: Resolved, tolerance: float, free: frozenset[str]) -> AutoChoice:
-    """Choose sync and codec for a run on this machine.
+    """Choose layout, sync and codec for a run on this machine.
 
     Args:
         resolved: the description, without `auto`.
         tolerance: points of accuracy that a way may cost, as measured elsewhere.
-        free: what is to be chosen, by dotted name; the rest stays as described. Empty: sync and codec of a run that
-            has been given neither (`--auto`).
+        free: what is to be chosen, by dotted name; the rest stays as described. Empty: all three of a run that has
+            been given none (`--auto`).
 
     Raises:
-        UserError: a choice is already made by hand, several machines take part, or a trial failed.
+        UserError: a choice is already made by hand, several machines take part, nothing fits, or a trial failed.
     """
     config = resolved.config
     _check(resolved, free)
-    given = {name: canonical(name, _value(config, name)) for name in _OPEN if free and name not in free}
+    asked = _Asked(free, {name: canonical(name, _value(config, name)) for name in _SPECS if free and name not in free})
+    if not asked.layout:
+        return _by_calibration(config, tolerance, asked)
+    flag = "--parallel auto" if free else "--auto"
+    fitting = fitting_layouts(config, flag)
+    if WHOLE not in fitting.layouts:
+        return _divided(config, fitting, flag)
+    words = [*fitting.words]
+    alone = free == {_PARALLEL}
+    beside = [text for name, text in asked.given.items() if alone and text != DEFAULTS[_short(name)]]
+    if beside:
+        words.append(f"{flag}: whole replicas; what others take beside {', '.join(beside)} is not predicted.")
+    if beside or (alone and fitting.layouts == (WHOLE,)):
+        return AutoChoice({_PARALLEL: WHOLE}, words)
+    found = _by_calibration(config, tolerance, replace(asked, layouts=fitting.layouts))
+    return AutoChoice(found.settings, [*words, *found.words])
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is to be chosen (nothing: all), what sync and codec were given, and the layouts that may be taken."""
+
+    free: frozenset[str]
+    given: Mapping[str, str]
+    layouts: tuple[str, ...] = (WHOLE,)
+
+    @property
+    def layout(self) -> bool:
+        """Whether the layout is to be chosen."""
+        return not self.free or _PARALLEL in self.free
+
+    def allows(self, prediction: RunEstimate) -> bool:
+        """Whether a way may be taken, whatever it costs."""
+        return _settings(prediction)[_PARALLEL] in self.layouts and _is(prediction, self.given)
+
+
+def _by_calibration(config: RunConfig, tolerance: float, asked: _Asked) -> AutoChoice:
+    """Choose by a short run of whole replicas, and of what that says may be faster."""
     base = replace(config, strategy=replace(config.strategy, **DEFAULTS))
     record = try_out(base, "the default")
     known = calibrate([record])
     machines = _here(config, known)
     length = Length.of(base, known)
-    predictions = make_plan(known, length, [machines], None).answers[0].predictions
+    described = DescribedModel.of(base) if len(asked.layouts) > 1 else None
+    predictions = make_plan(known, length, [machines], described).answers[0].predictions
     default = next(p for p in predictions if p.label == "none")
     steps = min(length.steps, config.training.max_steps or length.steps)
-    if given and not _is(default, given):
-        default = _given(_plain(free) | given, predictions)
+    if asked.given and not _is(default, asked.given):
+        default = _given({**_plain(asked.free - {_PARALLEL}), **asked.given}, predictions)
         record = try_out(_with(base, default), default.label)
-    fitting = [p for p in predictions if _is(p, given)]
+    fitting = [p for p in predictions if asked.allows(p)]
     found = _measured(base, fitting, default, (record, tolerance, steps))
-    chosen = {name: text for name, text in found.settings.items() if name not in given}
+    chosen = {name: text for name, text in found.settings.items() if name in asked.free or not asked.free}
     return AutoChoice(chosen, found.words)
 
 
+def _divided(config: RunConfig, fitting: FittingLayouts, flag: str) -> AutoChoice:
+    """Choose among layouts that divide the model: what is measured to be fastest of those that send least."""
+    tried = fitting.layouts[:MOST_DIVIDED] if len(fitting.layouts) > 1 else ()
+    seconds = {layout: _step_s(try_out(_laid_out(config, layout), layout)) for layout in tried}
+    best = min(seconds, key=lambda layout: seconds[layout], default=fitting.layouts[0])
+    words = [f"{flag}: {layout} takes {format_seconds(taken)} a step." for layout, taken in seconds.items()]
+    if len(fitting.layouts) > MOST_DIVIDED:
+        words.append(f"{flag}: {', '.join(fitting.layouts[MOST_DIVIDED:])} would fit, too, and was not run.")
+    return AutoChoice({_PARALLEL: best}, [*fitting.words, *words, f"{flag}: {best}: whole replicas do not fit."])
+
+
+def _laid_out(config: RunConfig, layout: str) -> RunConfig:
+    return replace(config, strategy=replace(config.strategy, parallel=layout))
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("strategy.")
+
+
 def _plain(free: frozenset[str]) -> dict[str, str]:
-    return {name: DEFAULTS[name.removeprefix("strategy.")] for name in free}
+    return {name: DEFAULTS[_short(name)] for name in free}
 
 
 def _is(prediction: RunEstimate, given: Mapping[str, str]) -> bool:
@@ -102,7 +163,7 @@ def _is(prediction: RunEstimate, given: Mapping[str, str]) -> bool:
 
 
 def _value(config: RunConfig, name: str) -> str:
-    text: str = getattr(config.strategy, name.removeprefix("strategy."))
+    text: str = getattr(config.strategy, _short(name))
     return text
 
 
@@ -125,13 +186,17 @@ def _given(settings: Mapping[str, str], predictions: Sequence[RunEstimate]) -> R
 
 def _check(resolved: Resolved, free: frozenset[str]) -> None:
     given = [name for name in _SETTINGS if resolved.origins[name] != "default"]
+    if resolved.config.training.accumulate == 0 and (not free or _PARALLEL in free):
+        raise UserError("--accumulate auto cuts batches until one layout fits: give --parallel, or --accumulate N")
     if given and not free:
         raise UserError(f"--auto chooses {', '.join(given)}: leave it out, or leave out --auto")
-    what = ", ".join(f"--{name.removeprefix('strategy.')} auto" for name in _OPEN if name in free) or "--auto"
-    if resolved.config.launch.nodes != "1":
+    what = ", ".join(f"--{name.removeprefix('strategy.')} auto" for name in _SETTINGS if name in free) or "--auto"
+    if resolved.config.data.batch_size == 0:
+        raise UserError(f"{what} tries ways with one batch: give --batch-size N instead of auto")
+    if resolved.config.launch.nodes != "1" or resolved.config.launch.on != "local":
         raise UserError(f"{what} tries ways on this machine: of several, `echelon plan RUN --at ...` says what to take")
     layout = _value(resolved.config, "strategy.parallel")
-    if free and layout != DEFAULTS["parallel"]:
+    if free and _PARALLEL not in free and layout != DEFAULTS["parallel"]:
         raise UserError(
             f"{what} compares ways between whole replicas: leave out --parallel {layout}, or choose by hand"
         )
@@ -151,7 +216,7 @@ def _measured(
     default_s = _step_s(record)
     ahead = [p for p in predictions if p.step.seconds.value * WORTH < default.step.seconds.value]
     long_enough = [p for p in ahead if _agreements(p, steps) >= AGREEMENTS]
-    allowed = [p for p in long_enough if POINTS.get(p.label, float("inf")) <= tolerance]
+    allowed = [p for p in long_enough if _cost(p) <= tolerance]
     rejected = [p for p in long_enough if p not in allowed]
     words = [f"--auto: {_named(default)} takes {format_seconds(default_s)} a step."]
     best, best_s = default, default_s
@@ -168,7 +233,9 @@ def _measured(
         costs = ", ".join(f"{p.label} ({_points(p.label)})" for p in rejected[:4])
         words.append(f"--auto: beyond --tolerance {tolerance:g}: {costs}.")
     if best is default:
-        words.append(f"--auto: nothing that may be taken is faster than {default.label}.")
+        words.append(f"--auto: nothing that may be taken is faster than {_named(default)}.")
+    elif best.candidate.exact:
+        words.append(f"--auto: {best.label}, {default_s / best_s:.2f}x as fast a step; it trains like one process.")
     else:
         cost = (
             f"costs up to {POINTS[best.label]:g} points where that was measured; `echelon compare` measures it on yours"
@@ -187,17 +254,25 @@ def _agreements(prediction: RunEstimate, steps: int) -> float:
     return steps / period if period > 1 else float("inf")
 
 
+def _cost(prediction: RunEstimate) -> float:
+    """Return the points of accuracy that a way may cost; infinite: not measured."""
+    return 0.0 if prediction.candidate.exact else POINTS.get(prediction.label, float("inf"))
+
+
 def _points(label: str) -> str:
     return f"{POINTS[label]:g} points" if label in POINTS else "not measured"
 
 
 def _settings(prediction: RunEstimate) -> dict[str, str]:
-    chosen = {name: text for name, text in prediction.candidate.settings.items() if name != "strategy.parallel"}
-    return {"strategy.sync": DEFAULTS["sync"], "strategy.compression": DEFAULTS["compression"], **chosen}
+    """Return a way's layout, sync and codec by dotted name; whole replicas are as many as there are workers."""
+    whole = isinstance(prediction.candidate.way, Replicated)
+    layout = {_PARALLEL: WHOLE} if whole else {}
+    defaults = {name: DEFAULTS[_short(name)] for name in _SPECS}
+    return {**defaults, **prediction.candidate.settings, **layout}
 
 
 def _with(base: RunConfig, prediction: RunEstimate) -> RunConfig:
-    named = {name.removeprefix("strategy."): text for name, text in _settings(prediction).items()}
+    named = {_short(name): text for name, text in _settings(prediction).items()}
     return replace(base, strategy=replace(base.strategy, **named))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from echelon.config import RunConfig
-from echelon.core.errors import UserError
+from echelon.core.errors import UserError, naming
 from echelon.core.units import format_bytes
 from echelon.observe.oom import memory_group
 from echelon.run.machine import say
@@ -19,7 +19,9 @@ from echelon.run.out_of_memory import PROCESS_BYTES
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
+    from echelon.data.base import DataInfo
     from echelon.trainer.assemble import UserObjects
     from echelon.trainer.resolved import ResolvedRun
 
@@ -36,7 +38,6 @@ def chosen(run: ResolvedRun, ranks: int, user_objects: UserObjects | None) -> Ru
     Raises:
         UserError: nothing can be forecast, or nothing fits.
     """
-    from echelon.forecast.memory import forecast
     from echelon.trainer.world import choose_device
 
     objects = user_objects
@@ -48,16 +49,35 @@ def chosen(run: ResolvedRun, ranks: int, user_objects: UserObjects | None) -> Ru
 
     def need(count: int) -> int:
         """Forecast what the largest rank needs."""
-        predicted = forecast(replace(run, config=with_micro_batches(run.config, count)), source.info, ranks, model)
-        if predicted.unknown or not predicted.memory:
-            raise UserError(f"{_FLAG}: memory cannot be forecast ({predicted.unknown}): give a number")
-        copies = device.type == "cpu"  # checkpoints are copied into the processor's memory
-        return max(m.peak + m.checkpoint * copies for m in predicted.memory) + predicted.leader * copies
+        cut = replace(run, config=with_micro_batches(run.config, count))
+        with naming(_FLAG):
+            return needed_bytes(cut, source.info, ranks, device, model)
 
-    free = free_bytes(device, ranks)
+    with naming(_FLAG):
+        free = free_bytes(device, ranks)
     count = fewest(need, samples_of(run, ranks), free)
     say(f"{_FLAG}: {count} micro-batch{'es' * (count > 1)}, to fit {format_bytes(free)} for each worker")
     return with_micro_batches(run.described, count)
+
+
+def needed_bytes(
+    run: ResolvedRun, info: DataInfo, ranks: int, device: torch.device, model: nn.Module | None = None
+) -> int:
+    """Forecast the bytes that the fullest rank needs, beyond what its process and its libraries take.
+
+    Args:
+        model: the caller's own, in place of the described one.
+
+    Raises:
+        UserError: the model cannot be laid out so, or values matter to it.
+    """
+    from echelon.forecast.memory import forecast
+
+    predicted = forecast(run, info, ranks, model)
+    if predicted.unknown or not predicted.memory:
+        raise UserError(f"memory cannot be forecast ({predicted.unknown}): choose by hand")
+    copies = device.type == "cpu"  # checkpoints are copied into the processor's memory
+    return max(m.peak + m.checkpoint * copies for m in predicted.memory) + predicted.leader * copies
 
 
 def fewest(need: Callable[[int], int], samples: int, free: int) -> int:
@@ -96,7 +116,7 @@ def free_bytes(device: torch.device, ranks: int) -> int:
         try:
             _, used, total = Gpu(gpu_uuid(device)).read()
         except RuntimeError as error:
-            raise UserError(f"{_FLAG}: the memory of the GPU is not known ({error}): give a number") from error
+            raise UserError(f"the memory of the GPU is not known ({error}): choose by hand") from error
         return max(0, int(USED_SHARE * (total - used)) - PROCESS_BYTES)
     group = memory_group(os.getpid())
     limited = group.free_bytes() if group is not None else None

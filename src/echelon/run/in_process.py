@@ -30,7 +30,7 @@ from echelon.run.opening import Opening
 from echelon.run.outcome import Outcome, RunFailed, outcome_of
 from echelon.run.parcel import own_copy
 from echelon.run.resolve import LaunchRequest
-from echelon.run.start import check, close_run, likely_model, plan_of, settled, write_own_file
+from echelon.run.start import check, close_run, likely_model, plan_of, settled, with_open_batch, write_own_file
 from echelon.run.worker import train_rank
 from echelon.storage.url import is_url
 from echelon.trainer import folder as folders
@@ -56,7 +56,8 @@ def start_in_process(request: LaunchRequest, user_objects: UserObjects | None) -
         UserError: it cannot start as described.
         RunFailed: the run could not go on; what the caller's own code raised is its cause.
     """
-    given_t, config, plan = command_given_t(), request.config, plan_of(request, Path(request.config.run))
+    given_t, request = command_given_t(), with_open_batch(request, user_objects)
+    config, plan = request.config, plan_of(request, Path(request.config.run))
     with Opening(config, plan) as opening:
         run = check(request, user_objects)
         config = settled(run, plan, user_objects)

@@ -43,6 +43,11 @@ def is_open(config: RunConfig) -> bool:
     return config.training.accumulate == 0
 
 
+def is_batch_open(config: RunConfig) -> bool:
+    """Whether a description leaves the samples of a batch to be chosen."""
+    return config.data.batch_size == 0
+
+
 def with_micro_batches(config: RunConfig, count: int) -> RunConfig:
     """Return a description with another number of micro-batches."""
     return replace(config, training=replace(config.training, accumulate=count))

@@ -108,7 +108,11 @@ def _what_would_fit(run: ResolvedRun, own_ranks: int, limit_bytes: int | None) -
         text += f"; {format_bytes(limit_bytes)} for {own_ranks} of them are allowed"
         if now <= share:
             return f"{text}, which would fit: data, code of one's own or another process takes the rest"
-    needs = [_Need(flags, peak) for flags, config in _smaller(run.config, ranks) if (peak := _try(config, ranks, info))]
+    needs = [
+        _Need(flags, peak)
+        for flags, config in smaller_settings(run.config, ranks)
+        if (peak := _try(config, ranks, info))
+    ]
     less = sorted((need for need in needs if need.peak_bytes < 0.95 * now), key=lambda need: need.peak_bytes)
     if limit_bytes is not None:
         less = [need for need in less if need.peak_bytes <= share] or less[:1]
@@ -119,8 +123,12 @@ def _what_would_fit(run: ResolvedRun, own_ranks: int, limit_bytes: int | None) -
     return f"{text}; less is needed with {', or '.join(told)}{fits}"
 
 
-def _smaller(config: RunConfig, ranks: int) -> Iterator[tuple[str, RunConfig]]:
-    """Give settings that may need less memory, with their flags."""
+def smaller_settings(config: RunConfig, ranks: int) -> Iterator[tuple[str, RunConfig]]:
+    """Yield settings that may need less memory, with their flags.
+
+    Args:
+        ranks: over which a model may be divided; 1: its layout stays.
+    """
     training, strategy = config.training, config.strategy
     for times in (4, 16):
         count = training.accumulate * times

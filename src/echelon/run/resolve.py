@@ -167,6 +167,10 @@ def resolve(config: RunConfig, optimizer: OptimizerFactory | None = None) -> Res
     from echelon.trainer.resolved import ResolvedRun
 
     request, strategy = launch_request(config), config.strategy
+    if config.data.batch_size == 0:
+        raise UserError(
+            "--batch-size auto is chosen where Echelon starts the ranks, on one machine: give a number here"
+        )
     with naming("--sync"):
         sync = strategies.read(strategy.sync).with_ema(config.training.ema)
     with naming("--compression"):

@@ -35,7 +35,7 @@ from echelon.run.ending import nothing_left
 from echelon.run.home import at_home, local_copy, mend
 from echelon.run.job import RANK
 from echelon.run.machine import Machine, say, this_machine
-from echelon.run.micro_batches import check_micro_batches, is_open
+from echelon.run.micro_batches import check_micro_batches, is_batch_open, is_open
 from echelon.run.notify import Notifier
 from echelon.run.opening import Opening
 from echelon.run.outcome import Outcome, outcome_of
@@ -80,6 +80,8 @@ def start(
         return _start_as_worker(config, user_objects, around)
     request = launch_request(config)  # refuses names at once, before anything heavy is imported
     cluster = request.place.cluster()
+    request = with_open_batch(request, user_objects)
+    config = request.config
     if cluster is not None:
         return followed(submitted(described, cluster, likely_model(config), user_objects is not None), around)
     plan = plan_of(request, Path(config.run))
@@ -202,6 +204,19 @@ def settled(run: ResolvedRun, plan: LaunchPlan, user_objects: UserObjects | None
     from echelon.run.fit_memory import chosen
 
     return chosen(run, plan.workers, user_objects)
+
+
+def with_open_batch(request: LaunchRequest, user_objects: UserObjects | None = None) -> LaunchRequest:
+    """Return a request with the batch chosen for this machine, where its description leaves that open.
+
+    Raises:
+        UserError: that cannot be told, or nothing fits.
+    """
+    if not is_batch_open(request.config):
+        return request
+    from echelon.run.fit_batch import with_batch
+
+    return replace(request, config=with_batch(request, _workers(request), user_objects))
 
 
 def likely_model(config: RunConfig) -> str:

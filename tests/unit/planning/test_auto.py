@@ -8,7 +8,9 @@ import pytest
 
 from echelon.config import RunConfig, build
 from echelon.core.errors import UserError
+from echelon.planning import layout_memory
 from echelon.planning.auto import choose, left_open, settled
+from echelon.run.resolve import resolve
 
 
 def described(**strategy: str) -> RunConfig:
@@ -28,3 +30,43 @@ def test_codecs_are_not_compared_between_pieces_of_replicas() -> None:
     resolved = build(None, {"data.source": "digits", "strategy.parallel": "fsdp=2"})
     with pytest.raises(UserError, match="leave out --parallel fsdp=2"):
         choose(resolved, 0.3, frozenset({"strategy.compression"}))
+
+
+@pytest.mark.parametrize(
+    ("sync", "free", "chosen", "said"),
+    [
+        ("local(period=8)", 10**9, "dp=-1", "what others take beside local(period=8) is not predicted"),
+        ("allreduce", 2_300_000, "fsdp=2", "too large: 2.83 MB by dp=-1"),
+        (
+            "allreduce",
+            1_000_000,
+            "",
+            "nothing fits the 1 MB of each worker: the least is 2.15 MB, with --parallel fsdp=2; ",
+        ),
+    ],
+)
+def test_a_layout_is_chosen_within_memory(
+    monkeypatch: pytest.MonkeyPatch, sync: str, free: int, chosen: str, said: str
+) -> None:
+    monkeypatch.setattr(layout_memory, "free_bytes", lambda device, ranks: free)
+    words = {"model.name": "mlp", "data.batch_size": 512, "launch.workers": 2, "training.device": "cpu"}
+    resolved = build(None, {**words, "strategy.sync": sync})
+    if not chosen:
+        with pytest.raises(UserError, match=said):
+            choose(resolved, 0.3, frozenset({"strategy.parallel"}))
+        return
+    found = choose(resolved, 0.3, frozenset({"strategy.parallel"}))
+    assert found.settings == {"strategy.parallel": chosen}
+    assert said in " ".join(found.words)
+
+
+def test_a_layout_is_left_open_on_the_command_line_alone() -> None:
+    assert left_open(build(None, {"strategy.parallel": "auto", "launch.workers": 2}).config) == {"strategy.parallel"}
+    with pytest.raises(UserError, match="--parallel auto is for `echelon train`"):
+        resolve(described(parallel="auto"))
+    for given, said in (
+        ("training.accumulate", "give --parallel, or --acc"),
+        ("data.batch_size", "give --batch-size N"),
+    ):
+        with pytest.raises(UserError, match=said):
+            choose(build(None, {given: "auto"}), 0.3, frozenset({"strategy.parallel"}))

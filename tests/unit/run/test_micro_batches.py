@@ -14,10 +14,11 @@ from echelon.core.errors import UserError
 from echelon.launch.supervisor import Remedy
 from echelon.records.events import MoreMicroBatches
 from echelon.records.file import Recorder, newest
-from echelon.run import fit_memory
+from echelon.run import fit_batch, fit_memory
 from echelon.run.fit_memory import fewest, free_bytes
 from echelon.run.micro_batches import Halving, check_micro_batches
-from echelon.run.resolve import resolve
+from echelon.run.resolve import launch_request, resolve
+from echelon.run.start import with_open_batch
 
 
 def test_all_that_ran_out_with_the_same_micro_batches_halve_them_once(tmp_path: Path) -> None:
@@ -55,10 +56,14 @@ def test_the_fewest_micro_batches_that_fit_are_chosen_and_none_that_does_is_refu
         fewest(lambda count: 1000 // count, 6, 100)
 
 
-def test_what_is_chosen_fits_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_chosen_fits_what_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     given = {"training.accumulate": "auto", "data.batch_size": 1024, "training.device": "cpu"}
     monkeypatch.setattr(fit_memory, "free_bytes", lambda device, ranks: 10_000_000)
     config = fit_memory.chosen(resolve(build(None, given).config), 1, None)
     assert 1 < config.training.accumulate < 1024
+    monkeypatch.setattr(fit_batch, "free_bytes", lambda device, ranks: 10_000_000)
+    given = {"data.batch_size": "auto", "model.name": "mlp", "training.device": "cpu", "launch.workers": 2}
+    chosen = with_open_batch(launch_request(build(None, given).config)).config
+    assert chosen.data.batch_size == 16 and "the learning rate stays 0.1" in capsys.readouterr().err
     free = free_bytes(torch.device("cpu"), 1)
     assert 0 <= free_bytes(torch.device("cpu"), 2) < free < psutil.virtual_memory().total
