@@ -48,11 +48,13 @@ def main(run: Path) -> int:
         _check_versions(files, seat)
         if seat.number == 0:
             _check_progress(run, files)
-        code = _run_part(run, config, cluster, seat)
+        code = 0 if _is_over(files, seat) else _run_part(run, config, cluster, seat)
     except (Stopped, KeyboardInterrupt) as stop:  # before anything was there to save
         code = stopped_exit_code(stop.signum if isinstance(stop, Stopped) else 0)
         reason = "it was stopped before it began"
     except UserError as error:
+        if seat is not None and _is_over(files, seat):  # while it waited for the first machine
+            return 0
         say(str(error))
         if config is not None:
             Notifier(config.tracking.notify, run).end("refused", str(error))
@@ -64,6 +66,14 @@ def main(run: Path) -> int:
     if (seat is None or seat.number == 0) and not refused:
         files.end(code, reason)
     return code if cluster is not None and cluster.exit_codes_decide else 0
+
+
+def _is_over(files: PlaceFiles, seat: Seat) -> bool:
+    """Whether the first machine has completed the run, without this one; which is said."""
+    if seat.number == 0 or (files.ended() or (1, ""))[0] != 0:
+        return False
+    say("the run has been completed by the other machines")
+    return True
 
 
 def _run_part(run: Path, config: RunConfig, cluster: Cluster, seat: Seat) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
+import psutil
 import pytest
 
 from echelon.core.errors import UserError
@@ -24,7 +27,7 @@ exec sh -c "$*"
 """
 PYTHON = """#!/bin/sh
 if [ "$1" = - ]; then cat >/dev/null; echo '{"versions": {"echelon": "1", "torch": "2", "Python": "3.11"}, "port": 29}'
-else trap 'exit 7' TERM; echo "$ECHELON_SSH_SEAT" >>"$3/seats"; while :; do sleep 0.05; done; fi
+else trap 'exit 7' TERM; trap 'exit 0' USR1; echo "$ECHELON_SSH_SEAT" >>"$3/seats"; while :; do sleep 0.05; done; fi
 """
 VERSIONS = {"echelon": "1", "torch": "2", "Python": "3.11"}
 DEADLINE_S = 30.0
@@ -105,6 +108,60 @@ def test_parts_run_die_come_back_and_stop(programs: Path) -> None:
     finally:
         place.stop(job)
     _wait(lambda: place.state(job).phase is JobPhase.ENDED)
+
+
+@pytest.fixture
+def begun(programs: Path) -> Iterator[tuple[Ssh, Submission, str]]:
+    """Give a run whose parts are there on a and b, and end it."""
+    place = _build(f'ssh(hosts=a+b, python="{programs}/python")')
+    submission = Submission(programs / "run", programs)
+    submission.run.mkdir()
+    (submission.run / "config.yaml").write_text("")
+    submission.files.prepare()
+    (submission.files.folder / "versions").write_text(json.dumps(VERSIONS))
+    job = place.submit(submission)
+    try:
+        _wait(lambda: len((submission.run / "seats").read_text().splitlines()) == 2)
+        yield place, submission, job
+    finally:
+        place.stop(job)
+        _wait(lambda: place.state(job).phase is JobPhase.ENDED)
+
+
+def _process(programs: Path, job: str, number: int) -> psutil.Process:
+    pid = programs / f"state-{'ab'[number]}" / "echelon" / "parts" / f"{job}.{number}" / "pid"
+    return psutil.Process(int(pid.read_text()))
+
+
+def test_a_part_between_its_end_and_its_code_is_not_dead(begun: tuple[Ssh, Submission, str], programs: Path) -> None:
+    place, submission, job = begun
+    part = _process(programs, job, 1)
+    keeper = part.parent()
+    assert keeper is not None
+    keeper.suspend()
+    try:
+        part.send_signal(signal.SIGUSR1)
+        _wait(lambda: part.status() == psutil.STATUS_ZOMBIE)
+        assert place.keep(job, submission).text == "running on a, b"
+    finally:
+        keeper.resume()
+    _wait(lambda: place.keep(job, submission).text == "running on a")
+    assert len((submission.run / "seats").read_text().splitlines()) == 2, "a part that had ended began again"
+
+
+def test_who_did_not_hear_of_the_end_is_stopped(
+    begun: tuple[Ssh, Submission, str], programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, submission, job = begun
+    _process(programs, job, 0).send_signal(signal.SIGUSR1)
+    _wait(lambda: place.keep(job, submission).text == "running on b")
+    _process(programs, job, 1).kill()
+    _wait(lambda: "the part on b died" in place.keep(job, submission).text)
+    assert len((submission.run / "seats").read_text().splitlines()) == 2, "a part of a run that is over began again"
+    place._start_again(submission, job, 1)  # as if it had begun again a moment before the end
+    _wait(lambda: place.keep(job, submission).text == "running on b")
+    monkeypatch.setattr("echelon.launch.places.ssh.MOST_GOODBYE_S", -1.0)
+    _wait(lambda: place.keep(job, submission).phase is JobPhase.ENDED)
 
 
 def test_hosts_that_do_not_answer(programs: Path) -> None:

@@ -25,7 +25,16 @@ from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.core.units import format_bytes
 from echelon.launch.places import carried
-from echelon.launch.places.cluster import ANSWER_S, Cluster, JobPhase, JobState, PlaceSilent, Seat, Submission
+from echelon.launch.places.cluster import (
+    ANSWER_S,
+    NODE_MODULE,
+    Cluster,
+    JobPhase,
+    JobState,
+    PlaceSilent,
+    Seat,
+    Submission,
+)
 from echelon.messages.identity import SECRET_VARIABLE
 
 T = TypeVar("T")
@@ -33,6 +42,7 @@ T = TypeVar("T")
 SEAT_VARIABLE = "ECHELON_SSH_SEAT"
 CONNECT_S = 10
 MOST_STARTS = 10  # of one part
+MOST_GOODBYE_S = 30.0  # after the first host's part; it waits for 10 s until the others know that the run is over
 _NO_CONNECTION = 255  # the exit code of ssh itself
 _HOST = re.compile(r"(?!-)[\w.@:%\[\]-]+")
 _REFUSED = 2
@@ -44,21 +54,26 @@ _START = """\
 cd {folder} || exit 3
 [ -f {run}/config.yaml ] || {{ echo "{run_words} is not there: without a common disk, give folder=DIR" >&2; exit 3; }}
 mkdir -p "$part" {run}/logs
-rm -f "$part/pid" "$part/code"
+rm -f "$part/pid" "$part/keeper" "$part/code"
 echo start >>"$part/starts"
 export {variable}={seat}
-setsid nohup sh -c '"$@" & echo "$!" >"$0/pid"; wait "$!"; echo "$?" >"$0/code"' "$part" \\
+setsid nohup sh -c 'echo "$$" >"$0/keeper"; "$@" & echo "$!" >"$0/pid"; wait "$!"
+  echo "$? $(date +%s)" >"$0/code.new"; mv "$0/code.new" "$0/code"' "$part" \\
   {command} </dev/null >>{run}/logs/node{number}.out 2>&1 &
 until [ -s "$part/pid" ]; do sleep 0.1; done
 """
-_LOOK = """\
-pid=$(cat "$part/pid" 2>/dev/null)
-if [ -s "$part/code" ]; then echo "ended $(cat "$part/code")"
-elif [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null && {{ [ ! -e /proc/self ] || grep -q {module} "/proc/$pid/cmdline"; }}
-then echo "runs $pid"
-else echo "gone $(grep -c start "$part/starts" 2>/dev/null)"; fi
+_RUNS = """\
+runs() {{ kill -0 "$1" 2>/dev/null && {{ [ ! -e /proc/self ] || grep -q {module} "/proc/$1/cmdline" 2>/dev/null; }}; }}
 """
-_STOP = '[ -s "$part/code" ] || kill -TERM "$(cat "$part/pid" 2>/dev/null)" 2>/dev/null || true\n'
+# The keeper outlives the command and notes its code: whoever sees neither of them before finds the code, if any.
+_LOOK = """\
+living=
+for process in $(cat "$part/keeper" "$part/pid" 2>/dev/null); do runs "$process" && living=1; done
+if [ -s "$part/code" ]; then read -r code at <"$part/code"; echo "ended $code $(($(date +%s) - at))"
+elif [ "$living" ]; then echo runs
+else echo gone; fi
+"""
+_STOP = 'pid=$(cat "$part/pid" 2>/dev/null) && runs "$pid" && kill -TERM "$pid" 2>/dev/null; true\n'
 _PROBE = """\
 import json, platform, socket
 from importlib.metadata import PackageNotFoundError, version
@@ -79,17 +94,24 @@ class HostPart:
 
     Attributes:
         state: `runs`, `ended`, `gone` (it neither runs nor ended: the host began anew) or `silent`.
-        detail: the process, the exit code, the starts so far, or why the host does not answer.
+        detail: the exit code, or why the host does not answer.
+        ended_s: how long ago it ended, by the host's clock.
     """
 
     host: str
     state: str
     detail: str = ""
+    ended_s: float = 0.0
 
     @property
     def died(self) -> bool:
         """Whether it ended without that being said: it may be started again."""
         return self.state == "gone" or (self.state == "ended" and self.detail not in ("0", str(_REFUSED)))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it ended in an orderly way: the first host's part ends so when the run is over."""
+        return self.state == "ended" and self.detail == "0"
 
 
 @dataclass(frozen=True)
@@ -272,7 +294,7 @@ class Ssh(Cluster):
     def keep(self, job: str, submission: Submission) -> JobState:
         """Return where a job is, having started parts again that died while others wait for them.
 
-        Where a part was refused, the others are stopped.
+        Where a part was refused, the others are stopped; and where the run is over, those that did not hear of it.
 
         Raises:
             PlaceSilent: no host answers.
@@ -283,6 +305,9 @@ class Ssh(Cluster):
             if files.ended() is None:
                 files.end(_REFUSED, self._last_words(submission, refused.host))
             self._signal(job)
+        elif parts[0].is_done:
+            if parts[0].ended_s > MOST_GOODBYE_S:
+                self._signal(job)
         elif any(part.state == "runs" for part in parts) and not files.stop.exists() and files.ended() is None:
             for number, part in enumerate(parts):
                 if part.died:
@@ -319,7 +344,7 @@ class Ssh(Cluster):
 
     def _signal(self, job: str) -> list[str | Exception]:
         numbers = {host: number for number, host in enumerate(self.hosts)}
-        return self._on_all(lambda host: self._ask(host, _PART.format(job=job, number=numbers[host]) + _STOP))
+        return self._on_all(lambda host: self._ask(host, _part(job, numbers[host]) + _STOP))
 
     def _parts(self, job: str) -> list[HostPart]:
         """Return what each host says of its part.
@@ -328,8 +353,7 @@ class Ssh(Cluster):
             PlaceSilent: none answers.
         """
         numbers = {host: number for number, host in enumerate(self.hosts)}
-        look = _LOOK.format(module="echelon")
-        answers = self._on_all(lambda host: self._ask(host, _PART.format(job=job, number=numbers[host]) + look))
+        answers = self._on_all(lambda host: self._ask(host, _part(job, numbers[host]) + _LOOK))
         if all(isinstance(answer, Exception) for answer in answers):
             raise PlaceSilent(str(answers[0]))
         parts = []
@@ -337,8 +361,8 @@ class Ssh(Cluster):
             if isinstance(answer, Exception):
                 parts.append(HostPart(host, "silent", str(answer)))
             else:
-                state, _, detail = answer.strip().partition(" ")
-                parts.append(HostPart(host, state, detail))
+                state, code, ended_s = (*answer.split(), "", "0")[:3]
+                parts.append(HostPart(host, state, code, float(ended_s)))
         return parts
 
     def _ask(self, host: str, script: str) -> str:
@@ -393,6 +417,11 @@ class Ssh(Cluster):
 
 
 PLACE = Ssh
+
+
+def _part(job: str, number: int) -> str:
+    """Return the beginning of a script that looks at a part."""
+    return _PART.format(job=job, number=number) + _RUNS.format(module=NODE_MODULE)
 
 
 def _of(seats: list[Seat], host: str) -> Seat:
