@@ -75,3 +75,16 @@ def test_what_peft_has_no_place_for_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"blocks.*was trained beside the adapters, and peft has no place for it"):
         api.export(run, tmp_path / "tuned.peft")
     assert not (tmp_path / "tuned.peft").exists()
+
+
+def test_what_was_unfrozen_beside_adapters_is_exported_with_them(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="needs peft")
+    later = {"training.max_steps": 0, "training.epochs": 2, "data.batch_size": 500, "training.eval_every": 0}
+    tune = 'lora(r=4)+unfreeze(epoch=2, pattern="blocks.*.norm*+norm")'
+    run = train(tmp_path / "tuned", **later, **{"model.tune": tune})
+    api.export(run, tmp_path / "tuned.safetensors")
+    api.export(run, tmp_path / "tuned.peft")
+    assert any("norm" in name for name in load_file(tmp_path / "tuned.peft" / "adapter_model.safetensors"))
+    run = train(tmp_path / "whole", **later, **{"model.tune": "lora(r=4)+unfreeze(epoch=2)"})
+    with pytest.raises(UserError, match="was trained beside the adapters, and peft has no place for it"):
+        api.export(run, tmp_path / "whole.peft")

@@ -81,7 +81,7 @@ def _data(images: Any, classes: Any) -> Any:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_layouts_give_the_losses_of_one_process() -> None:
-    from tests.ranks.keras_models import plain
+    from tests.ranks.keras_models import plain, residual
 
     losses = {}
     for parallel in ("dp=1", "dp=2", "fsdp=2"):
@@ -93,6 +93,8 @@ def test_layouts_give_the_losses_of_one_process() -> None:
     assert losses["fsdp=2"] == pytest.approx(losses["dp=1"], abs=1e-5)
     with pytest.raises(UserError, match="a model of Keras computes as one whole"):
         _trained(plain(10, 1, 8), epochs=1, workers=2, parallel="tp=2")
+    with pytest.raises(UserError, match=r"--sync-batchnorm: batch_normalization.* of Keras"):
+        _trained(residual(), epochs=1, workers=2, sync_batchnorm=True)
 
 
 def test_names_do_not_depend_on_how_many_models_were_built() -> None:
@@ -118,6 +120,22 @@ def test_frozen_normalisation_keeps_its_statistics() -> None:
     model(torch.randn(4, 1, 8, 8)).sum().backward()
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers() if "moving" in name)
     assert model._graph.model.trainable_variables and model._graph.model.layers[2].norm.trainable
+
+
+def test_what_depends_on_the_number_of_workers_is_said() -> None:
+    import keras
+    from keras import layers
+
+    from echelon.models.keras_model import keras_module
+    from echelon.trainer.compatibility import worker_notes
+    from tests.ranks.keras_models import residual
+
+    drops = keras.Sequential([keras.Input((4,)), layers.Dropout(0.5, name="drops"), layers.Dense(2)])
+    assert worker_notes(keras_module(drops, "model"), 1, False) == []
+    (said,) = worker_notes(keras_module(drops, "model"), 2, False)
+    assert "what drops draws is the same for each worker's part" in said and "BatchNorm" not in said
+    (said,) = worker_notes(keras_module(residual(), "model"), 2, False)
+    assert "BatchNorm (batch_normalization" in said and "draws" not in said
 
 
 def test_mistakes_are_refused_in_a_line() -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+import echelon
 from echelon.checkpoint import CheckpointStore, whole
+from echelon.config.schema import ModelConfig
 from echelon.core.state_tree import StateView
+from echelon.models import ModelInput, build_model
 from tests.ranks.run_many import run_many
 from tests.ranks.runs import read_lines
 
@@ -25,6 +30,8 @@ CHOICES = {
     "local": ("--parallel", "dp=2", "--sync", "local(period=2, warmup=0)"),
     "diloco": ("--parallel", "dp=2", "--sync", "diloco(period=2, warmup=0)"),
     "codec": ("--parallel", "dp=2", "--compression", "int8"),
+    "servers": ("--workers", "2", "--sync", "ps(mode=sync, servers=2)"),
+    "async": ("--workers", "1", "--sync", "ps(mode=async)"),
 }
 
 
@@ -67,3 +74,23 @@ def test_a_run_that_unfreezes_resumes_to_the_bit(tmp_path: Path, choice: str) ->
 @pytest.mark.parametrize("choice", [name for name in CHOICES if name != "dp"])
 def test_every_choice_that_unfreezes_resumes_to_the_bit(tmp_path: Path, choice: str) -> None:
     check(tmp_path, choice)
+
+
+@pytest.mark.long
+def test_a_model_from_python_unfreezes_as_one_that_is_named(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(name="small_vit"), ModelInput(10, 1, 8))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file(before, tmp_path / "start.safetensors")
+    known: dict[str, Any] = {"workers": 1, "device": "cpu", "epochs": 3, "batch_size": 500, "tune": TUNE, "lr": 0.1}
+    own = echelon.train(model, "digits", run=tmp_path / "own", **known)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    named = echelon.train(
+        "small_vit", "digits", run=tmp_path / "named", weights=str(tmp_path / "start.safetensors"), **known
+    )
+    models = [newest(outcome.folder)["model"] for outcome in (own, named)]
+    assert models[0].keys() == models[1].keys()
+    assert all(torch.equal(tensor, models[1][name]) for name, tensor in models[0].items())
+    assert not any(torch.equal(tensor, before[name]) for name, tensor in models[0].items() if tensor.ndim > 1)
+    said = [line["message"] for line in read_lines(own.folder) if line.get("name") == "tuning"]
+    assert [text.split(":")[0] for text in said[1:]] == ["epoch 2", "epoch 3"]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+CONTINUES = "continues"
+"""How a launch ended whose run goes on in another, in which more of the model is trained."""
+
 
 @dataclass(frozen=True)
 class TrainingPlan:
@@ -13,6 +16,7 @@ class TrainingPlan:
     Attributes:
         early_stop: after so many evaluations in a row without improvement.
         time_left_s: until the command is to have ended, from the coordinator's start.
+        until_epoch: the epochs after which this launch ends and another one goes on; 0: none does.
     """
 
     epochs: int
@@ -22,11 +26,21 @@ class TrainingPlan:
     save_s: float | None
     early_stop: int = 0
     time_left_s: float = math.inf
+    until_epoch: int = 0
 
     def steps(self, steps_per_epoch: int) -> int:
         """Return the steps of the whole run."""
         steps = self.epochs * steps_per_epoch
         return min(steps, self.max_steps or steps)
+
+    def last_step(self, steps_per_epoch: int) -> int:
+        """Return the steps that are done when this launch ends."""
+        steps = self.steps(steps_per_epoch)
+        return min(steps, self.until_epoch * steps_per_epoch or steps)
+
+    def goes_on(self, steps_per_epoch: int) -> bool:
+        """Whether another launch trains the rest."""
+        return self.last_step(steps_per_epoch) < self.steps(steps_per_epoch)
 
 
 @dataclass(frozen=True)

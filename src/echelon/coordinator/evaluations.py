@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from echelon.coordinator.config import TrainingPlan
 from echelon.coordinator.members import RunMember
-from echelon.coordinator.messages import EVALUATION_TASKS, EvaluateTask
+from echelon.coordinator.messages import EVALUATION_TASKS, LAST_REASONS, UNFREEZE, EvaluateTask
 from echelon.core.task import Stagnation
 
 
@@ -55,8 +55,8 @@ class EvaluationJob:
 
     @property
     def is_last(self) -> bool:
-        """Whether the run is over after it."""
-        return self.reason in ("end", "stop")
+        """Whether this launch is over after it."""
+        return self.reason in LAST_REASONS
 
     @property
     def waits_for_worker(self) -> bool:
@@ -120,7 +120,9 @@ class Evaluations:
             last_epoch = max(0, progress.done_steps - 1) // progress.steps_per_epoch
             every = self._plan.eval_every
             counts = every > 0 and progress.done_steps % (every * progress.steps_per_epoch) == 0
-            self._ask(EvaluationJob(last_epoch, progress.steps, True, "end", counts=counts), now_s)
+            goes_on = self._plan.goes_on(progress.steps_per_epoch)
+            evaluate, reason = (counts, UNFREEZE) if goes_on else (True, "end")
+            self._ask(EvaluationJob(last_epoch, progress.steps, evaluate, reason, counts=counts), now_s)
             return Due(asked=True)
         epoch = None
         if progress.epochs > self._epochs_seen:

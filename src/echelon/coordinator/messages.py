@@ -14,6 +14,12 @@ SETUP_TASK = 2**50
 
 EVALUATION_TASKS = 2**40
 
+UNFREEZE = "unfreeze"
+"""Why the last copy of a launch is saved whose run goes on in another, in which more of the model is trained."""
+
+LAST_REASONS = ("end", "stop", UNFREEZE)
+"""Why copies are saved after which a launch is over."""
+
 
 @dataclass(frozen=True, slots=True)
 class MovedBytes:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
-from echelon.coordinator.config import CoordinatorConfig
+from echelon.coordinator.config import CONTINUES, CoordinatorConfig
 from echelon.coordinator.effects import Began, Effect, Evaluated, Save, Send, Tell, WindowClosed
 from echelon.coordinator.evaluations import Evaluations, TrainingProgress
 from echelon.coordinator.journal import (
@@ -29,6 +29,7 @@ from echelon.coordinator.leases import LeaseLedger, StepCount
 from echelon.coordinator.members import MemberList, RunMember, ServingPair, may_serve, server_entry
 from echelon.coordinator.messages import (
     SETUP_TASK,
+    UNFREEZE,
     AskTask,
     BecomeStandby,
     CatchUp,
@@ -455,7 +456,7 @@ class Coordinator:
         return 0 if self._leases is None else self._leases.done_steps + len(self._leases.done_beyond)
 
     def _make_leases(self, setup: SetupDone) -> LeaseLedger:
-        work = StepCount(self._config.plan.steps(setup.steps_per_epoch), setup.steps_per_epoch)
+        work = StepCount(self._config.plan.last_step(setup.steps_per_epoch), setup.steps_per_epoch)
         leases = self._leases = make_leases(work, self._config.policy)
         leases.restore(setup.done_below, from_runs(setup.done_beyond))
         self._evaluations.begin_at(self._steps(), setup.steps_per_epoch)
@@ -632,7 +633,7 @@ class Coordinator:
             self._save(CheckpointSaved(job.step))
         if job.is_last:
             self.reason = "" if self._leases.complete else self.reason
-            self._end("completed" if job.reason == "end" else "stopped")
+            self._end({"end": "completed", UNFREEZE: CONTINUES}.get(job.reason, "stopped"))
         self._advance(self._leases)
         self._give_all(now_s)
 

@@ -33,7 +33,7 @@ from echelon.trainer.assemble import check_enough, check_mixing
 from echelon.trainer.inputs import any_inputs, model_input
 from echelon.trainer.precision import to_fp8
 from echelon.trainer.resolved import ResolvedRun
-from echelon.trainer.start_weights import start_from
+from echelon.trainer.start_weights import is_of_rebuilt, start_from
 from echelon.trainer.world import choose_device
 
 _SAMPLES = 2  # of the forward pass by which a pipeline is cut
@@ -251,6 +251,8 @@ def _try_model(run: ResolvedRun, info: DataInfo, device: torch.device) -> None:
     if not (config.model.weights or in_8_bits):
         return
     model = build_model(config.model, model_input(info, run.task.fitted(info)))
+    if is_of_rebuilt(config.model):
+        run.tuning.rebuild(model)
     start_from(model, config.model)
     if in_8_bits:
         to_fp8(model, device)

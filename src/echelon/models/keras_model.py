@@ -97,6 +97,18 @@ class KerasModule(nn.Module):
         """The model of Keras, for what it was compiled with; its values are not those of this module."""
         return self._graph.model
 
+    @property
+    def measuring(self) -> list[str]:
+        """Names of the layers of BatchNorm whose statistics are those of a batch in training."""
+        kept = self._kept_layers()
+        return [str(norm.name) for norm, _ in self._graph.norms if norm.trainable and norm not in kept]
+
+    @property
+    def drawing(self) -> list[str]:
+        """Names of the layers that draw random numbers in training, such as dropout."""
+        layers = self._graph.model._flatten_layers()
+        return [str(layer.name) for layer in layers if getattr(layer, "rate", 1) and _states(layer)]
+
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return logits for one tensor, or several by position or by name."""
         given = self._graph.taken(inputs, named)

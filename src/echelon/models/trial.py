@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.core.errors import UserError
 from echelon.models.base import ModelInput
@@ -57,3 +58,16 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes:
             part.training = mode
+
+
+def own_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of a caller's model, of the same class: training in this process leaves the caller's as it is.
+
+    Raises:
+        UserError: it cannot be copied.
+    """
+    computed = [v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf]
+    try:  # what a hook computes of parameters (weight_norm) is computed anew in each forward
+        return copy.deepcopy(model, {id(value): value.detach().clone() for value in computed})
+    except Exception as error:
+        raise UserError(f"model of your own cannot be copied: {' '.join(str(error).split())[:200]}") from error

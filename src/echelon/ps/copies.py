@@ -46,4 +46,8 @@ class ServersCopy:
         for state in self.keys.values():
             here = set(range(below, int(state["watermark"]))) | set(state["tasks"])
             common = here if common is None else common & here
-        return below, common or set()
+        common = common or set()
+        while below in common:  # so that what is left beyond it was counted out of turn
+            common.remove(below)
+            below += 1
+        return below, common

@@ -19,6 +19,7 @@ from echelon.core.stop import StopFlag, stop_on_signals
 from echelon.data.images import random_state_kept
 from echelon.launch.logs import prepare_logs
 from echelon.launch.plan import LaunchPlan, is_worker
+from echelon.models.trial import own_copy
 from echelon.observe.environment import command_given_t
 from echelon.records.events import RankFailed
 from echelon.records.file import Recorder
@@ -28,7 +29,6 @@ from echelon.run.machine import say
 from echelon.run.micro_batches import Halving
 from echelon.run.opening import Opening
 from echelon.run.outcome import Outcome, RunFailed, outcome_of
-from echelon.run.parcel import own_copy
 from echelon.run.resolve import LaunchRequest
 from echelon.run.start import check, close_run, likely_model, plan_of, settled, with_open_batch, write_own_file
 from echelon.run.worker import train_rank

@@ -177,7 +177,11 @@ def _watch_first(run: ResolvedRun, plan: LaunchPlan, path: Path, part: ServerPar
 
 @contextmanager
 def _servers(run: ResolvedRun, plan: LaunchPlan, path: Path) -> Iterator[ServerPart]:
-    prepare_roles(path)
+    roles = prepare_roles(path)
+    if run.tuning.changes_later:
+        from echelon.trainer.retuning import keep_epoch
+
+        keep_epoch(roles, path)
     settings, layout = server_settings(run.sync), run.layout_for(plan.workers * plan.nodes.most)
     numbers = tuple(range(settings.servers))
     yield ServerPart(layout.model_size, layout.dp, numbers, numbers if settings.replicas else ())

@@ -7,7 +7,6 @@ came from the network or from a checkpoint is unpickled.
 
 from __future__ import annotations
 
-import copy
 import io
 import sys
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from typing import Any
 
 import cloudpickle
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
 from echelon.core.errors import UserError
@@ -59,19 +58,6 @@ class Parcel:
 
     def __repr__(self) -> str:
         return f"Parcel({len(self._contents):,} bytes)"
-
-
-def own_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of a caller's model, of the same class: training in this process leaves the caller's as it is.
-
-    Raises:
-        UserError: it cannot be copied.
-    """
-    computed = [v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf]
-    try:  # what a hook computes of parameters (weight_norm) is computed anew in each forward
-        return copy.deepcopy(model, {id(value): value.detach().clone() for value in computed})
-    except Exception as error:
-        raise UserError(f"model of your own cannot be copied: {' '.join(str(error).split())[:200]}") from error
 
 
 def _packed(value: object) -> bytes:

@@ -17,7 +17,7 @@ from torch import nn
 
 from echelon.config import load_run_config
 from echelon.coordinator.addresses import ADDRESS_FILE, ROLES_FOLDER, STATUS_FILE, role_address, wait_for_address
-from echelon.coordinator.config import CoordinatorConfig, TrainingPlan
+from echelon.coordinator.config import CONTINUES, CoordinatorConfig, TrainingPlan
 from echelon.coordinator.messages import EvaluationDone, JoinWorker, SetupDone
 from echelon.coordinator.runs import count_of
 from echelon.coordinator.scheduler import Callbacks, Scheduler, SchedulerConfig
@@ -48,6 +48,7 @@ from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.process import leave, log_to, one_line, place_of, record_last
 from echelon.trainer.progress import RunProgress
 from echelon.trainer.resolved import ResolvedRun
+from echelon.trainer.retuning import begun_epoch, kept_epoch
 
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
@@ -89,6 +90,14 @@ def run_scheduler(folder: str, host: str = "", workers: int = 0, parcel: Parcel 
         where = json.dumps({"address": scheduler.listener.address, "pid": os.getpid()})
         record.patience.insist(address_file.name, lambda: write_atomic(address_file, where))
         status = scheduler.run()
+        if status == CONTINUES:
+            if begun_epoch(path) <= kept_epoch(roles):
+                raise RuntimeError("no checkpoint is there from which more is to be trained")
+            chronicle.pause()
+            record.flush()
+            _tell_status(roles, status, record)
+            record.close()
+            return
         seconds, others = read_launch(path).seconds_since(), scheduler.state.bytes_left
         reason, stagnant = scheduler.state.reason, scheduler.state.stagnant
         why = why_ended(reason, chronicle.task, stagnant, run.config)
@@ -97,10 +106,14 @@ def run_scheduler(folder: str, host: str = "", workers: int = 0, parcel: Parcel 
         record.write(as_ended(path, end))
         chronicle.close(status)
         record.flush()
-        record.patience.insist(STATUS_FILE, lambda: write_atomic(roles / STATUS_FILE, json.dumps({"status": status})))
+        _tell_status(roles, status, record)
         record.close()
 
     _as_role(folder, "scheduler", schedule, parcel)
+
+
+def _tell_status(roles: Path, status: str, record: Recorder) -> None:
+    record.patience.insist(STATUS_FILE, lambda: write_atomic(roles / STATUS_FILE, json.dumps({"status": status})))
 
 
 def _as_role(
@@ -129,9 +142,11 @@ def _as_role(
 
 def _plan(run: ResolvedRun, path: Path) -> TrainingPlan:
     interval, training = run.checkpoint_every, run.config.training
+    tuning, roles = run.tuning, path / ROLES_FOLDER
+    until = tuning.at(kept_epoch(roles)).until if tuning.changes_later else 0
     return TrainingPlan(
         training.epochs, training.max_steps, training.eval_every, interval.steps, interval.seconds,
-        training.early_stop, run.max_time_s - read_launch(path).seconds_since(),
+        training.early_stop, run.max_time_s - read_launch(path).seconds_since(), until,
     )  # fmt: skip
 
 
@@ -236,8 +251,12 @@ class Chronicle:
         for line in reversed(new):
             self._progress.saved(line)
 
-    def close(self, status: str) -> None:
-        """End the display, and tell listeners how the run ended."""
+    def pause(self) -> None:
+        """End the display: the run goes on in another launch."""
         self._progress.display.__exit__(None, None, None)
         self._tell_checkpoints()
+
+    def close(self, status: str) -> None:
+        """End the display, and tell listeners how the run ended."""
+        self.pause()
         self._progress.ended(status)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from echelon.config import RunConfig
 from echelon.config.validate import Nodes, check_batch
+from echelon.coordinator.config import CONTINUES
 from echelon.core.errors import UserError, naming
 from echelon.core.files import allow_open_files, full_disk_in_words
 from echelon.core.stop import StopFlag, Stopped, stop_on_signals
@@ -428,7 +429,12 @@ def _run(here: _Here, plan: LaunchPlan) -> tuple[str, bool]:
     prepare_logs(plan.log_dir, Path(log_dir) / here.path.absolute().name if log_dir else None)
     while True:
         try:
-            return _run_once(here, plan)
+            status, closes = _run_once(here, plan)
+            if status != CONTINUES:
+                return status, closes
+            if here.stop:
+                _end_before_start(here.path, here.record)
+                return "stopped", closes
         except FirstMachineGone:
             if here.stop:
                 return "stopped", False
@@ -481,7 +487,8 @@ def _run_once(here: _Here, plan: LaunchPlan) -> tuple[str, bool]:
         if stopped and machine.number == 0:
             _end_before_start(path, record)
         status = machine.scheduler.status() if machine.scheduler else "stopped" if stopped else "completed"
-        return "stopped" if stopped and status != "completed" else status, machine.number == 0
+        ended = ("completed", CONTINUES)
+        return "stopped" if stopped and status not in ended else status, machine.number == 0
 
 
 def _end(path: Path, record: Recorder, machine: Machine, status: str, reason: str) -> None:

@@ -13,8 +13,8 @@ from echelon.data import DataInfo, Source, open_data
 from echelon.data.kept_info import read_info
 from echelon.models import build_model
 from echelon.models.keras_model import KerasModule
+from echelon.models.trial import own_copy
 from echelon.run.machine import say
-from echelon.run.parcel import own_copy
 from echelon.tasks.base import Task
 from echelon.tasks.registry import TaskChoice
 from echelon.trainer.assemble import UserObjects

@@ -17,6 +17,7 @@ from torch import nn
 
 from echelon.config import RunConfig
 from echelon.config.validate import Nodes
+from echelon.coordinator.addresses import ROLES_FOLDER
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
 from echelon.core.terms import TERMINAL_VARIABLE
@@ -26,6 +27,7 @@ from echelon.data.kept_info import keep_info
 from echelon.data.loader import EvalLoader, TrainLoader, size_note
 from echelon.data.transforms import NO_TRANSFORMS, Transforms
 from echelon.models import auto_name, parameter_count
+from echelon.models.trial import own_copy
 from echelon.models.tuning.plan import TuningPlan
 from echelon.observe.callbacks import Listeners, as_callback, named_callbacks
 from echelon.observe.environment import environment
@@ -60,7 +62,7 @@ from echelon.trainer.path_choice import with_chosen_paths
 from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.progress import RunProgress
 from echelon.trainer.resolved import ResolvedRun
-from echelon.trainer.retuning import RebuiltParts, Retuning, begun_epoch
+from echelon.trainer.retuning import RebuiltParts, Retuning, begun_epoch, kept_epoch
 from echelon.trainer.saving import RanksState, Saver
 from echelon.trainer.server_parts import ServerLink, build_worker
 from echelon.trainer.servers_checkpoint import ServersState
@@ -163,8 +165,12 @@ class _Groundwork:
         config, per_epoch = self.resolved.config, self.train_loader.batches_per_epoch
         return build_schedule(run_parts.optimizer, config.optimizer, per_epoch, config.training.epochs)
 
-    def retuning(self, saver: Saver, progress: RunProgress, path: Path) -> Retuning:
-        """Return what builds the run's parts anew where tuning begins to train more."""
+    def retuning(self, saver: Saver, progress: RunProgress, path: Path, pristine: nn.Module | None) -> Retuning:
+        """Return what builds the run's parts anew where tuning begins to train more.
+
+        Args:
+            pristine: the caller's own module, as it was before tuning changed it.
+        """
 
         def build(plan: TuningPlan) -> RebuiltParts:
             """Build the parts for a plan, and restore them; weights to start from are in the checkpoint."""
@@ -172,7 +178,7 @@ class _Groundwork:
             config = self.resolved.config
             config = replace(config, model=replace(config.model, weights=""))
             resolved = replace(self.resolved, config=config, tuning=plan)
-            work = replace(self.work, tuning=plan)
+            work = replace(self.work, tuning=plan, user_model=None if pristine is None else own_copy(pristine))
             run_parts = build_parts(with_kept_cuts(resolved, self.world, path), work, self.world, self.clock)
             saver.restore_into(RanksState(run_parts, self.world, progress.record.patience))
             step = self.step(run_parts, path, progress)
@@ -380,13 +386,13 @@ def assemble(
     if world.group is None and not is_newcomer:
         resolved = resolved.for_single_worker()
     if resolved.tuning.changes_later:
-        check_unfreezes(user_objects)
         resolved = replace(resolved, tuning=resolved.tuning.at(begun_epoch(path)))
     resolved, chosen = with_chosen_paths(with_kept_cuts(resolved, world, path), world, path)
     balances, unbalanced = _balances(resolved, world)
     ground = _groundwork(resolved, path, world, user_objects, world.data_size, world.rank, balances)
     info, config = ground.source.info, resolved.config
     work = ground.work
+    pristine = own_copy(user_objects.model) if resolved.tuning.until and user_objects.model is not None else None
     with _connecting(None if is_newcomer else membership):
         run_parts = build_parts(resolved, work, world, ground.clock)
     keep_cuts(run_parts, world, path)
@@ -410,7 +416,7 @@ def assemble(
     run = ground.run(run_parts, saver, progress)
     run.balance = _balancer(ground, cursor, path)
     if resolved.tuning.changes_later:
-        run.retuning = ground.retuning(saver, progress, path)
+        run.retuning = ground.retuning(saver, progress, path, pristine)
     notes += [*length_notes(resolved, ground.steps, world.size), *unbalanced, *_model_notes(resolved, run_parts, world)]
     _record_start(ground, run, cursor, path)
     _tell_beginning(ground, work, run, [*notes, *chosen], restored is not None)
@@ -473,11 +479,10 @@ def assemble_worker(
         UserError: something in the description cannot be built.
     """
     notes, config = interplay_notes(resolved, process.workers, world.device.type == "cuda"), resolved.config
-    if resolved.tuning.changes_later:
-        raise UserError(
-            f"--tune {resolved.tuning.text}: servers hold the same keys from the first step to the last: use "
-            "--sync allreduce, local or diloco, or two runs, the second with --weights"
-        )
+    tuning = resolved.tuning
+    if tuning.changes_later:
+        tuning = tuning.at(kept_epoch(path / ROLES_FOLDER))
+        resolved = replace(resolved, tuning=tuning)
     rank = process.number * world.size + world.rank
     ground = _groundwork(resolved, path, world, user_objects, process.workers * world.data_size, rank)
     info = ground.source.info
@@ -497,7 +502,7 @@ def assemble_worker(
         return run, Commands(run, run_parts.sync)
     idle = run_parts.sync.channel.tell_idle if isinstance(run_parts.sync, SplitWorker) else None
     per_epoch = ground.train_loader.batches_per_epoch
-    state = ServersState(link.servers, link.table, per_epoch, record.patience, idle, work.tuned.frozen)
+    state = ServersState(link.servers, link.table, per_epoch, record.patience, idle, work.tuned.frozen, tuning.epoch)
     fingerprint = Fingerprint.of(config, info, ground.task, ground.train_loader.sampling)
     saver = Saver(path, config.checkpoint.keep, state, record, fingerprint)
     run = ground.run(run_parts, saver, progress)
@@ -552,16 +557,6 @@ def run_notes(
     size = [note] if (note := size_note(source.info, config.data.batch_size)) else []
     named = {"data": source.notes, "layout": layout, "settings": settings, "batch_size": size}
     return [(name, note) for name, notes in named.items() for note in notes]
-
-
-def check_unfreezes(user_objects: UserObjects) -> None:
-    """Refuse to unfreeze later what a caller's own module is, which is trained itself and not built anew.
-
-    Raises:
-        UserError: names the fix.
-    """
-    if user_objects.model is not None:
-        raise UserError("--tune unfreeze: the model is built anew: name it as module:function in place of an object")
 
 
 def check_mixing(config: RunConfig, task: Task) -> None:

@@ -12,6 +12,7 @@ from echelon.config import OptimizerConfig
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError, naming
 from echelon.core.own import TRANSFORMERS
+from echelon.models.keras_model import KerasModule
 from echelon.optim.traits import Reach, is_sgd
 from echelon.torch_compat import BatchNormBase
 from echelon.trainer.layouts import check_layout
@@ -117,6 +118,11 @@ def _check_servers(run: ResolvedRun, ranks: int) -> None:
         raise UserError(f"{sync} has no group for --sync-batchnorm: leave it out, or use --sync allreduce")
     if not run.path.by_backend:
         raise UserError(f"{sync} has no collectives: leave out --collective")
+    if run.tuning.changes_later and run.nodes.most > 1:
+        raise UserError(
+            f"--tune {run.tuning.text}: servers take other keys where more is trained, which works on one machine: use "
+            "--sync allreduce, local or diloco, or two runs, the second with --weights"
+        )
     run.sync.check_run(
         workers=ranks * run.nodes.least // run.nodes.most // size,
         clips=config.optimizer.clip_norm > 0,
@@ -270,6 +276,10 @@ def worker_notes(model: nn.Module, data_size: int, sync_batchnorm: bool) -> list
     drawing = next((name or type(module).__name__ for name, module in model.named_modules() if _drops(module)), None)
     if drawing is not None:
         said.append(f"dropout ({drawing}) draws other numbers on each worker")
+    for module in model.modules():
+        if isinstance(module, KerasModule):
+            said += [f"BatchNorm ({name}) takes statistics of each worker's part" for name in module.measuring[:1]]
+            said += [f"what {name} draws is the same for each worker's part" for name in module.drawing[:1]]
     return [f"the loss curve depends on the number of workers: {'; '.join(said)}"] if said else []
 
 

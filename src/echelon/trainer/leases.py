@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
 from echelon.coordinator.messages import (
+    LAST_REASONS,
+    UNFREEZE,
     CopyResult,
     EvaluateTask,
     EvaluationDone,
@@ -39,6 +41,7 @@ from echelon.tasks.base import SAMPLE, Batch
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.loop import TrainingRun, evaluate_agreed
 from echelon.trainer.progress import record_pipeline
+from echelon.trainer.retuning import begin_anew
 from echelon.trainer.server_parts import ServerLink
 from echelon.trainer.servers_checkpoint import ServersState
 from echelon.trainer.slow_steps import SlowSteps
@@ -160,8 +163,15 @@ class Leases:
         return SetupDone(
             task.task, link.table.fingerprint, run.train_loader.batches_per_epoch, self._state.below,
             self._state.beyond, run.saver.best, resumed, about,
-            [list(note) for note in self._notes], run.saver.passed_over, run.saver.stagnation,
+            self._said(), run.saver.passed_over, run.saver.stagnation,
         )  # fmt: skip
+
+    def _said(self) -> list[list[str]]:
+        """Return what a user has to know of this run, and of what is trained since this launch."""
+        state, per_epoch = self._state, self._run.train_loader.batches_per_epoch
+        epoch = state.below // per_epoch
+        anew = {"tuning"} if state.begins_anew else set()
+        return [[name, begin_anew(epoch, note) if name in anew else note] for name, note in self._notes]
 
     def _put(self) -> None:
         """Give the servers their keys; one that dies over it gets its own again."""
@@ -205,7 +215,7 @@ class Leases:
         link, saver = self._link, self._run.saver
         copy = link.servers.copy = ServersCopy(*link.client.fetch_copy(link.table, task.tag, link.folder))
         cursor = self._cursor(task, copy)
-        saver.best, last = task.best, task.reason in ("end", "stop")  # the run is over after it
+        saver.best, last = task.best, task.reason in LAST_REASONS  # this launch is over after it
         saver.stagnation = task.stagnation
         done = EvaluationDone(task.task, stagnation=task.stagnation)
         if task.evaluate:
@@ -225,7 +235,8 @@ class Leases:
 
     def _cursor(self, task: EvaluateTask, copy: ServersCopy) -> Cursor:
         per_epoch = self._run.train_loader.batches_per_epoch
-        below = task.step if self._link.settings.aggregates else copy.counted()[0]
+        whole = self._link.settings.aggregates or task.reason == UNFREEZE  # all before it is done
+        below = task.step if whole else copy.counted()[0]
         return Cursor(below // per_epoch, below % per_epoch, task.step)
 
 

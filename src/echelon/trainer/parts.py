@@ -41,7 +41,7 @@ from echelon.trainer.inputs import any_inputs, model_input
 from echelon.trainer.precision import PRECISIONS, build_scaler, to_fp8
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.split_sync import SplitSync
-from echelon.trainer.start_weights import start_from
+from echelon.trainer.start_weights import is_of_rebuilt, start_from
 from echelon.trainer.state import RunParts
 from echelon.trainer.step import make_update
 from echelon.trainer.tables import check_sparse_model
@@ -184,6 +184,7 @@ def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
         )
     if config.model.sparse_tables:
         make_sparse(model, f"model {type(model).__name__}")
+    rebuilt = work.tuning.rebuild(model) if is_of_rebuilt(config.model) else None
     if (loaded := start_from(model, config.model)) is not None:
         work.loaded.append(loaded)
     if work.user_model is not None:
@@ -193,6 +194,8 @@ def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
             f"--model {config.model.name} was compiled with the loss {loss_name(model.compiled.loss)}, which no task "
             "learns: name it as --loss module:function, or give the model to echelon.train as an object"
         )
+    if config.model.sync_batchnorm and world.data_group is not None and isinstance(model, KerasModule):
+        _check_keras_norms(model)
     if config.model.sync_batchnorm and world.data_group is not None and not _is_split(world):
         model = convert_sync_batchnorm(model, world.data_group)
     if any(tensor.device != world.device for tensor in (*model.parameters(), *model.buffers())):
@@ -205,10 +208,23 @@ def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
     if channels_last(config, world.device) and not sharded:
         model = model.to(memory_format=torch.channels_last)
     if not work.tuning.changes_nothing:
-        work.tunings.append(work.tuning.apply(model))
+        work.tunings.append(work.tuning.apply(model, rebuilt))
     if work.tuning.rebuilds:
         _check_rebuilt(model, work)
     return model
+
+
+def _check_keras_norms(model: KerasModule) -> None:
+    """Refuse statistics of the whole batch in layers of Keras, which measure what they are given.
+
+    Raises:
+        UserError: names the first layer.
+    """
+    if model.measuring:
+        raise UserError(
+            f"--sync-batchnorm: {model.measuring[0]} of Keras takes statistics of each worker's part: leave it out, or "
+            "use keras.layers.GroupNormalization, which depends on no batch"
+        )
 
 
 def _check_rebuilt(model: nn.Module, work: Work) -> None:

@@ -1,20 +1,25 @@
 """From an epoch on more of a model is trained: the parts of a run are built anew, from a checkpoint of that moment.
 
-A run that is resumed there does the same, so that it has the same bits as one that goes through.
+A run that is resumed there does the same, so that it has the same bits as one that goes through. Where servers hold
+the parameters, their keys change with it: the launch ends with the checkpoint, and another one goes on.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echelon.checkpoint import CheckpointStore
+from echelon.core.files import write_atomic
 from echelon.models.tuning.plan import TuningPlan
 from echelon.optim.build import Schedule
 from echelon.trainer.saving import CHECKPOINTS_FOLDER
 from echelon.trainer.state import RunParts
 from echelon.trainer.step import Step
+
+EPOCH_FILE = "epoch.json"
 
 
 @dataclass(frozen=True)
@@ -51,11 +56,29 @@ class Retuning:
         """Return the parts from an epoch on; all ranks call it, once the checkpoint before it is on the disk."""
         self.plan = self.plan.at(epoch)
         made = self.build(self.plan)
-        words = f"epoch {epoch + 1}: {made.words}; optimizer, buckets and codecs begin anew, with memories of zero"
-        return replace(made, words=words)
+        return replace(made, words=begin_anew(epoch, made.words))
+
+
+def begin_anew(epoch: int, words: str) -> str:
+    """Return what is said where more is trained from an epoch on, counted from 0.
+
+    Args:
+        words: how much is trained now.
+    """
+    return f"epoch {epoch + 1}: {words}; optimizer, buckets and codecs begin anew, with memories of zero"
 
 
 def begun_epoch(folder: Path) -> int:
     """Return the epoch, counted from 0, in which a run's newest checkpoint lies; 0 where there is none."""
     found = CheckpointStore(folder / CHECKPOINTS_FOLDER, keep=1).newest(rank=0)
     return 0 if found is None else int(found[1]["cursor"]["epoch"])
+
+
+def keep_epoch(roles: Path, folder: Path) -> None:
+    """Write for a launch's roles in which epoch it begins: what is trained stays so until the launch ends."""
+    write_atomic(roles / EPOCH_FILE, json.dumps({"epoch": begun_epoch(folder)}))
+
+
+def kept_epoch(roles: Path) -> int:
+    """Return the epoch, counted from 0, in which the launch of these roles began."""
+    return int(json.loads((roles / EPOCH_FILE).read_text())["epoch"])

@@ -15,7 +15,7 @@ from echelon.ps.messages import BUFFERS_KEY
 from echelon.ps.strategy import ParameterServer
 from echelon.ps.table import KeyTable
 from echelon.trainer.saving import Captured, WriterState, stand_by
-from echelon.trainer.state import Cursor
+from echelon.trainer.state import SINCE, Cursor, averaged
 
 
 class ServersState:
@@ -23,6 +23,7 @@ class ServersState:
 
     Attributes:
         below, beyond: steps that what is restored has counted: all below a number, and runs of those beyond it.
+        begins_anew: whether more is trained than when that was saved, so that memories begin at zero.
     """
 
     leads = True
@@ -36,6 +37,7 @@ class ServersState:
         patience: Patience,
         while_waiting: Callable[[], None] | None = None,
         frozen: Set[str] = frozenset(),
+        since: int = 0,
     ) -> None:
         """Take the servers' strategy and their keys.
 
@@ -43,11 +45,14 @@ class ServersState:
             patience: with the disk.
             while_waiting: called now and then while a checkpoint waits for the disk.
             frozen: names of what no server holds, for it stays as it is.
+            since: the epoch, counted from 0, since which this is so.
         """
         self._strategy, self._table, self._per_epoch = strategy, table, steps_per_epoch
         self._patience, self._while_waiting, self._frozen = patience, while_waiting, frozen
+        self._since = since
         self._restored: dict[int, StateTree] | None = None
         self.below, self.beyond = 0, list[int]()
+        self.begins_anew = False
 
     def newest(self, store: CheckpointStore) -> tuple[int, StateView] | None:
         """Return the newest whole checkpoint and its step."""
@@ -62,6 +67,8 @@ class ServersState:
         part = state.get("ps")
         if part is None:
             raise UserError("the checkpoint is of a run without a parameter server: start a new run with --weights")
+        if state.get(SINCE, 0) != self._since:
+            return self._begin_anew(state)
         if part["table"] != self._table.fingerprint:
             raise UserError("the checkpoint is of other --sync settings: resume with the same servers and chunk_kb")
         self.below, self.beyond = part["below"], part["beyond"]
@@ -70,6 +77,23 @@ class ServersState:
             self._restored[BUFFERS_KEY] = {"value": part["buffers"], "version": 0}
         self._strategy.held.load_state_dict(state["model"])
         return Cursor(**state["cursor"])
+
+    def _begin_anew(self, state: StateView) -> Cursor:
+        """Restore the model, of which more is trained from here on: all steps before are done, memories are zero."""
+        cursor, self.begins_anew = Cursor(**state["cursor"]), True
+        self.below, self.beyond = cursor.step, []
+        held = self._strategy.held
+        held.load_state_dict(averaged(state))
+        averages = self._strategy.key_values() if state["ema"] else {}
+        held.load_state_dict(state["model"])
+        rest = {"version": self.below, "optimizer": {}, "watermark": self.below, "tasks": [], "then": {}, "pulled": {},
+                "mean_square": {}}  # fmt: skip
+        self._restored = {key: {"value": value, **rest} for key, value in self._strategy.key_values().items()}
+        for key, average in averages.items():
+            self._restored[key] |= {"average": average, "averaged": int(state["ema"]["updates"])}
+        if len(buffers := state["ps"]["buffers"]):
+            self._restored[BUFFERS_KEY] = {"value": buffers, "version": 0}
+        return cursor
 
     def keys(self) -> Mapping[int, StateTree]:
         """Return what the servers begin with: what was restored, or the parameters of this worker's new model."""
@@ -110,7 +134,7 @@ class ServersState:
             state = {
                 "model": {name: tensor for name, tensor in held.items() if name not in self._frozen},
                 "optimizer": {}, "scaler": {}, "ema": ema,
-                "cursor": asdict(cursor), "world_size": 1,
+                "cursor": asdict(cursor), "world_size": 1, SINCE: self._since,
                 RANKS: {}, "ps": served,
             }  # fmt: skip
             yield Captured(state, base=base)

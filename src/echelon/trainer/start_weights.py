@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from echelon.config import load_run_config
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
+from echelon.core.tuning import read_tuning
 from echelon.models import LoadedWeights, load_state, load_weights, locate_weights
 from echelon.models.tuning.plan import tuning_plan
 from echelon.trainer.folder import CONFIG_FILE
 from echelon.trainer.saving import state_of
-from echelon.trainer.state import averaged
+from echelon.trainer.state import SINCE, averaged
 
 
 def best_weights(folder: Path, checkpoint: str = "best") -> Mapping[str, Tensor]:
@@ -30,6 +31,15 @@ def best_weights(folder: Path, checkpoint: str = "best") -> Mapping[str, Tensor]
     """
     state = state_of(folder, checkpoint)
     return averaged(state)
+
+
+def best_since(folder: Path) -> int:
+    """Return the epoch, counted from 0, since which a run had trained what it did at its best checkpoint.
+
+    Raises:
+        UserError: no such checkpoint that is whole.
+    """
+    return int(state_of(folder, "best").get(SINCE, 0))
 
 
 def without_tuning(weights: Mapping[str, Tensor], model: nn.Module, config: ModelConfig) -> Mapping[str, Tensor]:
@@ -57,17 +67,44 @@ def bring_weights(config: ModelConfig) -> None:
     """Refuse weights that are not there, before anything starts; published ones are downloaded where they can be.
 
     Raises:
-        UserError: names what is missing, and where it was looked for.
+        UserError: names what is missing, and where it was looked for; or they are of modules that this run has not.
     """
     if not config.weights:
         return
     path = locate_weights(config.weights, config.name, brings=True)
     if not path.exists():
         raise UserError(f"--weights {config.weights}: no such file; name a file of weights, or a run's folder")
+    is_of_rebuilt(config)
+
+
+def is_of_rebuilt(config: ModelConfig) -> bool:
+    """Whether `config.weights` names a run whose model has modules that `--tune replace` put in, as here.
+
+    Raises:
+        UserError: it has others than here, and these would be missed.
+    """
+    if not config.weights or not _is_run(path := locate_weights(config.weights, config.name)):
+        return False
+    other = load_run_config(path / CONFIG_FILE).model
+    trained, here = (tuning_plan(each.tune, each.frozen_norm) for each in (other, config))
+    if trained.rebuilds and not trained.rebuilds_as(here):
+        kinds = "+".join(str(spec) for spec in read_tuning(other.tune) if spec.name == "replace")
+        raise UserError(
+            f"--weights {config.weights}: its model has modules that were put in by --tune '{kinds}': give the same "
+            "here, joined by + with what else is tuned"
+        )
+    return trained.rebuilds
+
+
+def _is_run(path: Path) -> bool:
+    return (path / CONFIG_FILE).exists() and (path / "checkpoints").is_dir()
 
 
 def start_from(model: nn.Module, config: ModelConfig) -> LoadedWeights | None:
     """Give a model the weights that `config.weights` names; None: it names none.
+
+    Args:
+        model: with modules put in by `--tune replace`, where `is_of_rebuilt`.
 
     Raises:
         UserError: they are not there, cannot be read, or do not fit.
@@ -75,7 +112,7 @@ def start_from(model: nn.Module, config: ModelConfig) -> LoadedWeights | None:
     if not config.weights:
         return None
     path = locate_weights(config.weights, config.name)
-    if (path / CONFIG_FILE).exists() and (path / "checkpoints").is_dir():
+    if _is_run(path):
         weights = without_tuning(best_weights(path), model, load_run_config(path / CONFIG_FILE).model)
         return load_state(model, weights, str(path), config.head)
     return load_weights(model, path, config.head)

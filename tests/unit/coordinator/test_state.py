@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.coordinator.config import CoordinationPolicy, CoordinatorConfig, TrainingPlan
+from echelon.coordinator.config import CONTINUES, CoordinationPolicy, CoordinatorConfig, TrainingPlan
 from echelon.coordinator.effects import Began, Effect, Save, Send, Tell, WindowClosed
 from echelon.coordinator.journal import (
     Counted,
@@ -21,6 +21,7 @@ from echelon.coordinator.journal import (
     read_entry,
 )
 from echelon.coordinator.messages import (
+    UNFREEZE,
     AskTask,
     BecomeStandby,
     CatchUp,
@@ -484,6 +485,26 @@ def test_evaluations_without_improvement_end_a_run_and_a_coordinator_that_comes_
     run.say("server0", CopyKept(copy.tag, 0))
     (job,) = run.sent("a", EvaluateTask)
     assert isinstance(job, EvaluateTask) and job.counts and job.stagnation == Stagnation()
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_launch_ends_where_more_is_trained_and_says_that_the_run_goes_on(every: int) -> None:
+    run = Run(plan=TrainingPlan(2, 0, every, None, None, until_epoch=1))
+    run.begin("a")
+    run.say("a", AskTask())
+    for number in range(STEPS // 2):
+        (task,) = run.sent("a", TrainTask)
+        assert isinstance(task, TrainTask) and task.task == number
+        run.done("a", task.task)
+        run.say("a", AskTask())
+    assert not run.sent("a", TrainTask)
+    (copy,) = run.sent("server0", KeepCopy)
+    assert isinstance(copy, KeepCopy)
+    run.say("server0", CopyKept(copy.tag, 0))
+    (job,) = run.sent("a", EvaluateTask)
+    assert isinstance(job, EvaluateTask) and job.evaluate == job.counts == bool(every) and job.reason == UNFREEZE
+    run.say("a", EvaluationDone(job.task))
+    assert run.state.status == CONTINUES
 
 
 def test_a_run_completes_in_its_time_with_an_evaluation() -> None:

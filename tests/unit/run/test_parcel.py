@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.core.errors import UserError
-from echelon.run.parcel import Parcel, own_copy
+from echelon.models.trial import own_copy
+from echelon.run.parcel import Parcel
 from echelon.trainer.assemble import UserObjects
 
 

@@ -18,7 +18,7 @@ from echelon.models.tuning.lora import Lora
 from echelon.models.tuning.plan import tuning_plan
 from echelon.run.trained import TrainedModel
 from echelon.tasks import nest
-from echelon.trainer.start_weights import best_weights
+from echelon.trainer.start_weights import best_since, best_weights
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _ROOT = "base_model.model."
@@ -117,7 +117,7 @@ def _plan(trained: TrainedModel) -> Any:
 
 
 def _tuned(trained: TrainedModel) -> nn.Module:
-    """Return a copy of the model in which what was trained is told by `requires_grad`."""
+    """Return a copy of the model in which what the best checkpoint has trained is told by `requires_grad`."""
     model = copy.deepcopy(trained.model)
-    _plan(trained).last.apply(model)
+    _plan(trained).at(best_since(trained.folder)).apply(model)
     return model

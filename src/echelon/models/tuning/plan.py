@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
@@ -61,6 +61,11 @@ class TuningPlan:
         return replace(self, epoch=max((kind.begins for kind in self.kinds if kind.begins <= epoch), default=0))
 
     @property
+    def until(self) -> int:
+        """The epoch, counted from 0, from which on more is trained than now; 0: none."""
+        return min((kind.begins for kind in self.kinds if kind.begins > self.epoch), default=0)
+
+    @property
     def last(self) -> TuningPlan:
         """The plan as it is in the end: when most is trained."""
         return self.at(max((kind.begins for kind in self.kinds), default=0))
@@ -70,17 +75,18 @@ class TuningPlan:
         """Whether the model is trained as it is."""
         return self.text == ALL
 
-    def apply(self, model: nn.Module) -> Tuned:
+    def apply(self, model: nn.Module, rebuilt: Set[str] | None = None) -> Tuned:
         """Change the structure and freeze what is not trained, in place; returns what that is, and rates.
 
         What the model itself has frozen stays so.
 
+        Args:
+            rebuilt: what `rebuild` has returned, where it was called before; None: it was not.
+
         Raises:
             UserError: a kind does not fit the model, or nothing is left to train.
         """
-        before = {id(parameter) for parameter in model.parameters()}
-        self.rebuild(model)
-        new = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) not in before}
+        new = self.rebuild(model) if rebuilt is None else rebuilt
         head = head_names(model)  # before adapters are in it
         for kind in self.kinds:
             kind.prepare(model)
@@ -112,14 +118,27 @@ class TuningPlan:
         """Whether the model has other modules than it was built with."""
         return any(kind.rebuilds for kind in self.kinds)
 
-    def rebuild(self, model: nn.Module) -> None:
+    def rebuild(self, model: nn.Module) -> Set[str]:
         """Give a model that is built by name the modules that it was trained with, in place.
+
+        Returns:
+            the names of parameters that are new with them.
 
         Raises:
             UserError: they cannot be made.
         """
+        before = {id(parameter) for parameter in model.parameters()}
         for kind in self.kinds:
             kind.rebuild(model)
+        return {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) not in before}
+
+    def rebuilds_as(self, other: TuningPlan) -> bool:
+        """Whether both put the same modules in the same places."""
+        return self._rebuilding == other._rebuilding
+
+    @property
+    def _rebuilding(self) -> list[TuningKind]:
+        return [kind for kind in self.kinds if kind.rebuilds]
 
     def plain(self, weights: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
         """Return weights for the model as it is without tuning, from those that were trained.
