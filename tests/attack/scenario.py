@@ -24,7 +24,7 @@ class Scenario:
         promise: one sentence, as a user would read it.
         run: tries to break the promise in an empty folder; returns the outcome in words, with its figures. It raises
             AssertionError where the promise is broken, and CannotRunHere where it cannot be tried.
-        short: under about half a minute; continuous integration runs it.
+        short: under about half a minute, and no other short one or test shows as much; continuous integration runs it.
     """
 
     name: str

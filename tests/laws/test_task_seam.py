@@ -173,9 +173,16 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(
+            layout, marks=getattr(pytest.mark, "long" if layout in ("pp=2", "local(8)", "ps sync") else "slow")
+        )
+        for layout in LAYOUTS
+    ],
+)
 def test_it_trains_and_resumes_in_every_layout(runs: Runs, layout: str) -> None:
     task = ("--task", "toys.regression:Weighted") if layout == "ps sync" else ()
     alone = train(runs, "alone", "--epochs", "2", "--workers", "1", *task)

@@ -14,7 +14,7 @@ from tests.ranks.counting_parts import BATCH, EPOCHS, FAULTS, PACE, STEPS, WIDTH
 from tests.ranks.run_many import python_path
 from tests.ranks.runs import Run, Runs
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,16 @@ class Case:
     workers: int
     faults: tuple[tuple[str, str, int], ...]
 
+    @property
+    def mark(self) -> pytest.MarkDecorator:
+        """One death in each phase of a step is a long test; the points between them are slow ones."""
+        return pytest.mark.long if self.name in IN_EACH_PHASE else pytest.mark.slow
 
+
+IN_EACH_PHASE = (
+    "in a sum", "after the update", "in an evaluation", "while a checkpoint is taken", "the one that leads",
+    "two at once", "alone from then on",
+)  # fmt: skip
 CASES = (
     Case("in forward", 2, (("rank1.0", "forward", 5),)),
     Case("in backward, before its gradient is summed", 3, (("rank1.0", "backward", 6),)),
@@ -63,7 +72,7 @@ def check_recorded(run: Run) -> None:
     assert steps == list(range(1, STEPS + 1)), text
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=case.mark, id=case.name) for case in CASES])
 def test_every_sample_counts_once_whoever_dies_where(case: Case, tmp_path: Path) -> None:
     with Runs(tmp_path) as runs:
         run = start(runs, case, "checkpoint_every=3")
@@ -81,7 +90,9 @@ CODED = (
 )
 
 
-@pytest.mark.parametrize(("codec", "case"), CODED, ids=[f"{codec} {case.name}" for codec, case in CODED])
+@pytest.mark.parametrize(
+    ("codec", "case"), [pytest.param(codec, case, marks=case.mark, id=f"{codec} {case.name}") for codec, case in CODED]
+)
 def test_survivors_keep_what_their_codecs_have_not_sent(codec: str, case: Case, tmp_path: Path) -> None:
     """What has moved and what waits is each sample once an epoch, but for what waited in the dead one's memory."""
     with Runs(tmp_path) as runs:
@@ -106,7 +117,9 @@ ROUNDS = (
 )
 
 
-@pytest.mark.parametrize(("sync", "case"), ROUNDS, ids=[f"{sync} {case.name}" for sync, case in ROUNDS])
+@pytest.mark.parametrize(
+    ("sync", "case"), [pytest.param(sync, case, marks=case.mark, id=f"{sync} {case.name}") for sync, case in ROUNDS]
+)
 def test_a_round_that_lost_a_replica_is_trained_again(sync: str, case: Case, tmp_path: Path) -> None:
     """With equal shares a mean of replicas moves each weight once an epoch, whatever died; a centre follows behind."""
     with Runs(tmp_path) as runs:

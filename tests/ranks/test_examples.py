@@ -59,8 +59,14 @@ def _check(output: str) -> None:
     assert int(found[2]) < 76_840 / 4  # 2 (N - 1) / N of 19,210 parameters of 4 bytes, N = 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", COMMANDS)
+@pytest.mark.parametrize(
+    "script",
+    [
+        # The plain ones run without torchrun below, and torchrun starts the other scripts.
+        pytest.param(script, marks=pytest.mark.slow if needs is None else pytest.mark.long)
+        for script, (_, needs) in COMMANDS.items()
+    ],
+)
 def test_an_example_learns_and_sends_less(script: str) -> None:
     launcher, needs = COMMANDS[script]
     if needs is not None and importlib.util.find_spec(needs) is None:

@@ -11,7 +11,7 @@ import pytest
 from tests.ranks.runs import SMALL, Runs
 from tests.unit.optim import own_optimizers
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 NAME = "mine:Plain(beta=0.8)"
 TRAIN = ("train", "digits", "--model", "mlp", "--batch-size", "250", "--schedule", "constant", "--workers", "2")
@@ -33,6 +33,7 @@ except UserError as refusal:
 """
 
 
+@pytest.mark.long
 def test_replicas_go_on_bit_for_bit(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(inspect.getsource(own_optimizers))
     with Runs(tmp_path) as runs:
@@ -47,7 +48,9 @@ def test_replicas_go_on_bit_for_bit(tmp_path: Path) -> None:
     assert f"name: {NAME}" in (whole.folder / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize("sync", ["local(8)", "ps(mode=async)"])
+@pytest.mark.parametrize(
+    "sync", [pytest.param("local(8)", marks=pytest.mark.slow), pytest.param("ps(mode=async)", marks=pytest.mark.long)]
+)
 def test_a_class_of_a_script_goes_to_replicas_and_servers(tmp_path: Path, sync: str) -> None:
     classes = inspect.getsource(own_optimizers).replace("from __future__ import annotations\n", "")
     (tmp_path / "script.py").write_text(SCRIPT.format(classes=classes, sync=sync))

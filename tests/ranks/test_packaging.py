@@ -81,7 +81,7 @@ def test_the_steps_of_the_dockerfile_install_the_command(tmp_path: Path) -> None
     assert "usage: echelon" in words
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_built_wheel_runs_by_uvx(tmp_path: Path) -> None:
     uv = shutil.which("uv") or pytest.fail("uv is not installed")
     run([uv, "build", "-q", "--wheel", "--out-dir", str(tmp_path), str(ROOT)], tmp_path)

@@ -11,7 +11,7 @@ from tests.ranks.links import NEEDS_LINKS
 from tests.ranks.ports import HAS_SS, ports_during
 from tests.ranks.runs import Runs
 
-pytestmark = [pytest.mark.long, pytest.mark.skipif(not HAS_SS, reason="this machine has no `ss`")]
+pytestmark = pytest.mark.skipif(not HAS_SS, reason="this machine has no `ss`")
 
 RUNS = {
     "allreduce": ("--sync", "allreduce", "--serve"),
@@ -26,6 +26,7 @@ RUNS = {
     "pp": ("--parallel", "pp=2"),
 }
 ON_LINKS = ("allreduce", "ps", "ps split")
+ALIKE = {"diloco", "easgd", "ps ssp", "tp"}  # in the sockets they open, to one that is tried: a CI makes do with it
 ELSEWHERE = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}  # as a cluster's profile sets them for all
 
 
@@ -33,7 +34,9 @@ def test_every_strategy_is_looked_at() -> None:
     assert set(names()) <= set(RUNS)
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    "run", [pytest.param(r, marks=getattr(pytest.mark, "slow" if r in ALIKE else "long")) for r in RUNS]
+)
 def test_only_this_machine_reaches_a_run(run: str, tmp_path: Path) -> None:
     with Runs(tmp_path) as runs:
         started = runs.start(*_command(run), folder="run", environment=ELSEWHERE)
@@ -42,7 +45,13 @@ def test_only_this_machine_reaches_a_run(run: str, tmp_path: Path) -> None:
     assert {port for port in ports if not port.is_private} == set()
 
 
-@pytest.mark.parametrize("run", [pytest.param(run, marks=NEEDS_LINKS) for run in ON_LINKS])
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(r, marks=[*NEEDS_LINKS, getattr(pytest.mark, "long" if r == "ps split" else "slow")])
+        for r in ON_LINKS
+    ],
+)
 def test_only_its_own_namespaces_reach_a_run_on_links(run: str, tmp_path: Path) -> None:
     with Runs(tmp_path) as runs:
         started = runs.start(*_command(run), "--link", "1gbit", folder="run")

@@ -20,6 +20,9 @@ from tests.ranks.runs import SMALL, Run, Runs
 
 pytestmark = pytest.mark.timeout(400)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+LONG_TEST, SLOW_TEST = pytest.mark.long, pytest.mark.slow
+OF_REPLICAS = (LONG_TEST, SLOW_TEST, SLOW_TEST, SLOW_TEST)
+OF_SERVERS = (SLOW_TEST, LONG_TEST, SLOW_TEST, LONG_TEST)
 LONG = ("--workers", "2", "--model", "mlp", "--epochs", "100000", "--eval-every", "0", "--checkpoint-every", "100000")
 
 
@@ -42,9 +45,20 @@ def _to_group_twice(run: Run, signum: int) -> None:
     os.killpg(run.process.pid, signum)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("signum", SIGNALS)
-@pytest.mark.parametrize("sync, send", [("allreduce", _to_launcher), ("ps(mode=async)", _to_group)])
+@pytest.mark.parametrize(
+    "sync, send, signum",
+    [
+        # `tests/attack/scenarios/signals.py` sends each to all processes of replicas.
+        *(
+            pytest.param("allreduce", _to_launcher, signum, marks=mark)
+            for signum, mark in zip(SIGNALS, OF_REPLICAS, strict=True)
+        ),
+        *(
+            pytest.param("ps(mode=async)", _to_group, signum, marks=mark)
+            for signum, mark in zip(SIGNALS, OF_SERVERS, strict=True)
+        ),
+    ],
+)
 def test_every_signal_saves_first(tmp_path: Path, sync: str, send: Callable[[Run, int], None], signum: int) -> None:
     with Runs(tmp_path) as runs:
         run = runs.train("digits", *LONG, "--sync", sync, folder="run")
@@ -53,16 +67,21 @@ def test_every_signal_saves_first(tmp_path: Path, sync: str, send: Callable[[Run
         run.check_stopped(signum)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "setting",
     [
-        *(("--sync", s) for s in ("local(4)", "diloco(10)", "easgd(4)", "ps(mode=sync)", "ps(mode=ssp, staleness=2)")),
-        ("--parallel", "fsdp=2"),
-        ("--parallel", "pp=2"),
-        ("--workers", "1"),
+        pytest.param(setting, marks=mark, id=" ".join(setting))
+        for setting, mark in (
+            (("--sync", "local(4)"), LONG_TEST),
+            (("--sync", "diloco(10)"), SLOW_TEST),
+            (("--sync", "easgd(4)"), SLOW_TEST),
+            (("--sync", "ps(mode=sync)"), LONG_TEST),
+            (("--sync", "ps(mode=ssp, staleness=2)"), SLOW_TEST),
+            (("--parallel", "fsdp=2"), LONG_TEST),
+            (("--parallel", "pp=2"), LONG_TEST),
+            (("--workers", "1"), LONG_TEST),
+        )
     ],
-    ids=" ".join,
 )
 def test_every_way_of_training_saves_first(tmp_path: Path, setting: tuple[str, str]) -> None:
     with Runs(tmp_path) as runs:
@@ -86,27 +105,22 @@ def test_a_signal_before_the_first_step_ends_it_with_a_report(tmp_path: Path, sy
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "ignore, signum",
-    [
-        ("trap '' INT QUIT; exec", signal.SIGINT),
-        ("trap '' INT QUIT; exec", signal.SIGQUIT),
-    ],
-)
-def test_a_signal_that_was_ignored_stays_ignored(tmp_path: Path, ignore: str, signum: int) -> None:
+def test_signals_that_were_ignored_stay_ignored(tmp_path: Path) -> None:
     with Runs(tmp_path) as runs:
-        prefix = ("sh", "-c", f'{ignore} "$@"', "sh")
+        prefix = ("sh", "-c", """trap '' INT QUIT; exec "$@" """, "sh")
         run = runs.start("train", "digits", *SMALL, *LONG, folder="run", prefix=prefix)
         run.wait_for_step(5)
-        before = last_step(run)
-        _to_group(run, signum)
-        run.wait_for_step(before + 200)
+        for signum in (signal.SIGINT, signal.SIGQUIT):
+            before = last_step(run)
+            _to_group(run, signum)
+            run.wait_for_step(before + 200)
         _to_group(run, signal.SIGTERM)
         run.check_stopped(signal.SIGTERM)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("sync", ["allreduce", "ps(mode=async)"])
+@pytest.mark.parametrize(
+    "sync", [pytest.param("allreduce", marks=LONG_TEST), pytest.param("ps(mode=async)", marks=SLOW_TEST)]
+)
 def test_a_terminal_that_is_closed_ends_the_run_with_a_checkpoint(tmp_path: Path, sync: str) -> None:
     ours, theirs = pty.openpty()
     attach = (
@@ -133,8 +147,9 @@ def test_a_terminal_that_is_closed_ends_the_run_with_a_checkpoint(tmp_path: Path
         run.check_stopped(signal.SIGHUP)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "signum", [pytest.param(signal.SIGINT, marks=LONG_TEST), pytest.param(signal.SIGHUP, marks=SLOW_TEST)]
+)
 def test_from_python_a_stopped_run_is_returned_with_its_signal(tmp_path: Path, signum: int) -> None:
     code = (
         "import echelon, json\n"
@@ -152,8 +167,9 @@ def test_from_python_a_stopped_run_is_returned_with_its_signal(tmp_path: Path, s
     assert json.loads(run.output.read_text().splitlines()[-1]) == ["stopped", signum, 128 + signum]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGQUIT])
+@pytest.mark.parametrize(
+    "signum", [pytest.param(signal.SIGINT, marks=LONG_TEST), pytest.param(signal.SIGQUIT, marks=SLOW_TEST)]
+)
 def test_a_study_ends_with_the_signals_code(tmp_path: Path, signum: int) -> None:
     with Runs(tmp_path) as runs:
         run = runs.start(

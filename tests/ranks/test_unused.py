@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 import echelon
 
-pytestmark = pytest.mark.long
-
 
 class Partly(nn.Module):
     """A layer that forward leaves out, and one that only training uses."""
@@ -31,10 +29,19 @@ class Partly(nn.Module):
 @pytest.mark.parametrize(
     ("parallel", "sync", "compression"),
     [
-        ("dp=2", "allreduce", "none"), ("dp=2", "allreduce", "topk(0.1)"), ("dp=2", "allreduce", "sign"),
-        ("dp=2", "allreduce", "powersgd(rank=1)"), ("dp=2", "local(2)", "none"), ("dp=2", "diloco(period=2)", "int8"),
-        ("dp=2", "ps(mode=async)", "none"), ("dp=2", "ps(mode=sync)", "sign"), ("fsdp=2", "ps(mode=async)", "none"),
-        ("dp=2,fsdp=2", "allreduce", "none"),
+        pytest.param(*way, marks=mark)
+        for mark, ways in (
+            (pytest.mark.long, (
+                ("dp=2", "allreduce", "topk(0.1)"), ("dp=2", "allreduce", "powersgd(rank=1)"),
+                ("dp=2", "diloco(period=2)", "int8"), ("dp=2", "ps(mode=sync)", "sign"),
+                ("dp=2,fsdp=2", "allreduce", "none"),
+            )),
+            (pytest.mark.slow, (
+                ("dp=2", "allreduce", "none"), ("dp=2", "allreduce", "sign"), ("dp=2", "local(2)", "none"),
+                ("dp=2", "ps(mode=async)", "none"), ("fsdp=2", "ps(mode=async)", "none"),
+            )),
+        )
+        for way in ways
     ],
 )  # fmt: skip
 def test_it_stays_as_it_was(tmp_path: Path, parallel: str, sync: str, compression: str) -> None:

@@ -65,6 +65,7 @@ SCENARIOS = (
             f"first-process-{sync.partition('(')[0]}-{signum.name.lower()}",
             f"As a container's first process a run by {sync} reaps orphans, saves on {signum.name}, and leaves nothing",
             functools.partial(_first_process, sync=sync, signum=signum),
+            short=(sync == "allreduce") == (signum == signal.SIGTERM),
         )
         for sync in ("allreduce", "ps(mode=async)")
         for signum in (signal.SIGTERM, signal.SIGQUIT)
@@ -74,6 +75,7 @@ SCENARIOS = (
             f"{name}-{sync.partition('(')[0]}",
             f"A run by {sync} works {where}",
             functools.partial(_poor, container=container, sync=sync),
+            short=(name, sync) in (("poor", "allreduce"), ("poorer", "ps(mode=async)")),
         )
         for name, container, where in (
             ("poor", POOR, "as a user without a name, a read-only home, 64 kB of /dev/shm and a long TMPDIR"),

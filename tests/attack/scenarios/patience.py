@@ -223,9 +223,17 @@ _FULL = "A disk that is full for a while ends no run ({}): training goes on, and
 _ERROR = "{} while checkpoints are saved ends no run: training goes on, and the save is tried again."
 
 SCENARIOS = [
-    *(Scenario(f"full-disk-{name}", _FULL.format(name), partial(_full_disk, name)) for name in SYNCS),
     *(
-        Scenario(f"error-{errno.errorcode[code].lower()}", _ERROR.format(errno.errorcode[code]), partial(_error, code))
+        Scenario(f"full-disk-{name}", _FULL.format(name), partial(_full_disk, name), name in ("allreduce", "ps"))
+        for name in SYNCS
+    ),
+    *(
+        Scenario(
+            f"error-{errno.errorcode[code].lower()}",
+            _ERROR.format(errno.errorcode[code]),
+            partial(_error, code),
+            code == errno.EIO,
+        )
         for code in (errno.EIO, errno.ESTALE)
     ),
     Scenario("error-emfile", _ERROR.format("EMFILE"), _no_more_files),

@@ -194,6 +194,7 @@ SCENARIOS = [
             f"{name}-on-one-machine",
             f"A run on one machine ({sync}) opens no port that another machine reaches.",
             partial(_open_ports, sync),
+            short=False,  # `tests/ranks/test_ports.py` looks at these too
         )
         for name, sync in (("allreduce", "allreduce"), ("servers", "ps(mode=async, servers=2)"))
     ),
