@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -165,7 +166,9 @@ def run_commands(listed: list[list[str]], folder: Path) -> str:
 def test_what_the_pages_train_could_start(folder: Path) -> None:
     """Each dry run plans its run to the end, and refuses what could not start."""
     assert len(DRY) > 20
-    assert run_commands([dry(command) for command in DRY], folder) == ""
+    once = [list(words) for words in dict.fromkeys(tuple(dry(command)) for command in DRY)]
+    with ThreadPoolExecutor(2) as pool:  # a plan is made by one thread of one process
+        assert list(pool.map(run_commands, (once[::2], once[1::2]), (folder, folder))) == ["", ""]
 
 
 @pytest.mark.long
