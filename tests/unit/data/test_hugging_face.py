@@ -133,7 +133,7 @@ def test_a_hub_out_of_reach_is_said_within_seconds(monkeypatch: pytest.MonkeyPat
             began = time.monotonic()
             with pytest.raises(UserError, match=f"hf:nowhere: it is not in the cache of datasets, and {hub} ({words})"):
                 opened("hf:nowhere")
-            assert time.monotonic() - began < 8  # 2 of them for the hub, the others for a busy machine
+            assert time.monotonic() - began < 20  # 2 of them for the hub, the others for a busy machine
     assert not datasets.config.HF_HUB_OFFLINE
 
 

@@ -137,7 +137,9 @@ def test_a_service_of_others_at_the_rendezvous_is_told_in_time(
         began_s = time.monotonic()
         with pytest.raises(UserError, match=r"another service, no run: .* \(waited 4"):
             _wait(lambda: other.order(Ready()), Go)
-        assert time.monotonic() - began_s < 6
+        assert (
+            time.monotonic() - began_s < 20
+        )  # a busy machine wakes late; a message that waits for the service never ends
         other.close()
         assert "another service" in why_silent(rendezvous, SecretSource(tmp_path))
 
