@@ -96,7 +96,7 @@ steps:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_training_goes_on_after_its_node_has_failed(tmp_path: Path, cluster: SlurmCluster) -> None:
-    (tmp_path / "flow.yaml").write_text(LASTING.replace("${steps}", "4000"))
+    (tmp_path / "flow.yaml").write_text(LASTING.replace("${steps}", "600"))
     folder, environment = tmp_path / "there", {**os.environ, **cluster.environment}
     follower = subprocess.Popen(_flow(tmp_path, folder), env=environment, stdout=subprocess.PIPE, text=True)
     train = step_folder(folder, "train")

@@ -227,10 +227,10 @@ def _measured(
         if seconds * FASTER < best_s:
             best, best_s = prediction, seconds
     if len(long_enough) < len(ahead):
-        short = ", ".join(p.label for p in ahead if p not in long_enough)
+        short = "; ".join(p.label for p in ahead if p not in long_enough)
         words.append(f"--auto: {steps} steps are too few for {short}.")
     if rejected:
-        costs = ", ".join(f"{p.label} ({_points(p.label)})" for p in rejected[:4])
+        costs = "; ".join(f"{p.label} ({_points(p.label)})" for p in rejected[:4])
         words.append(f"--auto: beyond --tolerance {tolerance:g}: {costs}.")
     if best is default:
         words.append(f"--auto: nothing that may be taken is faster than {_named(default)}.")
