@@ -12,6 +12,7 @@ import pytest
 from pyarrow import parquet
 
 import echelon
+from echelon.study.folder import read_ends
 from tests.ranks.run_many import python_path
 from tests.ranks.runs import Run, Runs, read_lines
 
@@ -96,6 +97,8 @@ def test_a_study_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     outcome = echelon.compare(tries, "mlp", run="study", seeds=1, **small)
     assert repr(outcome) == "StudyOutcome(completed, 2 of 2 runs, study)"
     assert list(outcome.runs["candidate"]) == tries and set(outcome.runs["steps"]) == {3}
+    took = {name: end.seconds for name, end in read_ends(Path("study")).items()}
+    assert took == dict(zip(outcome.runs["run"], outcome.runs["whole_s"], strict=True))  # live table and page agree
     assert outcome.words and "study/report.html" in outcome._repr_html_()
     again = echelon.compare(run="study")  # nothing is missing
     assert again.status == "completed" and len(again.report.runs) == 2

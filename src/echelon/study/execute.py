@@ -16,7 +16,7 @@ from echelon.config import RunConfig, build
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.core.stop import Stopped, signal_name, stop_on_signals
 from echelon.records.file import Recorder, newest
-from echelon.records.kinds import End, RunEnd
+from echelon.records.kinds import CommandEnd, End, RunEnd
 from echelon.records.segments import RECORD_FILE
 from echelon.reporting.report import write_shared_script
 from echelon.study.base import COMPLETED, PlannedRun, Study
@@ -134,7 +134,19 @@ def _run(path: Path, run: PlannedRun, observer: StudyObserver) -> RunEnd:
     discard(folder)
     began = time.monotonic()
     code, error = _command(path, run, folder, observer)
-    return RunEnd(run.name, *_outcome(folder, code, error), time.monotonic() - began)
+    waited_s = time.monotonic() - began
+    return RunEnd(run.name, *_outcome(folder, code, error), command_seconds(folder, waited_s))
+
+
+def command_seconds(folder: Path, waited_s: float) -> float:
+    """Return how long a run's command took, in seconds, as its own record and its report say.
+
+    Args:
+        waited_s: seconds from before the process was made until it was seen to have ended; returned for a run that
+            did not come to record its command's end.
+    """
+    end = next(newest(folder, CommandEnd), None)
+    return end.seconds if end else waited_s
 
 
 def _command(path: Path, run: PlannedRun, folder: Path, observer: StudyObserver) -> tuple[int, str]:
