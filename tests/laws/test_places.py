@@ -84,9 +84,15 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for name, value in newest[1]["model"].items() if isinstance(value, torch.Tensor)}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("sync", ["allreduce", "ps(mode=sync)"])
-@pytest.mark.parametrize("place", [*PROCESS_PLACES, OWN])
+@pytest.mark.parametrize(
+    ("place", "sync"),
+    [
+        *(pytest.param(place, "allreduce", marks=pytest.mark.long) for place in PROCESS_PLACES),
+        pytest.param(OWN, "ps(mode=sync)", marks=pytest.mark.long),  # has more processes than replicas have
+        *(pytest.param(place, "ps(mode=sync)", marks=pytest.mark.slow) for place in PROCESS_PLACES),
+        pytest.param(OWN, "allreduce", marks=pytest.mark.slow),
+    ],
+)
 def test_the_same_description_gives_the_same_bits(tmp_path: Path, place: str, sync: str) -> None:
     (tmp_path / "shell_place.py").write_text(SHELL)
     # A server's steps begin with the workers that are there: with one, every step has the same shares.

@@ -25,8 +25,9 @@ def test_a_run_whose_metric_does_not_improve_stops_and_a_resume_says_so(
     assert "nothing to do" in capsys.readouterr().err and (run / "record.jsonl").read_bytes() == before
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("sync", ["local(3)", "ps(mode=async)"])
+@pytest.mark.parametrize(
+    "sync", [pytest.param("ps(mode=async)", marks=pytest.mark.long), pytest.param("local(3)", marks=pytest.mark.slow)]
+)
 def test_all_ranks_stop_early_and_more_patience_goes_on_where_they_stopped(tmp_path: Path, sync: str) -> None:
     with Runs(tmp_path) as runs:
         run = runs.start(*MODEL, "--workers", "2", "--sync", sync, "--lr", "0", "--epochs", "40", "--early-stop", "1",
@@ -40,8 +41,9 @@ def test_all_ranks_stop_early_and_more_patience_goes_on_where_they_stopped(tmp_p
         assert again.records("end")[-1]["stagnant"] == 2 and len(run.records("evaluation")) > evaluated
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("sync", ["allreduce", "ps(mode=async)"])
+@pytest.mark.parametrize(
+    "sync", [pytest.param("allreduce", marks=pytest.mark.long), pytest.param("ps(mode=async)", marks=pytest.mark.slow)]
+)
 def test_a_command_ends_in_its_time_with_an_evaluation_a_checkpoint_and_a_report(tmp_path: Path, sync: str) -> None:
     with Runs(tmp_path) as runs:
         run = runs.start(*MODEL, "--workers", "2", "--sync", sync, "--epochs", "100000", "--eval-every", "0",

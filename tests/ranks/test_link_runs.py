@@ -15,12 +15,19 @@ from echelon.reporting.report.tables import link_words
 from tests.ranks.links import NEEDS_LINKS
 from tests.ranks.runs import Runs
 
-pytestmark = [*NEEDS_LINKS, pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = [*NEEDS_LINKS, pytest.mark.timeout(400)]
 DEADLINE_S = 30.0
 HEADERS_BYTES = 66  # Ethernet, IPv4 and TCP with timestamps
 
 
-@pytest.mark.parametrize("compression", ["int8", "topk(0.01)", "powersgd(2)"])
+@pytest.mark.parametrize(
+    "compression",
+    [
+        pytest.param("topk(0.01)", marks=pytest.mark.long),
+        pytest.param("powersgd(2)", marks=pytest.mark.long),
+        pytest.param("int8", marks=pytest.mark.slow),
+    ],
+)
 def test_the_bytes_of_a_run_are_those_that_the_kernel_counts(tmp_path: Path, compression: str) -> None:
     with Runs(tmp_path) as runs:
         run = runs.train("digits", "--model", "mlp", "--workers", "2", "--link", "100mbit",
@@ -39,7 +46,9 @@ def _interfaces() -> set[str]:
     return {path.name for path in Path("/sys/class/net").iterdir()}
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "how", [pytest.param(signal.SIGKILL, marks=pytest.mark.long), pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_the_network_goes_with_a_run_that_is_ended(tmp_path: Path, how: signal.Signals) -> None:
     before = _interfaces()
     with Runs(tmp_path) as runs:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.ranks.runs import SMALL, Runs
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 TRAIN = ("train", "digits", "--model", "mlp", "--batch-size", "250", "--epochs", "1", "--lr", "0.05", *SMALL)
 OWN = ("--loss", "CrossEntropyLoss", "--metrics", "F1Score(average=macro)", "--primary-metric", "f1_score")
@@ -22,7 +22,14 @@ def one_worker(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
         return run.losses()
 
 
-@pytest.mark.parametrize("layout", [("--parallel", "dp=2"), ("--parallel", "pp=2"), ("--sync", "ps(mode=sync)")])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(("--parallel", "pp=2"), marks=pytest.mark.long),
+        pytest.param(("--sync", "ps(mode=sync)"), marks=pytest.mark.long),
+        pytest.param(("--parallel", "dp=2"), marks=pytest.mark.slow),
+    ],
+)
 def test_a_mean_is_divided_and_metrics_are_added_up_in_every_layout(
     tmp_path: Path, one_worker: dict[int, float], layout: tuple[str, ...]
 ) -> None:
@@ -35,6 +42,7 @@ def test_a_mean_is_divided_and_metrics_are_added_up_in_every_layout(
     assert run.summary()["metrics"]["f1_score"] == metrics["f1_score"]
 
 
+@pytest.mark.long
 def test_a_loss_that_layouts_would_change_is_refused_at_the_first_batch(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def loss(outputs, targets):\n    return outputs.std()\n")
     with Runs(tmp_path) as runs:

@@ -51,8 +51,9 @@ def test_phases_and_pauses_of_each_rank_are_the_wall_time(tmp_path: Path) -> Non
     assert "completed; report:" in said
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("async", marks=pytest.mark.long), pytest.param("sync", marks=pytest.mark.slow)]
+)
 def test_a_run_with_servers_tells_of_its_workers_what_other_runs_tell_of_ranks(tmp_path: Path, mode: str) -> None:
     """Evaluations are no step's time; the start names every worker; a step that took long is told with its cause."""
     options = ["--sync", f"ps(mode={mode})", "--epochs", "6", "--eval-every", "2", "--workers", "2", *SMALL]

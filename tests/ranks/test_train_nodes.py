@@ -68,8 +68,9 @@ def test_a_machine_goes_away_and_comes_back_and_a_stop_on_one_machine_stops_the_
         assert first.summary()["status"] == "completed"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("sync", ["allreduce", "ps(mode=async)"])
+@pytest.mark.parametrize(
+    "sync", [pytest.param("ps(mode=async)", marks=pytest.mark.long), pytest.param("allreduce", marks=pytest.mark.slow)]
+)
 def test_the_first_machine_goes_away_and_the_other_waits_for_its_return(tmp_path: Path, sync: str) -> None:
     settings = ("--nodes", "2", "--epochs", "100000", "--eval-every", "0", "--checkpoint-every", "20", "--sync", sync)
     with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:
@@ -89,8 +90,9 @@ def test_the_first_machine_goes_away_and_the_other_waits_for_its_return(tmp_path
         assert sorted(first.losses()) == list(range(1, max(first.losses()) + 1))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("sync", ["allreduce", "ps(mode=async)"])
+@pytest.mark.parametrize(
+    "sync", [pytest.param("allreduce", marks=pytest.mark.long), pytest.param("ps(mode=async)", marks=pytest.mark.slow)]
+)
 def test_a_first_machine_that_does_not_return_is_waited_for_until_a_deadline(tmp_path: Path, sync: str) -> None:
     settings = ("--nodes", "2", "--epochs", "100000", "--eval-every", "0", "--timeout", "60s", "--sync", sync)
     with ShapedNetwork(2, parse_link(LINK)) as network, Runs(tmp_path) as runs:

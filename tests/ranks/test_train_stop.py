@@ -111,8 +111,7 @@ def test_a_service_manager_ends_the_whole_group_and_the_run_saves_first(tmp_path
     assert not [e for e in run.records("event") if e["name"] == "worker_died"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("sleeper", [0, 1])
+@pytest.mark.parametrize("sleeper", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.slow)])
 def test_a_worker_that_sleeps_between_checkpoints_lets_the_other_one_save(tmp_path: Path, sleeper: int) -> None:
     settings = ("--workers", "2", "--sync", "ps(mode=async)", "--epochs", "1000", "--checkpoint-every", "20")
     with Runs(tmp_path) as runs:
