@@ -13,6 +13,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ FAULTS = "ECHELON_TEST_FAULTS"
 SAMPLES, BATCH, EPOCHS = 96, 12, 4
 STEPS = SAMPLES // BATCH * EPOCHS
 WIDTH = "ECHELON_TEST_WIDTH"
+LEFT = "ECHELON_TEST_LEFT"  # where who dies in a coded sum leaves what its codec remembers
 PACE = "ECHELON_TEST_PACE_S"  # seconds that a forward pass takes
 
 
@@ -49,11 +52,15 @@ class Fault:
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
 
-    def at(self, point: str, after_s: float | None = None) -> None:
-        """Come to a point; `after_s`: the end comes so much later, while the process goes on."""
+    def is_due(self, point: str) -> bool:
+        """Come to a point; returns whether this process is to end there."""
         self._counts[point] = count = self._counts.get(point, 0) + 1
         member = os.environ.get("ECHELON_MEMBER", "")
-        if [member, point, count] not in json.loads(os.environ.get(FAULTS, "[]")):
+        return [member, point, count] in json.loads(os.environ.get(FAULTS, "[]"))
+
+    def at(self, point: str, after_s: float | None = None) -> None:
+        """Come to a point; `after_s`: the end comes so much later, while the process goes on."""
+        if not self.is_due(point):
             return
         if after_s is None:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -63,6 +70,75 @@ class Fault:
 def _die(after_s: float) -> None:
     time.sleep(after_s)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+class CodedPoints:
+    """Points of sums with a codec; who dies there leaves behind what its codec remembers.
+
+    `collect`, `spread`, `summed`: before the messages to owners, before those of owners, after both.
+    """
+
+    def __init__(self, fault: Fault) -> None:
+        self._fault = fault
+        self._work: Any = None
+
+    def install(self) -> None:
+        """Let sums come to the points; `Fault` counts each."""
+        from echelon.collectives.compressed_all_reduce import CompressedAllReduce
+        from echelon.collectives.work import CellWork
+
+        reduce, collect = CellWork._reduce, CompressedAllReduce._collect
+        spread = CompressedAllReduce._spread
+
+        def reduced(work: Any, filling: Any) -> None:
+            self._work = work
+            reduce(work, filling)
+
+        def collected(part: Any, *arguments: Any) -> Any:
+            self._at("collect")
+            return collect(part, *arguments)
+
+        def spread_out(part: Any, *arguments: Any) -> int:
+            self._at("spread")
+            sent = spread(part, *arguments)
+            self._at("summed")
+            return sent
+
+        CellWork._reduce, CompressedAllReduce._collect = reduced, collected  # type: ignore[method-assign]
+        CompressedAllReduce._spread = spread_out  # type: ignore[method-assign]
+
+    def _at(self, point: str) -> None:
+        if self._fault.is_due(point):
+            self._die()
+
+    def _die(self) -> None:
+        after = self._memory()
+        for filling in self._work._cells:
+            filling.snapshot.restore()
+        torch.save([self._memory(), after], Path(os.environ[LEFT]) / f"{os.environ['ECHELON_MEMBER']}.pt")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _memory(self) -> Tensor:
+        return remembered([self._work.state_dict()], int(os.environ[WIDTH]))
+
+
+@cache
+def coded_points(fault: Fault) -> None:
+    """Install the points of sums with a codec, once in a process, where it is told where to leave memories."""
+    if LEFT in os.environ:
+        CodedPoints(fault).install()
+
+
+def remembered(states: Iterable[Mapping[str, Any]], width: int) -> Tensor:
+    """Return what codecs have not sent, by their states: how often each weight has yet to move, (SAMPLES, width)."""
+    total = torch.zeros(SAMPLES * width, dtype=torch.float64)
+    for state in states:
+        for key, value in state.items():
+            kind, _, rest = key.partition("/")
+            if kind in ("sent.error", "relay.error"):
+                start = int(rest.rpartition("/")[2])
+                total[start : start + value.numel()] += value.double()
+    return total.view(SAMPLES, -1) * BATCH
 
 
 class Counting(nn.Module):
@@ -92,6 +168,7 @@ class Counting(nn.Module):
 
     def _in_backward(self, gradient: Tensor) -> None:
         self.fault.at("backward")
+        coded_points(self.fault)
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
         if Fault.trains:
@@ -133,14 +210,13 @@ def waiting(folder: Path) -> Tensor:
     from echelon.trainer.saving import state_of
 
     state = state_of(folder, "newest")
-    total = torch.zeros_like(state["model"]["w"]).view(-1)
-    for rank in state[RANKS].values():
-        for key, value in rank["sync"].items():
-            kind, _, rest = key.partition("/")
-            if kind in ("sent.error", "relay.error"):
-                start = int(rest.rpartition("/")[2])
-                total[start : start + value.numel()] += value.double()
-    return total.view(state["model"]["w"].shape) * BATCH
+    ranks = [rank["sync"] for rank in state[RANKS].values()]
+    return remembered(ranks, state["model"]["w"].shape[1])
+
+
+def left_behind(folder: Path) -> list[tuple[Tensor, Tensor]]:
+    """Return what the codec of each that died remembered before its last sum, and after it; in counts of samples."""
+    return [tuple(torch.load(path)) for path in sorted(folder.glob("*.pt"))]
 
 
 def main() -> None:

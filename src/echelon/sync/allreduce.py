@@ -222,7 +222,7 @@ class AllReduce:
         context, sent = replace(self._context, group=None, ddp=None), self.bytes_sent()
         if self._hook:
             self._hook.close()
-            self._kept = self._hook.memories()
+            self._kept, self._sent_before = self._hook.memories(), dict(sent)  # it may be left again before it is built
         self._hook = self._unreached = self._rows = None
         self._ddp, self.module = None, context.model
 

@@ -161,9 +161,13 @@ class ElasticLoop:
         own, sent, sync = batches.commit, 0, regroupable(run)
         if own is not None and own.step == agreed.commit.step and own.draws is not None:
             own.draws.restore(run)  # the next step may have begun
-        sync.settle_step(made=own is not None and own.step < agreed.commit.step)
+        lacks = own is not None and own.step < agreed.commit.step
+        if not lacks:
+            sync.settle_step(made=False)  # the source tells of codecs as they were before it
         if agreed.behind:
             sent = self._bring_up(run, own, agreed, world)
+        if lacks:  # not earlier: if those who have made it die before, it is done again
+            sync.settle_step(made=True)
         if own is None:
             seed_everything(rank_seed(self._assembly.seed, world.size * (self._membership.term + 1) + world.rank))
         commit = agreed.commit
