@@ -209,14 +209,14 @@ class PartWriter:
         self._thread: threading.Thread | None = None
         self._failure: OSError | UserError | None = None
 
-    def write(self, parts: Mapping[Path, RankPart]) -> None:
+    def write(self, by_file: Mapping[Path, RankPart]) -> None:
         """Copy the parts' tensors, then write each to its file in the background; a file appears when it is whole.
 
         Raises:
             UserError: the one before could not be written.
         """
         self.wait()
-        staged = {file: RankPart(stage(part.tensors), part.tree) for file, part in parts.items()}
+        staged = {file: RankPart(stage(part.tensors), part.tree) for file, part in by_file.items()}
         self._thread = threading.Thread(target=self._run, args=(staged,), name="echelon-parts")
         self._thread.start()
 
@@ -243,9 +243,9 @@ class PartWriter:
         if failure is not None:
             raise failure
 
-    def _run(self, parts: Mapping[Path, RankPart]) -> None:
+    def _run(self, by_file: Mapping[Path, RankPart]) -> None:
         try:
-            for file, part in parts.items():
+            for file, part in by_file.items():
                 write = functools.partial(_write_whole_file, file, part)
                 if self._patience is None:
                     write()

@@ -39,7 +39,7 @@ def command() -> Any:
     """Build `echelon flow`."""
 
     def flow(
-        words: Annotated[list[str], typer.Argument(metavar="FILE | status|graph|logs|stop FOLDER [STEP]")],
+        arguments: Annotated[list[str], typer.Argument(metavar="FILE | status|graph|logs|stop FOLDER [STEP]")],
         on: Annotated[str, typer.Option("--on", metavar="PLACE", help="where steps run: local, slurm(...)")] = "local",
         run: Annotated[
             str, typer.Option("--run", metavar="FOLDER", help="the flow's folder [default: flows/NAME]")
@@ -55,16 +55,18 @@ def command() -> Any:
         dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would run, start nothing")] = False,
     ) -> None:
         """Run a flow, or show one."""
-        if words[0] in _LOOKS:
-            _look(words)
+        if arguments[0] in _LOOKS:
+            _look(arguments)
             return
-        if len(words) > 1:
+        if len(arguments) > 1:
             raise UserError(
-                f"one file a flow: {' '.join(words[1:])!r} is too much; write --set NAME=VALUE for parameters"
+                f"one file a flow: {' '.join(arguments[1:])!r} is too much; write --set NAME=VALUE for parameters"
             )
         from echelon.flows.run import FlowRequest, plan_flow, start_flow
 
-        request = FlowRequest(words[0], on, run, _parameters(values or []), cores, memory, gpus, resume, hash_content)
+        request = FlowRequest(
+            arguments[0], on, run, _parameters(values or []), cores, memory, gpus, resume, hash_content
+        )
         if dry_run:
             for line in plan_flow(request):
                 print_words(line)
@@ -96,10 +98,10 @@ def _finish(outcome: FlowOutcome) -> None:
     raise SystemExit(stopped_exit_code(outcome.signum) if outcome.status == "stopped" else 1)
 
 
-def _look(words: list[str]) -> None:
+def _look(arguments: list[str]) -> None:
     """Show a flow, or end it."""
-    what, folder = words[0], Path(words[1]) if len(words) > 1 else None
-    if folder is None or len(words) > (3 if what == "logs" else 2):
+    what, folder = arguments[0], Path(arguments[1]) if len(arguments) > 1 else None
+    if folder is None or len(arguments) > (3 if what == "logs" else 2):
         raise UserError(f"echelon flow {what} takes the folder of a flow" + ", and a step" * (what == "logs"))
     from echelon.flows.state import load_flow
 
@@ -107,7 +109,7 @@ def _look(words: list[str]) -> None:
     if what == "stop":
         _stop(folder)
     elif what == "logs":
-        _logs(folder, words[2] if len(words) > 2 else "", list(flow.steps))
+        _logs(folder, arguments[2] if len(arguments) > 2 else "", list(flow.steps))
     else:
         _show(folder, as_graph=what == "graph")
 

@@ -147,11 +147,11 @@ class CompressedAllReduce:
         states = self._states if usable else [None] * len(bodies)
         return [with_note(b, self.adaptation.note(s)) for b, s in zip(bodies, states, strict=True)]
 
-    def _without_notes(self, parts: dict[int, tuple[Tensor, bool]]) -> dict[int, tuple[Tensor, bool]]:
+    def _without_notes(self, received: dict[int, tuple[Tensor, bool]]) -> dict[int, tuple[Tensor, bool]]:
         """Take the senders' notes from before what they sent, where the codec adapts."""
         if self.adaptation is None:
-            return parts
-        opened = {j: (*split_note(parts[j][0], SENT), parts[j][1]) for j in sorted(parts)}
+            return received
+        opened = {j: (*split_note(received[j][0], SENT), received[j][1]) for j in sorted(received)}
         self._notes = [note for note, _, _ in opened.values()] if self._numel(self._post.ring.index) else []
         return {j: (body, good) for j, (_, body, good) in opened.items()}
 

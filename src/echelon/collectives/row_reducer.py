@@ -149,14 +149,14 @@ class RowReducer:
             n_bytes = coded
         return rows * _index_dtype(table).itemsize, n_bytes
 
-    def _exchange(self, own: Tensor, sizes: list[int]) -> list[Tensor]:
+    def _exchange(self, message: Tensor, sizes: list[int]) -> list[Tensor]:
         """Send this rank's bytes to all others; returns everyone's, its own among them."""
         rank, group = self._group.rank(), self._group
-        messages = [own if k == rank else own.new_empty(size) for k, size in enumerate(sizes)]
+        messages = [message if k == rank else message.new_empty(size) for k, size in enumerate(sizes)]
         peers = [(rank + i) % group.size() for i in range(1, group.size())]
-        operations = [dist.P2POp(dist.isend, own, group=group, group_peer=k) for k in peers if own.numel()]
+        operations = [dist.P2POp(dist.isend, message, group=group, group_peer=k) for k in peers if message.numel()]
         operations += [dist.P2POp(dist.irecv, messages[k], group=group, group_peer=k) for k in peers if sizes[k]]
-        sent = len(peers) * (own.numel() + framing_bytes(1, own.is_cuda)) if own.numel() else 0
+        sent = len(peers) * (message.numel() + framing_bytes(1, message.is_cuda)) if message.numel() else 0
         self.wire.add("weights", sent)
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()

@@ -104,13 +104,13 @@ def _scalars(file: Path, node: yaml.Node) -> list[_Text]:
     return [_scalar(file, each) for each in (node.value if isinstance(node, yaml.SequenceNode) else [node])]
 
 
-def _parameters(file: Path, node: yaml.Node | None, given: Mapping[str, str]) -> dict[str, str]:
+def _parameters(file: Path, node: yaml.Node | None, overrides: Mapping[str, str]) -> dict[str, str]:
     fields = _fields(file, node, None, "parameters") if node is not None else {}
     values = {name: _scalar(file, value).value for name, value in fields.items()}
-    for name in given:
+    for name in overrides:
         if name not in values:
             raise unknown("parameter", name, values)
-    return values | dict(given)
+    return values | dict(overrides)
 
 
 def _described(file: Path, node: yaml.Node, parameters: Mapping[str, str]) -> dict[str, _Described]:

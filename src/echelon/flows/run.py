@@ -13,7 +13,7 @@ from echelon.flows.child import hashes_of, is_done
 from echelon.flows.driver import FlowOutcome, Say, check_resources, machine_resources, run_flow
 from echelon.flows.fingerprint import fingerprint
 from echelon.flows.resolve import memory_given, read_flow
-from echelon.flows.state import DESCRIPTION_FILE, Given, load_flow, only_driver, write_description
+from echelon.flows.state import DESCRIPTION_FILE, FlowArguments, load_flow, only_driver, write_description
 from echelon.launch.places import PlaceChoice
 from echelon.launch.places.cluster import TakesChains
 from echelon.records.file import newest
@@ -59,8 +59,9 @@ def start_flow(request: FlowRequest, say: Say) -> FlowOutcome:
         check_resources(flow, there)
     if not request.resume:
         with only_driver(folder):
-            given = Given(str(Path(request.file).resolve()), dict(request.parameters), request.hash_content)
-            write_description(folder, Path(request.file), given)
+            file = str(Path(request.file).resolve())
+            arguments = FlowArguments(file, dict(request.parameters), request.hash_content)
+            write_description(folder, Path(request.file), arguments)
     if place is not None:
         return run_chained(flow, folder, place, say)
     return run_flow(flow, folder, there, say)

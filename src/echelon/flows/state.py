@@ -60,7 +60,7 @@ class StepStanding:
 
 
 @dataclass(frozen=True)
-class Given:
+class FlowArguments:
     """What a flow's command was given beside the file.
 
     Attributes:
@@ -73,11 +73,11 @@ class Given:
     hash_content: bool = False
 
 
-def write_description(folder: Path, file: Path, given: Given) -> None:
+def write_description(folder: Path, file: Path, arguments: FlowArguments) -> None:
     """Keep a flow's description in its folder, so that it can be continued."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / DESCRIPTION_FILE, file.read_text(encoding="utf-8"))
-    write_atomic(folder / GIVEN_FILE, json.dumps(asdict(given), indent=2))
+    write_atomic(folder / GIVEN_FILE, json.dumps(asdict(arguments), indent=2))
 
 
 def load_flow(folder: Path) -> Flow:
@@ -87,13 +87,13 @@ def load_flow(folder: Path) -> Flow:
         UserError: there is none.
     """
     try:
-        given = decode(Given, json.loads((folder / GIVEN_FILE).read_bytes()))
+        arguments = decode(FlowArguments, json.loads((folder / GIVEN_FILE).read_bytes()))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder}: no flow there; name the folder of one, such as flows/NAME") from None
     except (TypeError, ValueError, KeyError, AttributeError):
         raise UserError(f"{folder / GIVEN_FILE} is damaged: start the flow from its file") from None
-    flow = read_flow(folder / DESCRIPTION_FILE, given.parameters, given.hash_content)
-    return Flow(flow.name, Path(given.file).parent, flow.steps, flow.hash_content)
+    flow = read_flow(folder / DESCRIPTION_FILE, arguments.parameters, arguments.hash_content)
+    return Flow(flow.name, Path(arguments.file).parent, flow.steps, flow.hash_content)
 
 
 @contextmanager
@@ -165,25 +165,25 @@ def standings(flow: Flow, folder: Path) -> list[StepStanding]:
     return [found[name] for name in flow.steps]
 
 
-def _stand(flow: Flow, folder: Path, name: str, goes_on: bool, found: dict[str, StepStanding]) -> StepStanding:
+def _stand(flow: Flow, folder: Path, name: str, goes_on: bool, known: dict[str, StepStanding]) -> StepStanding:
     """Return how one step stands, looking at those before it where it has not begun."""
-    if name in found:
-        return found[name]
+    if name in known:
+        return known[name]
     step, where = flow.steps[name], step_folder(folder, name)
     line = last_line(where)
     starts = len(read_records(where, FlowStepStart)) if line is not None else 0
     report = _report(folder, where)
     if isinstance(line, FlowStepEnd):
         stands = {COMPLETED: Stands.DONE, STOPPED: Stands.CUT_SHORT}.get(line.status, Stands.FAILED)
-        found[name] = StepStanding(step, stands, starts, line.seconds, line.message, report)
+        known[name] = StepStanding(step, stands, starts, line.seconds, line.message, report)
     elif line is not None:
         stands = Stands.RUNS if goes_on else Stands.CUT_SHORT
-        found[name] = StepStanding(step, stands, starts, time.time() - line.t if goes_on else 0.0, "", report)
+        known[name] = StepStanding(step, stands, starts, time.time() - line.t if goes_on else 0.0, "", report)
     else:
-        before = [_stand(flow, folder, each, goes_on, found).stands for each in step.before]
+        before = [_stand(flow, folder, each, goes_on, known).stands for each in step.before]
         blocked = any(each in (Stands.FAILED, Stands.BLOCKED) for each in before)
-        found[name] = StepStanding(step, Stands.BLOCKED if blocked else Stands.WAITS)
-    return found[name]
+        known[name] = StepStanding(step, Stands.BLOCKED if blocked else Stands.WAITS)
+    return known[name]
 
 
 def _report(folder: Path, where: Path) -> str:

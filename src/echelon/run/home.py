@@ -149,12 +149,12 @@ def _remove_others(folder: Path, wanted: Iterable[str]) -> None:
             path.unlink()
 
 
-def _is_wanted(folder: Path, name: str, whole: int) -> bool:
+def _is_wanted(folder: Path, name: str, newest_step: int) -> bool:
     """Whether a checkpoint is newer than a step, or a base is not whole here."""
     from echelon.checkpoint.files import CheckpointEntry, DamagedError, is_base, verify
 
     if not is_base(name):
-        return int(name.partition("-")[2].partition(".")[0]) > whole
+        return int(name.partition("-")[2].partition(".")[0]) > newest_step
     try:
         verify(CheckpointEntry(0, 1, folder / _CHECKPOINTS / name))
     except (DamagedError, OSError):

@@ -278,11 +278,11 @@ def _rendezvous(plan: LaunchPlan) -> Address:
     return plan.rendezvous
 
 
-def _is_first(plan: LaunchPlan, rendezvous: Address, own: str) -> bool:
+def _is_first(plan: LaunchPlan, rendezvous: Address, own_address: str) -> bool:
     """Whether this is the first machine: as its place says, else by its address."""
     from echelon.launch.meeting import is_own
 
-    return is_own(rendezvous.host, own) if plan.seat is None else plan.seat.number == 0
+    return is_own(rendezvous.host, own_address) if plan.seat is None else plan.seat.number == 0
 
 
 def _arrival(plan: LaunchPlan, settings: dict[str, str], address: str = "") -> Arrival:

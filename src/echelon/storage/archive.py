@@ -283,12 +283,12 @@ class ArchiveWriter:
         self._known[name, sha256] = part
         return part
 
-    def _write(self, term: int, label: str, parts: Sequence[Part]) -> Version:
+    def _write(self, term: int, label: str, archived: Sequence[Part]) -> Version:
         """Write the next manifest; where an answer of the store was lost, one of this writer's may be there already."""
         while True:
             host, now = socket.gethostname(), round(time.time(), 3)
             number, before = self._tip.number + 1, self._tip.sha256
-            version = Version(number, before, term, self.id, host, now, label, tuple(parts))
+            version = Version(number, before, term, self.id, host, now, label, tuple(archived))
             data = version.encoded()
             version = replace(version, sha256=hashlib.sha256(data).hexdigest())
             own = self._create(version, data)

@@ -255,13 +255,13 @@ class AllReduce:
         """Take over, between two groups, what `shared_memory` returned on a rank that is further."""
         self._common = state
 
-    def _take_over(self, kept: StepMemories | None, shared: StateView) -> None:
+    def _take_over(self, memories: StepMemories | None, shared: StateView) -> None:
         hook = self._hook
         if hook is None or hook.codec is None or self._context.group is None:
             return
-        if kept is not None:
+        if memories is not None:
             numels = {name: parameter.numel() for name, parameter in self._context.model.named_parameters()}
-            hook.load_state_dict(carried(kept.after, numels, self._context.group.size()))
+            hook.load_state_dict(carried(memories.after, numels, self._context.group.size()))
         if shared:
             hook.load_common(merge([shared], {}))
 

@@ -426,11 +426,11 @@ def assemble(
     return run, cursor, Assembly(ground, path, membership)
 
 
-def _model_notes(resolved: ResolvedRun, parts: RunParts, world: World) -> list[str]:
+def _model_notes(resolved: ResolvedRun, run_parts: RunParts, world: World) -> list[str]:
     """Say what the model's layers mean for a run of several workers."""
     synced = resolved.config.model.sync_batchnorm
-    tables = table_notes(resolved, parts.model, world.size)
-    return [*tables, *worker_notes(parts.model, world.data_size, synced)]
+    tables = table_notes(resolved, run_parts.model, world.size)
+    return [*tables, *worker_notes(run_parts.model, world.data_size, synced)]
 
 
 def _connecting(membership: Membership | None) -> AbstractContextManager[None]:

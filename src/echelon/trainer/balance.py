@@ -92,11 +92,11 @@ class Balancer:
     """
 
     def __init__(
-        self, parts: BatchParts, sizes: Sequence[int] = (), planned: Mapping[int, Sequence[int]] | None = None
+        self, division: BatchParts, sizes: Sequence[int] = (), planned: Mapping[int, Sequence[int]] | None = None
     ):
         """Begin with shares (empty: equal ones), and with what is to be done after which step, as it was before."""
-        self._parts = parts
-        self.sizes = tuple(sizes) if sizes else parts.of_ranks(share_sizes(parts.samples, parts.replicas))
+        self._division = division
+        self.sizes = tuple(sizes) if sizes else division.of_ranks(share_sizes(division.samples, division.replicas))
         self._planned = dict(planned or {})
         self._forget()
 
@@ -106,7 +106,7 @@ class Balancer:
         self._begin_look()
 
     def _begin_look(self) -> None:
-        self._own_s, self._seconds, self._steps = [0.0] * self._parts.replicas, 0.0, 0
+        self._own_s, self._seconds, self._steps = [0.0] * self._division.replicas, 0.0, 0
 
     def planned(self, step: int) -> Deal | None:
         """Return what was decided after a step when it was trained before; call it after every step."""
@@ -120,7 +120,7 @@ class Balancer:
         """Look at a window of all ranks; returns what changes after it."""
         if self._planned:
             return None
-        for replica, own_s in enumerate(_by_replica(steps, self._parts.replicas)):
+        for replica, own_s in enumerate(_by_replica(steps, self._division.replicas)):
             self._own_s[replica] += own_s
         self._seconds, self._steps = self._seconds + steps.seconds, self._steps + steps.count
         if self._seconds < LOOK_S or self._steps < LOOK_STEPS:
@@ -134,14 +134,14 @@ class Balancer:
         return self._decide() if len(self._looks) == LOOKS else None
 
     def _decide(self) -> Deal | None:
-        before = self._parts.of_replicas(self.sizes)
+        before = self._division.of_replicas(self.sizes)
         decided = decide(self._looks, before)
         if decided is None:
             return None
         costs = [median(own_s) / size for own_s, size in zip(zip(*self._looks, strict=True), before, strict=True)]
         gain = _longest(before, costs) / _longest(decided, costs)
         slowest = costs.index(max(costs)), max(costs) / min(costs)
-        self.sizes = self._parts.of_ranks(decided)
+        self.sizes = self._division.of_ranks(decided)
         self._forget()
         return Deal(self.sizes, gain, slowest)
 
@@ -223,16 +223,16 @@ def why_not(run: ResolvedRun, world: World) -> str:
     return ""
 
 
-def make_balancer(parts: BatchParts, world: World, cursor: Cursor, folder: Path) -> Balancer:
+def make_balancer(division: BatchParts, world: World, cursor: Cursor, folder: Path) -> Balancer:
     """Return what decides on shares in a run that begins or goes on; all ranks call it together.
 
     The checkpoint's shares hold on where they are of as many ranks; what was decided in steps after it is done again.
     """
-    if not parts.fits(cursor.shares or (0,)):
+    if not division.fits(cursor.shares or (0,)):
         cursor.shares = ()
     planned = text_from_rank_0(json.dumps(_recorded_after(folder, cursor.step)) if world.leads else "", world)
-    wanted = {int(step): sizes for step, sizes in json.loads(planned).items() if parts.fits(sizes)}
-    return Balancer(parts, cursor.shares, wanted)
+    wanted = {int(step): sizes for step, sizes in json.loads(planned).items() if division.fits(sizes)}
+    return Balancer(division, cursor.shares, wanted)
 
 
 def _recorded_after(folder: Path, step: int) -> dict[str, list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor
 from echelon.checkpoint import copy_state
 from echelon.core.state_tree import StateView
 from echelon.core.task import Stagnation
+from echelon.records.kinds import Number
 from echelon.trainer.loop import TrainingRun
 from echelon.trainer.state import Cursor, RunParts
 
@@ -96,10 +97,10 @@ class Commit:
     between: bool
     epoch: int
     batch: int
-    best: float | None
     stagnation: Stagnation
     owes_evaluation: bool
     reason: str
+    best: Number | None = None
     draws: Draws | None = None
 
     @classmethod
@@ -107,24 +108,14 @@ class Commit:
         """Note how far a rank is now."""
         saver = run.saver
         return cls(
-            cursor.step, between, cursor.epoch, cursor.batch, saver.best, saver.stagnation, saver.owes_evaluation,
-            reason, Draws.of(run) if between else None,
+            cursor.step, between, cursor.epoch, cursor.batch, saver.stagnation, saver.owes_evaluation, reason,
+            saver.best, Draws.of(run) if between else None,
         )  # fmt: skip
 
     @property
     def place(self) -> tuple[int, bool]:
         """Orders commits: that of a rank which is further is greater."""
         return self.step, self.between
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return what other ranks need to know of it, as JSON has it."""
-        fields = {name: value for name, value in vars(self).items() if name != "draws"}
-        return {**fields, "stagnation": asdict(self.stagnation)}
-
-    @classmethod
-    def from_plain(cls, fields: Mapping[str, Any]) -> Commit:
-        """Undo `to_plain`."""
-        return cls(**{**fields, "stagnation": Stagnation(**fields["stagnation"])})
 
     def cursor(self) -> Cursor:
         """Return the cursor of this moment."""

@@ -13,8 +13,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from echelon.checkpoint import broadcast_state
 from echelon.core.stop import StopFlag
 from echelon.data.base import Batch
+from echelon.records.decode import decode
 from echelon.trainer.assemble import Assembly, rank_seed
 from echelon.trainer.batches import EpochOrder, Resumption
 from echelon.trainer.commit import Commit, Draws, replica_state, take_replica_state
@@ -41,9 +41,9 @@ class _Member:
     `commit` is None of a newcomer.
     """
 
-    commit: Commit | None
     recorded: int
     leads: bool
+    commit: Commit | None = None
 
 
 @dataclass(frozen=True)
@@ -186,36 +186,33 @@ class ElasticLoop:
 
     def _told(self, run: TrainingRun, batches: EpochOrder) -> _Member:
         leads = run.world.leads
-        return _Member(batches.commit, batches.recorded if leads else self._assembly.recorded(), leads)
+        commit = replace(batches.commit, draws=None) if batches.commit is not None else None  # draws are of one rank
+        return _Member(batches.recorded if leads else self._assembly.recorded(), leads, commit)
 
-    def _bring_up(self, run: TrainingRun, own: Commit | None, agreed: _Agreed, world: World) -> int:
+    def _bring_up(self, run: TrainingRun, commit: Commit | None, agreed: _Agreed, world: World) -> int:
         """Give what all replicas share to those that lack it; returns the bytes that this rank sent."""
         mine = None
         if world.rank == agreed.source:
             mine = {**replica_state(run.parts), "sync": regroupable(run).shared_memory()}
         state, sent = broadcast_state(mine, agreed.source, world.group)
-        if own is None or own.step < agreed.commit.step:
+        if commit is None or commit.step < agreed.commit.step:
             averages = not self._assembly.resolved.sync.sums_in_backward  # buffers too
-            take_replica_state(run.parts, state, with_buffers=own is None or averages)
+            take_replica_state(run.parts, state, with_buffers=commit is None or averages)
             regroupable(run).take_shared_memory(state["sync"])
         return sent
 
 
-def _exchange(own: _Member, world: World) -> list[_Member]:
+def _exchange(member: _Member, world: World) -> list[_Member]:
     """Return what each member tells."""
     if world.group is None:
-        return [own]
-    plain = {"commit": own.commit and own.commit.to_plain(), "recorded": own.recorded, "leads": own.leads}
-    text = json.dumps(plain).encode()
+        return [member]
+    text = json.dumps(asdict(member)).encode()
     if len(text) > _TOLD_BYTES:
         raise ValueError(f"{len(text)} bytes are too many to tell the others")
     row = torch.frombuffer(bytearray(text.ljust(_TOLD_BYTES)), dtype=torch.uint8).to(world.device)
     rows = [torch.empty_like(row) for _ in range(world.size)]
     dist.all_gather(rows, row, group=world.group)
-    told: list[dict[str, Any]] = [json.loads(bytes(each.cpu().numpy())) for each in rows]
-    return [
-        _Member(each["commit"] and Commit.from_plain(each["commit"]), each["recorded"], each["leads"]) for each in told
-    ]
+    return [decode(_Member, json.loads(bytes(each.cpu().numpy()))) for each in rows]
 
 
 def _agreement(members: Sequence[_Member]) -> _Agreed:

@@ -170,11 +170,11 @@ def _extract(stream: IO[bytes], folder: Path, wanted: set[str]) -> list[str]:
     return came
 
 
-def _place(scratch: Path, run: Path, came: list[str], found: dict[str, str]) -> None:
+def _place(scratch: Path, run: Path, came: list[str], remote: dict[str, str]) -> None:
     """Move what came into the run's folder: checkpoints that are whole at once, then files, the record among them."""
     of_checkpoints = [name for name in came if name.startswith(f"{_CHECKPOINTS}/")]
     for step in sorted({name.split("/")[1] for name in of_checkpoints}):
-        wanted = {name for name in found if name.startswith(f"{_CHECKPOINTS}/{step}/")}
+        wanted = {name for name in remote if name.startswith(f"{_CHECKPOINTS}/{step}/")}
         target = run / _CHECKPOINTS / step
         if wanted <= set(came):
             shutil.rmtree(target, ignore_errors=True)

@@ -428,13 +428,13 @@ def _of(seats: list[Seat], host: str) -> Seat:
     return next(seat for seat in seats if seat.name == host)
 
 
-def _state_of(parts: list[HostPart]) -> JobState:
+def _state_of(host_parts: list[HostPart]) -> JobState:
     """Return a job's state: it is over when no part runs on the hosts that answer."""
-    words = [f"running on {', '.join(p.host for p in parts if p.state == 'runs')}"]
-    words += [part.detail for part in parts if part.state == "silent"]
-    died = [part.host for part in parts if part.died]
+    words = [f"running on {', '.join(p.host for p in host_parts if p.state == 'runs')}"]
+    words += [part.detail for part in host_parts if part.state == "silent"]
+    died = [part.host for part in host_parts if part.died]
     if died:
         words.append(f"the part on {', '.join(died)} died")
-    if any(part.state == "runs" for part in parts):
+    if any(part.state == "runs" for part in host_parts):
         return JobState(JobPhase.RUNS, "; ".join(words))
     return JobState(JobPhase.ENDED, "; ".join(words[1:]) or "over")

@@ -128,17 +128,17 @@ def _are_q_k_v(shapes: Sequence[tuple[int, int]]) -> bool:
     return q_in == k_in == v_in and k == v and q % k == 0
 
 
-def _with_norms(name: str, module: nn.Module, found: dict[str, Style]) -> dict[str, Style]:
+def _with_norms(name: str, module: nn.Module, plan: dict[str, Style]) -> dict[str, Style]:
     """Add norms over each head's width, which all heads share; nothing is found beside other layers with parameters."""
     width = getattr(module, HEAD_WIDTH, None)
     for path, child in module.named_modules():
         own = [tuple(p.shape) for p in child.parameters(recurse=False)]
-        if not path or not found or not own or f"{name}.{path}" in found:
+        if not path or not plan or not own or f"{name}.{path}" in plan:
             continue
         if any(shape != (width,) for shape in own):
             return {}
-        found[f"{name}.{path}"] = Style("shared")
-    return found
+        plan[f"{name}.{path}"] = Style("shared")
+    return plan
 
 
 def _runs(module: nn.Module, prefix: str) -> Iterator[_Run]:
