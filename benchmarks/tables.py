@@ -27,7 +27,7 @@ from echelon.compression import read as read_codec
 from echelon.models.builtin.dlrm import DLRM
 from echelon.models.tables import make_sparse, sparse_tables
 from echelon.observe.phases import HostClock
-from echelon.optim.sparse_adam import TableAdam
+from echelon.optim.build import TableAdam
 from echelon.sync.base import SyncContext
 from echelon.sync.registry import read as read_sync
 from echelon.trainer.step import make_update

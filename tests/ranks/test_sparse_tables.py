@@ -17,7 +17,7 @@ from echelon.collectives.row_reducer import RowReducer
 from echelon.compression import read as read_codec
 from echelon.models.tables import sparse_tables, untouched
 from echelon.observe.phases import HostClock
-from echelon.optim.sparse_adam import TableAdam
+from echelon.optim.build import TableAdam
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.registry import read as read_sync
 from echelon.trainer.step import make_update

@@ -20,7 +20,7 @@ _CARRIERS = (  # functions that others wait or compute in: who called them tells
 _WAITING = (
     "/torch/distributed/", "/zmq/", f"{_PACKAGE}/collectives/", f"{_PACKAGE}/messages/", f"{_PACKAGE}/ps/",
     f"{_PACKAGE}/sync/averaging/exchange.py", f"{_PACKAGE}/trainer/window.py",
-    f"{_PACKAGE}/parallel/pipeline/receive.py", f"{_PACKAGE}/parallel/tensor/comm.py",
+    f"{_PACKAGE}/parallel/pipeline/torch_stage.py", f"{_PACKAGE}/parallel/tensor/comm.py",
 )  # fmt: skip
 _NOT_OF_USERS = (_LIBRARY, _PACKAGE, "/site-packages/", "/dist-packages/", "<frozen", "<string>")
 

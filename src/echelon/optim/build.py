@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,6 @@ from echelon.core.rate_search import rate_of
 from echelon.core.state_tree import StateTree, StateView
 from echelon.optim.names import NOT_SUPPORTED, unknown_optimizer
 from echelon.optim.own import NO_RATES, OptimizerFactory, build_own, weight_decay_groups
-from echelon.optim.sparse_adam import TableAdam
 from echelon.torch_compat import foreach_lerp_
 
 STEP_FACTOR = 0.1
@@ -143,6 +142,59 @@ def _check_name(name: str) -> None:
     known = [each for each in list_optimizers() if not each.startswith(NOT_SUPPORTED)]
     if name not in known:
         raise unknown_optimizer(name, known)
+
+
+class TableAdam(torch.optim.Optimizer):
+    """Adam whose moments of a table's row move when that row is touched (torch's SparseAdam).
+
+    Dense parameters follow torch's Adam. Groups carry `sparse`, which says whose rule is theirs.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], tables: Mapping[str, nn.Parameter], lr: float) -> None:
+        """Divide each group in its tables and its other parameters, and build both optimizers."""
+        ids = {id(table) for table in tables.values()}
+        divided = []
+        for group in groups:
+            for sparse in (False, True):
+                params = [p for p in group["params"] if (id(p) in ids) is sparse]
+                if params:
+                    divided.append({**group, "params": params, "sparse": sparse})
+        dense = [group for group in divided if not group["sparse"]]
+        rows = [group for group in divided if group["sparse"]]
+        idle = nn.Parameter(torch.empty(0))
+        # They compute; groups and state are this object's, which both are given at each step.
+        self._rules = {
+            False: torch.optim.Adam(dense or [{"params": [idle]}], lr=lr, weight_decay=0.0),
+            True: torch.optim.SparseAdam([{k: v for k, v in g.items() if k != "weight_decay"} for g in rows], lr=lr),
+        }
+        super().__init__(divided, {"lr": lr})
+        defaults = {sparse: rule.defaults for sparse, rule in self._rules.items()}
+        for group in self.param_groups:
+            for key, value in defaults[group["sparse"]].items():
+                group.setdefault(key, value)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update rows that have a gradient by SparseAdam, and all else by Adam; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for sparse, rule in self._rules.items():
+            rule.param_groups = [group for group in self.param_groups if group["sparse"] is sparse]
+            rule.state = self.state
+            if sparse:
+                _as_rows(rule)
+            rule.step()
+        return loss
+
+
+def _as_rows(rule: torch.optim.Optimizer) -> None:
+    """Turn gradients of zeros, which stand for a step that is left out, into none of any row."""
+    for group in rule.param_groups:
+        for table in group["params"]:
+            if table.grad is not None and not table.grad.is_sparse:
+                table.grad = table.grad.to_sparse(1)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.data.base import DataInfo
 from echelon.models import LoadedWeights, build_model, give_logits, hints_for
-from echelon.models.keras_compiled import compiled_loss
 from echelon.models.keras_model import KerasModule, loss_name
 from echelon.models.tables import check_tables, make_sparse, sparse_tables
 from echelon.models.trial import evaluating, try_out
@@ -172,6 +171,16 @@ def build_computing(config: RunConfig, work: Work, world: World) -> nn.Module:
     return model
 
 
+def _check_compiled_loss(model: KerasModule, name: str) -> None:
+    from echelon.models.keras_compiled import compiled_loss  # imports torchmetrics, which other models may not need
+
+    if compiled_loss(model) is not None:
+        raise UserError(
+            f"--model {name} was compiled with the loss {loss_name(model.compiled.loss)}, which no task learns: name "
+            "it as --loss module:function, or give the model to echelon.train as an object"
+        )
+
+
 def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
     """Build the whole model on this rank's device, the same values on every rank."""
     model = work.user_model
@@ -189,11 +198,8 @@ def build_whole(config: RunConfig, work: Work, world: World) -> nn.Module:
         work.loaded.append(loaded)
     if work.user_model is not None:
         give_logits(work.user_model)
-    elif isinstance(model, KerasModule) and not config.optimizer.loss and compiled_loss(model) is not None:
-        raise UserError(
-            f"--model {config.model.name} was compiled with the loss {loss_name(model.compiled.loss)}, which no task "
-            "learns: name it as --loss module:function, or give the model to echelon.train as an object"
-        )
+    elif isinstance(model, KerasModule) and not config.optimizer.loss:
+        _check_compiled_loss(model, config.model.name)
     if config.model.sync_batchnorm and world.data_group is not None and isinstance(model, KerasModule):
         _check_keras_norms(model)
     if config.model.sync_batchnorm and world.data_group is not None and not _is_split(world):

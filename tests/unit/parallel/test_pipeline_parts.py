@@ -20,10 +20,10 @@ from echelon.parallel.pipeline.batches import cut_batch, dividing_count
 from echelon.parallel.pipeline.chain import find_chain, units_of
 from echelon.parallel.pipeline.cuts import balanced, measure_units, stages_of
 from echelon.parallel.pipeline.plan import plan_stages
-from echelon.parallel.pipeline.receive import moved_ahead
 from echelon.parallel.pipeline.settings import SCHEDULES, microbatch_count, stage_count
 from echelon.parallel.pipeline.stage import Skeleton, make_stage
 from echelon.parallel.pipeline.timeline import ActionRecorder
+from echelon.parallel.pipeline.torch_stage import moved_ahead
 from echelon.parallel.tensor import plan_tensor
 from echelon.records.kinds import PipelineAction, idle_share
 

@@ -19,8 +19,7 @@ from echelon.storage.archive import (
     key_of,
 )
 from echelon.storage.base import Store, StoreAway, StoredObject
-from echelon.storage.local import LocalStore
-from echelon.storage.url import open_store
+from echelon.storage.url import LocalStore, open_store
 
 
 class FaultyStore(Store):

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from echelon.compression.base import Codec, Meta, Payload, State, flat, refuse_nonfinite_elements
-from echelon.compression.codecs.int8 import Int8
-from echelon.compression.codecs.none import Uncompressed
-from echelon.compression.codecs.qsgd import Qsgd
 from echelon.compression.codecs.topk import TopK
+from echelon.compression.registry import codec_class
 from echelon.compression.rungs import MEASURED_EVERY, RungControl
 from echelon.compression.wire import Layout
 from echelon.core.spec import spec_of
 
 _HEAD = 8
+_DENSE = ("none", "int8", "qsgd")
 _DENSITIES = (0.15, 0.1, 0.07, 0.05, 0.035, 0.025, 0.018, 0.012, 0.008, 0.005, 0.003)
 BACK = "back_"
 """What entries of the controller for sums on their way back begin with."""
@@ -177,7 +176,7 @@ class Rung(Codec):
 
 def _lost(codec: Codec, x: Tensor, payload: Payload) -> float:
     """Return |x - decoded|^2; of a sparse message from what was chosen alone."""
-    if isinstance(codec, Uncompressed):
+    if codec.name == _DENSE[0]:
         return 0.0
     if payload.chosen is not None:
         indices, decoded = payload.chosen
@@ -205,7 +204,7 @@ def _opened(payload: Payload) -> tuple[Codec, Payload]:
 @cache
 def _rungs() -> tuple[Codec, ...]:
     sparse = [TopK(density, momentum=0.0, warmup_steps=0, finish_steps=0) for density in _DENSITIES]
-    return (Uncompressed(), Int8(), Qsgd(), *sparse)
+    return (*(codec_class(name)() for name in _DENSE), *sparse)
 
 
 @cache

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from echelon.config.places import read_place
+from echelon.config.machines import read_place
 from echelon.core.errors import UserError, naming
 from echelon.core.own import find_own
 from echelon.core.patience import PATIENCE_S

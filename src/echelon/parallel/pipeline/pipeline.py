@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from echelon.core.hints import Hints
 from echelon.parallel.pipeline.batches import MicroBatches, cut_batch, dividing_count, evaluating, has_batchnorm
 from echelon.parallel.pipeline.plan import StagePlan, plan_stages
-from echelon.parallel.pipeline.receive import EarlyStage, receive_early
 from echelon.parallel.pipeline.settings import PipelineResult, PipelineSettings, microbatch_count, schedule_class
 from echelon.parallel.pipeline.stage import Boundary, Skeleton, make_stage, set_types
 from echelon.parallel.pipeline.timeline import ActionRecorder, Kind
+from echelon.parallel.pipeline.torch_stage import EarlyStage, receive_early
 from echelon.records.kinds import PipelineAction
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest

@@ -1,4 +1,4 @@
-"""Receives that wait for the message, and not the message for them.
+"""torch's stage as it is run here: its computations are recorded, and receives wait for the message, not it for them.
 
 Over gloo a sender asks first, and its thread sends once the receiver has said where to: two wake-ups on cores that
 compute. Where that was said before, a message leaves at once and arrives during the computation before the one that
@@ -10,11 +10,64 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
 
-from echelon.parallel.pipeline.timeline import RecordedStage
+from echelon.parallel.pipeline.timeline import ActionRecorder
 
 Way = Literal["forward", "backward"]
 AHEAD = 2  # computations before the one that needs a message
+
+
+class RecordedStage(PipelineStage):
+    """torch's stage, with each of its computations inside the recorder's marks.
+
+    Attributes:
+        inputs_move: whether inputs have a gradient. Where they have none, for all before is frozen, torch would find no
+            way from outputs to parameters by the half of backward that gives it: the other half does all of it.
+    """
+
+    recorder: ActionRecorder
+    inputs_move = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._whole: dict[int, Any] = {}  # losses of micro-batches whose backward the other half does, by number
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run one micro-batch forward."""
+        with self.recorder.action(self.stage_index, fwd_chunk_id, "forward"):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Run one micro-batch backward, or the half of it that gives the gradient of the inputs."""
+        if not full_backward and self.is_first:  # torch leaves all of it to the other half
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            return
+        if not full_backward and not self.inputs_move:
+            self._whole[bwd_chunk_id], self.bwd_cache[bwd_chunk_id] = loss, (None,)
+            return
+        with self.recorder.action(self.stage_index, bwd_chunk_id, "backward" if full_backward else "input"):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Run the other half: the gradients of the parameters."""
+        with self.recorder.action(self.stage_index, bwd_chunk_id, "weight"):
+            if bwd_chunk_id in self._whole:
+                super().backward_one_chunk(bwd_chunk_id, self._whole.pop(bwd_chunk_id), True, last_backward)
+                self.bwd_cache.pop(bwd_chunk_id, None)
+                return
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """Return the gradient for a stage of this rank; in evaluation, where torch asks for it too, nothing."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Take the gradient from a stage of this rank; in evaluation there is none."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
 class EarlyStage(RecordedStage):
