@@ -18,6 +18,7 @@ from echelon.cli.app import COMMANDS
 from echelon.collectives.registry import PATHS
 from echelon.compression.registry import CODECS
 from echelon.config.build import flag_of, leaves
+from echelon.config.schema import traits_of
 from echelon.core.registry import Argument, Registry
 from echelon.parallel.pipeline.settings import SCHEDULES
 from echelon.sync.registry import STRATEGIES
@@ -64,12 +65,13 @@ def settings() -> str:
     for name, item, kind in leaves():
         section = name.rpartition(".")[0]
         values = " \\| ".join(f"`{value}`" for value in getattr(kind, "__args__", ())) or f"{kind.__name__}"
-        bounds = [f"{word} {item.metadata[key]:g}" for key, word in (("min", "at least"), ("max", "at most"))
-                  if item.metadata[key] is not None]  # fmt: skip
+        traits = traits_of(item)
+        bounds = [f"{word} {bound:g}" for word, bound in (("at least", traits.above), ("at most", traits.below))
+                  if bound is not None]  # fmt: skip
         default = f"`{item.default}`" if item.default != "" else ""
         sections.setdefault(section or "run", []).append(
             f"| `{flag_of(name, item)}` | `{name}` | {values}{', ' if bounds else ''}{', '.join(bounds)} | {default} "
-            f"| {escaped(item.metadata['help'])} |"
+            f"| {escaped(traits.help)} |"
         )
     head = "| option | in YAML | value | default | what it is |\n|---|---|---|---|---|\n"
     return "\n\n".join(f"## {section}\n\n{head}" + "\n".join(rows) for section, rows in sections.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field
+from functools import partial
 from typing import Any, get_args, get_origin
 
 import typer
@@ -13,6 +14,7 @@ from echelon.cli.help import BASIC
 from echelon.collectives.registry import PATHS
 from echelon.compression.registry import CODECS
 from echelon.config.build import flag_of, leaves
+from echelon.config.schema import traits_of
 from echelon.core.tuning import TUNINGS
 from echelon.sync.registry import STRATEGIES
 
@@ -76,15 +78,15 @@ def with_parameters(function: Callable[..., None], parameters: list[inspect.Para
 
 def _setting(name: str, item: Field[Any], kind: Any) -> inspect.Parameter:
     flag, key = flag_of(name, item), _argument_name(name)
-    text = item.metadata["help"] + _values(name, kind) + _default(item)
+    text = traits_of(item).help + _values(name, kind) + _default(item)
     if not flag.startswith("--"):
         return parameter(key, str | None, typer.Argument(None, metavar=flag, help=text, show_default=False))
     panel = BASIC if name in BASICS else HEADINGS[name.partition(".")[0] if "." in name else "run"]
-    shown = {"help": text, "rich_help_panel": panel, "show_default": False}
+    option = partial(typer.Option, None, help=text, rich_help_panel=panel, show_default=False)
     if kind is bool:
-        return parameter(key, bool | None, typer.Option(None, f"{flag}/--no-{flag[2:]}", **shown))
+        return parameter(key, bool | None, option(f"{flag}/--no-{flag[2:]}"))
     metavar = "WORD" if get_origin(kind) is not None else METAVARS.get(name, _TYPES[kind])
-    return parameter(key, str | None, typer.Option(None, flag, metavar=metavar, **shown))
+    return parameter(key, str | None, option(flag, metavar=metavar))
 
 
 def _values(name: str, kind: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from echelon.config.schema import RunConfig
+from echelon.config.schema import RunConfig, traits_of
 from echelon.config.validate import check
 from echelon.config.yaml_file import plain, read_yaml, shown
 from echelon.core.errors import UserError, nearest
@@ -51,7 +51,7 @@ def leaf_values(config: RunConfig) -> dict[str, str | int | float | bool]:
 
 def flag_of(name: str, item: Field[Any]) -> str:
     """Return the command-line flag of a setting."""
-    return item.metadata.get("flag") or "--" + name.rsplit(".", 1)[-1].replace("_", "-")
+    return traits_of(item).flag or "--" + name.rsplit(".", 1)[-1].replace("_", "-")
 
 
 def hint_for(name: str) -> str:
@@ -120,7 +120,7 @@ def _checked(name: str, value: SettingValue, known: tuple[Field[Any], Any], orig
     item, kind = known
     flag = flag_of(name, item)
     if isinstance(value, str):
-        value = item.metadata["renamed"].get(value, value)
+        value = traits_of(item).renamed.get(value, value)
     where = f"{flag} ({name})" if origin == COMMAND_LINE else f"{origin}: {name}"
     try:
         checked: SettingValue = TypeAdapter(kind).validate_python(value)
@@ -134,7 +134,7 @@ def _checked(name: str, value: SettingValue, known: tuple[Field[Any], Any], orig
         raise UserError(f"{where} has more digits than any setting needs")
     if not math.isfinite(checked):  # nan is below no bound
         raise UserError(f"{where} is {checked}: it must be a finite number")
-    low, high = item.metadata.get("min"), item.metadata.get("max")
+    low, high = traits_of(item).above, traits_of(item).below
     if (low is not None and checked < low) or (high is not None and checked > high):
         bounds = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
         raise UserError(f"{where} is {checked}: it must be {bounds}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from echelon.config.build import flag_of, leaves
+from echelon.config.schema import traits_of
 from echelon.core.errors import UserError, nearest
 
 PARAMETERS = (  # of `train`, for they take objects too
@@ -64,7 +65,7 @@ class Keyword:
     def type(self) -> str:
         """Its type, as it is written in Python."""
         values = ", ".join(f'"{value}"' for value in get_args(self.kind))
-        if callables := self.field.metadata.get("callables"):
+        if callables := traits_of(self.field).callables:
             return f"str | {callables}"
         return f"Literal[{values}]" if values else str(self.kind.__name__)
 
@@ -72,7 +73,7 @@ class Keyword:
     def help(self) -> str:
         """What the setting is, and its default."""
         default = "" if self.field.default == "" else f" [default: {self.field.default!r}]"
-        return f"{self.field.metadata['help']}{default}"
+        return f"{traits_of(self.field).help}{default}"
 
 
 def keywords() -> dict[str, Keyword]:

@@ -5,6 +5,7 @@ A field's command-line flag is its name with dashes (`batch_size` is `--batch-si
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, Literal
@@ -15,6 +16,33 @@ from pydantic.dataclasses import dataclass
 STRICT = ConfigDict(extra="forbid")
 
 
+@dataclasses.dataclass(frozen=True)
+class SettingTraits:
+    """What a setting is beside its name, type and default.
+
+    Attributes:
+        flag: of the command line; None: its name with dashes.
+        above, below: inclusive bounds of a number.
+        renamed: other words for a value, such as those that runs were written with before.
+        code: whether its value may be `module:name`, code that a run imports, or names such code among `calls`.
+        callables: the type of the code itself, which may be given from Python too; empty: none may.
+    """
+
+    help: str
+    flag: str | None = None
+    above: float | None = None
+    below: float | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    code: Literal["", "value", "calls"] = ""
+    callables: str = ""
+
+
+def traits_of(item: dataclasses.Field[Any]) -> SettingTraits:
+    """Return what a field of the schema was declared with."""
+    traits: SettingTraits = item.metadata["traits"]
+    return traits
+
+
 def setting(
     default: Any,
     help: str,
@@ -23,32 +51,18 @@ def setting(
     below: float | None = None,
     renamed: Mapping[str, str] | None = None,
 ) -> Any:
-    """Declare one field: default, help, flag; `above` and `below` are inclusive bounds, checked for numbers.
-
-    `renamed`: other words for a value, such as those that runs were written with before.
-    """
-    metadata = {"help": help, "flag": flag, "min": above, "max": below, "renamed": renamed or {}}
-    return field(default=default, metadata=metadata)
+    """Declare one field; see `SettingTraits`."""
+    return field(default=default, metadata={"traits": SettingTraits(help, flag, above, below, renamed or {})})
 
 
 def code_setting(default: str, help: str, flag: str, callables: str = "") -> Any:
-    """Declare a field whose value may be `module:name`: code that a run imports.
-
-    Args:
-        callables: the type of the code itself, which may be given from Python too.
-    """
-    metadata: dict[str, Any] = {"help": help, "flag": flag, "min": None, "max": None, "renamed": {}, "code": True}
-    return field(default=default, metadata={**metadata, "callables": callables})
+    """Declare a field whose value may be `module:name`: code that a run imports; see `SettingTraits`."""
+    return field(default=default, metadata={"traits": SettingTraits(help, flag, code="value", callables=callables)})
 
 
 def calls_setting(help: str, flag: str, default: str = "", callables: str = "") -> Any:
-    """Declare a field of names joined by `+`, with arguments, some of which may be `module:name`.
-
-    Args:
-        callables: as in `code_setting`.
-    """
-    metadata: dict[str, Any] = {"help": help, "flag": flag, "min": None, "max": None, "renamed": {}, "code": "calls"}
-    return field(default=default, metadata={**metadata, "callables": callables})
+    """Declare a field of names joined by `+`, with arguments, some of which may be `module:name`."""
+    return field(default=default, metadata={"traits": SettingTraits(help, flag, code="calls", callables=callables)})
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
+from echelon.records.decode import decode
 
 RUN_FILE = "samples.json"
 
@@ -114,9 +113,8 @@ class NamedRoster(Roster):
             UserError: one that the run knows is gone, there is another class, or the file cannot be read.
         """
         kept = None
-        if values := _kept(folder, source, "names"):
-            with _refused(folder):
-                kept = cls(*_common(values), tuple(values["classes"]), values["names"])
+        if (file := _read(folder, source)) is not None and file.names is not None:
+            kept = cls(source, file.begun, tuple(file.stages), True, tuple(file.classes), file.names)
         if kept is None:
             return cls(source, len(names), (Growth(0, len(names)),), False, classes, names)
         if kept.classes != classes:
@@ -183,9 +181,8 @@ class RowRoster(Roster):
             UserError: rows that the run knows are gone or are others, or the file cannot be read.
         """
         kept = None
-        if values := _kept(folder, source, "digests"):
-            with _refused(folder):
-                kept = cls(*_common(values), tuple(values["digests"]))
+        if (file := _read(folder, source)) is not None and file.digests is not None:
+            kept = cls(source, file.begun, tuple(file.stages), True, tuple(file.digests))
         if kept is None:
             digest = digest_of(there)
             return cls(source, there, (Growth(0, there),), False, (digest,), there, digest)
@@ -216,25 +213,29 @@ class RowRoster(Roster):
         return replace(self, stages=self._stages_with(epoch, self.there), digests=(*self.digests, self.digest))
 
 
-def _kept(folder: Path | None, source: str, field: str) -> dict[str, Any] | None:
-    """Return what a run's folder keeps of this data, where it is known in this way; `field` tells how."""
-    file = folder / RUN_FILE if folder is not None else None
-    if file is None or not file.is_file():
+@dataclass(frozen=True)
+class _RosterFile:
+    """What a run's folder keeps: `names`, or `digests`, by the way in which samples are known."""
+
+    source: str
+    begun: int
+    stages: Sequence[Growth]
+    classes: Sequence[str] = ()
+    names: Sequence[str] | None = None
+    digests: Sequence[str] | None = None
+
+
+def _read(folder: Path | None, source: str) -> _RosterFile | None:
+    """Return what a run's folder keeps of this data; None: nothing, or it is of other data.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    path = folder / RUN_FILE if folder is not None else None
+    if path is None or not path.is_file():
         return None
-    with _refused(folder):
-        values = json.loads(file.read_text(encoding="utf-8"))
-        return values if values["source"] == source and field in values else None
-
-
-def _common(values: dict[str, Any]) -> tuple[str, int, tuple[Growth, ...], bool]:
-    return values["source"], values["begun"], tuple(Growth(**each) for each in values["stages"]), True
-
-
-@contextmanager
-def _refused(folder: Path | None) -> Iterator[None]:
-    """Say in one line that a run's file cannot be read."""
     try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        file = RUN_FILE if folder is None else folder / RUN_FILE
-        raise UserError(f"{file}: cannot be read ({error}): which samples the run has is lost") from error
+        file = decode(_RosterFile, json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}): which samples the run has is lost") from error
+    return file if file.source == source else None

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from echelon.observe.phases import Phase, PhaseClock
 
@@ -140,6 +140,17 @@ class StepProfiler:
         unfinished.rename(self._file)
 
 
+class TraceEvent(TypedDict, total=False):
+    """What is read of an event of a trace (Chrome's trace event format); `ts` is in microseconds."""
+
+    name: str
+    ph: str
+    pid: int | str
+    ts: float
+    id: int | str
+    args: dict[str, object]
+
+
 def rank_trace(folder: Path, rank: int) -> Path:
     """Return where a rank writes its part of a run's trace."""
     return folder / PROFILE_FOLDER / f"rank{rank:05d}.json"
@@ -151,7 +162,7 @@ def merge_traces(folder: Path) -> str:
     if not parts:
         return ""
     merged = folder / PROFILE_FOLDER / TRACE_FILE
-    events: list[dict[str, Any]] = []
+    events: list[TraceEvent] = []
     base_ns: int | None = None
     for part in parts:
         trace, rank = json.loads(part.read_text()), int(part.stem.removeprefix("rank"))
@@ -168,12 +179,12 @@ def merge_traces(folder: Path) -> str:
     return f"profiler trace of {ranks}: {merged}; open it at https://ui.perfetto.dev"
 
 
-def _of_rank(events: list[dict[str, Any]], rank: int, shift_us: float) -> Iterator[dict[str, Any]]:
+def _of_rank(events: list[TraceEvent], rank: int, shift_us: float) -> Iterator[TraceEvent]:
     """Give a rank's events with ids of its own: process ids, and those of the arrows between events."""
     numbers: dict[object, int] = {}
     for event in events:
         pid = numbers.setdefault(event.get("pid"), rank * _PID_ROOM + len(numbers))
-        changed = {**event, "pid": pid}
+        changed: TraceEvent = {**event, "pid": pid}
         if "ts" in event:
             changed["ts"] = event["ts"] + shift_us
         if event.get("ph") in ("s", "t", "f") and "id" in event:

@@ -16,7 +16,7 @@ from echelon.core.errors import UserError
 from echelon.core.rate_search import rate_of
 from echelon.core.state_tree import StateTree, StateView
 from echelon.optim.names import NOT_SUPPORTED, unknown_optimizer
-from echelon.optim.own import NO_RATES, OptimizerFactory, build_own, weight_decay_groups
+from echelon.optim.own import NO_RATES, OptimizerFactory, ParamGroup, build_own, weight_decay_groups
 from echelon.torch_compat import foreach_lerp_
 
 STEP_FACTOR = 0.1
@@ -150,7 +150,7 @@ class TableAdam(torch.optim.Optimizer):
     Dense parameters follow torch's Adam. Groups carry `sparse`, which says whose rule is theirs.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], tables: Mapping[str, nn.Parameter], lr: float) -> None:
+    def __init__(self, groups: list[ParamGroup], tables: Mapping[str, nn.Parameter], lr: float) -> None:
         """Divide each group in its tables and its other parameters, and build both optimizers."""
         ids = {id(table) for table in tables.values()}
         divided = []

@@ -18,6 +18,8 @@ from echelon.core.spec import show_value
 
 FLAG = "--optimizer"
 NO_RATES: Mapping[str, float] = {}
+ParamGroup = dict[str, Any]
+"""A group of an optimizer's parameters, `params`, and its settings by name, as torch has it."""
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 """A subclass of `torch.optim.Optimizer`, or what returns one, called with parameter groups and `lr=`."""
 
@@ -128,7 +130,7 @@ def build_own(
     return construct(factory, name, weight_decay_groups(model, decay, rates), lr)
 
 
-def weight_decay_groups(model: nn.Module, decay: float, rates: Mapping[str, float] = NO_RATES) -> list[dict[str, Any]]:
+def weight_decay_groups(model: nn.Module, decay: float, rates: Mapping[str, float] = NO_RATES) -> list[ParamGroup]:
     """Group a model's trainable parameters as timm's optimizers do: first those without weight decay, then the others.
 
     Biases and parameters of one dim have none, nor has what `model.no_weight_decay()` lists (patterns with *, too).

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from echelon.coordinator.shares import MAX_SHARES
 from echelon.core.state_tree import StateTree
+from echelon.optim.own import ParamGroup
 from echelon.ps.table import KeyRange
 from echelon.sync.ps import ServerSettings, corrected_momentum
 
@@ -354,7 +355,7 @@ def _set_rates(optimizer: torch.optim.Optimizer, rates: Mapping[int, float]) -> 
     """Cut the groups of an optimizer that has no state yet by the factors of the learning rate, as `lr_scale`."""
     if set(rates.values()) <= {1.0}:
         return
-    cut: list[dict[str, Any]] = []
+    cut: list[ParamGroup] = []
     for group in optimizer.param_groups:
         for rate in dict.fromkeys(rates[id(p)] for p in group["params"]):
             same = [p for p in group["params"] if rates[id(p)] == rate]

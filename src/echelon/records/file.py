@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -95,7 +95,7 @@ class Recorder:
         self._lines = WaitingLines(RECORD_FILE, self._append, self.patience, _MOST_WAITING)
         self._told_lost = 0
         self._compaction = Compaction(folder) if folder is not None else None
-        self._start: Mapping[str, Any] | None = None
+        self._start: Start | None = None
         self._segment_bytes = self._seal_at = segment_bytes
 
     def write(self, record: Record) -> None:
@@ -110,7 +110,7 @@ class Recorder:
         values["t"] = round(time.time(), 6)
         self._lines.append(_line(values))
         if isinstance(record, Start):
-            self._start = values
+            self._start = replace(record, t=values["t"])
         elif isinstance(record, Steps) and self._start is not None and self._is_large(self._file):
             self._seal(self._file, self._start)
 
@@ -131,10 +131,11 @@ class Recorder:
             dropped = f"; {lost} records in between are lost" if lost else ""
             self.write(DiskWorks(notice.message + dropped, notice.what, notice.reason, notice.seconds, lost))
 
-    def _seal(self, file: AppendedFile, start: Mapping[str, Any]) -> None:
+    def _seal(self, file: AppendedFile, start: Start) -> None:
         """Begin a new file; its first line is the last start, so that who reads nothing else knows the processes."""
         try:
-            if file.seal(_line({**start, _CONTINUED: True})) and self._compaction is not None:
+            line = _line({"t": start.t, "kind": start.kind, **vars(start), _CONTINUED: True})
+            if file.seal(line) and self._compaction is not None:
                 self._compaction.start()
             self._seal_at = self._segment_bytes
         except OSError as error:

@@ -106,5 +106,5 @@ def _parametrized(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
     return module
 
 
-def _set_state(module: nn.Module, state: Mapping[str, Any]) -> None:
+def _set_state(module: nn.Module, state: Mapping[str, object]) -> None:
     module.__dict__.update(state)

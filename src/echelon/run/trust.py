@@ -16,6 +16,7 @@ from pathlib import Path
 
 from echelon.config import RunConfig
 from echelon.config.build import COMMAND_LINE, Resolved, flag_of, leaves
+from echelon.config.schema import traits_of
 from echelon.core.errors import UserError
 from echelon.core.own import HUGGING_FACE, code_file, read_calls
 from echelon.core.tuning import code_of
@@ -99,7 +100,7 @@ def _names_in(setting: str, value: str) -> list[str]:
 
 
 def _call_settings() -> set[str]:
-    return {name for name, item, _ in leaves() if item.metadata.get("code") == "calls"}
+    return {name for name, item, _ in leaves() if traits_of(item).code == "calls"}
 
 
 def _is_code(setting: str, value: str) -> bool:
@@ -115,7 +116,7 @@ def _is_code(setting: str, value: str) -> bool:
 
 def _code_settings() -> dict[str, str]:
     """Return the flags of the settings that may name code."""
-    return {name: flag_of(name, item) for name, item, _ in leaves() if "code" in item.metadata}
+    return {name: flag_of(name, item) for name, item, _ in leaves() if traits_of(item).code}
 
 
 def _value(config: RunConfig, name: str) -> str:

@@ -282,7 +282,7 @@ def _load_optimizer(run_parts: RunParts, state: StateView) -> None:
         group.update(values)
 
 
-def averaged(state: StateView) -> Mapping[str, Any]:
+def averaged(state: StateView) -> StateView:
     """Return the weights that a checkpoint's state is judged by: their moving average, where there is one."""
     return {**state["model"], **state["ema"]["average"]} if state["ema"] else state["model"]
 

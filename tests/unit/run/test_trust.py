@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from echelon.config.build import build, leaves
+from echelon.config.schema import traits_of
 from echelon.core.errors import UserError
 from echelon.core.own import code_file
 from echelon.run.trust import KnownCode, check_trust, named_code
@@ -119,5 +120,5 @@ def test_packages_are_not_imported_to_find_their_modules() -> None:
 
 def test_every_setting_that_imports_code_says_so() -> None:
     """Its help names `module:`, by which users know it."""
-    named = {name for name, item, _ in leaves() if "module:" in item.metadata["help"]}
-    assert named == {name for name, item, _ in leaves() if "code" in item.metadata} == set(NAMES)
+    named = {name for name, item, _ in leaves() if "module:" in traits_of(item).help}
+    assert named == {name for name, item, _ in leaves() if traits_of(item).code} == set(NAMES)

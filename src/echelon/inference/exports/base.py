@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -67,7 +68,7 @@ def description(trained: TrainedModel) -> dict[str, str]:
     texts = {
         "task": trained.task.name,
         "classes": json.dumps(list(info.classes), ensure_ascii=False),
-        "preprocessing": json.dumps(_preprocessing(trained), ensure_ascii=False),
+        "preprocessing": Preprocessing.of(trained).as_json(),
     }
     if info.target_names:
         measured = {"names": info.target_names, "mean": info.target_mean, "std": info.target_std}
@@ -75,23 +76,62 @@ def description(trained: TrainedModel) -> dict[str, str]:
     return texts
 
 
-def _preprocessing(trained: TrainedModel) -> dict[str, Any]:
-    info = trained.info
-    steps: dict[str, Any] = {}
-    if info.mean:
-        side = info.image_size
+@dataclass(frozen=True)
+class Preprocessing:
+    """What is done to samples before the model takes them; what is None is not done.
+
+    Attributes:
+        layout, channels, fit_longer_side, resize_shorter_side, centre_crop, divide_by, mean, std: of images, in pixels.
+        features, bands, samples_per_second: of sounds.
+        columns: of a table, in their order; `measured_columns` is the run's file of what they are.
+        tokeniser: the run's file.
+    """
+
+    layout: str | None = None
+    channels: int | None = None
+    fit_longer_side: int | None = None
+    resize_shorter_side: int | None = None
+    centre_crop: int | None = None
+    divide_by: int | None = None
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+    features: str | None = None
+    bands: int | None = None
+    samples_per_second: int | None = None
+    columns: Sequence[str] | None = None
+    tokeniser: object = None
+    measured_columns: object = None
+
+    @classmethod
+    def of(cls, trained: TrainedModel) -> Preprocessing:
+        """Return what a run does to its samples."""
+        info, pictures = trained.info, bool(trained.info.mean)
         fits = trained.task.unit == "pixel"  # nothing of a mask is cut off
-        how = {"fit_longer_side": side} if fits else {"resize_shorter_side": shorter_side(side), "centre_crop": side}
-        steps |= {"layout": "NCHW", "channels": info.channels, **how}
-        steps |= {"divide_by": 255, "mean": list(info.mean), "std": list(info.std)}
-    if info.rate:
-        steps |= {"features": "log_mel", "bands": BANDS, "samples_per_second": info.rate}
-    if info.columns:
-        steps["columns"] = list(info.columns)
-    for name, file in (("tokeniser", TOKENISER_FILE), ("measured_columns", COLUMNS_FILE)):
-        if (trained.folder / file).is_file():
-            steps[name] = json.loads((trained.folder / file).read_text(encoding="utf-8"))
-    return steps
+        return cls(
+            layout="NCHW" if pictures else None,
+            channels=info.channels if pictures else None,
+            fit_longer_side=info.image_size if pictures and fits else None,
+            resize_shorter_side=shorter_side(info.image_size) if pictures and not fits else None,
+            centre_crop=info.image_size if pictures and not fits else None,
+            divide_by=255 if pictures else None,
+            mean=info.mean or None,
+            std=info.std if pictures else None,
+            features="log_mel" if info.rate else None,
+            bands=BANDS if info.rate else None,
+            samples_per_second=info.rate or None,
+            columns=info.columns or None,
+            tokeniser=_file_of(trained, TOKENISER_FILE),
+            measured_columns=_file_of(trained, COLUMNS_FILE),
+        )
+
+    def as_json(self) -> str:
+        """Return it as JSON, without what is not done."""
+        return json.dumps({name: v for name, v in vars(self).items() if v is not None}, ensure_ascii=False)
+
+
+def _file_of(trained: TrainedModel, name: str) -> object:
+    file = trained.folder / name
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
 def cannot_be_traced(path: Path, error: Exception) -> UserError:

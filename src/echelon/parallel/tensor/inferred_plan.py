@@ -112,7 +112,9 @@ def _attention(name: str, module: nn.Module) -> dict[str, Style]:
         return {}
     if next(module.parameters(recurse=False), None) is not None:
         return {}  # such as a bias of q alone, beside a fused layer
-    layers: dict[str, Any] = {f"{name}.{child}": each for child, each in module.named_children() if is_linear(each)}
+    layers: dict[str, nn.Linear] = {
+        f"{name}.{child}": each for child, each in module.named_children() if is_linear(each)
+    }
     shapes = [(each.in_features, each.out_features) for each in layers.values()]
     names = list(layers)
     found: dict[str, Style] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from torch import nn
 from torch.distributed.tensor.placement_types import Placement, Shard
@@ -101,7 +101,7 @@ def adapter_split(name: str, module: nn.Module, style: Style, tp: int) -> Split:
     return Split(shared=style.name in ("column", "row", "vocabulary", "channels_out", "channels_in", "shared"))
 
 
-def is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a module computes exactly what nn.Linear does."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
