@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +28,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from benchmarks import _common as common
+from benchmarks._together import TrainCommand, training
 from echelon.data import Source, from_datasets
 from echelon.models.base import ModelInput
 from echelon.records.events import SharesDealt
@@ -41,7 +40,6 @@ PERIOD_US, SHARES = 10_000, (0.4, 0.4, 0.4, 0.1)
 ALONE, OFF, AUTO = "alone", "off", "auto"
 BATCH = 512
 SETTLES_S = {ALONE: 4.0, OFF: 8.0, AUTO: 45.0}
-DEADLINE_S = 120.0
 _GROUPS = "ECHELON_BENCH_GROUPS"  # a control group for each worker of a run
 
 
@@ -101,28 +99,12 @@ def rate(way: str, seconds: float) -> tuple[float, list[tuple[int, ...]]]:
         names = [str(group) for group in groups]
         of_runs = [[name] for name in names] if way == ALONE else [names]
         runs = [Path(folder) / f"run{i}" for i in range(len(of_runs))]
-        own = [
-            subprocess.Popen(
-                _command(run, way), env={**os.environ, _GROUPS: json.dumps(its)}, stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        commands = [
+            TrainCommand(run, _command(run, way), {_GROUPS: json.dumps(its)})
             for run, its in zip(runs, of_runs, strict=True)
-        ]  # fmt: skip
-        try:
-            deadline = time.monotonic() + DEADLINE_S
-            while not all((run / "record.jsonl").exists() and read_records(run, Steps) for run in runs):
-                if time.monotonic() > deadline or any(each.poll() is not None for each in own):
-                    raise RuntimeError(f"{way}: training did not begin")
-                time.sleep(0.1)
+        ]
+        with training(way, commands):
             time.sleep(SETTLES_S[way] + seconds)
-            for each in own:
-                each.send_signal(signal.SIGTERM)
-            for each in own:
-                each.wait(DEADLINE_S)
-        finally:
-            for each in own:
-                each.kill()
-                each.wait(DEADLINE_S)
         dealt = [tuple(event.sizes) for run in runs for event in read_records(run, SharesDealt)]
         return sum(last_rate(read_records(run, Steps), seconds) for run in runs), dealt
 

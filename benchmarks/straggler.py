@@ -22,7 +22,6 @@ import argparse
 import itertools
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -38,10 +37,11 @@ from torch.utils.data import Dataset, TensorDataset
 
 from benchmarks import _common as common
 from benchmarks._cifar import DEVIATION, MEAN, arrays
+from benchmarks._together import TrainCommand, training
 from echelon.data import Source, from_datasets
 from echelon.models.base import ModelInput
 from echelon.records.file import read_records
-from echelon.records.kinds import ServerWindow, Steps
+from echelon.records.kinds import ServerWindow
 
 TITLE = "A straggler: 4 workers, one 4x slower"
 WORKERS, SAMPLES = 4, 32
@@ -66,7 +66,6 @@ ACCURACY_WAYS = (
     "ps(mode=async, by_staleness=true)",
     "ps(mode=ssp, staleness=3)",
 )
-DEADLINE_S = 300.0
 _PACE = "ECHELON_BENCH_STRAGGLER"  # seconds of a batch, how much slower one worker is, a folder where it is chosen
 
 
@@ -147,8 +146,8 @@ def _command(run: Path, data: str, model: str, way: str, *more: str) -> list[str
     ]
 
 
-def _environment(step_s: float, slow: float, folder: str) -> dict[str, str]:
-    return {**os.environ, _PACE: json.dumps([step_s, slow, folder])}
+def _pace(step_s: float, slow: float, folder: str) -> dict[str, str]:
+    return {_PACE: json.dumps([step_s, slow, folder])}
 
 
 def rate(way: str, seconds: float, step_s: float, slow: float) -> float:
@@ -158,27 +157,12 @@ def rate(way: str, seconds: float, step_s: float, slow: float) -> float:
     with tempfile.TemporaryDirectory(prefix="straggler-") as folder:
         runs = [Path(folder) / f"run{i}" for i in range(WORKERS if way == ALONE else 1)]
         more = ["--batch-size", size, "--epochs", "1000", "--eval-every", "0", "--lr", "0.01"]
-        own = [
-            subprocess.Popen(
-                _command(run, "numbers", "small", way, *more),
-                env=_environment(step_s, slow, folder), stdout=subprocess.DEVNULL, start_new_session=True,
-            )
+        commands = [
+            TrainCommand(run, _command(run, "numbers", "small", way, *more), _pace(step_s, slow, folder))
             for run in runs
-        ]  # fmt: skip
-        try:
-            deadline = time.monotonic() + DEADLINE_S
-            while not all((run / "record.jsonl").exists() and read_records(run, Steps) for run in runs):
-                if time.monotonic() > deadline or any(each.poll() is not None for each in own):
-                    raise RuntimeError(f"{way}: training did not begin")
-                time.sleep(0.1)
+        ]
+        with training(way, commands):
             time.sleep(seconds)
-            for each in own:
-                each.send_signal(signal.SIGTERM)
-            for each in own:
-                each.wait(DEADLINE_S)
-        finally:
-            for each in own:
-                each.kill()
         return sum(float(json.loads((run / "summary.json").read_text())["samples_per_s"]) for run in runs)
 
 
@@ -210,7 +194,9 @@ def accuracy(way: str, seed: int) -> tuple[float, float]:
     with tempfile.TemporaryDirectory(prefix="straggler-") as folder:
         run = Path(folder) / "run"
         command = [*_command(run, "cifar", "cnn", way, *more), "--eval-every", str(EPOCHS)]
-        subprocess.run(command, env=_environment(step_s, SLOW, folder), stdout=subprocess.DEVNULL, check=True)
+        subprocess.run(
+            command, env={**os.environ, **_pace(step_s, SLOW, folder)}, stdout=subprocess.DEVNULL, check=True
+        )
         counts = read_records(run, ServerWindow)[-1].staleness
         total = sum(counts.values())
         mean = sum(int(age) * n for age, n in counts.items()) / total if total else float("nan")

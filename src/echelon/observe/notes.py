@@ -16,7 +16,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from echelon.observe.phases import CALLBACKS, PHASE_NAMES, Phase, PhaseClock
+from echelon.observe.phases import CALLBACKS, PHASE_NAMES, Phase, PhaseClock, WrappedClock
 
 VARIABLE = "ECHELON_NOTES"  # FILE of notes, place in it, FILE for stacks; joined by colons
 SLOT_BYTES = 64
@@ -121,37 +121,18 @@ def open_notes() -> RankNotes:
     return RankNotes(memory[begin : begin + SLOT_BYTES], stacks)
 
 
-class NotedClock:
+class NotedClock(WrappedClock):
     """A phase clock whose phases are noted as they begin."""
 
     def __init__(self, clock: PhaseClock, notes: RankNotes) -> None:
-        self._clock, self._notes = clock, notes
+        super().__init__(clock)
+        self._notes = notes
 
     def enter(self, phase: Phase | None) -> None:
         """Begin a phase now, or a pause."""
         self._notes.enter(phase)
-        self._clock.enter(phase)
+        super().enter(phase)
 
     def only_waits(self) -> None:
         """Note that the present phase only waits for other ranks from now on; `split` divides the time later."""
         self._notes.enter(Phase.COMMUNICATE)
-
-    def split(self, phase: Phase, at: object) -> None:
-        """End the phase before at an earlier moment."""
-        self._clock.split(phase, at)
-
-    def drain(self) -> list[float]:
-        """Return seconds per phase since the last call, and start anew."""
-        return self._clock.drain()
-
-    def so_far(self) -> list[float] | None:
-        """Return seconds per phase since the last `drain`."""
-        return self._clock.so_far()
-
-    def end_step(self) -> None:
-        """Hear that a step ends here."""
-        self._clock.end_step()
-
-    def take_steps(self) -> list[list[float]]:
-        """Return seconds per phase of each step that ended before the last `drain`."""
-        return self._clock.take_steps()

@@ -73,6 +73,41 @@ def mark() -> float:
     return time.perf_counter()
 
 
+class WrappedClock:
+    """A phase clock around another, which does what a subclass leaves to it."""
+
+    def __init__(self, clock: PhaseClock) -> None:
+        self._clock = clock
+
+    def enter(self, phase: Phase | None) -> None:
+        """Begin a phase now, or a pause."""
+        self._clock.enter(phase)
+
+    def only_waits(self) -> None:
+        """Hear that the present phase only waits for other ranks from now on."""
+        self._clock.only_waits()
+
+    def split(self, phase: Phase, at: object) -> None:
+        """End the phase before at an earlier moment."""
+        self._clock.split(phase, at)
+
+    def drain(self) -> list[float]:
+        """Return seconds per phase since the last call, and start anew."""
+        return self._clock.drain()
+
+    def so_far(self) -> list[float] | None:
+        """Return seconds per phase since the last `drain`."""
+        return self._clock.so_far()
+
+    def end_step(self) -> None:
+        """Hear that a step ends here."""
+        self._clock.end_step()
+
+    def take_steps(self) -> list[list[float]]:
+        """Return seconds per phase of each step that ended before the last `drain`."""
+        return self._clock.take_steps()
+
+
 class HostClock:
     """Phases by the host's clock, for CPU training."""
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from echelon.observe.phases import Phase, PhaseClock
+from echelon.observe.phases import Phase, PhaseClock, WrappedClock
 
 if TYPE_CHECKING:
     import torch
@@ -23,18 +23,18 @@ WARM_UP = 5  # steps before: the first ones allocate, compile and connect
 _PID_ROOM = 10_000  # process ids of a rank in the trace of all ranks
 
 
-class TracedClock:
+class TracedClock(WrappedClock):
     """A phase clock that marks steps and their phases in the profiler's trace while there is one."""
 
     def __init__(self, clock: PhaseClock) -> None:
-        self._clock = clock
+        super().__init__(clock)
         self._phase: Phase | None = None
         self._marks: dict[str, torch.profiler.record_function] = {}
         self._is_traced = False
 
     def enter(self, phase: Phase | None) -> None:
         """Begin a phase now, or a pause."""
-        self._clock.enter(phase)
+        super().enter(phase)
         self._phase = phase
         if self._is_traced:
             self._end("phase")
@@ -66,30 +66,6 @@ class TracedClock:
         for what in whats:
             if (mark := self._marks.pop(what, None)) is not None:
                 mark.__exit__(None, None, None)
-
-    def only_waits(self) -> None:
-        """Hear that the present phase only waits for other ranks from now on."""
-        self._clock.only_waits()
-
-    def split(self, phase: Phase, at: object) -> None:
-        """End the phase before at an earlier moment."""
-        self._clock.split(phase, at)
-
-    def drain(self) -> list[float]:
-        """Return seconds per phase since the last call, and start anew."""
-        return self._clock.drain()
-
-    def so_far(self) -> list[float] | None:
-        """Return seconds per phase since the last `drain`."""
-        return self._clock.so_far()
-
-    def end_step(self) -> None:
-        """Hear that a step ends here."""
-        self._clock.end_step()
-
-    def take_steps(self) -> list[list[float]]:
-        """Return seconds per phase of each step that ended before the last `drain`."""
-        return self._clock.take_steps()
 
 
 class StepProfiler:

@@ -1,34 +1,10 @@
-"""`echelon compare` before anything starts: what is wrong in one line, and a dry run."""
+"""`echelon compare` before anything starts: a dry run; `test_words` has what is refused."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.unit.cli.test_words import echelon
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["compare"], "nothing to compare"),
-        (["compare", "digits"], "no candidate to compare"),
-        (["compare", "digits", "--try", "snyc=allreduce"], "did you mean sync"),
-        (["compare", "digits", "--try", "sync=allreduce", "--seeds", "none"], "how many"),
-        (["compare", "digits", "--try", "workers=-3"], "no run of this study can start: --workers"),
-        (["compare", "none.yaml"], "cannot read none.yaml"),
-        (["compare", "a.yaml", "--seeds", "3"], "describes the whole study"),
-        (["compare", "--run", "nowhere"], "holds no study to continue"),
-        (["compare", "nowhere", "--try", "sync=allreduce"], "unknown data 'nowhere'"),
-    ],
-)
-def test_bad_words_are_one_line_and_exit_code_2(args: list[str], words: str, tmp_path: Path) -> None:
-    done = echelon(*args, cwd=tmp_path)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dry_run_shows_the_commands_and_starts_nothing(tmp_path: Path) -> None:

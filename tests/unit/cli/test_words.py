@@ -53,6 +53,15 @@ def test_version_names_what_a_bug_report_needs() -> None:
         (["resume", "nowhere"], "holds no run"),
         (["report", "nowhere"], "holds no run"),
         (["evaluate", "nowhere"], "holds no run"),
+        (["compare"], "nothing to compare"),
+        (["compare", "digits"], "no candidate to compare"),
+        (["compare", "digits", "--try", "snyc=allreduce"], "did you mean sync"),
+        (["compare", "digits", "--try", "sync=allreduce", "--seeds", "none"], "how many"),
+        (["compare", "digits", "--try", "workers=-3"], "no run of this study can start: --workers"),
+        (["compare", "none.yaml"], "cannot read none.yaml"),
+        (["compare", "a.yaml", "--seeds", "3"], "describes the whole study"),
+        (["compare", "--run", "nowhere"], "holds no study to continue"),
+        (["compare", "nowhere", "--try", "sync=allreduce"], "unknown data 'nowhere'"),
     ],
 )
 def test_bad_words_are_one_line_and_exit_code_2(args: list[str], words: str, tmp_path: Path) -> None:
