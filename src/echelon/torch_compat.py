@@ -13,12 +13,21 @@ that has moved one fails there and not in a run. Nothing here imports `torch.dis
     reparametrized          torch.nn.utils.stateless._reparametrize_module
     foreach_lerp_, ...      torch._foreach_lerp_, ...
     inject_parametrized_... torch.nn.utils.parametrize._inject_new_class, _inject_property
+    storage_key             torch.UntypedStorage._cdata
+    schema_of               torch._ops.OpOverload._schema
+    conv_forward            torch.nn.Conv1d._conv_forward, ...
+    ignore_in_ddp           DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    has_comm_hook           DistributedDataParallel._comm_hooks
+    unscales_itself, ...    torch.optim.Optimizer._step_supports_amp_scaling
+    trunc_normal_replaced   torch.nn.init._no_grad_trunc_normal_
+    mesh_join_replaced      DeviceMesh._concatenate
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +43,10 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.conv import _ConvNd as ConvNd
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import _inject_new_class as inject_parametrized_class
 from torch.nn.utils.parametrize import _inject_property as inject_parametrized_property
 from torch.nn.utils.stateless import _reparametrize_module as reparametrized
@@ -57,6 +68,7 @@ __all__ = [
     "ConvNd",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "conv_forward",
     "copy_with",
     "detect_fake_mode",
     "fake_store",
@@ -64,20 +76,28 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "group_timeout",
+    "has_comm_hook",
+    "ignore_in_ddp",
     "inject_parametrized_class",
     "inject_parametrized_property",
     "is_compiled",
     "is_persistent",
     "local_tensor",
+    "mesh_join_replaced",
     "registered_modules",
     "registered_tensors",
     "reparametrized",
     "same_ranks_group",
+    "schema_of",
+    "set_unscales_itself",
+    "storage_key",
     "strided_shard",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "trunc_normal_replaced",
+    "unscales_itself",
     "unset_fake_temporarily",
 ]
 
@@ -187,3 +207,63 @@ def copy_with(
     copied._parameters = {name: p for name, p in module._parameters.items() if name in tensors}
     copied._buffers = {name: b for name, b in module._buffers.items() if name in tensors}
     return copied
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number that no other storage has while this one lives; storages without memory have one too."""
+    return int(storage._cdata)
+
+
+def schema_of(operator: Any) -> torch.FunctionSchema:
+    """Return the schema of an operator that a dispatch mode is called with."""
+    schema: torch.FunctionSchema = operator._schema
+    return schema
+
+
+def conv_forward(kind: type[nn.Module]) -> object:
+    """Return the method by which a class of convolutions computes, `forward` aside."""
+    return kind._conv_forward
+
+
+def ignore_in_ddp(model: nn.Module, names: Sequence[str]) -> None:
+    """Let a DistributedDataParallel that is built of a model leave these parameters and buffers alone."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+
+
+def has_comm_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether a communication hook is registered."""
+    return bool(ddp._comm_hooks)
+
+
+def unscales_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's step divides gradients by the scale of a `GradScaler` by itself."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def set_unscales_itself(optimizer: torch.optim.Optimizer, value: bool) -> None:
+    """Say so to a `GradScaler`, which leaves it to the step then."""
+    optimizer._step_supports_amp_scaling = value  # type: ignore[attr-defined]
+
+
+@contextmanager
+def trunc_normal_replaced(make: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> Iterator[None]:
+    """Draw truncated normals inside the block by what `make` returns of torch's own function."""
+    with _replaced(nn.init, "_no_grad_trunc_normal_", make(nn.init._no_grad_trunc_normal_)):
+        yield
+
+
+@contextmanager
+def mesh_join_replaced(make: Callable[[Callable[..., DeviceMesh]], Callable[..., DeviceMesh]]) -> Iterator[None]:
+    """Join meshes inside the block by what `make` returns of torch's own function."""
+    with _replaced(DeviceMesh, "_concatenate", staticmethod(make(DeviceMesh._concatenate))):
+        yield
+
+
+@contextmanager
+def _replaced(owner: object, name: str, replacement: object) -> Iterator[None]:
+    original = vars(owner)[name]
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

@@ -15,7 +15,11 @@ import echelon
 from echelon import torch_compat
 
 PACKAGE = Path(echelon.__file__).parent
-ATTRIBUTES = {"_modules", "_non_persistent_buffers_set", "_local_tensor", "_get_backend"}
+ATTRIBUTES = {
+    "_modules", "_non_persistent_buffers_set", "_local_tensor", "_get_backend", "_cdata", "_schema", "_conv_forward",
+    "_comm_hooks", "_concatenate", "_step_supports_amp_scaling", "_no_grad_trunc_normal_",
+    "_set_params_and_buffers_to_ignore_for_model",
+}  # fmt: skip
 
 
 def _private(name: str) -> bool:

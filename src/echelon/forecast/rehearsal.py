@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -36,6 +36,8 @@ from echelon.torch_compat import (
     FakeTensorMode,
     TorchDispatchMode,
     fake_store,
+    mesh_join_replaced,
+    storage_key,
     tree_leaves,
     unset_fake_temporarily,
 )
@@ -109,7 +111,7 @@ class Counter(TorchDispatchMode):
     def see(self, tensor: Tensor) -> None:
         """Count a tensor's storage, once."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         if key not in self._sizes:
             self._sizes[key] = 0
             self._watched[key] = weakref.ref(storage, lambda _: self._forget(key))
@@ -118,7 +120,7 @@ class Counter(TorchDispatchMode):
     def is_gradient(self, parameter: Tensor) -> None:
         """Say that a parameter's gradient is ready."""
         assert parameter.grad is not None
-        key = parameter.grad.untyped_storage()._cdata
+        key = storage_key(parameter.grad.untyped_storage())
         if key in self._sizes and key not in self._gradients:
             self._gradients.add(key)
             self.gradients += self._sizes[key]
@@ -161,8 +163,8 @@ class Counter(TorchDispatchMode):
         def noted(storage: torch.UntypedStorage, size: int) -> None:
             """Resize, and count the storage anew."""
             resize(storage, size)
-            if storage._cdata in self._sizes:
-                self._resize(storage._cdata, size)
+            if (key := storage_key(storage)) in self._sizes:
+                self._resize(key, size)
 
         torch.UntypedStorage.resize_ = noted  # type: ignore[method-assign, assignment]
         try:
@@ -313,18 +315,13 @@ def _bytes(values: Mapping[str, object]) -> int:
 @contextmanager
 def real_meshes() -> Iterator[None]:
     """Let `fully_shard` join its mesh with that of tensor parallelism: it reads values of the mesh, which are known."""
-    join = DeviceMesh._concatenate
 
-    def joined(meshes: list[DeviceMesh]) -> DeviceMesh:
-        """Join meshes whose values are known."""
-        with unset_fake_temporarily():
-            return join(meshes)
+    def with_values(join: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
+        """Return the join of meshes whose values are known."""
+        return unset_fake_temporarily()(join)
 
-    DeviceMesh._concatenate = staticmethod(joined)  # type: ignore[method-assign, assignment]
-    try:
+    with mesh_join_replaced(with_values):
         yield
-    finally:
-        DeviceMesh._concatenate = staticmethod(join)  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.torch_compat import TorchDispatchMode, tree_flatten, tree_map
+from echelon.torch_compat import (
+    TorchDispatchMode,
+    schema_of,
+    storage_key,
+    tree_flatten,
+    tree_map,
+    trunc_normal_replaced,
+)
 
 OVERWRITES = ("aten::normal_", "aten::uniform_", "aten::fill_", "aten::zero_", "aten::copy_", "aten::trunc_normal_")
 _RANDOM = ("normal", "uniform", "rand", "bernoulli", "trunc_normal", "exponential", "geometric", "random")
@@ -55,9 +62,10 @@ class Recording:
     def view(self, tensor: Tensor) -> _View:
         """Describe a meta tensor."""
         storage = tensor.untyped_storage()
-        self.storages.setdefault(storage._cdata, storage)
+        key = storage_key(storage)
+        self.storages.setdefault(key, storage)
         stride = tuple(int(step) for step in tensor.stride())
-        return _View(storage._cdata, tuple(tensor.shape), stride, int(tensor.storage_offset()), tensor.dtype)
+        return _View(key, tuple(tensor.shape), stride, int(tensor.storage_offset()), tensor.dtype)
 
 
 class _Recorder(TorchDispatchMode):
@@ -83,11 +91,12 @@ class _Recorder(TorchDispatchMode):
 
         reads = frozenset(recording.view(t).storage for t in _meta_tensors((args, kwargs)))
         made = frozenset(recording.view(t).storage for t in _meta_tensors(result))
-        mutates = function._schema.is_mutable and isinstance(args[0] if args else None, Tensor)
+        schema = schema_of(function)
+        mutates = schema.is_mutable and isinstance(args[0] if args else None, Tensor)
         # A view of what is read is no write: it is described by its place, and trying the model out makes many.
         writes = (made - reads) | (frozenset((recording.view(args[0]).storage,)) if mutates else frozenset())
         whole = mutates and args[0].numel() * args[0].element_size() == args[0].untyped_storage().nbytes()
-        covers = function._schema.name in OVERWRITES and whole
+        covers = schema.name in OVERWRITES and whole
         recording.operations.append(
             _Operation(
                 function,
@@ -97,7 +106,7 @@ class _Recorder(TorchDispatchMode):
                 reads,
                 writes,
                 recording.view(args[0]).storage if covers else None,
-                function._schema.name.removeprefix("aten::").startswith(_RANDOM),
+                schema.name.removeprefix("aten::").startswith(_RANDOM),
             )
         )
 
@@ -113,25 +122,26 @@ def without_memory() -> Iterator[Recording]:
 @contextmanager
 def _truncated_normals(recording: Recording) -> Iterator[None]:
     """Write down torch's own truncated normal: it looks at what it draws, and so leaves meta tensors alone."""
-    draw = nn.init._no_grad_trunc_normal_
 
-    def noted(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
-        """Record the draw on a meta tensor; draw at once on another."""
-        if not tensor.is_meta:
-            return draw(tensor, mean, std, a, b, generator)
-        view = recording.view(tensor)
-        where = frozenset((view.storage,))
-        whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-        settings = (view, mean, std, a, b, generator)
-        covered = view.storage if whole else None
-        recording.operations.append(_Operation(draw, settings, {}, view, where, where, covered, random=True))
-        return tensor
+    def noting(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return torch's function, which draws at once on other tensors."""
 
-    nn.init._no_grad_trunc_normal_ = noted
-    try:
+        def noted(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Tensor:
+            """Record the draw on a meta tensor."""
+            if not tensor.is_meta:
+                return draw(tensor, mean, std, a, b, generator)
+            view = recording.view(tensor)
+            where = frozenset((view.storage,))
+            whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+            settings = (view, mean, std, a, b, generator)
+            covered = view.storage if whole else None
+            recording.operations.append(_Operation(draw, settings, {}, view, where, where, covered, random=True))
+            return tensor
+
+        return noted
+
+    with trunc_normal_replaced(noting):
         yield
-    finally:
-        nn.init._no_grad_trunc_normal_ = draw
 
 
 @torch.no_grad()

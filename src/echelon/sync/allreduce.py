@@ -36,7 +36,7 @@ from echelon.sync.buffers import averaged_buffers, mean_of_replicas, saved_buffe
 from echelon.sync.settings import SyncSettings
 from echelon.sync.state_bytes import Piece, StateBytes, by_hook
 from echelon.sync.unreached import UnreachedParameters
-from echelon.torch_compat import is_compiled
+from echelon.torch_compat import ignore_in_ddp, is_compiled
 
 
 @dataclass(frozen=True)
@@ -373,8 +373,7 @@ def _row_reducer(context: SyncContext, tables: Mapping[str, nn.Parameter]) -> Ro
 
 def _wrapped(context: SyncContext, tables: Collection[str]) -> DistributedDataParallel:
     if tables:
-        ignored = list(tables)
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(context.model, ignored)
+        ignore_in_ddp(context.model, list(tables))
     return DistributedDataParallel(
         context.model,
         device_ids=[context.device] if context.device.type == "cuda" else None,

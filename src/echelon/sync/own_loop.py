@@ -28,6 +28,7 @@ from echelon.sync.base import SyncContext
 from echelon.sync.registry import read as read_sync
 from echelon.sync.same_start import equalise
 from echelon.sync.settings import SyncSettings
+from echelon.torch_compat import has_comm_hook, set_unscales_itself, unscales_itself
 
 Closure = Callable[[], float]
 
@@ -180,7 +181,7 @@ class SteppedOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer, encodes: bool) -> None:
         """Prepare; `encodes`: a codec remembers gradients from step to step."""
         self._optimizer, self._own, self._encodes = optimizer, optimizer.step, encodes
-        self._scales_itself = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self._scales_itself = unscales_itself(optimizer)
 
     def begin(self, step: Callable[[], None]) -> None:
         """Replace the optimizer's step by this one."""
@@ -197,7 +198,7 @@ class SteppedOptimizer:
 
         stepping.agrees = True  # type: ignore[attr-defined]
         self._optimizer.step = MethodType(stepping, self._optimizer)  # type: ignore[method-assign]
-        self._optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        set_unscales_itself(self._optimizer, True)
 
     def update(self) -> None:
         """Take the optimizer's own step, unless a GradScaler says that a gradient overflowed.
@@ -229,7 +230,7 @@ class SteppedOptimizer:
     def end(self) -> None:
         """Give the optimizer its own step back."""
         self._optimizer.step = self._own  # type: ignore[method-assign]
-        self._optimizer._step_supports_amp_scaling = self._scales_itself  # type: ignore[attr-defined]
+        set_unscales_itself(self._optimizer, self._scales_itself)
 
 
 def _settings_of(sync: str) -> SyncSettings:
@@ -277,5 +278,5 @@ def _check(model: nn.Module, ddp: DistributedDataParallel | None, optimizer: tor
         raise UserError("LBFGS computes the loss several times a step: use an optimizer that does so once")
     if getattr(optimizer.step, "agrees", False):
         raise UserError("this optimizer is wrapped already: call close() of the replica before, or wrap once")
-    if ddp is not None and ddp._comm_hooks:
+    if ddp is not None and has_comm_hook(ddp):
         raise UserError("this DistributedDataParallel has a communication hook already: give wrap a fresh one")
