@@ -220,7 +220,7 @@ def schema_of(operator: Any) -> torch.FunctionSchema:
     return schema
 
 
-def conv_forward(kind: type[nn.Module]) -> object:
+def conv_forward(kind: Any) -> object:
     """Return the method by which a class of convolutions computes, `forward` aside."""
     return kind._conv_forward
 
