@@ -34,7 +34,7 @@ class Case:
 
 IN_EACH_PHASE = (
     "in a sum", "after the update", "in an evaluation", "while a checkpoint is taken", "the one that leads",
-    "two at once", "alone from then on",
+    "two at once", "alone from then on", "between the halves of a sum",
 )  # fmt: skip
 CASES = (
     Case("in forward", 2, (("rank1.0", "forward", 5),)),
