@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from echelon.config import load_run_config
+from echelon.records.events import WayTried
+from echelon.records.file import newest
 from tests.ranks.links import NEEDS_LINKS
 from tests.ranks.runs import Runs
 
@@ -54,5 +56,8 @@ def test_auto_takes_what_is_faster_on_this_link(tmp_path: Path, link: str) -> No
         assert run.end() == 0, run.errors()
         strategy = load_run_config(tmp_path / "run" / "config.yaml").strategy
         assert strategy.compression in ("int8", "bf16") and strategy.sync == "allreduce", run.text()
+        tried = {trial.way: trial for trial in newest(tmp_path / "run", WayTried)}
+        assert tried["none"].predicted_s is None and tried[strategy.compression].predicted_s
+        assert tried[strategy.compression].step_s < tried["none"].step_s
         short = next(line for line in run.text().splitlines() if "20 steps are too few for " in line)  # in any order
         assert "x as fast a step" in run.text() and "local(period=8)" in short, run.text()

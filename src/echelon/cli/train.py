@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ from echelon.run.resolve import check_names
 
 if TYPE_CHECKING:
     from echelon.config import Resolved, RunConfig
+    from echelon.records.events import Event
     from echelon.run.outcome import Outcome
 
 CHOSEN = ("parallel", "sync", "compression")
@@ -48,7 +51,9 @@ def command() -> Any:
         if config and _describes_itself(resolved, Path(config)):  # the run is repeated, under the next free name
             resolved = replace(resolved, config=replace(resolved.config, run=""))
         if auto or any(getattr(resolved.config.strategy, name) == "auto" for name in CHOSEN):
-            resolved = _chosen(resolved, tolerance, way.trust, auto)
+            resolved, trials = _chosen(resolved, tolerance, way.trust, auto)
+            _train(resolved, way, trials)
+            return
         _train(resolved, way)
 
     of_file = parameter(
@@ -102,8 +107,12 @@ class WayToStart:
         return cls(**{item.name: settings.pop(item.name) for item in fields(cls)})
 
 
-def _train(resolved: Resolved, way: WayToStart) -> None:
-    """Start what is described, or show what would be started."""
+def _train(resolved: Resolved, way: WayToStart, trials: Sequence[Event] = ()) -> None:
+    """Start what is described, or show what would be started.
+
+    Args:
+        trials: that led to it, for the record.
+    """
     check_names(resolved.config)  # before what starts runs is imported: a misspelt word is said at once
     check_data_name(resolved.config.data.source)
     check_optimizer_name(resolved.config.optimizer.name)
@@ -119,7 +128,7 @@ def _train(resolved: Resolved, way: WayToStart) -> None:
 
         show(resolved, way.all_settings)
         return
-    _finish(_start(resolved.config, way.serve))
+    _finish(_start(resolved.config, way.serve, trials))
 
 
 def _elsewhere(config: RunConfig, way: WayToStart) -> bool:
@@ -157,8 +166,8 @@ def _choosing() -> list[inspect.Parameter]:
     ]  # fmt: skip
 
 
-def _chosen(resolved: Resolved, tolerance: float, trust: bool, all_of_it: bool) -> Resolved:
-    """Return the description with what fits and what short runs found best in place of choices that say `auto`.
+def _chosen(resolved: Resolved, tolerance: float, trust: bool, all_of_it: bool) -> tuple[Resolved, Sequence[Event]]:
+    """Return the description with what fits and what short runs found best in place of `auto`, and what was tried.
 
     Args:
         all_of_it: layout, sync and codec are all to be chosen.
@@ -179,7 +188,7 @@ def _chosen(resolved: Resolved, tolerance: float, trust: bool, all_of_it: bool) 
     for line in choice.words:
         print_words(line)
     origins = {**resolved.origins, **dict.fromkeys(choice.settings, "auto")}
-    return replace(resolved, config=settled(resolved.config, choice.settings), origins=origins)
+    return replace(resolved, config=settled(resolved.config, choice.settings), origins=origins), choice.trials
 
 
 def _ways_to_start() -> list[inspect.Parameter]:
@@ -207,14 +216,28 @@ def _describes_itself(resolved: Resolved, file: Path) -> bool:
     return resolved.origins["run"] != COMMAND_LINE and Path(resolved.config.run).resolve() == file.resolve().parent
 
 
-def _start(config: RunConfig, serve: bool) -> Outcome:
+def _start(config: RunConfig, serve: bool, trials: Sequence[Event]) -> Outcome:
     from echelon.run.start import start
 
+    return start(config, around=partial(_around, serve=serve, trials=trials))
+
+
+@contextmanager
+def _around(path: Path, serve: bool, trials: Sequence[Event]) -> Iterator[None]:
+    """Begin a run's record with what was tried before it, and show the run as a page while it goes, if wanted."""
+    if trials:
+        from echelon.records.file import Recorder
+
+        with closing(Recorder(path)) as record:
+            for trial in trials:
+                record.write(trial)
     if not serve:
-        return start(config)
+        yield
+        return
     from echelon.study.serving import served
 
-    return start(config, around=partial(served, wanted=True))
+    with served(path, wanted=True):
+        yield
 
 
 def resume_command() -> Any:

@@ -21,6 +21,7 @@ from echelon.planning.layouts import DescribedModel
 from echelon.planning.plan import Length, RunEstimate, make_plan
 from echelon.planning.steps import Replicated
 from echelon.planning.trial import DEFAULTS, try_out
+from echelon.records.events import WayTried
 from echelon.reporting.report.records import RunRecord
 from echelon.reporting.report.timing import measure
 from echelon.reporting.report.whole_run import whole_run_of
@@ -46,10 +47,11 @@ _PARALLEL, *_SPECS = _SETTINGS
 
 @dataclass(frozen=True)
 class AutoChoice:
-    """What was chosen, by dotted name, and why, in sentences."""
+    """What was chosen, by dotted name, and why, in sentences; and what was tried for it, as the run's record has it."""
 
     settings: Mapping[str, str]
     words: Sequence[str]
+    trials: Sequence[WayTried] = ()
 
 
 def left_open(config: RunConfig) -> frozenset[str]:
@@ -93,7 +95,7 @@ def choose(resolved: Resolved, tolerance: float, free: frozenset[str]) -> AutoCh
     if beside or (alone and fitting.layouts == (WHOLE,)):
         return AutoChoice({_PARALLEL: WHOLE}, words)
     found = _by_calibration(config, tolerance, replace(asked, layouts=fitting.layouts))
-    return AutoChoice(found.settings, [*words, *found.words])
+    return replace(found, words=[*words, *found.words])
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def _by_calibration(config: RunConfig, tolerance: float, asked: _Asked) -> AutoC
     fitting = [p for p in predictions if asked.allows(p)]
     found = _measured(base, fitting, default, (record, tolerance, steps))
     chosen = {name: text for name, text in found.settings.items() if name in asked.free or not asked.free}
-    return AutoChoice(chosen, found.words)
+    return replace(found, settings=chosen)
 
 
 def _divided(config: RunConfig, fitting: FittingLayouts, flag: str) -> AutoChoice:
@@ -142,7 +144,9 @@ def _divided(config: RunConfig, fitting: FittingLayouts, flag: str) -> AutoChoic
     words = [f"{flag}: {layout} takes {format_seconds(taken)} a step." for layout, taken in seconds.items()]
     if len(fitting.layouts) > MOST_DIVIDED:
         words.append(f"{flag}: {', '.join(fitting.layouts[MOST_DIVIDED:])} would fit, too, and was not run.")
-    return AutoChoice({_PARALLEL: best}, [*fitting.words, *words, f"{flag}: {best}: whole replicas do not fit."])
+    words.append(f"{flag}: {best}: whole replicas do not fit.")
+    trials = [_tried(layout, taken) for layout, taken in seconds.items()]
+    return AutoChoice({_PARALLEL: best}, [*fitting.words, *words], trials)
 
 
 def _laid_out(config: RunConfig, layout: str) -> RunConfig:
@@ -219,11 +223,12 @@ def _measured(
     allowed = [p for p in long_enough if _cost(p) <= tolerance]
     rejected = [p for p in long_enough if p not in allowed]
     words = [f"--auto: {_named(default)} takes {format_seconds(default_s)} a step."]
-    best, best_s = default, default_s
+    best, best_s, trials = default, default_s, [_tried(default.label, default_s)]
     for prediction in sorted(allowed, key=lambda p: p.step.seconds.value)[:TRIED]:
         seconds = _step_s(try_out(_with(base, prediction), prediction.label))
         told = format_seconds(prediction.step.seconds.value)
         words.append(f"--auto: {prediction.label} takes {format_seconds(seconds)}, predicted were {told}.")
+        trials.append(_tried(prediction.label, seconds, prediction.step.seconds.value))
         if seconds * FASTER < best_s:
             best, best_s = prediction, seconds
     if len(long_enough) < len(ahead):
@@ -241,7 +246,12 @@ def _measured(
             f"costs up to {POINTS[best.label]:g} points where that was measured; `echelon compare` measures it on yours"
         )
         words.append(f"--auto: {best.label}, {default_s / best_s:.2f}x as fast a step; it {cost}.")
-    return AutoChoice(_settings(best), words)
+    return AutoChoice(_settings(best), words, trials)
+
+
+def _tried(way: str, seconds: float, predicted_s: float | None = None) -> WayTried:
+    told = f", predicted were {format_seconds(predicted_s)}" if predicted_s is not None else ""
+    return WayTried(f"before the run, {way} took {format_seconds(seconds)} a step{told}", way, seconds, predicted_s)
 
 
 def _named(prediction: RunEstimate) -> str:

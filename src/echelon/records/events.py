@@ -126,6 +126,21 @@ class MoreMicroBatches(Event):
 
 
 @dataclass(frozen=True)
+class WayTried(Event):
+    """Before the run, a way to train was measured by a short run of its own.
+
+    Attributes:
+        way: as one writes it.
+        step_s: that were measured; `predicted_s` of them before, None where nothing predicted them.
+    """
+
+    way: str = ""
+    step_s: float = 0.0
+    predicted_s: float | None = None
+    name: str = field(default="way_tried", kw_only=True)
+
+
+@dataclass(frozen=True)
 class SharesDealt(Event):
     """After a step, each batch is divided otherwise over the ranks.
 
@@ -317,7 +332,7 @@ class CodecSwitched(Event):
 
 EVENTS: tuple[type[Event], ...] = (
     DataGrew, WorkerDied, Restarted, HangSeen, SlowProcess, RankFailed, RoleFailed, Refusal, CallbackError,
-    BadImageSkipped, LossNotFinite, MoreMicroBatches, Resumed, StartedOver, CheckpointRejected, MachineLeft,
+    BadImageSkipped, LossNotFinite, MoreMicroBatches, WayTried, Resumed, StartedOver, CheckpointRejected, MachineLeft,
     WorkerGone, ServerGone, ServerLost, ServerSettled, SharesAgain, SharesDealt, SchedulerRestored,
     DiskFails, DiskWorks, CodecSwitched,
 )  # fmt: skip
