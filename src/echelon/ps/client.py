@@ -26,7 +26,7 @@ from echelon.ps.coding import upward
 from echelon.ps.connection import Connection
 from echelon.ps.messages import BUFFERS_KEY, Pull, PutState, ReadState, SendBuffers, SetTable, StateOf
 from echelon.ps.table import KeyRange, KeyTable
-from echelon.ps.worker_state import ClientConfig, ClientStats, PushInfo, RunOver, TagLost
+from echelon.ps.worker_state import AwaitedRows, ClientConfig, ClientStats, PushInfo, RunOver, TagLost
 
 __all__ = ["Client", "ClientConfig", "ClientStats", "PushInfo", "RunOver", "TagLost"]
 
@@ -94,6 +94,35 @@ class Client:
         cached.valid = cached.valid and self.config.aggregates  # at once: `value` must not give what was before
         start = connection.later if connection.encodes else connection.do
         start(lambda: connection.queue_push(key, gradient, info, absent))
+
+    def push_rows(self, key: KeyRange, rows: Tensor | None, values: Tensor, info: PushInfo) -> None:
+        """Send the gradients of rows of a table's key; they must not change any more.
+
+        Args:
+            rows: numbers within the key, ascending, `(R,)`; None: the table has no gradient.
+            values: `(R, D)`.
+        """
+        self.connection.do(lambda: self.connection.queue_rows_push(key, rows, values, info))
+
+    def rows(self, wanted: Sequence[tuple[KeyRange, Tensor]], task: int) -> list[Tensor]:
+        """Ask for rows of tables' keys, by their numbers within the key, and wait: the values of each, `(R, D)`.
+
+        What this worker pushed before is in them.
+
+        Raises:
+            RunOver: the run ended without this worker's task.
+        """
+        connection, began = self.connection, time.perf_counter()
+        asked: list[AwaitedRows] = []
+        connection.do(lambda: asked.extend(connection.ask_rows(key, rows, task) for key, rows in wanted))
+        connection.wait_until(
+            lambda: all(a.values is not None for a in asked) or bool(connection.status), "rows of tables"
+        )
+        values = [awaited.values for awaited in asked if awaited.values is not None]
+        if len(values) < len(asked):
+            raise RunOver(connection.status)
+        self.stats.waited_s["parameters"] += time.perf_counter() - began
+        return values
 
     def open_task(self, task: int, pushes: int) -> None:
         """Announce how many pushes a task will have."""

@@ -48,11 +48,31 @@ from echelon.messages.plain import Malformed
 from echelon.messages.sockets import Limits, new_context
 from echelon.ps.coding import KeyCoding, downward, upward
 from echelon.ps.keystore import PushOutcome
-from echelon.ps.messages import TO_PS_WORKER, Durable, KeyValue, Pull, PushAck, PushGradient, PutDone, StateOf
+from echelon.ps.messages import (
+    TO_PS_WORKER,
+    Durable,
+    KeyValue,
+    Pull,
+    PullRows,
+    PushAck,
+    PushGradient,
+    PutDone,
+    RowValues,
+    StateOf,
+)
 from echelon.ps.pushes import Outgoing, ServerTraffic
+from echelon.ps.rows import index_frame, read_values, value_frame
 from echelon.ps.table import KeyRange, KeyTable
 from echelon.ps.wakeups import ThreadWakeups
-from echelon.ps.worker_state import CachedValue, ClientConfig, ClientFailed, ClientStats, OpenTask, PushInfo
+from echelon.ps.worker_state import (
+    AwaitedRows,
+    CachedValue,
+    ClientConfig,
+    ClientFailed,
+    ClientStats,
+    OpenTask,
+    PushInfo,
+)
 
 BEAT_S = 0.1
 _MOST_HELD = 1024
@@ -80,6 +100,8 @@ class Connection:
         self._scheduler = Channel(self._context, self.sender, config.scheduler, self._limits, TO_WORKER)
         self._links: dict[int, ServerTraffic] = {}
         self._cached: dict[int, CachedValue] = {}
+        self._rows: dict[int, AwaitedRows] = {}
+        self._row_pulls = 0
         self._table: KeyTable | None = None
         self._open: dict[int, OpenTask] = {}
         self._unconfirmed: dict[int, Report] = {}
@@ -104,8 +126,9 @@ class Connection:
         self._up = upward(self.config.compression, table.torch_dtype)
         self._down = downward(self.config.compression, table.torch_dtype)
         self._plain = KeyCoding(None, table.torch_dtype)
-        self._states = {k.index: self._up.states(k, self.config.seed, self.config.stream) for k in table.keys}
-        self._cached = {k.index: CachedValue(torch.zeros(k.numel, dtype=table.torch_dtype)) for k in table.keys}
+        whole = [key for key in table.keys if not key.width]
+        self._states = {k.index: self._up.states(k, self.config.seed, self.config.stream) for k in whole}
+        self._cached = {k.index: CachedValue(torch.zeros(k.numel, dtype=table.torch_dtype)) for k in whole}
         self._table = table
 
     # Between the threads
@@ -303,6 +326,32 @@ class Connection:
         link.queue(key.index, Outgoing(push, frames))
         link.flush()
 
+    def queue_rows_push(self, key: KeyRange, rows: Tensor | None, values: Tensor, info: PushInfo) -> None:
+        """Let the gradients of rows leave when it is their turn.
+
+        Args:
+            rows: numbers within the key, ascending, `(R,)`; None: the table has no gradient.
+            values: `(R, D)`.
+        """
+        frames = [b""] if rows is None else [index_frame(rows, key), value_frame(values)]
+        push = PushGradient(
+            key.index, info.task, info.step, info.share, info.shares, info.units, info.batch,
+            0, 0, info.lr, False, [0] if rows is None else [],
+        )  # fmt: skip
+        self._links[key.server].queue(key.index, Outgoing(push, frames))
+        self._links[key.server].flush()
+
+    def ask_rows(self, key: KeyRange, rows: Tensor, task: int) -> AwaitedRows:
+        """Ask for rows of a table's key behind what was pushed before; returns where they will be."""
+        self._row_pulls += 1
+        pull = PullRows(key.index, task, self._row_pulls)
+        awaited = AwaitedRows(key, pull, index_frame(rows, key), len(rows))
+        self._rows[pull.number] = awaited
+        if key.server in self._links:
+            self._links[key.server].queue_rows(pull, awaited.frame)
+            self._links[key.server].flush()
+        return awaited
+
     def want(self, key: KeyRange, version: int) -> None:
         """Ask for a version, unless it is on its way."""
         cached = self._cached[key.index]
@@ -339,6 +388,8 @@ class Connection:
         """Return the codec's states of what is pushed, each with its number of elements."""
         states: list[tuple[State, int]] = []
         for key in self._table.keys if self._table and self._up.codec else ():
+            if key.width:
+                continue
             sizes = [stop - start for start, stop, _ in self._up.pieces(key)]
             states += zip(self._states[key.index], sizes, strict=True)
         return states
@@ -399,6 +450,10 @@ class Connection:
             if self._table.keys[index].server == server and cached.pull is not None:
                 cached.pull = replace(cached.pull, full=True)
                 self._links[server].channel.send(cached.pull)
+        for awaited in self._rows.values():
+            if awaited.key.server == server:
+                self._links[server].queue_rows(awaited.pull, awaited.frame)
+        self._links[server].flush()
 
     # From the servers
 
@@ -410,6 +465,9 @@ class Connection:
                     self._take_apart(link, value.key, message)
                 else:
                     self._take_value(value, message)
+            case RowValues() as rows:
+                self._acknowledged_with(link, rows.acks)
+                self._take_rows(rows, message)
             case PushAck() as ack:
                 self._acknowledged(link, ack.number, ack.outcome)
             case Durable(number=number):
@@ -438,6 +496,18 @@ class Connection:
             entry.late = True
             self.stats.late += 1
         self.finish(push.content.task)
+
+    def _take_rows(self, content: RowValues, message: Message) -> None:
+        assert self._table is not None
+        awaited = self._rows.get(content.number)
+        if awaited is None or awaited.key.index != content.key:
+            return  # a server that came back was asked twice
+        try:
+            values = read_values(message.frames[0], awaited.count, awaited.key, self._table.torch_dtype)
+        except ValueError as error:
+            raise Malformed("content") from error
+        awaited.values = values
+        del self._rows[content.number]
 
     def _take_value(self, content: KeyValue, message: Message) -> None:
         assert self._table is not None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from echelon.coordinator.shares import MAX_SHARES
 from echelon.core.state_tree import StateTree
 from echelon.optim.own import ParamGroup
+from echelon.ps.rows import RowVersions
 from echelon.ps.table import KeyRange
 from echelon.sync.ps import ServerSettings, corrected_momentum
 
@@ -127,6 +128,7 @@ class KeyStore:
     In aggregating modes the value before the last update is kept, so that a task of that step can be computed again.
     `average` is the exponential moving average of the value, where `settings.ema` asks for it. `memory` is the message
     that the value lies in, if it does: it may be on its way to a worker, so the value must not be changed in place.
+    `rows` counts updates by row where the key is of a table, whose gradients are sparse; else None.
     """
 
     def __init__(self, key: KeyRange, value: Tensor, settings: ServerSettings, make_optimizer: MakeOptimizer) -> None:
@@ -144,7 +146,8 @@ class KeyStore:
         self.optimizer = make_optimizer(views, [p.decay for p in key.parts])
         _set_rates(self.optimizer, {id(v): p.rate for v, p in zip(views, key.parts, strict=True)})
         self._step = _bare_step(self.optimizer)
-        self._plain = _is_plain_sgd(self.optimizer)
+        self._plain = _is_plain_sgd(self.optimizer) and not key.width
+        self.rows = RowVersions(key.rows) if key.width else None
         if self._plain:
             for view in views:
                 view.data = torch.empty(0, dtype=value.dtype)  # the optimizer is not used: no second copy
@@ -153,7 +156,10 @@ class KeyStore:
         self._mean_square: dict[str, Tensor] = {}
 
     def staleness_of(self, push: Push) -> int:
-        """Return how many updates came between the pull that a gradient was computed on and now."""
+        """Return how many updates came between the pull that a gradient was computed on and now; of rows, the most."""
+        if self.rows is not None:
+            stale = self.rows.staleness(push.worker, push.task, push.gradient.indices()[0])
+            return int(stale.max()) if len(stale) else 0
         return max(0, self.version - push.base)
 
     def scale_of(self, push: Push, now_s: float) -> float:
@@ -242,6 +248,8 @@ class KeyStore:
         else:
             with torch.no_grad():
                 self._optimize(gradient, lr, absent)
+        if self.rows is not None:
+            self.rows.updated(gradient.indices()[0])
         if self.average is not None:  # as the loop's own average: a short run is not one of its random start
             decay = min(self.settings.ema, (1 + self.averaged) / (10 + self.averaged))
             self.averaged += 1
@@ -262,7 +270,8 @@ class KeyStore:
 
     def _optimize(self, gradient: Tensor, lr: float, absent: frozenset[int]) -> None:
         if len(self._views) == 1:
-            self._views[0].grad = None if absent else gradient.view(self.key.parts[0].shape)
+            whole = gradient if gradient.is_sparse else gradient.view(self.key.parts[0].shape)
+            self._views[0].grad = None if absent else whole
         else:
             for i, (part, view) in enumerate(zip(self.key.parts, self._views, strict=True)):
                 view.grad = None if i in absent else gradient[part.start : part.stop].view(part.shape)
@@ -279,6 +288,12 @@ class KeyStore:
         """Drop what is remembered of a worker that is gone."""
         self._pulled.pop(worker, None)
         self._mean_square.pop(worker, None)
+        if self.rows is not None:
+            self.rows.forget(worker)
+
+    def row_values(self, rows: Tensor) -> Tensor:
+        """Return a copy of rows of a table's key, `(R, D)`."""
+        return self.value.view(-1, self.key.width)[rows]
 
     def set_workers(self, workers: int) -> None:
         """Correct the momentum for asynchrony among so many workers, where the settings say so."""
@@ -302,6 +317,8 @@ class KeyStore:
                 "pulled": {w: v for w, (v, _, _) in self._pulled.items()},
                 "mean_square": {w: t.clone() for w, t in self._mean_square.items()},
             }
+            if self.rows is not None:
+                state["row_updates"] = self.rows.counts.clone()
         return state
 
     def gathered_tasks(self) -> set[int]:
@@ -349,6 +366,8 @@ class KeyStore:
         self.applied = Applied(int(state["watermark"]), set(state["tasks"]))
         self._pulled = {w: (v, now_s, state["then"].get(w)) for w, v in state["pulled"].items()}
         self._mean_square = dict(state["mean_square"])
+        if self.rows is not None:
+            self.rows.counts.copy_(state["row_updates"])
 
 
 def _set_rates(optimizer: torch.optim.Optimizer, rates: Mapping[int, float]) -> None:

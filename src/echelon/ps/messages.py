@@ -38,6 +38,8 @@ class PushGradient(Content):
         pull: the key's next value is wanted too.
         absent: parts of the key that got no gradient, by number; the frames have zeros there, and where these are all
             parts, nothing.
+
+    Of a key of a table the frames are the numbers of the rows that have a gradient, ascending, and their values.
     """
 
     key: int
@@ -118,6 +120,20 @@ class SendBuffers(Content):
     task: int
 
 
+@content(19, (1, 1))
+class PullRows(Content):
+    """Wants rows of a table's key, whose numbers within the key are the frame.
+
+    Attributes:
+        task: that looks them up.
+        number: rises with each such request of a worker; the answer has it.
+    """
+
+    key: int
+    task: int
+    number: int
+
+
 # To a worker
 
 
@@ -151,6 +167,16 @@ class KeyValue(Content):
     version: int
     delta: bool
     tag: int
+    life: int
+    acks: list[int]
+
+
+@content(20, (1, 1))
+class RowValues(Content):
+    """The values of the rows that a `PullRows` of this number wanted, in its order, are the frame; `acks` as above."""
+
+    key: int
+    number: int
     life: int
     acks: list[int]
 
@@ -204,7 +230,7 @@ class ReplicatedBuffers(Content):
 
 
 TO_PS_SERVER = vocabulary(
-    SetTable, PutState, PushGradient, Pull, ReadState, Repushed, OperationDone, Attach, SendBuffers
+    SetTable, PutState, PushGradient, Pull, PullRows, ReadState, Repushed, OperationDone, Attach, SendBuffers
 )
-TO_PS_WORKER = vocabulary(PutDone, PushAck, KeyValue, Durable, StateOf)
+TO_PS_WORKER = vocabulary(PutDone, PushAck, KeyValue, RowValues, Durable, StateOf)
 TO_STANDBY = vocabulary(SetTable, PutState, ReplicatedPush, ReplicatedPull, ReplicatedBuffers)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from echelon.messages.endpoint import Channel
-from echelon.ps.messages import PushGradient, Repushed
+from echelon.ps.messages import PullRows, PushGradient, Repushed
 
 WINDOW_BYTES = 8 << 20
 KEPT_BYTES = 256 << 20
@@ -41,11 +41,16 @@ class ServerTraffic:
     _queued: int = 0
     _number: int = 0
     _repushing: set[int] = field(default_factory=set)
+    _row_pulls: list[tuple[PullRows, Any]] = field(default_factory=list)
 
     def queue(self, priority: int, push: Outgoing) -> None:
         """Let a push wait for its turn; the lowest priority number leaves first."""
         self._queued += 1
         heapq.heappush(self._heap, (priority, self._queued, push))
+
+    def queue_rows(self, pull: PullRows, frame: Any) -> None:
+        """Let a request for rows leave behind all pushes that wait: it must not see a table without them."""
+        self._row_pulls.append((pull, frame))
 
     def flush(self) -> None:
         """Send what the window has room for."""
@@ -57,6 +62,10 @@ class ServerTraffic:
             self._unacked[push.content.number] = push
             self._in_flight += push.n_bytes
             self.channel.send(push.content, push.frames)
+        if not self._heap:
+            for pull, frame in self._row_pulls:
+                self.channel.send(pull, [frame])
+            self._row_pulls.clear()
 
     def acknowledged(self, number: int) -> Outgoing | None:
         """Note that a push was counted; returns it, or None when that was known."""
@@ -90,6 +99,7 @@ class ServerTraffic:
         self.channel, self.life = channel, life
         again = {**self._kept, **self._unacked}
         self._kept, self._unacked = {}, {}
+        self._row_pulls.clear()  # whoever waits for rows asks again
         self._kept_bytes = self._in_flight = 0
         self._repushing = set(again)
         for number in sorted(again):

@@ -43,6 +43,7 @@ from echelon.ps.messages import (
     KeyValue,
     OperationDone,
     Pull,
+    PullRows,
     PushAck,
     PushGradient,
     PutDone,
@@ -52,10 +53,12 @@ from echelon.ps.messages import (
     ReplicatedPull,
     ReplicatedPush,
     Repushed,
+    RowValues,
     SendBuffers,
     SetTable,
     StateOf,
 )
+from echelon.ps.rows import read_gradient, read_rows, row_gradient, value_frame
 from echelon.ps.serving import (
     Effect,
     FileState,
@@ -98,6 +101,7 @@ class ServerState:
         self._effects: list[Effect] = []
         self._handlers: dict[type[Content], Callable[[bytes, Message, float], None]] = {
             PushGradient: self._push, Pull: self._pull, SetTable: self._set_table, PutState: self._put_state,
+            PullRows: self._pull_rows,
             ReadState: self._read_state, SendBuffers: self._send_buffers, Repushed: self._repushed,
             Attach: self._attach, OperationDone: self._operation_done,
         }  # fmt: skip
@@ -274,7 +278,8 @@ class ServerState:
             return
         key = self.table.keys[index]
         value = torch.zeros(key.numel, dtype=self.table.torch_dtype)
-        store = KeyStore(key, value, self._settings, self.config.make_optimizer)
+        of_rows = self.config.make_row_optimizer if key.width else None
+        store = KeyStore(key, value, self._settings, of_rows or self.config.make_optimizer)
         store.load_state(state, now_s)
         self.stores[index] = store
 
@@ -343,7 +348,19 @@ class ServerState:
         absent = frozenset(content.absent)
         if not absent <= set(range(len(key.parts))):
             raise ValueError(f"key {key.index} has {len(key.parts)} parts")
-        if absent and len(absent) == len(key.parts):
+        nothing = bool(absent) and len(absent) == len(key.parts)
+        if key.width:
+            if content.pull:
+                raise ValueError(f"key {key.index} is pulled by its rows")
+            dtype = self._coding.dtype
+            none = torch.zeros(0, dtype=torch.int64)
+            gradient = (
+                row_gradient(none, torch.zeros((0, key.width), dtype=dtype), key)
+                if nothing
+                else read_gradient(message.frames, key, dtype)
+            )
+            return _push_of(content, worker, gradient, scale, absent)
+        if nothing:
             zeros = torch.zeros(key.numel, dtype=self._coding.dtype)
             return _push_of(content, worker, zeros, scale, absent)
         gradient = self._coding.decode(message.frames, key)
@@ -391,7 +408,23 @@ class ServerState:
             self._reply(peer, value, [as_frame(self._mean_buffers())])
         else:
             self._refuse_unless_serving()
-            self._give(peer, message.sender, self._store_of(pull.key), pull, now_s)
+            store = self._store_of(pull.key)
+            if store.rows is not None:
+                raise ValueError(f"key {pull.key} is pulled by its rows")
+            self._give(peer, message.sender, store, pull, now_s)
+
+    def _pull_rows(self, peer: bytes, message: Message, now_s: float) -> None:
+        """Give rows of a table as they are now."""
+        pull = message.content
+        assert isinstance(pull, PullRows)
+        self._refuse_unless_serving()
+        store = self._store_of(pull.key)
+        if store.rows is None:
+            raise ValueError(f"key {pull.key} is none of a table")
+        rows = read_rows(message.frames[0], store.key)
+        store.rows.note_pull(message.sender, pull.task, rows)
+        answer = RowValues(pull.key, pull.number, self._life, self._take_acks(peer))
+        self._reply(peer, answer, [value_frame(store.row_values(rows))])
 
     def _give(self, peer: bytes, worker: str, store: KeyStore, pull: Pull, now_s: float) -> None:
         """Answer a pull with a key's value, now or once its version is there."""

@@ -32,6 +32,7 @@ class ServerConfig:
     seed: int
     folder: Path
     make_optimizer: MakeOptimizer
+    make_row_optimizer: MakeOptimizer | None = None
     frame_bytes: int = 1 << 30
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from echelon.core.errors import UserError
 from echelon.core.shards import overlaps
+from echelon.models.tables import sparse_tables
 from echelon.optim.own import NO_RATES
 from echelon.ps.table import Cut, KeyRange, KeyTable, ParameterInfo, cut_table
 
@@ -21,6 +22,8 @@ _NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "b
 def model_table(model: nn.Module, cut: Cut, rates: Mapping[str, float] = NO_RATES) -> KeyTable:
     """Cut a model's trainable parameters into keys; biases and normalisation have no weight decay.
 
+    Tables with sparse gradients (`sparse=True`) are cut by rows, which travel alone.
+
     Args:
         rates: factors of the learning rate by name of parameter; 1 for those left out.
 
@@ -29,12 +32,14 @@ def model_table(model: nn.Module, cut: Cut, rates: Mapping[str, float] = NO_RATE
     """
     listed = set(getattr(model, "no_weight_decay", tuple)())
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    tables = sparse_tables(model)
     infos = [
         ParameterInfo(
             name,
             tuple(p.shape),
             not (p.ndim <= 1 or name.endswith(".bias") or name in listed),
             rates.get(name, 1.0),
+            name in tables,
         )
         for name, p in named
     ]

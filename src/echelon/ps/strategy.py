@@ -43,11 +43,12 @@ class WorkerOptions:
 
 @dataclass
 class _Round:
-    """One task's progress through the model."""
+    """One task's progress through the model; `rows`: those of tables that are here, by number of the parameter."""
 
     info: PushInfo
     loaded: set[int] = field(default_factory=set)
     missing: dict[int, int] = field(default_factory=dict)
+    rows: dict[int, Tensor] = field(default_factory=dict)
 
 
 class ServerHeld:
@@ -123,6 +124,11 @@ class ParameterServer(ServerHeld):
             self._by_parameter[span.parameter].append(span)
             self._by_key.setdefault(span.key.index, []).append(span)
         self._version = [-1] * len(self._parameters)
+        self._tables = {
+            index: [span.key for span in spans]
+            for index, spans in enumerate(self._by_parameter)
+            if spans and spans[0].key.width
+        }
         self._last = False
         self._round: _Round | None = None
         self._fired: set[int] | None = None
@@ -163,8 +169,11 @@ class ParameterServer(ServerHeld):
         if self._clip:
             nn.utils.clip_grad_norm_([p for p in self._parameters if p.grad is not None], self._clip)
         for key in self._table.keys:
-            if self._round.missing[key.index] > 0:
+            if self._round.missing[key.index] > 0 and not key.width:
                 self._push(key)
+        for index, keys in self._tables.items():
+            if self._round.missing[keys[0].index] > 0:
+                self._push_rows(index)
         for parameter in self._parameters:
             parameter.grad = None
         self._round = None
@@ -266,6 +275,13 @@ class ParameterServer(ServerHeld):
         index_of = {id(p): i for i, p in enumerate(self._parameters)}
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(lambda p: self._gradient(index_of[id(p)]))
+        for module in self.held.modules():
+            index = index_of.get(id(getattr(module, "weight", None)))
+            if index in self._tables and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                module.register_forward_pre_hook(
+                    lambda m, args, kwargs, i=index: self._pull_rows(i, args[0] if args else kwargs["input"]),
+                    with_kwargs=True,
+                )
         if not self._waits_inside:
             return
         owners: dict[int, list[int]] = {}
@@ -306,7 +322,9 @@ class ParameterServer(ServerHeld):
 
     @torch.no_grad()
     def _load(self, index: int, version: int) -> None:
-        """Wait for a parameter's keys and copy them, unless it holds that version."""
+        """Wait for a parameter's keys and copy them, unless it holds that version; rows of a table come apart."""
+        if index in self._tables:
+            return
         if self._settings.aggregates and self._version[index] == version:
             return
         self._clock.enter(Phase.COMMUNICATE)
@@ -315,8 +333,47 @@ class ParameterServer(ServerHeld):
         self._version[index] = version
         self._clock.enter(Phase.FORWARD)
 
+    @torch.no_grad()
+    def _pull_rows(self, index: int, ids: Tensor) -> None:
+        """Wait for the rows of a table that are looked up and are not here yet."""
+        table, current = self._parameters[index], self._round
+        if current is None or not ids.numel():
+            return
+        rows = ids.detach().reshape(-1).long().cpu().unique()
+        if int(rows[0]) < 0 or int(rows[-1]) >= len(table):
+            return  # torch says so itself
+        have = current.rows.get(index)
+        if have is not None:
+            rows = rows[~torch.isin(rows, have)]
+        current.rows[index] = rows if have is None else torch.cat([have, rows])
+        self._clock.enter(Phase.COMMUNICATE)
+        wanted = [(key, start, within) for key, start, within in _of_keys(self._tables[index], rows) if len(within)]
+        found = self._client.rows([(key, within) for key, _, within in wanted], current.info.task)
+        for (_, start, within), values in zip(wanted, found, strict=True):
+            table.detach().index_copy_(0, (within + start).to(table.device), values.to(table.device))
+        self._clock.enter(Phase.FORWARD)
+
+    def _push_rows(self, index: int) -> None:
+        """Push the gradients of the rows of a table that were touched."""
+        assert self._round is not None
+        gradient = self._parameters[index].grad
+        if gradient is None:
+            for key in self._tables[index]:
+                self._client.push_rows(key, None, torch.empty(0), self._round.info)
+            return
+        gradient = gradient.detach().coalesce()
+        rows, values = gradient.indices()[0].cpu(), gradient.values().cpu()
+        first = 0
+        for key, _, within in _of_keys(self._tables[index], rows):
+            self._client.push_rows(key, within, values[first : first + len(within)], self._round.info)
+            first += len(within)
+
     def _gradient(self, index: int) -> None:
         if not self._last or self._round is None:
+            return
+        if index in self._tables:
+            self._push_rows(index)
+            self._round.missing.update((key.index, -1) for key in self._tables[index])
             return
         for key in {span.key.index: span.key for span in self._by_parameter[index]}.values():
             self._round.missing[key.index] -= 1
@@ -350,6 +407,15 @@ class ParameterServer(ServerHeld):
             else:
                 pieces.append(parameter.grad.detach().reshape(-1)[span.in_parameter].cpu())
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _of_keys(keys: Sequence[KeyRange], rows: Tensor) -> Iterator[tuple[KeyRange, int, Tensor]]:
+    """Divide ascending rows of a table among its keys: each key, its first row, and its rows by number within it."""
+    first = 0
+    for key in keys:
+        low, high = torch.searchsorted(rows, torch.tensor([first, first + key.rows])).tolist()
+        yield key, first, rows[low:high] - first
+        first += key.rows
 
 
 def _set(parameter: nn.Parameter, values: Iterable[tuple[KeySpan, Tensor]]) -> None:

@@ -28,13 +28,14 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 class ParameterInfo:
     """What the table must know of a parameter; `decay` is false where weight decay does not apply.
 
-    `rate` is a factor of the learning rate.
+    `rate` is a factor of the learning rate. Of one `by_rows`, an embedding table, rows travel alone.
     """
 
     name: str
     shape: tuple[int, ...]
     decay: bool
     rate: float = 1.0
+    by_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,28 @@ class KeyPart:
 
 @dataclass(frozen=True)
 class KeyRange:
-    """A range of the flat vector, held by one server; keys are numbered in forward order."""
+    """A range of the flat vector, held by one server; keys are numbered in forward order.
+
+    `width`: elements of a row, where the key is rows of a table that travel alone; 0: it travels as a whole.
+    """
 
     index: int
     start: int
     stop: int
     server: int
     parts: tuple[KeyPart, ...]
+    width: int = 0
+
+    @property
+    def fields(self) -> list[object]:
+        """The key as a message has it; one that travels as a whole is written as before there were any tables."""
+        whole: list[object] = [self.start, self.stop, self.server, [part.row for part in self.parts]]
+        return [*whole, self.width] if self.width else whole
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of a table; 0: the key is none of a table."""
+        return self.numel // self.width if self.width else 0
 
     @property
     def numel(self) -> int:
@@ -104,7 +120,7 @@ class KeyTable:
 
     def to_bytes(self) -> bytes:
         """Write the table for `from_bytes`: JSON."""
-        keys = [[k.start, k.stop, k.server, [part.row for part in k.parts]] for k in self.keys]
+        keys = [key.fields for key in self.keys]
         cut = [self.cut.servers, self.cut.chunk_bytes, self.cut.whole_tensors, self.cut.dtype]
         return json.dumps({"numel": self.numel, "cut": cut, "keys": keys}).encode()
 
@@ -125,8 +141,8 @@ def table_from_bytes(raw: bytes) -> KeyTable:
         keys = tuple(
             KeyRange(i, int(start), int(stop), int(server),
                 tuple(KeyPart(int(a), int(b), tuple(int(d) for d in s), bool(d), str(n), *map(float, rate))
-                      for a, b, s, d, n, *rate in parts))
-            for i, (start, stop, server, parts) in enumerate(data["keys"])
+                      for a, b, s, d, n, *rate in parts), *map(int, width))
+            for i, (start, stop, server, parts, *width) in enumerate(data["keys"])
         )  # fmt: skip
         servers, chunk, whole, dtype = data["cut"]
         table = KeyTable(keys, int(data["numel"]), Cut(int(servers), int(chunk), bool(whole), str(dtype)))
@@ -139,6 +155,8 @@ def table_from_bytes(raw: bytes) -> KeyTable:
         fits = all(p.start == a and math.prod(p.shape) == p.stop - a for a, p in zip(bounds, key.parts, strict=False))
         if not fits or bounds[-1] != key.numel or key.numel <= 0:
             raise ValueError(f"not a table of keys: key {key.index} is not its parts")
+        if key.width and (key.width < 0 or [part.shape for part in key.parts] != [(key.rows, key.width)]):
+            raise ValueError(f"not a table of keys: key {key.index} is not its rows")
     return table
 
 
@@ -150,8 +168,8 @@ def cut_table(parameters: Sequence[ParameterInfo], cut: Cut) -> KeyTable:
     [(0, 8, 0), (8, 16, 1)]
     """
     total = sum(math.prod(p.shape) for p in parameters)
-    limit = _most_elements(total, cut)
-    pieces = _whole(parameters) if cut.whole_tensors else _runs(parameters, limit)
+    limit = _most_elements(sum(math.prod(p.shape) for p in parameters if not p.by_rows), cut)
+    pieces = [piece for info in parameters for piece in _pieces(info, limit, cut)]
     groups = _group(pieces, limit)
     load = [0] * cut.servers
     keys: list[KeyRange] = []
@@ -162,7 +180,8 @@ def cut_table(parameters: Sequence[ParameterInfo], cut: Cut) -> KeyTable:
         for numel, shape, info in group:
             parts.append(KeyPart(offset, offset + numel, shape, info.decay, info.name, info.rate))
             offset += numel
-        keys.append(KeyRange(index, start, start + offset, server, tuple(_merged(parts, cut.whole_tensors))))
+        width = group[0][1][1] if group[0][2].by_rows else 0
+        keys.append(KeyRange(index, start, start + offset, server, tuple(_merged(parts, cut.whole_tensors)), width))
         load[server] += offset
         start += offset
     return KeyTable(tuple(keys), total, cut)
@@ -178,19 +197,18 @@ def _most_elements(total: int, cut: Cut) -> int:
 _Piece = tuple[int, tuple[int, ...], ParameterInfo]
 
 
-def _whole(parameters: Sequence[ParameterInfo]) -> list[_Piece]:
-    return [(math.prod(p.shape), p.shape, p) for p in parameters]
-
-
-def _runs(parameters: Sequence[ParameterInfo], limit: int) -> list[_Piece]:
-    """Split what is larger than a key into equal pieces."""
-    pieces: list[_Piece] = []
-    for info in parameters:
-        numel = math.prod(info.shape)
-        count = max(1, math.ceil(numel / limit))
-        bounds = [round(i * numel / count) for i in range(count + 1)]
-        pieces += [(b - a, _run_shape(b - a, info.decay), info) for a, b in pairwise(bounds)]
-    return pieces
+def _pieces(info: ParameterInfo, limit: int, cut: Cut) -> list[_Piece]:
+    """Split what is larger than a key into equal pieces, and a table into one range of rows for each server."""
+    numel = math.prod(info.shape)
+    if info.by_rows:
+        rows, width = info.shape
+        bounds = [round(i * rows / cut.servers) for i in range(cut.servers + 1)]
+        return [((b - a) * width, (b - a, width), info) for a, b in pairwise(bounds)]
+    if cut.whole_tensors:
+        return [(numel, info.shape, info)]
+    count = max(1, math.ceil(numel / limit))
+    bounds = [round(i * numel / count) for i in range(count + 1)]
+    return [(b - a, _run_shape(b - a, info.decay), info) for a, b in pairwise(bounds)]
 
 
 def _run_shape(numel: int, decay: bool) -> tuple[int, ...]:
@@ -204,7 +222,8 @@ def _group(pieces: list[_Piece], limit: int) -> list[list[_Piece]]:
     for piece in pieces:
         if not piece[0]:
             continue
-        if not groups or size + piece[0] > limit:
+        apart = piece[2].by_rows or (bool(groups) and groups[-1][0][2].by_rows)
+        if not groups or apart or size + piece[0] > limit:
             groups.append([])
             size = 0
         groups[-1].append(piece)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from echelon.compression import Compression
 from echelon.coordinator.messages import TaskReport
 from echelon.messages.identity import RunKeys
-from echelon.ps.messages import Pull
+from echelon.ps.messages import Pull, PullRows
+from echelon.ps.table import KeyRange
 from echelon.sync.base import StepAbandoned
 
 
@@ -66,6 +68,17 @@ class CachedValue:
     valid: bool = False
     serves: int = -1
     pull: Pull | None = None
+
+
+@dataclass
+class AwaitedRows:
+    """Rows of a table's key that were asked for: the request, and their values, `(R, D)`, once they came."""
+
+    key: KeyRange
+    pull: PullRows
+    frame: Any
+    count: int
+    values: Tensor | None = None
 
 
 @dataclass

@@ -65,6 +65,7 @@ def run_server(folder: str, name: str, index: int, host: str = "", parcel: Parce
         config = ServerConfig(
             name, index, server_settings(run.sync), keys, address, role_address(roles, name, host),
             run.compression, run.config.training.seed, roles, optimizer_maker(run),
+            row_optimizer_maker(run),
         )  # fmt: skip
         Server(config, record.patience).run()
         record.close()
@@ -168,14 +169,30 @@ def optimizer_maker(run: ResolvedRun) -> MakeOptimizer:
     """Return what builds the run's optimizer for a server's pieces; with torch's fused kernels where it has them."""
 
     config, user_factory = run.config, run.optimizer.factory
+    of_dense = (
+        replace(config.optimizer, name="adam") if config.optimizer.name.lower() == "sparse_adam" else config.optimizer
+    )
 
     def make(tensors: Sequence[nn.Parameter], decay: Sequence[bool]) -> torch.optim.Optimizer:
         """Build it; `decay` says which tensors have weight decay."""
-        optimizer = build_optimizer(_Pieces(tensors, decay), config.optimizer, config.data.batch_size, user_factory)
+        optimizer = build_optimizer(_Pieces(tensors, decay), of_dense, config.data.batch_size, user_factory)
         if user_factory is None and type(optimizer) in _FUSED:
             for group in optimizer.param_groups:
                 group["fused"] = True
         return optimizer
+
+    return make
+
+
+def row_optimizer_maker(run: ResolvedRun) -> MakeOptimizer:
+    """Return what builds the run's optimizer for a server's rows of tables, whose gradients are sparse."""
+    config, user_factory = run.config, run.optimizer.factory
+
+    def make(tensors: Sequence[nn.Parameter], decay: Sequence[bool]) -> torch.optim.Optimizer:
+        """Build it; `decay` says which tensors have weight decay."""
+        pieces, batch_size = _Pieces(tensors, decay), config.data.batch_size
+        tables = dict(pieces.named_parameters())
+        return build_optimizer(pieces, config.optimizer, batch_size, user_factory, tables=tables)
 
     return make
 

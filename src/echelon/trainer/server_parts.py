@@ -13,6 +13,7 @@ from torch import nn
 from echelon.config import RunConfig
 from echelon.coordinator.addresses import ROLES_FOLDER, wait_for_address
 from echelon.messages.identity import derive_keys, read_secret
+from echelon.models.tables import sparse_tables
 from echelon.observe.phases import PhaseClock
 from echelon.optim.build import build_optimizer
 from echelon.parallel.base import alone
@@ -77,8 +78,9 @@ def build_worker(
         return RunParts(worker.module, idle, scaler, None, worker, worker.split), None
     link = _connect(run, path, process, full_model, clock, worker, work.tuned.rates)
     optimizer = build_optimizer(
-        full_model, config.optimizer, config.data.batch_size, run.optimizer.factory, work.tuned.rates
-    )
+        full_model, config.optimizer, config.data.batch_size, run.optimizer.factory, work.tuned.rates,
+        sparse_tables(full_model),
+    )  # fmt: skip
     if worker is None:
         return RunParts(full_model, optimizer, scaler, None, link.servers, frozen=work.tuned.frozen), link
     return RunParts(worker.module, optimizer, scaler, None, worker, worker.split), link

@@ -7,6 +7,8 @@ from torch import nn
 from echelon.core.errors import UserError
 from echelon.models.tables import check_tables, sparse_tables
 from echelon.optim.traits import ON_ROWS, is_sgd
+from echelon.sync.ps import server_settings
+from echelon.trainer.precision import PRECISIONS
 from echelon.trainer.resolved import ResolvedRun
 
 DENSE = "build it with sparse=False"
@@ -55,17 +57,48 @@ def _check_choices(run: ResolvedRun, ranks: int, label: str, instead: str) -> No
             f"--weight-decay 0, or {instead}"
         )
     for flag, stands in (
-        (f"--sync {given.sync}", run.sync.uses_servers),
         (f"--parallel {given.parallel}", layout.splits or layout.zero1),
         ("--compile", run.config.model.compile),
     ):
         if stands:
             raise UserError(f"{label} with {flag} does not work yet: leave out {flag.split()[0]}, or {instead}")
+    if run.sync.uses_servers:
+        _check_servers(run, label, instead)
+
+
+def _check_servers(run: ResolvedRun, label: str, instead: str) -> None:
+    """Refuse what servers cannot do with rows that come one by one.
+
+    Raises:
+        UserError: names both settings and the fix.
+    """
+    given, training, settings = run.described.strategy, run.config.training, server_settings(run.sync)
+    if settings.aggregates:
+        raise UserError(
+            f"{label} with --sync {given.sync}: servers update rows as they come, and sum none up over workers: use "
+            f"--sync ps(mode=async) or --sync allreduce, or {instead}"
+        )
+    if settings.compensation != "none" or settings.by_staleness or settings.decay_s:
+        raise UserError(
+            f"{label} with --sync {given.sync}: compensation, by_staleness and decay_s need the whole table that a "
+            f"worker had: leave them out, or {instead}"
+        )
+    for flag, stands in (
+        (f"--compression {given.compression}", run.compression.encodes),
+        (f"--clip-norm {run.config.optimizer.clip_norm:g}", run.config.optimizer.clip_norm > 0),
+        (f"--ema {training.ema:g}", training.ema > 0),
+        (f"--precision {training.precision}", PRECISIONS[training.precision].parameters is not None),
+    ):
+        if stands:
+            raise UserError(
+                f"{label} with --sync {given.sync} and {flag} does not work yet: "
+                f"leave out {flag.split()[0]}, or {instead}"
+            )
 
 
 def table_notes(run: ResolvedRun, model: nn.Module, ranks: int) -> list[str]:
     """Say, in sentences, what of a run's choices does not act on its sparse tables."""
-    if ranks == 1 or not sparse_tables(model):
+    if ranks == 1 or run.sync.uses_servers or not sparse_tables(model):
         return []
     given = run.described.strategy
     if not run.sync.sums_in_backward:

@@ -23,7 +23,12 @@ ROWS_ALONE = {"optimizer.name": "sparse_adam", "optimizer.weight_decay": 0.0, "m
         ({"optimizer.name": "mine:Own"}, "--optimizer mine:Own is none"),
         ({"optimizer.name": "sgd"}, "add --momentum 0"),
         ({"optimizer.weight_decay": 0.01}, "add --weight-decay 0"),
-        ({"strategy.sync": "ps"}, "--sync ps.* does not work yet: leave out --sync"),
+        ({"strategy.sync": "ps(mode=sync)"}, "sum none up over workers"),
+        ({"strategy.sync": "ps(by_staleness=true)"}, "by_staleness and decay_s need the whole table"),
+        ({"strategy.sync": "ps", "strategy.compression": "int8"}, "and --compression int8 does not work yet"),
+        ({"strategy.sync": "ps", "optimizer.clip_norm": 1.0}, "and --clip-norm 1 does not work yet"),
+        ({"strategy.sync": "ps", "training.ema": 0.9}, "and --ema 0.9 does not work yet"),
+        ({"strategy.sync": "ps", "training.precision": "bf16-params"}, "bf16-params does not work yet"),
         ({"strategy.parallel": "fsdp=2"}, "--parallel fsdp=2 does not work yet"),
         ({"strategy.parallel": "dp=2,zero1"}, "does not work yet"),
         ({"model.compile": True}, "--compile does not work yet"),
@@ -44,6 +49,7 @@ def test_choices_that_touch_other_rows_are_refused(settings: dict[str, Any], wor
         {"strategy.compression": "int8"},
         {"strategy.compression": "topk(0.01)"},
         {"strategy.sync": "local(8)"},
+        {"strategy.sync": "ps(servers=2)"},
     ],
 )
 def test_the_others_are_not(settings: dict[str, Any]) -> None:
