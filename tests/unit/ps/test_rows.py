@@ -49,7 +49,7 @@ def test_a_table_is_cut_into_rows_and_what_is_dense_stays_apart() -> None:
     assert sorted(k.server for k in table.keys if k.width) == [0, 1]
     assert table_from_bytes(table.to_bytes()) == table
     with pytest.raises(ValueError, match="not its rows"):
-        table_from_bytes(table.to_bytes().replace(b", 4]", b", 3]"))
+        table_from_bytes(table.to_bytes().replace(b"]], 4]", b"]], 3]"))
 
 
 def test_staleness_is_a_rows_own_and_of_the_task_that_pulled_it() -> None:
