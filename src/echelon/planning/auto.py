@@ -15,6 +15,7 @@ from echelon.config.machines import Machines
 from echelon.core.errors import UserError
 from echelon.core.layout import AUTO
 from echelon.core.units import format_seconds
+from echelon.launch.places import PlaceChoice
 from echelon.planning.calibration import Calibration, calibrate
 from echelon.planning.layout_memory import WHOLE, FittingLayouts, fitting_layouts
 from echelon.planning.layouts import DescribedModel
@@ -197,7 +198,7 @@ def _check(resolved: Resolved, free: frozenset[str]) -> None:
     what = ", ".join(f"--{name.removeprefix('strategy.')} auto" for name in _SETTINGS if name in free) or "--auto"
     if resolved.config.data.batch_size == 0:
         raise UserError(f"{what} tries ways with one batch: give --batch-size N instead of auto")
-    if resolved.config.launch.nodes != "1" or resolved.config.launch.on != "local":
+    if resolved.config.launch.nodes != "1" or PlaceChoice(resolved.config.launch.on).cluster() is not None:
         raise UserError(f"{what} tries ways on this machine: of several, `echelon plan RUN --at ...` says what to take")
     layout = _value(resolved.config, "strategy.parallel")
     if free and _PARALLEL not in free and layout != DEFAULTS["parallel"]:
