@@ -14,6 +14,8 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 Decoder = Callable[[Any], Any]
 T = TypeVar("T")
 
+_FLOAT_OR_NONE = {float, type(None)}
+
 
 def decode(kind: Callable[..., T], values: Mapping[str, Any]) -> T:
     """Build a dataclass from JSON values; unknown names are left out, absent ones and nulls have their default.
@@ -112,8 +114,7 @@ def _numbers(inner: Decoder, value: Any) -> tuple[float, ...]:
     values = _checked(value, list)
     if _sum_is_finite(values):
         return tuple(values)
-    types = set(map(type, values))
-    if inner is _nan_number_or_none and types <= {float, type(None)}:
+    if inner is _nan_number_or_none and set(map(type, values)) <= _FLOAT_OR_NONE:
         return tuple(values)
     return tuple(map(inner, values))
 
@@ -121,8 +122,13 @@ def _numbers(inner: Decoder, value: Any) -> tuple[float, ...]:
 def _table(row: partial[tuple[float, ...]], value: Any) -> tuple[tuple[float, ...], ...]:
     """Return a list of rows of numbers as tuples, looked at all at once where they are what nearly all are."""
     rows = _checked(value, list)
-    if all(type(r) is list for r in rows) and _sum_is_finite(chain.from_iterable(rows)):
-        return tuple(map(tuple, rows))
+    if all(type(r) is list for r in rows):
+        if row.args[0] is _nan_number_or_none:
+            are_known = set(map(type, chain.from_iterable(rows))) <= _FLOAT_OR_NONE
+        else:
+            are_known = _sum_is_finite(chain.from_iterable(rows))
+        if are_known:
+            return tuple(map(tuple, rows))
     return tuple(map(row, rows))
 
 

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,7 +155,8 @@ def merge(windows: Sequence[Steps]) -> Steps:
 def mean_resources(samples: Sequence[Resources]) -> Resources:
     """Return the means of samples of the same ranks and columns, as of the last; null where none is known."""
     last = samples[-1]
-    values = np.array([s.ranks for s in samples], dtype=np.float64)  # (samples, ranks, columns); null is NaN
+    flat = list(chain.from_iterable(chain.from_iterable(s.ranks for s in samples)))  # fast: null becomes NaN at once
+    values = np.array(flat, dtype=np.float64).reshape(len(samples), len(last.ranks), len(last.names))
     known = np.isfinite(values)
     counts = known.sum(axis=0)
     means = np.where(known, values, 0.0).sum(axis=0) / np.maximum(counts, 1)
@@ -244,8 +245,8 @@ def _middle(bucket: int) -> float:
 
 def _loss_means(windows: Sequence[Steps], steps: int) -> list[float]:
     """Return the means of a few runs of neighbouring steps of about the same length, NaN where none is finite."""
-    points = [point for w in windows for point in _points(w)]
-    losses, counts = np.array(points).T  # a loss, and for how many steps it stands
+    points = [_points(w) for w in windows]
+    losses, counts = (np.concatenate(column) for column in zip(*points, strict=True))
     places = np.minimum((np.cumsum(counts) - counts) * MOST_LOSSES // steps, MOST_LOSSES - 1).astype(np.intp)
     finite = np.isfinite(losses)
     places, losses, counts = places[finite], losses[finite], counts[finite]
@@ -255,11 +256,13 @@ def _loss_means(windows: Sequence[Steps], steps: int) -> list[float]:
     return means[: max(1, min(steps, MOST_LOSSES))].tolist()
 
 
-def _points(w: Steps) -> Iterator[tuple[float, int]]:
-    """Yield losses, and for how many steps each stands."""
+def _points(w: Steps) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return losses, and for how many steps each stands."""
     if isinstance(w, MergedSteps):
-        return ((loss, n) for _, loss, n in w.loss_points())
-    return zip(w.losses, repeat(1), strict=False)
+        known = [(loss, n) for _, loss, n in w.loss_points()]
+        losses, counts = np.array(known, dtype=np.float64).reshape(-1, 2).T
+        return losses, counts
+    return np.array(w.losses, dtype=np.float64), np.ones(len(w.losses))
 
 
 def _sum(values: Iterable[float]) -> float:
