@@ -171,7 +171,7 @@ class KeyValue(Content):
     acks: list[int]
 
 
-@content(20, (1, 1))
+@content(12, (1, 1))
 class RowValues(Content):
     """The values of the rows that a `PullRows` of this number wanted, in its order, are the frame; `acks` as above."""
 

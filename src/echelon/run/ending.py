@@ -28,6 +28,19 @@ def why_ended(reason: str, task: TaskFacts, stagnant: int, config: RunConfig) ->
     return ""
 
 
+def check_checkpoints(path: Path) -> None:
+    """Refuse a run of one machine whose checkpoints are all gone, before any process is started for it.
+
+    Raises:
+        UserError: the record says that there was one.
+    """
+    from echelon.checkpoint.files import entries
+    from echelon.trainer.saving import CHECKPOINTS_FOLDER, check_not_behind
+
+    if not entries(path / CHECKPOINTS_FOLDER):
+        check_not_behind(path, None)
+
+
 def nothing_left(path: Path, config: RunConfig) -> bool:
     """Whether a run has completed as long as its description says now, or stopped early, which is said.
 

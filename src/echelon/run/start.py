@@ -32,7 +32,7 @@ from echelon.records.going import LAUNCH_FILE, read_launch
 from echelon.records.kinds import CommandEnd, End, Evaluation
 from echelon.run.deaths import watched
 from echelon.run.elsewhere import Around, followed, submitted, submitted_again
-from echelon.run.ending import nothing_left
+from echelon.run.ending import check_checkpoints, nothing_left
 from echelon.run.home import at_home, local_copy, mend
 from echelon.run.job import RANK
 from echelon.run.machine import Machine, say, this_machine
@@ -149,6 +149,8 @@ def start_again(
         with Opening(config, plan, resumes=True) as opening, closing(request.place.build()) as place:
             _begin_imports(plan)
             run = check(request, user_objects)  # before its description is replaced: what is refused changes nothing
+            if request.nodes.most == 1:
+                check_checkpoints(path)
             if rescan:
                 take_new_samples(path, run, user_objects is not None and user_objects.source is not None)
             config = settled(run, plan, user_objects)

@@ -500,7 +500,7 @@ class Saver:
                 machines see it.
         """
         if self._state.leads:
-            self._check_not_behind()
+            check_not_behind(self.folder, self._store.newest_step())
         found = self._state.newest(self._store)
         if found is None:
             return None
@@ -554,16 +554,24 @@ class Saver:
             self.passed_over.append(message)
             self._record.write(CheckpointRejected(message, str(path), reason))
 
-    def _check_not_behind(self) -> None:
-        """Refuse to train again what the record says was saved: its checkpoint was removed, or lies elsewhere."""
-        saved, present = last_saved(self.folder), self._store.newest_step()
-        if saved is None or (present is not None and present >= saved):
-            return
-        newest = "there is none" if present is None else f"the newest one is of step {present}"
-        raise UserError(
-            f"{self._store.folder}: a checkpoint of step {saved} was saved here, and {newest}: put it back, "
-            "or start over with --from-scratch"
-        )
+
+def check_not_behind(folder: Path, present: int | None) -> None:
+    """Refuse to train again what a run's record says was saved: its checkpoint was removed, or lies elsewhere.
+
+    Args:
+        present: step of the newest checkpoint that is there; None: there is none.
+
+    Raises:
+        UserError: says which is missing.
+    """
+    saved = last_saved(folder)
+    if saved is None or (present is not None and present >= saved):
+        return
+    newest = "there is none" if present is None else f"the newest one is of step {present}"
+    raise UserError(
+        f"{folder / CHECKPOINTS_FOLDER}: a checkpoint of step {saved} was saved here, and {newest}: put it back, "
+        "or start over with --from-scratch"
+    )
 
 
 def last_saved(folder: Path) -> int | None:

@@ -26,7 +26,7 @@ class Codecs:
 
 def commit(step: int) -> Commit:
     """Return that of a rank that has made so many updates."""
-    return Commit(step, False, 0, step, None, Stagnation(), False, "")
+    return Commit(step, False, 0, step, Stagnation(), False, "")
 
 
 @pytest.mark.parametrize(("own", "settled"), [(5, []), (6, [False])])
@@ -35,9 +35,9 @@ def test_a_step_that_is_not_brought_here_may_be_done_again(
 ) -> None:
     """Who alone has made it may die before it gives it on: a codec must still know how it was before."""
     codecs = Codecs()
-    members = [elastic._Member(commit(6), 0, True), elastic._Member(commit(own), 0, False)]
+    members = [elastic._Member(0, True, commit(6)), elastic._Member(0, False, commit(own))]
     if own == 6:
-        members.append(elastic._Member(None, 0, False))
+        members.append(elastic._Member(0, False))
 
     def lost(*arguments: Any) -> int:
         raise PeerLostError("the source died")
