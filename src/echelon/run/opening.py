@@ -22,6 +22,7 @@ class Opening:
     def __init__(self, config: RunConfig, plan: LaunchPlan, resumes: bool = False) -> None:
         """Take what was asked for."""
         self._config, self._plan, self._resumes = config, plan, resumes
+        self._folder = Path(config.run) if config.run else None
         self._screen = Screen()
         self._bars = ExitStack()
         self._bar: Bar | None = None
@@ -30,6 +31,8 @@ class Opening:
         """Say what is run, from what is known before anything heavy is imported."""
         self._screen.__enter__()
         self._screen.say(describe(self._config, self._plan))
+        if self._folder is not None:
+            self._say_where(self._folder)
         self._show("start: importing, checking")
         return self
 
@@ -38,13 +41,18 @@ class Opening:
         self._screen.close()
 
     def runs_in(self, folder: Path) -> None:
-        """Say where the run is, how it is stopped and how it goes on; on a place, whoever submitted it was told."""
+        """Say where the run is, how it is stopped and how it goes on, unless that was said when it was asked for."""
+        if self._folder is None:
+            self._say_where(folder)
+        if self._plan.seat is None:
+            self._show(f"start: {_many(self._plan.workers, 'worker')}")
+
+    def _say_where(self, folder: Path) -> None:
         if self._plan.seat is not None:
-            return
+            return  # on a place, whoever submitted it was told
         where = f"{'continues in' if self._resumes else 'run folder'} {folder}"
         stops = f"Ctrl-C stops it after a checkpoint, `echelon resume {folder}` continues it"
         self._screen.say(f"{where}; {'Ctrl-C ends it' if self._config.optimizer.lr_find else stops}")
-        self._show(f"start: {_many(self._plan.workers, 'worker')}")
 
     def tells(self, text: str) -> None:
         """Say something, above the bar that is shown."""
