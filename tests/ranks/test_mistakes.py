@@ -52,7 +52,7 @@ AT_ONCE = [
     (["train", "digits", "--epochs", "many"], "--epochs"),
     (["train", "digits", "--epochs", "1.5"], "--epochs"),
     (["train", "digits", "--bach-size", "3"], "--batch-size"),
-    (["train", "digits", "--batch-size", "0"], "at least 1"),
+    (["train", "digits", "--batch-size", "-1"], "at least 0"),
     (["train", "digits", "--batch-size", "1e3"], "--batch-size"),
     (["train", "digits", "--lr", "fast"], "--lr"),
     (["train", "digits", "--lr", "-1"], "at least 0"),

@@ -16,6 +16,10 @@ from tests.ranks.runs import SMALL, Runs
 
 POOR = Container(user=True, home="read-only", shm="small", temporary="long")
 POORER = Container(user=True, home="none", shm="read-only", temporary="read-only", root="read-only")
+SYNCS = {
+    "allreduce": "allreduce", "local": "local(4)", "diloco": "diloco(4)", "easgd": "easgd(4)",
+    "ps": "ps(mode=async)", "ps-ssp": "ps(mode=ssp)",
+}  # fmt: skip
 MODEL = ("--workers", "2", "--model", "orphan_parts:mlp")
 
 
@@ -72,7 +76,7 @@ SCENARIOS = (
     ),
     *(
         Scenario(
-            f"{name}-{sync.partition('(')[0]}",
+            f"{name}-{word}",
             f"A run by {sync} works {where}",
             functools.partial(_poor, container=container, sync=sync),
             short=(name, sync) in (("poor", "allreduce"), ("poorer", "ps(mode=async)")),
@@ -81,6 +85,6 @@ SCENARIOS = (
             ("poor", POOR, "as a user without a name, a read-only home, 64 kB of /dev/shm and a long TMPDIR"),
             ("poorer", POORER, "without a home, on a read-only root, /dev/shm and TMPDIR, and without ptrace"),
         )
-        for sync in ("allreduce", "local(4)", "ps(mode=async)")
+        for word, sync in SYNCS.items()
     ),
 )

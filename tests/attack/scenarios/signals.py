@@ -13,6 +13,10 @@ from tests.attack.scenario import Scenario
 from tests.ranks import wide_parts
 from tests.ranks.runs import Run, Runs
 
+WIDE_WAYS = {
+    "allreduce": "allreduce", "local": "local(8)", "diloco": "diloco(8)", "easgd": "easgd(8)", "fsdp=2": "fsdp=2",
+    "ps": "ps(mode=async)", "ps-ssp": "ps(mode=ssp)", "ps-sync": "ps(mode=sync)",
+}  # fmt: skip
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 WITHIN_S = 5.0
 ENDLESS = ("--epochs", "1000000", "--eval-every", "0", "--checkpoint-every", "1000000")
@@ -95,11 +99,11 @@ SCENARIOS = (
     ),
     *(
         Scenario(
-            f"wide-{name.partition('(')[0]}",
+            f"wide-{word}",
             f"A model of 24 million parameters is saved and ended within 5 s of a signal, with {name}",
             functools.partial(_wide, **{"sync" if "=2" not in name else "parallel": name}),
             short=False,
         )
-        for name in ("allreduce", "local(8)", "ps(mode=async)", "fsdp=2")
+        for word, name in WIDE_WAYS.items()
     ),
 )
