@@ -113,7 +113,18 @@ def test_a_service_manager_ends_the_whole_group_and_the_run_saves_first(tmp_path
 
 @pytest.mark.parametrize("sleeper", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.slow)])
 def test_a_worker_that_sleeps_between_checkpoints_lets_the_other_one_save(tmp_path: Path, sleeper: int) -> None:
-    settings = ("--workers", "2", "--sync", "ps(mode=async)", "--epochs", "1000", "--checkpoint-every", "20")
+    settings = (
+        "--workers",
+        "2",
+        "--sync",
+        "ps(mode=async)",
+        "--epochs",
+        "1000",
+        "--eval-every",
+        "0",
+        "--checkpoint-every",
+        "20",
+    )
     with Runs(tmp_path) as runs:
         run = runs.train("digits", *settings, folder="run")
         run.wait_for(lambda: len(run.records("checkpoint")) >= 2, "two checkpoints")
