@@ -6,6 +6,7 @@ that has moved one fails there and not in a run. Nothing here imports `torch.dis
     name here               name in torch
     BatchNormBase           torch.nn.modules.batchnorm._BatchNorm
     ConvNd                  torch.nn.modules.conv._ConvNd
+    DropoutNd               torch.nn.modules.dropout._DropoutNd
     FakeTensorMode, ...     torch._subclasses.fake_tensor
     detect_fake_mode        torch._guards
     TorchDispatchMode       torch.utils._python_dispatch
@@ -46,6 +47,7 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.conv import _ConvNd as ConvNd
+from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import _inject_new_class as inject_parametrized_class
 from torch.nn.utils.parametrize import _inject_property as inject_parametrized_property
@@ -66,6 +68,7 @@ __all__ = [
     "NEEDS_VALUES",
     "BatchNormBase",
     "ConvNd",
+    "DropoutNd",
     "FakeTensorMode",
     "TorchDispatchMode",
     "conv_forward",

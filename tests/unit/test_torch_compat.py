@@ -28,6 +28,10 @@ def _private(name: str) -> bool:
 
 def _uses(tree: ast.Module) -> Iterator[str]:
     """Yield what a module imports from torch, or reads of its objects, under a private name."""
+    of_torch = {"torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            of_torch |= {a.asname or a.name for a in node.names}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
             yield from (name for a in node.names if _private(name := f"{node.module}.{a.name}"))
@@ -35,7 +39,8 @@ def _uses(tree: ast.Module) -> Iterator[str]:
             yield from (a.name for a in node.names if a.name.startswith("torch.") and _private(a.name))
         elif isinstance(node, ast.Attribute):
             name = ast.unparse(node)
-            if (re.fullmatch(r"torch[\w.]*", name) and _private(name)) or node.attr in ATTRIBUTES:
+            named = re.fullmatch(r"[\w.]+", name) and name.partition(".")[0] in of_torch and _private(name)
+            if named or node.attr in ATTRIBUTES:
                 yield name
 
 

@@ -14,7 +14,7 @@ from echelon.core.errors import UserError, naming
 from echelon.core.own import TRANSFORMERS
 from echelon.models.keras_model import KerasModule
 from echelon.optim.traits import Reach, is_sgd
-from echelon.torch_compat import BatchNormBase
+from echelon.torch_compat import BatchNormBase, DropoutNd
 from echelon.trainer.layouts import check_layout
 from echelon.trainer.resolved import ResolvedRun
 from echelon.trainer.tables import check_sparse_setting
@@ -288,7 +288,7 @@ def _takes_statistics(module: nn.Module) -> bool:
 
 
 def _drops(module: nn.Module) -> bool:
-    if isinstance(module, nn.modules.dropout._DropoutNd):
+    if isinstance(module, DropoutNd):
         return module.p > 0 and module.training
     rates = [getattr(module, name, None) for name in _DROP_RATES]
     return module.training and any(isinstance(rate, float) and rate > 0 for rate in rates)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from echelon.core.hints import Hints
 from echelon.parallel.pipeline.batches import MicroBatches, cut_batch, dividing_count, evaluating, has_batchnorm
@@ -32,6 +32,7 @@ from echelon.torch_compat import detect_fake_mode
 Loss = Callable[[Tensor, Any], Tensor]
 Score = Callable[[Tensor, Any], Tensor | None]
 Scale = Callable[[Tensor], Tensor]
+Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 FIRST_RECORDED = 2  # the steps before it also start things up
 MOST_SHAPES = 16  # of micro-batches whose schedules are kept
 
@@ -105,7 +106,7 @@ class Pipeline(nn.Module):
             make_stage(model, steps[i], i == 0, i == last, example) for i in self._mine
         )
         self._mixes_samples = has_batchnorm([model])
-        self._schedules: dict[tuple[object, ...], pipelining.schedules._PipelineSchedule] = {}
+        self._schedules: dict[tuple[object, ...], Schedule] = {}
         self._recorder = ActionRecorder(self._device)
         self._done = 0
         self._job = _Job(self._judge, 1, _identity, self._device)
@@ -184,9 +185,7 @@ class Pipeline(nn.Module):
     def _broadcast(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, group_src=self.plan[-1].rank, group=self._group)
 
-    def _run(
-        self, schedule: pipelining.schedules._PipelineSchedule, batches: MicroBatches, training: bool
-    ) -> Tensor | None:
+    def _run(self, schedule: Schedule, batches: MicroBatches, training: bool) -> Tensor | None:
         inputs = [tuple(nest.leaves(batch)) for batch in batches.inputs] if 0 in self._mine else None
         targets = list(batches.targets) if training and len(self.plan) - 1 in self._mine else None
         autocast, parameters = self._settings.types(training)
@@ -195,7 +194,7 @@ class Pipeline(nn.Module):
         outputs: Tensor | None = schedule.step(arg_mbs=inputs, target_mbs=targets, return_outputs=not training)
         return outputs
 
-    def _schedule(self, batches: MicroBatches, training: bool) -> pipelining.schedules._PipelineSchedule:
+    def _schedule(self, batches: MicroBatches, training: bool) -> Schedule:
         first = batches.inputs[0]
         key = (len(batches.inputs), training, *((leaf.shape, leaf.dtype) for leaf in nest.leaves(first)))
         if key not in self._schedules:
@@ -204,7 +203,7 @@ class Pipeline(nn.Module):
             self._schedules[key] = self._new_schedule(first, len(batches.inputs), training)
         return self._schedules[key]
 
-    def _new_schedule(self, first: Nest, count: int, training: bool) -> pipelining.schedules._PipelineSchedule:
+    def _new_schedule(self, first: Nest, count: int, training: bool) -> Schedule:
         between = self._boundaries(first, training)
         stages = [
             EarlyStage(
@@ -227,7 +226,7 @@ class Pipeline(nn.Module):
         schedule = kind(stages[0] if single else stages, n_microbatches=count, loss_fn=loss, scale_grads=False)
         if not single and self._device.type == "cpu":
             receive_early(schedule)
-        assert isinstance(schedule, pipelining.schedules._PipelineSchedule)
+        assert isinstance(schedule, Schedule)
         return schedule
 
     def _micro_loss(self, logits: Tensor, targets: Nest) -> Tensor:

@@ -25,7 +25,7 @@ from echelon.parallel.tensor.local import Sight, embed_by_rows, first_row, local
 from echelon.parallel.tensor.plan import TensorPlan, placements_of, plan_tensor
 from echelon.tasks import nest
 from echelon.tasks.nest import Nest
-from echelon.torch_compat import FAKE_TENSOR_LOGGER, detect_fake_mode, is_persistent, registered_tensors
+from echelon.torch_compat import FAKE_TENSOR_LOGGER, DropoutNd, detect_fake_mode, is_persistent, registered_tensors
 
 TOKENS = 1  # the dim of tokens in (N, T, D)
 
@@ -186,7 +186,7 @@ def _bound(modules: Mapping[str, nn.Module], plan: TensorPlan, where: _Where) ->
 
 
 def _drops(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    return isinstance(module, DropoutNd) and module.p > 0
 
 
 def _on_first(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
