@@ -14,7 +14,7 @@ from echelon.core.errors import UserError
 from echelon.core.link import Link
 
 if TYPE_CHECKING:
-    from echelon.launch.places.cluster import Seat
+    from echelon.launch.places.cluster import NodeRank
 
 ROUND_VARIABLE = "ECHELON_ROUND"  # in a worker's environment: a name that only the ranks started with it know
 
@@ -32,7 +32,7 @@ class LaunchPlan:
         link: of the shaped links between the workers; None: loopback.
         elastic: when a worker is killed, the others go on.
         meets_again: the first machine had gone, which the user has been told.
-        seat: of this machine, where a place gave it one.
+        node_rank: of this machine, where a place gave it one.
     """
 
     entry: str
@@ -48,7 +48,7 @@ class LaunchPlan:
     link: Link | None = None
     meets_again: bool = False
     elastic: bool = False
-    seat: Seat | None = None
+    node_rank: NodeRank | None = None
 
 
 def is_worker() -> bool:

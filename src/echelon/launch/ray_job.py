@@ -26,8 +26,8 @@ from echelon.config import load_run_config
 from echelon.core.errors import USER_ERROR_EXIT_CODE, UserError
 from echelon.launch.places import PlaceChoice
 from echelon.launch.places.base import Place
-from echelon.launch.places.cluster import PlaceFiles, Seat, Submission
-from echelon.launch.places.ray import RayCluster, seat_variables
+from echelon.launch.places.cluster import NodeRank, PlaceFiles, Submission
+from echelon.launch.places.ray import RayCluster, rank_variables
 from echelon.launch.process import die_with_parent
 
 _CONFIG_FILE = "config.yaml"
@@ -49,10 +49,10 @@ class NodeActor:
         node: str = ray.get_runtime_context().get_node_id()
         return node
 
-    def run(self, submission: Submission, seat: Seat) -> int:
+    def run(self, submission: Submission, node_rank: NodeRank) -> int:
         """Run the node command to its end; returns its exit code."""
-        environment = {**os.environ, **seat_variables(seat)}
-        with (submission.run / "logs" / f"node{seat.number}.out").open("ab") as output:
+        environment = {**os.environ, **rank_variables(node_rank)}
+        with (submission.run / "logs" / f"node{node_rank.number}.out").open("ab") as output:
             self._process = subprocess.Popen(
                 submission.command, cwd=submission.folder, env=environment, stdin=subprocess.DEVNULL, stdout=output,
                 stderr=output, start_new_session=True, preexec_fn=die_with_parent,
@@ -109,8 +109,8 @@ class _Nodes:
         names = ray.get([actor.node.remote() for actor in self._actors])
         address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == names[0])
         for number, (actor, name) in enumerate(zip(self._actors, names, strict=True)):
-            seat = Seat(number, f"node {name[:8]}", address, start)
-            self._ends.append(actor.run.remote(submission, seat))
+            node_rank = NodeRank(number, f"node {name[:8]}", address, start)
+            self._ends.append(actor.run.remote(submission, node_rank))
 
     def wait(self) -> list[int | None] | None:
         """Return the exit codes of the nodes that have ended, None for one that is lost; None as long as all run on.

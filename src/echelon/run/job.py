@@ -134,8 +134,8 @@ def server_job(plan: LaunchPlan, part: ServerPart) -> Job:
     workers: dict[int, list[Process]] = {}
     for local in range(plan.workers):
         number, rank = divmod(part.first_worker + local, part.ranks)
-        seat = WorkerRank(number, local, part.machine, rank, part.ranks, part.workers)
-        workers.setdefault(number, []).append(process(seat.name, WORKER, (seat, *parcel), not first))
+        place = WorkerRank(number, local, part.machine, rank, part.ranks, part.workers)
+        workers.setdefault(number, []).append(process(place.name, WORKER, (place, *parcel), not first))
     if part.ranks == 1:
         return Job((Group((*alone, *(p for [p] in workers.values())), Restart.ALONE),), plan.max_restarts)
     split = [

@@ -282,14 +282,14 @@ def _is_first(plan: LaunchPlan, rendezvous: Address, own_address: str) -> bool:
     """Whether this is the first machine: as its place says, else by its address."""
     from echelon.launch.meeting import is_own
 
-    return is_own(rendezvous.host, own_address) if plan.seat is None else plan.seat.number == 0
+    return is_own(rendezvous.host, own_address) if plan.node_rank is None else plan.node_rank.number == 0
 
 
 def _arrival(plan: LaunchPlan, settings: dict[str, str], address: str = "") -> Arrival:
     from echelon.launch.meeting import Arrival
 
     name = f"{socket.gethostname()} ({address})" if address else ""
-    return Arrival(name if plan.seat is None else f"{plan.seat.name} on {name}", plan.workers, settings)
+    return Arrival(name if plan.node_rank is None else f"{plan.node_rank.name} on {name}", plan.workers, settings)
 
 
 def common_settings(config: RunConfig) -> dict[str, str]:
@@ -305,7 +305,7 @@ def _say_first(plan: LaunchPlan, address: str, folder: Path) -> None:
 
     assert plan.rendezvous is not None
     first = f"this is the first machine of {plan.nodes.most}, at {address}:{plan.rendezvous.port}"
-    if plan.seat is not None:  # its place brought the secret
+    if plan.node_rank is not None:  # its place brought the secret
         return
     if plan.trusted_network:
         say(f"{first}; whoever reaches it can take part (--trusted-network)")

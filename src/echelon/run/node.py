@@ -1,6 +1,6 @@
 """The node command: `python -m echelon.run.node RUN`, started by a place once on each of its machines.
 
-It takes its seat from what the place says in the environment, meets the other machines, and runs this machine's part of
+It takes its rank from what the place says in the environment, meets the other machines, and runs this machine's part of
 the run as the same command by hand would. Exit code 0: the run ended here in an orderly way, and the first machine has
 noted how (`PlaceFiles.exit`), except where the place goes by exit codes, which are then those of the command by hand;
 2: refused, which is noted by whoever refused; anything else: this machine's part died.
@@ -22,7 +22,7 @@ from echelon.core.output import outlive_readers
 from echelon.core.stop import Stopped, stop_at_once, stopped_exit_code
 from echelon.core.units import format_seconds
 from echelon.launch.places import PlaceChoice
-from echelon.launch.places.cluster import Cluster, PlaceFiles, Seat
+from echelon.launch.places.cluster import Cluster, NodeRank, PlaceFiles
 from echelon.records.file import newest
 from echelon.records.kinds import Checkpoint
 from echelon.run.elsewhere import VERSIONS_FILE, versions
@@ -38,22 +38,22 @@ def main(run: Path) -> int:
     """Run this machine's part of a run; returns the exit code."""
     outlive_readers()
     stop_at_once()
-    files, seat, config, cluster = PlaceFiles(run), None, None, None
+    files, node_rank, config, cluster = PlaceFiles(run), None, None, None
     try:
         config = load_run_config(run / CONFIG_FILE)
         cluster = PlaceChoice(config.launch.on).cluster()
         if cluster is None:
             raise UserError(f"{run} is no run of a cluster's: --on {config.launch.on}")
-        seat = cluster.seat(os.environ)
-        _check_versions(files, seat)
-        if seat.number == 0:
+        node_rank = cluster.node_rank(os.environ)
+        _check_versions(files, node_rank)
+        if node_rank.number == 0:
             _check_progress(run, files)
-        code = 0 if _is_over(files, seat) else _run_part(run, config, cluster, seat)
+        code = 0 if _is_over(files, node_rank) else _run_part(run, config, cluster, node_rank)
     except (Stopped, KeyboardInterrupt) as stop:  # before anything was there to save
         code = stopped_exit_code(stop.signum if isinstance(stop, Stopped) else 0)
         reason = "it was stopped before it began"
     except UserError as error:
-        if seat is not None and _is_over(files, seat):  # while it waited for the first machine
+        if node_rank is not None and _is_over(files, node_rank):  # while it waited for the first machine
             return 0
         say(str(error))
         if config is not None:
@@ -63,47 +63,47 @@ def main(run: Path) -> int:
     else:
         reason = ""
     refused = (files.ended() or (0, ""))[0] == USER_ERROR_EXIT_CODE  # by another machine, for which this one was ended
-    if (seat is None or seat.number == 0) and not refused:
+    if (node_rank is None or node_rank.number == 0) and not refused:
         files.end(code, reason)
     return code if cluster is not None and cluster.exit_codes_decide else 0
 
 
-def _is_over(files: PlaceFiles, seat: Seat) -> bool:
+def _is_over(files: PlaceFiles, node_rank: NodeRank) -> bool:
     """Whether the first machine has completed the run, without this one; which is said."""
-    if seat.number == 0 or (files.ended() or (1, ""))[0] != 0:
+    if node_rank.number == 0 or (files.ended() or (1, ""))[0] != 0:
         return False
     say("the run has been completed by the other machines")
     return True
 
 
-def _run_part(run: Path, config: RunConfig, cluster: Cluster, seat: Seat) -> int:
+def _run_part(run: Path, config: RunConfig, cluster: Cluster, node_rank: NodeRank) -> int:
     """Return the exit code that a command by hand would have."""
     from echelon.run.resolve import resolve
     from echelon.run.start import start_again
 
     if cluster.machines > 1:
         deadline_s = resolve(config).timeout_s
-        nodes, rendezvous = str(cluster.machines), _rendezvous(PlaceFiles(run), seat, deadline_s)
+        nodes, rendezvous = str(cluster.machines), _rendezvous(PlaceFiles(run), node_rank, deadline_s)
         config = replace(config, launch=replace(config.launch, nodes=nodes, rendezvous=rendezvous))
-    return start_again(run, config, seat=seat).exit_code
+    return start_again(run, config, node_rank=node_rank).exit_code
 
 
-def _rendezvous(files: PlaceFiles, seat: Seat, deadline_s: float) -> str:
+def _rendezvous(files: PlaceFiles, node_rank: NodeRank, deadline_s: float) -> str:
     """Return where the machines of this start meet: the first one chooses a free port, and tells the others.
 
     Raises:
         UserError: it was not told in time.
     """
-    if address := files.meeting(seat):  # its place chose it
+    if address := files.meeting(node_rank):  # its place chose it
         return address
-    if seat.number == 0:
+    if node_rank.number == 0:
         with socket.socket() as free:
             free.bind(("", 0))
-            address = f"{seat.address}:{free.getsockname()[1]}"
-        files.meet_at(seat, address)
+            address = f"{node_rank.address}:{free.getsockname()[1]}"
+        files.meet_at(node_rank, address)
         return address
     ends = time.monotonic() + deadline_s
-    while not (address := files.meeting(seat)):
+    while not (address := files.meeting(node_rank)):
         if time.monotonic() > ends:
             waited = format_seconds(deadline_s)
             raise UserError(
@@ -113,7 +113,7 @@ def _rendezvous(files: PlaceFiles, seat: Seat, deadline_s: float) -> str:
     return address
 
 
-def _check_versions(files: PlaceFiles, seat: Seat) -> None:
+def _check_versions(files: PlaceFiles, node_rank: NodeRank) -> None:
     """Refuse other versions than those of the machine that submitted the run.
 
     Raises:
@@ -122,7 +122,9 @@ def _check_versions(files: PlaceFiles, seat: Seat) -> None:
     wanted = json.loads((files.folder / VERSIONS_FILE).read_text())
     for name, here in versions().items():
         if wanted[name] != here:
-            raise UserError(f"{seat.name} has {name} {here}, the run was submitted with {wanted[name]}: use the same")
+            raise UserError(
+                f"{node_rank.name} has {name} {here}, the run was submitted with {wanted[name]}: use the same"
+            )
 
 
 def _check_progress(run: Path, files: PlaceFiles) -> None:

@@ -44,11 +44,11 @@ class Opening:
         """Say where the run is, how it is stopped and how it goes on, unless that was said when it was asked for."""
         if self._folder is None:
             self._say_where(folder)
-        if self._plan.seat is None:
+        if self._plan.node_rank is None:
             self._show(f"start: {_many(self._plan.workers, 'worker')}")
 
     def _say_where(self, folder: Path) -> None:
-        if self._plan.seat is not None:
+        if self._plan.node_rank is not None:
             return  # on a place, whoever submitted it was told
         where = f"{'continues in' if self._resumes else 'run folder'} {folder}"
         stops = f"Ctrl-C stops it after a checkpoint, `echelon resume {folder}` continues it"

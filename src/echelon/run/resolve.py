@@ -27,7 +27,7 @@ from echelon.sync.registry import STRATEGIES
 from echelon.tasks.registry import TaskChoice, check_task
 
 if TYPE_CHECKING:
-    from echelon.launch.places.cluster import Seat
+    from echelon.launch.places.cluster import NodeRank
     from echelon.optim.own import OptimizerFactory
     from echelon.trainer.resolved import ResolvedRun
 
@@ -76,7 +76,7 @@ class LaunchRequest:
         link: the shaped links between workers; None: loopback.
         place: where processes are started.
         uses_servers: parameters are held by servers, as the strategy's file declares.
-        seat: of this machine, where a place gave it one: it runs the processes itself.
+        node_rank: of this machine, where a place gave it one: it runs the processes itself.
     """
 
     config: RunConfig
@@ -86,14 +86,14 @@ class LaunchRequest:
     link: Link | None
     place: PlaceChoice
     uses_servers: bool
-    seat: Seat | None = None
+    node_rank: NodeRank | None = None
 
 
-def launch_request(config: RunConfig, seat: Seat | None = None) -> LaunchRequest:
+def launch_request(config: RunConfig, node_rank: NodeRank | None = None) -> LaunchRequest:
     """Read what a description asks of machines; refuse names that do not exist.
 
     Args:
-        seat: of this machine, where a place gave it one.
+        node_rank: of this machine, where a place gave it one.
 
     Raises:
         UserError: names the setting, and the nearest that exists.
@@ -112,9 +112,9 @@ def launch_request(config: RunConfig, seat: Seat | None = None) -> LaunchRequest
         nodes=parse_nodes(launch.nodes),
         rendezvous=parse_rendezvous(launch.rendezvous) if launch.rendezvous else None,
         link=link,
-        place=PlaceChoice(launch.on if seat is None else "local", parse_seconds(config.checkpoint.io_patience)),
+        place=PlaceChoice(launch.on if node_rank is None else "local", parse_seconds(config.checkpoint.io_patience)),
         uses_servers=constants.get("uses_servers") == "True",
-        seat=seat,
+        node_rank=node_rank,
     )
 
 

@@ -47,7 +47,7 @@ from echelon.tasks.registry import TaskObjects
 from echelon.trainer import folder as folders
 
 if TYPE_CHECKING:
-    from echelon.launch.places.cluster import Seat
+    from echelon.launch.places.cluster import NodeRank
     from echelon.run.mirror import Mirror
     from echelon.run.parcel import Parcel
     from echelon.trainer.assemble import UserObjects
@@ -106,14 +106,14 @@ def start_again(
     from_scratch: bool = False,
     user_objects: UserObjects | None = None,
     rescan: bool = False,
-    seat: Seat | None = None,
+    node_rank: NodeRank | None = None,
 ) -> Outcome:
     """Continue the run of a folder, as its description says now.
 
     Args:
         from_scratch: train from the beginning, whatever was saved; with several machines, on the first one alone.
         rescan: take samples that are new in the data from the next epoch on; likewise on the first machine alone.
-        seat: of this machine, where a place gave it one: its part of the run is run here.
+        node_rank: of this machine, where a place gave it one: its part of the run is run here.
 
     Raises:
         UserError: it cannot start as described, or goes on already.
@@ -121,7 +121,7 @@ def start_again(
     check_no_search(path, config)
     if rescan and is_worker():
         raise UserError("--rescan is for `echelon resume` without torchrun, which may start all processes again")
-    given_t, request = command_given_t(), launch_request(config, seat)
+    given_t, request = command_given_t(), launch_request(config, node_rank)
     cluster = request.place.cluster()
     if from_scratch:
         if is_worker():
@@ -261,7 +261,7 @@ def plan_of(request: LaunchRequest, path: Path, parcel: Parcel | None = None) ->
         preload=(*PRELOAD, *packages_of(request.config.model.tune), *(PRELOAD_ROLES if request.uses_servers else ())),
         trusted_network=launch.trusted_network,
         link=request.link,
-        seat=request.seat,
+        node_rank=request.node_rank,
     )
 
 
@@ -349,7 +349,7 @@ def _run_here(
                 if closes:
                     _end_before_start(path, record)
             except UserError as error:
-                if plan.seat is None:  # else the node command tells
+                if plan.node_rank is None:  # else the node command tells
                     notifier.end("failed", str(error))
                 raise
             finally:

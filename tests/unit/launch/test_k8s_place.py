@@ -21,7 +21,7 @@ import yaml
 
 from echelon.core.errors import UserError
 from echelon.launch.places import PLACES, PlaceChoice
-from echelon.launch.places.cluster import JobPhase, PlaceSilent, Seat, Submission
+from echelon.launch.places.cluster import JobPhase, NodeRank, PlaceSilent, Submission
 from echelon.launch.places.k8s import JOB_VARIABLE, Kubernetes
 from echelon.messages.identity import make_secret
 
@@ -98,12 +98,12 @@ def test_a_machine_without_the_client(tmp_path: Path) -> None:
 def test_the_seat_of_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     place = _build('k8s(image=i, claim=c, mount="/runs", nodes=2)')
     pod = {"JOB_COMPLETION_INDEX": "1", JOB_VARIABLE: "echelon-a-1", "HOSTNAME": "echelon-a-1-1"}
-    assert place.seat(pod) == Seat(1, "echelon-a-1-1", "echelon-a-1-0.echelon-a-1", "echelon-a-1")
+    assert place.node_rank(pod) == NodeRank(1, "echelon-a-1-1", "echelon-a-1-0.echelon-a-1", "echelon-a-1")
     with pytest.raises(UserError, match="a pod of an indexed Job"):
-        place.seat({})
+        place.node_rank({})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UserError, match="--on asks for 4"):
-        _build().seat(pod)
+        _build().node_rank(pod)
 
 
 class _Api(ThreadingHTTPServer):
@@ -210,7 +210,7 @@ def test_a_job_is_made_followed_and_stopped(tmp_path: Path, api: _Api) -> None:
     assert base64.b64decode(secret["data"]["secret"]).decode() == key and len(api.kept) == 3
     assert secret["metadata"]["ownerReferences"][0]["uid"] == "uid-1"
     assert key not in json.dumps(job) and key not in submission.files.text.read_text()
-    assert submission.files.meeting(Seat(1, "", "", name)) == f"{name}-0.{name}:29400"
+    assert submission.files.meeting(NodeRank(1, "", "", name)) == f"{name}-0.{name}:29400"
 
     unfit = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}
     api.pods = [{"status": {"conditions": [unfit]}, "spec": {"containers": [{"name": "echelon"}]}}]

@@ -1,4 +1,4 @@
-"""The Ray place: exactly what is submitted, what is refused, seats, and a machine without Ray."""
+"""The Ray place: exactly what is submitted, what is refused, ranks, and a machine without Ray."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from echelon.core.errors import UserError
 from echelon.launch.places import PLACES, PlaceChoice
-from echelon.launch.places.cluster import PlaceSilent, Seat, Submission
-from echelon.launch.places.ray import RayCluster, read_seat, seat_variables
+from echelon.launch.places.cluster import NodeRank, PlaceSilent, Submission
+from echelon.launch.places.ray import RayCluster, rank_variables, read_rank
 
 SUBMISSION = Submission(Path("/home/me/runs/digits 1"), Path("/home/me"), "/opt/python")
 NO_RAY = """
@@ -69,11 +69,13 @@ def test_a_cluster_that_is_not_reached() -> None:
         _build('ray(address="http://127.0.0.1:9")').state("raysubmit_1")
 
 
-def test_the_seat_that_the_job_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    seat = Seat(1, "node 3f2a", "10.0.0.1", "02-0")
-    assert _build("ray(nodes=2)").seat(seat_variables(seat)) == seat == read_seat(seat_variables(seat))
+def test_the_rank_that_the_job_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    node_rank = NodeRank(1, "node 3f2a", "10.0.0.1", "02-0")
+    assert (
+        _build("ray(nodes=2)").node_rank(rank_variables(node_rank)) == node_rank == read_rank(rank_variables(node_rank))
+    )
     with pytest.raises(UserError, match="started by echelon"):
-        _build("ray(nodes=2)").seat({})
+        _build("ray(nodes=2)").node_rank({})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(UserError, match="Ray gives 0 GPUs on this node, --on asks for 2"):
-        _build("ray(gpus=2)").seat(seat_variables(seat))
+        _build("ray(gpus=2)").node_rank(rank_variables(node_rank))

@@ -11,7 +11,7 @@ import pytest
 from echelon.core.errors import UserError
 from echelon.launch import places
 from echelon.launch.places import PLACES, PlaceChoice
-from echelon.launch.places.cluster import JobPhase, PlaceFiles, Seat, Submission
+from echelon.launch.places.cluster import JobPhase, NodeRank, PlaceFiles, Submission
 from echelon.launch.places.slurm import Slurm
 
 SUBMISSION = Submission(Path("/home/me/runs/digits 1"), Path("/home/me"), "/opt/python")
@@ -140,8 +140,8 @@ def test_names_of_the_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_seat_in_an_allocation() -> None:
-    assert _build("slurm(nodes=2)").seat(ALLOCATION) == Seat(1, "n2", "10.0.0.1", "7-0")
-    again = _build("slurm(nodes=2)").seat({**ALLOCATION, "SLURM_RESTART_COUNT": "3"})
+    assert _build("slurm(nodes=2)").node_rank(ALLOCATION) == NodeRank(1, "n2", "10.0.0.1", "7-0")
+    again = _build("slurm(nodes=2)").node_rank({**ALLOCATION, "SLURM_RESTART_COUNT": "3"})
     assert again.start == "7-3"
 
 
@@ -162,7 +162,7 @@ def test_an_allocation_unlike_the_request(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     environment = {name: value for name, value in {**ALLOCATION, **change}.items() if value is not None}
     with pytest.raises(UserError) as refused:
-        _build(text).seat(environment)
+        _build(text).node_rank(environment)
     assert words in str(refused.value)
 
 
@@ -201,7 +201,11 @@ def test_a_machine_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_files_between_machines(tmp_path: Path) -> None:
-    files, first, again = PlaceFiles(tmp_path), Seat(0, "n1", "10.0.0.1", "7-0"), Seat(0, "n1", "10.0.0.1", "7-1")
+    files, first, again = (
+        PlaceFiles(tmp_path),
+        NodeRank(0, "n1", "10.0.0.1", "7-0"),
+        NodeRank(0, "n1", "10.0.0.1", "7-1"),
+    )
     files.prepare()
     assert (files.job(), files.ended(), files.meeting(first)) == ("", None, "")
     files.add_job("7")

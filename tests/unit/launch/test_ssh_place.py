@@ -15,8 +15,8 @@ import pytest
 
 from echelon.core.errors import UserError
 from echelon.launch.places import PLACES, PlaceChoice, carried
-from echelon.launch.places.cluster import JobPhase, PlaceSilent, Seat, Submission
-from echelon.launch.places.ssh import SEAT_VARIABLE, Ssh
+from echelon.launch.places.cluster import JobPhase, NodeRank, PlaceSilent, Submission
+from echelon.launch.places.ssh import RANK_VARIABLE, Ssh
 
 SSH = """#!/bin/sh
 while [ "$1" = -o ] || [ "$1" = -p ]; do shift 2; done
@@ -27,7 +27,7 @@ exec sh -c "$*"
 """
 PYTHON = """#!/bin/sh
 if [ "$1" = - ]; then cat >/dev/null; echo '{"versions": {"echelon": "1", "torch": "2", "Python": "3.11"}, "port": 29}'
-else trap 'exit 7' TERM; trap 'exit 0' USR1; echo "$ECHELON_SSH_SEAT" >>"$3/seats"; while :; do sleep 0.05; done; fi
+else trap 'exit 7' TERM; trap 'exit 0' USR1; echo "$ECHELON_SSH_RANK" >>"$3/ranks"; while :; do sleep 0.05; done; fi
 """
 VERSIONS = {"echelon": "1", "torch": "2", "Python": "3.11"}
 DEADLINE_S = 30.0
@@ -92,9 +92,9 @@ def test_parts_run_die_come_back_and_stop(programs: Path) -> None:
         place.check(submission, {**VERSIONS, "torch": "3"})
     job = place.submit(submission)
     try:
-        _wait(lambda: len((submission.run / "seats").read_text().splitlines()) == 3)
+        _wait(lambda: len((submission.run / "ranks").read_text().splitlines()) == 3)
         assert place.state(job).text == "running on a, b, c"
-        assert submission.files.meeting(Seat(0, "a", "", job)) == "10.0.0.1:29"
+        assert submission.files.meeting(NodeRank(0, "a", "", job)) == "10.0.0.1:29"
         (programs / "silent-c").touch()
         state = place.state(job)
         assert state.phase is JobPhase.RUNS and "running on a, b; c does not answer" in state.text
@@ -102,7 +102,7 @@ def test_parts_run_die_come_back_and_stop(programs: Path) -> None:
         os.kill(pid, 9)
         _wait(lambda: "the part on b died" in place.state(job).text)
         place.keep(job, submission)
-        _wait(lambda: len((submission.run / "seats").read_text().splitlines()) == 4)
+        _wait(lambda: len((submission.run / "ranks").read_text().splitlines()) == 4)
         assert place.state(job).text.startswith("running on a, b;")
         (programs / "silent-c").unlink()
     finally:
@@ -121,7 +121,7 @@ def begun(programs: Path) -> Iterator[tuple[Ssh, Submission, str]]:
     (submission.files.folder / "versions").write_text(json.dumps(VERSIONS))
     job = place.submit(submission)
     try:
-        _wait(lambda: len((submission.run / "seats").read_text().splitlines()) == 2)
+        _wait(lambda: len((submission.run / "ranks").read_text().splitlines()) == 2)
         yield place, submission, job
     finally:
         place.stop(job)
@@ -146,7 +146,7 @@ def test_a_part_between_its_end_and_its_code_is_not_dead(begun: tuple[Ssh, Submi
     finally:
         keeper.resume()
     _wait(lambda: place.keep(job, submission).text == "running on a")
-    assert len((submission.run / "seats").read_text().splitlines()) == 2, "a part that had ended began again"
+    assert len((submission.run / "ranks").read_text().splitlines()) == 2, "a part that had ended began again"
 
 
 def test_who_did_not_hear_of_the_end_is_stopped(
@@ -157,7 +157,7 @@ def test_who_did_not_hear_of_the_end_is_stopped(
     _wait(lambda: place.keep(job, submission).text == "running on b")
     _process(programs, job, 1).kill()
     _wait(lambda: "the part on b died" in place.keep(job, submission).text)
-    assert len((submission.run / "seats").read_text().splitlines()) == 2, "a part of a run that is over began again"
+    assert len((submission.run / "ranks").read_text().splitlines()) == 2, "a part of a run that is over began again"
     place._start_again(submission, job, 1)  # as if it had begun again a moment before the end
     _wait(lambda: place.keep(job, submission).text == "running on b")
     monkeypatch.setattr("echelon.launch.places.ssh.MOST_GOODBYE_S", -1.0)
@@ -174,10 +174,10 @@ def test_hosts_that_do_not_answer(programs: Path) -> None:
 
 
 def test_a_seat() -> None:
-    seat = _build("ssh(hosts=a+b)").seat({SEAT_VARIABLE: '["1", "b", "10.0.0.1:29", "job"]'})
-    assert seat == Seat(1, "b", "10.0.0.1:29", "job")
+    node_rank = _build("ssh(hosts=a+b)").node_rank({RANK_VARIABLE: '["1", "b", "10.0.0.1:29", "job"]'})
+    assert node_rank == NodeRank(1, "b", "10.0.0.1:29", "job")
     with pytest.raises(UserError, match="is not set"):
-        _build("ssh(hosts=a)").seat({})
+        _build("ssh(hosts=a)").node_rank({})
 
 
 def test_the_code_and_the_run_travel(programs: Path) -> None:

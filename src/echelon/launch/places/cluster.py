@@ -26,7 +26,7 @@ ANSWER_S = 60.0
 
 
 @dataclass(frozen=True)
-class Seat:
+class NodeRank:
     """One machine's part in what a place was asked for.
 
     Attributes:
@@ -193,7 +193,7 @@ class Cluster(ABC):
         """
 
     @abstractmethod
-    def seat(self, environment: Mapping[str, str]) -> Seat:
+    def node_rank(self, environment: Mapping[str, str]) -> NodeRank:
         """Return the part of the machine on which the node command has this environment.
 
         Raises:
@@ -266,15 +266,15 @@ class PlaceFiles:
             return None
         return int(code), reason
 
-    def meet_at(self, seat: Seat, address: str) -> None:
+    def meet_at(self, node_rank: NodeRank, address: str) -> None:
         """Tell the other machines of a start where the first one answers."""
         for old in self.folder.glob("meeting-*"):
             old.unlink()
-        write_atomic(self.folder / f"meeting-{seat.start}", json.dumps({"address": address}))
+        write_atomic(self.folder / f"meeting-{node_rank.start}", json.dumps({"address": address}))
 
-    def meeting(self, seat: Seat) -> str:
+    def meeting(self, node_rank: NodeRank) -> str:
         """Return where the first machine of a start answers; empty while that is not known."""
-        name = f"meeting-{seat.start}"
+        name = f"meeting-{node_rank.start}"
         # the folder is listed: over a network, a file that was not there a moment ago may stay so in a cache
         if name not in {path.name for path in self.folder.iterdir()}:
             return ""

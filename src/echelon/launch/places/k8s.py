@@ -32,8 +32,8 @@ from echelon.launch.places.cluster import (
     Cluster,
     JobPhase,
     JobState,
+    NodeRank,
     PlaceSilent,
-    Seat,
     Submission,
 )
 from echelon.launch.plan import visible_gpus
@@ -184,7 +184,7 @@ class Kubernetes(Cluster):
         write_atomic(submission.files.text, self.text(submission))
         service, secret, job = self.manifests(submission)
         name = job["metadata"]["name"]
-        submission.files.meet_at(_seat(0, name, name), f"{name}-0.{name}:{PORT}")
+        submission.files.meet_at(_node_rank(0, name, name), f"{name}-0.{name}:{PORT}")
         key = read_secret(submission.run / SECRETS_FOLDER).hex()
         secret["data"] = {_KEY: base64.b64encode(key.encode()).decode()}
         with _in_words():
@@ -261,7 +261,7 @@ class Kubernetes(Cluster):
             batch, _ = self._apis()
             batch.patch_namespaced_job(job, self.namespace, {"spec": {"suspend": True}}, _request_timeout=ANSWER_S)
 
-    def seat(self, environment: Mapping[str, str]) -> Seat:
+    def node_rank(self, environment: Mapping[str, str]) -> NodeRank:
         """Return this pod's part.
 
         Raises:
@@ -275,7 +275,7 @@ class Kubernetes(Cluster):
             ) from None
         if self.gpus and visible_gpus() != self.gpus:
             raise UserError(f"the pod has {visible_gpus()} GPUs, --on asks for {self.gpus}")
-        return _seat(number, job, environment.get("HOSTNAME", f"{job}-{number}"))
+        return _node_rank(number, job, environment.get("HOSTNAME", f"{job}-{number}"))
 
     def _apis(self) -> tuple[Any, Any]:
         from kubernetes.client import BatchV1Api, CoreV1Api
@@ -326,8 +326,8 @@ def _job_name(submission: Submission) -> str:
     return f"echelon-{word}-{digest}" if word else f"echelon-{digest}"
 
 
-def _seat(number: int, job: str, name: str) -> Seat:
-    return Seat(number, name, f"{job}-0.{job}", job)
+def _node_rank(number: int, job: str, name: str) -> NodeRank:
+    return NodeRank(number, name, f"{job}-0.{job}", job)
 
 
 def _why_waits(pod: Any) -> str:

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.core.errors import UserError
 from echelon.launch.places.base import Place
-from echelon.launch.places.cluster import ANSWER_S, Cluster, JobPhase, JobState, PlaceSilent, Seat, Submission
+from echelon.launch.places.cluster import ANSWER_S, Cluster, JobPhase, JobState, NodeRank, PlaceSilent, Submission
 from echelon.launch.plan import visible_gpus
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
 JOB_MODULE = "echelon.launch.ray_job"
-SEAT_VARIABLE = "ECHELON_RAY_SEAT"
+RANK_VARIABLE = "ECHELON_RAY_RANK"
 _NOT_YET = {"PENDING", "RESCHEDULING", "PREPARED"}  # of placement groups: not all machines are there
 _NO_AGENT = "No available agent"  # what takes jobs on the head starts after the head
 _TRY_S = 1.0
@@ -158,17 +158,17 @@ class RayCluster(Cluster):
         except RuntimeError as error:
             raise PlaceSilent(_one_line(error)) from None
 
-    def seat(self, environment: Mapping[str, str]) -> Seat:
+    def node_rank(self, environment: Mapping[str, str]) -> NodeRank:
         """Return this node's part.
 
         Raises:
             UserError: this was not started by the job, or the machine has other GPUs than were asked for.
         """
-        if SEAT_VARIABLE not in environment:
-            raise UserError(f"{SEAT_VARIABLE} is not set: this is started by {JOB_MODULE}, as a job of Ray's")
+        if RANK_VARIABLE not in environment:
+            raise UserError(f"{RANK_VARIABLE} is not set: this is started by {JOB_MODULE}, as a job of Ray's")
         if self.gpus and visible_gpus() != self.gpus:
             raise UserError(f"Ray gives {visible_gpus()} GPUs on this node, --on asks for {self.gpus}")
-        return read_seat(environment)
+        return read_rank(environment)
 
     def _client(self) -> JobSubmissionClient:
         """Return a connection to Ray's own interface for jobs.
@@ -190,14 +190,14 @@ class RayCluster(Cluster):
 PLACE = RayCluster
 
 
-def seat_variables(seat: Seat) -> dict[str, str]:
-    """Return the environment by which a node command learns of its seat (`read_seat`)."""
-    return {SEAT_VARIABLE: json.dumps(asdict(seat))}
+def rank_variables(node_rank: NodeRank) -> dict[str, str]:
+    """Return the environment by which a node command learns of its rank (`read_rank`)."""
+    return {RANK_VARIABLE: json.dumps(asdict(node_rank))}
 
 
-def read_seat(environment: Mapping[str, str]) -> Seat:
-    """Read what `seat_variables` wrote."""
-    return Seat(**json.loads(environment[SEAT_VARIABLE]))
+def read_rank(environment: Mapping[str, str]) -> NodeRank:
+    """Read what `rank_variables` wrote."""
+    return NodeRank(**json.loads(environment[RANK_VARIABLE]))
 
 
 def _failure(message: str | None) -> str:

@@ -16,7 +16,16 @@ from dataclasses import dataclass
 from echelon.core.errors import UserError
 from echelon.core.files import write_atomic
 from echelon.core.spec import Quantity
-from echelon.launch.places.cluster import ChainedJob, Cluster, JobPhase, JobState, PlaceSilent, Seat, Submission, ask
+from echelon.launch.places.cluster import (
+    ChainedJob,
+    Cluster,
+    JobPhase,
+    JobState,
+    NodeRank,
+    PlaceSilent,
+    Submission,
+    ask,
+)
 from echelon.launch.plan import usable_cores, visible_gpus
 from echelon.messages.identity import SECRET_VARIABLE
 
@@ -226,7 +235,7 @@ class Slurm(Cluster):
         except UserError as error:
             raise PlaceSilent(str(error)) from None
 
-    def seat(self, environment: Mapping[str, str]) -> Seat:
+    def node_rank(self, environment: Mapping[str, str]) -> NodeRank:
         """Return this node's part.
 
         Raises:
@@ -249,7 +258,7 @@ class Slurm(Cluster):
         if cores < self.cores:
             raise UserError(f"the allocation has {cores} cores on this node, --on asks for {self.cores}")
         name = environment.get("SLURMD_NODENAME", f"node {number}")
-        return Seat(number, name, address, f"{job}-{environment.get('SLURM_RESTART_COUNT', '0')}")
+        return NodeRank(number, name, address, f"{job}-{environment.get('SLURM_RESTART_COUNT', '0')}")
 
 
 PLACE = Slurm

@@ -31,15 +31,15 @@ from echelon.launch.places.cluster import (
     Cluster,
     JobPhase,
     JobState,
+    NodeRank,
     PlaceSilent,
-    Seat,
     Submission,
 )
 from echelon.messages.identity import SECRET_VARIABLE
 
 T = TypeVar("T")
 
-SEAT_VARIABLE = "ECHELON_SSH_SEAT"
+RANK_VARIABLE = "ECHELON_SSH_RANK"
 CONNECT_S = 10
 MOST_STARTS = 10  # of one part
 MOST_GOODBYE_S = 30.0  # after the first host's part; it waits for 10 s until the others know that the run is over
@@ -56,7 +56,7 @@ cd {folder} || exit 3
 mkdir -p "$part" {run}/logs
 rm -f "$part/pid" "$part/keeper" "$part/code"
 echo start >>"$part/starts"
-export {variable}={seat}
+export {variable}={node_rank}
 setsid nohup sh -c 'echo "$$" >"$0/keeper"; "$@" & echo "$!" >"$0/pid"; wait "$!"
   echo "$? $(date +%s)" >"$0/code.new"; mv "$0/code.new" "$0/code"' "$part" \\
   {command} </dev/null >>{run}/logs/node{number}.out 2>&1 &
@@ -170,18 +170,18 @@ class Ssh(Cluster):
     def _python(self, submission: Submission) -> str:
         return self.python or ("python3" if self.folder else submission.python)
 
-    def _start_script(self, submission: Submission, seat: Seat) -> str:
+    def _start_script(self, submission: Submission, node_rank: NodeRank) -> str:
         run = self._run_there(submission.run)
         command = [self._python(submission), *submission.command[1:-1], run]
-        values = [str(seat.number), seat.name, seat.address, seat.start]
-        return _PART.format(job=seat.start, number=seat.number) + _START.format(
+        values = [str(node_rank.number), node_rank.name, node_rank.address, node_rank.start]
+        return _PART.format(job=node_rank.start, number=node_rank.number) + _START.format(
             folder=shlex.quote(self._folder_there(submission)),
             run=shlex.quote(run),
             run_words=run.replace('"', "").replace("$", "").replace("`", "").replace("\\", ""),
-            variable=SEAT_VARIABLE,
-            seat=shlex.quote(json.dumps(values)),
+            variable=RANK_VARIABLE,
+            node_rank=shlex.quote(json.dumps(values)),
             command=shlex.join(command),
-            number=seat.number,
+            number=node_rank.number,
         )
 
     def text(self, submission: Submission) -> str:
@@ -193,7 +193,7 @@ class Ssh(Cluster):
             base = carried.base_there(self.folder, submission.run)
             yield f"# before: the run's folder, and the working folder if code=true, are sent to {base} on each host\n"
         for number, host in enumerate(self.hosts):
-            script = self._start_script(submission, Seat(number, host, address, job))
+            script = self._start_script(submission, NodeRank(number, host, address, job))
             yield f"{shlex.join(self._ssh(host))} sh -s <<'END'\n{script}END\n"
 
     def check(self, submission: Submission, versions: Mapping[str, str]) -> None:
@@ -237,13 +237,13 @@ class Ssh(Cluster):
         job = f"{time.strftime('%m%d-%H%M%S')}-{token_hex(3)}"
         wanted = json.loads((submission.files.folder / "versions").read_text())
         address = self._probe(wanted)
-        seats = [Seat(number, host, address, job) for number, host in enumerate(self.hosts)]
-        submission.files.meet_at(seats[0], address)
+        ranks = [NodeRank(number, host, address, job) for number, host in enumerate(self.hosts)]
+        submission.files.meet_at(ranks[0], address)
         write_atomic(submission.files.text, "\n".join(self._texts(submission, address, job)))
         if self.folder:
             self._send(submission)
         try:
-            begun = self._on_all(lambda host: self._ask(host, self._start_script(submission, _of(seats, host))))
+            begun = self._on_all(lambda host: self._ask(host, self._start_script(submission, _of(ranks, host))))
         except BaseException:  # a signal: nobody would know of what began
             self._signal(job)
             raise
@@ -319,11 +319,11 @@ class Ssh(Cluster):
         starts = self._ask(host, _PART.format(job=job, number=number) + 'grep -c start "$part/starts" || true')
         if int(starts or 0) >= MOST_STARTS:
             return
-        address = submission.files.meeting(Seat(number, host, "", job))
+        address = submission.files.meeting(NodeRank(number, host, "", job))
         if self.folder:
             base = carried.base_there(self.folder, submission.run)
             carried.send_run(self._ssh(host), submission.run, base / "run", is_first=number == 0)
-        self._ask(host, self._start_script(submission, Seat(number, host, address, job)))
+        self._ask(host, self._start_script(submission, NodeRank(number, host, address, job)))
         print(f"echelon: {host} is back: its part of the run is started again", flush=True)
 
     def _last_words(self, submission: Submission, host: str) -> str:
@@ -403,17 +403,17 @@ class Ssh(Cluster):
         with ThreadPoolExecutor(min(32, len(self.hosts))) as pool:
             return list(pool.map(tried, self.hosts))
 
-    def seat(self, environment: Mapping[str, str]) -> Seat:
+    def node_rank(self, environment: Mapping[str, str]) -> NodeRank:
         """Return this host's part.
 
         Raises:
             UserError: this was not started by `submit`.
         """
         try:
-            number, name, address, start = json.loads(environment[SEAT_VARIABLE])
+            number, name, address, start = json.loads(environment[RANK_VARIABLE])
         except (KeyError, ValueError):
-            raise UserError(f"{SEAT_VARIABLE} is not set: this is started over ssh, on each host") from None
-        return Seat(int(number), name, address, start)
+            raise UserError(f"{RANK_VARIABLE} is not set: this is started over ssh, on each host") from None
+        return NodeRank(int(number), name, address, start)
 
 
 PLACE = Ssh
@@ -424,8 +424,8 @@ def _part(job: str, number: int) -> str:
     return _PART.format(job=job, number=number) + _RUNS.format(module=NODE_MODULE)
 
 
-def _of(seats: list[Seat], host: str) -> Seat:
-    return next(seat for seat in seats if seat.name == host)
+def _of(ranks: list[NodeRank], host: str) -> NodeRank:
+    return next(node_rank for node_rank in ranks if node_rank.name == host)
 
 
 def _state_of(host_parts: list[HostPart]) -> JobState:
