@@ -78,6 +78,8 @@ class SoundFiles(LabelledFiles, Dataset[tuple[Tensor, Tensor]]):
             channels, rate = soundfile.read(self.path(i), dtype="float32", always_2d=True)
         except (soundfile.LibsndfileError, OSError) as error:
             raise CannotReadSound(str(error)) from error
+        if not np.isfinite(channels).all():
+            raise CannotReadSound("its numbers are not finite (NaN, or infinite)")
         wave = channels.mean(1)
         if rate != self.rate:
             from scipy.signal import resample_poly

@@ -111,6 +111,15 @@ def test_files_that_are_no_sounds_are_named(tmp_path: Path) -> None:
         open_data(DataConfig(source=str(tmp_path)), 0)
 
 
+def test_numbers_that_are_not_finite_are_no_sound(tmp_path: Path) -> None:
+    make_sounds(tmp_path)
+    soundfile.write(tmp_path / "low" / "0.wav", np.full(RATE, np.nan, np.float32), RATE, subtype="FLOAT")
+    source = open_data(DataConfig(source=str(tmp_path)), 0)
+    with pytest.raises(UserError, match=r"0.wav: cannot be read \(its numbers are not finite"):
+        for samples in (source.train, source.evaluation):
+            list(EvalLoader(source, settings(tmp_path), Shard(0, 1), samples))
+
+
 @pytest.mark.long
 def test_sounds_are_learnt_and_the_worst_are_shown(tmp_path: Path) -> None:
     make_sounds(tmp_path / "beeps", ("train", "test"), 30)

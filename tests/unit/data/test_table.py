@@ -171,7 +171,15 @@ def test_what_does_not_fit_is_refused_in_one_line(
         ("", "cannot be read as csv"),
         ("a,b\n", "it has no rows"),
         ("a,b\n1,2\n3,4,5\n", "cannot be read as csv .*Expected 2 columns, got 3"),
-        ("a,b\n1,2\n3,\n", "the target b is missing in row 2: remove such rows"),
+        ("a,b\n1,2\n3,\n", r"the target b is missing in row 2 \(empty, or such as NA or null\): remove such rows"),
+        (
+            "a,b\n" + "".join(f"{i},{i + 1_600_000_000}\n" for i in range(60)),
+            "the target b lies within 1.* of 1.60000003e.09, which single precision cannot tell apart: subtract",
+        ),
+        (
+            "a,b\n" + "".join(f"{i}.25,{i}.5\n" for i in range(80)) + "1O,1.5\n",
+            r"column a has another value in nearly each row, .*\(most are numbers, but not such as '1O'\)",
+        ),
         ("a,a,b\n1,2,3\n", "two columns have the same name"),
         ("a,b\n1,2\n", "one row cannot be split"),
         ("a,b\n,2.5\n,3.5\n", "column a holds nothing, neither numbers nor categories"),
@@ -185,6 +193,23 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path, text: str, messag
     (tmp_path / "rows.csv").write_text(text)
     with pytest.raises(UserError, match=message):
         opened(str(tmp_path / "rows.csv"), "b")
+
+
+def test_text_of_another_encoding_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_bytes("a,b\n1,gr\u00fcn\n2,rot\n".encode("latin-1") * 2)
+    with pytest.raises(UserError, match="column b holds text that is not UTF-8: save the file as UTF-8"):
+        opened(str(tmp_path / "rows.csv"), "b")
+
+
+def test_what_pandas_writes_is_read_as_it_was_meant(tmp_path: Path) -> None:
+    """Its categories are the values that they stand for, and its index is no input."""
+    table = pa.table({name: columns()[name] for name in ("size", "town", "price")})
+    table = table.set_column(1, "town", table["town"].dictionary_encode())
+    parquet.write_table(table.append_column("__index_level_0__", pa.array(range(ROWS))), tmp_path / "homes.parquet")
+    source = opened(str(tmp_path / "homes.parquet"), "price")
+    assert source.info.columns == ("size", "town") and source.info.several["categories"].count == 3  # type: ignore[index]
+    source = opened(str(tmp_path / "homes.parquet"), "town")
+    assert source.info.classes == ("Bonn", "Ulm")
 
 
 def test_a_file_that_is_not_there_is_refused_before_anything_is_read(tmp_path: Path) -> None:

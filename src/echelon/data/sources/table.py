@@ -9,6 +9,7 @@ Needs: `--target`, the column that is to be predicted; `--input` names the other
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -65,6 +66,9 @@ _TASKS = {
     Encoding.TRANSCRIPTS: "speech_recognition",
 }
 _VALIDATION = ("val", "valid", "validation")
+_PANDAS_INDEX = re.compile(r"__index_level_\d+__")  # says where a row stood, nothing of what it is
+_NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
+_MOST_ROUNDED = 1e-3  # of a target's deviation, that it may lose in single precision
 _MOST_WHOLE_CLASSES = 30  # whole numbers with more values are numbers
 
 
@@ -289,7 +293,7 @@ class _Rows:
         row = int(self._places(name)[0]) + 1
         raise UserError(
             f"data {request.config.source}: the target {name} is missing in row {row}"
-            f"{f', and in {count - 1} more' if count > 1 else ''}: remove such rows"
+            f"{f', and in {count - 1} more' if count > 1 else ''} (empty, or such as NA or null): remove such rows"
         )
 
     def _places(self, name: str) -> NDArray[np.int64]:
@@ -471,8 +475,8 @@ class _Rows:
                 known = numbered(name, values, self.measured.of(name, known_values, values[: self.train]))
                 if not self.measured.is_kept and 2 * known.count > self.train + 4 and known.count > _MOST_WHOLE_CLASSES:
                     raise UserError(
-                        f"column {name} has another value in nearly each row, which is no number and no category: "
-                        "leave it out of --input"
+                        f"column {name} has another value in nearly each row, which is no number and no category"
+                        f"{_stray(values)}: leave it out of --input"
                     )
                 categories.append(known.ids + count)
                 count += known.count
@@ -527,6 +531,12 @@ class _Rows:
             self.measured.of(name, mean_and_std, column[: self.train])
             for name, column in zip(self.targets, columns, strict=True)
         ]
+        for name, column, of_column in zip(self.targets, columns, measured, strict=True):
+            if np.abs(column.astype(np.float32) - column).max() > _MOST_ROUNDED * of_column.std:
+                raise UserError(
+                    f"the target {name} lies within {of_column.std:.3g} of {of_column.mean:.9g}, which single "
+                    f"precision cannot tell apart: subtract a constant, such as {of_column.mean:.0f}"
+                )
         shape = () if len(columns) == 1 else (len(columns),)
         facts = replace(
             facts,
@@ -536,6 +546,19 @@ class _Rows:
             target_std=tuple(facts_of.std for facts_of in measured),
         )
         return values.astype(np.float32).reshape(len(values), *shape), facts
+
+
+def _stray(values: pa.ChunkedArray) -> str:
+    """Say which value of strings is the first that is no number, where most of them are; else nothing."""
+    matched = (
+        pc.match_substring_regex(values, r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$")
+        if is_string(values)
+        else None
+    )
+    if matched is None or 2 * (pc.sum(matched).as_py() or 0) < len(values):
+        return ""
+    place = pc.index(pc.fill_null(matched, True), False).as_py()
+    return f" (most are numbers, but not such as {values[place].as_py()!r})" if place >= 0 else ""
 
 
 def _some(column: NDArray[np.generic] | RaggedArray, rows: NDArray[np.int64]) -> NDArray[np.generic] | RaggedArray:
@@ -642,7 +665,7 @@ class _File:
         whole = None
         with _refused(path):
             if path.suffix.lower() == ".parquet":
-                names = parquet.read_schema(path).names
+                names = [name for name in parquet.read_schema(path).names if not _PANDAS_INDEX.fullmatch(name)]
             elif path.suffix.lower() == ".jsonl":
                 whole = arrow_json.read_json(path)
                 names = whole.column_names
@@ -668,6 +691,20 @@ class _File:
                 table = arrow_csv.read_csv(self.path, **_csv_options(self.path, columns))
         if not len(table):
             raise UserError(f"data {self.path}: it has no rows")
+        return self._plain(table)
+
+    def _plain(self, table: pa.Table) -> pa.Table:
+        """Return the columns without a dictionary of their values, as pandas' categories have.
+
+        Raises:
+            UserError: texts of a file are no UTF-8.
+        """
+        for place, name in enumerate(table.column_names):
+            kind = table[name].type
+            if pa.types.is_dictionary(kind):
+                table = table.set_column(place, name, table[name].cast(kind.value_type))
+            elif pa.types.is_binary(kind) and self.path.suffix.lower() in (".csv", ".tsv"):
+                raise UserError(f"data {self.path}: column {name} holds text that is not UTF-8: save the file as UTF-8")
         return table
 
 
