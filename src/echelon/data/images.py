@@ -339,7 +339,11 @@ def as_sample(item: Any) -> tuple[Nest, Nest]:
 
 def _as_tensor(value: Any) -> Tensor:
     if not isinstance(value, (Tensor, np.ndarray, np.generic, int, float)):
-        raise UserError(f"items must be (tensor, label), of tensors, arrays and numbers, not of {type(value).__name__}")
+        hint = ""
+        if isinstance(value, str):
+            hint = ": number strings, such as by {name: i for i, name in enumerate(sorted(names))}"
+        kind = type(value).__name__
+        raise UserError(f"items must be (tensor, label), of tensors, arrays and numbers, not of {kind}{hint}")
     return torch.as_tensor(value)
 
 

@@ -154,6 +154,11 @@ def _by_index(part: str, data: Any) -> Any:
 
 
 def _check_map_style(part: str, data: Any) -> None:
+    if hasattr(data, "columns") and hasattr(data, "iloc"):
+        raise UserError(
+            f"data {type(data).__name__}: a data frame's items are its columns: write it to a table "
+            "(to_parquet('rows.parquet')), and give its path, with input=... and target=..."
+        )
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__") or len(data) == 0:
         name = type(data).__name__
         raise UserError(f"data {name}: the {part} data needs a length above 0 and items by index (map-style)")

@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
@@ -212,6 +213,8 @@ def test_own_data_sets() -> None:
     [
         (TensorDataset(torch.zeros(0, 3), torch.zeros(0)), "length above 0"),
         ([1, 2], r"items must be \(tensor, label\), not int"),
+        ([(torch.zeros(2), "cat")] * 2, "not of str: number strings, such as by {name: i for i, name in"),
+        (pandas.DataFrame({"a": [1, 2]}), "DataFrame: a data frame's items are its columns: write it to a table"),
         (TensorDataset(torch.zeros(2, 3), torch.tensor([0, -1])), "labels must be"),
         (TensorDataset(torch.zeros(2, 3), torch.tensor([0.5, 1.5])), "targets are .* of float32"),
         (TensorDataset(torch.zeros(2, 3), torch.tensor([[0], [1]])), "targets are .* of int64"),
