@@ -201,6 +201,12 @@ def test_text_of_another_encoding_is_refused(tmp_path: Path) -> None:
         opened(str(tmp_path / "rows.csv"), "b")
 
 
+def test_spaces_around_the_names_of_columns_are_no_part_of_them(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("a, b, price \n" + "".join(f"{i}.5, {i % 3}.5, {i}.25\n" for i in range(ROWS)))
+    source = opened(str(tmp_path / "rows.csv"), "price", "b,a")
+    assert source.info.columns == ("b", "a") and source.info.target_names == ("price",)
+
+
 def test_what_pandas_writes_is_read_as_it_was_meant(tmp_path: Path) -> None:
     """Its categories are the values that they stand for, and its index is no input."""
     table = pa.table({name: columns()[name] for name in ("size", "town", "price")})

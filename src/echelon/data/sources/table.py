@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -649,11 +649,13 @@ class _File:
 
     Attributes:
         whole: its rows, where the format has to be read as a whole to know its columns.
+        written: names as they stand in the file, where spaces may surround them.
     """
 
     path: Path
     names: tuple[str, ...]
     whole: pa.Table | None = None
+    written: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, path: Path) -> _File:
@@ -672,9 +674,10 @@ class _File:
             else:
                 with arrow_csv.open_csv(path, **_csv_options(path)) as stream:
                     names = stream.schema.names
-        if len(set(names)) < len(names):
+        stripped = tuple(name.strip() for name in names)  # as in a head of `a, b`
+        if len(set(stripped)) < len(names):
             raise UserError(f"data {path}: two columns have the same name")
-        return cls(path, tuple(names), whole)
+        return cls(path, stripped, whole, dict(zip(stripped, names, strict=True)))
 
     def read(self, columns: Sequence[str]) -> pa.Table:
         """Read some columns.
@@ -682,13 +685,15 @@ class _File:
         Raises:
             UserError: it has no rows, or is not of its format.
         """
+        written = [self.written.get(name, name) for name in columns]
         with _refused(self.path):
             if self.whole is not None:
-                table = self.whole.select(list(columns))
+                table = self.whole.select(written)
             elif self.path.suffix.lower() == ".parquet":
-                table = parquet.read_table(self.path, columns=list(columns))
+                table = parquet.read_table(self.path, columns=written)
             else:
-                table = arrow_csv.read_csv(self.path, **_csv_options(self.path, columns))
+                table = arrow_csv.read_csv(self.path, **_csv_options(self.path, written))
+            table = table.rename_columns(list(columns))
         if not len(table):
             raise UserError(f"data {self.path}: it has no rows")
         return self._plain(table)
