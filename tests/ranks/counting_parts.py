@@ -85,9 +85,9 @@ class CodedPoints:
     def install(self) -> None:
         """Let sums come to the points; `Fault` counts each."""
         from echelon.collectives.compressed_all_reduce import CompressedAllReduce
-        from echelon.collectives.work import CellWork
+        from echelon.collectives.work import CodecWork
 
-        reduce, collect = CellWork._reduce, CompressedAllReduce._collect
+        reduce, collect = CodecWork._reduce, CompressedAllReduce._collect
         spread = CompressedAllReduce._spread
 
         def reduced(work: Any, filling: Any) -> None:
@@ -104,7 +104,7 @@ class CodedPoints:
             self._at("summed")
             return sent
 
-        CellWork._reduce, CompressedAllReduce._collect = reduced, collected  # type: ignore[method-assign]
+        CodecWork._reduce, CompressedAllReduce._collect = reduced, collected  # type: ignore[method-assign]
         CompressedAllReduce._spread = spread_out  # type: ignore[method-assign]
 
     def _at(self, point: str) -> None:
@@ -113,7 +113,7 @@ class CodedPoints:
 
     def _die(self) -> None:
         after = self._memory()
-        for filling in self._work._cells:
+        for filling in self._work._fillings:
             filling.snapshot.restore()
         torch.save([self._memory(), after], Path(os.environ[LEFT]) / f"{os.environ['ECHELON_MEMBER']}.pt")
         os.kill(os.getpid(), signal.SIGKILL)

@@ -406,12 +406,12 @@ def ends(rank: Rank) -> list[str]:
     hook: Any = GradientHook(None, read("int8"), average=True)
     hook.attach(ddp)
     _train(ddp, rank, range(1))
-    assert any(t.name == "echelon-lane" for t in threading.enumerate())
-    lane = hook._lane._thread
+    assert any(t.name == "echelon-communication" for t in threading.enumerate())
+    thread = hook._thread._thread
     del ddp, hook
     gc.collect()
-    lane.join(20)
-    return [t.name for t in threading.enumerate() if t.name == "echelon-lane"]
+    thread.join(20)
+    return [t.name for t in threading.enumerate() if t.name == "echelon-communication"]
 
 
 def test_the_thread_ends_with_its_model() -> None:

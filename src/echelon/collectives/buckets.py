@@ -1,8 +1,8 @@
-"""Cells: the units that a codec works on, fixed by the model alone.
+"""Buckets: the units that a codec works on, fixed by the model alone.
 
-DDP puts parameters into buckets, and into other buckets after the first step or after a restart. A codec's error
-memory, thresholds and draws must not depend on that: so buckets are copied into cells, runs of parameters in the order
-in which backward is expected to reach them, and a cell is reduced when its last parameter has arrived.
+DDP has buckets of its own, and puts parameters into others after the first step or after a restart. A codec's error
+memory, thresholds and draws must not depend on that: so DDP's are copied into these, runs of parameters in the order
+in which backward is expected to reach them, and a bucket is reduced when its last parameter has arrived.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 from echelon.collectives.wire import is_small
 from echelon.core.shards import FlatTensor
 
-FIRST_CELL_NUMEL = 1 << 18
-"""Elements at which the first cell is complete: few, so that the network has work early."""
-CELL_NUMEL = 1 << 20
-"""Elements at which any other cell is complete. What follows in backward is left to the next one: a large parameter
+FIRST_BUCKET_NUMEL = 1 << 18
+"""Elements at which the first bucket is complete: few, so that the network has work early."""
+BUCKET_NUMEL = 1 << 20
+"""Elements at which any other bucket is complete. What follows in backward is left to the next one: a large parameter
 that has arrived never waits for a later one."""
 
 
@@ -28,7 +28,7 @@ class Bucket:
     """Parameters that are encoded as one vector.
 
     Attributes:
-        number: the cell's place in the layout.
+        number: the bucket's place in the layout.
         group: `weights` are encoded; `small` ones are sent whole.
     """
 
@@ -48,35 +48,35 @@ class Bucket:
 class BucketPlace:
     """Where a parameter's gradient goes."""
 
-    cell: int
+    bucket: int
     member: FlatTensor
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """All cells of a model, and each parameter's place by its name."""
+    """All buckets of a model, and each parameter's place by its name."""
 
-    cells: tuple[Bucket, ...]
+    buckets: tuple[Bucket, ...]
     places: dict[str, BucketPlace]
 
 
 def lay_out(parameters: Iterable[tuple[str, Tensor]]) -> BucketLayout:
-    """Group parameters, given in the order in which backward reaches them, into cells.
+    """Group parameters, given in the order in which backward reaches them, into buckets.
 
-    A cell holds parameters of one group, dtype and device.
+    A bucket holds parameters of one group, dtype and device.
     """
-    cells: list[Bucket] = []
+    buckets: list[Bucket] = []
     open_runs: dict[tuple[str, torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
     for name, parameter in parameters:
         key = ("small" if is_small(parameter) else "weights", parameter.dtype, parameter.device)
         run = open_runs.setdefault(key, [])
         run.append((name, parameter))
-        if sum(p.numel() for _, p in run) >= (CELL_NUMEL if cells else FIRST_CELL_NUMEL):
-            cells.append(_close(len(cells), key[0], open_runs.pop(key)))
+        if sum(p.numel() for _, p in run) >= (BUCKET_NUMEL if buckets else FIRST_BUCKET_NUMEL):
+            buckets.append(_close(len(buckets), key[0], open_runs.pop(key)))
     for key, run in open_runs.items():
-        cells.append(_close(len(cells), key[0], run))
-    places = {m.name: BucketPlace(c.number, m) for c in cells for m in c.members}
-    return BucketLayout(tuple(cells), places)
+        buckets.append(_close(len(buckets), key[0], run))
+    places = {m.name: BucketPlace(c.number, m) for c in buckets for m in c.members}
+    return BucketLayout(tuple(buckets), places)
 
 
 def _close(number: int, group: str, run: Sequence[tuple[str, Tensor]]) -> Bucket:

@@ -82,8 +82,8 @@ def density(helds: Iterable[CodecShard]) -> float | None:
     return share_carried((held.state, held.span[1] - held.span[0]) for held in helds if held.role == "sent")
 
 
-def state_dict(cell: Bucket, shards: Sequence[CodecShard]) -> StateTree:
-    """Return a cell's states as tensors and numbers under flat keys.
+def state_dict(bucket: Bucket, shards: Sequence[CodecShard]) -> StateTree:
+    """Return a bucket's states as tensors and numbers under flat keys.
 
     - `sent.error/NAME/START`: elements of a parameter from START on, of one tensor of what this rank sends;
       `relay.error/...` of what it sends back as owner: over all ranks these cover each element once.
@@ -94,13 +94,13 @@ def state_dict(cell: Bucket, shards: Sequence[CodecShard]) -> StateTree:
         flat |= {f"numbers.{k}/{h.state.name}": v for k, v in h.state.numbers.items()}
         flat |= {f"factors.{k}/{h.state.name}": v for k, v in h.state.factors.items()}
         for kind, tensor in h.state.elementwise.items():
-            for part in _parts(cell, h):
+            for part in _parts(bucket, h):
                 flat[f"{h.role}.{kind}/{part.key}"] = tensor[part.of_state]
     return flat
 
 
-def load_state_dict(cell: Bucket, shards: Sequence[CodecShard], saved: StateView) -> None:
-    """Take over, in place, what `state_dict` returned for the same cell, or what `merge` made of several ranks'.
+def load_state_dict(bucket: Bucket, shards: Sequence[CodecShard], saved: StateView) -> None:
+    """Take over, in place, what `state_dict` returned for the same bucket, or what `merge` made of several ranks'.
 
     A single worker encodes nothing: of what it saved all but what waited to be sent begins anew.
 
@@ -113,7 +113,7 @@ def load_state_dict(cell: Bucket, shards: Sequence[CodecShard], saved: StateView
         for name, factor in h.state.factors.items():
             copies.append((factor, factor if from_one else _find(saved, f"factors.{name}/{h.state.name}", factor)))
         for kind, tensor in h.state.elementwise.items():
-            for part in _parts(cell, h):
+            for part in _parts(bucket, h):
                 own = tensor[part.of_state]
                 key = f"{h.role}.{kind}"
                 begins_anew = from_one and f"total.{key}/{part.parameter}" not in saved
@@ -180,14 +180,14 @@ def carried(saved: StateView, numels: Mapping[str, int], ranks: int) -> StateTre
     return merged
 
 
-def take_velocity(cell: Bucket, shards: Sequence[CodecShard], velocity: Mapping[str, Tensor]) -> None:
+def take_velocity(bucket: Bucket, shards: Sequence[CodecShard], velocity: Mapping[str, Tensor]) -> None:
     """Share out a velocity, kept until now for the sum of all ranks' gradients, among those who apply it from now on.
 
     Args:
         velocity: by parameter, of its shape.
     """
     for h in shards:
-        for part in _parts(cell, h):
+        for part in _parts(bucket, h):
             if h.role == "sent" and "velocity" in h.state.elementwise and part.parameter in velocity:
                 own = velocity[part.parameter].reshape(-1)[part.of_parameter]
                 h.state.elementwise["velocity"][part.of_state] = own / h.holders
@@ -245,9 +245,9 @@ def merge(saved: Sequence[StateView], numels: Mapping[str, int]) -> StateTree:
     return merged
 
 
-def _parts(cell: Bucket, shard: CodecShard) -> list[_StatePart]:
+def _parts(bucket: Bucket, shard: CodecShard) -> list[_StatePart]:
     return [
         _StatePart(member.name, both.in_first, both.in_second)
-        for member in cell.members
+        for member in bucket.members
         for both in overlaps([member.span], [shard.span])
     ]

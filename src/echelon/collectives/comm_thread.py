@@ -65,7 +65,9 @@ class CommThread:
 
     def __init__(self, owner: object, device: torch.device) -> None:
         self._queue: _Jobs = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_serve, args=(self._queue, device), name="echelon-lane", daemon=True)
+        self._thread = threading.Thread(
+            target=_serve, args=(self._queue, device), name="echelon-communication", daemon=True
+        )
         self._thread.start()
         self._end = weakref.finalize(owner, self._queue.put, None)
 

@@ -24,7 +24,7 @@ from echelon.collectives.reducer import Coding, check_combination
 from echelon.collectives.route import Route, open_route
 from echelon.collectives.times import ReduceTimes
 from echelon.collectives.wire import WireCount, numel_by_group, ring_bytes
-from echelon.collectives.work import CellWork, PathWork
+from echelon.collectives.work import CodecWork, PathWork
 from echelon.compression import Compression
 from echelon.compression.base import Codec
 from echelon.compression.rungs import Switch
@@ -88,7 +88,7 @@ class GradientHook:
         self._route = open_route(path or Backend(), group)
         self._counts: dict[tuple[int, int], dict[str, int]] = {}
         self._names: dict[int, str] = {}
-        self._lane: CommThread | None = None
+        self._thread: CommThread | None = None
         self._closed = self._silent = False
         self._work: BucketWork | None = None
         if self.codec is not None:
@@ -104,7 +104,7 @@ class GradientHook:
     def _make_work(self) -> BucketWork:
         if self.codec is None:
             return PathWork(self._route, self.average, self.wire)
-        return CellWork(Coding(self.codec, self._route, self.average, self.seed), self.wire)
+        return CodecWork(Coding(self.codec, self._route, self.average, self.seed), self.wire)
 
     @staticmethod
     def function(state: "GradientHook", bucket: dist.GradBucket) -> Future[Tensor]:
@@ -116,7 +116,7 @@ class GradientHook:
         skipped = set(ddp.parameters_to_ignore)
         named = [(n, p) for n, p in ddp.module.named_parameters() if p.requires_grad and n not in skipped]
         self._names = {id(p): n for n, p in named}
-        if isinstance(self._work, CellWork):
+        if isinstance(self._work, CodecWork):
             self._work.build(lay_out(reversed(named)))
         self.after_backward = any(isinstance(each, nn.SyncBatchNorm) for each in ddp.modules())
         ddp.register_comm_hook(self, GradientHook.function)
@@ -134,12 +134,12 @@ class GradientHook:
         if self.pace is not None and bucket.index() == 0:
             self._begin_step(self.pace, handed_s)
         work = None if self.pace is not None and self.pace.is_plain else self._work
-        reduced = self._direct(bucket) if work is None else self._through_lane(bucket, work)
+        reduced = self._direct(bucket) if work is None else self._on_thread(bucket, work)
         return reduced.then(functools.partial(_noted, self.times, handed_s))
 
     def _begin_step(self, pace: LinkPace, now_s: float) -> None:
         """Settle which way this step's gradients go."""
-        adaptations = self._work.adaptations() if isinstance(self._work, CellWork) else []
+        adaptations = self._work.adaptations() if isinstance(self._work, CodecWork) else []
         if self._heard is not None:
             heard_s = float(self._heard) / (1 if self.average else self._route.size)
         else:
@@ -185,11 +185,11 @@ class GradientHook:
         self._heard = message[-1:]
         return buffer.copy_(message[:-1])
 
-    def _through_lane(self, bucket: dist.GradBucket, work: BucketWork) -> Future[Tensor]:
+    def _on_thread(self, bucket: dist.GradBucket, work: BucketWork) -> Future[Tensor]:
         buffer = bucket.buffer()
         on_gpu = buffer.is_cuda
-        if self._lane is None:
-            self._lane = CommThread(self, buffer.device)
+        if self._thread is None:
+            self._thread = CommThread(self, buffer.device)
         future: Future[Tensor] = Future(devices=[buffer.device] if on_gpu else [])
         names = [self._names.setdefault(id(p), str(len(self._names))) for p in bucket.parameters()]
         ready = None
@@ -203,21 +203,21 @@ class GradientHook:
         self._held_back.append(handed)
         if handed.last or not self.after_backward:
             for each in self._held_back:
-                self._lane.submit(work, each)
+                self._thread.submit(work, each)
             self._held_back.clear()
         return future
 
     def entropy_coded(self) -> dict[str, float]:
         """Return what entropy coding did on this rank since the start; empty without it."""
-        return codec_state.entropy_coded(self._work.held()) if isinstance(self._work, CellWork) else {}
+        return codec_state.entropy_coded(self._work.held()) if isinstance(self._work, CodecWork) else {}
 
     def density(self) -> float | None:
         """Return the share of the encoded elements that this rank's last step sent; None without a sparse codec."""
-        return codec_state.density(self._work.held()) if isinstance(self._work, CellWork) else None
+        return codec_state.density(self._work.held()) if isinstance(self._work, CodecWork) else None
 
     def take_switches(self) -> list[Switch]:
         """Return what an adaptive codec has changed since it was last asked; call it between steps."""
-        if not isinstance(self._work, CellWork):
+        if not isinstance(self._work, CodecWork):
             return []
         found: list[Switch] = []
         lists = [a.switches for a in self._work.adaptations()]
@@ -238,8 +238,8 @@ class GradientHook:
     def close(self) -> None:
         """End the communication thread; from now on the model's gradients stay each rank's own."""
         self._closed = True
-        if self._lane is not None:
-            self._lane.close()
+        if self._thread is not None:
+            self._thread.close()
 
     def state_dict(self) -> StateTree:
         """Return what must survive a restart: tensors and numbers under flat keys; see `codec_state.state_dict`.
@@ -254,26 +254,26 @@ class GradientHook:
 
         For a rank that leaves its group, whose other members may have made that step or not; nothing is reduced after.
         """
-        return self._work.memories() if isinstance(self._work, CellWork) else None
+        return self._work.memories() if isinstance(self._work, CodecWork) else None
 
     def step_made(self) -> None:
         """Hear that the sums of a step have been applied."""
-        if isinstance(self._work, CellWork):
+        if isinstance(self._work, CodecWork):
             self._work.step_made()
 
     def load_common(self, saved: StateView) -> None:
         """Take over a codec's counters and factors from another rank."""
-        if isinstance(self._work, CellWork):
+        if isinstance(self._work, CodecWork):
             self._work.load_common(saved)
 
     def rescale(self, factor: float) -> None:
         """Hear that gradients are multiplied by so much more from now on: what codecs remember of them is, too."""
-        if isinstance(self._work, CellWork):
+        if isinstance(self._work, CodecWork):
             codec_state.rescale(self._work.held(), factor)
 
     def take_velocity(self, velocity: Mapping[str, Tensor]) -> None:
         """Go on with a velocity, by parameter, that the optimizer has kept until now; call it after `attach`."""
-        if isinstance(self._work, CellWork):
+        if isinstance(self._work, CodecWork):
             self._work.take_velocity(velocity)
 
     def load_state_dict(self, state: StateView) -> None:

@@ -1,4 +1,4 @@
-"""What the lane does with buckets: along a path as they are, or through cells and a codec."""
+"""What the thread does with DDP's buckets: along a path as they are, or through those of a codec."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PathWork:
 
 @dataclass
 class _Arrival:
-    """A bucket, and how many of its gradients still wait for their cell."""
+    """DDP's bucket, and how many of its gradients still wait for the codec's."""
 
     bucket: DdpBucket
     left: int
@@ -67,9 +67,9 @@ class _Arrival:
 
 @dataclass
 class _Filling:
-    """A cell's vector and the gradients that have been copied into it."""
+    """A bucket's vector and the gradients that have been copied into it."""
 
-    cell: Bucket
+    bucket: Bucket
     flat: Tensor
     reducer: Reducer
     snapshot: codec_state.StateSnapshot
@@ -80,8 +80,8 @@ class _Filling:
         return self.flat[slice(*member.span)].view(member.shape)
 
 
-class CellWork:
-    """Copies buckets into cells, and reduces a cell with the codec when its last gradient came.
+class CodecWork:
+    """Copies DDP's buckets into the codec's, and reduces one of these when its last gradient came.
 
     A backward pass in which a result is not finite (an overflow of half precision) changes no codec's state: all ranks
     see the same result, so all of them undo it.
@@ -91,15 +91,15 @@ class CellWork:
         self._coding, self._wire = coding, wire
         self._early: list[DdpBucket] = []
         self._arrivals: list[_Arrival] = []
-        self._cells: list[_Filling] = []
+        self._fillings: list[_Filling] = []
         self._layout: BucketLayout | None = None
         self._saved: StateView | None = None
         self._void, self._reduced, self._told = False, 0, False
-        self._begun: list[_Filling] = []  # cells whose states this step has moved
+        self._begun: list[_Filling] = []  # buckets whose states this step has moved
         self._broken: BaseException | None = None
 
     def work(self, bucket: DdpBucket) -> None:
-        """Copy a bucket's gradients into their cells, and reduce each cell that is full."""
+        """Copy a DDP bucket's gradients into the codec's buckets, and reduce each that is full."""
         if self._broken is not None:
             raise RuntimeError(f"gradients cannot be reduced after an earlier failure: {self._broken}")
         if bucket.first:
@@ -128,22 +128,22 @@ class CellWork:
         if self._layout is None:
             return dict(self._saved or {})
         flat: StateTree = {}
-        for filling in self._cells:
-            flat |= codec_state.state_dict(filling.cell, filling.reducer.held)
+        for filling in self._fillings:
+            flat |= codec_state.state_dict(filling.bucket, filling.reducer.held)
         return flat
 
     def load_state_dict(self, saved: StateView) -> None:
-        """Restore what `state_dict` returned; before the cells are laid out it is kept until they are."""
+        """Restore what `state_dict` returned; before the buckets are laid out it is kept until they are."""
         if self._layout is None:
             self._saved = saved
             return
-        for filling in self._cells:
-            codec_state.load_state_dict(filling.cell, filling.reducer.held, saved)
+        for filling in self._fillings:
+            codec_state.load_state_dict(filling.bucket, filling.reducer.held, saved)
 
     def take_velocity(self, velocity: Mapping[str, Tensor]) -> None:
         """Apply from now on, before encoding, a momentum that the optimizer has applied until now."""
-        for filling in self._cells:
-            codec_state.take_velocity(filling.cell, filling.reducer.held, velocity)
+        for filling in self._fillings:
+            codec_state.take_velocity(filling.bucket, filling.reducer.held, velocity)
 
     def load_common(self, saved: StateView) -> None:
         """Take over counters and factors of another rank; see `codec_state.common`."""
@@ -164,15 +164,15 @@ class CellWork:
 
     def held(self) -> list[CodecShard]:
         """Return the codec's states."""
-        return [held for filling in self._cells for held in filling.reducer.held]
+        return [held for filling in self._fillings for held in filling.reducer.held]
 
     def adaptations(self) -> list[Adaptation]:
-        """Return what chooses codecs, of each cell whose codec adapts."""
-        return [a for filling in self._cells if (a := filling.reducer.adaptation) is not None]
+        """Return what chooses codecs, of each bucket whose codec adapts."""
+        return [a for filling in self._fillings if (a := filling.reducer.adaptation) is not None]
 
     def _begin(self) -> None:
         self._drop(RuntimeError("a new backward began before the last one's gradients had all arrived"))
-        for filling in self._cells:
+        for filling in self._fillings:
             filling.came.clear()
         self._void, self._reduced = False, 0
         self._begun.clear()
@@ -183,22 +183,22 @@ class CellWork:
         self._arrivals, self._early = [], []
 
     def build(self, layout: BucketLayout) -> None:
-        """Allocate the cells' vectors and their reducers, and restore what was loaded before."""
-        for cell in layout.cells:
-            flat = torch.empty(cell.numel, dtype=cell.dtype, device=cell.device)
-            reducer = self._reducer(cell, flat)
+        """Allocate the buckets' vectors and their reducers, and restore what was loaded before."""
+        for bucket in layout.buckets:
+            flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+            reducer = self._reducer(bucket, flat)
             snapshot = codec_state.StateSnapshot([h.state for h in reducer.held])
-            self._cells.append(_Filling(cell, flat, reducer, snapshot))
+            self._fillings.append(_Filling(bucket, flat, reducer, snapshot))
         self._layout = layout
         if self._saved is not None:
             saved, self._saved = self._saved, None
             self.load_state_dict(saved)
 
-    def _reducer(self, cell: Bucket, flat: Tensor) -> Reducer:
-        name = f"cell{cell.number}"
-        if cell.group == "small":
+    def _reducer(self, bucket: Bucket, flat: Tensor) -> Reducer:
+        name = f"cell{bucket.number}"  # codecs draw by it: another name would train otherwise
+        if bucket.group == "small":
             return make_small_reducer(self._coding, name, flat)
-        return make_reducer(self._coding, list(cell.members), name, flat)
+        return make_reducer(self._coding, list(bucket.members), name, flat)
 
     def _take(self, bucket: DdpBucket) -> None:
         assert self._layout is not None
@@ -206,22 +206,22 @@ class CellWork:
         self._arrivals.append(arrival)
         for name, gradient in zip(bucket.names, bucket.gradients, strict=True):
             place = self._layout.places[name]
-            filling = self._cells[place.cell]
+            filling = self._fillings[place.bucket]
             filling.view(place.member).copy_(gradient)
             filling.came.append((arrival, gradient, place.member))
-            if len(filling.came) == len(filling.cell.members):
+            if len(filling.came) == len(filling.bucket.members):
                 self._reduce(filling)
 
     def _reduce(self, filling: _Filling) -> None:
         filling.snapshot.take()
         self._begun.append(filling)
-        self._wire.add(filling.cell.group, filling.reducer.reduce_(filling.flat))
+        self._wire.add(filling.bucket.group, filling.reducer.reduce_(filling.flat))
         if not is_finite(filling.flat):
             self._void = True
             self._tell(filling)
         self._reduced += 1
-        if self._void and self._reduced == len(self._cells):
-            for one in self._cells:
+        if self._void and self._reduced == len(self._fillings):
+            for one in self._fillings:
                 one.snapshot.restore()
         for arrival, gradient, member in filling.came:
             gradient.copy_(filling.view(member))

@@ -45,7 +45,7 @@ PERIODS = {"local(period=8)": (8, 0), "local(period=8, overlap=2)": (8, 2), "dil
 _BUDGET_S = 1.0
 _TURNS = (2, 6)
 _OTHER_BYTES = 1 << 26  # more than the caches of a core
-_MOST_NUMEL = 1 << 22  # of a larger model, some cells stand for the others
+_MOST_NUMEL = 1 << 22  # of a larger model, some buckets stand for the others
 _PINGS = 10
 
 
@@ -157,9 +157,9 @@ def _measure_codecs(
         latency_s: of a round, which `Cost.coding_s` does not hold.
     """
     world = meeting.world
-    cells = lay_out(reversed(list(parameters.items()))).cells
-    weights = [cell for cell in cells if cell.group != "small"]
-    small = sum(cell.numel * cell.dtype.itemsize for cell in cells if cell.group == "small")
+    buckets = lay_out(reversed(list(parameters.items()))).buckets
+    weights = [bucket for bucket in buckets if bucket.group != "small"]
+    small = sum(bucket.numel * bucket.dtype.itemsize for bucket in buckets if bucket.group == "small")
     chosen = list(_within(weights, _MOST_NUMEL))
     scale = sum(c.numel for c in weights) / max(1, sum(c.numel for c in chosen))
     tail = weights[-1].numel / sum(c.numel for c in weights) if weights else 1.0
@@ -168,9 +168,9 @@ def _measure_codecs(
     for spec, compression in codecs.items():
         if not compression.encodes:
             total = sum(c.numel * c.dtype.itemsize for c in weights) + small
-            costs[spec] = Cost(ring_bytes(total, world.size, on_gpu), len(cells), 0.0, tail)
+            costs[spec] = Cost(ring_bytes(total, world.size, on_gpu), len(buckets), 0.0, tail)
             continue
-        trials = [_Trial(compression.build(), cell, meeting) for cell in chosen]
+        trials = [_Trial(compression.build(), bucket, meeting) for bucket in chosen]
         turn_s = _time(trials, meeting, _BUDGET_S / len(codecs))
         coding_s = max(0.0, turn_s - latency_s * sum(t.rounds for t in trials)) * scale
         n_bytes = sum(t.n_bytes for t in trials) * scale
@@ -181,14 +181,14 @@ def _measure_codecs(
     return costs
 
 
-def _within(cells: list[Bucket], most: int) -> Iterator[Bucket]:
-    """Yield cells up to a number of elements, at least one."""
+def _within(buckets: list[Bucket], most: int) -> Iterator[Bucket]:
+    """Yield buckets up to a number of elements, at least one."""
     taken = 0
-    for cell in cells:
-        if taken and taken + cell.numel > most:
+    for bucket in buckets:
+        if taken and taken + bucket.numel > most:
             return
-        taken += cell.numel
-        yield cell
+        taken += bucket.numel
+        yield bucket
 
 
 def _time(trials: list[_Trial], meeting: _Meeting, budget_s: float) -> float:
@@ -248,24 +248,24 @@ class _Loop(Mailbox):
 
 
 class _Trial:
-    """A cell's reduction as the hook does it, between this rank and itself.
+    """A bucket's reduction as the hook does it, between this rank and itself.
 
     Attributes:
         n_bytes, rounds: of the last turn.
     """
 
-    def __init__(self, codec: Codec, cell: Bucket, meeting: _Meeting) -> None:
+    def __init__(self, codec: Codec, bucket: Bucket, meeting: _Meeting) -> None:
         self.n_bytes = self.rounds = 0
         world = meeting.world
         self._meet = meeting.meet if world.device.type != "cuda" else lambda: None  # there a round is only queued
-        generator = torch.Generator().manual_seed(cell.number)
+        generator = torch.Generator().manual_seed(bucket.number)
         rank, size = world.rank, world.size
-        usable = cell.numel if codec.linear else max(size, cell.numel - cell.numel % size)  # chunks of one length
-        self._gradient = torch.randn(usable, generator=generator).to(cell.device, cell.dtype) * 1e-3
+        usable = bucket.numel if codec.linear else max(size, bucket.numel - bucket.numel % size)  # chunks of one length
+        self._gradient = torch.randn(usable, generator=generator).to(bucket.device, bucket.dtype) * 1e-3
         self._flat = torch.empty_like(self._gradient)
         self._linear: LinearAllReduce | None = None
         if codec.linear:
-            pieces = list(cell.members)
+            pieces = list(bucket.members)
             whole = [FlatTensor("cell", (usable,), (0, usable))]
             self._linear = LinearAllReduce(codec, pieces if codec.shaped else whole, self._flat, (rank, size), 0)
             held = self._linear.held
@@ -276,7 +276,7 @@ class _Trial:
         self._size, self._snapshot = size, codec_state.StateSnapshot([h.state for h in held])
 
     def turn(self) -> None:
-        """Copy the gradient in, reduce, look whether it is finite, copy it out: the hook's work on a cell."""
+        """Copy the gradient in, reduce, look whether it is finite, copy it out: the hook's work on a bucket."""
         self._flat.copy_(self._gradient)
         self._snapshot.take()
         if self._linear is not None:

@@ -104,7 +104,7 @@ class AllReduce:
         if not context.has_unused and any(p.requires_grad for p in context.model.parameters()):
             self._unreached = UnreachedParameters(context.model, context.group, self._hook)
         # DDP orders its buckets anew after its first backward, and more than two ranks round differently in another
-        # order: a resumed run would not repeat the bits. Codecs work on cells that do not depend on buckets; a
+        # order: a resumed run would not repeat the bits. Codecs work on buckets that do not depend on DDP's; a
         # compiled model would be compiled twice.
         compiled = is_compiled(context.model)
         self.needs_warmup_backward = self._hook.codec is None and context.group.size() > 2 and not compiled

@@ -1,23 +1,22 @@
-"""Cells depend on the model alone, and a merged state keeps the sum of memories."""
+"""Buckets depend on the model alone, and a merged state keeps the sum of memories."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from echelon.collectives import buckets as cells
-from echelon.collectives import codec_state
+from echelon.collectives import buckets, codec_state
 from echelon.collectives.compressed_all_reduce import CodecShard
 from echelon.compression.base import State
 
 
 def test_small_parameters_share_a_cell_and_kinds_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cells, "FIRST_CELL_NUMEL", 3000)
-    monkeypatch.setattr(cells, "CELL_NUMEL", 4000)
+    monkeypatch.setattr(buckets, "FIRST_BUCKET_NUMEL", 3000)
+    monkeypatch.setattr(buckets, "BUCKET_NUMEL", 4000)
     named = [(f"w{i}", torch.zeros(50, 40)) for i in range(5)] + [(f"b{i}", torch.zeros(50)) for i in range(4)]
     named.append(("half", torch.zeros(50, 40, dtype=torch.bfloat16)))
-    layout = cells.lay_out(named)
-    groups = [(c.group, [m.name for m in c.members]) for c in layout.cells]
+    layout = buckets.lay_out(named)
+    groups = [(c.group, [m.name for m in c.members]) for c in layout.buckets]
     assert groups == [
         ("weights", ["w0", "w1"]),
         ("weights", ["w2", "w3"]),
@@ -29,14 +28,14 @@ def test_small_parameters_share_a_cell_and_kinds_do_not_mix(monkeypatch: pytest.
 
 
 def test_a_large_parameter_that_has_arrived_waits_for_no_later_one() -> None:
-    layout = cells.lay_out(
+    layout = buckets.lay_out(
         [("head", torch.zeros(40, 40)), ("dense", torch.zeros(1500, 1000)), ("conv", torch.zeros(64, 288))]
     )
-    assert [[m.name for m in c.members] for c in layout.cells] == [["head", "dense"], ["conv"]]
+    assert [[m.name for m in c.members] for c in layout.buckets] == [["head", "dense"], ["conv"]]
 
 
-def _cell() -> cells.Bucket:
-    return cells.lay_out([("a", torch.zeros(40, 30)), ("b", torch.zeros(40, 40))]).cells[0]
+def _bucket() -> buckets.Bucket:
+    return buckets.lay_out([("a", torch.zeros(40, 30)), ("b", torch.zeros(40, 40))]).buckets[0]
 
 
 def _held(ranks: int, rank: int, fill: float) -> list[CodecShard]:
@@ -55,9 +54,11 @@ def _held(ranks: int, rank: int, fill: float) -> list[CodecShard]:
 
 
 def test_a_state_comes_back() -> None:
-    cell, held, other = _cell(), _held(2, 0, 3.0), _held(2, 0, 0.0)
-    saved = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in codec_state.state_dict(cell, held).items()}
-    codec_state.load_state_dict(cell, other, saved)
+    bucket, held, other = _bucket(), _held(2, 0, 3.0), _held(2, 0, 0.0)
+    saved = {
+        k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in codec_state.state_dict(bucket, held).items()
+    }
+    codec_state.load_state_dict(bucket, other, saved)
     for mine, theirs in zip(held, other, strict=True):
         assert torch.equal(mine.state.elementwise["error"], theirs.state.elementwise["error"])
         assert mine.state.numbers == theirs.state.numbers
@@ -65,22 +66,22 @@ def test_a_state_comes_back() -> None:
 
 
 def test_a_state_of_another_shape_is_refused_and_nothing_changes() -> None:
-    cell, held = _cell(), _held(2, 0, 3.0)
+    bucket, held = _bucket(), _held(2, 0, 3.0)
     with pytest.raises(ValueError, match="another codec, model or number of ranks"):
-        codec_state.load_state_dict(cell, held, codec_state.state_dict(cell, _held(3, 0, 1.0)))
+        codec_state.load_state_dict(bucket, held, codec_state.state_dict(bucket, _held(3, 0, 1.0)))
     assert all(bool((h.state.elementwise["error"] == 3.0).all()) for h in held[:-1])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_another_number_of_ranks_keeps_the_sums(ranks: int) -> None:
-    cell = _cell()
-    saved = [codec_state.state_dict(cell, _held(3, rank, 1.0 + rank)) for rank in range(3)]
+    bucket = _bucket()
+    saved = [codec_state.state_dict(bucket, _held(3, rank, 1.0 + rank)) for rank in range(3)]
     merged = codec_state.merge(saved, {"a": 1200, "b": 1600})
     new = [_held(ranks, rank, 0.0) for rank in range(ranks)]
     for held in new:
         for h in held:
             h.state.factors.clear()
-        codec_state.load_state_dict(cell, held, merged)
+        codec_state.load_state_dict(bucket, held, merged)
     sent = sum(torch.cat([h.state.elementwise["error"] for h in held if h.role == "sent"]) for held in new)
     relay = torch.cat([held[-1].state.elementwise["error"] for held in new])
     assert torch.allclose(sent, torch.full((2800,), 6.0))

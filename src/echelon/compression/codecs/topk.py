@@ -46,7 +46,7 @@ class TopK(CorrectsMomentum, Eased, Sparse):
             Left out: `Compression.with_momentum` fills in the optimizer's.
         nesterov: u looks ahead, v = v + g + m u (the paper's appendix B); left out: as the optimizer's momentum does.
         clip: Euclidean norm that each vector which a worker encodes is scaled down to: in an all-reduce the chunk of a
-            cell that goes to one owner, so that a global limit L is about L / (workers sqrt(cells)); 0: none.
+            bucket that goes to one owner, so that a global limit L is about L / (workers sqrt(buckets)); 0: none.
         warmup_steps: steps until the density is reached; 0: at once, left out: 20% of the run's.
         finish_steps: last steps, of int8; 0: none, left out: 2% of the run's.
         values: how values travel: bf16, fp32 or sign.

@@ -48,13 +48,13 @@ class Exchange:
         """Prepare; `label` tells the exchanges of a model apart."""
         self._link, self._told = link, False
         named = [(v.name, v.tensor) for v in values if v.encoded]
-        self._cells = [(cell, self._reducer(cell, label)) for cell in lay_out(named).cells]
+        self._buckets = [(bucket, self._reducer(bucket, label)) for bucket in lay_out(named).buckets]
 
-    def _reducer(self, cell: Bucket, label: str) -> Reducer:
+    def _reducer(self, bucket: Bucket, label: str) -> Reducer:
         if self._link.codec is None:
             return PlainReducer(self._link.route, average=False)
         coding = Coding(self._link.codec, self._link.route, average=False, seed=self._link.seed)
-        return make_reducer(coding, list(cell.members), f"{label}.{cell.number}", _vector(cell))
+        return make_reducer(coding, list(bucket.members), f"{label}.{bucket.number}", _vector(bucket))
 
     def mean(self, values: Sequence[Value], deltas: Mapping[str, Tensor], samples: int) -> dict[str, Tensor] | None:
         """Return the mean of each delta, the same bits on every rank; None when no replica has seen a sample.
@@ -66,15 +66,15 @@ class Exchange:
         total, means = self._whole(whole, deltas, samples)
         if total == 0:
             return None
-        for cell, reducer in self._cells:
-            flat = _vector(cell)
-            for member in cell.members:
+        for bucket, reducer in self._buckets:
+            flat = _vector(bucket)
+            for member in bucket.members:
                 flat[slice(*member.span)] = deltas[member.name].reshape(-1)
             flat *= samples / total
             self._link.wire.add("weights", reducer.reduce_(flat))
             if not is_finite(flat):
-                self._tell([m.name for m in cell.members if not is_finite(deltas[m.name])])
-            means |= {m.name: flat[slice(*m.span)].view(m.shape) for m in cell.members}
+                self._tell([m.name for m in bucket.members if not is_finite(deltas[m.name])])
+            means |= {m.name: flat[slice(*m.span)].view(m.shape) for m in bucket.members}
         return means
 
     def _tell(self, names: Sequence[str]) -> None:
@@ -95,7 +95,7 @@ class Exchange:
         self, values: Sequence[Value], deltas: Mapping[str, Tensor], samples: int
     ) -> tuple[float, dict[str, Tensor]]:
         """Average what travels whole; returns the number of samples of all replicas and the means."""
-        if not values and not self._cells:
+        if not values and not self._buckets:
             return 0.0, {}
         total, means, sent = weighted_sum(self._link.route, values, deltas, samples)
         elements = sum(v.tensor.numel() for v in values) + 1
@@ -106,13 +106,13 @@ class Exchange:
 
     def held(self) -> list[CodecShard]:
         """Return the codec's states."""
-        return [held for _, reducer in self._cells for held in reducer.held]
+        return [held for _, reducer in self._buckets for held in reducer.held]
 
     def state_dict(self) -> StateTree:
         """Return the codec's memories under flat keys (not copied)."""
         flat: StateTree = {}
-        for cell, reducer in self._cells:
-            flat |= codec_state.state_dict(cell, reducer.held)
+        for bucket, reducer in self._buckets:
+            flat |= codec_state.state_dict(bucket, reducer.held)
         return flat
 
     def load_state_dict(self, saved: StateView) -> None:
@@ -121,8 +121,8 @@ class Exchange:
         Raises:
             ValueError: it was saved by another codec, model or number of ranks.
         """
-        for cell, reducer in self._cells:
-            codec_state.load_state_dict(cell, reducer.held, saved)
+        for bucket, reducer in self._buckets:
+            codec_state.load_state_dict(bucket, reducer.held, saved)
 
 
 def weighted_sum(
@@ -146,6 +146,6 @@ def weighted_sum(
     return float(pieces[0]), sums, sent
 
 
-def _vector(cell: Bucket) -> Tensor:
-    dtype = torch.float64 if cell.dtype == torch.float64 else torch.float32
-    return torch.empty(cell.numel, dtype=dtype, device=cell.device)
+def _vector(bucket: Bucket) -> Tensor:
+    dtype = torch.float64 if bucket.dtype == torch.float64 else torch.float32
+    return torch.empty(bucket.numel, dtype=dtype, device=bucket.device)
