@@ -116,10 +116,10 @@ def _look(arguments: list[str]) -> None:
 
 def _show(folder: Path, as_graph: bool) -> None:
     from echelon.flows.page import levels, summary, write_page
-    from echelon.flows.state import load_flow, standings
+    from echelon.flows.state import load_flow, step_statuses
 
     flow = load_flow(folder)
-    found = standings(flow, folder)
+    found = step_statuses(flow, folder)
     depth = levels(flow)
     table = Table("step", "does", "state", "time", "starts", "needs" if as_graph else "why", box=None)
     for each in sorted(found, key=lambda each: depth[each.step.name]) if as_graph else found:

@@ -27,7 +27,7 @@ def runs_command() -> Any:
         folder: Annotated[str, typer.Argument(metavar="[FOLDER]", help="where runs lie [default: runs]")] = "runs",
     ) -> None:
         """Print how all runs stand."""
-        from echelon.run.standing import runs_below, standing
+        from echelon.run.overview import overview_of, runs_below
 
         found = list(runs_below(Path(folder)))
         if not found:
@@ -35,7 +35,7 @@ def runs_command() -> Any:
         table = Table("run", "place", "state", "progress", "metric", "age", box=None)
         for run in found:
             try:
-                now = standing(run)
+                now = overview_of(run)
             except UserError as error:
                 table.add_row(str(run), "", str(error), "", "", "")
                 continue
@@ -56,7 +56,7 @@ def logs_command() -> Any:
     ) -> None:
         """Print the log of a run's process."""
         from echelon.run.elsewhere import LogTail
-        from echelon.run.standing import bring
+        from echelon.run.overview import bring
 
         bring(Path(run))
         file = Path(run) / "logs" / f"rank{rank}.log"
@@ -84,7 +84,7 @@ def stop_command() -> Any:
     def stop(run: Annotated[str, _RUN]) -> None:
         """Ask a run to save a checkpoint and end."""
         from echelon.run.elsewhere import stop as stop_there
-        from echelon.run.standing import cluster_of
+        from echelon.run.overview import cluster_of
 
         path = Path(run)
         cluster = cluster_of(path)

@@ -234,9 +234,9 @@ def _around(path: Path, serve: bool, trials: Sequence[Event]) -> Iterator[None]:
     if not serve:
         yield
         return
-    from echelon.study.serving import served
+    from echelon.study.serving import live_page_of
 
-    with served(path, wanted=True):
+    with live_page_of(path, wanted=True):
         yield
 
 

@@ -43,10 +43,10 @@ class Compression:
 
     def build(self) -> Codec:
         """Return the codec, with error feedback and the worker's momentum around it where it needs them."""
-        from echelon.compression.transforms import combine
+        from echelon.compression.transforms import with_transforms
 
         nearly_whole = codec_class("bf16" if self.codec.linear else "int8")()  # a sum of int8 is no int8
-        return combine(self.codec, self.entropy_coding, self.codec.whole_steps(self.messages), nearly_whole)
+        return with_transforms(self.codec, self.entropy_coding, self.codec.whole_steps(self.messages), nearly_whole)
 
     def for_run(self, messages: int) -> Compression:
         """Return the compression of a run that sends each tensor so often: what begins and ends it is settled."""

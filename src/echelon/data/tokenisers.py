@@ -94,7 +94,7 @@ class Characters:
         return json.dumps({CHARACTERS: self.alphabet})
 
 
-class Pieces:
+class LibraryTokeniser:
     """A tokeniser of the library `tokenizers`, also one that transformers wrote."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -103,7 +103,7 @@ class Pieces:
         self._tokenizer = tokenizer
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Pieces) and self.to_json() == other.to_json()
+        return isinstance(other, LibraryTokeniser) and self.to_json() == other.to_json()
 
     def __hash__(self) -> int:
         return hash(self.to_json())
@@ -180,14 +180,14 @@ def read_json(file: Path) -> Tokeniser:
         values = json.loads(text)
         if isinstance(alphabet := values.get(CHARACTERS), str):
             return Characters(alphabet)
-        return Pieces(Tokenizer.from_str(text))
+        return LibraryTokeniser(Tokenizer.from_str(text))
     except OSError as error:
         raise UserError(f"tokeniser {file}: cannot be read ({error.strerror})") from error
     except Exception as error:
         raise UserError(f"tokeniser {file}: it holds no tokeniser ({str(error).splitlines()[0]})") from error
 
 
-def train_byte_pairs(texts: Sequence[str], size: int) -> Pieces:
+def train_byte_pairs(texts: Sequence[str], size: int) -> LibraryTokeniser:
     """Return byte-pair encoding with at most `size` tokens, trained on texts; the same for the same texts."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -202,7 +202,7 @@ def train_byte_pairs(texts: Sequence[str], size: int) -> Pieces:
         show_progress=False,
     )
     tokenizer.train_from_iterator(iter(texts), trainer)
-    return Pieces(tokenizer)
+    return LibraryTokeniser(tokenizer)
 
 
 def _cached(choice: TokeniserChoice, texts: Sequence[str], cache: Path) -> Tokeniser:

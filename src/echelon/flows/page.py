@@ -10,7 +10,7 @@ from pathlib import Path
 from echelon.core.files import write_atomic
 from echelon.core.units import format_seconds
 from echelon.flows.base import STEPS_FOLDER, Flow
-from echelon.flows.state import LOG_FILE, PAGE_FILE, Stands, StepStanding, standings
+from echelon.flows.state import LOG_FILE, PAGE_FILE, Stands, StepStatus, step_statuses
 
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 190, 46, 60, 16, 12  # of a box, in pixels
 _LETTERS = 24
@@ -28,11 +28,11 @@ svg { max-width: 100%; height: auto; } td, th { text-align: left; padding: .2rem
 def write_page(flow: Flow, folder: Path) -> Path:
     """Write the page of a flow into its folder; returns the file."""
     path = folder / PAGE_FILE
-    write_atomic(path, page_text(flow, standings(flow, folder)))
+    write_atomic(path, page_text(flow, step_statuses(flow, folder)))
     return path
 
 
-def page_text(flow: Flow, steps: Sequence[StepStanding]) -> str:
+def page_text(flow: Flow, steps: Sequence[StepStatus]) -> str:
     """Return the page as HTML."""
     goes_on = any(each.stands is Stands.RUNS for each in steps)
     refresh = '<meta http-equiv="refresh" content="3">' if goes_on else ""
@@ -45,7 +45,7 @@ def page_text(flow: Flow, steps: Sequence[StepStanding]) -> str:
     )
 
 
-def summary(steps: Sequence[StepStanding]) -> str:
+def summary(steps: Sequence[StepStatus]) -> str:
     """Return how many steps stand how, in words."""
     counts = {stands: sum(each.stands is stands for each in steps) for stands in Stands}
     return f"{len(steps)} steps: " + ", ".join(f"{count} {stands}" for stands, count in counts.items() if count)
@@ -66,7 +66,7 @@ def levels(flow: Flow) -> Mapping[str, int]:
     return found
 
 
-def graph_svg(flow: Flow, steps: Sequence[StepStanding]) -> str:
+def graph_svg(flow: Flow, steps: Sequence[StepStatus]) -> str:
     """Return the graph as a drawing: a column for each level, an arrow for each need."""
     column = levels(flow)
     rows: dict[int, int] = {}
@@ -92,21 +92,21 @@ def graph_svg(flow: Flow, steps: Sequence[StepStanding]) -> str:
     )
 
 
-def _box(standing: StepStanding, x: int, y: int) -> str:
-    name = standing.step.name
+def _box(status: StepStatus, x: int, y: int) -> str:
+    name = status.step.name
     shown = name if len(name) <= _LETTERS else f"{name[: _LETTERS - 1]}…"
-    took = f", {format_seconds(standing.seconds)}" if standing.seconds else ""
-    said = f"{standing.step.kind}: {standing.stands}{took}"
+    took = f", {format_seconds(status.seconds)}" if status.seconds else ""
+    said = f"{status.step.kind}: {status.stands}{took}"
     box = (
-        f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="6" fill="{_COLOURS[standing.stands]}"/>'
+        f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="6" fill="{_COLOURS[status.stands]}"/>'
         f'<text x="{x + 10}" y="{y + 19}" fill="#fff" font-size="13" font-weight="600">{html.escape(shown)}</text>'
         f'<text x="{x + 10}" y="{y + 36}" fill="#fff" font-size="12">{said}</text>'
     )
-    box = f"<g><title>{html.escape(name)} {html.escape(standing.message)}</title>{box}</g>"
-    return f'<a href="{html.escape(standing.report)}">{box}</a>' if standing.report else box
+    box = f"<g><title>{html.escape(name)} {html.escape(status.message)}</title>{box}</g>"
+    return f'<a href="{html.escape(status.report)}">{box}</a>' if status.report else box
 
 
-def _table(steps: Sequence[StepStanding]) -> str:
+def _table(steps: Sequence[StepStatus]) -> str:
     rows = []
     for each in steps:
         report = f'<a href="{html.escape(each.report)}">report</a>' if each.report else ""

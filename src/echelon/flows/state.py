@@ -41,7 +41,7 @@ class Stands(StrEnum):
 
 
 @dataclass(frozen=True)
-class StepStanding:
+class StepStatus:
     """How one step stands.
 
     Attributes:
@@ -156,16 +156,16 @@ def clear(folder: Path) -> None:
             entry.unlink()
 
 
-def standings(flow: Flow, folder: Path) -> list[StepStanding]:
+def step_statuses(flow: Flow, folder: Path) -> list[StepStatus]:
     """Return how each step stands, in the flow's order."""
     goes_on = is_held(folder) is not False and (folder / LOCK_FILE).exists()
-    found: dict[str, StepStanding] = {}
+    found: dict[str, StepStatus] = {}
     for name in flow.steps:
         _stand(flow, folder, name, goes_on, found)
     return [found[name] for name in flow.steps]
 
 
-def _stand(flow: Flow, folder: Path, name: str, goes_on: bool, known: dict[str, StepStanding]) -> StepStanding:
+def _stand(flow: Flow, folder: Path, name: str, goes_on: bool, known: dict[str, StepStatus]) -> StepStatus:
     """Return how one step stands, looking at those before it where it has not begun."""
     if name in known:
         return known[name]
@@ -175,14 +175,14 @@ def _stand(flow: Flow, folder: Path, name: str, goes_on: bool, known: dict[str, 
     report = _report(folder, where)
     if isinstance(line, FlowStepEnd):
         stands = {COMPLETED: Stands.DONE, STOPPED: Stands.CUT_SHORT}.get(line.status, Stands.FAILED)
-        known[name] = StepStanding(step, stands, starts, line.seconds, line.message, report)
+        known[name] = StepStatus(step, stands, starts, line.seconds, line.message, report)
     elif line is not None:
         stands = Stands.RUNS if goes_on else Stands.CUT_SHORT
-        known[name] = StepStanding(step, stands, starts, time.time() - line.t if goes_on else 0.0, "", report)
+        known[name] = StepStatus(step, stands, starts, time.time() - line.t if goes_on else 0.0, "", report)
     else:
         before = [_stand(flow, folder, each, goes_on, known).stands for each in step.before]
         blocked = any(each in (Stands.FAILED, Stands.BLOCKED) for each in before)
-        known[name] = StepStanding(step, Stands.BLOCKED if blocked else Stands.WAITS)
+        known[name] = StepStatus(step, Stands.BLOCKED if blocked else Stands.WAITS)
     return known[name]
 
 

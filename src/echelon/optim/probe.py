@@ -55,13 +55,13 @@ def probe(factory: OptimizerFactory, name: str) -> OwnTraits:
     Raises:
         UserError: it cannot be built, or not be trained and resumed with.
     """
-    bench = _Bench(factory, name)
+    trial = _Trial(factory, name)
     with torch.random.fork_rng(devices=[]):
-        optimizer = bench.build(bench.values())
+        optimizer = trial.build(trial.values())
         elementwise = getattr(optimizer, DECLARED, None)
         momentum = max(float(group.get("momentum") or 0.0) for group in optimizer.param_groups)
         try:
-            traits = _probed(bench)
+            traits = _probed(trial)
         except UserError:
             raise
         except Exception as error:
@@ -78,21 +78,21 @@ def probe(factory: OptimizerFactory, name: str) -> OwnTraits:
     return replace(traits, reach=Reach.ELEMENT if elementwise else max(traits.reach, Reach.TENSOR))
 
 
-def _probed(bench: _Bench) -> OwnTraits:
-    matrix, vector = bench.values()
-    together, again = bench.train([matrix, vector]), bench.train([matrix, vector], seed=1)
+def _probed(trial: _Trial) -> OwnTraits:
+    matrix, vector = trial.values()
+    together, again = trial.train([matrix, vector]), trial.train([matrix, vector], seed=1)
     draws = not _is_same(together, again)
-    bench.check_still([matrix, vector])
-    resumed, in_state = bench.resumes(together)
+    trial.check_still([matrix, vector])
+    resumed, in_state = trial.resumes(together)
     if not (resumed or draws):
         raise UserError(
-            f"{FLAG} {bench.name}: a resumed run would go on otherwise: what its steps depend on has to be in "
+            f"{FLAG} {trial.name}: a resumed run would go on otherwise: what its steps depend on has to be in "
             "self.state[parameter] or self.param_groups, which its state_dict() holds"
         )
     reach = Reach.MODEL
-    if _is_same(together, [*bench.train([matrix]), *bench.train([vector], first=1)]):
-        by_rows = [bench.train([matrix[rows]], rows=rows)[0] for rows in (slice(0, 40), slice(40, None))]
-        flat = [bench.train([matrix.flatten()[cut]], cut=cut)[0] for cut in (slice(0, 5000), slice(5000, None))]
+    if _is_same(together, [*trial.train([matrix]), *trial.train([vector], first=1)]):
+        by_rows = [trial.train([matrix[rows]], rows=rows)[0] for rows in (slice(0, 40), slice(40, None))]
+        flat = [trial.train([matrix.flatten()[cut]], cut=cut)[0] for cut in (slice(0, 5000), slice(5000, None))]
         by_element = _is_same(together[:1], [torch.cat(by_rows)])
         by_element = by_element and _is_same(together[:1], [torch.cat(flat).view_as(matrix)])
         reach = Reach.ELEMENT if by_element else Reach.TENSOR
@@ -100,7 +100,7 @@ def _probed(bench: _Bench) -> OwnTraits:
 
 
 @dataclass(frozen=True)
-class _Bench:
+class _Trial:
     """Values and gradients that an optimizer is tried out on."""
 
     factory: OptimizerFactory

@@ -40,7 +40,7 @@ class TimeGroup:
 
     terms: str
     seconds: float
-    standings: tuple[TimeStanding, ...]
+    step_statuses: tuple[TimeStanding, ...]
     metric: PrimaryMetric
 
 
@@ -58,9 +58,9 @@ def compare_in_time(study: Study, rows: Sequence[RunRow]) -> list[TimeGroup]:
         metric, epochs = metric_of(mine), study.choices.epochs.get(terms.label, {})
         ends = {label: _ends(mine, label, n) for label, n in epochs.items()}
         base = ends.get(study.baseline.label, {})
-        standings = [_standing(label, n, ends[label], base, metric) for label, n in epochs.items()]
-        known = sorted((s for s in standings if s.value is not None), key=lambda s: -metric.score(s.value or 0.0))
-        left = [s for s in standings if s.value is None]
+        step_statuses = [_standing(label, n, ends[label], base, metric) for label, n in epochs.items()]
+        known = sorted((s for s in step_statuses if s.value is not None), key=lambda s: -metric.score(s.value or 0.0))
+        left = [s for s in step_statuses if s.value is None]
         groups.append(TimeGroup(terms.label, seconds, (*known, *left), metric))
     return groups
 
@@ -89,7 +89,7 @@ def time_words(study: Study, groups: Sequence[TimeGroup]) -> list[str]:
     words = []
     for group in groups:
         whose = f", what {study.baseline.label} takes" if study.equal_time == BASELINE_TIME else ""
-        clauses = "; ".join(_clause(s, group) for s in group.standings)
+        clauses = "; ".join(_clause(s, group) for s in group.step_statuses)
         text = (
             f"After {format_seconds(group.seconds)} from the first step{whose}, each with its learning-rate schedule "
             f"stretched to the epochs that end by then, the best first: {clauses}."

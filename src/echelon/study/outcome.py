@@ -19,7 +19,7 @@ from echelon.study.execute import StudyStopped, run_study
 from echelon.study.file import STUDY_FILE, StudyRequest, is_study, load_study, open_study, study_file
 from echelon.study.live import StudyDisplay
 from echelon.study.report import StudyReport
-from echelon.study.serving import served
+from echelon.study.serving import live_page_of
 from echelon.study.write import REPORT_FILE, write_study
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def carry_out(path: Path, study: Study | None, retry: bool = False, serve: bool 
     """
     study, signum = open_study(path, study), 0
     try:
-        with full_disk_in_words(path, _CONTINUE), served(path, serve), StudyDisplay(path) as display:
+        with full_disk_in_words(path, _CONTINUE), live_page_of(path, serve), StudyDisplay(path) as display:
             run_study(path, study, display, retry)
     except StudyStopped as stop:
         signum = stop.signum

@@ -67,7 +67,7 @@ class _Child:
 
 
 @contextmanager
-def served(path: Path, wanted: bool) -> Iterator[None]:
+def live_page_of(path: Path, wanted: bool) -> Iterator[None]:
     """Serve a folder's page for as long as the block takes, if wanted; an error of it is one line on stderr."""
     child = _begin(path) if wanted else None
     try:

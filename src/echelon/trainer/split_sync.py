@@ -23,7 +23,7 @@ class SplitSync:
     """A `Sync` whose forward goes through the split model, and whose inner strategy sees the pieces alone.
 
     Gradients reach the inner strategy after backward, when the replica's own sums are made: through the backward of
-    `Pieces`, where it reduces them as those of any model.
+    `LocalShards`, where it reduces them as those of any model.
     """
 
     def __init__(self, module: nn.Module, pieces: LocalShards, make: Callable[[], Sync], clock: PhaseClock) -> None:

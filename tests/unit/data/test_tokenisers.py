@@ -13,7 +13,15 @@ from echelon.core.errors import UserError
 from echelon.core.tokeniser import TokeniserChoice, read_tokeniser
 from echelon.data import tokenisers
 from echelon.data.base import DataRequest
-from echelon.data.tokenisers import PAD, RUN_FILE, Characters, Pieces, read_json, tokeniser_for, train_byte_pairs
+from echelon.data.tokenisers import (
+    PAD,
+    RUN_FILE,
+    Characters,
+    LibraryTokeniser,
+    read_json,
+    tokeniser_for,
+    train_byte_pairs,
+)
 
 TEXTS = ["the cat sat on the mat", "the dog sat on the cat"] * 4
 
@@ -24,7 +32,7 @@ def request(folder: Path, spec: str = "auto", run: Path | None = None) -> DataRe
 
 @pytest.mark.parametrize("text", ["", "naïve ☃\n\n  two", "the cat\tsat"])
 @pytest.mark.parametrize("tokeniser", [train_byte_pairs(TEXTS, 400), Characters.of(["naïve ☃\n two the cat\tsat"])])
-def test_text_comes_back(tokeniser: Pieces | Characters, text: str, tmp_path: Path) -> None:
+def test_text_comes_back(tokeniser: LibraryTokeniser | Characters, text: str, tmp_path: Path) -> None:
     (ids,) = tokeniser.encode([text])
     assert tokeniser.decode(ids.tolist()).lstrip(" ") == text
     assert len(ids) == 0 or 0 <= ids.min() <= ids.max() < tokeniser.count
@@ -57,7 +65,7 @@ def test_a_tokeniser_is_trained_once_and_kept_with_the_run(tmp_path: Path, monke
     trained, run = [], tmp_path / "run"
     run.mkdir()
 
-    def train(texts: list[str], size: int) -> Pieces:
+    def train(texts: list[str], size: int) -> LibraryTokeniser:
         trained.append(size)
         return train_byte_pairs(texts, size)
 

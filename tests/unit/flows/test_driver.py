@@ -17,7 +17,7 @@ from echelon.flows.base import StepResources, step_folder
 from echelon.flows.driver import FlowOutcome
 from echelon.flows.page import page_text
 from echelon.flows.run import FlowRequest, start_flow
-from echelon.flows.state import Stands, load_flow, only_driver, standings
+from echelon.flows.state import Stands, load_flow, only_driver, step_statuses
 from echelon.records.file import read_records
 from echelon.records.kinds import FlowStepEnd, FlowStepStart
 
@@ -76,9 +76,9 @@ def test_a_failure_stops_what_needs_it_and_nothing_else(flow_file: Path) -> None
     assert outcome.status == "partial" and outcome.failed == ["upper"] and outcome.blocked == ["all"]
     assert sorted(outcome.ran) == ["count", "data"]
     folder = flow_file.parent / "there"
-    found = {each.step.name: each.stands for each in standings(load_flow(folder), folder)}
+    found = {each.step.name: each.stands for each in step_statuses(load_flow(folder), folder)}
     assert found == {"data": Stands.DONE, "upper": Stands.FAILED, "count": Stands.DONE, "all": Stands.BLOCKED}
-    page = page_text(load_flow(folder), standings(load_flow(folder), folder))
+    page = page_text(load_flow(folder), step_statuses(load_flow(folder), folder))
     assert "upper" in page and "failed" in page and "<svg" in page
     mended = _run(flow_file)
     assert mended.status == "completed" and mended.ran == ["upper", "all"]

@@ -100,7 +100,7 @@ def test_what_came_of_it_is_said_and_stands_in_table_and_page(tmp_path: Path) ->
     page = (tmp_path / "report.html").read_text()
     assert "After 6.03 s from the first step, the best first" in page and "epochs ended by then" in page
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert [s["candidate"] for s in summary["equal_time"][0]["standings"]] == [INT8, BASE]
+    assert [s["candidate"] for s in summary["equal_time"][0]["step_statuses"]] == [INT8, BASE]
     assert summary["learning_rates"] == {BASE: "0.2", INT8: "0.4"}
 
 

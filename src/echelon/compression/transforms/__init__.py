@@ -1,12 +1,12 @@
 """What can stand around any codec: clipping, momentum correction, error feedback, entropy coding. They compose.
 
 A `Transform` sees the tensor before a codec encodes it and what was sent after it, and keeps memories of a value per
-element; `chain` puts several around a codec. `Huffman` sees the encoded symbols. `combine` is what specs use.
+element; `chain` puts several around a codec. `Huffman` sees the encoded symbols. `with_transforms` is what specs use.
 """
 
 from __future__ import annotations
 
-from echelon.compression.transforms.chain import Transformed, combine, without_transforms
+from echelon.compression.transforms.chain import Transformed, with_transforms, without_transforms
 from echelon.compression.transforms.error_feedback import ErrorFeedback, resize
 from echelon.compression.transforms.huffman import Huffman, entropy_coded
 from echelon.compression.transforms.momentum import LocalClip, MomentumCorrection
@@ -17,8 +17,8 @@ __all__ = [
     "LocalClip",
     "MomentumCorrection",
     "Transformed",
-    "combine",
     "entropy_coded",
     "resize",
+    "with_transforms",
     "without_transforms",
 ]

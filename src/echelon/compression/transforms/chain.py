@@ -43,7 +43,7 @@ class Transformed(Wrapper):
 
     def relay(self) -> Codec:
         """Return the codec for a sum on its way back, with what it needs of error feedback."""
-        return combine(self.inner.relay(), whole_steps=self.whole, stand_in=self.stand_in)
+        return with_transforms(self.inner.relay(), whole_steps=self.whole, stand_in=self.stand_in)
 
     def at(self, step: int) -> Codec:
         """Return the codec of a step's message: another one inside where the message is (nearly) whole."""
@@ -100,7 +100,7 @@ class Transformed(Wrapper):
         return first
 
 
-def combine(
+def with_transforms(
     codec: Codec, entropy_coding: bool = False, whole_steps: WholeSteps = NEVER, stand_in: Codec | None = None
 ) -> Codec:
     """Put around a codec what its settings ask for: clipping, momentum, error feedback, and entropy coding outside.
@@ -108,7 +108,7 @@ def combine(
     Args:
         whole_steps: which messages `stand_in` encodes.
 
-    Example: `combine(TopK(0.01, momentum=0.9), entropy_coding=True)`.
+    Example: `with_transforms(TopK(0.01, momentum=0.9), entropy_coding=True)`.
     """
     transforms: list[Transform] = []
     if codec.local_clip:

@@ -75,7 +75,7 @@ def time_table(group: TimeGroup, scene: Scene) -> Table:
             f"{numbers.get(s.candidate, '')} {s.candidate}".strip(), _write(s.value, metric.text),
             _interval(s.points, "+.2f", ""), str(s.epochs), _write(s.run_s, format_seconds),
         ]
-        for s in group.standings
+        for s in group.step_statuses
     ]  # fmt: skip
     head = [
         "candidate",

@@ -22,7 +22,7 @@ from echelon.trainer.folder import CONFIG_FILE
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunOverview:
     """How a run stands.
 
     Attributes:
@@ -47,7 +47,7 @@ def runs_below(folder: Path) -> Iterator[Path]:
     yield from sorted(found, key=lambda run: read_launch(run).launched_t or 0.0)
 
 
-def standing(run: Path) -> Standing:
+def overview_of(run: Path) -> RunOverview:
     """Return how a run stands.
 
     Raises:
@@ -58,7 +58,7 @@ def standing(run: Path) -> Standing:
     launched_t = read_launch(run).launched_t
     age_s = None if launched_t is None else time.time() - launched_t
     place = config.launch.on.partition("(")[0]
-    return Standing(run, place, state, _progress(run, config), _metric(run), age_s)
+    return RunOverview(run, place, state, _progress(run, config), _metric(run), age_s)
 
 
 def cluster_of(run: Path) -> Cluster | None:

@@ -17,7 +17,7 @@ from echelon.records.file import Recorder
 from echelon.records.going import holder, is_held
 from echelon.records.kinds import End, Evaluation, Start, Steps
 from echelon.run.elsewhere import LogTail, stop
-from echelon.run.standing import cluster_of, runs_below, standing
+from echelon.run.overview import cluster_of, overview_of, runs_below
 from echelon.trainer import folder as folders
 
 HOLD = """
@@ -52,12 +52,12 @@ def _slurm_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str) ->
 
 def test_a_run_of_this_machine(tmp_path: Path) -> None:
     run = _run(tmp_path / "runs" / "a")
-    now = standing(run)
+    now = overview_of(run)
     assert (now.place, now.state, now.progress, now.metric) == ("local", "interrupted", "15/40 steps", "top1 0.9")
     recorder = Recorder(run)
     recorder.write(End("completed", ""))
     recorder.close()
-    assert standing(run).state == "completed" and list(runs_below(tmp_path / "runs")) == [run]
+    assert overview_of(run).state == "completed" and list(runs_below(tmp_path / "runs")) == [run]
 
 
 @pytest.mark.skipif(not Path("/proc/locks").exists(), reason="this system does not tell who holds a lock")
@@ -67,7 +67,7 @@ def test_who_holds_a_run(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD, str(run)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
-        assert is_held(run) and holder(run) == process.pid and standing(run).state == "running"
+        assert is_held(run) and holder(run) == process.pid and overview_of(run).state == "running"
         process.send_signal(signal.SIGTERM)
     assert holder(run) is None
 
@@ -79,19 +79,19 @@ def test_a_run_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert cluster is not None and not stop(run, cluster)
     files.add_job("7")
     cancelled = _slurm_says(tmp_path, monkeypatch, "RUNNING|None|n[1-2]|N/A")
-    assert standing(run).state == "running on n[1-2] (job 7)"
+    assert overview_of(run).state == "running on n[1-2] (job 7)"
     assert stop(run, cluster) and files.stop.exists()
     assert cancelled.read_text() == "--batch --signal=TERM 7\n"
     _slurm_says(tmp_path, monkeypatch, "PENDING|Resources||N/A")
-    assert standing(run).state == "waiting for 2 nodes (Resources) (job 7)"
+    assert overview_of(run).state == "waiting for 2 nodes (Resources) (job 7)"
     assert stop(run, cluster) and cancelled.read_text().endswith("\n7\n")
     _slurm_says(tmp_path, monkeypatch, "COMPLETED|None||N/A")
-    assert standing(run).state == "interrupted" and not stop(run, cluster)
+    assert overview_of(run).state == "interrupted" and not stop(run, cluster)
 
 
 def test_a_folder_without_a_run(tmp_path: Path) -> None:
     with pytest.raises(UserError):
-        standing(tmp_path)
+        overview_of(tmp_path)
 
 
 def test_a_log_that_grows_and_is_shortened(tmp_path: Path) -> None:
