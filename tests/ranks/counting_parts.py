@@ -1,6 +1,6 @@
 """One weight per sample, gradient 1, SGD: after each epoch every weight has moved exactly once, whatever died.
 
-Run as a script it trains in a folder DIR, with processes that kill themselves where they are told to:
+Run as a script it trains in a folder DIR, with processes that kill or stop themselves where they are told to:
 
     ECHELON_TEST_FAULTS='[["rank1.0", "backward", 5]]' python -m tests.ranks.counting_parts DIR WORKERS [NAME=VALUE ...]
 """
@@ -59,7 +59,12 @@ class Fault:
         return [member, point, count] in json.loads(os.environ.get(FAULTS, "[]"))
 
     def at(self, point: str, after_s: float | None = None) -> None:
-        """Come to a point; `after_s`: the end comes so much later, while the process goes on."""
+        """Come to a point; `after_s`: the end comes so much later, while the process goes on.
+
+        A fault at `POINT, stopped` stops the process there (SIGSTOP) instead of ending it.
+        """
+        if self.is_due(f"{point}, stopped"):
+            os.kill(os.getpid(), signal.SIGSTOP)
         if not self.is_due(point):
             return
         if after_s is None:

@@ -86,6 +86,19 @@ def test_every_sample_counts_once_whoever_dies_where(case: Case, tmp_path: Path)
         assert not run.events("resumed") and run.records("start")[0]["attempt"] == 0
 
 
+@pytest.mark.long
+def test_who_is_stopped_is_ended_by_a_deadline_of_its_own_rhythm(tmp_path: Path) -> None:
+    """Rank 1 is stopped (SIGSTOP) in a forward pass: the others have not lost it, and would wait for --timeout."""
+    with Runs(tmp_path) as runs:
+        run = start(runs, Case("stopped", 3, (("rank1.0", "forward, stopped", 12),)), "timeout=300s", pace_s=0.1)
+        assert run.end() == 0, run.text()[-3000:]
+        check_counted(run)
+        death = run.events("worker_died")[0]
+        before = max(r["t"] for r in run.records("steps") if r["t"] < death["t"])
+        assert "has been stopped (SIGSTOP) for" in death["message"] and "the others go on" in death["message"]
+        assert death["t"] - before < 20.0, death  # 2 s and the looks, on a busy machine
+
+
 CODED = (
     ("topk(0.05, warmup_steps=0, finish_steps=0)", Case("between the halves of a sum", 3, (("rank2.0", "spread", 7),))),
     ("topk(0.05, warmup_steps=0, finish_steps=0)", Case("alone from then on", 2, (("rank1.0", "collect", 9),))),

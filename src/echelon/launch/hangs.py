@@ -23,8 +23,9 @@ from echelon.launch.culprit import (
     find_standstill,
 )
 from echelon.launch.noticeboard import NoticeBoard
-from echelon.launch.places.base import Place
+from echelon.launch.places.base import Place, Restart
 from echelon.launch.process import is_stopped
+from echelon.launch.silence import SilenceWatch
 from echelon.launch.slow import Slow, SlowWatch
 from echelon.observe.notes import STACK_SIGNAL, Note
 from echelon.observe.phases import Phase
@@ -93,10 +94,19 @@ class HangWatch:
 
     A process hangs when its activity has not changed for half of the deadline that others wait for, and others wait.
     It is told then, once, with its stack, while nobody has given up yet.
+
+    Who restarts alone and hangs in a step for nine tenths of the deadline is killed. Where the others of a group go on
+    without one of them, who is stopped is killed by a deadline of its own rhythm.
     """
 
     def __init__(
-        self, board: NoticeBoard, place: Place, others: Others, deadline_s: float, listener: HangListener, ends: bool
+        self,
+        board: NoticeBoard,
+        place: Place,
+        others: Others,
+        deadline_s: float,
+        listener: HangListener,
+        restart: Restart,
     ) -> None:
         """Prepare.
 
@@ -105,11 +115,12 @@ class HangWatch:
             others: the other machines.
             deadline_s: how long one waits for another.
             listener: is told.
-            ends: who hangs in a step for nine tenths of the deadline is killed, since it restarts alone.
+            restart: what follows when one of those that train is killed.
         """
         self._board, self._place, self._others, self._listener = board, place, others, listener
-        self._deadline_s, self._ends = deadline_s, ends
-        self._slow = SlowWatch(independent=ends)
+        self._deadline_s, self._ends = deadline_s, restart is Restart.ALONE
+        self._slow = SlowWatch(independent=self._ends)
+        self._silence = SilenceWatch(place.is_silent, deadline_s) if restart is Restart.BESIDE else None
         self._verdict: Verdict | None = None
         self._ended: dict[int, str] = {}  # by pid: why we killed it
         self._paces: dict[str, _Pace] = {}
@@ -118,6 +129,7 @@ class HangWatch:
     def look(self, living: Sequence[Living]) -> None:
         """Look at what all processes are at; called again and again."""
         now = time.monotonic()
+        self._end_silent(living, now)
         if now < self._next_s:
             return
         self._next_s = now + LOOK_S
@@ -135,6 +147,13 @@ class HangWatch:
         if self._verdict is None and self._is_suspicious(living, now):
             self._next_s = now + self._deadline_s / 10  # stacks are not asked for at every look
             self._look_closely(self._observe(living))
+
+    def _end_silent(self, living: Sequence[Living], now: float) -> None:
+        """End who is stopped for too long, where the others go on without it."""
+        if self._silence is not None:
+            longest_s = {name: pace.longest_s for name, pace in self._paces.items()}
+            for hang in self._silence.look(living, lambda p: self._board.note(p.name, p.pid), longest_s, now):
+                self._end(hang, now)
 
     def _look_closely(self, here: list[Observed]) -> None:
         """Judge by what this machine's processes are at and what others have told of theirs; tell them as well."""

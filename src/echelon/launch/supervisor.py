@@ -431,6 +431,8 @@ class _Supervisor:
         if self._stop_by or not exit_code:
             return
         death = group.death_of(name, exit_code)
+        if exit_code == -signal.SIGKILL:  # perhaps by the watch, which says why
+            death = self._watch.explain(death, self._living())
         why = self._own_restarts.take(name, self._watch.failures(death), time.monotonic())
         follows = f"the others go on without it ({why})" if why else "the others go on, and it joins them again"
         self._watch.on_death(death, Aftermath("", None if why else self._own_restarts.left, follows))

@@ -19,7 +19,7 @@ from echelon.launch.culprit import Hang, Living, Standstill
 from echelon.launch.hangs import HangWatch, NoOthers, Verdict
 from echelon.launch.logs import LogLimit
 from echelon.launch.noticeboard import NoticeBoard
-from echelon.launch.places.base import Job, Place, Started
+from echelon.launch.places.base import Job, Place, Restart, Started
 from echelon.launch.slow import Slow
 from echelon.launch.supervisor import Aftermath, Death, Remedy, Watch
 from echelon.observe.oom import OUT_OF_MEMORY
@@ -60,8 +60,9 @@ def watched(
         return
     board = chronicle.board = NoticeBoard([p.name for group in machine.job.groups for p in group.processes])
     try:
-        others, restarts_alone = machine.rounds or NoOthers(), machine.scheduler is not None
-        hangs = HangWatch(board, place, others, run.timeout_s, chronicle, ends=restarts_alone)
+        others = machine.rounds or NoOthers()
+        restart = Restart.ALONE if machine.scheduler is not None else machine.job.groups[0].restart
+        hangs = HangWatch(board, place, others, run.timeout_s, chronicle, restart)
 
         def look(living: Sequence[Living]) -> None:
             """See who hangs, and what else there is to see."""

@@ -9,6 +9,7 @@ import pytest
 
 from echelon.launch import hangs
 from echelon.launch.culprit import Hang, Living
+from echelon.launch.places.base import Restart
 from echelon.observe.notes import Note
 from echelon.observe.phases import Phase
 
@@ -26,7 +27,7 @@ def test_who_hangs_right_after_a_slow_start_is_named_within_the_deadline(monkeyp
     board, place, listener = Mock(), Mock(), Mock()
     board.note.side_effect = lambda name, pid: notes[name]
     place.is_silent.return_value = False
-    watch = hangs.HangWatch(board, place, hangs.NoOthers(), DEADLINE_S, listener, ends=True)
+    watch = hangs.HangWatch(board, place, hangs.NoOthers(), DEADLINE_S, listener, Restart.ALONE)
     watch.look(WORKERS)
     notes["worker1"] = Note(Phase.DATA, 22, clock + 0.3, 100, 2, 0, False, False)
     for look in range(1, 14):
