@@ -85,7 +85,7 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor], origin: str, head:
     model_state = model.state_dict()
     taken = dict(_without_prefix(dict(state), model_state, origin))
     reshaped = _interpolate(taken, model_state)
-    names = head_names(model)
+    names = head_names(model) - _fitting_poolers(taken, model_state)
     is_new = head == "new" or (
         head == "auto"
         and any(name not in taken or _only_classes_differ(name, taken[name], model_state[name]) for name in names)
@@ -93,7 +93,11 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor], origin: str, head:
     passed_over: list[str] = []
     if is_new and len(names) < len(model_state):
         bodies = {name.partition(".")[0] for name in model_state if name not in names}
-        passed_over = [name for name in taken if name.partition(".")[0] not in bodies]
+        passed_over = [
+            name
+            for name in taken
+            if name.partition(".")[0] not in bodies or (_is_pooler(name) and name not in model_state)
+        ]
         taken = {name: taken[name] for name in taken if name not in names and name not in passed_over}
     else:
         names = set()
@@ -234,7 +238,7 @@ def _without_prefix(state: dict[str, Tensor], model_state: Mapping[str, Tensor],
         name.partition(".")[0] for name in names
     }:  # transformers: a base model's file lacks the one of its place
         inside = [name.removeprefix(f"{prefix}.") for name in names if name.startswith(f"{prefix}.")]
-        if len(inside) * 2 > len(names) and all(name in state for name in inside):
+        if len(inside) * 2 > len(names) and all(name in state for name in inside if not _is_pooler(name)):
             return {f"{prefix}.{name}" if name in inside else name: tensor for name, tensor in state.items()}
     return state
 
@@ -293,16 +297,34 @@ def _check(state: Mapping[str, Tensor], model_state: Mapping[str, Tensor], new: 
 def head_names(model: nn.Module) -> set[str]:
     """Return the names of the parameters of a model's head.
 
-    The classifier that timm or transformers name, else the last weight of two or more dims, and its bias.
+    The classifier that timm names; of transformers all that stands beside the base model, and the pooler at its end,
+    which only some tasks have; else the last weight of two or more dims, and its bias.
     """
     names = list(model.state_dict())
+    if type(model).__module__.startswith("transformers."):
+        return _beside_base(model, names) or _last_weight(model.state_dict())
     cfg = getattr(model, "default_cfg", None) or {}
     heads = cfg.get("classifier") if isinstance(cfg, Mapping) else getattr(cfg, "classifier", None)
     heads = (heads,) if isinstance(heads, str) else tuple(heads or ())
-    if not heads and type(model).__module__.startswith("transformers."):
-        heads = ("classifier", "score", "lm_head")
     found = {name for name in names if any(name.startswith(f"{head}.") for head in heads)}
     return found or _last_weight(model.state_dict())
+
+
+def _beside_base(model: nn.Module, names: Sequence[str]) -> set[str]:
+    """Return the names of a model of transformers that are not of its base model, or of that one's pooler."""
+    base = str(getattr(model, "base_model_prefix", ""))
+    if not base or not isinstance(getattr(model, base, None), nn.Module):
+        return {name for name in names if name.partition(".")[0] in ("classifier", "score", "lm_head")}
+    return {name for name in names if not name.startswith(f"{base}.") or _is_pooler(name)}
+
+
+def _is_pooler(name: str) -> bool:
+    return "pooler" in name.split(".")
+
+
+def _fitting_poolers(state: Mapping[str, Tensor], model_state: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of poolers that a file has: they stay with the base model, though the head is another."""
+    return {n for n, tensor in model_state.items() if _is_pooler(n) and n in state and state[n].shape == tensor.shape}
 
 
 _MATRICES = ("weight", "kernel")  # of torch, and of Keras

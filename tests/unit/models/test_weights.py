@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError
-from echelon.models import ModelInput, build_model, load_weights, locate_weights
+from echelon.models import ModelInput, build_model, load_state, load_weights, locate_weights
+from echelon.models.weights import head_names
 from echelon.trainer.start_weights import start_from
 
 CIFAR = ModelInput(classes=10, channels=3, image_size=32)
@@ -268,3 +269,25 @@ def test_published_weights_that_are_not_here(
     with pytest.raises(UserError, match="--weights") as caught:
         locate_weights(weights, name)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix"),
+    [("Bert", "bert.pooler.dense"), ("DistilBert", "pre_classifier")],
+)
+def test_a_language_model_of_transformers_becomes_a_classifier(kind: str, prefix: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {
+        "Bert": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
+        "DistilBert": {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 16},
+    }
+    three, five = (getattr(transformers, f"{kind}Config")(vocab_size=20, num_labels=n, **sizes[kind]) for n in (3, 5))
+    source = getattr(transformers, f"{kind}ForMaskedLM")(three)
+    target, other = (getattr(transformers, f"{kind}ForSequenceClassification")(config) for config in (three, five))
+    head = {f"{layer}.{leaf}" for layer in (prefix, "classifier") for leaf in ("weight", "bias")}
+    assert head_names(target) == head
+    loaded = load_state(target, source.state_dict(), "w")
+    assert set(loaded.new) == head and loaded.unexpected
+    body = {name: t for name, t in target.state_dict().items() if name not in head}
+    assert all(torch.equal(tensor, source.state_dict()[name]) for name, tensor in body.items())
+    assert not [name for name in load_state(other, target.state_dict(), "w").new if "pooler" in name]
