@@ -42,6 +42,14 @@ def test_averaging_between_split_replicas() -> None:
     check_same_strategy([_trial("dp=2,tp=2", STRATEGIES[0]), _trial("dp=2,fsdp=2", STRATEGIES[2])])
 
 
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_stage_that_trains_nothing_takes_part_in_every_strategy() -> None:
+    syncs = ["local(3)", "local(3, start=2)", "diloco(4, overlap=1, fragments=2)", "easgd(2)"]
+    trials = [_trial("dp=2,pp=2,microbatches=2", sync) for sync in syncs]
+    check_same_strategy([replace(trial, settings={**trial.settings, "model.tune": "head"}) for trial in trials])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_strategy_between_replicas_of_every_kind() -> None:

@@ -94,8 +94,8 @@ class AllReduce:
         compression = context.compression.for_run(context.steps)
         if self._tables:
             self._rows = _row_reducer(context, self._tables)
-            if not any(p.requires_grad and n not in self._tables for n, p in context.model.named_parameters()):
-                return  # DDP refuses a model of which nothing is left to it
+        if not any(p.requires_grad and n not in self._tables for n, p in context.model.named_parameters()):
+            return  # DDP refuses a model of which nothing is left to it: tables alone, or a frozen part of a pipeline
         self._ddp = context.ddp or _wrapped(context, self._tables)
         self._hook = GradientHook(context.group, compression, context.path, average=averages, seed=seed)
         self._hook.on_last_bucket = context.clock.only_waits

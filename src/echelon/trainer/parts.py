@@ -29,7 +29,6 @@ from echelon.parallel.precision import cast_parameters
 from echelon.parallel.split import SplitModel, SplitOptions, recompute_model, split_model
 from echelon.parallel.sync_batchnorm import convert_sync_batchnorm
 from echelon.parallel.zero import DividedUpdate
-from echelon.sync.allreduce import AllReduceSettings
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.same_start import equalise
 from echelon.tasks import nest
@@ -124,7 +123,6 @@ def build_parts(run: ResolvedRun, work: Work, world: World, clock: PhaseClock) -
     local_model = split.pieces if split else model
     is_idle = split is not None and split.pipeline is not None and not split.pieces.trainable()
     if is_idle:
-        _check_idle(run, world)
         optimizer = idle_optimizer(config.optimizer, config.data.batch_size)
     else:
         optimizer = build_optimizer(
@@ -143,7 +141,7 @@ def build_parts(run: ResolvedRun, work: Work, world: World, clock: PhaseClock) -
     start_bytes = equalise(local_model, _replica_group(world))
     ema = EMA(local_model, config.training.ema, work.tuned.frozen) if config.training.ema else None
     if split and not split.pieces.divided:
-        sync: Sync = SplitSync(model, split.pieces, lambda: _sync(built, local_model, is_idle=is_idle), clock)
+        sync: Sync = SplitSync(model, split.pieces, lambda: _sync(built, local_model), clock)
     else:
         compiled = cast(nn.Module, torch.compile(model)) if config.model.compile else model
         sync = _sync(built, compiled, has_unused=world.group is not None and bool(unused_parameters(model, work)))
@@ -423,30 +421,13 @@ def unused_parameters(model: nn.Module, work: Work) -> list[str]:
     return [name for name, parameter in named if id(parameter) not in reached]
 
 
-def _check_idle(run: ResolvedRun, world: World) -> None:
-    """Refuse what a stage of a pipeline cannot take part in that has nothing to train.
-
-    Raises:
-        UserError: names the nearest that works.
-    """
-    what = f"--tune {run.tuning.text} leaves a stage of the pipeline nothing to train, "
-    if run.config.training.precision == "fp16":
-        raise UserError(f"{what}so it sees no overflow of --precision fp16: use --precision bf16")
-    group = _replica_group(world)
-    if group is not None and group.size() > 1 and not isinstance(run.sync, AllReduceSettings):
-        raise UserError(
-            f"{what}and --sync {run.sync} has nothing to agree on there: use --cuts so that each has some, or "
-            "--sync allreduce"
-        )
-
-
-def _sync(built: _Built, model: nn.Module, has_unused: bool = False, is_idle: bool = False) -> Sync:
+def _sync(built: _Built, model: nn.Module, has_unused: bool = False) -> Sync:
     run, world = built.run, built.world
     context = SyncContext(
         model=model,
         update=make_update(built.local_model, built.optimizer, built.scaler, run.config.optimizer.clip_norm),
         optimizer=built.optimizer,
-        group=None if is_idle else _replica_group(world),
+        group=_replica_group(world),
         device=world.device,
         compression=run.compression,
         path=run.path,

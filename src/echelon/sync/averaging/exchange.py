@@ -95,8 +95,6 @@ class Exchange:
         self, values: Sequence[Value], deltas: Mapping[str, Tensor], samples: int
     ) -> tuple[float, dict[str, Tensor]]:
         """Average what travels whole; returns the number of samples of all replicas and the means."""
-        if not values and not self._buckets:
-            return 0.0, {}
         total, means, sent = weighted_sum(self._link.route, values, deltas, samples)
         elements = sum(v.tensor.numel() for v in values) + 1
         self._link.wire.add("small", sent - sum(sent * v.tensor.numel() // elements for v in values))

@@ -97,7 +97,7 @@ class Fragment:
         self, optimizer: torch.optim.Optimizer, plan: AveragingPlan, step: int, background: Background | None
     ) -> None:
         """Take the deltas and let them travel: at once, or in the background."""
-        values, samples = self._averaged(optimizer, plan), self.samples
+        values, samples, expected = self._averaged(optimizer, plan), self.samples, self.expected
         deltas = {}
         for value in values:
             own = value.read()
@@ -105,12 +105,14 @@ class Fragment:
             deltas[value.name] = _apart(value, own, anchor)
         self.samples = self.expected = 0
         if background is None:
-            means = PendingMean.at_once(self._mean(values, deltas, samples))
+            means = PendingMean.at_once(self._mean(values, deltas, samples, expected))
         else:
-            means = background.submit(lambda: self._mean(values, deltas, samples))
+            means = background.submit(lambda: self._mean(values, deltas, samples, expected))
         self.flight = PendingAverage(step + plan.overlap, means, deltas if plan.keep_progress else {})
 
-    def _mean(self, values: Sequence[Value], deltas: dict[str, Tensor], samples: int) -> Means:
+    def _mean(self, values: Sequence[Value], deltas: dict[str, Tensor], samples: int, expected: int) -> Means:
+        if not self.values:  # nothing travels, and what the others agree on it has
+            return {} if expected else None
         if self._exchange is None:
             return self._alone(deltas) if samples else None
         with torch.no_grad():
@@ -237,7 +239,7 @@ class Fragment:
         return codec_state.merge([state["codec"] for state in states], numels)
 
     def _load_shared(self, state: StateView) -> None:
-        device = self.values[0].tensor.device
+        device = self.values[0].tensor.device if self.values else torch.device("cpu")
         self._anchor = {name: tensor.to(device).clone() for name, tensor in state["anchor"].items()}
         self.flight = None
         if state["flight"]:

@@ -93,10 +93,12 @@ def moments(optimizer: torch.optim.Optimizer, parameters: Sequence[Value]) -> li
 def cut(values: Sequence[Value], count: int) -> list[list[Value]]:
     """Cut values, kept in order, into runs of about as many elements; each has one value at least.
 
+    Where there are none at all (a part of a pipeline that has nothing to train), all runs are empty.
+
     Raises:
         ValueError: there are fewer values than parts.
     """
-    if len(values) < count:
+    if values and len(values) < count:
         raise ValueError(f"{count} fragments, but the model has {len(values)} tensors to share among them")
     runs: list[list[Value]] = [[] for _ in range(count)]
     total, before = sum(v.tensor.numel() for v in values), 0
