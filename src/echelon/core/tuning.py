@@ -42,6 +42,17 @@ def code_of(text: str) -> list[str]:
     return [value for value in values if isinstance(value, str) and ":" in value]
 
 
+def trains_new_alone(text: str) -> bool:
+    """Whether all that is trained is new: a head, adapters; weights that a model is given stay as they are.
+
+    >>> trains_new_alone("lora+layer_decay(0.5)"), trains_new_alone("lora+norm"), trains_new_alone("layer_decay(0.5)")
+    (True, False, False)
+    """
+    constants = [TUNINGS.declaration(spec.name).constants for spec in TUNINGS.chain(text)]
+    trained = {ast.literal_eval(each["trains"]) for each in constants}
+    return "new" in trained and "weights" not in trained
+
+
 def packages_of(text: str) -> tuple[str, ...]:
     """Return the packages that kinds of tuning need beside torch.
 

@@ -14,6 +14,7 @@ from echelon.config.build import DEFAULT, SettingValue
 from echelon.core.own import HUGGING_FACE, TRANSFORMERS
 from echelon.core.task import TaskDefaults
 from echelon.core.tokeniser import FOLDER_FILE
+from echelon.core.tuning import trains_new_alone
 from echelon.run.data_names import holds_folders_of_a_kind
 from echelon.tasks.registry import AUTO, TASKS, build_task
 
@@ -22,10 +23,17 @@ if TYPE_CHECKING:
     from echelon.tasks.base import Task
 
 
+_TUNED = 0.1
+"""Of the rate from scratch, for weights that are given: at the whole one a few steps spoil them."""
+_TRANSFORMERS_LR = 5e-4
+"""At most, with models of transformers: adapters' and heads' rate; their weights' is a tenth, as in its own trainer."""
+
+
 def with_task_defaults(resolved: Resolved, task: Task | None = None, opens_data: bool = True) -> Resolved:
     """Return a description with the defaults of its task, wherever the general defaults still stand.
 
-    Of data that may be for several tasks the columns that tell are read, where the task or its model are `auto`.
+    Of data that may be for several tasks the columns that tell are read, where the task or its model are `auto`. Where
+    the run starts from given weights, the rate is one that keeps what they are worth.
 
     Args:
         task: the caller's own, in place of the described one.
@@ -34,6 +42,23 @@ def with_task_defaults(resolved: Resolved, task: Task | None = None, opens_data:
     Raises:
         UserError: the task cannot be built, or data that decides on it cannot be read.
     """
+    suggested = _with_task_defaults(resolved, task, opens_data)
+    config, name = suggested.config, "optimizer.lr"
+    described = {resolved.origins[name], resolved.origins["optimizer.name"]} != {DEFAULT}
+    if described or not config.model.weights:
+        return suggested
+    rate, share = config.optimizer.lr, 1.0 if trains_new_alone(config.model.tune) else _TUNED
+    if config.model.name.startswith(TRANSFORMERS) and config.optimizer.name == "adamw":
+        rate = min(rate, _TRANSFORMERS_LR)
+    rate = float(f"{rate * share:.3g}")
+    if rate == config.optimizer.lr:
+        return suggested
+    config = replace(config, optimizer=replace(config.optimizer, lr=rate))
+    return Resolved(config, {**suggested.origins, name: "--weights"})
+
+
+def _with_task_defaults(resolved: Resolved, task: Task | None, opens_data: bool) -> Resolved:
+    """Return a description with what its task suggests alone."""
     config, origins = resolved.config, dict(resolved.origins)
     outline = None
     if task is None:

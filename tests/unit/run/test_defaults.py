@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -66,3 +66,28 @@ def test_a_tokeniser_beside_a_model_of_transformers_is_taken_for_texts(tmp_path:
     assert asked.config.data.tokeniser == "characters"
     other = with_task_defaults(build(None, given), Suggesting())  # whose task reads no text
     assert other.config.data.tokeniser == "auto"
+
+
+@pytest.mark.parametrize(
+    ("settings", "rate"),
+    [
+        ({}, 0.01),
+        ({"model.tune": "layer_decay(0.75)"}, 0.01),
+        ({"model.tune": "head+unfreeze(epoch=2)"}, 0.01),
+        ({"model.tune": "head"}, 0.1),
+        ({"model.tune": "lora+layer_decay(0.5)"}, 0.1),
+        ({"optimizer.lr": 0.2}, 0.2),
+        ({"optimizer.name": "adamw"}, 0.1),
+    ],
+)
+def test_weights_that_are_given_are_trained_gently(settings: dict[str, Any], rate: float) -> None:
+    described = build(None, {"data.source": "digits", "model.weights": "w.safetensors", **settings})
+    assert with_task_defaults(described).config.optimizer.lr == rate
+    scratch = with_task_defaults(build(None, {"data.source": "digits", **settings})).config.optimizer.lr
+    assert scratch == settings.get("optimizer.lr", 0.1)
+
+
+@pytest.mark.parametrize(("tune", "rate"), [("all", 5e-5), ("lora", 5e-4)])
+def test_models_of_transformers_are_tuned_at_the_rates_that_they_are_known_to_bear(tune: str, rate: float) -> None:
+    settings = {"model.name": "transformers/bert", "model.weights": "pretrained", "model.tune": tune}
+    assert with_task_defaults(build(None, settings), Suggesting()).config.optimizer.lr == rate

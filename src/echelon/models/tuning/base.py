@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -17,8 +18,11 @@ class TuningKind:
     Names are those of the whole model's parameters.
 
     Attributes:
+        trains: what it adds to what is trained: `weights` that may have been given, `new` parts alone, or `nothing`.
         begins: the epoch, counted from 0, from which on `thawed` counts.
     """
+
+    trains: ClassVar[str] = "weights"
 
     @property
     def rebuilds(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
@@ -24,6 +25,7 @@ class Freeze(TuningKind):
         pattern: of modules, with all that is in them, or of parameters.
     """
 
+    trains: ClassVar[str] = "nothing"
     pattern: str
 
     def frozen(self, model: nn.Module) -> Set[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
@@ -17,6 +18,8 @@ from echelon.models.tuning.base import TuningKind
 @dataclass(frozen=True)
 class Head(TuningKind):
     """Settings of `head`."""
+
+    trains: ClassVar[str] = "new"
 
     def trained(self, model: nn.Module) -> Set[str] | None:
         """Return nothing: the head is trained in any case."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -27,6 +27,7 @@ class LayerDecay(TuningKind):
         decay: factor from one layer to the one below it.
     """
 
+    trains: ClassVar[str] = "nothing"
     decay: float = 0.75
 
     def __post_init__(self) -> None:
