@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from echelon.config import build
 from echelon.config.schema import TrainingConfig
 from echelon.core.errors import UserError
+from echelon.optim.build import idle_optimizer
 from echelon.trainer.precision import build_scaler, check_fp8, fp8_layers, set_numerics, to_fp8
+from echelon.trainer.step import make_update
 
 CPU = torch.device("cpu")
 
@@ -81,3 +86,21 @@ def test_tf32_is_switched_and_left_alone() -> None:
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.5])
+def test_a_stage_with_nothing_to_train_hears_of_overflows(clip_norm: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another stage's overflow halves its scale, so that all stages go on with the same one."""
+    group, reduced = object(), []
+
+    def all_reduce(tensor: torch.Tensor, **settings: Any) -> SimpleNamespace:
+        reduced.append(settings["group"])
+        tensor.fill_(1.0)
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    scaler = build_scaler("fp16", CPU, group)  # type: ignore[arg-type]
+    optimizer = idle_optimizer(build(None, {}).config.optimizer, 8)
+    before = scaler.get_scale()
+    make_update(torch.nn.Linear(1, 1).requires_grad_(False), optimizer, scaler, clip_norm)()
+    assert reduced == [group] and scaler.get_scale() == before / 2
