@@ -254,6 +254,33 @@ def test_what_is_told_from_saved_states_is_what_replicas_agree_on(world: int) ->
     run_ranks(_tell, world, [*trials, Trial("local(4, overlap=3)", ema=True), Trial("allreduce", ema=True)])
 
 
+ENDS = ["local(4, warmup=0)", "local(4, overlap=2, warmup=0)", "diloco(4)", "diloco(4, fragments=2, overlap=1)"]
+
+
+def _ended(rank: Rank, steps: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor], int | None, int]]:
+    """Train 7 steps of a run of so many; returns own and agreed values, and what it takes to agree."""
+    found = []
+    for spec in ENDS:
+        parts = make_parts(Trial(spec, compression="none", steps=steps))
+        own = train(parts, rank, 0, 7)[-1]
+        missing, sent = parts.sync.steps_to_agreement(), sum(parts.sync.bytes_sent().values())
+        with parts.sync.agreed():
+            agreed = copy(parts.model.state_dict())
+        found.append((own, agreed, missing, sum(parts.sync.bytes_sent().values()) - sent))
+        parts.sync.close()
+    return found
+
+
+def test_a_run_ends_with_an_agreement() -> None:
+    ended, goes_on = run_ranks(_ended, 2, 7), run_ranks(_ended, 2, 0)
+    for i, spec in enumerate(ENDS):
+        own, agreed, missing, sent = ended[0][i]
+        assert _equal(own, agreed) and _equal(own, ended[1][i][0]) and (missing, sent) == (0, 0), spec
+        assert goes_on[0][i][2] != 0 and goes_on[0][i][3] > 0, spec
+        if spec.startswith("local"):  # the same mean as is shown of a run that goes on
+            assert _close([agreed], [goes_on[0][i][1]]), spec
+
+
 def _parameters(rank: Rank, trials: list[Trial]) -> list[list[dict[str, Tensor]]]:
     all_seen = []
     for trial in trials:

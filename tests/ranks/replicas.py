@@ -114,6 +114,7 @@ class Trial:
     lr: float = 0.05
     momentum: float = 0.0
     ema: bool = False
+    steps: int = 0  # of the run; 0: not known
     growth: int = 0  # steps after which a loss scale doubles; 0: losses are not scaled
 
 
@@ -136,6 +137,7 @@ def make_parts(trial: Trial) -> RunParts:
         seed=3,
         clock=HostClock(),
         loss_scale=scaler.get_scale,
+        steps=trial.steps,
     )
     sync = read_sync(trial.sync).build(context)
     if sync.needs_warmup_backward:

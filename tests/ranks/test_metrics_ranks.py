@@ -12,6 +12,7 @@ from echelon.core.figure import ReportSection
 from echelon.data import Batch
 from echelon.tasks.base import EvaluationResult
 from echelon.tasks.classification_metrics import ClassificationMetrics
+from echelon.tasks.gathering import RowMessages
 from echelon.tasks.worst_samples import Pixels, WorstSamples
 from echelon.trainer.evaluate import batches_of_all
 from tests.ranks.layouts import make_world
@@ -21,24 +22,29 @@ SAMPLES, CLASSES = 101, 6
 LIMITS = (10**6, 300, 50)  # exact ROC; binned at the end; binned while counting
 
 
-def evaluate(parts: tuple[int, ...], index: int, group: dist.ProcessGroup | None, limit: int) -> EvaluationResult:
+def evaluate(
+    parts: tuple[int, ...], index: int, group: dist.ProcessGroup | None, limit: int, streams: bool = False
+) -> EvaluationResult:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(SAMPLES, CLASSES, generator=generator)
     targets = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
     mine = slice(sum(parts[:index]), sum(parts[: index + 1]))
     evaluation = ClassificationMetrics("abcdef", torch.device("cpu"), exact_roc_limit=limit)
+    if group is not None and streams:
+        evaluation.stream(RowMessages(group, 10, -(-max(parts) // 10)), SAMPLES)
     for part in zip(logits[mine].split(7), targets[mine].split(7), strict=True):
         evaluation.update(*part)
+    evaluation.flush()
     return evaluation.compute(group)
 
 
 def on_rank(rank: Rank, parts: tuple[int, ...]) -> list[EvaluationResult]:
-    return [evaluate(parts, rank.index, dist.group.WORLD, limit) for limit in LIMITS]
+    return [evaluate(parts, rank.index, dist.group.WORLD, limit, s) for limit in LIMITS for s in (False, True)]
 
 
 @pytest.mark.parametrize("parts", [(51, 50), (100, 0, 1)], ids=str)
 def test_each_sample_counts_once_however_the_set_is_cut(parts: tuple[int, ...]) -> None:
-    expected = [evaluate((SAMPLES,), 0, None, limit) for limit in LIMITS]
+    expected = [evaluate((SAMPLES,), 0, None, limit) for limit in LIMITS for _ in range(2)]
     assert all(result == expected for result in run_ranks(on_rank, len(parts), parts))
 
 
@@ -53,7 +59,7 @@ def worst(parts: tuple[int, ...], index: int, group: dist.ProcessGroup | None) -
     for start in range(0, parts[index], 7):
         rows = slice(first + start, first + min(start + 7, parts[index]))
         chosen.update(images[rows], logits[rows], targets[rows], rows.start, True)
-    return chosen.section(group)
+    return chosen.section(group).result()
 
 
 def worst_on_rank(rank: Rank, parts: tuple[int, ...]) -> ReportSection | None:
@@ -64,7 +70,8 @@ def worst_on_rank(rank: Rank, parts: tuple[int, ...]) -> ReportSection | None:
 def test_the_worst_samples_are_the_same_however_the_set_is_cut(parts: tuple[int, ...]) -> None:
     expected = worst((SAMPLES,), 0, None)
     assert expected is not None and len(expected.pictures) == 5
-    assert run_ranks(worst_on_rank, len(parts), parts) == [expected] * len(parts)
+    shown, *others = run_ranks(worst_on_rank, len(parts), parts)
+    assert shown == expected and others == [None] * len(others)  # the first rank alone shows them
 
 
 class Uneven:

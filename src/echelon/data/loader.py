@@ -205,6 +205,8 @@ class EvalLoader(_Loader):
     Attributes:
         first: place in the evaluation set of this rank's first sample.
         total: samples of the evaluation set, over all ranks.
+        most: samples of the rank that has most.
+        batch_size: samples of all batches but a rank's last one.
 
     Args:
         samples: in place of the source's evaluation set.
@@ -229,6 +231,8 @@ class EvalLoader(_Loader):
             size = min(size, samples.at_once)
         indices = local_part(np.arange(len(samples)), shard)  # type: ignore[arg-type]
         self.total = len(samples)  # type: ignore[arg-type]
+        self.most = max(share_sizes(self.total, shard.world_size, shard.weights))
+        self.batch_size = size
         parts = [indices[start : start + size] for start in range(0, len(indices), size)]
         number, count = part
         parts = parts[len(parts) * number // count : len(parts) * (number + 1) // count]

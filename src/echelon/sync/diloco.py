@@ -5,8 +5,8 @@
     theta <- theta - outer_lr (Delta + mu v)            Nesterov
     x_j <- theta
 
-The inner optimizer is the run's own; its moments stay with each replica (`optimizer_state=keep`). BatchNorm statistics
-are averaged.
+Where a run ends within a period, its replicas take their mean, Delta, without an outer step. The inner optimizer is the
+run's own; its moments stay with each replica (`optimizer_state=keep`). BatchNorm statistics are averaged.
 
 Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512): the model is cut into `fragments`; fragment p agrees at the
 steps t = p period / fragments (mod period), so that each parameter is synchronised once per period and the peak of the
@@ -85,6 +85,7 @@ class DilocoSettings(SyncSettings):
             alpha=alpha,
             optimizer_state=self.optimizer_state,
             warmup=self.warmup,
+            finishes=True,
         )
 
     def outer(self, steps: int) -> tuple[float, float]:
@@ -157,9 +158,13 @@ class OuterNesterov:
         return anchor.add_(mean + self._momentum * velocity, alpha=self._lr)
 
     def state_dict(self) -> StateTree:
-        """Return the momenta."""
-        return {name: tensor.clone() for name, tensor in self._velocity.items()}
+        """Return the momenta, and the settings, which may have followed from the run's length."""
+        velocity = {name: tensor.clone() for name, tensor in self._velocity.items()}
+        return {"lr": self._lr, "momentum": self._momentum, "velocity": velocity}
 
     def load_state_dict(self, state: StateView) -> None:
-        """Take back the momenta."""
-        self._velocity = {name: tensor.clone() for name, tensor in state.items()}
+        """Take back the momenta and the settings: a run that is made longer goes on with those that it began with."""
+        if "velocity" in state:
+            self._lr, self._momentum = float(state["lr"]), float(state["momentum"])
+        momenta = state.get("velocity", state)
+        self._velocity = {name: tensor.clone() for name, tensor in momenta.items()}

@@ -11,6 +11,8 @@ With `overlap` = tau the mean travels behind tau steps of computation, and what 
 Where tau steps at a large learning rate make a replica forget where it was, the correction adds noise: keep tau to what
 the link needs.
 
+After the last step of a run replicas average once more.
+
 Each replica's gradient is the mean over its own part of the batch, so that the learning rate is the one of `allreduce`:
 with `period=1` and SGD both take the same steps.
 
@@ -64,6 +66,7 @@ class LocalSettings(SyncSettings):
             optimizer_state=self.optimizer_state,
             keep_progress=self.overlap > 0,
             warmup=self.warmup,
+            finishes=True,
         )
 
     @property

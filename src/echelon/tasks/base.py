@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from echelon.core.errors import UserError
 from echelon.core.figure import ReportSection
 from echelon.core.task import Metric, TaskDefaults, TaskFacts
 from echelon.tasks import nest
+from echelon.tasks.gathering import RowMessages
 from echelon.tasks.nest import Nest
 
 
@@ -267,6 +268,45 @@ class Metrics(Protocol):
         """Return the metrics, the same on every rank of `group`; all call it, with or without samples."""
 
 
+@runtime_checkable
+class StreamedMetrics(Protocol):
+    """Metrics that need all ranks' rows at once, which travel while more of them are made."""
+
+    def stream(self, messages: RowMessages, samples: int) -> None:
+        """Let rows travel in such messages; all ranks call it before the first batch.
+
+        Args:
+            samples: of the evaluation set, over all ranks, at most.
+        """
+
+    def flush(self) -> None:
+        """Begin the last messages; all ranks call it after the last batch, before any other collective."""
+
+
+@dataclass(frozen=True)
+class PendingSection:
+    """What a report shows of samples, once it has come together from all ranks.
+
+    Attributes:
+        make: returns it on the first rank of the group; None elsewhere, and where there is nothing to show.
+        works: what it waits for.
+    """
+
+    make: Callable[[], ReportSection | None]
+    works: Sequence[dist.Work] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether `result` waits for nothing."""
+        return all(work.is_completed() for work in self.works)
+
+    def result(self) -> ReportSection | None:
+        """Wait for what is on its way, and return the section."""
+        for work in self.works:
+            work.wait()
+        return self.make()
+
+
 class Examples(Protocol):
     """Chooses a bounded number of evaluation samples for a report, the same for any number of ranks."""
 
@@ -278,8 +318,8 @@ class Examples(Protocol):
             numbered: whether that is also its number there; not where some samples could not be decoded.
         """
 
-    def section(self, group: dist.ProcessGroup | None = None) -> ReportSection | None:
-        """Return what a report shows, the same on every rank of `group`; all call it, with or without samples."""
+    def section(self, group: dist.ProcessGroup | None = None) -> PendingSection:
+        """Begin to bring together what a report shows; all ranks of `group` call it, with or without samples."""
 
 
 class Task(ABC):

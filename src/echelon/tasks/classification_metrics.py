@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.tasks.base import EvaluationResult
-from echelon.tasks.gathering import gather_rows, meeting_device
+from echelon.tasks.gathering import RowMessages, RowStream, gather_rows, meeting_device
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -52,6 +52,17 @@ class ClassificationMetrics:
         self._targets: list[Tensor] = []
         self._kept = 0
         self._binned: MulticlassROC | None = None
+        self._stream: RowStream | None = None
+
+    def stream(self, messages: RowMessages, samples: int) -> None:
+        """Let logits travel while more of them come, where curves of so many samples of all ranks are exact."""
+        if samples * self._classes <= self._limit:
+            self._stream = RowStream(self._classes + 1, messages)
+
+    def flush(self) -> None:
+        """See `RowStream`."""
+        if self._stream is not None:
+            self._stream.flush()
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
         """Count a batch: logits (B, C), class numbers (B,). B may be 0.
@@ -73,6 +84,9 @@ class ClassificationMetrics:
         self._keep(logits, targets)
 
     def _keep(self, logits: Tensor, targets: Tensor) -> None:
+        if self._stream is not None:
+            self._stream.add(torch.cat([logits, targets[:, None].float()], 1))
+            return
         if self._binned is not None:
             self._binned.update(_probabilities(logits).float(), targets)
             return
@@ -154,15 +168,23 @@ class ClassificationMetrics:
             fpr, tpr, _ = computed(roc, {"confmat": confmat})
             support = confmat[0, :, 1].sum(-1)
         else:
-            logits = torch.cat([torch.zeros(0, self._classes, device=self._device), *self._logits])
-            targets = torch.cat([torch.zeros(0, dtype=torch.int64, device=self._device), *self._targets])
-            targets = gather_rows(targets.int(), group).long()
-            fpr, tpr = _exact_roc(_probabilities(gather_rows(logits, group)), targets)
+            logits, targets = self._of_all(group)
+            fpr, tpr = _exact_roc(_probabilities(logits), targets)
             support = torch.bincount(targets, minlength=self._classes)
         both = ((support > 0) & (support < samples)).tolist()
         return [
             torch.stack([x, y]).double().numpy() if drawn else None for x, y, drawn in zip(fpr, tpr, both, strict=True)
         ]
+
+    def _of_all(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+        """Return all ranks' logits `(n, C)` and class numbers `(n,)`."""
+        if self._stream is not None:
+            rows = self._stream.all()
+            return rows[:, :-1].contiguous(), rows[:, -1].long()
+        logits = torch.cat([torch.zeros(0, self._classes, device=self._device), *self._logits])
+        targets = torch.cat([torch.zeros(0, dtype=torch.int64, device=self._device), *self._targets])
+        targets = gather_rows(targets.int(), group).long()
+        return gather_rows(logits, group), targets
 
 
 def _probabilities(logits: Tensor) -> Tensor:

@@ -4,12 +4,70 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowMessages:
+    """How rows travel to all ranks while more of them are made: in messages of one size, as many from each rank.
+
+    Attributes:
+        group: the ranks, whose backend is gloo.
+        rows: of one message.
+        count: messages of each rank, enough for the one that has most rows.
+    """
+
+    group: dist.ProcessGroup
+    rows: int
+    count: int
+
+
+class RowStream:
+    """Sends rows `(B, columns)` to all ranks of a group beside what makes more of them.
+
+    No rank waits before `all`. Every rank calls `flush` before any other collective of the group, so that all of them
+    begin the same messages in the same order.
+    """
+
+    def __init__(self, columns: int, messages: RowMessages) -> None:
+        self._columns, self._messages = columns, messages
+        self._waiting: list[Tensor] = []
+        self._begun: list[tuple[list[Tensor], dist.Work]] = []
+
+    def add(self, rows: Tensor) -> None:
+        """Take rows of this rank; each message that is full sets out."""
+        self._waiting.append(rows.detach().float().cpu())
+        while sum(map(len, self._waiting)) >= self._messages.rows:
+            self._send()
+
+    def flush(self) -> None:
+        """Send what waits, and messages of nothing for those that other ranks have more."""
+        while len(self._begun) < self._messages.count:
+            self._send()
+
+    def _send(self) -> None:
+        rows = torch.cat([torch.zeros(0, self._columns), *self._waiting])
+        now, self._waiting = rows[: self._messages.rows], [rows[self._messages.rows :]]
+        message = torch.zeros(self._messages.rows, self._columns + 1)  # the last column: whether a row is there
+        message[: len(now), :-1], message[: len(now), -1] = now, 1.0
+        copies = [torch.empty_like(message) for _ in range(dist.get_world_size(self._messages.group))]
+        work = dist.all_gather(copies, message, group=self._messages.group, async_op=True)
+        assert work is not None
+        self._begun.append((copies, work))
+
+    def all(self) -> Tensor:
+        """Wait for the rows of all ranks and return them, in rank order."""
+        for _, work in self._begun:
+            work.wait()
+        ranks = [torch.cat(copies) for copies in zip(*(copies for copies, _ in self._begun), strict=True)]
+        rows = torch.cat([torch.zeros(0, self._columns + 1), *ranks])
+        return rows[rows[:, -1] > 0, :-1]
 
 
 class Gathered:
@@ -19,15 +77,29 @@ class Gathered:
         """Begin with none."""
         self._rows: list[Tensor] = [torch.zeros(0, 2 * columns, device=device)]
         self._columns = columns
+        self._stream: RowStream | None = None
+
+    def stream(self, messages: RowMessages) -> None:
+        """Let rows travel while more of them are made; all ranks call it before the first ones."""
+        self._stream = RowStream(2 * self._columns, messages)
+
+    def flush(self) -> None:
+        """See `RowStream`."""
+        if self._stream is not None:
+            self._stream.flush()
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Add a batch of outputs and targets, `(B, columns)` each, or `(B,)` for one column; B may be 0."""
         both = [tensor.detach().float().reshape(-1, self._columns) for tensor in (outputs, targets)]
-        self._rows.append(torch.cat(both, dim=1))
+        rows = torch.cat(both, dim=1)
+        if self._stream is not None:
+            self._stream.add(rows)
+        else:
+            self._rows.append(rows)
 
     def all(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
         """Return outputs and targets of all ranks `(n, columns)` in float64 on the CPU; all ranks call it."""
-        rows = gather_rows(torch.cat(self._rows), group).double()
+        rows = (self._stream.all() if self._stream else gather_rows(torch.cat(self._rows), group)).double()
         return rows[:, : self._columns].contiguous(), rows[:, self._columns :].contiguous()
 
 

@@ -32,7 +32,7 @@ from echelon.tasks.base import (
 )
 from echelon.tasks.classification import TABLE_MODEL
 from echelon.tasks.classification_report import class_sections
-from echelon.tasks.gathering import Gathered
+from echelon.tasks.gathering import Gathered, RowMessages
 
 _THRESHOLD = 0.5
 _CURVE_POINTS = 200
@@ -106,6 +106,14 @@ TASK = MultiLabel
 class _LabelMetrics:
     def __init__(self, labels: Sequence[str], device: torch.device) -> None:
         self._labels, self._rows = list(labels), Gathered(len(labels), device)
+
+    def stream(self, messages: RowMessages, samples: int) -> None:
+        """Let rows travel while more of them are made."""
+        self._rows.stream(messages)
+
+    def flush(self) -> None:
+        """Begin the last messages."""
+        self._rows.flush()
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Count a batch of logits and targets (B, L); B may be 0."""

@@ -16,7 +16,8 @@ from echelon.core.errors import UserError, nearest
 from echelon.core.own import OwnCall, call_with, read_calls
 from echelon.core.spec import Spec, Value
 from echelon.core.task import Metric as MetricFacts
-from echelon.tasks.base import EvaluationResult, Metrics, Task
+from echelon.tasks.base import EvaluationResult, Metrics, StreamedMetrics, Task
+from echelon.tasks.gathering import RowMessages
 from echelon.tasks.nest import Nest
 
 if TYPE_CHECKING:
@@ -139,6 +140,16 @@ class OwnMetrics:
         for metric in self._own.values():
             metric.reset()
         self._loss = torch.zeros(2, dtype=torch.float64)
+
+    def stream(self, messages: RowMessages, samples: int) -> None:
+        """Let the rows of the task's own metrics travel, where they do."""
+        if isinstance(self._base, StreamedMetrics):
+            self._base.stream(messages, samples)
+
+    def flush(self) -> None:
+        """Begin the last messages."""
+        if isinstance(self._base, StreamedMetrics):
+            self._base.flush()
 
     def update(self, outputs: Any, targets: Nest) -> None:
         """Count a batch."""

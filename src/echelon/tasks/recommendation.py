@@ -35,7 +35,7 @@ from echelon.tasks.base import (
     Task,
     TaskSettings,
 )
-from echelon.tasks.gathering import Gathered, bins_by_prediction
+from echelon.tasks.gathering import Gathered, RowMessages, bins_by_prediction
 from echelon.tasks.regression import Regression, Units, regression_scores
 
 CLICKS = 2
@@ -238,6 +238,14 @@ def ranks_of(scores: Tensor, targets: Tensor) -> Tensor:
 class _PairMetrics:
     def __init__(self, units: Units, clicks: bool, device: torch.device) -> None:
         self._units, self._clicks, self._rows = units, clicks, Gathered(1, device)
+
+    def stream(self, messages: RowMessages, samples: int) -> None:
+        """Let rows travel while more of them are made."""
+        self._rows.stream(messages)
+
+    def flush(self) -> None:
+        """Begin the last messages."""
+        self._rows.flush()
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Count a batch: outputs (B, 1) or (B,), targets (B,); B may be 0."""

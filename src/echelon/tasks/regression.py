@@ -30,7 +30,7 @@ from echelon.tasks.base import (
     Task,
     TaskSettings,
 )
-from echelon.tasks.gathering import Gathered
+from echelon.tasks.gathering import Gathered, RowMessages
 from echelon.tasks.nest import Nest
 
 RMSE = Metric("rmse", "min", "RMSE", noun="error")
@@ -126,6 +126,14 @@ class _RegressionMetrics:
     def __init__(self, names: Sequence[str], units: Units, device: torch.device) -> None:
         self._names, self._units = list(names), units
         self._rows = Gathered(len(names), device)
+
+    def stream(self, messages: RowMessages, samples: int) -> None:
+        """Let rows travel while more of them are made."""
+        self._rows.stream(messages)
+
+    def flush(self) -> None:
+        """Begin the last messages."""
+        self._rows.flush()
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Count a batch: outputs and targets (B, T), or (B,); B may be 0."""

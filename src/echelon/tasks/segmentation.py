@@ -32,6 +32,7 @@ from echelon.tasks.base import (
     Examples,
     InputFacts,
     Metrics,
+    PendingSection,
     Prediction,
     Task,
     TaskSettings,
@@ -289,11 +290,11 @@ class WorstMasks:
             whole[..., left : left + width] = colours[small.masked_fill(small < 0, len(colours) - 1)].movedim(-1, 1)
         return whole
 
-    def section(self, group: dist.ProcessGroup | None = None) -> ReportSection | None:
-        """Return all ranks' worst images, the same on every rank of `group`; all call it."""
-        scores, pictures = self._worst.of_all(group)
-        if not len(scores):
-            return None
+    def section(self, group: dist.ProcessGroup | None = None) -> PendingSection:
+        """Begin to bring together all ranks' worst images; all ranks of `group` call it."""
+        return self._worst.of_all(group).section(self._section)
+
+    def _section(self, scores: Tensor, pictures: Tensor) -> ReportSection:
         shown = []
         for (loss, _, number, right, iou), image in zip(scores.tolist(), pictures, strict=True):
             which = f", sample {int(number)}" if number >= 0 else ""

@@ -11,7 +11,9 @@ Needs: a folder of sounds, each with its text beside it (1.wav, 1.txt), or the t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -31,6 +33,7 @@ from echelon.tasks.base import (
     Examples,
     InputFacts,
     Metrics,
+    PendingSection,
     Prediction,
     Task,
     TaskSettings,
@@ -261,9 +264,12 @@ class WorstTranscripts:
             self._worst.append((-pair.cer, first + i, title, both))
         self._worst = sorted(self._worst)[: self._limit]
 
-    def section(self, group: dist.ProcessGroup | None = None) -> ReportSection | None:
-        """Return all ranks' worst transcripts, the same on every rank of `group`; all call it."""
+    def section(self, group: dist.ProcessGroup | None = None) -> PendingSection:
+        """Bring together all ranks' worst transcripts; all ranks of `group` call it."""
         rows = sorted(gather_lines(self._worst, group))[: self._limit]
+        return PendingSection(partial(self._section, rows))
+
+    def _section(self, rows: Sequence[tuple[float, int, str, str]]) -> ReportSection | None:
         if not rows:
             return None
         note = (

@@ -9,6 +9,7 @@ Needs: a table with a column of texts (`--input`) and one of classes (`--target`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar, Self
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from echelon.core.figure import ReportSection, ReportText
 from echelon.core.task import TaskDefaults
 from echelon.tasks import nest
-from echelon.tasks.base import DataFacts, Encoding, Examples, InputFacts, TaskSettings, TextDecoder
+from echelon.tasks.base import DataFacts, Encoding, Examples, InputFacts, PendingSection, TaskSettings, TextDecoder
 from echelon.tasks.classification import Classification
 from echelon.tasks.gathering import gather_lines
 from echelon.tasks.nest import Nest
@@ -95,9 +96,12 @@ class WorstTexts:
             self._worst.append((-float(losses[i]), first + i, title, text))
         self._worst = sorted(self._worst)[: self._limit]
 
-    def section(self, group: dist.ProcessGroup | None = None) -> ReportSection | None:
-        """Return all ranks' worst texts, the same on every rank of `group`; all call it."""
+    def section(self, group: dist.ProcessGroup | None = None) -> PendingSection:
+        """Bring together all ranks' worst texts; all ranks of `group` call it."""
         rows = sorted(self._worst if group is None else gather_lines(self._worst, group))[: self._limit]
+        return PendingSection(partial(self._section, rows))
+
+    def _section(self, rows: Sequence[tuple[float, int, str, str]]) -> ReportSection | None:
         if not rows:
             return None
         note = f"The {len(rows)} texts of the evaluation set with the highest loss, the highest first."

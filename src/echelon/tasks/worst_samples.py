@@ -12,6 +12,7 @@ import base64
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from echelon.core.figure import ReportPicture, ReportSection
 from echelon.tasks import nest
+from echelon.tasks.base import PendingSection
 from echelon.tasks.nest import Nest, TensorSpec
 
 _SIDE = 96
@@ -86,6 +88,30 @@ class Pictures(Protocol):
         """Return inputs of B samples as pictures `(B, *thumbnail)`, uint8 on the CPU."""
 
 
+@dataclass(frozen=True)
+class WorstOfAll:
+    """The worst of all ranks, the worst first.
+
+    Attributes:
+        scores: their numbers `(n, columns)`.
+        pictures: returns theirs `(n, *thumbnail)` on the group's first rank, once `works` are done; None on others.
+        works: pictures on their way.
+    """
+
+    scores: Tensor
+    pictures: Callable[[], Tensor] | None
+    works: Sequence[dist.Work] = ()
+
+    def section(self, make: Callable[[Tensor, Tensor], ReportSection]) -> PendingSection:
+        """Return the section that is made of numbers and pictures; none of no samples."""
+
+        def made() -> ReportSection | None:
+            """Make it on the first rank."""
+            return make(self.scores, self.pictures()) if self.pictures is not None and len(self.scores) else None
+
+        return PendingSection(made, self.works)
+
+
 class Worst:
     """Keeps numbers and a picture of each of the k samples of the highest loss.
 
@@ -106,13 +132,14 @@ class Worst:
         order = _worst_first(scores)[: self._limit]
         self._scores, self._pictures = scores[order], torch.cat([self._pictures, pictures])[order]
 
-    def of_all(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        """Return numbers and pictures of all ranks' worst, the worst first; all ranks of `group` call it.
+    def of_all(self, group: dist.ProcessGroup | None) -> WorstOfAll:
+        """Return all ranks' worst, the worst first; all ranks of `group` call it.
 
-        The numbers of all ranks' samples are gathered, then only the pictures of the worst of them.
+        The numbers of all ranks' samples are gathered, then the pictures of the worst of them set out to the first
+        rank, which alone shows them.
         """
         if group is None:
-            return self._scores, self._pictures
+            return WorstOfAll(self._scores, lambda: self._pictures)
         device = torch.device("cpu") if dist.get_backend(group) == "gloo" else torch.device("cuda")
         rank, size, blank = dist.get_rank(group), dist.get_world_size(group), -torch.inf
         mine = torch.full((self._limit, self._scores.shape[1]), blank, dtype=torch.float64)
@@ -122,13 +149,29 @@ class Worst:
         scores = torch.cat(rows).cpu()
         order = _worst_first(scores)
         order = order[scores[order, 1] >= 0][: self._limit]
-        pictures = torch.zeros(len(order), *self._thumbnail, dtype=torch.uint8)
-        for i, row in enumerate(order.tolist()):
-            if row // self._limit == rank:
-                pictures[i] = self._pictures[row % self._limit]
-        shared = pictures.to(device)
-        dist.all_reduce(shared, group=group)  # zeros from every rank but the one that has it
-        return scores[order], shared.cpu()
+        owners, own = order // self._limit, order % self._limit
+        most = int(torch.bincount(owners, minlength=size)[1:].max())  # the first rank has its own
+        if most == 0:
+            return WorstOfAll(scores[order], (lambda: self._pictures[own]) if rank == 0 else None)
+        sent = torch.zeros(most, *self._thumbnail, dtype=torch.uint8)
+        if rank:
+            wanted = self._pictures[own[owners == rank]]
+            sent[: len(wanted)] = wanted
+        sent = sent.to(device)
+        received = [torch.empty_like(sent) for _ in range(size)] if rank == 0 else None
+        work = dist.gather(sent, received, group=group, group_dst=0, async_op=True)
+        assert work is not None
+        if received is None:
+            return WorstOfAll(scores[order], None, [work])
+        return WorstOfAll(scores[order], partial(self._joined, owners, own, received), [work])
+
+    def _joined(self, owners: Tensor, own: Tensor, received: Sequence[Tensor]) -> Tensor:
+        """Return the pictures in the order of their numbers, from what each rank has sent."""
+        pictures = torch.zeros(len(owners), *self._thumbnail, dtype=torch.uint8)
+        for rank, sent in enumerate(received):
+            its = owners == rank
+            pictures[its] = sent[: int(its.sum())].cpu() if rank else self._pictures[own[its]]
+        return pictures
 
 
 class WorstSamples:
@@ -167,15 +210,11 @@ class WorstSamples:
         scores = torch.stack([column.double() for column in columns], 1)
         self._worst.add(scores, self._pixels.thumbnails(nest.take(inputs, worst)))
 
-    def section(self, group: dist.ProcessGroup | None = None) -> ReportSection | None:
-        """Return the pictures of all ranks' worst samples, the same on every rank of `group`; all call it.
+    def section(self, group: dist.ProcessGroup | None = None) -> PendingSection:
+        """Begin to bring together the pictures of all ranks' worst samples; all ranks of `group` call it."""
+        return self._worst.of_all(group).section(self._section)
 
-        Returns:
-            None where the evaluation set is empty.
-        """
-        scores, pictures = self._worst.of_all(group)
-        if not len(scores):
-            return None
+    def _section(self, scores: Tensor, pictures: Tensor) -> ReportSection:
         shown = [self._picture(row, image.numpy()) for row, image in zip(scores.tolist(), pictures, strict=True)]
         note = (
             f"The {len(shown)} samples of the evaluation set with the highest loss, the highest first, "

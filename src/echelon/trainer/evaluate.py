@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,10 +17,15 @@ from echelon.core.task import sampling_interval
 from echelon.data.loader import EvalLoader
 from echelon.models.trial import evaluating
 from echelon.tasks import nest
-from echelon.tasks.base import ChosenSample, EvaluationResult, Task
+from echelon.tasks.base import ChosenSample, EvaluationResult, Metrics, PendingSection, StreamedMetrics, Task
+from echelon.tasks.gathering import RowMessages
 from echelon.tasks.nest import Nest
 from echelon.trainer.precision import autocast_to
 from echelon.trainer.world import World
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,8 @@ class EvaluationReport:
     """What the evaluation set gave, the mean loss per unit, and what reports show of its samples.
 
     Attributes:
+        section: that reports show of what the model has generated.
+        collect: begins to bring together what reports show of samples; all ranks call it together, or none.
         part: what the samples are called: `test`, or `val` where there is a test set beside them.
         test: what that gave; None: there is none, or the weights are not the best so far.
     """
@@ -35,7 +43,8 @@ class EvaluationReport:
     samples: int
     seconds: float
     result: EvaluationResult
-    sections: Sequence[ReportSection] = ()
+    section: ReportSection | None = None
+    collect: Callable[[], PendingSection | None] = _nothing
     part: str = "test"
     test: EvaluationReport | None = None
 
@@ -43,10 +52,6 @@ class EvaluationReport:
     def metrics(self) -> Mapping[str, float | None]:
         """Metrics over the whole evaluation set; None: undefined."""
         return self.result.metrics
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 def evaluate(
@@ -67,6 +72,7 @@ def evaluate(
     metrics, examples, place = task.metrics(world.device), task.examples(), loader.first
     chosen = _Chosen(task.generation_samples, loader.total)
     totals = torch.zeros(3, dtype=torch.float64)
+    streamed = _begin_stream(metrics, loader, world)
     with _without_gradients(world), evaluating(model):
 
         def outputs_of(inputs: Nest) -> Nest:
@@ -88,6 +94,8 @@ def evaluate(
             place += samples
             totals += torch.tensor([loss, task.units(targets), samples], dtype=torch.float64)
             advance()
+        if streamed is not None:
+            streamed.flush()
         generated = task.generated(outputs_of, chosen.samples, world.data_group)
     if world.data_group is not None:
         totals = totals.to(world.device)
@@ -95,11 +103,24 @@ def evaluate(
     total_loss, units, samples = totals.tolist()
     result = metrics.compute(world.data_group)
     result = replace(result, metrics={**generated.metrics, **result.metrics})
-    sections = [generated.section, None if examples is None else examples.section(world.data_group)]
+    collect = _nothing if examples is None else functools.partial(examples.section, world.data_group)
     seconds = time.perf_counter() - began
     return EvaluationReport(
-        total_loss / max(1.0, units), round(samples), seconds, result, [section for section in sections if section]
+        total_loss / max(1.0, units), round(samples), seconds, result, section=generated.section, collect=collect
     )
+
+
+def _begin_stream(metrics: Metrics, loader: EvalLoader, world: World) -> StreamedMetrics | None:
+    """Let the rows that metrics need of all ranks travel while they are made; not between GPUs, whose links are fast.
+
+    Returns:
+        the metrics, where they are such.
+    """
+    group = world.data_group
+    if group is None or dist.get_backend(group) != "gloo" or not isinstance(metrics, StreamedMetrics):
+        return None
+    metrics.stream(RowMessages(group, loader.batch_size, -(-loader.most // loader.batch_size)), loader.total)
+    return metrics
 
 
 class _Chosen:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from echelon.checkpoint import (
 )
 from echelon.checkpoint.files import entries
 from echelon.core.errors import UserError
+from echelon.core.figure import ReportSection
 from echelon.core.files import write_atomic
 from echelon.core.patience import Patience
 from echelon.core.state_tree import StateView
@@ -42,7 +43,7 @@ from echelon.records.events import CheckpointRejected, StartedOver
 from echelon.records.file import Recorder, newest
 from echelon.records.kinds import Checkpoint
 from echelon.sync.base import AGREED_FROM
-from echelon.tasks.base import Task
+from echelon.tasks.base import PendingSection, Task
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.sharded_state import list_groups, model_parts, to_parts
 from echelon.trainer.state import (
@@ -382,6 +383,7 @@ class Saver:
         self._last_step, self._bytes_before = -1, 0
         self._postponed = self._has_saved = False
         self._evaluation = ""  # not on the disk yet
+        self._shown: _ShownEvaluation | None = None
         self.passed_over: list[str] = []
         self.best: float | None = None
         self.on_saved: Callable[[Checkpoint], None] | None = None
@@ -398,6 +400,7 @@ class Saver:
             recovery_bytes: that this rank sent to bring others where it is.
         """
         self._store.give_up_arriving()
+        self._shown = None  # it is on the disk without what was on its way
         self._bytes_before += self._state.bytes_sent + recovery_bytes
         self._state, self._record = state, record
         self._last_step = -1  # the last one may have been given up: of all ranks, one alone would know
@@ -476,18 +479,37 @@ class Saver:
         if not self.save(cursor, "best", metric=primary.score(value), last=last):
             self.best = best_before
             return False
+        if self._shown is not None:
+            self._shown.pending.result()  # replaced by this one
+            self._shown = None
+        pending = report.collect()
+        detail: Mapping[str, Any] = {}
+        sections: Sequence[ReportSection] = []
         if self._state.leads:
-            sections = [asdict(each) for each in (*task.report_sections(report.result), *report.sections)]
-            detail = {"metrics": report.metrics, **report.result.detail, "sections": sections}
-            self._evaluation = json.dumps({**detail, "epoch": cursor.epoch, "step": cursor.step})
-            self._write_evaluation()
+            place = {"epoch": cursor.epoch, "step": cursor.step}
+            detail = {"metrics": report.metrics, **report.result.detail, **place}
+            sections = [*task.report_sections(report.result), *([report.section] if report.section else [])]
+            self._evaluation = _evaluation_text(detail, sections)
+        if pending is not None:
+            self._shown = _ShownEvaluation(pending, detail, sections)
+        self._write_evaluation()
         return True
 
     def count_evaluation(self, report: EvaluationReport, task: Task, delta: float) -> None:
         """Count an evaluation that was due, before it is saved: whether it is better by more than `delta`."""
         self.stagnation = self.stagnation.after(report.metrics[task.primary.name], task.primary, delta)
 
-    def _write_evaluation(self) -> None:
+    def _write_evaluation(self, waits: bool = False) -> None:
+        """Write what reports show of the best evaluation, once without and once with what comes from other ranks.
+
+        Args:
+            waits: for what is on its way.
+        """
+        if self._shown is not None and (waits or self._shown.pending.is_complete):
+            shown, self._shown = self._shown, None
+            section = shown.pending.result()
+            if self._state.leads and section is not None:
+                self._evaluation = _evaluation_text(shown.detail, [*shown.sections, section])
         path = self.folder / EVALUATION_FILE
         if self._evaluation and self._patience.attempt(path.name, lambda: write_atomic(path, self._evaluation)):
             self._evaluation = ""
@@ -536,6 +558,7 @@ class Saver:
             self._wait_for_writers(for_disk=True, begins=False)
         self._state.finish()
         self._store.close()
+        self._write_evaluation(waits=True)
         while self._evaluation:
             self._write_evaluation()
             time.sleep(_POLL_S)
@@ -592,6 +615,24 @@ def start_over(folder: Path) -> None:
     record = Recorder(folder)
     record.write(StartedOver(message))
     record.close()
+
+
+@dataclass(frozen=True)
+class _ShownEvaluation:
+    """What reports show of an evaluation, some of which is on its way.
+
+    Attributes:
+        pending: what comes from other ranks.
+        detail, sections: what is there, on the rank that writes it.
+    """
+
+    pending: PendingSection
+    detail: Mapping[str, Any]
+    sections: Sequence[ReportSection]
+
+
+def _evaluation_text(detail: Mapping[str, Any], sections: Sequence[ReportSection]) -> str:
+    return json.dumps({**detail, "sections": [asdict(section) for section in sections]})
 
 
 def _part_file(rank: int) -> str:

@@ -1,11 +1,13 @@
 """Frequent agreements at a run's start, DiLoCo's outer optimizer by the number of periods, and what a user is told."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
+import torch
 
 from echelon.sync.averaging.plan import AveragingPlan
-from echelon.sync.diloco import DilocoSettings
+from echelon.sync.diloco import DilocoSettings, OuterNesterov
 from echelon.sync.local import LocalSettings
 from echelon.sync.registry import read
 
@@ -20,7 +22,10 @@ def test_a_fragment_is_never_taken_while_it_travels(period: int, overlap: int, f
     for fragment in range(fragments):
         due = [step for step in range(1, steps + 1) if plan.is_due(fragment, step)]
         assert all(later - step > overlap for step, later in itertools.pairwise(due))
-    assert plan.agreements(steps) == sum(plan.is_due(0, step) for step in range(1, steps + 1))
+    regular = sum(plan.is_due(0, step) for step in range(1, steps + 1))
+    assert plan.agreements(steps) == regular
+    ends = replace(plan, finishes=True).for_run(steps)
+    assert ends.agreements(steps) == regular + (not plan.is_due(0, steps)) and ends.last == steps
 
 
 def test_a_tenth_of_the_steps_begins_densely() -> None:
@@ -36,6 +41,14 @@ def test_a_tenth_of_the_steps_begins_densely() -> None:
 def test_the_outer_optimizer_remembers_a_tenth_of_the_run(steps: int, expected: tuple[float, float]) -> None:
     assert DilocoSettings(20).outer(steps) == pytest.approx(expected, abs=1e-3)
     assert DilocoSettings(20, outer_lr=0.5, outer_momentum=0.3).outer(steps) == (0.5, 0.3)
+
+
+def test_a_longer_run_goes_on_with_the_outer_optimizer_that_it_began_with() -> None:
+    began, longer = (OuterNesterov(*DilocoSettings(20).outer(steps)) for steps in (400, 4000))
+    longer.load_state_dict(began.state_dict())
+    mean = torch.ones(3)
+    steps = [rule.agree("w", torch.zeros(3), torch.zeros(3), mean.clone()) for rule in (began, longer)]
+    assert torch.equal(*steps)
 
 
 def test_too_few_periods_are_told() -> None:

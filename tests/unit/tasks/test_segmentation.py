@@ -105,7 +105,7 @@ def test_the_worst_images_are_shown_beside_mask_and_prediction() -> None:
     chosen = task(worst_samples=2).examples()
     assert chosen is not None
     chosen.update(torch.zeros(4, 3, 32, 32), logits, targets, 10, True)
-    section = chosen.section()
+    section = chosen.section().result()
     assert section is not None and len(section.pictures) == 2
     first = section.pictures[0]
     assert first.wide and first.lines[0].startswith("mIoU 0.00, 0.0%") and first.lines[1].endswith("sample 12")

@@ -91,7 +91,7 @@ def test_the_worst_transcripts_come_first() -> None:
     assert chosen is not None and fitted(worst=0).examples() is None
     chosen.update({}, logits[:2], targets[:2], 0, True)
     chosen.update({}, logits[2:], targets[2:], 2, True)
-    section = chosen.section()
+    section = chosen.section().result()
     assert section is not None
     assert [(each.title, each.text) for each in section.texts] == [
         ("WER 100%, CER 100%, sample 1", "reference   a\nrecognised  "),

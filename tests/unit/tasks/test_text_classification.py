@@ -65,7 +65,7 @@ def test_the_worst_texts_are_those_of_the_highest_loss(tmp_path: Path) -> None:
         rows = {name: torch.nn.utils.rnn.pad_sequence([torch.as_tensor(array[j]) for j in (i, i + 1)], True)
                 for name, array in made.inputs.items()}  # fmt: skip
         chosen.update(rows, logits[i : i + 2], targets[i : i + 2], i, True)
-    section = chosen.section()
+    section = chosen.section().result()
     assert section is not None and [each.text for each in section.texts] == [TEXTS[1], TEXTS[3]]
     assert section.texts[0].title.startswith("true dogs, predicted cats, loss 5")
 

@@ -25,7 +25,7 @@ def choice(limit: int = 3, **facts: object) -> Examples | None:
 
 def section(choice: Examples | None) -> ReportSection:
     assert choice is not None
-    made = choice.section()
+    made = choice.section().result()
     assert made is not None
     return made
 
@@ -52,7 +52,7 @@ def test_losses_without_a_number_are_the_highest_and_empty_batches_change_nothin
     worst = choice(1)
     assert worst is not None
     worst.update(torch.zeros(0, 3, 8, 8), torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64), 0, True)
-    assert worst.section() is None
+    assert worst.section().result() is None
     logits = torch.tensor([[0.0, 99.0, 0.0], [torch.nan, 0.0, 0.0]])
     worst.update(torch.zeros(2, 3, 8, 8), logits, torch.zeros(2, dtype=torch.int64), 0, False)
     assert [picture.lines[-1] for picture in section(worst).pictures] == ["loss inf"]

@@ -22,7 +22,7 @@ from echelon.sync.allreduce import AllReduce
 from echelon.sync.averaging.background import Background
 from echelon.sync.averaging.exchange import DeltaTransport, Exchange, weighted_sum
 from echelon.sync.averaging.fragment import Fragment, SavedReplica
-from echelon.sync.averaging.plan import AveragingPlan, Rule
+from echelon.sync.averaging.plan import AveragingPlan, MeanRule, Rule
 from echelon.sync.averaging.values import Value, cut, model_values
 from echelon.sync.base import Sync, SyncContext
 from echelon.sync.buffers import mean_of_replicas, saved_buffers
@@ -140,6 +140,9 @@ class Averaging:
         plan, optimizer, step = self._plan, self._context.optimizer, self._step
         for fragment in self._fragments:
             fragment.count(*self._now)
+        if step == plan.last and self._route is not None:
+            self._agree_at_end()
+            return
         taking = [f for i, f in enumerate(self._fragments) if plan.is_due(i, step)]
         landing = [f for f in self._fragments if f.flight and f.flight.due == step]
         if not taking and not landing:
@@ -149,6 +152,23 @@ class Averaging:
             fragment.start(optimizer, plan, step, self._background)
         for fragment in landing if plan.overlap else taking:
             fragment.apply(self._rule, optimizer, plan)
+        self._context.clock.enter(Phase.UPDATE)
+
+    def _agree_at_end(self) -> None:
+        """Agree after the last step, so that no evaluation or checkpoint has to send whole parameters for it.
+
+        Within a period replicas take their mean, without an outer step.
+        """
+        plan, optimizer, step = self._plan, self._context.optimizer, self._step
+        self._context.clock.enter(Phase.COMMUNICATE)
+        for fragment in self._fragments:
+            if fragment.flight is not None:
+                fragment.apply(self._rule, optimizer, plan)
+        for fragment in self._fragments:
+            fragment.start(optimizer, plan.at_end, step, self._background)
+        for i, fragment in enumerate(self._fragments):
+            whole = plan.is_due(i, step) and not plan.overlap
+            fragment.apply(self._rule if whole else MeanRule(), optimizer, plan.at_end)
         self._context.clock.enter(Phase.UPDATE)
 
     def _leave_synchronous(self, first: AllReduce) -> None:

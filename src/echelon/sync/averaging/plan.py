@@ -27,7 +27,9 @@ class AveragingPlan:
         optimizer_state: `keep` moments as they are, `average` them too, or `reset` them at each agreement.
         keep_progress: with overlap, what the replica has learnt while a mean travelled is added to it.
         warmup: share of a run's local steps at their start in which agreements are up to four times as frequent.
-        dense: how many steps that is, a multiple of the period (`for_run`).
+        finishes: replicas agree after a run's last step, too, within a period: on their mean, with nothing kept.
+        dense: how many steps the warm-up is, a multiple of the period (`for_run`).
+        last: the run's last local step (`for_run`); 0: not known.
 
     Raises:
         ValueError: a setting is out of its range.
@@ -41,7 +43,9 @@ class AveragingPlan:
     optimizer_state: str = "keep"
     keep_progress: bool = False
     warmup: float = 0.0
+    finishes: bool = False
     dense: int = 0
+    last: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup <= 1:
@@ -78,13 +82,20 @@ class AveragingPlan:
     def for_run(self, steps: int) -> AveragingPlan:
         """Return the plan of a run of so many steps (0: not known): at least a period begins with frequent ones."""
         periods = max(1, round(self.warmup * self._local(steps) / self.period)) if self.warmup and steps else 0
-        return replace(self, dense=periods * self.period if self.dense_period < self.period else 0)
+        dense = periods * self.period if self.dense_period < self.period else 0
+        return replace(self, dense=dense, last=self._local(steps) if self.finishes else 0)
+
+    @property
+    def at_end(self) -> AveragingPlan:
+        """What holds for the agreement after the last step: nothing travels on, and the model alone is averaged."""
+        return replace(self, overlap=0, alpha=0.0, keep_progress=False, optimizer_state="keep")
 
     def agreements(self, steps: int) -> int:
         """Return how often a fragment agrees in a run of so many steps; 0 where that is not known."""
         local = self._local(steps)
         dense = min(self.dense, local)
-        return dense // self.dense_period + (local - dense) // self.period
+        finish = self.finishes and local > 0 and not self.is_due(0, local)
+        return dense // self.dense_period + (local - dense) // self.period + finish
 
     def _local(self, steps: int) -> int:
         return max(0, steps - self.start)
