@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from echelon.core.errors import UserError
 from echelon.core.hints import Hints, matching
+from echelon.parallel.reach import BlockOrder, ReachedShards
 from echelon.torch_compat import ATTENTION_OPS, BatchNormBase
 
 LEAST_SHARE = 0.5  # of the parameters that repeated classes must hold to count as the model's blocks
@@ -93,10 +94,11 @@ def shard(
 ) -> None:
     """Shard a model in place over a 1-D mesh: each block by itself, then what is left with the root.
 
-    Gradients are summed, not averaged: losses are divided by the global batch.
+    Gradients are summed, not averaged: losses are divided by the global batch. What a rank's backward pass does not
+    reach has zeros there, for others may reach it; what is returned knows which these are.
 
     Args:
-        narrow: type of the gathered copies that forward and backward use; gradients are summed in float32.
+        param_dtype: type of the gathered copies that forward and backward use; gradients are summed in float32.
 
     Raises:
         UserError: a parameter has no rows to share, or narrow ones would be BatchNorm's.
@@ -120,23 +122,28 @@ def shard(
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
     empty = {parameter for parameter in model.parameters() if not parameter.numel()}
-    for block in _separate(model, blocks):
+    separate = _separate(model, blocks)
+    for block in separate.values():
         fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=empty)
     fully_shard(model, mesh=mesh, mp_policy=policy, ignored_params=empty)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if hasattr(module, "set_reduce_scatter_unused_params"):  # older ones have no way to do it
+                module.set_reduce_scatter_unused_params(True, recurse=False)
+    BlockOrder(model, separate, mesh)
+    return ReachedShards({"": model, **separate})
 
 
-def _separate(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[nn.Module]:
+def _separate(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the blocks that share no parameter with what is outside of them: tied ones are the root's to gather."""
     holders: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         block = next((each for each in blocks if name.startswith(f"{each}.")), "")
         holders.setdefault(id(parameter), set()).add(block)
     tied = {block for names in holders.values() if len(names) > 1 for block in names}
-    return [block for name, block in blocks.items() if name not in tied]
+    return {name: block for name, block in blocks.items() if name not in tied}
 
 
 def reshard(model: nn.Module) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Shard
 from echelon.core.axes import Axis
 from echelon.core.shards import Region, Spans, chunk
 from echelon.parallel.base import Placement
+from echelon.parallel.reach import ReachedMarks, ReachedShards
 from echelon.parallel.zero import DividedUpdate
 from echelon.torch_compat import foreach_mul_, foreach_norm, is_persistent, local_tensor
 
@@ -49,8 +50,17 @@ class LocalShards(nn.Module):
 
     divided: DividedUpdate | None = None
 
-    def __init__(self, modules: Sequence[nn.Module], placement: Placement) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], placement: Placement, reached: Sequence[ReachedShards] = ()
+    ) -> None:
+        """Take the local tensors.
+
+        Args:
+            reached: of each module that is sharded, which parameters backward passes reach.
+        """
         super().__init__()
+        self._reached, self._marks = reached, ReachedMarks.along(placement.axis(Axis.FSDP)) if reached else None
+        self._trained: list[tuple[str, nn.Parameter]] = []
         self.regions: dict[str, LocalShard] = {}
         self.placement = placement
         self._sources: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -65,6 +75,8 @@ class LocalShards(nn.Module):
 
     def _add_parameter(self, name: str, parameter: nn.Parameter, made: dict[int, nn.Parameter]) -> None:
         if id(parameter) not in made:
+            if parameter.requires_grad:
+                self._trained.append((name, parameter))
             made[id(parameter)] = piece = _local_parameter(parameter)
             if piece is not parameter:
                 self._sources.append((piece, parameter))
@@ -108,11 +120,35 @@ class LocalShards(nn.Module):
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Move the gradients of the model's parameters to their pieces, shared memory and all."""
+        """Move the gradients of the model's parameters to their pieces, shared memory and all.
+
+        What no rank of those that share the pieces has reached keeps none.
+        """
+        unreached = self._unreached()
         for piece, source in self._sources:
-            if source.grad is not None and piece.numel():
+            if source.grad is not None and piece.numel() and id(source) not in unreached:
                 piece.grad = _local_gradient(source)
             source.grad = None
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of the model's parameters."""
+        for _, parameter in self._trained:
+            parameter.grad = None
+        for reached in self._reached:
+            reached.names.clear()
+
+    def _unreached(self) -> set[int]:
+        """Return the ids of parameters that no rank has reached, which have zeros in place of no gradient."""
+        if self._marks is None:
+            return set()
+        names = {name for reached in self._reached for name in reached.names}
+        own = [name in names for name, _ in self._trained]
+        for reached in self._reached:
+            reached.names.clear()
+        marks = self._marks.agreed(own, not all(own))
+        if marks is None:
+            return set()
+        return {id(parameter) for (_, parameter), mark in zip(self._trained, marks, strict=True) if not mark}
 
     def updated(self) -> set[str]:
         """Return the names of the parameters that this rank's optimizer updates."""

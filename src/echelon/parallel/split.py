@@ -104,14 +104,14 @@ def split_model(model: nn.Module, placement: Placement, hints: Hints | None, opt
     split = pipeline if pipeline is not None else model
     if before is not None:
         same_function(split, options.example, before)
-    for module in modules:
-        if along_fsdp is not None:
-            shard(module, _present(module, blocks), along_fsdp, options.parameters)
+    reached = []
+    if along_fsdp is not None:
+        reached = [shard(module, _present(module, blocks), along_fsdp, options.parameters) for module in modules]
     if pipeline is None and param_dtype is not None:
         cast_parameters(model, param_dtype)
     if options.unmade is not None:
         options.unmade.give_memory(modules)
-    pieces = LocalShards(modules, placement)
+    pieces = LocalShards(modules, placement, reached)
     if options.unmade is not None:
         options.unmade.fill(pieces.fill)
     return SplitModel(split, pieces, pipeline, pipeline.notes if pipeline is not None else ())

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from echelon.collectives.hook import GradientHook
 from echelon.models.tables import sparse_tables
-
-_FIRST_STEPS = 16  # in which all ranks are asked; later only in steps whose number is a power of two
+from echelon.parallel.reach import ReachedMarks
 
 
 class UnreachedParameters:
@@ -31,10 +30,10 @@ class UnreachedParameters:
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, hook: GradientHook) -> None:
         tables = sparse_tables(model)  # whose rows are reduced at the step
         self._parameters = [p for name, p in model.named_parameters() if p.requires_grad and name not in tables]
-        self._group, self._hook = group, hook
+        self._marks, self._hook = ReachedMarks(group, self._parameters[0].device), hook
         self._reached: set[int] | None = None  # in the last pass; None: gradients tell, for no pass came before
         self._zeroed: list[nn.Parameter] = []  # what this rank reached in no pass of the step
-        self._steps, self._left_out, self._watching = 0, False, False
+        self._left_out = False
         self.silent: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def accumulating(self) -> None:
@@ -69,16 +68,9 @@ class UnreachedParameters:
 
     def settle(self) -> None:
         """Take back the zeros of parameters that no rank reached in this step; all ranks call it."""
-        step, self._steps = self._steps, self._steps + 1
-        if not self._watching and step >= _FIRST_STEPS and step & (step - 1):
-            return
         zeroed = {id(parameter) for parameter in self._zeroed}
-        marks = [id(parameter) not in zeroed for parameter in self._parameters]
-        told = torch.tensor([self._left_out, *marks], dtype=torch.uint8, device=self._parameters[0].device)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
-        left_out, *reached = told.tolist()
-        self._watching = self._watching or bool(left_out)
-        for parameter, mark in zip(self._parameters, reached, strict=True):
+        reached = self._marks.agreed([id(p) not in zeroed for p in self._parameters], self._left_out)
+        for parameter, mark in zip(self._parameters, reached or (), strict=reached is not None):
             # What a codec had left out of earlier gradients may have come: it is not lost.
             if not mark and parameter.grad is not None and not parameter.grad.any():
                 parameter.grad = None

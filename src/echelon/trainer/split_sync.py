@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from echelon.collectives.times import ReduceTimes
@@ -15,6 +14,7 @@ from echelon.core.state_tree import StateTree, StateView
 from echelon.observe.phases import Phase, PhaseClock
 from echelon.parallel.base import Placement
 from echelon.parallel.local_shards import LocalShards
+from echelon.parallel.reach import ReachedMarks
 from echelon.sync.base import Sync
 from echelon.sync.buffers import averaged_buffers
 
@@ -31,7 +31,7 @@ class SplitSync:
         self.module, self._pieces, self._make, self._clock = module, pieces, make, clock
         self._inner = make()
         self._begun = False
-        self._has_unused: bool | None = None  # not known before the first step
+        self._marks: ReachedMarks | None = None  # of replicas
 
     @property
     def _placement(self) -> Placement:
@@ -66,8 +66,7 @@ class SplitSync:
 
     def leave_out(self) -> None:
         """Drop the gradients of the model's parameters, and let the inner strategy do without those of the pieces."""
-        for parameter in self.module.parameters():
-            parameter.grad = None
+        self._pieces.drop_gradients()
         self._inner.leave_out()
 
     def communication_began(self) -> Any:
@@ -95,22 +94,19 @@ class SplitSync:
             self._pieces.pending(pending)
             with self._inner.micro_batch(last=True):
                 self._inner.module().backward()
-        for parameter in unused:
-            parameter.grad = None
+        for parameter in unused:  # what a codec had left out of earlier gradients may have come: it is not lost
+            if parameter.grad is not None and not parameter.grad.any():
+                parameter.grad = None
 
     def _unused(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the parameters that no replica has a gradient of.
-
-        Asked in the first step, and then in each one where there were some: a model whose branches depend on the data
-        has zeros for those that begin to be left out later.
-        """
-        if self._has_unused is False:
-            return []
-        marks = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
-        dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self._placement.replica_group)
-        found = [p for p, mark in zip(parameters, marks.tolist(), strict=True) if not mark]
-        self._has_unused = bool(found)
-        return found
+        """Return the parameters that no replica has a gradient of."""
+        group = self._placement.replica_group
+        if group is None:
+            return [p for p in parameters if p.grad is None]
+        self._marks = self._marks or ReachedMarks(group, parameters[0].device)
+        own = [p.grad is not None for p in parameters]
+        marks = self._marks.agreed(own, not all(own))
+        return [] if marks is None else [p for p, mark in zip(parameters, marks, strict=True) if not mark]
 
     @contextmanager
     def agreed(self, averages: bool = False) -> Iterator[None]:
