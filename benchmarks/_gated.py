@@ -88,6 +88,18 @@ def gated_run(
 
     from echelon.config import build
     from echelon.data import from_datasets
+
+    model, tensors = own
+    data = from_datasets(TensorDataset(*tensors), TensorDataset(*(t[:64] for t in tensors)))
+    train_gated(build(None, {**_SETTINGS, **settings}).config, (model, data), rank, gate, train)
+
+
+def train_gated(config: Any, own: tuple[Any, Any], rank: int, gate: Gate, train: Callable[[Any, Any], Any]) -> None:
+    """Assemble the run of a description and train it with steps that pass a gate.
+
+    Args:
+        own: the caller's model and data; None: the description's.
+    """
     from echelon.observe.notes import RankNotes
     from echelon.records.file import Recorder
     from echelon.run.resolve import resolve
@@ -95,13 +107,12 @@ def gated_run(
     from echelon.trainer.assemble import UserObjects, assemble
     from echelon.trainer.world import join_world
 
-    config, path = build(None, {**_SETTINGS, **settings}).config, Path(os.environ[_FOLDER])
+    path = Path(os.environ[_FOLDER])
     described = resolve(config)
     folders.prepare(path, config)
-    model, tensors = own
-    given = UserObjects(model, from_datasets(TensorDataset(*tensors), TensorDataset(*(t[:64] for t in tensors))))
     with join_world(described, path, RankNotes()) as world:
-        run, cursor, _ = assemble(described, path, world, Recorder(path if rank == 0 else None), given)
+        recorder = Recorder(path if rank == 0 else None)
+        run, cursor, _ = assemble(described, path, world, recorder, UserObjects(*own))
         run.train_loader = _GatedLoader(run.train_loader, gate)  # type: ignore[assignment]
         try:
             train(run, cursor)
@@ -116,6 +127,12 @@ class _GatedLoader:
         self._loader, self._gate = loader, gate
         self.batches_per_epoch = 10**9
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def steps_at_present_size(self, epoch: int, batch: int, step: int) -> int:
+        return step  # the data does not grow
+
+    def batches_in(self, epoch: int) -> int:
+        return self.batches_per_epoch
 
     def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Any]:
         yield from gated(lambda: self._loader.epoch(epoch, 0), self._passed)

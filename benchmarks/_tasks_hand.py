@@ -1,6 +1,6 @@
 """A plain training loop beside a run of the product: the same arrays, model, optimizer and epochs, nothing else.
 
-python -m benchmarks._tasks_hand FOLDER RUN METRIC
+python -m benchmarks._tasks_hand FOLDER METRIC SEED [ARGUMENT OF `echelon train` ...]
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ import json
 import math
 import os
 import sys
-import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from echelon.config import RunConfig
-from echelon.config.build import load_run_config
+from benchmarks._gated import Gate, fit, gated, train_gated
+from echelon.config import RunConfig, build
 from echelon.data import EvalLoader, LoaderConfig, Shard, Source, open_data
+from echelon.data.order import Indices, grouped_batches
 from echelon.data.recipe import make_rows
 from echelon.models import build_model
+from echelon.run.defaults import with_task_defaults
 from echelon.tasks import nest
 from echelon.tasks.base import SAMPLE, Task
 from echelon.tasks.registry import TaskChoice
@@ -29,41 +32,102 @@ from echelon.trainer.inputs import model_input
 CPU = torch.device("cpu")
 
 
-def opened(run: Path) -> tuple[RunConfig, Source, Task]:
-    """Return a run's description, its data and its task."""
-    config = load_run_config(run / "config.yaml")
-    source = open_data(config.data, config.training.seed, config.task, run)
-    return config, source, TaskChoice.of(config).fitted(source.info)
+_SETTINGS = {"--task": "task", "--input": "data.input", "--target": "data.target"}
 
 
-def train_by_hand(run: Path, metric: str) -> tuple[float, float]:
-    """Train as a run is described, and return the metric at the end and samples per second of the loop."""
-    config, source, task = opened(run)
-    torch.manual_seed(config.training.seed)
-    model = build_model(config.model, model_input(source.info, task))
-    optimizer = _optimizer(config, model)
-    rows = make_rows(source.train, source.info, LoaderConfig(config.data, config.training.seed, CPU), training=True)
-    n, size, seen, spent = source.info.train_size, config.data.batch_size, 0, 0.0
-    steps = config.training.epochs * -(-n // size)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / steps)) / 2)
-    draws = np.random.default_rng(config.training.seed)
-    for epoch in range(config.training.epochs):
-        began = time.perf_counter()
-        model.train()
-        order = draws.permutation(n)
-        for start in range(0, n, size):
-            batch = order[start : start + size]
-            arrays = _empty(rows.batch_specs(batch), len(batch))
-            rows.fill(epoch, batch, *arrays)
-            inputs, targets = nest.map_leaves(torch.from_numpy, arrays)
-            units = len(batch) if task.unit == SAMPLE else task.units(targets)
-            loss = task.loss_sum(nest.call(model, inputs), targets) / units
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-        seen, spent = seen + n, spent + time.perf_counter() - began
-    return _evaluated(model, source, task, config, metric), seen / spent
+def described(arguments: Sequence[str], seed: int) -> RunConfig:
+    """Return the description of what `echelon train` would train with one worker, read in the present folder."""
+    source, *words = arguments
+    settings: dict[str, Any] = {_SETTINGS[name]: value for name, value in zip(words[::2], words[1::2], strict=True)}
+    settings |= {"data.source": source, "training.seed": seed, "launch.workers": 1, "strategy.parallel": "dp=1"}
+    return with_task_defaults(build(None, settings)).config
+
+
+def opened(config: RunConfig) -> tuple[Source, Task]:
+    """Return the data and the task of a description."""
+    source = open_data(config.data, config.training.seed, config.task)
+    return source, TaskChoice.of(config).fitted(source.info)
+
+
+class PlainLoop:
+    """The loop that everyone writes, for a run's model, arrays, optimizer and schedule.
+
+    Samples of different lengths come in batches of similar ones, as a run has them: else the loop would compute more
+    padding.
+
+    Raises:
+        ValueError: the run uses something that this loop does not have.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        (self.source, self.task), self.config = opened(config), config
+        optimizer = config.optimizer
+        settings = optimizer.clip_norm, optimizer.label_smoothing, optimizer.scale_lr, config.training.ema
+        if any(settings) or config.training.accumulate != 1 or optimizer.schedule != "cosine":
+            raise ValueError("a plain loop has no clipping, smoothing, average or accumulation, and a cosine schedule")
+        seed = config.training.seed
+        torch.manual_seed(seed)
+        self.model = build_model(config.model, model_input(self.source.info, self.task))
+        self._optimizer = _optimizer(config, self.model)
+        loading = LoaderConfig(config.data, seed, CPU)
+        self._rows = make_rows(self.source.train, self.source.info, loading, training=True)
+        self.size, self._draws = config.data.batch_size, np.random.default_rng(seed)
+        self._n = self.source.info.train_size
+        per_epoch = -(-self._n // self.size)
+        steps, warmup = config.training.epochs * per_epoch, optimizer.warmup_epochs * per_epoch
+
+        def rate(step: int) -> float:
+            """Return the factor of the learning rate: a linear warm-up, then a cosine."""
+            if step < warmup:
+                return 1 / warmup + step * (1 - 1 / warmup) / warmup
+            return (1 + math.cos(math.pi * step / steps)) / 2
+
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, rate)
+
+    def batches(self, epoch: int) -> Iterator[Indices]:
+        """Give the samples of each batch of an epoch, in random order."""
+        if self._rows.lengths is not None:
+            yield from grouped_batches(self._rows.lengths, self.size, int(self._draws.integers(2**31)), epoch)
+            return
+        order = self._draws.permutation(self._n)
+        yield from (order[start : start + self.size] for start in range(0, self._n, self.size))
+
+    def step(self, epoch: int, batch: Indices) -> None:
+        """Train on a batch."""
+        arrays = _empty(self._rows.batch_specs(batch), len(batch))
+        self._rows.fill(epoch, batch, *arrays)
+        inputs, targets = nest.map_leaves(torch.from_numpy, arrays)
+        units = len(batch) if self.task.unit == SAMPLE else self.task.units(targets)
+        loss = self.task.loss_sum(nest.call(self.model, inputs), targets) / units
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        self._schedule.step()
+
+
+def train_by_hand(config: RunConfig, metric: str) -> float:
+    """Train as a run is described, and return the metric at the end."""
+    loop = PlainLoop(config)
+    for epoch in range(loop.config.training.epochs):
+        loop.model.train()
+        for batch in loop.batches(epoch):
+            loop.step(epoch, batch)
+    return _evaluated(loop.model, loop.source, loop.task, loop.config, metric)
+
+
+def plain_windows(folder: Path, arguments: Sequence[str], rank: int, gate: Gate) -> None:
+    """Train with the plain loop, in steps that pass a gate."""
+    os.chdir(folder)
+    loop = PlainLoop(described(arguments, 0))
+    loop.model.train()
+    for batch in gated(lambda: loop.batches(0), gate):
+        loop.step(0, batch)
+
+
+def product_windows(folder: Path, arguments: Sequence[str], rank: int, gate: Gate) -> None:
+    """Train with the product's loop and all that it does, in steps that pass a gate."""
+    os.chdir(folder)
+    train_gated(described(arguments, 0), (None, None), rank, gate, fit)
 
 
 def _empty(specs: nest.Nest, count: int) -> nest.Nest:
@@ -95,12 +159,12 @@ def _evaluated(model: nn.Module, source: Source, task: Task, config: RunConfig, 
     return total / units if metric == "loss" else float(metrics.compute().metrics[metric] or 0.0)
 
 
-def bias_rmse(run: Path, folder: Path, decay: float = 5.0) -> float:
+def bias_rmse(arguments: Sequence[str], seed: int, folder: Path, decay: float = 5.0) -> float:
     """Return the RMSE of biases of users and items alone, fitted to the training ratings of a run by turns."""
     here = Path.cwd()
     os.chdir(folder)
     try:
-        _, source, _ = opened(run)
+        source, _ = opened(described(arguments, seed))
     finally:
         os.chdir(here)
     (users, items), ratings = source.train.values, source.train.targets  # type: ignore[attr-defined]
@@ -121,4 +185,4 @@ def _means(ids: np.ndarray, values: np.ndarray, count: int, decay: float) -> np.
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
     torch.set_num_threads(1)
-    print(json.dumps(train_by_hand(Path(sys.argv[2]), sys.argv[3])))
+    print(json.dumps(train_by_hand(described(sys.argv[4:], int(sys.argv[3])), sys.argv[2])))

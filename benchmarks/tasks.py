@@ -20,12 +20,14 @@ import time
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks._common import REPOSITORY, command_line, environment_line, markdown_table, update_section
-from benchmarks._tasks_hand import bias_rmse
+from benchmarks._gated import Contender, take_turns
+from benchmarks._tasks_hand import bias_rmse, plain_windows, product_windows
 
 ARCHIVES = REPOSITORY.parent / "shared" / "data"
 ECHELON = [sys.executable, "-m", "echelon"]
@@ -42,6 +44,7 @@ class Candidate:
         metric: of the summary that is told.
         unpack: puts the data in a folder, where the command runs.
         by_hand: whether a plain loop of ours can train it too.
+        window_steps: steps of a window in which rates are measured.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Candidate:
     metric: str
     unpack: Callable[[Path], None]
     by_hand: bool = True
+    window_steps: int = 100
 
 
 def _unpacked(archive: str) -> Callable[[Path], None]:
@@ -92,16 +96,29 @@ def _table(folder: Path) -> None:
 SPEAKERS = ("george", "jackson", "lucas", "nicolas", "theo", "yweweler")
 CANDIDATES = (
     Candidate("text", ("banking77", "--input", "text", "--target", "category"), "top1", _unpacked("banking77.tar.gz")),
-    Candidate("sounds", ("speech-digits",), "top1", _unpacked("speech-digits.tar.gz")),
+    Candidate("sounds", ("speech-digits",), "top1", _unpacked("speech-digits.tar.gz"), window_steps=20),
     Candidate(
         "ratings",
         ("ml-latest-small/ratings.csv", "--task", "recommendation", "--input", "userId,movieId", "--target", "rating"),
         "rmse",
         _unpacked("movielens-small.zip"),
+        window_steps=300,
     ),
-    Candidate("table", ("table.csv", "--input", "a,b,c", "--target", "y"), "rmse", _table),
+    Candidate("table", ("table.csv", "--input", "a,b,c", "--target", "y"), "rmse", _table, window_steps=500),
     Candidate(
-        "characters", ("tinyshakespeare.txt", "--task", "language-modelling"), "loss", _unpacked("tinyshakespeare.txt")
+        "characters",
+        ("tinyshakespeare.txt", "--task", "language-modelling"),
+        "loss",
+        _unpacked("tinyshakespeare.txt"),
+        window_steps=20,
+    ),
+    Candidate(
+        "translation",
+        ("multi30k-en-de", "--task", "translation", "--input", "en", "--target", "de"),
+        "chrf",
+        _unpacked("multi30k-en-de.tar.gz"),
+        by_hand=False,
+        window_steps=4,
     ),
     *(Candidate(f"speaker-{name}", (name,), "top1", _without_a_speaker(name), by_hand=False) for name in SPEAKERS),
 )
@@ -113,7 +130,6 @@ class Outcome:
 
     value: float
     seconds: float
-    samples_per_s: float
 
 
 def run(candidate: Candidate, folder: Path, seed: int, workers: int) -> Outcome:
@@ -128,42 +144,57 @@ def run(candidate: Candidate, folder: Path, seed: int, workers: int) -> Outcome:
     summary = json.loads((place / "summary.json").read_text())
     metrics = summary["metrics"]
     value = metrics[candidate.metric] if candidate.metric in metrics else np.log(metrics["perplexity"])
-    return Outcome(float(value), seconds, summary["samples_per_s"])
+    return Outcome(float(value), seconds)
 
 
-def by_hand(candidate: Candidate, folder: Path, seed: int) -> Outcome:
-    """Train with a plain loop, as the run of the same seed with one worker was described."""
-    described = folder / "runs" / f"{candidate.name}-{seed}-1"
-    began = time.perf_counter()
+def by_hand(candidate: Candidate, folder: Path, seed: int) -> float:
+    """Train with a plain loop what the command describes, on its split of the data, and return the metric."""
+    words = [str(folder), candidate.metric, str(seed), *candidate.arguments]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks._tasks_hand", str(folder), str(described), candidate.metric],
-        cwd=REPOSITORY, check=True, capture_output=True, text=True, timeout=DEADLINE_S,
+        [sys.executable, "-m", "benchmarks._tasks_hand", *words],
+        cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S,
     )  # fmt: skip
-    value, rate = json.loads(done.stdout.splitlines()[-1])
-    return Outcome(value, time.perf_counter() - began, rate)
+    return float(json.loads(done.stdout.splitlines()[-1]))
 
 
-def measure(candidate: Candidate, seeds: int, workers: int, hand: bool) -> list[object]:
+def rates(candidate: Candidate, windows: int) -> str:
+    """Return the ratio of the product's samples per second to the plain loop's, one process each, in turns.
+
+    Ratios are of neighbouring windows of the same batches' number; the interval is of their median, by bootstrap.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        candidate.unpack(folder)
+        contenders = {
+            "plain": Contender(partial(plain_windows, folder, candidate.arguments), ranks=1),
+            "product": Contender(partial(product_windows, folder, candidate.arguments), ranks=1),
+        }
+        results = take_turns(contenders, windows, candidate.window_steps)
+        plain, product = (np.array([seconds for seconds, _ in results[name]]) for name in ("plain", "product"))
+        ratios = plain / product
+        drawn = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+        low, high = np.quantile(np.median(drawn, 1), (0.05, 0.95))
+        return f"{np.median(ratios):.3f} ({low:.3f} to {high:.3f})"
+
+
+def measure(candidate: Candidate, seeds: Sequence[int], workers: int, hand: bool) -> list[object]:
     """Return a row of the table."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         candidate.unpack(folder)
-        runs = [run(candidate, folder, seed, workers) for seed in range(seeds)]
-        plain, alone = [], []
-        for seed in range(seeds if hand and candidate.by_hand else 0):
-            alone.append(run(candidate, folder, seed, 1))
-            plain.append(by_hand(candidate, folder, seed))
+        runs = [run(candidate, folder, seed, workers) for seed in seeds]
+        plain: list[float] = []
+        if hand and candidate.by_hand:
+            plain = [
+                by_hand(candidate, folder, folder / "runs" / f"{candidate.name}-{seed}-{workers}") for seed in seeds
+            ]
         note = ""
         if candidate.name == "ratings":
-            places = [folder / "runs" / f"ratings-{seed}-{workers}" for seed in range(seeds)]
-            note = f"biases alone {_listed([bias_rmse(place, folder) for place in places])}"
-    ratio = ""
-    if plain:
-        ratio = f"{statistics.median(a.samples_per_s / p.samples_per_s for a, p in zip(alone, plain, strict=True)):.2f}"
+            note = f"biases alone {_listed([bias_rmse(candidate.arguments, seed, folder) for seed in seeds])}"
     return [
         candidate.name, f"`echelon train {' '.join(candidate.arguments)}`", candidate.metric,
         _listed([each.value for each in runs]), f"{statistics.median(each.seconds for each in runs):.0f} s",
-        _listed([each.value for each in plain]), ratio, note,
+        _listed(plain), rates(candidate, 9) if plain else "", note,
     ]  # fmt: skip
 
 
@@ -181,16 +212,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--no-hand", action="store_true", help="leave the plain loops out")
+    parser.add_argument("--rates", type=int, default=0, metavar="N", help="only the rates, by N windows each")
     parser.add_argument("--print", action="store_true", help="leave RESULTS.md as it is")
     options = parser.parse_args()
     names = set(filter(None, options.only.split(",")))
     rows = []
     for candidate in CANDIDATES:
         if not names or candidate.name in names:
-            rows.append(measure(candidate, options.seeds, options.workers, not options.no_hand))
+            if options.rates:
+                print(candidate.name, rates(candidate, options.rates), sep=" | ", flush=True)
+                continue
+            rows.append(measure(candidate, range(options.seeds), options.workers, not options.no_hand))
             print(*rows[-1], sep=" | ", flush=True)
     header = ["data", "command", "metric", "mean (each seed)", "median time", "plain loop", "rate of plain", "note"]
-    if not options.print:
+    if rows and not options.print:
         update_section(
             SECTION,
             f"{options.workers} workers of one thread each; one worker against the plain loop.\n\n"
