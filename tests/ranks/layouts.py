@@ -52,30 +52,12 @@ def _untied_gpt() -> nn.Module:
     return SmallGPT(TextSize(16, 6, tied=False), Size(depth=2, width=16, heads=4, hidden=32))
 
 
-class BranchBlock(nn.Module):
-    """A layer for all samples, and one for those whose image begins with a large number, if any."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2, self.rare = nn.Linear(64, 32), nn.Linear(32, 64), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x + self.fc2(self.fc1(x).relu())
-        large = x[:, 0] > 1.3
-        return y.index_put((large,), self.rare(x[large])) if large.any() else y
-
-
-def _branches() -> nn.Module:
-    return nn.Sequential(nn.Flatten(1), BranchBlock(), BranchBlock(), nn.Linear(64, 4))
-
-
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "vit": _vit,
     "gpt": _gpt,
     "untied_gpt": _untied_gpt,
     "resnet": lambda: resnet20.build(INPUT),
     "mlp": lambda: mlp.build(INPUT),
-    "branches": _branches,
 }
 
 

@@ -8,12 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from echelon.core.errors import UserError
-from echelon.parallel.blocks import find_blocks, shard
-from tests.laws.test_layouts import check_same_function
-from tests.ranks import layouts
 from tests.ranks.replicas import Trial, make_parts
 from tests.ranks.spawn import Rank, run_ranks
 
@@ -97,41 +92,3 @@ def test_layers_that_ranks_drop_by_chance_are_trained_by_every_codec() -> None:
         for name, value in one.items():
             assert value.isfinite().all() and not torch.equal(value, before[name]), f"{trial.sync}: {name}"
             assert torch.equal(value, other[name]), f"{trial.sync} {trial.compression}: replicas differ in {name}"
-
-
-def test_branches_inside_of_a_replica_are_trained_as_in_one_process() -> None:
-    settings = {"strategy.tensor_plan": "*.fc1=column,*.fc2=row", "optimizer.weight_decay": 0.1}
-    check_same_function([layouts.Trial("branches", way, settings) for way in ("fsdp=2", "tp=2")], 2)
-    check_same_function([layouts.Trial("branches", "dp=2,fsdp=2", settings)], 4)
-
-
-class Skipping(nn.Module):
-    """Blocks of one size, of which each rank leaves out another one."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3))
-        self._rank = rank
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, block in enumerate(self.blocks):
-            if i != self._rank:
-                x = block(x)
-        return x
-
-
-def enter(rank: Rank) -> str:
-    """Return what is said of a model whose ranks leave different blocks out."""
-    model = Skipping(rank.index)
-    shard(model, find_blocks(model, None), init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
-    try:
-        model(torch.randn(4, 8))
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-def test_a_block_that_single_ranks_leave_out_is_refused_before_it_is_gathered() -> None:
-    for said in run_ranks(enter, 2):
-        assert "a rank is at blocks.0 of the model where another is at blocks.1" in said
-        assert "use --parallel dp=N" in said

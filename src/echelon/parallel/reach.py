@@ -102,30 +102,42 @@ class BlockOrder:
     """Refuses a block that some ranks leave out in training, or enter in another order: they gather each together.
 
     Before a block is gathered it is looked at in the steps of `is_asked_in`. At the end of each forward pass orders are
-    compared, for the parts of another block of the same size would have come in the place of a block's own.
+    compared, for the parts of another block of the same size would have come in the place of a block's own; on a GPU
+    what came of it is looked at when the next pass begins, so that nothing waits for it.
     """
 
     def __init__(self, root: nn.Module, blocks: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
         """Watch the blocks of a model, by name; hooks come before those of `fully_shard`, so call it afterwards."""
         self._names, self._mesh = (*blocks, "its end"), mesh
         self._passes, self._order = -1, 0
+        self._told: Tensor | None = None  # of the last comparison, until it is looked at
         root.register_forward_pre_hook(self._begin, prepend=True)
         for place, block in enumerate(blocks.values()):
             block.register_forward_pre_hook(partial(self._enter, place), prepend=True)
         root.register_forward_hook(partial(self._enter, len(blocks)))
 
     def _begin(self, root: nn.Module, inputs: Any) -> None:
-        self._passes, self._order = self._passes + (root.training and torch.is_grad_enabled()), 0
+        self._look()
+        self._passes, self._order = self._passes + torch.is_grad_enabled(), 0
 
     def _enter(self, place: int, module: nn.Module, *passed: Any) -> None:
-        if not module.training or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # a rank without samples takes part in evaluation mode
             return
         self._order = zlib.crc32(bytes(str(place), "ascii"), self._order)
-        if self._names[place] is not self._names[-1] and not is_asked_in(max(0, self._passes)):
+        is_asked, is_end = is_asked_in(max(0, self._passes)), place == len(self._names) - 1
+        if not is_asked and not is_end:
             return
-        told = torch.tensor([place, -place, self._order, -self._order], device=_device_of(self._mesh))
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._mesh.get_group())
-        last, first, highest, lowest = told.tolist()
+        device = _device_of(self._mesh)
+        self._told = torch.tensor([place, -place, self._order, -self._order], device=device)
+        dist.all_reduce(self._told, op=dist.ReduceOp.MAX, group=self._mesh.get_group())
+        if is_asked or device.type == "cpu":
+            self._look()
+
+    def _look(self) -> None:
+        if self._told is None:
+            return
+        last, first, highest, lowest = self._told.tolist()
+        self._told = None
         if last == -first and highest == -lowest:
             return
         where = "ranks have called the blocks of the model in different orders"
