@@ -91,7 +91,7 @@ def _has_own(module: nn.Module) -> bool:
 
 def shard(
     model: nn.Module, blocks: Mapping[str, nn.Module], mesh: DeviceMesh, param_dtype: torch.dtype | None = None
-) -> None:
+) -> ReachedShards:
     """Shard a model in place over a 1-D mesh: each block by itself, then what is left with the root.
 
     Gradients are summed, not averaged: losses are divided by the global batch. What a rank's backward pass does not
