@@ -56,6 +56,7 @@ def _run() -> int:
     import typer
 
     from echelon.cli.app import app
+    from echelon.core.stop import stopped_exit_code
 
     if shell := os.environ.get("_ECHELON_COMPLETE"):
         from echelon.cli.completion import offer
@@ -78,6 +79,8 @@ def _run() -> int:
         code = USER_ERROR_EXIT_CODE
     except typer.Abort:
         raise KeyboardInterrupt from None
+    if code == stopped_exit_code(signal.SIGINT):  # what typer makes of Ctrl-C, without a word
+        raise KeyboardInterrupt
     return int(code or 0)
 
 

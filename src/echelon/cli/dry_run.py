@@ -13,8 +13,9 @@ from rich.table import Table
 from echelon.config import Resolved
 from echelon.core.axes import Axis
 from echelon.core.units import format_bytes
+from echelon.run.foretold import foretell
 from echelon.run.resolve import launch_request, resolve
-from echelon.run.start import check, likely_model, plan_of, settled, with_open_batch
+from echelon.run.start import check, plan_of, settled, with_open_batch
 from echelon.trainer.folder import check_new, default_folder
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def show(resolved: Resolved, all_settings: bool = False) -> None:
     from echelon.trainer.compatibility import interplay_notes
 
     config = resolved.config
-    folder = Path(config.run) if config.run else default_folder(config, model=likely_model(config))
+    folder = Path(config.run) if config.run else default_folder(config, model=foretell(config).model)
     request = with_open_batch(launch_request(config))
     settings, config = config, request.config
     plan, run = plan_of(request, folder), check(request)

@@ -145,12 +145,12 @@ def _elsewhere(config: RunConfig, way: WayToStart) -> bool:
     if cluster is None:
         return False
     from echelon.run.elsewhere import submitted, text_for
-    from echelon.run.start import likely_model
+    from echelon.run.foretold import foretell
 
     if way.dry_run:
-        print(text_for(config, cluster, likely_model(config)), end="")
+        print(text_for(config, cluster, foretell(config).model), end="")
     else:
-        submitted(config, cluster, likely_model(config))
+        submitted(config, cluster, foretell(config).model)
     return True
 
 

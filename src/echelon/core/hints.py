@@ -134,3 +134,12 @@ def _style(pattern: str, text: object, field_name: str) -> Style:
     if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
         raise UserError(f"{where}: parts must be a whole number from 1, not {parts!r}")
     return Style(spec.name, parts)
+
+
+def name_for_side(image_size: int) -> str:
+    """Return the model that `auto` becomes for images of so many pixels, each of one class."""
+    if image_size < 8:
+        return "mlp"
+    if image_size < 32:
+        return "small_cnn"
+    return "resnet20" if image_size <= 64 else "timm/resnet50"

@@ -15,14 +15,14 @@ def finite(value: object) -> JsonValue:
     Raises:
         TypeError: a value is of no kind that JSON has.
     """
-    if isinstance(value, Mapping):
-        return {str(k): finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(v) for v in value]
-    if isinstance(value, float):
+    if isinstance(value, float):  # the numbers of charts, thousands of them: first
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, str | int):
         return value
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    if isinstance(value, Mapping):
+        return {str(k): finite(v) for k, v in value.items()}
     raise TypeError(f"JSON has no {type(value).__name__}")
 
 

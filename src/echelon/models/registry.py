@@ -9,6 +9,7 @@ from torch import nn
 
 from echelon.config.schema import ModelConfig
 from echelon.core.errors import UserError, nearest, unknown
+from echelon.core.hints import name_for_side
 from echelon.core.own import TRANSFORMERS
 from echelon.models import builtin
 from echelon.models.base import ModelInput
@@ -57,15 +58,6 @@ def auto_name(data: ModelInput) -> str:
     timm/resnet50.
     """
     return data.auto or name_for_side(data.image_size)
-
-
-def name_for_side(image_size: int) -> str:
-    """Return the name that `auto_name` chooses for images of so many pixels."""
-    if image_size < 8:
-        return "mlp"
-    if image_size < 32:
-        return "small_cnn"
-    return "resnet20" if image_size <= 64 else "timm/resnet50"
 
 
 def builtin_names() -> list[str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from echelon.core.errors import unknown
 
@@ -25,6 +27,7 @@ class DeclaredKind:
         form: how a user writes its other names; empty: it has none.
         text: the file's docstring.
         folders: that a folder of this kind holds, it or its `train/`.
+        shapes: channels, side in pixels and classes of images whose name tells them.
     """
 
     file: str
@@ -32,16 +35,23 @@ class DeclaredKind:
     form: str
     text: str
     folders: tuple[str, ...] = ()
+    shapes: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
 
 
-def declared_kinds() -> Iterator[DeclaredKind]:
-    """Yield the kinds of data, by the names of their files."""
+@lru_cache(maxsize=1)
+def declared_kinds() -> tuple[DeclaredKind, ...]:
+    """Return the kinds of data, by the names of their files."""
+    return tuple(_declared())
+
+
+def _declared() -> Iterator[DeclaredKind]:
     for file in sorted(_FOLDER.glob("[!_]*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         if any(_MARKER in _targets(node) for node in tree.body):
             names, form = _class_variable(tree, "names") or (), _class_variable(tree, "form") or ""
             folders = _class_variable(tree, "folders") or ()
-            yield DeclaredKind(file.stem, tuple(names), str(form), ast.get_docstring(tree) or "", tuple(folders))
+            about, shapes = ast.get_docstring(tree) or "", dict(_class_variable(tree, "shapes") or {})
+            yield DeclaredKind(file.stem, tuple(names), str(form), about, tuple(folders), shapes)
 
 
 def holds_folders_of_a_kind(path: Path) -> bool:
@@ -65,15 +75,14 @@ def check_data_name(name: str) -> None:
         raise unknown("data", name, known, [kind.form for kind in kinds if kind.form], may_be_object=True)
 
 
-def _class_variable(tree: ast.Module, name: str) -> tuple[str, ...] | str | None:
+def _class_variable(tree: ast.Module, name: str) -> Any:
     """Return a class variable's value; names that a table has are the table's keys."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.AnnAssign) or ast.unparse(node.target) != name or not node.value:
             continue
         if table := re.fullmatch(r"tuple\((\w+)\)", ast.unparse(node.value)):
             return _keys(tree, table[1])
-        value: tuple[str, ...] | str = ast.literal_eval(node.value)
-        return value
+        return ast.literal_eval(node.value)
     return None
 
 

@@ -30,7 +30,16 @@ from echelon.run.micro_batches import Halving
 from echelon.run.opening import Opening
 from echelon.run.outcome import Outcome, RunFailed, outcome_of
 from echelon.run.resolve import LaunchRequest
-from echelon.run.start import check, close_run, likely_model, plan_of, settled, with_open_batch, write_own_file
+from echelon.run.start import (
+    check,
+    close_run,
+    folder_word,
+    foretold,
+    plan_of,
+    settled,
+    with_open_batch,
+    write_own_file,
+)
 from echelon.run.worker import train_rank
 from echelon.storage.url import is_url
 from echelon.trainer import folder as folders
@@ -58,13 +67,14 @@ def start_in_process(request: LaunchRequest, user_objects: UserObjects | None) -
     """
     given_t, request = command_given_t(), with_open_batch(request, user_objects)
     config, plan = request.config, plan_of(request, Path(request.config.run))
-    with Opening(config, plan) as opening:
+    told = foretold(config, user_objects)
+    with folders.reserved(config, folder_word(config, told)) as named, Opening(named, plan, told) as opening:
         run = check(request, user_objects)
-        config = settled(run, plan, user_objects)
+        config = replace(settled(run, plan, user_objects), run=named.run)
         objects = user_objects or UserObjects()
         if objects.model is not None:
             objects = replace(objects, model=own_copy(objects.model))
-        with folders.claimed(config, given_t, "" if user_objects else likely_model(config)) as config:
+        with folders.claimed(config, given_t) as config:
             opening.runs_in(Path(config.run))
             opening.leaves()
             say("workers=1 trains in this process, with no restarts; max_restarts=N gives it a process of its own")

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from echelon.config import RunConfig
 from echelon.core.rate_search import STEPS
+from echelon.core.stop import Stopped
 from echelon.launch.culprit import Living
 from echelon.launch.plan import LaunchPlan
 from echelon.observe.notes import SERVING, START, Note
 from echelon.observe.screen import Bar, Screen
+from echelon.run.foretold import Foretold
 
 NoteOf = Callable[[str, int], Note | None]  # of a process, by its name and process id
 
@@ -19,29 +21,34 @@ NoteOf = Callable[[str, int], Note | None]  # of a process, by its name and proc
 class Opening:
     """Says what begins, shows a bar while it starts, and again while it is started anew; `with Opening(...)`."""
 
-    def __init__(self, config: RunConfig, plan: LaunchPlan, resumes: bool = False) -> None:
-        """Take what was asked for."""
-        self._config, self._plan, self._resumes = config, plan, resumes
+    def __init__(self, config: RunConfig, plan: LaunchPlan, told: Foretold, resumes: bool = False) -> None:
+        """Take what was asked for, and what is known of the model."""
+        self._config, self._plan, self._told, self._resumes = config, plan, told, resumes
         self._folder = Path(config.run) if config.run else None
         self._screen = Screen()
         self._bars = ExitStack()
         self._bar: Bar | None = None
+        self._begins = False
 
     def __enter__(self) -> Opening:
         """Say what is run, from what is known before anything heavy is imported."""
         self._screen.__enter__()
-        self._screen.say(describe(self._config, self._plan))
+        self._screen.say(describe(self._config, self._plan, self._told))
         if self._folder is not None:
             self._say_where(self._folder)
         self._show("start: importing, checking")
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._bars.close()
+        is_asked = kind is not None and issubclass(kind, Stopped | KeyboardInterrupt)
+        if is_asked and self._folder is not None and not (self._begins or self._resumes):
+            self.tells(f"stopped before it began: {self._folder} is not kept")
         self._screen.close()
 
     def runs_in(self, folder: Path) -> None:
         """Say where the run is, how it is stopped and how it goes on, unless that was said when it was asked for."""
+        self._begins = True
         if self._folder is None:
             self._say_where(folder)
         if self._plan.node_rank is None:
@@ -87,7 +94,7 @@ class Opening:
         self._bar.text = text
 
 
-def describe(config: RunConfig, plan: LaunchPlan) -> str:
+def describe(config: RunConfig, plan: LaunchPlan, told: Foretold) -> str:
     """Return what a run is, in one line, from its description alone."""
     strategy, machines = config.strategy, plan.nodes.most
     ways = [config.strategy.sync, *([strategy.compression] if strategy.compression != "none" else [])]
@@ -96,8 +103,9 @@ def describe(config: RunConfig, plan: LaunchPlan) -> str:
     length = f"{config.training.epochs} epochs" if config.training.epochs > 1 else "1 epoch"
     if config.optimizer.lr_find:
         length = f"{STEPS} steps to find a learning rate,"
+    size = f" of {told.parameters:,} parameters" if told.parameters else ""
     return (
-        f"{config.data.source}, model {config.model.name}; {_many(plan.workers, 'worker')}{where}"
+        f"{config.data.source}, model {told.model}{size}; {_many(plan.workers, 'worker')}{where}"
         f"{layout}, {', '.join(ways)}; {length} of batches of {config.data.batch_size}"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from echelon.records.kinds import CommandEnd, End, Evaluation
 from echelon.run.deaths import watched
 from echelon.run.elsewhere import Around, followed, submitted, submitted_again
 from echelon.run.ending import check_checkpoints, nothing_left
+from echelon.run.foretold import Foretold, foretell, told_by_record
 from echelon.run.home import at_home, local_copy, mend
 from echelon.run.job import RANK
 from echelon.run.machine import Machine, say, this_machine
@@ -84,16 +86,18 @@ def start(
     request = with_open_batch(request, user_objects)
     config = request.config
     if cluster is not None:
-        return followed(submitted(described, cluster, likely_model(config), user_objects is not None), around)
-    plan = plan_of(request, Path(config.run))
-    if config.run:
-        folders.check_new(Path(config.run), config)
-    with Opening(config, plan) as opening, closing(request.place.build()) as place:
+        return followed(submitted(described, cluster, foretell(config).model, user_objects is not None), around)
+    plan, told = plan_of(request, Path(config.run)), foretold(config, user_objects)
+    with (
+        folders.reserved(config, folder_word(config, told)) as named,
+        Opening(named, plan, told) as opening,
+        closing(request.place.build()) as place,
+    ):
         _begin_imports(plan)
-        run = check(request, user_objects)  # before there is a folder: what is refused leaves nothing behind
-        config = settled(run, plan, user_objects)
+        run = check(request, user_objects)  # before anything is in the folder: what is refused leaves nothing behind
+        config = replace(settled(run, plan, user_objects), run=named.run)
         parcel = _parcel(user_objects)
-        with folders.claimed(config, given_t, _folder_model(config, user_objects)) as config:
+        with folders.claimed(config, given_t) as config:
             path, request = Path(config.run), replace(request, config=config)
             opening.runs_in(path)
             with around(path), _lock(path, request.nodes):
@@ -146,7 +150,8 @@ def start_again(
         if config.checkpoint.mirror:
             mend(path, config.checkpoint.mirror, say)
         plan = plan_of(request, path, _parcel(user_objects))
-        with Opening(config, plan, resumes=True) as opening, closing(request.place.build()) as place:
+        told = told_by_record(path, config)
+        with Opening(config, plan, told, resumes=True) as opening, closing(request.place.build()) as place:
             _begin_imports(plan)
             run = check(request, user_objects)  # before its description is replaced: what is refused changes nothing
             if request.nodes.most == 1:
@@ -222,21 +227,14 @@ def with_open_batch(request: LaunchRequest, user_objects: UserObjects | None = N
     return replace(request, config=with_batch(request, _workers(request), user_objects))
 
 
-def likely_model(config: RunConfig) -> str:
-    """Return what `auto` becomes where the data's name alone tells it; else the model as described."""
-    from echelon.data.sources import kind_of
-    from echelon.models.registry import name_for_side
-
-    if config.model.name != "auto" or config.task != "auto":
-        return config.model.name
-    side = config.data.image_size or kind_of(config.data.source).sides.get(config.data.source, 0)
-    return name_for_side(side) if side else config.model.name
+def foretold(config: RunConfig, user_objects: UserObjects | None) -> Foretold:
+    """Return what is known at once of a run's model: of objects from Python only what they are called."""
+    return Foretold(config.model.name) if user_objects else foretell(config)
 
 
-def _folder_model(config: RunConfig, user_objects: UserObjects | None) -> str:
+def folder_word(config: RunConfig, told: Foretold) -> str:
     """Return what the run's folder is called after the model."""
-    model = config.model.name if user_objects else likely_model(config)
-    return f"{model}-lr-find" if config.optimizer.lr_find else model
+    return f"{told.model}-lr-find" if config.optimizer.lr_find else told.model
 
 
 def plan_of(request: LaunchRequest, path: Path, parcel: Parcel | None = None) -> LaunchPlan:
@@ -381,14 +379,22 @@ def write_own_file(path: Path, run: ResolvedRun, status: str, user_objects: User
 
 
 def close_run(path: Path, record: Recorder) -> None:
-    """Record when the command ended, and write the report: what all its processes did is known only now."""
-    from echelon.reporting.report import write_report
+    """Record when the command ended, and write the report: what all its processes did is known only now.
+
+    What takes long of it comes before the clock is read, so that the command ends when its record says.
+    """
+    from echelon.reporting.report import compile_templates, load_run, write_report
 
     if traced := merge_traces(path):
         record.write(Event(traced, name="profile"))
-    record.write(CommandEnd(read_launch(path).seconds_since()))
     record.flush()
-    record.patience.insist("report", lambda: write_report(path))
+    compile_templates()
+    known = record.patience.insist("report", lambda: load_run(path))
+    ended = CommandEnd(read_launch(path).seconds_since())
+    record.write(ended)
+    record.flush()
+    known = replace(known, records=[*known.records, replace(ended, t=time.time())])
+    record.patience.insist("report", lambda: write_report(path, known=known))
 
 
 def _end_before_start(path: Path, record: Recorder) -> None:

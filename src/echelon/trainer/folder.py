@@ -81,13 +81,44 @@ def claim(config: RunConfig, root: Path = Path("runs"), given_t: float | None = 
 
 
 @contextmanager
-def claimed(config: RunConfig, given_t: float, model: str, root: Path = Path("runs")) -> Iterator[RunConfig]:
+def reserved(config: RunConfig, model: str, root: Path = Path("runs")) -> Iterator[RunConfig]:
+    """Hold the folder of a new run while it may yet be refused; gives the description that names it.
+
+    One that the user names is only looked at. Unless the block comes to `create` it, the folder goes again.
+
+    Args:
+        model: as for `default_folder`.
+
+    Raises:
+        UserError: the folder holds a run already, or cannot be written.
+    """
+    if config.run:
+        check_new(Path(config.run), config)
+        yield config
+        return
+    folder = _claim_next(config, root, model)
+    try:
+        yield replace(config, run=str(folder))
+    finally:
+        if not (folder / CONFIG_FILE).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # other runs are in it
+                root.rmdir()
+
+
+def _is_reserved(folder: Path) -> bool:
+    """Whether a folder is one that `reserved` holds, and nothing more."""
+    return folder.is_dir() and [each.name for each in folder.iterdir()] == [LAUNCH_FILE]
+
+
+@contextmanager
+def claimed(config: RunConfig, given_t: float, model: str = "", root: Path = Path("runs")) -> Iterator[RunConfig]:
     """Make a new run's folder as `claim` does; gives the description that names it.
 
     Where the block refuses the run before its first step the folder goes again, unless it was there before or other
     machines are in it.
     """
-    is_new = not config.run or not Path(config.run).exists()
+    is_new = not config.run or not Path(config.run).exists() or _is_reserved(Path(config.run))
     in_root, config = not config.run, claim(config, root, given_t, model)
     try:
         yield config

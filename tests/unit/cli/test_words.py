@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -84,3 +85,17 @@ def test_a_dry_run_shows_origins_and_starts_nothing(tmp_path: Path) -> None:
     assert "would start 2 workers" in done.stdout
     assert "predicted memory per rank" in done.stdout and "while a checkpoint is written, its copy" in done.stdout
     assert [p.name for p in tmp_path.iterdir()] == ["run.yaml"]
+
+
+def test_a_run_says_at_once_what_and_where_it_is_and_ctrl_c_before_it_begins_leaves_nothing(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        ["echelon", "train", "digits"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    first, second = process.stdout.readline(), process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    rest = process.communicate(timeout=100)[0]
+    assert first.startswith("digits, model small_cnn of 98,026 parameters; ")
+    assert second.startswith("run folder runs/digits-small_cnn-1; Ctrl-C stops it")
+    assert rest.endswith("echelon: stopped\n")
+    assert process.returncode == 130 and not any(tmp_path.iterdir())

@@ -13,7 +13,7 @@ import pytest
 
 from echelon.config import LaunchConfig, RunConfig, load_run_config
 from echelon.core.errors import UserError
-from echelon.trainer.folder import CONFIG_FILE, claim, claimed, default_folder, locked, mark_ended
+from echelon.trainer.folder import CONFIG_FILE, claim, claimed, default_folder, locked, mark_ended, reserved
 
 MANY = 10
 CLAIM = """
@@ -100,3 +100,25 @@ def test_a_folder_that_was_there_or_that_others_are_in_stays(tmp_path: Path) -> 
         raise UserError("no")
     assert Path(config.run).exists()
     held.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("reason", [UserError("no such model"), KeyboardInterrupt()], ids=["refused", "Ctrl-C"])
+def test_a_folder_that_is_held_for_a_run_goes_again_unless_it_is_made(tmp_path: Path, reason: BaseException) -> None:
+    root = tmp_path / "runs"
+    with pytest.raises(type(reason)), reserved(RunConfig(), "mlp", root) as first:
+        with reserved(RunConfig(), "mlp", root) as second:
+            assert [Path(each.run).name for each in (first, second)] == ["digits-mlp-1", "digits-mlp-2"]
+        assert not Path(second.run).exists() and Path(first.run).exists()
+        raise reason
+    assert not root.exists()
+
+
+def test_a_run_is_made_in_the_folder_that_is_held_and_refused_with_it(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    with reserved(RunConfig(), "mlp", root) as named, claimed(named, 5.0) as config:
+        assert config.run == named.run
+    assert json.loads((Path(config.run) / "launch.json").read_text())["launched_t"] == 5.0
+    with pytest.raises(UserError), reserved(RunConfig(), "mlp", root) as named, claimed(named, 5.0):
+        mark_ended(Path(named.run))
+        raise UserError("no")
+    assert [each.name for each in root.iterdir()] == ["digits-mlp-1"]

@@ -33,14 +33,14 @@ class SourceKind(ABC):
         names: those that are its own; a kind that takes others answers by `takes`.
         form: how a user writes its other names, such as `a folder`; empty: it has none.
         folders: that a folder of this kind holds, it or its `train/`: by them it is known without an import.
-        sides: of small images in pixels, where the name alone tells it.
+        shapes: channels, side in pixels and classes of small images, where the name alone tells them.
         takes_whatever_is_there: it has what no other kind takes.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
     form: ClassVar[str] = ""
     folders: ClassVar[tuple[str, ...]] = ()
-    sides: ClassVar[Mapping[str, int]] = {}
+    shapes: ClassVar[Mapping[str, tuple[int, int, int]]] = {}
     takes_whatever_is_there: ClassVar[bool] = False
 
     def takes(self, name: str) -> bool:

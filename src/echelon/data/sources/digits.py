@@ -23,7 +23,7 @@ class Digits(SourceKind):
     """`digits`: 1,797 images of 8 by 8 pixels, 10 classes; one set, a fifth of which is held out to choose by."""
 
     names: ClassVar[tuple[str, ...]] = ("digits",)
-    sides: ClassVar[Mapping[str, int]] = {"digits": 8}
+    shapes: ClassVar[Mapping[str, tuple[int, int, int]]] = {"digits": (1, 8, 10)}
 
     def open(self, request: DataRequest) -> Source:
         """Open the digits; their split does not depend on the seed."""

@@ -64,8 +64,9 @@ class TorchvisionSet(SourceKind):
     """A data set of torchvision, by its name."""
 
     names: ClassVar[tuple[str, ...]] = tuple(SETS)
-    sides: ClassVar[Mapping[str, int]] = {
-        "cifar10": 32, "cifar100": 32, "svhn": 32, "mnist": 28, "fashion_mnist": 28, "kmnist": 28, "usps": 16,
+    shapes: ClassVar[Mapping[str, tuple[int, int, int]]] = {
+        "cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "svhn": (3, 32, 10), "mnist": (1, 28, 10),
+        "fashion_mnist": (1, 28, 10), "kmnist": (1, 28, 10), "usps": (1, 16, 10),
     }  # fmt: skip
 
     def open(self, request: DataRequest) -> Source:

@@ -8,6 +8,7 @@ from echelon.core.hints import Hints
 from echelon.models.base import ModelInput
 
 HIDDEN = 256
+COUNT = "256 * channels * side ** 2 + 257 * classes + 66048"  # of parameters, for who has not imported this
 
 
 def build(data: ModelInput) -> nn.Module:

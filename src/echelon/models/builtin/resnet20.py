@@ -16,6 +16,7 @@ from echelon.models.base import ModelInput
 
 BLOCKS_PER_STAGE = 3
 WIDTHS = (16, 32, 64)
+COUNT = "144 * channels + 65 * classes + 268640"  # of parameters, for who has not imported this
 
 
 def build(data: ModelInput) -> nn.Module:

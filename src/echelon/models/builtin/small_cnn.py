@@ -14,6 +14,7 @@ from echelon.models.base import ModelInput
 WIDTHS = (32, 64, 128)
 GROUPS = 8
 SMALLEST_MAP = 4
+COUNT = "288 * channels + 513 * classes + 92608"  # of parameters, for who has not imported this
 
 
 def build(data: ModelInput) -> nn.Module:

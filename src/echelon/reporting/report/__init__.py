@@ -7,7 +7,7 @@ Other pages are built from the same pieces: `Chart`, `render_page` and the templ
 from __future__ import annotations
 
 from echelon.core.figure import Chart
-from echelon.reporting.report.page import render_page, write_shared_script
+from echelon.reporting.report.page import compile_templates, render_page, write_shared_script
 from echelon.reporting.report.records import load_run
 from echelon.reporting.report.summary import Summary, summarise
 from echelon.reporting.report.words import closing_words
@@ -18,6 +18,7 @@ __all__ = [
     "Chart",
     "Summary",
     "closing_words",
+    "compile_templates",
     "load_run",
     "render_page",
     "summarise",

@@ -12,6 +12,7 @@ import base64
 import json
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +66,34 @@ def render_page(template: str, charts: Iterable[Chart], shared_script: str = "",
         shared_script: where `SHARED_SCRIPT` lies, seen from the page; empty: the page has plotly.js inside.
     """
     drawn = list(charts)
-    environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
-    environment.filters |= {"term": with_term, "specs": with_specs}
-    page = environment.get_template(template).render(
-        style=Markup(_asset("page.css")),
-        script=Markup(_asset("page.js")),
-        plotly=Markup(_packed_plotly()) if drawn and not shared_script else Markup(""),
-        shared_script=shared_script if drawn else "",
-        figures=script_json({c.id: _figure(c) for c in drawn}),
-        terms=TERMS,
-        **context,
+    page = (
+        _templates()
+        .get_template(template)
+        .render(
+            style=Markup(_asset("page.css")),
+            script=Markup(_asset("page.js")),
+            plotly=Markup(_packed_plotly()) if drawn and not shared_script else Markup(""),
+            shared_script=shared_script if drawn else "",
+            figures=script_json({c.id: _figure(c) for c in drawn}),
+            terms=TERMS,
+            **context,
+        )
     )
     return page.replace(_CONTENTS, _contents(page), 1)
+
+
+def compile_templates() -> None:
+    """Make ready what `render_page` fills, which takes longer than to fill it; a second call takes nothing."""
+    for name in _templates().list_templates(extensions=["j2"]):
+        _templates().get_template(name)
+    _packed_plotly()
+
+
+@lru_cache(maxsize=1)
+def _templates() -> Environment:
+    environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
+    environment.filters |= {"term": with_term, "specs": with_specs}
+    return environment
 
 
 def write_shared_script(folder: Path) -> None:
@@ -90,6 +107,7 @@ def find_shared_script(run: Path) -> str:
     return f"../../{SHARED_SCRIPT}" if folder.name == "runs" and (folder.parent / SHARED_SCRIPT).is_file() else ""
 
 
+@lru_cache(maxsize=1)
 def _packed_plotly() -> str:
     return base64.b64encode(PLOTLY_FILE.read_bytes()).decode()
 

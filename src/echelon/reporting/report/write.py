@@ -36,7 +36,7 @@ REPORT_FILE = "report.html"
 SUMMARY_FILE = "summary.json"
 
 
-def write_report(run: Path, alone: bool = False) -> Summary:
+def write_report(run: Path, alone: bool = False, known: RunRecord | None = None) -> Summary:
     """Write `report.html` and `summary.json` into a run's folder, each atomically, from its record.
 
     The page of a run of a study draws with the script in the study's folder, where there is one.
@@ -45,11 +45,12 @@ def write_report(run: Path, alone: bool = False) -> Summary:
 
     Args:
         alone: write a page that needs no other file, also for a run of a study.
+        known: what the folder holds, where that has been read.
 
     Raises:
         UserError: the folder does not exist.
     """
-    record = load_run(run)
+    record = known or load_run(run)
     summary = summarise(record)
     write_atomic(run / REPORT_FILE, _encodable(render_run(record, summary, "" if alone else find_shared_script(run))))
     numbers = {**summary.to_json(), "words": closing_words(summary)}
