@@ -14,6 +14,7 @@ from echelon.core.errors import unknown
 
 _FOLDER = Path(__file__).parents[1] / "data" / "sources"
 _MARKER = "SOURCE"
+_DECLARED = ("names", "form", "folders", "shapes")
 _BARE = re.compile(r"[\w-]+")  # no path, and no form such as `module:function`
 
 
@@ -47,11 +48,17 @@ def declared_kinds() -> tuple[DeclaredKind, ...]:
 def _declared() -> Iterator[DeclaredKind]:
     for file in sorted(_FOLDER.glob("[!_]*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
-        if any(_MARKER in _targets(node) for node in tree.body):
-            names, form = _class_variable(tree, "names") or (), _class_variable(tree, "form") or ""
-            folders = _class_variable(tree, "folders") or ()
-            about, shapes = ast.get_docstring(tree) or "", dict(_class_variable(tree, "shapes") or {})
-            yield DeclaredKind(file.stem, tuple(names), str(form), about, tuple(folders), shapes)
+        if not any(_MARKER in _targets(node) for node in tree.body):
+            continue
+        values = _class_variables(tree)
+        yield DeclaredKind(
+            file=file.stem,
+            names=tuple(values.get("names", ())),
+            form=str(values.get("form", "")),
+            text=ast.get_docstring(tree) or "",
+            folders=tuple(values.get("folders", ())),
+            shapes=dict(values.get("shapes", {})),
+        )
 
 
 def holds_folders_of_a_kind(path: Path) -> bool:
@@ -75,15 +82,18 @@ def check_data_name(name: str) -> None:
         raise unknown("data", name, known, [kind.form for kind in kinds if kind.form], may_be_object=True)
 
 
-def _class_variable(tree: ast.Module, name: str) -> Any:
-    """Return a class variable's value; names that a table has are the table's keys."""
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.AnnAssign) or ast.unparse(node.target) != name or not node.value:
+def _class_variables(tree: ast.Module) -> dict[str, Any]:
+    """Return the values that classes declare, the first of a name; names that a table has are the table's keys."""
+    found: dict[str, Any] = {}
+    for node in (each for kind in tree.body if isinstance(kind, ast.ClassDef) for each in kind.body):
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name) or not node.value:
             continue
-        if table := re.fullmatch(r"tuple\((\w+)\)", ast.unparse(node.value)):
-            return _keys(tree, table[1])
-        return ast.literal_eval(node.value)
-    return None
+        name = node.target.id
+        if name not in _DECLARED or name in found:
+            continue
+        table = re.fullmatch(r"tuple\((\w+)\)", ast.unparse(node.value))
+        found[name] = _keys(tree, table[1]) if table else ast.literal_eval(node.value)
+    return found
 
 
 def _keys(tree: ast.Module, table: str) -> tuple[str, ...]:
