@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -63,20 +63,16 @@ class Declaration:
 class Registry:
     """The implementations in one package, each a file that assigns a settings dataclass to `marker`."""
 
-    def __init__(
-        self, package: str, kind: str, marker: str, aliases: Mapping[str, str] | None = None, heavy: bool = False
-    ) -> None:
+    def __init__(self, package: str, kind: str, marker: str, heavy: bool = False) -> None:
         """Describe where they are; nothing is read yet.
 
         Args:
             package: whose files they are; importing it must be cheap, unless it is `heavy`.
             kind: what a refusal calls them, such as `compression`.
-            aliases: other names that are accepted, and what they stand for.
             heavy: the package's files are found without importing it, for it lies in one that imports torch.
         """
         self._heavy = heavy
         self.package, self.kind, self.marker = package, kind, marker
-        self.aliases = dict(aliases or {})
 
     def names(self) -> list[str]:
         """Return the names of the implementations that exist."""
@@ -88,8 +84,7 @@ class Registry:
         Raises:
             UserError: there is none of that name; names the nearest.
         """
-        name = self.resolve_name(name)
-        tree = _tree_of(self._files()[name])
+        tree = _tree_of(self._file(name))
         target = next(_assigned(node) for node in tree.body if _assigns(node, self.marker))
         about = ast.get_docstring(tree) or ""
         classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == target]
@@ -98,17 +93,6 @@ class Registry:
         arguments = tuple(a for a in declared.values() if not a.is_constant)
         constants = {a.name: a.default for a in declared.values() if a.is_constant and a.default is not None}
         return Declaration(name, about.partition("\n")[0], arguments, constants, "\n\n".join(filter(None, texts)))
-
-    def resolve_name(self, name: str) -> str:
-        """Return the name that a name or an alias stands for.
-
-        Raises:
-            UserError: there is none of that name; names the nearest.
-        """
-        name = self.aliases.get(name, name)
-        if name not in self._files():
-            raise unknown(self.kind, name, self.names())
-        return name
 
     def check(self, spec: Spec) -> None:
         """Refuse a spec whose name or settings do not exist, or are of the wrong type, without importing anything.
@@ -122,12 +106,12 @@ class Registry:
             raise missing_setting(spec, [a.name for a in arguments])
 
     def chain(self, text: str) -> list[Spec]:
-        """Read specs joined by `+`, with the names that aliases stand for; none of them is checked.
+        """Read specs joined by `+`; none of them is checked.
 
         Raises:
             UserError: the text is not a spec.
         """
-        return [replace(spec, name=self.aliases.get(spec.name, spec.name)) for spec in parse_chain(text)]
+        return list(parse_chain(text))
 
     def canonical(self, text: str) -> str:
         """Write specs so that equal ones are written alike: `topk(0.01)` as `topk(density=0.01)`; imports nothing.
@@ -136,7 +120,7 @@ class Registry:
             UserError: the text is not a spec, or has settings that do not exist.
         """
         known = self.names()
-        return "+".join(str(self._by_name(spec) if spec.name in known else spec) for spec in self.chain(text))
+        return "+".join(str(self._by_name(spec) if spec.name in known else spec) for spec in parse_chain(text))
 
     def _by_name(self, spec: Spec) -> Spec:
         arguments = self.declaration(spec.name).arguments
@@ -149,7 +133,7 @@ class Registry:
         Raises:
             UserError: there is none of that name; names the nearest.
         """
-        module = importlib.import_module(f"{self.package}.{self.resolve_name(name)}")
+        module = importlib.import_module(f"{self.package}.{self._file(name).stem}")
         settings: type[Any] = getattr(module, self.marker)
         return settings
 
@@ -168,6 +152,12 @@ class Registry:
             UserError: an unknown name or setting, or an impossible value.
         """
         return bind(spec, self.settings_class(spec.name))
+
+    def _file(self, name: str) -> Path:
+        files = self._files()
+        if name not in files:
+            raise unknown(self.kind, name, sorted(files))
+        return files[name]
 
     def _files(self) -> dict[str, Path]:
         of_package = _file_of(self.package) if self._heavy else None

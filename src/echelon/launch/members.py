@@ -46,10 +46,6 @@ class GroupMembers:
     def _member(self, name: str) -> str:
         return member_name(name, self._starts[name])
 
-    def is_member(self, name: str) -> bool:
-        """Whether a process takes part; else it is on its way to."""
-        return name in self._inside
-
     def survivors(self, dead: Collection[str]) -> list[str]:
         """Return the members that are left without some; none where they cannot go on: one of them has not begun."""
         left, folder = [name for name in self._inside if name not in dead], self._folder

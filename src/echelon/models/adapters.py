@@ -62,11 +62,6 @@ def add_adapters(model: nn.Module, layers: Sequence[str], r: int, alpha: float) 
         parameter.requires_grad_(trained.get(id(parameter), True))
 
 
-def adapters_of(model: nn.Module) -> list[str]:
-    """Return the names of the layers that have an adapter, in the model's order."""
-    return [name for name, module in model.named_modules() if hasattr(module, DOWN) and hasattr(module, UP)]
-
-
 @torch.no_grad()
 def merged(weights: Mapping[str, Tensor], model: nn.Module, scale: float) -> dict[str, Tensor]:
     """Return weights in which each adapter is added into its layer's own: weight + scale * lora_B @ lora_A.

@@ -6,7 +6,6 @@ Shapes: x (N, C, ...) with N this rank's samples (0 is allowed), n values per ch
 from __future__ import annotations
 
 from collections.abc import Set
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -83,7 +82,6 @@ class SyncBatchNormAct(_Activated, nn.SyncBatchNorm):
 def convert_sync_batchnorm(
     module: nn.Module,
     group: dist.ProcessGroup,
-    timeout: timedelta | None = None,
     still: Set[str] = frozenset(),
 ) -> nn.Module:
     """Replace every BatchNorm in a module, in place; parameters and statistics stay the same objects.
@@ -92,7 +90,6 @@ def convert_sync_batchnorm(
     own, so that their collectives, issued while gradients already travel, never meet those of another rank's.
 
     Args:
-        timeout: how long a layer waits for the other ranks; as long as `group` does where not given.
         still: names of those whose statistics no batch enters; they stay what they are.
 
     Returns:
@@ -105,7 +102,7 @@ def convert_sync_batchnorm(
         return module
     if dist.get_backend(group) == "gloo":
         with closed_afterwards():
-            group = same_ranks_group(group, "gloo", timeout)
+            group = same_ranks_group(group, "gloo")
     return _convert(module, group, still, "")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import MethodType
 
@@ -140,11 +140,6 @@ class Replica:
     def bytes_sent(self) -> int:
         """Bytes that this process has sent so that the replicas agree."""
         return sum(self._sync.bytes_sent().values())
-
-    @property
-    def bytes_by_group(self) -> Mapping[str, int]:
-        """The same by what they were of: weights, small parameters, buffers, ..."""
-        return self._sync.bytes_sent()
 
     def state_dict(self) -> StateTree:
         """Return counters, what was agreed on last and what codecs have not sent yet: tensors and plain values.

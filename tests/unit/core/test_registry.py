@@ -60,7 +60,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     (folder / "helper.py").write_text("x = 1\n")
     (folder / "waits.py").write_text(CODE)
     monkeypatch.syspath_prepend(tmp_path)
-    return Registry("toy_strategies", "sync", "STRATEGY", aliases={"rests": "waits"})
+    return Registry("toy_strategies", "sync", "STRATEGY")
 
 
 def test_a_file_is_an_implementation_when_it_says_so(registry: Registry) -> None:
@@ -68,7 +68,7 @@ def test_a_file_is_an_implementation_when_it_says_so(registry: Registry) -> None
 
 
 def test_settings_are_known_without_importing_the_file(registry: Registry) -> None:
-    declaration = registry.declaration("rests")
+    declaration = registry.declaration("waits")
     assert declaration.summary == "Waits."
     assert declaration.arguments == (
         Argument("period", "int", None),
@@ -97,7 +97,7 @@ def test_what_it_allows_is_not(registry: Registry) -> None:
 
 
 def test_equal_specs_are_written_alike(registry: Registry) -> None:
-    assert registry.canonical("rests(4)") == registry.canonical("waits(period=4)") == "waits(period=4)"
+    assert registry.canonical("waits(4)") == registry.canonical("waits(period=4)") == "waits(period=4)"
     assert CODECS.canonical("topk(0.01, values=sign)+huffman") == "topk(density=0.01, values=sign)+huffman"
 
 
