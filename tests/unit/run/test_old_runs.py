@@ -1,0 +1,57 @@
+"""Runs of the version before tasks, places and typed records: their folders are read, described and reported.
+
+`old_runs/` holds two of them, 30 steps of 2 workers on the digits: an all-reduce with topk(0.1), and ps(mode=async).
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from echelon.checkpoint import CheckpointStore
+from echelon.config import load_run_config
+from echelon.records.file import read_records
+from echelon.records.kinds import Evaluation, Start, Steps
+from echelon.reporting.report.write import write_report
+from echelon.run.overview import overview_of
+from echelon.run.resolve import resolve
+
+OLD_RUNS = {"allreduce": 0.8552, "ps": 0.8357}
+
+
+@pytest.fixture(params=OLD_RUNS)
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    with tarfile.open(Path(__file__).parent / "old_runs" / f"{request.param}.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path / str(request.param)
+
+
+def test_its_record_is_read_as_today_s(run: Path) -> None:
+    starts, windows = list(read_records(run, Start)), list(read_records(run, Steps))
+    assert [start.world_size for start in starts] == [2] and starts[0].task.primary.name == "top1"
+    assert windows[-1].step == 30 and sum(len(window.losses) for window in windows) == 30
+    last = list(read_records(run, Evaluation))[-1]
+    assert last.metrics["top1"] == pytest.approx(OLD_RUNS[run.name], abs=1e-4)
+
+
+def test_it_is_reported_and_listed(run: Path) -> None:
+    write_report(run)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "completed" and summary["steps"] == 30
+    assert summary["metrics"]["top1"] == pytest.approx(OLD_RUNS[run.name], abs=1e-4)
+    page = (run / "report.html").read_text()
+    assert "Top-1" in page or "top-1" in page
+    assert overview_of(run).state == "completed"
+
+
+def test_it_goes_on_from_its_description_and_its_checkpoint(run: Path) -> None:
+    resolved = resolve(load_run_config(run / "config.yaml"))
+    assert resolved.sync.name == run.name and resolved.layout_for(2).dp == 2
+    found = CheckpointStore(run / "checkpoints", keep=1).newest()
+    assert found is not None and found[0] == 30
+    weights = {name: value for name, value in found[1]["model"].items() if isinstance(value, torch.Tensor)}
+    assert {name: tuple(value.shape) for name, value in weights.items()}["1.weight"] == (8, 64)
