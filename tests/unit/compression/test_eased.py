@@ -41,6 +41,18 @@ def test_topk_sends_less_in_each_stage_and_every_size_is_known() -> None:
     assert len(set(sizes)) == 4 and sizes[19] != sizes[20] == sizes[97]
 
 
+def test_momentum_is_zeroed_where_a_stage_of_the_warm_up_has_sent() -> None:
+    compression, _ = read("topk(0.01)").with_momentum(0.9)
+    codec = compression.for_run(100).build()
+    gradient = torch.randn(4096)
+    state = codec.init_state("w", gradient)
+    for step in (0, 1):  # 31.6% are sent
+        codec.at(step).compress(gradient, state)
+        kept = state.elementwise["velocity"] != 0
+
+        assert 0.6 < kept.float().mean() < 0.75
+
+
 def test_what_waits_is_dropped_when_a_message_is_whole() -> None:
     codec = read("sign").for_run(20).build()
     gradient = torch.randn(4096)

@@ -6,7 +6,8 @@ Needs: SGD; a learning rate that suits late gradients (warmup_steps, or nesterov
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -33,8 +34,8 @@ _WARMUP_SHARE = 0.2
 class TopK(CorrectsMomentum, Eased, Sparse):
     """The k = density * n elements of largest magnitude, indices packed; the rest waits in the error memory.
 
-    Deep Gradient Compression: u = m u + g; v = v + u; send the k largest of v; zero v and u where sent (u only once the
-    density is below 5%: while much is sent, that would remove the momentum). u is the wrapper's "velocity", v its
+    Deep Gradient Compression: u = m u + g; v = v + u; send the k largest of v; zero v and u where sent (u only where
+    `density` is below 5%: while much is sent, that would remove the momentum). u is the wrapper's "velocity", v its
     "error". With momentum 0 it is plain error feedback. Density warm-up: density^(1/4), ^(2/4), ^(3/4) for a third of
     `warmup_steps` each (1%: 31.6%, 10%, 3.2%), then `density`. In the last steps everything travels, as int8.
 
@@ -119,7 +120,11 @@ class TopK(CorrectsMomentum, Eased, Sparse):
 
     def at(self, step: int) -> Codec:
         """Return the codec of a step's density, whose messages have a size that is known."""
-        return replace(self, density=self._density_at(step), warmup_steps=0) if self.warmup_steps else self
+        if not self.warmup_steps:
+            return self
+        settings = {each.name: getattr(self, each.name) for each in fields(self)}
+        stage = step < self.warmup_steps and self.density < self.mask_below
+        return (_Stage if stage else TopK)(**settings | {"density": self._density_at(step), "warmup_steps": 0})
 
     def count(self, numel: int) -> int | None:
         """Return the number of elements sent; None with a warm-up."""
@@ -133,6 +138,15 @@ class TopK(CorrectsMomentum, Eased, Sparse):
         """By the next message's density; without a state by `density`."""
         density = self.share_sent(state) if state else self.density
         return self.bits_for(numel, count_for(density, numel))
+
+
+class _Stage(TopK):
+    """A stage of the warm-up: momentum is zeroed where values were sent, however many these are.
+
+    What is sent late has been multiplied by the momentum already: with the velocity kept, early steps overshoot.
+    """
+
+    mask_below: ClassVar[float] = math.inf
 
 
 CODEC = TopK
