@@ -5,11 +5,14 @@ Ranks are real processes; each law runs all specs in one start of the ranks, for
 
 from __future__ import annotations
 
+from hashlib import sha256
+
 import pytest
 import torch
 from torch import Tensor
 
 from echelon.checkpoint import gather_rank_state
+from echelon.checkpoint.tensors import as_bytes
 from echelon.checkpoint.tree import flatten
 from echelon.compression import read as read_codec
 from echelon.core.errors import UserError
@@ -129,6 +132,7 @@ def _resume(rank: Rank, trials: list[Trial]) -> None:
     for i, trial in enumerate(trials):
         parts, at = make_parts(trial), 3 + i % 5
         train(parts, rank, 0, at)
+        _check_alike(parts, trial)
         saved = save(parts, rank, at)
         expected = train(parts, rank, at, STEPS)
         again = make_parts(trial)
@@ -141,6 +145,17 @@ def _resume(rank: Rank, trials: list[Trial]) -> None:
             assert _equal(ends[0]["ema"]["average"], ends[1]["ema"]["average"])
         for p in (parts, again):
             p.sync.close()
+
+
+def _check_alike(parts: RunParts, trial: Trial) -> None:
+    """What a checkpoint has once for all ranks is the same on them, bit for bit."""
+    alike = parts.sync.alike(parts.sync.state_dict())
+    _, tensors = flatten({"alike": alike})
+    of_ranks = gather_rank_state({"sha256": {n: sha256(as_bytes(t).numpy()).hexdigest() for n, t in tensors.items()}})
+    for rank, said in of_ranks.items():
+        assert said == of_ranks[0], f"{trial}: rank {rank}"
+    if any(trial.sync.startswith(name) for name in ("diloco", "easgd")):
+        assert alike, trial
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

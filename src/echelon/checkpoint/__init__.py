@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from echelon.checkpoint.parts import RANKS, WRITING_PART, PartWriter, RankPart, StoredPart, merge, take_parts, whole
+from echelon.checkpoint.parts import (
+    RANKS,
+    WRITING_PART,
+    AlikeTensors,
+    PartWriter,
+    RankPart,
+    StoredPart,
+    merge,
+    part_file,
+    take_parts,
+    whole,
+)
 from echelon.checkpoint.ranks import broadcast_state, copy_state, gather_rank_state, pick_rank_state
 from echelon.checkpoint.store import WRITING, Arriving, BaseState, CheckpointStore, Saved
 from echelon.checkpoint.tensors import export_weights
@@ -11,6 +22,7 @@ __all__ = [
     "RANKS",
     "WRITING",
     "WRITING_PART",
+    "AlikeTensors",
     "Arriving",
     "BaseState",
     "CheckpointStore",
@@ -23,6 +35,7 @@ __all__ = [
     "export_weights",
     "gather_rank_state",
     "merge",
+    "part_file",
     "pick_rank_state",
     "take_parts",
     "whole",

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,6 +30,8 @@ _TEMPORARY = ".tmp-"
 _BASE = "base-"
 _DOOMED = ".old-"
 _LOCK = ".lock"
+_SUM = ".sha256"
+_SHA256 = re.compile("[0-9a-f]{64}")
 _POLL_S = 0.05
 
 
@@ -175,12 +177,33 @@ def unlock(handle: int) -> None:
     os.close(handle)
 
 
-def seal(folder: Path, step: int, metric: float | None, base: str = "") -> Manifest:
-    """Write the manifest of all files in `folder` and wait until everything is on the disk. Raises OSError."""
+def note_sum(path: Path, sha256: str) -> None:
+    """Leave the SHA-256 of a file that is about to appear beside it, for who seals the folder. Raises OSError."""
+    path.with_suffix(_SUM).write_text(sha256)
+
+
+def noted_sums(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """Return what `note_sum` has left of some files in a folder, as far as it did. Raises OSError."""
+    found = {name: (folder / name).with_suffix(_SUM) for name in names}
+    read = {name: path.read_text() for name, path in found.items() if path.exists()}
+    return {name: sha256 for name, sha256 in read.items() if _SHA256.fullmatch(sha256)}
+
+
+def seal(
+    folder: Path, step: int, metric: float | None, base: str = "", known: Mapping[str, str] | None = None
+) -> Manifest:
+    """Write the manifest of all files in `folder` and wait until everything is on the disk.
+
+    Args:
+        known: SHA-256 of files, by those who wrote them; the others are read.
+
+    Raises:
+        OSError: the disk fails.
+    """
     files: dict[str, FileSum] = {}
     for path in sorted(folder.iterdir()):
         sync(path)
-        files[path.name] = FileSum(path.stat().st_size, _sha256(path))
+        files[path.name] = FileSum(path.stat().st_size, (known or {}).get(path.name) or _sha256(path))
     sums = {name: asdict(file) for name, file in files.items()}
     body: dict[str, object] = {"format": FORMAT, "step": step, "metric": None if metric is None else repr(metric)}
     if base:

@@ -11,7 +11,7 @@ import functools
 import json
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.checkpoint.tensors import read_tensors, stage, to_stored, write_file
-from echelon.checkpoint.tree import flatten, in_file, slots, unflatten
+from echelon.checkpoint import files
+from echelon.checkpoint.tensors import map_tensor, read_tensors, stage, to_stored, write_file
+from echelon.checkpoint.tree import flatten, moved, slots, unflatten
 from echelon.core.errors import UserError
 from echelon.core.patience import Patience
 from echelon.core.shards import Region
@@ -144,6 +145,60 @@ def whole(state: Any) -> Any:
     return state
 
 
+def part_file(rank: int) -> str:
+    """Return the name of the file that a rank writes."""
+    return f"part-{rank:05d}.safetensors"
+
+
+class WrittenTensors:
+    """Where tensors lie in files that ranks write, found by their memory, so that nothing is written twice."""
+
+    def __init__(self) -> None:
+        """Know of none."""
+        self._at: dict[Hashable, tuple[str, str]] = {}
+        self._alive: list[Tensor] = []  # else their memory could become that of others
+
+    def add(self, tensor: Tensor, file: str, name: str) -> None:
+        """Remember where a tensor lies."""
+        if tensor.numel():
+            self._at[_memory(tensor)] = file, name
+            self._alive.append(tensor)
+
+    def refer(self, tree: Any, tensors: Mapping[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+        """Return a tree that says of tensors that lie in a file where, and the tensors that lie in none."""
+        found = {name: self._at.get(_memory(tensor)) for name, tensor in tensors.items()}
+        at = {name: place for name, place in found.items() if place is not None}
+        return moved(tree, lambda name: at.get(name)), {n: t for n, t in tensors.items() if n not in at}
+
+
+def _memory(tensor: Tensor) -> Hashable:
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+
+
+@dataclass(frozen=True)
+class AlikeTensors:
+    """Tensors of a rank's own state that others have too, bit for bit; each is written by one of them.
+
+    Attributes:
+        tensors: in the state.
+        ranks: that have them.
+    """
+
+    tensors: Sequence[Tensor] = ()
+    ranks: Sequence[int] = ()
+
+    def writers(self, by_name: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return which rank writes which of them, by name: all ranks say the same, and write about as much each."""
+        alike = {_memory(tensor) for tensor in self.tensors if tensor.numel()}
+        load = dict.fromkeys(sorted(self.ranks, reverse=True), 0)
+        chosen: dict[str, int] = {}
+        for name, tensor in by_name.items():
+            if _memory(tensor) in alike:
+                chosen[name] = min(load, key=lambda rank: load[rank])
+                load[chosen[name]] += tensor.nbytes
+        return chosen
+
+
 @dataclass(frozen=True)
 class RankPart:
     """What a rank writes: tensors by name, and the tree that says where they belong."""
@@ -152,19 +207,39 @@ class RankPart:
     tree: Any
 
     @classmethod
-    def of(cls, file: str, rank: int, state: StateView, shared: StateView, shards: Mapping[str, Tensor]) -> RankPart:
+    def of(
+        cls, rank: int, state: StateView, shared: StateView, shards: Mapping[str, Tensor], alike: AlikeTensors
+    ) -> RankPart:
         """Describe a rank's part.
 
         Args:
-            file: its name.
             state: the rank's own.
             shared: what else it says, with `shards` taken out by `take_parts`.
+            alike: what of its own state another rank may write.
 
         Raises:
             TypeError: a value that a checkpoint cannot hold.
         """
         tree, tensors = flatten({RANKS: {rank: state}, _SHARED: shared})
-        return cls({**tensors, **shards}, in_file(tree, file))
+        writers = alike.writers(tensors)
+        start = f"{RANKS}.{rank}."
+
+        def place(name: str) -> tuple[str, str]:
+            """Return in which file a tensor lies, and its name there: as the rank that writes it calls it."""
+            writer = writers.get(name, rank)
+            return part_file(writer), name if writer == rank else f"{RANKS}.{writer}.{name.removeprefix(start)}"
+
+        own = {name: tensor for name, tensor in tensors.items() if writers.get(name, rank) == rank}
+        return cls({**own, **shards}, moved(tree, place))
+
+    def written(self, rank: int, entries: Set[str] = frozenset()) -> WrittenTensors:
+        """Return where the tensors of the rank's own state lie, or those of some of its entries alone."""
+        found = WrittenTensors()
+        for name, tensor in self.tensors.items():
+            _, _, inner = name.partition(f"{RANKS}.{rank}.")
+            if inner and (not entries or inner.partition(".")[0] in entries):
+                found.add(tensor, part_file(rank), name)
+        return found
 
 
 class StoredPart:
@@ -174,27 +249,50 @@ class StoredPart:
         own_tree: the rank and its own state, as an item of the tree of all ranks' states.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Read what the file says of itself. Raises OSError, or SafetensorError for a file that is no part."""
+    def __init__(self, path: Path, written: WrittenTensors) -> None:
+        """Read what the file says of itself; `written` learns where lies what is read.
+
+        Raises OSError, or SafetensorError for a file that is no part.
+        """
         from safetensors import safe_open
 
-        self._folder = path.parent
+        self._folder, self._written = path.parent, written
         with safe_open(path, "pt") as file:
             tree = json.loads(file.metadata()[_TREE])
+            self.names = frozenset(file.keys())
         found = dict(tree["dict"])
         self._shared_tree = found[_SHARED]
         (self.own_tree,) = found[RANKS]["dict"]
 
     def own(self, keys: Collection[str]) -> StateView:
-        """Read some entries of the rank's own state."""
+        """Return some entries of the rank's own state; their tensors are the files, mapped: not to be changed."""
         tree = {"dict": [item for item in self.own_tree[1]["dict"] if item[0] in keys]}
-        state: StateView = unflatten(tree, read_tensors(self._folder, slots(tree)))
+        state: StateView = unflatten(tree, mapped(self._folder, tree, self._written))
         return state
 
     def shared(self) -> StateView:
         """Read what the rank says beside its own state; shards stay where they lie."""
         state: StateView = unflatten(self._shared_tree, read_tensors(self._folder, slots(self._shared_tree)))
         return state
+
+
+def mapped(folder: Path, tree: Any, written: WrittenTensors) -> dict[str, Tensor]:
+    """Return the tensors of a tree that lie in ranks' files, by name, without reading them; `written` learns where."""
+    found: dict[str, Tensor] = {}
+    for slot in slots(tree):
+        if slot.file:
+            found[slot.name] = map_tensor(folder, slot)
+            written.add(found[slot.name], slot.file, slot.name)
+    return found
+
+
+def check_complete(parts: Sequence[StoredPart]) -> None:
+    """Refuse parts that refer to what no rank has written. Raises ValueError."""
+    names = {part_file(part.own_tree[0]): part.names for part in parts}
+    for part in parts:
+        for slot in slots(part.own_tree[1]):
+            if slot.name not in names[slot.file]:
+                raise ValueError(f"rank {part.own_tree[0]} expects {slot.name} in {slot.file}, which does not hold it")
 
 
 class PartWriter:
@@ -258,7 +356,8 @@ class PartWriter:
 def _write_whole_file(file: Path, part: RankPart) -> None:
     unfinished = file.with_suffix(".unfinished")
     try:
-        write_file(unfinished, to_stored(part.tensors), {_TREE: json.dumps(part.tree)})
+        sha256 = write_file(unfinished, to_stored(part.tensors), {_TREE: json.dumps(part.tree)})
+        files.note_sum(file, sha256)
         unfinished.rename(file)
     except OSError:
         with suppress(OSError):  # gives a full disk its room back; the next try writes over what is left

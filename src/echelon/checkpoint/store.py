@@ -18,8 +18,17 @@ from torch import Tensor
 
 from echelon.checkpoint import files
 from echelon.checkpoint.files import CheckpointEntry, DamagedError, Manifest
-from echelon.checkpoint.parts import RANKS, GivenUp, StoredPart, await_parts, join_parts
-from echelon.checkpoint.tensors import read_tensors, stage, write_tensors
+from echelon.checkpoint.parts import (
+    RANKS,
+    GivenUp,
+    StoredPart,
+    WrittenTensors,
+    await_parts,
+    check_complete,
+    join_parts,
+    mapped,
+)
+from echelon.checkpoint.tensors import TENSORS, read_tensors, stage, write_tensors
 from echelon.checkpoint.tree import flatten, slots, unflatten
 from echelon.core.errors import UserError
 from echelon.core.patience import Patience, may_pass
@@ -72,6 +81,7 @@ class Arriving:
         complete: makes the state that is saved of what `save` was given and of the parts, in the writer's thread, maybe
             more than once; the ranks' own states are added after it.
         with_own: whether they are.
+        written: tensors of the state that `save` is given which lie in these files: they are not written again.
         given_up: set when parts that are missing will not come.
     """
 
@@ -79,6 +89,7 @@ class Arriving:
     names: list[str]
     complete: Callable[[StateView, Sequence[StoredPart]], StateView]
     with_own: bool = True
+    written: WrittenTensors = field(default_factory=WrittenTensors)
     given_up: threading.Event = field(default_factory=threading.Event)
 
 
@@ -198,10 +209,10 @@ class CheckpointStore:
             raise ValueError(f"step {step}: steps count from 0")
         self.wait()
         self._insist(self.claim)
-        tree, staged = _staged(state)
+        tree, staged = _staged(state, arriving)
         of_base = None
         if base is not None and base.state is not None:
-            of_base = _Job(0, None, *_staged(base.state), started_s, 0.0, base.arriving, reason)
+            of_base = _Job(0, None, *_staged(base.state, base.arriving), started_s, 0.0, base.arriving, reason)
         blocked_s = time.monotonic() - started_s
         job = _Job(
             step,
@@ -416,10 +427,11 @@ class CheckpointStore:
         else:
             unfinished.mkdir(exist_ok=True)
         try:
+            sums = files.noted_sums(unfinished, parts)
             files.empty(unfinished, but=parts)
-            write_tensors(unfinished, tensors)
+            sums[TENSORS] = write_tensors(unfinished, tensors)
             files.write_durable(unfinished / _TREE, json.dumps(tree).encode())
-            manifest = files.seal(unfinished, job.step, job.metric, base)
+            manifest = files.seal(unfinished, job.step, job.metric, base, sums)
             target = target if named is None else named(unfinished)
             if named is not None and target.exists():
                 files.replace_damaged(target, unfinished)  # the same one, of a process that came before
@@ -448,16 +460,21 @@ class CheckpointStore:
 
 def _with_parts(job: _Job, arriving: Arriving) -> tuple[StateTree, dict[str, Tensor]]:
     """Return a save's tree and tensors, completed from what the ranks have written."""
-    parts = [StoredPart(arriving.folder / name) for name in arriving.names]
-    tree, tensors = flatten(arriving.complete(unflatten(job.tree, job.tensors), parts))
+    written = WrittenTensors()
+    parts = [StoredPart(arriving.folder / name, written) for name in arriving.names]
+    given = unflatten(job.tree, {**job.tensors, **mapped(arriving.folder, job.tree, written)})
+    tree, tensors = written.refer(*flatten(arriving.complete(given, parts)))
     if not arriving.with_own:
         return tree, tensors
+    check_complete(parts)
     return {"dict": [*tree["dict"], [RANKS, {"dict": [part.own_tree for part in parts]}]]}, tensors
 
 
-def _staged(state: StateView) -> tuple[Any, dict[str, Tensor]]:
-    """Return a state's tree and copies of its tensors, but for those under `RANKS`."""
+def _staged(state: StateView, arriving: Arriving | None) -> tuple[Any, dict[str, Tensor]]:
+    """Return a state's tree and copies of its tensors, but for those under `RANKS` and those that lie in a part."""
     tree, tensors = flatten(state)
+    if arriving is not None:
+        tree, tensors = arriving.written.refer(tree, tensors)
     ready = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{RANKS}.")}
     return tree, ready | stage({name: tensor for name, tensor in tensors.items() if name not in ready})
 

@@ -5,10 +5,12 @@ They are written tensor by tensor: `safetensors.torch.save_file` hides a full di
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -40,10 +42,10 @@ def stage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return staged
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write CPU tensors into a file of `folder`. Raises OSError, as on a full disk."""
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write CPU tensors into a file of `folder`; returns its SHA-256. Raises OSError, as on a full disk."""
     # A tensor without elements has no bytes: its slot in the tree says all there is.
-    write_file(folder / TENSORS, to_stored({name: tensor for name, tensor in tensors.items() if tensor.numel()}))
+    return write_file(folder / TENSORS, to_stored({name: tensor for name, tensor in tensors.items() if tensor.numel()}))
 
 
 def to_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -51,8 +53,12 @@ def to_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor if tensor.dtype in _NAMES else as_bytes(tensor) for name, tensor in tensors.items()}
 
 
-def write_file(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
-    """Write CPU tensors of safetensors' dtypes as one durable safetensors file, and words about it. Raises OSError."""
+def write_file(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> str:
+    """Write CPU tensors of safetensors' dtypes as one durable safetensors file, and words about it.
+
+    Returns its SHA-256, taken of what is written: to read it again for that takes as long as to write it.
+    Raises OSError.
+    """
     header: dict[str, Mapping[str, str | list[int]]] = {} if about is None else {"__metadata__": about}
     offset = 0
     for name, tensor in tensors.items():
@@ -61,12 +67,15 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, st
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    sha256 = hashlib.sha256()
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors.values():
-            file.write(as_bytes(tensor).numpy().data)
+        chunks: Iterator[bytes | memoryview] = (as_bytes(tensor).numpy().data for tensor in tensors.values())
+        for data in itertools.chain([struct.pack("<Q", len(text)) + text], chunks):
+            file.write(data)
+            sha256.update(data)
         file.flush()
         os.fsync(file.fileno())
+    return sha256.hexdigest()
 
 
 def read_tensors(folder: Path, slots: Iterable[Slot]) -> dict[str, Tensor]:
@@ -83,6 +92,16 @@ def read_tensors(folder: Path, slots: Iterable[Slot]) -> dict[str, Tensor]:
             for slot in wanted:
                 read[slot.name] = slot.empty() if 0 in slot.shape else _from_stored(file.get_tensor(slot.name), slot)
     return read
+
+
+def map_tensor(folder: Path, slot: Slot) -> Tensor:
+    """Return a tensor of a file of a folder, as the file itself, mapped, where it can be. It is not to be changed."""
+    if 0 in slot.shape:
+        return slot.empty()
+    with safe_open(folder / (slot.file or TENSORS), "pt") as file:
+        stored = file.get_tensor(slot.name)
+    plain = slot.dtype in _NAMES and slot.strides is None
+    return stored.reshape(slot.shape) if plain else _from_stored(stored, slot)
 
 
 def _copy_to_cpu(tensor: Tensor) -> Tensor:

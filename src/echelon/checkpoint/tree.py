@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,15 +98,16 @@ def slots(tree: Any) -> Iterator[Slot]:
             yield from slots(item)
 
 
-def in_file(tree: Any, file: str) -> Any:
-    """Return the tree with each tensor said to lie in `file`, as a state that refers to several files has it."""
+def moved(tree: Any, place: Callable[[str], tuple[str, str] | None]) -> Any:
+    """Return the tree with each tensor said to lie where `place` says of its name: a file, and its name there."""
     if isinstance(tree, list):
-        return [in_file(item, file) for item in tree]
+        return [moved(item, place) for item in tree]
     if not isinstance(tree, dict):
         return tree
     if "tensor" in tree:
-        return {**tree, "file": file}
-    return {key: in_file(item, file) for key, item in tree.items()}
+        found = place(tree["tensor"])
+        return tree if found is None else {**tree, "file": found[0], "tensor": found[1]}
+    return {key: moved(item, place) for key, item in tree.items()}
 
 
 def _encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:

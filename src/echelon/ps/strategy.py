@@ -83,6 +83,10 @@ class ServerHeld:
         """Return nothing: the servers hold the state."""
         return {}
 
+    def alike(self, state: StateView) -> list[Tensor]:
+        """Return nothing: the servers hold the state."""
+        return []
+
     def load_state_dict(self, state: StateTree) -> None:
         """Do nothing: the servers hold the state."""
 

@@ -286,6 +286,10 @@ class AllReduce:
             return steps
         return {f"sent.error/{name}/0": total for name, total in self._left_out.items()}
 
+    def alike(self, state: StateView) -> list[Tensor]:
+        """Return nothing: what codecs remember is each rank's own."""
+        return []
+
     def load_state_dict(self, state: StateTree) -> None:
         """Take back the hook's state."""
         self._agreed.clear()

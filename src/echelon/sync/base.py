@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.collectives.base import Path
@@ -168,7 +168,10 @@ class Sync(StepSync, Protocol):
         """Return the share of the encoded elements that this rank sent last; None without a sparse codec."""
 
     def state_dict(self) -> StateTree:
-        """Return this rank's own state: tensors and plain values only."""
+        """Return this rank's own state: plain values, and the tensors that it goes on with (not copied)."""
+
+    def alike(self, state: StateView) -> list[Tensor]:
+        """Return those tensors of what `state_dict` just returned that all replicas have, bit for bit."""
 
     def load_state_dict(self, state: StateTree) -> None:
         """Take back what `state_dict` gave on this rank."""

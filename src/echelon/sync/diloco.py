@@ -158,9 +158,8 @@ class OuterNesterov:
         return anchor.add_(mean + self._momentum * velocity, alpha=self._lr)
 
     def state_dict(self) -> StateTree:
-        """Return the momenta, and the settings, which may have followed from the run's length."""
-        velocity = {name: tensor.clone() for name, tensor in self._velocity.items()}
-        return {"lr": self._lr, "momentum": self._momentum, "velocity": velocity}
+        """Return the momenta (not copied), and the settings, which may have followed from the run's length."""
+        return {"lr": self._lr, "momentum": self._momentum, "velocity": dict(self._velocity)}
 
     def load_state_dict(self, state: StateView) -> None:
         """Take back the momenta and the settings: a run that is made longer goes on with those that it began with."""

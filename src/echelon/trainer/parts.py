@@ -138,7 +138,7 @@ def build_parts(run: ResolvedRun, work: Work, world: World, clock: PhaseClock) -
         split.pieces.divided.keep_own(optimizer)
     scaler = build_scaler(config.training.precision, world.device, _overflows_together(world))
     built = _Built(run, world, clock, local_model, optimizer, scaler, work.steps)
-    start_bytes = equalise(local_model, _replica_group(world))
+    start_bytes = equalise(local_model, world.replica_group)
     ema = EMA(local_model, config.training.ema, work.tuned.frozen) if config.training.ema else None
     if split and not split.pieces.divided:
         sync: Sync = SplitSync(model, split.pieces, lambda: _sync(built, local_model), clock)
@@ -427,7 +427,7 @@ def _sync(built: _Built, model: nn.Module, has_unused: bool = False) -> Sync:
         model=model,
         update=make_update(built.local_model, built.optimizer, built.scaler, run.config.optimizer.clip_norm),
         optimizer=built.optimizer,
-        group=_replica_group(world),
+        group=world.replica_group,
         device=world.device,
         compression=run.compression,
         path=run.path,
@@ -440,10 +440,6 @@ def _sync(built: _Built, model: nn.Module, has_unused: bool = False) -> Sync:
         survives=run.config.launch.elastic == "on",
     )
     return run.sync.build(context)
-
-
-def _replica_group(world: World) -> dist.ProcessGroup | None:
-    return world.placement.replica_group if world.placement else world.group
 
 
 def with_kept_cuts(run: ResolvedRun, world: World, folder: Path) -> ResolvedRun:

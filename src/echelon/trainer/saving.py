@@ -19,6 +19,7 @@ from echelon.checkpoint import (
     RANKS,
     WRITING,
     WRITING_PART,
+    AlikeTensors,
     Arriving,
     BaseState,
     CheckpointStore,
@@ -29,6 +30,7 @@ from echelon.checkpoint import (
     copy_state,
     gather_rank_state,
     merge,
+    part_file,
     take_parts,
     whole,
 )
@@ -186,21 +188,27 @@ class RanksState:
                 yield Captured({**state, **about, RANKS: ranks}, base=base) if self.leads else None
             return
         folder = room.folder
-        arriving = Arriving(folder, [_part_file(rank) for rank in range(self._world.size)], self._completed)
+        arriving = Arriving(folder, [part_file(rank) for rank in range(self._world.size)], self._completed)
         if self._parts.split is not None:
+            local = _with_own_memory(local)  # the pieces are about to hold what the replicas agree on
             with agreed_state(self._parts, cursor) as state:
                 shards = to_parts(state, self._parts.split.pieces)
                 self._write_parts({folder: (local, shards), **self._frozen_parts(room)})
                 yield Captured(about, arriving, self._base_of_parts(room)) if self.leads else None
             return
-        self._write_parts({folder: (local, {})})
+        part = self._write_parts({folder: (local, {})})[folder]
+        rank = self._world.rank
         if not self.leads:
             yield None
         elif is_agreed(self._parts):
+            written = part.written(rank, {"optimizer"})  # the model has other values in the block
             with agreed_state(self._parts, cursor) as state:
-                yield Captured({**state, **about}, replace(arriving, complete=lambda state, _: state), base)
+                yield Captured(
+                    {**state, **about}, replace(arriving, complete=lambda state, _: state, written=written), base
+                )
         else:
-            yield Captured({**shared_state(self._parts, cursor), **about}, arriving, base)
+            here = replace(arriving, written=part.written(rank))
+            yield Captured({**shared_state(self._parts, cursor), **about}, here, base)
 
     def _base(self, store: CheckpointStore) -> BaseState | None:
         """Return what checkpoints leave out, to be written where the store has not got it."""
@@ -221,7 +229,7 @@ class RanksState:
             return None
         if room.of_base is None:
             return BaseState(self._parts.frozen)
-        names = [_part_file(rank) for rank in range(self._world.size)]
+        names = [part_file(rank) for rank in range(self._world.size)]
 
         def joined(_: StateView, stored: Sequence[StoredPart]) -> StateView:
             """Return what the ranks' parts hold together."""
@@ -247,14 +255,19 @@ class RanksState:
             return None
         return _Room(folder, store.parts_folder(token, of_base=True) if with_base else None)
 
-    def _write_parts(self, states: Mapping[Path, tuple[StateView, StateView]]) -> None:
-        """Write to each folder what this rank alone has, and what it says beside it, with its shards of the model."""
-        rank, file = self._world.rank, _part_file(self._world.rank)
+    def _write_parts(self, states: Mapping[Path, tuple[StateView, StateView]]) -> dict[Path, RankPart]:
+        """Write to each folder what this rank alone has, and what it says beside it, with its shards of the model.
+
+        What the ranks that hold the same piece have alike is written by one of them.
+        """
+        rank, file = self._world.rank, part_file(self._world.rank)
         parts = {}
         for folder, (own, beside) in states.items():
             shared, shards = take_parts(beside, file)
-            parts[folder / file] = RankPart.of(file, rank, own, shared, shards)
-        self._writer.write(parts)
+            alike = self._parts.sync.alike(own["sync"]) if "sync" in own else []
+            parts[folder] = RankPart.of(rank, own, shared, shards, AlikeTensors(alike, self._world.replica_ranks))
+        self._writer.write({folder / file: part for folder, part in parts.items()})
+        return parts
 
     def _completed(self, state: StateView, stored: Sequence[StoredPart]) -> StateView:
         """Return the state that rank 0 saves, with what the replicas agree on; called by the writer's thread."""
@@ -635,8 +648,9 @@ def _evaluation_text(detail: Mapping[str, Any], sections: Sequence[ReportSection
     return json.dumps({**detail, "sections": [asdict(section) for section in sections]})
 
 
-def _part_file(rank: int) -> str:
-    return f"part-{rank:05d}.safetensors"
+def _with_own_memory(local: StateView) -> StateView:
+    moved = ("model", "buffers")
+    return {key: copy_state(value) if key in moved else value for key, value in local.items()}
 
 
 def tensor_bytes(tree: object) -> int:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from echelon.collectives.times import ReduceTimes
 from echelon.core.state_tree import StateTree, StateView
@@ -149,6 +149,10 @@ class SplitSync:
     def state_dict(self) -> StateTree:
         """Return the inner strategy's state."""
         return self._inner.state_dict()
+
+    def alike(self, state: StateView) -> list[Tensor]:
+        """Return what the inner strategy has alike on the ranks that hold the same pieces."""
+        return self._inner.alike(state)
 
     def load_state_dict(self, state: StateTree) -> None:
         """Take back the inner strategy's state."""

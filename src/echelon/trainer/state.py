@@ -213,7 +213,8 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 def rank_state(run_parts: RunParts, world: World) -> StateView:
     """Return the state of this rank alone: random generators, buffers (BatchNorm), what `sync` keeps.
 
-    Parameters, optimizer and scaler too, where they are each replica's own.
+    Parameters, optimizer and scaler too, where they are each replica's own. Tensors are those that training goes on
+    with: they are to be copied before it does, and before the model holds what the replicas agree on.
     """
     _, keys, position, *_ = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     state: dict[str, object] = {
@@ -224,8 +225,8 @@ def rank_state(run_parts: RunParts, world: World) -> StateView:
         "sync": run_parts.sync.state_dict(),
         "buffers": {n: b for n, b in run_parts.local_model.named_buffers() if n not in run_parts.frozen},
     }
-    if run_parts.sync.has_replica_state:  # copies, for the model is about to hold what the replicas agree on
-        state["model"] = {name: tensor.clone() for name, tensor in moving(run_parts).items()}
+    if run_parts.sync.has_replica_state:
+        state["model"] = moving(run_parts)
         state["optimizer"] = run_parts.optimizer.state_dict()
         state["scaler"] = run_parts.scaler.state_dict()
     if run_parts.ema:

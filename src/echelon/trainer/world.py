@@ -59,6 +59,17 @@ class World:
         return self.placement.data_group if self.placement else self.group
 
     @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same piece of the model in other replicas; None: there is one replica."""
+        return self.placement.replica_group if self.placement else self.group
+
+    @property
+    def replica_ranks(self) -> list[int]:
+        """Those of the replica group."""
+        group = self.replica_group
+        return [self.rank] if group is None else dist.get_process_group_ranks(group)
+
+    @property
     def data_rank(self) -> int:
         """Which of `data_size` parts of the samples this rank has."""
         return self.placement.data_rank if self.placement else self.rank

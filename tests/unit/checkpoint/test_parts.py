@@ -10,16 +10,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from echelon.checkpoint import copy_state
 from echelon.checkpoint.parts import (
+    AlikeTensors,
+    PartWriter,
+    RankPart,
     ShardTensor,
+    StoredPart,
     StoredTensor,
+    WrittenTensors,
     await_parts,
+    check_complete,
     join_parts,
+    mapped,
     merge,
+    part_file,
     take_parts,
     whole,
     write_file,
 )
+from echelon.checkpoint.tree import flatten, unflatten
 from echelon.core.errors import UserError
 from echelon.core.shards import Region
 from echelon.parallel.local_shards import cut_out
@@ -78,3 +88,56 @@ def test_ranks_that_write_elsewhere_are_named(tmp_path: Path) -> None:
     (tmp_path / "part-0").touch()
     with pytest.raises(UserError, match=r"1 ranks did not write .* storage that all machines share"):
         await_parts(tmp_path, ["part-0", "part-1"], deadline_s=0.05)
+
+
+def test_what_ranks_have_alike_is_written_once_and_read_by_each(tmp_path: Path) -> None:
+    anchors = {
+        "big": torch.arange(1000.0),
+        "small": torch.arange(10.0),
+        "bits": torch.ones(3, 4, dtype=torch.complex64),
+    }
+    folded = torch.arange(24.0).reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
+    states = [
+        {"own": torch.full((5,), float(rank)), "sync": {"anchor": {**anchors, "folded": folded.clone()}}}
+        for rank in range(2)
+    ]
+    parts = []
+    for rank, state in enumerate(states):
+        copied = copy_state(state)
+        alike = AlikeTensors(list(copied["sync"]["anchor"].values()), [0, 1])
+        parts.append(RankPart.of(rank, copied, {}, {}, alike))
+    assert [sum(t.nbytes for t in part.tensors.values()) for part in parts] == [20 + 40 + 96 * 2, 20 + 4000]
+    write_parts(tmp_path, parts)
+
+    written = WrittenTensors()
+    stored = [StoredPart(tmp_path / part_file(rank), written) for rank in range(2)]
+    check_complete(stored)
+    for rank, part in enumerate(stored):
+        found = part.own({"own", "sync"})
+        assert found["own"].tolist() == [float(rank)] * 5
+        for name, tensor in found["sync"]["anchor"].items():
+            assert torch.equal(tensor, states[0]["sync"]["anchor"][name]), name
+        assert found["sync"]["anchor"]["folded"].stride() == folded.stride()
+    tree, rest = written.refer(*flatten({"model": stored[0].own({"sync"})["sync"]["anchor"], "new": torch.ones(2)}))
+    assert list(rest) == ["new"]
+    again = unflatten(tree, {**rest, **mapped(tmp_path, tree, WrittenTensors())})
+    assert torch.equal(again["model"]["big"], anchors["big"])
+
+
+def test_a_part_that_refers_to_what_no_rank_wrote_is_refused(tmp_path: Path) -> None:
+    both = [0, 1]
+    tensors = [torch.ones(4), torch.ones(6)]
+    first = RankPart.of(0, {"sync": {"a": tensors[0]}}, {}, {}, AlikeTensors([tensors[0]], both))
+    second = RankPart.of(1, {"sync": {"b": tensors[1]}}, {}, {}, AlikeTensors([tensors[1]], both))
+    write_parts(tmp_path, [first, second])
+    stored = [StoredPart(tmp_path / part_file(rank), WrittenTensors()) for rank in both]
+    with pytest.raises(ValueError, match=r"rank 0 expects ranks\.1\.sync\.a in part-00001"):
+        check_complete(stored)
+
+
+def write_parts(folder: Path, parts: list[RankPart]) -> None:
+    """Write each rank's part, as its writer does."""
+    for rank, part in enumerate(parts):
+        writer = PartWriter()
+        writer.write({folder / part_file(rank): part})
+        writer.wait()

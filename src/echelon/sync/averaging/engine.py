@@ -308,6 +308,14 @@ class Averaging:
             "fragments": [fragment.state_dict() for fragment in self._fragments],
         }
 
+    def alike(self, state: StateView) -> list[Tensor]:
+        """Return anchors, the rule's memory and means on their way: what only moves by what all have heard."""
+        if "first" in state:
+            return []
+        means = [fragment["flight"].get("means") or {} for fragment in state["fragments"]]
+        anchors = [fragment["anchor"] for fragment in state["fragments"]]
+        return [tensor for tensors in (state["rule"], *anchors, *means) for tensor in tensors.values()]
+
     def load_state_dict(self, state: StateTree) -> None:
         """Take back what `state_dict` gave on this rank."""
         self._load([state], same_ranks=True)

@@ -16,6 +16,8 @@ from echelon.sync.averaging.exchange import Exchange
 from echelon.sync.averaging.plan import AveragingPlan, MeanRule, Rule
 from echelon.sync.averaging.values import Value, moments, plain_name
 
+_PIECE = 1 << 17
+
 
 @dataclass
 class PendingAverage:
@@ -177,9 +179,8 @@ class Fragment:
         dtype = torch.float64 if any(v.tensor.dtype == torch.float64 for v in held) else torch.float32
         means: StateTree = {}
         for value in held if total else ():
-            copies = [replica.tensors[plain_name(value)].to(dtype) for replica in replicas]
-            weighted = [c * r.weight if r.weight else c.new_zeros(()) for c, r in zip(copies, replicas, strict=True)]
-            means[value.name] = self._as_held(value, torch.stack(torch.broadcast_tensors(*weighted)).sum(0) / total)
+            copies = [(replica.tensors[plain_name(value)], replica.weight) for replica in replicas if replica.weight]
+            means[value.name] = self._as_held(value, _weighted_mean(copies, total, dtype))
         return means
 
     def _as_held(self, value: Value, values: Tensor) -> Tensor:
@@ -195,13 +196,13 @@ class Fragment:
             self.flight.means.result()
 
     def state_dict(self) -> StateTree:
-        """Return everything that a resume needs; waits for what is on its way."""
+        """Return everything that a resume needs, not copied; waits for what is on its way."""
         flight: StateTree = {}
         waiting = {f"sent.error/{name}/0": total for name, total in self._left_out.items()}
         if self.flight is not None:
             flight = {"due": self.flight.due, "means": self.flight.means.result(), "deltas": self.flight.deltas}
         return {
-            "anchor": {name: tensor.clone() for name, tensor in self._anchor.items()},
+            "anchor": dict(self._anchor),
             "samples": self.samples,
             "expected": self.expected,
             "equal": self.equal,
@@ -247,6 +248,22 @@ class Fragment:
             means = PendingMean.at_once(None if saved is None else {n: t.to(device) for n, t in saved.items()})
             deltas = {n: t.to(device) for n, t in state["flight"].get("deltas", {}).items()}
             self.flight = PendingAverage(int(state["flight"]["due"]), means, deltas)
+
+
+def _weighted_mean(copies: Sequence[tuple[Tensor, int]], total: int, dtype: torch.dtype) -> Tensor:
+    """Return sum_i n_i x_i / total in a type, of tensors of one shape [...] with their weights.
+
+    A piece after the other: each fits a processor's cache, and nothing but the mean itself takes memory.
+    """
+    shape = copies[0][0].shape
+    mean = torch.empty(shape.numel(), dtype=dtype)
+    flat = [(tensor.reshape(-1), weight) for tensor, weight in copies]
+    for start in range(0, mean.numel(), _PIECE):
+        piece = mean[start : start + _PIECE].zero_()
+        for tensor, weight in flat:
+            piece += tensor[start : start + _PIECE].to(dtype) * weight
+        piece /= total
+    return mean.reshape(shape)
 
 
 def _apart(value: Value, current: Tensor, other: Tensor) -> Tensor:
