@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,29 @@ def test_a_service_manager_ends_the_whole_group_and_the_run_saves_first(tmp_path
     assert not [e for e in run.records("event") if e["name"] == "worker_died"]
 
 
+def _stop_the_writer(run: Run) -> int:
+    """Stop the worker that is about to write a checkpoint, while it holds what only one can have; returns its pid."""
+    lock = run.folder / "checkpoints" / ".lock"
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        holder = _holder(lock)
+        if holder is None:
+            continue
+        os.kill(holder, signal.SIGSTOP)
+        time.sleep(0.05)
+        if _holder(lock) == holder:
+            return holder
+        os.kill(holder, signal.SIGCONT)
+    raise AssertionError("no checkpoint was written")
+
+
+def _holder(lock: Path) -> int | None:
+    """Return the process that holds a file's record lock."""
+    inode = f":{lock.stat().st_ino}"
+    rows = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    return next((int(row[4]) for row in rows if row[1] == "POSIX" and row[5].endswith(inode)), None)
+
+
 @pytest.mark.parametrize("sleeper", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.slow)])
 def test_a_worker_that_sleeps_between_checkpoints_lets_the_other_one_save(tmp_path: Path, sleeper: int) -> None:
     settings = (
@@ -134,6 +158,12 @@ def test_a_worker_that_sleeps_between_checkpoints_lets_the_other_one_save(tmp_pa
         os.kill(run.pids()[sleeper], signal.SIGCONT)
         saved = len(run.records("checkpoint"))
         run.wait_for(lambda: len(run.records("checkpoint")) >= saved + 3, "checkpoints of both")
+        writer = _stop_the_writer(run)
+        saved = len(run.records("checkpoint"))
+        run.wait_for(lambda: len(run.records("checkpoint")) >= saved + 3, "checkpoints beside a writer that sleeps")
+        os.kill(writer, signal.SIGCONT)
+        saved = len(run.records("checkpoint"))
+        run.wait_for(lambda: len(run.records("checkpoint")) >= saved + 3, "checkpoints once it is awake")
         run.process.send_signal(signal.SIGTERM)
         assert run.end() == 143, run.text()
     assert run.records("end")[-1]["status"] == "stopped" and not run.events("worker_died")

@@ -172,6 +172,20 @@ def lock(folder: Path, deadline_s: float) -> int:
             time.sleep(_POLL_S)
 
 
+def take_lock(folder: Path) -> int:
+    """Take the writer's lock from a process that does not answer; it finds that it `has_lock` no more."""
+    (folder / _LOCK).unlink(missing_ok=True)
+    return lock(folder, 0.0)
+
+
+def has_lock(folder: Path, handle: int) -> bool:
+    """Whether a lock that was taken is still the folder's: no other process has taken it since."""
+    try:
+        return os.path.samestat((folder / _LOCK).stat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False
+
+
 def unlock(handle: int) -> None:
     """Give back the lock of `lock`."""
     os.close(handle)

@@ -154,12 +154,14 @@ class CheckpointStore:
         """Whether this store has written what checkpoints leave out, or read one that leaves out all of that."""
         return bool(self._base) and names <= self._left_out
 
-    def claim(self, in_turns: bool = False) -> None:
+    def claim(self, in_turns: bool = False, takes_over: bool = False) -> None:
         """Become the writer of the folder, as the first `save` does by itself.
 
         Args:
             in_turns: other processes of the run save here too, as workers of a parameter server do: the lock is given
                 back once the next checkpoint is written, and one that another holds is a disk that takes nothing now.
+            takes_over: with `in_turns`, from whom had the turn before and does not answer; what it still writes when it
+                wakes is given up.
 
         Raises:
             UserError: this process may not be it.
@@ -170,7 +172,7 @@ class CheckpointStore:
         self._in_turns = in_turns
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = files.lock(self.folder, 0.0 if in_turns else min(_LOCK_DEADLINE_S, self.deadline_s))
+            self._lock = self._take(0.0 if in_turns else min(_LOCK_DEADLINE_S, self.deadline_s), takes_over)
             files.clean(self.folder)
         except BlockingIOError as error:
             if in_turns:
@@ -182,6 +184,14 @@ class CheckpointStore:
             if self._patience is not None and may_pass(error):
                 raise
             raise UserError(f"cannot keep checkpoints in {self.folder}: {error.strerror or error}") from error
+
+    def _take(self, deadline_s: float, takes_over: bool) -> int:
+        try:
+            return files.lock(self.folder, deadline_s)
+        except BlockingIOError:
+            if not takes_over:
+                raise
+            return files.take_lock(self.folder)
 
     def save(
         self,
@@ -379,6 +389,8 @@ class CheckpointStore:
             logging.getLogger(__name__).warning("the checkpoint of step %d is given up: %s", job.step, given_up)
             if job.arriving is not None:
                 files.remove(job.arriving.folder)
+            if self._in_turns:
+                self._unlock()
         except OSError as error:
             jobs = (job,) if job.base is None else (job, job.base)
             need = sum(tensor.nbytes for each in jobs for tensor in each.tensors.values())
@@ -388,6 +400,11 @@ class CheckpointStore:
 
     def _insist(self, action: Callable[[], R]) -> R:
         return action() if self._patience is None else self._patience.insist(WRITING, action)
+
+    def _check_turn(self) -> None:
+        """Give a checkpoint up whose writer did not answer for so long that another worker has taken its turn."""
+        if self._in_turns and self._lock is not None and not files.has_lock(self.folder, self._lock):
+            raise GivenUp("another worker has taken the turn of this one, which did not answer")
 
     def _write(self, job: _Job) -> tuple[CheckpointEntry, Manifest]:
         """Write a checkpoint whole, or leave nothing but the parts that ranks have written."""
@@ -433,6 +450,7 @@ class CheckpointStore:
             files.write_durable(unfinished / _TREE, json.dumps(tree).encode())
             manifest = files.seal(unfinished, job.step, job.metric, base, sums)
             target = target if named is None else named(unfinished)
+            self._check_turn()
             if named is not None and target.exists():
                 files.replace_damaged(target, unfinished)  # the same one, of a process that came before
             else:
@@ -442,18 +460,21 @@ class CheckpointStore:
                 files.empty(unfinished, but=parts)
                 if not parts:
                     unfinished.rmdir()
+            self._check_turn()  # who has taken it has removed what was written
             raise
         return manifest, target
 
     def _prune(self, new: CheckpointEntry, manifest: Manifest) -> None:
         """Remove what is neither among the newest nor the best, and what the new checkpoint replaces."""
         files.sync(self.folder)
-        older = [entry for entry in files.entries(self.folder) if entry.step < new.step]
+        present = files.entries(self.folder)
+        self._check_turn()  # after the look: what others save from now on is not in it
+        older = [entry for entry in present if entry.step < new.step]
         scored = [(metric, entry) for entry in older if (metric := _metric(entry)) is not None]
         if manifest.metric is not None:
             scored.append((manifest.metric, new))
         kept = {*[*older, new][-self.keep :], *(entry for _, entry in sorted(scored)[-1:])}
-        for entry in files.entries(self.folder):
+        for entry in present:
             if entry not in kept:
                 files.remove(entry.path)
 

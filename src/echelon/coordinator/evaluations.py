@@ -6,6 +6,7 @@ writes the checkpoint (`EvaluateTask`) -> the copies are dropped. One at a time.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from echelon.coordinator.config import TrainingPlan
 from echelon.coordinator.members import RunMember
 from echelon.coordinator.messages import EVALUATION_TASKS, LAST_REASONS, UNFREEZE, EvaluateTask
 from echelon.core.task import Stagnation
+
+_LEAST_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class EvaluationJob:
         worker: who does it; empty: nobody yet.
         counts: whether a result that is no better counts for an early stop.
         began_s: when a worker was given it.
+        taken: how often it was taken from one that did not answer.
     """
 
     epoch: int
@@ -52,6 +56,7 @@ class EvaluationJob:
     worker: str = ""
     counts: bool = False
     began_s: float = 0.0
+    taken: int = 0
 
     @property
     def is_last(self) -> bool:
@@ -62,6 +67,15 @@ class EvaluationJob:
     def waits_for_worker(self) -> bool:
         """Whether every server has kept its copy, and nobody reads them."""
         return self.tag > 0 and not self.missing and not self.worker
+
+
+@dataclass(frozen=True)
+class LateAnswer:
+    """Who has not answered, for so many seconds, what it was to evaluate or to save."""
+
+    worker: str
+    seconds: float
+    job: EvaluationJob
 
 
 @dataclass(frozen=True)
@@ -89,6 +103,9 @@ class Evaluations:
         self.best: float | None = None
         self.stagnation = Stagnation()
         self._lead = ""
+        self._late = set[str]()
+        self._lasted: dict[bool, deque[float]] = {evaluates: deque(maxlen=8) for evaluates in (False, True)}
+        self.first_guess_s = math.inf
 
     def restore(self, epochs_seen: int, best: float | None, saved_step: int) -> None:
         """Take up what a journal says."""
@@ -190,20 +207,45 @@ class Evaluations:
         job = self.present
         if job is None or not job.waits_for_worker or member.name != self._leader(workers):
             return None
+        takes_over = self._lead not in ("", member.name)
         job.worker = self._lead = member.name
         job.began_s = now_s
         return EvaluateTask(
             EVALUATION_TASKS + job.tag, job.tag, job.epoch, job.step, job.evaluate, job.reason, self.best,
-            self.stagnation, job.counts,
+            self.stagnation, job.counts, takes_over,
         )  # fmt: skip
 
     def _leader(self, workers: Sequence[RunMember]) -> str:
         """Return the worker that evaluates: the one that did so last, else the first of the first machine."""
-        names = [m.name for m in workers if m.is_home] or [m.name for m in workers]
+        able = [m for m in workers if m.name not in self._late] or workers
+        names = [m.name for m in able if m.is_home] or [m.name for m in able]
         return self._lead if self._lead in names else names[0]
+
+    def take_from_late(self, workers: Sequence[RunMember], now_s: float) -> LateAnswer | None:
+        """Let another worker do what one has not answered within its deadline, where there is another.
+
+        After ten times as long as such a task has lasted, and each time that it is taken four times that.
+        """
+        job = self.present
+        if job is None or not job.worker or all(m.name in self._late | {job.worker} for m in workers):
+            return None
+        lasted = self._lasted[job.evaluate]
+        allowed_s = max(_LEAST_S, 10 * max(lasted)) if lasted else self.first_guess_s
+        if now_s - job.began_s <= allowed_s * 4**job.taken:
+            return None
+        late = LateAnswer(job.worker, now_s - job.began_s, job)
+        self._late.add(job.worker)
+        job.worker, job.taken = "", job.taken + 1
+        return late
+
+    def answered(self, name: str) -> bool:
+        """Hear an answer of a worker; whether it is of one that has the present task, or of one that had it last."""
+        self._late.discard(name)
+        return self.present is not None and self.present.worker in ("", name)
 
     def worker_gone(self, name: str) -> None:
         """Let another worker take the task that one had."""
+        self._late.discard(name)
         if self.present is not None and self.present.worker == name:
             self.present.worker = ""
 
@@ -211,6 +253,8 @@ class Evaluations:
         """Whether a task is the present evaluation."""
         return self.present is not None and task == EVALUATION_TASKS + self.present.tag
 
-    def end(self) -> None:
+    def end(self, now_s: float) -> None:
         """The present one is done."""
+        if self.present is not None:
+            self._lasted[self.present.evaluate].append(now_s - self.present.began_s)
         self.present = None

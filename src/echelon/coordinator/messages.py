@@ -324,6 +324,7 @@ class EvaluateTask(Content):
         best: the best result so far.
         stagnation: evaluations without a better one.
         counts: whether it is one of those that count for that: the last one of a run does not.
+        takes_over: another worker had the last one, and may hold what only one can have at a time.
     """
 
     task: int
@@ -335,6 +336,7 @@ class EvaluateTask(Content):
     best: AnyFloat | None = None
     stagnation: Stagnation = Stagnation()
     counts: bool = True
+    takes_over: bool = False
 
 
 @content(46)

@@ -66,6 +66,7 @@ from echelon.messages.framing import Content, Message
 from echelon.messages.plain import Malformed
 from echelon.records.decode import decode
 from echelon.records.events import (
+    EvaluationLate,
     Event,
     SchedulerRestored,
     ServerGone,
@@ -568,6 +569,18 @@ class Coordinator:
                 leases.restore(leases.done_steps, ())
         self._look(leases, now_s)
         self._advance(leases)
+        self._take_from_late(leases, now_s)
+
+    def _take_from_late(self, leases: LeaseLedger, now_s: float) -> None:
+        """Let another worker evaluate and save where one does not answer: it may be stuck, and the others go on."""
+        self._evaluations.first_guess_s = max(self._config.timeout_s, 10 * self._time.evaluation_steps * leases.task_s)
+        late = self._evaluations.take_from_late(self.members.workers, now_s)
+        if late is None:
+            return
+        what = "evaluated" if late.job.evaluate else "saved"
+        words = f"{late.worker} has not {what} step {late.job.step} after {late.seconds:.1f} s; another worker does it"
+        self._tell(EvaluationLate(words, late.worker, late.seconds))
+        self._give_all(now_s)
 
     def _look(self, leases: LeaseLedger, now_s: float) -> None:
         assert self.setup is not None
@@ -613,13 +626,14 @@ class Coordinator:
             return
         self._leases.pause(member.name, False)
         job = self._evaluations.present
-        if job is None or not self._evaluations.is_present(result.task):
+        answers = self._evaluations.answered(member.name)  # one that was late has no say any more
+        if job is None or not answers or not self._evaluations.is_present(result.task):
             return
         if result.lost:
             self._copies_again()
             return
         self._drop_copies(job.tag)
-        self._evaluations.end()
+        self._evaluations.end(now_s)
         if result.best is not None:
             self._evaluations.best = result.best
             self._save(Best(result.best))

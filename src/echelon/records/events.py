@@ -250,6 +250,15 @@ class WorkerGone(Event):
 
 
 @dataclass(frozen=True)
+class EvaluationLate(Event):
+    """A worker has not answered for long what it was to evaluate or to save; another one does it."""
+
+    worker: str = ""
+    seconds: float = 0.0
+    name: str = field(default="evaluation_late", kw_only=True)
+
+
+@dataclass(frozen=True)
 class ServerGone(Event):
     """A server of parameters left, died or is silent."""
 

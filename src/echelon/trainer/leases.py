@@ -216,6 +216,7 @@ class Leases:
         copy = link.servers.copy = ServersCopy(*link.client.fetch_copy(link.table, task.tag, link.folder))
         cursor = self._cursor(task, copy)
         saver.best, last = task.best, task.reason in LAST_REASONS  # this launch is over after it
+        self._state.takes_over = task.takes_over
         saver.stagnation = task.stagnation
         done = EvaluationDone(task.task, stagnation=task.stagnation)
         if task.evaluate:

@@ -24,6 +24,7 @@ class ServersState:
     Attributes:
         below, beyond: steps that what is restored has counted: all below a number, and runs of those beyond it.
         begins_anew: whether more is trained than when that was saved, so that memories begin at zero.
+        takes_over: whether another worker saved before this one, and does not answer.
     """
 
     leads = True
@@ -52,7 +53,7 @@ class ServersState:
         self._since = since
         self._restored: dict[int, StateTree] | None = None
         self.below, self.beyond = 0, list[int]()
-        self.begins_anew = False
+        self.begins_anew = self.takes_over = False
 
     def newest(self, store: CheckpointStore) -> tuple[int, StateView] | None:
         """Return the newest whole checkpoint and its step."""
@@ -112,7 +113,10 @@ class ServersState:
         """
         if self._while_waiting is not None:
             self._while_waiting()
-        return stand_by(store, self._patience, _take_turn if begins else None)
+        return stand_by(store, self._patience, self._take_turn if begins else None)
+
+    def _take_turn(self, store: CheckpointStore) -> None:
+        store.claim(in_turns=True, takes_over=self.takes_over)  # whom the coordinator asks saves the next one
 
     @contextmanager
     def captured(self, cursor: Cursor, store: CheckpointStore) -> Iterator[Captured | None]:
@@ -141,7 +145,3 @@ class ServersState:
 
     def finish(self) -> None:
         """Do nothing: a checkpoint is one part."""
-
-
-def _take_turn(store: CheckpointStore) -> None:
-    store.claim(in_turns=True)  # whichever worker the coordinator asks saves the next one

@@ -173,6 +173,35 @@ def test_writers_of_one_run_take_turns(tmp_path: Path) -> None:
     assert store.newest_step() == 3
 
 
+def test_a_turn_is_taken_from_one_that_does_not_answer(tmp_path: Path) -> None:
+    """It holds nobody up, and when it wakes it neither finishes nor removes what was saved since."""
+    folder = tmp_path / "checkpoints"
+    child = os.fork()
+    if child == 0:
+        code = 3
+        try:
+            sleeper = CheckpointStore(folder, keep=1, on_saved=lambda saved: os._exit(4))
+            sleeper.claim(in_turns=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            sleeper.save(1, small_state(), background=False)
+            code = 0 if not sleeper.is_writing else 2
+        finally:
+            os._exit(code)
+    assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+    store = CheckpointStore(folder, keep=1)
+    with pytest.raises(BlockingIOError, match="another process is saving"):
+        store.claim(in_turns=True)
+    for step in (2, 3):  # the next time nobody is in the way
+        store.claim(in_turns=True, takes_over=step == 2)
+        store.save(step, small_state(), background=False)
+    os.kill(child, signal.SIGCONT)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert names(folder) == ["step-00000003"]
+    store.claim(in_turns=True)
+    store.save(4, small_state(), background=False)
+    assert names(folder) == ["step-00000004"]
+
+
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot keep checkpoints in .*file"):

@@ -12,6 +12,7 @@ import pytest
 from echelon.coordinator.config import CONTINUES, CoordinationPolicy, CoordinatorConfig, TrainingPlan
 from echelon.coordinator.effects import Began, Effect, Save, Send, Tell, WindowClosed
 from echelon.coordinator.journal import (
+    Best,
     Counted,
     CountedBefore,
     Journal,
@@ -54,7 +55,7 @@ from echelon.core.patience import Patience
 from echelon.core.task import Stagnation
 from echelon.messages.framing import Content, Message
 from echelon.messages.plain import Malformed
-from echelon.records.events import ServerGone, ServerLost, ServerSettled, WorkerGone
+from echelon.records.events import EvaluationLate, ServerGone, ServerLost, ServerSettled, WorkerGone
 
 STEPS = 12
 PLAN = TrainingPlan(2, 0, 1, None, None)
@@ -551,6 +552,64 @@ def test_a_copy_that_is_lost_is_kept_again_and_another_worker_reads_it() -> None
     run.say("b", AskTask())
     (task,) = run.sent("b", EvaluateTask)
     assert isinstance(task, EvaluateTask) and task.tag == again.tag
+
+
+def _evaluation(run: Run, worker: str) -> EvaluateTask:
+    """Let a server keep the copy that it is asked for, and a worker take what is to be done with it."""
+    for copy in run.sent("server0", KeepCopy):
+        assert isinstance(copy, KeepCopy)
+        run.say("server0", CopyKept(copy.tag, 0))
+    run.say(worker, AskTask())
+    (task,) = run.sent(worker, EvaluateTask)
+    assert isinstance(task, EvaluateTask)
+    return task
+
+
+def test_a_worker_that_is_stuck_in_an_evaluation_holds_up_no_other_s_checkpoints() -> None:
+    """It lives and beats: another worker evaluates and saves after the learned deadline, and it is named."""
+    run = Run(plan=TrainingPlan(20, 0, 0, 1, None))
+    run.begin("a", "b")
+
+    def wait(seconds: float) -> None:
+        """Let time pass in which all live."""
+        for _ in range(round(seconds * 2)):
+            for name in ("a", "b"):
+                run.say(name, WorkerBeat({}, 0, 0))
+            run.say("server0", READY)
+            run.tick(0.5)
+
+    for _ in range(2):  # it learns that this takes a second
+        run.done("b", run.ask("b").task)
+        first = _evaluation(run, "a")
+        wait(1.0)
+        run.say("a", EvaluationDone(first.task))
+    run.done("b", run.ask("b").task)
+    stuck = _evaluation(run, "a")
+    run.done("b", run.ask("b").task)
+    wait(9.0)
+    run.done("b", run.ask("b").task)
+    assert not run.told(EvaluationLate)
+    wait(2.0)
+    late = run.told(EvaluationLate)
+    assert [event.worker for event in late] == ["a"]  # type: ignore[attr-defined]
+    taken = _evaluation(run, "b")
+    assert taken.tag == stuck.tag and taken.takes_over and not stuck.takes_over
+    run.say("a", EvaluationDone(stuck.task, best=9.0))  # it wakes: what it has to say counts no more
+    assert not [entry for entry in run.journal if isinstance(entry, Best)]
+    run.say("b", EvaluationDone(taken.task, best=5.0))
+    assert [entry.best for entry in run.journal if isinstance(entry, Best)] == [5.0]
+
+
+def test_one_worker_alone_evaluates_for_as_long_as_it_takes() -> None:
+    run = Run(plan=TrainingPlan(20, 0, 0, 1, None))
+    run.begin("a")
+    run.done("a", run.ask("a").task)
+    _evaluation(run, "a")
+    for _ in range(400):
+        run.say("a", WorkerBeat({}, 0, 0))
+        run.say("server0", READY)
+        run.tick(0.5)
+    assert not run.told(EvaluationLate)
 
 
 def test_without_workers_the_run_is_given_up() -> None:
