@@ -5,21 +5,27 @@ Ranks are real processes; each law runs all specs in one start of the ranks, for
 
 from __future__ import annotations
 
+from dataclasses import replace
 from hashlib import sha256
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from echelon.checkpoint import gather_rank_state
 from echelon.checkpoint.tensors import as_bytes
 from echelon.checkpoint.tree import flatten
 from echelon.compression import read as read_codec
 from echelon.core.errors import UserError
+from echelon.core.patience import Patience
+from echelon.records.file import Recorder
 from echelon.sync.registry import names, read
 from echelon.sync.state_bytes import Piece
+from echelon.trainer.saving import RanksState, Saver
 from echelon.trainer.state import (
     Cursor,
+    Fingerprint,
     RunParts,
     agreed_state,
     is_agreed,
@@ -29,7 +35,7 @@ from echelon.trainer.state import (
     shared_state,
     with_agreed,
 )
-from tests.ranks.replicas import Quadratic, Trial, copy, load, make_parts, save, train, world_of
+from tests.ranks.replicas import FEATURES, Quadratic, Trial, copy, load, make_parts, save, train, world_of
 from tests.ranks.spawn import Rank, fail_at, run_ranks
 
 SPECS = {
@@ -163,6 +169,54 @@ def test_resume_in_the_middle_of_a_period_is_bit_identical(world: int) -> None:
     """Law 2, with every codec, means on their way and moments of each replica's own."""
     trials = _trials() if world == 2 else [t for t in _trials() if t.compression in ("none", "topk(0.1)")]
     run_ranks(_resume, world, trials)
+
+
+class Large(Quadratic):
+    """The same with many more elements than a checkpoint has beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.full((16 * FEATURES, 32), 2.0, dtype=torch.float64))
+
+
+def _through_a_folder(rank: Rank, folder: Path, trials: list[Trial]) -> list[dict[str, int]]:
+    """Save to a folder and go on, restore into new objects and go on: the same bits? Returns the sizes of its files."""
+    sizes = []
+    for i, trial in enumerate(trials):
+        parts, at = make_parts(trial), 4 + i % 3
+        train(parts, rank, 0, at)
+        state = RanksState(parts, world_of(rank), Patience(folder))
+        saver = Saver(folder / str(i), 1, state, Recorder(None), Fingerprint())
+        assert saver.save(Cursor(step=at), "interval", last=True)
+        expected = train(parts, rank, at, STEPS)
+        saver.finish()
+        again = make_parts(trial)
+        state = RanksState(again, world_of(rank), Patience(folder))
+        cursor = Saver(folder / str(i), 1, state, Recorder(None), Fingerprint()).restore()
+        assert cursor is not None and cursor.step == at
+        for step, (a, b) in enumerate(zip(expected, train(again, rank, at, STEPS), strict=True), at):
+            assert _equal(a, b), f"{trial} resumed at step {at} differs at step {step}"
+        (saved,) = (folder / str(i) / "checkpoints").glob("step-*")
+        sizes.append({file.name: file.stat().st_size for file in saved.glob("*.safetensors")})
+        for p in (parts, again):
+            p.sync.close()
+    return sizes
+
+
+def test_a_checkpoint_has_once_what_all_ranks_have(tmp_path: Path) -> None:
+    """Of 2 replicas: parameters and moments of each; what was agreed on, the outer momentum and the result once."""
+    large = [
+        Trial(spec, momentum=0.9, model=Large) for spec in ("diloco(4, outer_momentum=0.9)", "easgd(4)", "local(4)")
+    ]
+    others = [replace(trial, momentum=0.9) for trial in _trials() if trial.compression == "none" and not trial.ema]
+    averaged = [trial for trial in _trials() if trial.ema]
+    sizes = run_ranks(_through_a_folder, 2, tmp_path, [*large, *others, *averaged])[0]
+    model = sum(tensor.nbytes for tensor in Large().parameters())
+    wanted = (2 * 2 + 1 + 1 + 1, 2 * 2 + 1, 2 * 2 + 1 + 1)  # the centre is the result
+    for found, models in zip(sizes, wanted, strict=False):
+        assert models * model <= sum(found.values()) < (models + 0.5) * model, found
+        parts = [size for name, size in found.items() if name.startswith("part")]
+        assert max(parts) - min(parts) <= 1.1 * model, found
 
 
 def save_in_middle(rank: Rank, trials: list[Trial]) -> list[tuple[object, object]]:

@@ -153,7 +153,9 @@ class OuterNesterov:
         if not self._momentum:
             return anchor.add_(mean, alpha=self._lr)
         # v is kept with the sign of the delta own - anchor, which is the outer gradient's with a minus.
-        velocity = self._velocity.setdefault(name, torch.zeros_like(anchor))
+        if name not in self._velocity:
+            self._velocity[name] = torch.zeros_like(anchor)
+        velocity = self._velocity[name]
         velocity.mul_(self._momentum).add_(mean)
         return anchor.add_(mean + self._momentum * velocity, alpha=self._lr)
 

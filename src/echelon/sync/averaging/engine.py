@@ -314,7 +314,8 @@ class Averaging:
             return []
         means = [fragment["flight"].get("means") or {} for fragment in state["fragments"]]
         anchors = [fragment["anchor"] for fragment in state["fragments"]]
-        return [tensor for tensors in (state["rule"], *anchors, *means) for tensor in tensors.values()]
+        momenta = [held for held in state["rule"].values() if isinstance(held, Mapping)]
+        return [tensor for tensors in (*momenta, *anchors, *means) for tensor in tensors.values()]
 
     def load_state_dict(self, state: StateTree) -> None:
         """Take back what `state_dict` gave on this rank."""
