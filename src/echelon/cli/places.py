@@ -11,12 +11,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from echelon.cli.app import COMMANDS, as_command
 from echelon.core.errors import UserError
 from echelon.core.units import format_seconds
 
+_WHOLE = 1000  # columns
 _RUN = typer.Argument(metavar="RUN", help="the run's folder")
 
 
@@ -32,7 +33,7 @@ def runs_command() -> Any:
         found = list(runs_below(Path(folder)))
         if not found:
             raise UserError(f"{folder}: no runs there; name the folder in which they lie")
-        table = Table("run", "place", "state", "progress", "metric", "age", box=None)
+        table = Table(Column("run", overflow="fold"), "place", "state", "progress", "metric", "age", box=None)
         for run in found:
             try:
                 now = overview_of(run)
@@ -41,7 +42,10 @@ def runs_command() -> Any:
                 continue
             age = "" if now.age_s is None else format_seconds(now.age_s)
             table.add_row(str(run), now.place, now.state, now.progress, now.metric, age)
-        Console(soft_wrap=True).print(table)
+        console = Console(soft_wrap=True)
+        if not console.is_terminal:
+            console.width = _WHOLE  # who reads a pipe wants names whole, on one line
+        console.print(table)
 
     return as_command(runs, "runs", COMMANDS["runs"][1])
 

@@ -6,9 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from echelon.config import RunConfig
+from echelon.trainer.folder import claim
 
 
 def echelon(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -99,3 +103,10 @@ def test_a_run_says_at_once_what_and_where_it_is_and_ctrl_c_before_it_begins_lea
     assert second.startswith("run folder runs/digits-small_cnn-1; Ctrl-C stops it")
     assert rest.endswith("echelon: stopped\n")
     assert process.returncode == 130 and not any(tmp_path.iterdir())
+
+
+def test_names_of_runs_are_whole_in_a_pipe(tmp_path: Path) -> None:
+    name = "a-name-of-a-run-that-is-longer-than-its-column-of-a-terminal-is-wide-by-itself"
+    claim(replace(RunConfig(), run=str(tmp_path / "runs" / name)))
+    lines = echelon("runs", cwd=tmp_path).stdout.splitlines()
+    assert len(lines) == 2 and f"runs/{name} " in lines[1]
