@@ -64,7 +64,7 @@ def _foreign(folder: Path) -> None:
     for setting in ("model", "data", "task", "on"):
         described = {"launch": {"on": "theirs:build"}} if setting == "on" else {setting: "theirs:build"}
         run = folder / f"run-{setting}"
-        run.mkdir()
+        (run / "checkpoints" / "step-00000001").mkdir(parents=True)
         (run / "config.yaml").write_text(yaml.safe_dump(described))
         study = {"base": {setting: "theirs:build"}, "candidates": ["sync=allreduce"]}
         (folder / f"study-{setting}.yaml").write_text(yaml.safe_dump(study))
@@ -80,10 +80,13 @@ def foreign_code(folder: Path) -> str:
         ("resume", "run-on"), ("train", "--config", "run-model/config.yaml"),
         ("train", "--config", "run-data/config.yaml", "--dry-run"), ("compare", "study-model.yaml"),
         ("compare", "study-data.yaml", "--dry-run"), ("compare", "--run", "study"),
+        ("predict", "run-model", "theirs.py"), ("predict", "run-data", "theirs.py"), ("serve", "run-model"),
+        ("finetune", "run-model", "digits"), ("export", "run-model", "model.onnx"),
+        ("plan", "run-model", "--at", "workers=4"), ("plan", "--config", "run-model/config.yaml", "--at", "workers=4"),
     ]  # fmt: skip
     for command in commands:
         _assert_one_line(_echelon(folder, *command), "theirs:build", str(folder.resolve() / "theirs.py"), "--trust")
-    for command in (("report", "run-model"), ("export", "run-model", "weights.safetensors")):
+    for command in (("report", "run-model"), ("export", "run-model", "weights.safetensors"), ("runs", ".")):
         assert "Traceback" not in _echelon(folder, *command).err  # neither needs the code
     assert not (folder / "imported").exists(), "it was imported"
     said = _echelon(folder, "evaluate", "run-model", "--trust").err.splitlines()
