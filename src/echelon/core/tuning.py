@@ -42,15 +42,33 @@ def code_of(text: str) -> list[str]:
     return [value for value in values if isinstance(value, str) and ":" in value]
 
 
-def trains_new_alone(text: str) -> bool:
-    """Whether all that is trained is new: a head, adapters; weights that a model is given stay as they are.
+def rate_share(text: str) -> float:
+    """Return the share of the rate from scratch that given weights are trained at, where nobody says a rate.
 
-    >>> trains_new_alone("lora+layer_decay(0.5)"), trains_new_alone("lora+norm"), trains_new_alone("layer_decay(0.5)")
-    (True, False, False)
+    A tenth where the weights themselves move: at the whole rate a few steps spoil them. Adapters, which begin at
+    nothing, bear 0.3 of it, and a head alone, which is new, all.
+
+    >>> rate_share("layer_decay(0.5)"), rate_share("lora+norm"), rate_share("lora+layer_decay(0.5)"), rate_share("head")
+    (0.1, 0.1, 0.3, 1.0)
     """
+    if trains_weights(text):
+        return 0.1
+    return 0.3 if "adapters" in _trained(text) else 1.0
+
+
+def trains_weights(text: str) -> bool:
+    """Whether weights that a model is given are trained, not only what is new beside them: a head, adapters.
+
+    >>> trains_weights("all"), trains_weights("lora+head")
+    (True, False)
+    """
+    trained = _trained(text)
+    return "weights" in trained or trained <= {"nothing"}
+
+
+def _trained(text: str) -> set[str]:
     constants = [TUNINGS.declaration(spec.name).constants for spec in TUNINGS.chain(text)]
-    trained = {ast.literal_eval(each["trains"]) for each in constants}
-    return "new" in trained and "weights" not in trained
+    return {ast.literal_eval(each["trains"]) for each in constants}
 
 
 def packages_of(text: str) -> tuple[str, ...]:

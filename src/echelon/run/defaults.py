@@ -14,7 +14,7 @@ from echelon.config.build import DEFAULT, SettingValue
 from echelon.core.own import HUGGING_FACE, TRANSFORMERS
 from echelon.core.task import TaskDefaults
 from echelon.core.tokeniser import FOLDER_FILE
-from echelon.core.tuning import trains_new_alone
+from echelon.core.tuning import rate_share, trains_weights
 from echelon.run.data_names import holds_folders_of_a_kind
 from echelon.tasks.registry import AUTO, TASKS, build_task
 
@@ -23,10 +23,8 @@ if TYPE_CHECKING:
     from echelon.tasks.base import Task
 
 
-_TUNED = 0.1
-"""Of the rate from scratch, for weights that are given: at the whole one a few steps spoil them."""
-_TRANSFORMERS_LR = 5e-4
-"""At most, with models of transformers: adapters' and heads' rate; their weights' is a tenth, as in its own trainer."""
+_TRANSFORMERS_LR, _TRANSFORMERS_NEW_LR = 5e-5, 5e-4
+"""At most, with models of transformers and adamw: where their weights move, as in its own trainer; of what is new."""
 
 
 def with_task_defaults(resolved: Resolved, task: Task | None = None, opens_data: bool = True) -> Resolved:
@@ -47,10 +45,10 @@ def with_task_defaults(resolved: Resolved, task: Task | None = None, opens_data:
     described = {resolved.origins[name], resolved.origins["optimizer.name"]} != {DEFAULT}
     if described or not config.model.weights:
         return suggested
-    rate, share = config.optimizer.lr, 1.0 if trains_new_alone(config.model.tune) else _TUNED
+    rate = config.optimizer.lr * rate_share(config.model.tune)
     if config.model.name.startswith(TRANSFORMERS) and config.optimizer.name == "adamw":
-        rate = min(rate, _TRANSFORMERS_LR)
-    rate = float(f"{rate * share:.3g}")
+        rate = min(rate, _TRANSFORMERS_LR if trains_weights(config.model.tune) else _TRANSFORMERS_NEW_LR)
+    rate = float(f"{rate:.3g}")
     if rate == config.optimizer.lr:
         return suggested
     config = replace(config, optimizer=replace(config.optimizer, lr=rate))

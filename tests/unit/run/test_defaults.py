@@ -75,7 +75,7 @@ def test_a_tokeniser_beside_a_model_of_transformers_is_taken_for_texts(tmp_path:
         ({"model.tune": "layer_decay(0.75)"}, 0.01),
         ({"model.tune": "head+unfreeze(epoch=2)"}, 0.01),
         ({"model.tune": "head"}, 0.1),
-        ({"model.tune": "lora+layer_decay(0.5)"}, 0.1),
+        ({"model.tune": "lora+layer_decay(0.5)"}, 0.03),
         ({"optimizer.lr": 0.2}, 0.2),
         ({"optimizer.name": "adamw"}, 0.1),
     ],

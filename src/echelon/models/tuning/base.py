@@ -18,7 +18,8 @@ class TuningKind:
     Names are those of the whole model's parameters.
 
     Attributes:
-        trains: what it adds to what is trained: `weights` that may have been given, `new` parts alone, or `nothing`.
+        trains: what it adds to what is trained: `weights` that may have been given, `new` parts alone, `adapters`, or
+            `nothing`.
         begins: the epoch, counted from 0, from which on `thawed` counts.
     """
 

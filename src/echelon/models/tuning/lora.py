@@ -41,7 +41,7 @@ class Lora(TuningKind):
     """
 
     package: ClassVar[str] = "peft"
-    trains: ClassVar[str] = "new"
+    trains: ClassVar[str] = "adapters"
     r: int = 8
     alpha: float = 16.0
     targets: str = AUTO
