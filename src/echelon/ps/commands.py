@@ -21,12 +21,13 @@ class Command:
 
     Attributes:
         kind: `train`: make a part of a batch; `values`: take parameters, and compute; `evaluate`: evaluate what the
-            first rank has; `idle`: nothing yet; `over`: the run is.
+            first rank has; `collect`: bring together what reports show of its samples; `idle`: nothing yet; `over`: the
+            run is.
         epoch, batch, share, shares: of `train`: which part of which batch the worker has.
         buffers: of `values`: BatchNorm statistics come too.
     """
 
-    kind: Literal["train", "values", "evaluate", "idle", "over"]
+    kind: Literal["train", "values", "evaluate", "collect", "idle", "over"]
     epoch: int = 0
     batch: int = 0
     share: int = 0

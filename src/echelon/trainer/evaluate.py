@@ -111,13 +111,18 @@ def evaluate(
 
 
 def _begin_stream(metrics: Metrics, loader: EvalLoader, world: World) -> StreamedMetrics | None:
-    """Let the rows that metrics need of all ranks travel while they are made; not between GPUs, whose links are fast.
+    """Let the rows that metrics need of all ranks travel while they are made.
+
+    Not between GPUs, whose links are fast, nor where forward itself is collective: it may use the same group, and ranks
+    whose samples could not all be read have a message full after another batch.
 
     Returns:
         the metrics, where they are such.
     """
     group = world.data_group
     if group is None or dist.get_backend(group) != "gloo" or not isinstance(metrics, StreamedMetrics):
+        return None
+    if world.placement is not None and world.placement.group(Axis.FSDP) is not None:
         return None
     metrics.stream(RowMessages(group, loader.batch_size, -(-loader.most // loader.batch_size)), loader.total)
     return metrics

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 
 from echelon.coordinator.messages import (
@@ -37,7 +37,7 @@ from echelon.ps.messages import BUFFERS_KEY
 from echelon.ps.split_worker import SplitWorker
 from echelon.records.kinds import Start
 from echelon.tasks import nest
-from echelon.tasks.base import SAMPLE, Batch
+from echelon.tasks.base import SAMPLE, Batch, PendingSection
 from echelon.trainer.evaluate import EvaluationReport
 from echelon.trainer.loop import TrainingRun, evaluate_agreed
 from echelon.trainer.progress import record_pipeline
@@ -221,6 +221,8 @@ class Leases:
         done = EvaluationDone(task.task, stagnation=task.stagnation)
         if task.evaluate:
             report = evaluate_agreed(self._run)
+            if self._split is not None:
+                report = replace(report, collect=_with_others(self._split, report.collect))
             result = _copy_result(report, task.step)
             if task.counts:
                 saver.count_evaluation(report, self._run.task, self._run.settings.early_stop_delta)
@@ -250,12 +252,17 @@ class Commands:
 
     def __iter__(self) -> Iterator[Batch]:
         """Give batches, and evaluate with the others, until the first rank says that the run is over."""
+        report: EvaluationReport | None = None
         while (command := self._worker.channel.hear()).kind != "over":
             match command.kind:
                 case "train":
                     yield batch_part(self._run, command)
                 case "evaluate":
-                    evaluate_agreed(self._run)
+                    report = evaluate_agreed(self._run)
+                case "collect" if report is not None:
+                    pending = report.collect()
+                    if pending is not None:
+                        pending.result()  # that it has left
                 case kind:
                     raise RuntimeError(f"the first rank said {kind!r}")
 
@@ -265,6 +272,19 @@ class Commands:
         if self._run.profiler is not None and self._run.profiler.step_done():
             switch_profiler(self._run)
         self._run.clock.drain()
+
+
+def _with_others(
+    worker: SplitWorker, collect: Callable[[], PendingSection | None]
+) -> Callable[[], PendingSection | None]:
+    """Return what brings samples together with the worker's other ranks, which hear of it then."""
+
+    def together() -> PendingSection | None:
+        """Tell the others, and do this rank's part."""
+        worker.channel.tell(Command("collect"))
+        return collect()
+
+    return together
 
 
 def _copy_result(report: EvaluationReport, step: int) -> CopyResult:
