@@ -11,7 +11,7 @@ from echelon.config import Resolved, RunConfig, build
 from echelon.config.build import DEFAULT, SettingValue
 from echelon.config.keywords import RESUMABLE, for_compare, for_resume, for_train, keywords, setting_of, takes_settings
 from echelon.config.typed import ResumeSettings, TrainSettings
-from echelon.core.errors import UserError, nearest
+from echelon.core.errors import UserError
 from echelon.core.own import of_object
 from echelon.run.defaults import with_task_defaults
 from echelon.run.home import bring
@@ -578,9 +578,7 @@ def _no_objects() -> UserObjects:
 
 
 def _read(path: Path, overrides: Mapping[str, SettingValue] | None = None) -> Resolved:
-    if not (path / folders.CONFIG_FILE).exists():
-        known = [str(p.parent) for p in Path("runs").glob(f"*/{folders.CONFIG_FILE}")]
-        raise UserError(f"{path} holds no run: {nearest(str(path), known)}there is no {folders.CONFIG_FILE} in it")
+    folders.check_is_run(path)
     return build(path / folders.CONFIG_FILE, overrides)
 
 

@@ -145,6 +145,7 @@ def evaluate(formula: str, values: Mapping[str, int]) -> int:
     """
 
     def value(node: ast.expr) -> int:
+        """Return the value of a part of it."""
         match node:
             case ast.BinOp(left=left, op=op, right=right):
                 return _OPERATORS[type(op)](value(left), value(right))

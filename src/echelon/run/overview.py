@@ -18,7 +18,7 @@ from echelon.records.file import newest
 from echelon.records.going import is_held, read_launch
 from echelon.records.kinds import End, Evaluation, Start, Steps
 from echelon.run.machine import say
-from echelon.trainer.folder import CONFIG_FILE
+from echelon.trainer.folder import CONFIG_FILE, check_is_run
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ def cluster_of(run: Path) -> Cluster | None:
     Raises:
         UserError: the folder holds no run.
     """
+    check_is_run(run)
     return PlaceChoice(load_run_config(run / CONFIG_FILE).launch.on).cluster()
 
 

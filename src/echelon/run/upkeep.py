@@ -17,7 +17,7 @@ from echelon.run.snapshot import HOLD_FOLDER, Hashes, held
 from echelon.storage.archive import DATA, Archive, DamagedArchive, Part, Version
 from echelon.storage.base import refused_in_words
 from echelon.storage.url import check_url, is_url, open_store
-from echelon.trainer.folder import CONFIG_FILE, locked
+from echelon.trainer.folder import CONFIG_FILE, check_is_run, locked
 from echelon.trainer.saving import CHECKPOINTS_FOLDER
 
 _PROBES = "probe/"
@@ -57,8 +57,7 @@ def copy_run(source: str, target: str, codec: str = "none") -> str:
     if not is_url(target):
         raise UserError(f"copy {source} {target}: one of them is to be a URL; write file:///FOLDER for a folder")
     url = check_url(target)
-    if not (folder / CONFIG_FILE).is_file():
-        raise UserError(f"{folder} holds no run: there is no {CONFIG_FILE} in it")
+    check_is_run(folder)
     with locked(folder, shared=False):
         writer = begin_writing(folder, url, codec)
         try:
@@ -89,8 +88,7 @@ def findings(place: str) -> Iterator[Finding]:
             raise refused_in_words(place, error) from error
         return
     folder = Path(place)
-    if not (folder / CONFIG_FILE).is_file():
-        raise UserError(f"{folder} holds no run: there is no {CONFIG_FILE} in it")
+    check_is_run(folder)
     checkpoints = entries(folder / CHECKPOINTS_FOLDER)
     for entry in (*checkpoints, *bases_of(checkpoints)):
         n_bytes = _size(entry.path)
@@ -140,8 +138,7 @@ def removables(place: str) -> tuple[int, list[Removable]]:
     """
     if not is_url(place):
         folder = Path(place)
-        if not (folder / CONFIG_FILE).is_file():
-            raise UserError(f"{folder} holds no run: there is no {CONFIG_FILE} in it")
+        check_is_run(folder)
         found = [
             (path, "checkpoints from before --from-scratch") for path in folder.glob(f"{CHECKPOINTS_FOLDER}-before-*")
         ]

@@ -16,7 +16,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from echelon.config import RunConfig, to_yaml
-from echelon.core.errors import UserError
+from echelon.core.errors import UserError, nearest
 from echelon.core.files import write_atomic
 from echelon.observe.environment import command_given_t, command_line
 from echelon.records.events import Event
@@ -27,6 +27,17 @@ from echelon.records.segments import RECORD_FILE
 
 SECRET_FOLDER = "machines"  # below a run's folder: what its machines share
 CONFIG_FILE = "config.yaml"
+
+
+def check_is_run(folder: Path) -> None:
+    """Refuse a folder that holds no run.
+
+    Raises:
+        UserError: it does not; names the nearest one below `runs/`.
+    """
+    if not (folder / CONFIG_FILE).is_file():
+        known = [str(path.parent) for path in Path("runs").glob(f"*/{CONFIG_FILE}")]
+        raise UserError(f"{folder} holds no run: {nearest(str(folder), known)}there is no {CONFIG_FILE} in it")
 
 
 def default_folder(config: RunConfig, root: Path = Path("runs"), model: str = "") -> Path:

@@ -213,7 +213,8 @@ def _status(record: RunRecord) -> tuple[str, str]:
 
 
 def _metrics(record: RunRecord, evaluations: list[Evaluation]) -> dict[str, float | None]:
-    metrics: dict[str, float | None] = {m.name: None for m in (record.task.primary, *record.task.headlines)}
+    named = (record.task.primary, *record.task.headlines) if record.last_start else ()  # else the task is not known
+    metrics: dict[str, float | None] = {metric.name: None for metric in named}
     if evaluations:
         tested = next((e.test_metrics for e in reversed(evaluations) if e.test_metrics), None)
         metrics.update(tested or evaluations[-1].metrics)
