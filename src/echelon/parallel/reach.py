@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from echelon.core.axes import Axis
 from echelon.core.errors import UserError
+from echelon.torch_compat import detect_fake_mode
 
 FIRST_STEPS = 16
 """In which all ranks are asked; later only in steps whose number is a power of two."""
@@ -57,6 +58,8 @@ class ReachedMarks:
             return None
         told = torch.tensor([left_out, *reached], dtype=torch.uint8, device=self._device)
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
+        if detect_fake_mode([told]) is not None:  # a rehearsal: there are no values
+            return None
         any_left_out, *marks = told.tolist()
         self._watching = self._watching or bool(any_left_out)
         return [bool(mark) for mark in marks]
@@ -136,8 +139,10 @@ class BlockOrder:
     def _look(self) -> None:
         if self._told is None:
             return
-        last, first, highest, lowest = self._told.tolist()
-        self._told = None
+        told, self._told = self._told, None
+        if detect_fake_mode([told]) is not None:  # a rehearsal: there are no values
+            return
+        last, first, highest, lowest = told.tolist()
         if last == -first and highest == -lowest:
             return
         where = "ranks have called the blocks of the model in different orders"
