@@ -7,9 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from echelon.config.yaml_file import plain, read_yaml
+from echelon.config import load_run_config
 from echelon.core.errors import UserError
 from echelon.core.task import BEFORE_TASKS, TaskFacts
 from echelon.records.events import Event, SharesDealt
@@ -241,8 +240,6 @@ def _add_known(curve: Curve, step: int, values: Sequence[float]) -> None:
 def _max_steps(folder: Path) -> int:
     """Return the run's `max_steps`; 0: none, or its description cannot be read (then the epochs count)."""
     try:
-        node = read_yaml(folder / "config.yaml")
-        described: Any = {} if node is None else plain(node, "config.yaml")
-        return int(described["training"]["max_steps"])
-    except (UserError, ValueError, KeyError, TypeError):
+        return load_run_config(folder / "config.yaml").training.max_steps
+    except UserError:
         return 0
