@@ -278,8 +278,7 @@ def evaluate(
         JobFailed: a worker died.
     """
     path = Path(run)
-    overrides: dict[str, SettingValue] = {"data.follow_links": True} if follow_links else {}
-    resolved = _read(path, overrides | ({"data.source": data} if data else {}))
+    resolved = _read(path, _links(follow_links) | ({"data.source": data} if data else {}))
     check_trust(resolved, trust)
     from echelon.run.evaluate import rescore
 
@@ -326,6 +325,7 @@ def predict(
     device: str = "auto",
     writing: Writing | None = None,
     workers: int = 1,
+    follow_links: bool = False,
     **objects: Unpack[ModelObjects],
 ) -> list[PredictedRow]:
     """Return what a run's model says of new samples; `[row.plain() for row in ...]` is for JSON or a data frame.
@@ -342,6 +342,7 @@ def predict(
         writing: how a language model writes on (see `echelon.tasks.base.Writing`).
         workers: processes that share the work, with the same rows whatever their number; 1: this one alone; 0: one for
             each GPU, or each core where there is none.
+        follow_links: use links in a folder of samples that lead out of it.
         objects: `model=...`, `task=...`, where the run was given such from Python.
 
     Raises:
@@ -355,26 +356,30 @@ def predict(
     if workers < 0:
         raise UserError(f"workers={workers}: name how many processes predict, or 0 for all cores")
     if workers != 1:
-        resolved = _read(Path(run))
+        resolved = _read(Path(run), _links(follow_links))
         check_trust(resolved, trust)
         from echelon.inference.workers import PredictionJob, predict_on_workers
 
         given = _user_objects(dict(objects), resolved.config) or _no_objects()
         job = PredictionJob(Path(run), resolved.config, checkpoint, data, writing or Writing(), device, folder)
         return predict_on_workers(job, given, workers)
-    trained = trained_model(run, checkpoint, trust, **objects)
+    trained = trained_model(run, checkpoint, trust, follow_links, **objects)
     return list(predict_samples(trained, data, writing or Writing(), device_of(device), folder))
 
 
 def trained_model(
-    run: str | Path, checkpoint: str = "best", trust: bool = False, **objects: Unpack[ModelObjects]
+    run: str | Path,
+    checkpoint: str = "best",
+    trust: bool = False,
+    follow_links: bool = False,
+    **objects: Unpack[ModelObjects],
 ) -> TrainedModel:
     """Return a run's model with its task and what it keeps of its data, on the CPU, in evaluation mode.
 
     Raises:
         UserError: as `predict`.
     """
-    resolved = _read(Path(run))
+    resolved = _read(Path(run), _links(follow_links))
     check_trust(resolved, trust)
     from echelon.run.trained import load_trained
 
@@ -580,6 +585,10 @@ def _no_objects() -> UserObjects:
 def _read(path: Path, overrides: Mapping[str, SettingValue] | None = None) -> Resolved:
     folders.check_is_run(path)
     return build(path / folders.CONFIG_FILE, overrides)
+
+
+def _links(follow: bool) -> dict[str, SettingValue]:
+    return {"data.follow_links": True} if follow else {}
 
 
 def _brought(run: str | Path) -> Path:

@@ -25,7 +25,8 @@ def predict_command() -> Any:
     """Build `echelon predict`."""
 
     def predict(run: str, files: list[str] | None, text: list[str] | None, out: str, masks: str, as_json: bool,
-                checkpoint: str, device: str, trust: bool, workers: int, **writing: Any) -> None:  # fmt: skip
+                checkpoint: str, device: str, trust: bool, workers: int, follow_links: bool,
+                **writing: Any) -> None:  # fmt: skip
         """Print or write what a run's model says of new samples."""
         from echelon import api
 
@@ -36,11 +37,13 @@ def predict_command() -> Any:
         data = [*map(Path, files or ()), *(text or ())]
         rows: Iterable[PredictedRow]
         if workers == 1:
-            rows = _predicted(api.trained_model(run, checkpoint, trust), data, masks, device, writing)
+            rows = _predicted(api.trained_model(run, checkpoint, trust, follow_links), data, masks, device, writing)
         else:
             from echelon.tasks.base import Writing
 
-            rows = api.predict(run, data, masks or None, checkpoint, trust, device, Writing(**writing), workers)
+            rows = api.predict(
+                run, data, masks or None, checkpoint, trust, device, Writing(**writing), workers, follow_links
+            )
         if out:
             from echelon.inference.predict import write_table
 
@@ -64,6 +67,8 @@ def predict_command() -> Any:
         parameter("as_json", bool, typer.Option(False, "--json", help="print one JSON object a line")),
         parameter("workers", int, typer.Option(
             1, "--workers", min=0, help="processes that share the work; 0: one a GPU, or a core")),
+        parameter("follow_links", bool, typer.Option(
+            False, "--follow-links", help="use links in folders that lead out of them")),
         *_model_options(),
     ]  # fmt: skip
     return as_command(with_parameters(predict, options), "predict", COMMANDS["predict"][1])

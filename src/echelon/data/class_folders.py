@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,11 +76,22 @@ class FolderLinks:
             self._entered[target] += 1
         if self._entered[target] > _MOST_WAYS:
             raise UserError(f"data {entry.path}: links lead to {target} by more than {_MOST_WAYS} ways: remove some")
+        return self._stays(entry.path, target) or self._follow
+
+    def count(self, named: Iterable[Path]) -> None:
+        """Count the links out of the folder on the way to files and folders that are known by their names."""
+        on_the_way = {way for each in named for way in (each, *each.parents) if self._top in way.parents}
+        for way in sorted(on_the_way):
+            if way.is_symlink():
+                self._stays(str(way), os.path.realpath(way))
+
+    def _stays(self, path: str, target: str) -> bool:
+        """Whether a link leads to what lies in the folder; else it is counted."""
         if target == self._real_top or target.startswith(self._real_top.rstrip("/") + "/"):
             return True
         self.outside += 1
-        self.first = self.first or f"{os.path.relpath(entry.path, self._top)} -> {target}"
-        return self._follow
+        self.first = self.first or f"{os.path.relpath(path, self._top)} -> {target}"
+        return False
 
     def check(self) -> None:
         """Refuse links that lead out of the folder, unless they are to be followed.

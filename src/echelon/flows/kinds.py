@@ -16,7 +16,7 @@ _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 _MODEL = ("checkpoint", "device", "trust")
 _OPTIONS = {
     "evaluate": ("data", "checkpoint", "workers", "follow_links", "trust"),
-    "predict": (*_MODEL, "text", "masks", "workers", "tokens", "temperature", "seed"),
+    "predict": (*_MODEL, "text", "masks", "workers", "tokens", "temperature", "seed", "follow_links"),
     "export": ("trust",),
     "select": (),
     "command": (),

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from echelon.core.errors import UserError
 from echelon.data.base import Source
-from echelon.data.class_folders import IMAGE_FILES, SOUND_FILES, FileKind
+from echelon.data.class_folders import IMAGE_FILES, SOUND_FILES, FileKind, FolderLinks, files_below
 from echelon.data.columns import MOST_TOKENS, MeasuredColumns, inputs_of_rows, with_mask
 from echelon.data.images import FileNames, ImageArray, ImageFiles, LabelledFiles, TensorArray
 from echelon.data.masks import ImagesToMask
@@ -29,6 +29,7 @@ from echelon.data.sources.text_file import SUFFIXES as TEXTS
 from echelon.data.sources.text_file import read_text
 from echelon.data.sources.texts import TEXT_FILES
 from echelon.data.tokenisers import Ids, Tokeniser
+from echelon.run.machine import say
 from echelon.run.trained import TrainedModel
 from echelon.tasks import nest
 from echelon.tasks.base import Encoding
@@ -66,8 +67,9 @@ def samples_of(trained: TrainedModel, data: Any) -> Samples:
     raw = [data] if isinstance(data, (str, Path, Mapping)) else data
     if isinstance(raw, Sequence) and not len(raw):
         raise UserError("there is nothing to predict: name files, or give texts with --text")
+    follow = trained.config.data.follow_links
     if info.rate:
-        return _sounds(trained, _files(raw, SOUND_FILES, "sounds"))
+        return _sounds(trained, _files(raw, SOUND_FILES, "sounds", follow))
     if info.columns and info.tokeniser is None:
         return _rows(trained, _table(raw, info.columns))
     if info.tokeniser is not None and trained.task.encoding is Encoding.TEXT and not info.columns:
@@ -75,7 +77,7 @@ def samples_of(trained: TrainedModel, data: Any) -> Samples:
     if info.tokeniser is not None:
         return _texts(trained, _lines(raw, info.columns))
     if info.mean and _are_strings(raw):
-        return _images(trained, _files(raw, IMAGE_FILES, "images"))
+        return _images(trained, _files(raw, IMAGE_FILES, "images", follow))
     return _arrays(trained, raw)
 
 
@@ -101,24 +103,42 @@ def _are_paths(raw: Any) -> bool:
     return _are_strings(raw) and not any(isinstance(each, Text) for each in raw)
 
 
-def _files(raw: Any, kind: FileKind, what: str) -> list[str]:
-    """Return files of a kind, those of folders among them, in the order of their names."""
+def _files(raw: Any, kind: FileKind, what: str, follow: bool) -> list[str]:
+    """Return files of a kind, those of folders among them, in the order of their names.
+
+    Args:
+        what: they are called.
+        follow: links that lead out of a folder.
+
+    Raises:
+        UserError: there are none, or links lead in a circle or out of a folder.
+    """
     if not _are_paths(raw):
         raise UserError(f"this run's samples are {what}: give paths of files or folders")
     files: list[str] = []
     for each in raw:
         path = Path(each).expanduser()
         if path.is_dir():
-            below = sorted(str(Path(at) / name) for at, _, names in os.walk(path) for name in names)
-            inside = [name for name in below if name.lower().endswith(kind.extensions)]
-            if not inside:
-                raise UserError(f"{path}: there are no {kind.plural} in this folder")
-            files += inside
+            files += _below(path, kind, follow)
         elif path.is_file():
             files.append(str(path))
         else:
             raise UserError(f"{path}: no such file; this run's samples are {what}")
     return files
+
+
+def _below(folder: Path, kind: FileKind, follow: bool) -> list[str]:
+    links = FolderLinks(folder, follow, kind)
+    try:
+        inside = [str(folder / name) for name in files_below(folder, "", links, ())]
+    except OSError as error:
+        raise UserError(f"data {error.filename}: {error.strerror}") from None
+    links.check()
+    if not inside:
+        raise UserError(f"{folder}: there are no {kind.plural} in this folder")
+    for note in links.notes:
+        say(note)
+    return inside
 
 
 def _labelled(files: Sequence[str]) -> LabelledFiles:
@@ -216,9 +236,10 @@ def _documents(trained: TrainedModel, raw: Any) -> Samples:
         raise UserError("this run's samples are text files: give paths of files or folders, or texts")
     names: list[str] = []
     texts: list[str] = []
+    follow = trained.config.data.follow_links
     for each in raw:
         is_path = not isinstance(each, Text) and (_names_file(each) or os.path.isdir(each))  # noqa: PTH112 (a text may be no path at all)
-        files = _files([each], TEXT_FILES, TEXT_FILES.plural) if is_path else []
+        files = _files([each], TEXT_FILES, TEXT_FILES.plural, follow) if is_path else []
         names += files or [str(each)]
         texts += [read_text(Path(file)) for file in files] or [str(each)]
     return _texts(trained, texts, names)

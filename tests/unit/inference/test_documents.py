@@ -4,25 +4,52 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from echelon.config import DataConfig
 from echelon.core.errors import UserError
 from echelon.inference.samples import Text, samples_of
 from echelon.tasks.base import Encoding
 from tests.unit.data.test_texts import make_texts, opened
 
 
+def _trained(folder: Path, follow_links: bool = False) -> Any:
+    """Return what a run of a folder of texts has trained, without a model."""
+    config = SimpleNamespace(data=DataConfig(follow_links=follow_links))
+    task = SimpleNamespace(encoding=Encoding.TEXT)
+    return SimpleNamespace(info=opened(folder).info, task=task, folder=folder.parent, config=config)
+
+
 def test_a_file_is_one_text_by_its_name_and_a_text_from_elsewhere_names_none(tmp_path: Path) -> None:
     folder = make_texts(tmp_path / "texts")
-    trained = SimpleNamespace(info=opened(folder).info, task=SimpleNamespace(encoding=Encoding.TEXT), folder=tmp_path)
+    trained = _trained(folder)
     file = folder / "bad" / "0.txt"
     file.write_text("it was\n\npoor")
-    found = samples_of(trained, [str(file), str(folder / "good"), "it was " * 300, Text(str(file))])  # type: ignore[arg-type]
+    found = samples_of(trained, [str(file), str(folder / "good"), "it was " * 300, Text(str(file))])
     assert found.names[0] == str(file) and found.names[-1] == str(file)
     assert len(found.names) == 1 + 8 + 2
     ids = [found.source.evaluation[i][0]["input_ids"] for i in (0, len(found.names) - 1)]
     whole, name = (trained.info.tokeniser.decode(each.tolist()).split() for each in ids)
     assert whole == ["it", "was", "poor"] and name != whole
     with pytest.raises(UserError, match="are text files: give paths"):
-        samples_of(trained, [{"text": "it was"}])  # type: ignore[arg-type]
+        samples_of(trained, [{"text": "it was"}])
+
+
+def test_links_in_a_folder_of_samples_neither_loop_nor_leave_it_unsaid(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_texts(tmp_path / "texts")
+    (tmp_path / "secret.txt").write_text("it was secret")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "a.txt").symlink_to(folder / "good" / "0.txt")
+    (tmp_path / "new" / "b.txt").symlink_to(tmp_path / "secret.txt")
+    with pytest.raises(UserError, match=r"2 links lead out of the folder, the first one .*--follow-links"):
+        samples_of(_trained(folder), str(tmp_path / "new"))
+    assert len(samples_of(_trained(folder, follow_links=True), str(tmp_path / "new")).names) == 2
+    assert "2 links lead out of the folder" in capsys.readouterr().err
+    trained = _trained(folder)
+    (folder / "good" / "again").symlink_to(".")
+    with pytest.raises(UserError, match="leads back to"):
+        samples_of(trained, str(folder / "good"))

@@ -75,6 +75,9 @@ def _folders_in(path: Path) -> set[str]:
 def _open(path: Path, request: DataRequest, links: FolderLinks) -> Source:
     config, has = request.config, _folders_in(path)
     in_parts = "train" in has
+    of_parts = [path / part for part in ("train", "val", "test") if in_parts and part in has] or [path]
+    links.count(part / name for part in of_parts for name in (_IMAGES, _MASKS))
+    links.check()
     pairs = _pairs(path / "train" if in_parts else path, links)
     parts = {part: _pairs(path / part, links) for part in ("val", "test") if in_parts and part in has}
     links.check()

@@ -17,6 +17,7 @@ import numpy as np
 
 from echelon.core.errors import UserError, nearest
 from echelon.data.base import DataInfo, DataOutline, DataRequest, Source
+from echelon.data.class_folders import FolderLinks
 from echelon.data.columns import IDS, MASK
 from echelon.data.images import TensorArray
 from echelon.data.order import Indices
@@ -81,7 +82,10 @@ class ParallelText(SourceKind):
         folder = Path(request.config.source).expanduser()
         languages = _chosen_languages(request)
         stems = _stems(folder, languages)
-        parts, notes = {}, []
+        links = FolderLinks(folder, request.config.follow_links)
+        links.count(folder / f"{stem}.{language}" for stem in stems.values() for language in languages)
+        links.check()
+        parts, notes = {}, [*links.notes]
         for part, stem in stems.items():
             parts[part], empty = _read_pairs(folder, stem, languages)
             if empty:

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 
 from echelon.core.errors import UserError
 from echelon.data.base import DataRequest, Source
+from echelon.data.class_folders import FolderLinks
 from echelon.data.images import FileNames, ImageRanges, OpenFiles
 from echelon.data.roster import NamedRoster
 from echelon.data.sources.base import SourceKind, grown_images, held_out_of_begun
@@ -67,13 +68,17 @@ class Shards(SourceKind):
         parts = _parts_of(Path(source).expanduser())
         if "train" not in parts:
             raise UserError(f"data {source}: there is {next(iter(parts))} but no train beside it")
+        links = FolderLinks(Path(source).expanduser(), request.config.follow_links)
+        links.count(file for files in parts.values() for file in files)
+        links.check()
         members = MemberChoice(request.config.input, request.config.target)
         cache = Path(request.config.root).expanduser() / "shards"
         try:
             indexes = {part: index_shards(files, members, cache) for part, files in parts.items()}
         except OSError as error:
             raise UserError(f"data {error.filename}: {error.strerror}") from None
-        return _source(request, indexes)
+        opened = _source(request, indexes)
+        return replace(opened, notes=(*links.notes, *opened.notes))
 
 
 SOURCE = Shards

@@ -26,6 +26,7 @@ from pyarrow import parquet
 
 from echelon.core.errors import UserError, nearest
 from echelon.data.base import CLASS_NUMBER, DataInfo, DataOutline, DataRequest, Source
+from echelon.data.class_folders import FolderLinks
 from echelon.data.columns import (
     UNSEEN,
     Form,
@@ -170,7 +171,7 @@ def _opened(request: DataRequest, files: _Files) -> Source:
     except UserError as error:
         raise UserError(f"data {request.config.source}: {error}") from error
     rows.measured.keep()
-    return source
+    return replace(source, notes=(*files.notes, *source.notes))
 
 
 def _is_implicit(request: DataRequest) -> bool:
@@ -579,25 +580,31 @@ class _Files:
 
     Attributes:
         source: as the user wrote it, for messages.
+        notes: what a user has to know of links that lead elsewhere.
     """
 
     source: str
     files: tuple[_File, ...]
     has_validation: bool
     has_test: bool
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, request: DataRequest) -> _Files:
         """Open the files that a description names.
 
         Raises:
-            UserError: one cannot be read.
+            UserError: one cannot be read, or a link leads out of the folder.
         """
         path = Path(request.config.source).expanduser()
         parts = _parts_in(path) or {"train": path}
         held = [name for name in _VALIDATION if name in parts][:1]
         names = ["train", *held, *(["test"] if "test" in parts else [])]
-        return cls(str(path), tuple(_File.of(parts[name]) for name in names), bool(held), "test" in parts)
+        links = FolderLinks(path, request.config.follow_links)
+        links.count(parts[name] for name in names)
+        links.check()
+        files = tuple(_File.of(parts[name]) for name in names)
+        return cls(str(path), files, bool(held), "test" in parts, links.notes)
 
     @classmethod
     def of_tables(cls, request: DataRequest, tables: Mapping[str, pa.Table]) -> _Files:

@@ -144,6 +144,8 @@ def _classified(path: Path, request: DataRequest, links: FolderLinks) -> Source:
 def _one_text(path: Path, request: DataRequest, links: FolderLinks) -> Source:
     """Return the files of each part as one text."""
     train, validation, test = _parts(path)
+    links.count(path / part for part in (train, validation, test) if part)
+    links.check()
     text = _joined(path / train, links)
     held, last = (_joined(path / part, links) if part else "" for part in (validation, test))
     links.check()
