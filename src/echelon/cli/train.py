@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
@@ -120,6 +121,8 @@ def _train(resolved: Resolved, way: WayToStart, trials: Sequence[Event] = ()) ->
     from echelon.run.trust import check_trust
 
     check_trust(resolved, way.trust)
+    if not (way.dry_run or way.detach):
+        _say_first(resolved.config)
     resolved = with_task_defaults(resolved)
     if (way.dry_run or way.detach) and _elsewhere(resolved.config, way):
         return
@@ -129,6 +132,15 @@ def _train(resolved: Resolved, way: WayToStart, trials: Sequence[Event] = ()) ->
         show(resolved, way.all_settings)
         return
     _finish(_start(resolved.config, way.serve, trials))
+
+
+def _say_first(config: RunConfig) -> None:
+    """Say at once what is known of a run whose data has to be read before the rest is."""
+    from echelon.run.start import said_before
+
+    if words := said_before(config):
+        print_words(words)
+        sys.stdout.flush()
 
 
 def _elsewhere(config: RunConfig, way: WayToStart) -> bool:

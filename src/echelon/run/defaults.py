@@ -55,6 +55,11 @@ def with_task_defaults(resolved: Resolved, task: Task | None = None, opens_data:
     return Resolved(config, {**suggested.origins, name: "--weights"})
 
 
+def are_told_late(config: RunConfig) -> bool:
+    """Whether `with_task_defaults` imports torch: for a task with defaults, or for files that tell the task."""
+    return _files_tell(config) if config.task == AUTO else not _suggests_nothing(config.task)
+
+
 def _with_task_defaults(resolved: Resolved, task: Task | None, opens_data: bool) -> Resolved:
     """Return a description with what its task suggests alone."""
     config, origins = resolved.config, dict(resolved.origins)
@@ -99,10 +104,13 @@ def _settings(defaults: TaskDefaults, of_optimizer: bool) -> Iterator[tuple[str,
 
 def _task_named(name: str) -> Task | None:
     """Return the task of a name; None: it has none, or is known to suggest nothing without being imported."""
-    file = name.replace("-", "_")
-    if file in TASKS.names() and TASKS.declaration(file).constants["defaults"] == f"{TaskDefaults.__name__}()":
-        return None
-    return build_task(name) if name else None
+    return build_task(name) if name and not _suggests_nothing(name) else None
+
+
+def _suggests_nothing(task: str) -> bool:
+    """Whether a task of ours has no defaults, by its file's text."""
+    file = task.replace("-", "_")
+    return file in TASKS.names() and TASKS.declaration(file).constants["defaults"] == f"{TaskDefaults.__name__}()"
 
 
 def _auto_model(task: Task, config: RunConfig, outline: DataOutline | None) -> str:
@@ -127,9 +135,7 @@ def _outline(config: RunConfig, task: Task | None = None) -> DataOutline | None:
     Args:
         task: the chosen one; None: the data tells it.
     """
-    path = Path(config.data.source).expanduser()
-    is_there = path.exists() or config.data.source.startswith(HUGGING_FACE)
-    if not is_there or (path.is_dir() and _is_of_images(path) and not holds_folders_of_a_kind(path)):
+    if not _files_tell(config):
         return None
     from echelon.data.base import DataRequest
     from echelon.data.sources import kind_of
@@ -138,6 +144,13 @@ def _outline(config: RunConfig, task: Task | None = None) -> DataOutline | None:
     if task is not None:
         request = replace(request, encoding=task.encoding, task=config.task)
     return kind_of(config.data.source).outline(request)
+
+
+def _files_tell(config: RunConfig) -> bool:
+    """Whether the data is files, or of hf, and not images with a class each."""
+    path = Path(config.data.source).expanduser()
+    is_there = path.exists() or config.data.source.startswith(HUGGING_FACE)
+    return is_there and not (path.is_dir() and _is_of_images(path) and not holds_folders_of_a_kind(path))
 
 
 def _is_of_images(path: Path) -> bool:

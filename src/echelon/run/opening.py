@@ -96,18 +96,33 @@ class Opening:
 
 def describe(config: RunConfig, plan: LaunchPlan, told: Foretold) -> str:
     """Return what a run is, in one line, from its description alone."""
-    strategy, machines = config.strategy, plan.nodes.most
-    ways = [config.strategy.sync, *([strategy.compression] if strategy.compression != "none" else [])]
-    where = f" on each of {machines} machines" if machines > 1 else ""
-    layout = f" ({strategy.parallel})" if strategy.parallel != RunConfig().strategy.parallel else ""
     length = f"{config.training.epochs} epochs" if config.training.epochs > 1 else "1 epoch"
     if config.optimizer.lr_find:
         length = f"{STEPS} steps to find a learning rate,"
     size = f" of {told.parameters:,} parameters" if told.parameters else ""
     return (
-        f"{config.data.source}, model {told.model}{size}; {_many(plan.workers, 'worker')}{where}"
-        f"{layout}, {', '.join(ways)}; {length} of batches of {config.data.batch_size}"
+        f"{config.data.source}, model {told.model}{size}; {_ways(config, plan.workers, plan.nodes.most)}; "
+        f"{length} of batches of {config.data.batch_size}"
     )
+
+
+def describe_untold(config: RunConfig, workers: int, machines: int) -> str:
+    """Return what is known of a run while the data is read that tells its task, model and length."""
+    where = f"run folder {config.run}" if config.run else "a new run folder in runs/"
+    ways = _ways(config, workers, machines)
+    return (
+        f"{config.data.source}: reading it, which tells task, model and length; {ways}; {where}; Ctrl-C before it "
+        "begins leaves nothing behind"
+    )
+
+
+def _ways(config: RunConfig, workers: int, machines: int) -> str:
+    """Return workers, sync, and a layout and a codec that somebody chose."""
+    strategy = config.strategy
+    ways = [strategy.sync, *([strategy.compression] if strategy.compression != "none" else [])]
+    where = f" on each of {machines} machines" if machines > 1 else ""
+    layout = f" ({strategy.parallel})" if strategy.parallel != RunConfig().strategy.parallel else ""
+    return f"{_many(workers, 'worker')}{where}{layout}, {', '.join(ways)}"
 
 
 def _many(number: int, what: str) -> str:

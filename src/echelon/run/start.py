@@ -32,6 +32,7 @@ from echelon.records.file import Recorder, newest
 from echelon.records.going import LAUNCH_FILE, read_launch
 from echelon.records.kinds import CommandEnd, End, Evaluation
 from echelon.run.deaths import watched
+from echelon.run.defaults import are_told_late
 from echelon.run.elsewhere import Around, followed, submitted, submitted_again
 from echelon.run.ending import check_checkpoints, nothing_left
 from echelon.run.foretold import Foretold, foretell, told_by_record
@@ -40,7 +41,7 @@ from echelon.run.job import RANK
 from echelon.run.machine import Machine, say, this_machine
 from echelon.run.micro_batches import check_micro_batches, is_batch_open, is_open
 from echelon.run.notify import Notifier
-from echelon.run.opening import Opening
+from echelon.run.opening import Opening, describe_untold
 from echelon.run.outcome import Outcome, outcome_of
 from echelon.run.rate_search import Search, as_search, check_no_search
 from echelon.run.rescan import take_new_samples
@@ -102,6 +103,18 @@ def start(
             opening.runs_in(path)
             with around(path), _lock(path, request.nodes):
                 return _run_here(resolve(config), plan_of(request, path, parcel), path, place, opening, user_objects)
+
+
+def said_before(config: RunConfig) -> str:
+    """Return what is to be said of a new run before its data is read, which takes seconds; empty: nothing.
+
+    Raises:
+        UserError: a name is known by nobody.
+    """
+    if is_worker() or not are_told_late(config):
+        return ""
+    request = launch_request(config)
+    return "" if request.place.cluster() else describe_untold(config, _workers(request), request.nodes.most)
 
 
 def start_again(

@@ -87,7 +87,7 @@ def test_weights_that_are_given_are_trained_gently(settings: dict[str, Any], rat
     assert scratch == settings.get("optimizer.lr", 0.1)
 
 
-@pytest.mark.parametrize(("tune", "rate"), [("all", 5e-5), ("lora", 5e-4)])
+@pytest.mark.parametrize(("tune", "rate"), [("all", 5e-5), ("lora", 3e-4), ("head", 5e-4)])
 def test_models_of_transformers_are_tuned_at_the_rates_that_they_are_known_to_bear(tune: str, rate: float) -> None:
     settings = {"model.name": "transformers/bert", "model.weights": "pretrained", "model.tune": tune}
     assert with_task_defaults(build(None, settings), Suggesting()).config.optimizer.lr == rate

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from echelon.config import RunConfig
+from echelon.config import DataConfig, RunConfig
 from echelon.run.foretold import Foretold
 from echelon.run.opening import Opening
 from echelon.run.resolve import launch_request
-from echelon.run.start import plan_of
+from echelon.run.start import plan_of, said_before
 
 NAMED = replace(RunConfig(), run="runs/mine")
 
@@ -42,3 +45,26 @@ def test_ctrl_c_before_a_new_run_begins_says_that_nothing_is_kept(
         raise KeyboardInterrupt
     said = "".join(capsys.readouterr())
     assert ("echelon: stopped before it began: runs/mine is not kept\n" in said) != (begins or resumes)
+
+
+def test_what_is_known_of_a_table_or_a_text_is_said_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("x,y\n1,2\n")
+    (tmp_path / "absent" / "torch").mkdir(parents=True)
+    (tmp_path / "absent" / "torch" / "__init__.py").write_text("raise ImportError('it takes seconds')")
+    command = "train t.csv --target y --parallel dp=2 --sync local(8)"
+    done = subprocess.run(
+        [sys.executable, "-m", "echelon", *command.split()],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path / "absent")}, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    words = "t.csv: reading it, which tells task, model and length; 2 workers (dp=2), local(8); a new run folder in "
+    assert done.stdout.startswith(words) and "it takes seconds" in done.stderr, (done.stdout, done.stderr)
+    assert {path.name for path in tmp_path.iterdir()} == {"t.csv", "absent"}
+
+
+def test_nothing_is_said_before_where_the_description_tells_all(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("to be or not to be")
+    assert said_before(RunConfig()) == said_before(replace(RunConfig(), task="image-classification")) == ""
+    text = replace(RunConfig(), data=DataConfig(source=str(tmp_path / "text.txt")))
+    assert f"{text.data.source}: reading it" in said_before(text)
+    assert "run folder runs/mine; " in said_before(replace(text, run="runs/mine"))
