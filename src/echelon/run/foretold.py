@@ -7,13 +7,17 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from echelon.config import RunConfig
+from echelon.config import ModelConfig, RunConfig
 from echelon.core.hints import name_for_side
 from echelon.records.file import newest
 from echelon.records.kinds import Start
 from echelon.run.data_names import declared_kinds, holds_folders_of_a_kind
 from echelon.tasks.registry import AUTO
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _MODELS = Path(__file__).parents[1] / "models" / "builtin"
 _COUNT = "COUNT"  # of parameters, in a built-in model's file
@@ -55,8 +59,20 @@ def foretell(config: RunConfig) -> Foretold:
         return Foretold(model.name)
     names = {name_for_side(side) for side in shape.sides}
     name = names.pop() if model.name == AUTO and config.task == AUTO and len(names) == 1 else model.name
-    is_whole = model.tune == _EVERYTHING and not model.weights
-    return Foretold(name, _parameters(name, shape) if is_whole else None)
+    return Foretold(name, _parameters(name, shape) if trains_all(model) else None)
+
+
+def trains_all(model: ModelConfig) -> bool:
+    """Whether a model is trained as it is built."""
+    return model.tune == _EVERYTHING and not model.weights
+
+
+def trained_scalars(module: nn.Module | None) -> int | None:
+    """Return the trainable scalars of a caller's module; None: there is none, or its first batch tells their shapes."""
+    from torch.nn.parameter import is_lazy
+
+    parameters = [each for each in module.parameters() if each.requires_grad] if module is not None else []
+    return None if any(map(is_lazy, parameters)) else sum(each.numel() for each in parameters) or None
 
 
 def told_by_record(path: Path, config: RunConfig) -> Foretold:

@@ -35,7 +35,7 @@ from echelon.run.deaths import watched
 from echelon.run.defaults import are_told_late
 from echelon.run.elsewhere import Around, followed, submitted, submitted_again
 from echelon.run.ending import check_checkpoints, nothing_left
-from echelon.run.foretold import Foretold, foretell, told_by_record
+from echelon.run.foretold import Foretold, foretell, told_by_record, trained_scalars, trains_all
 from echelon.run.home import at_home, local_copy, mend
 from echelon.run.job import RANK
 from echelon.run.machine import Machine, say, this_machine
@@ -241,8 +241,10 @@ def with_open_batch(request: LaunchRequest, user_objects: UserObjects | None = N
 
 
 def foretold(config: RunConfig, user_objects: UserObjects | None) -> Foretold:
-    """Return what is known at once of a run's model: of objects from Python only what they are called."""
-    return Foretold(config.model.name) if user_objects else foretell(config)
+    """Return what is known at once of a run's model: of objects from Python what they are called, and their size."""
+    if not user_objects:
+        return foretell(config)
+    return Foretold(config.model.name, trained_scalars(user_objects.model) if trains_all(config.model) else None)
 
 
 def folder_word(config: RunConfig, told: Foretold) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from torch import nn
 
 from echelon.config import DataConfig, ModelConfig, RunConfig
 from echelon.data.base import DataRequest
@@ -17,6 +18,8 @@ from echelon.data.sources import SOURCES
 from echelon.models.base import ModelInput
 from echelon.models.registry import auto_name, build_untried, builtin_names, parameter_count
 from echelon.run.foretold import Foretold, declared_count, evaluate, foretell
+from echelon.run.start import foretold
+from echelon.trainer.assemble import UserObjects
 
 FOLDER = RunConfig(data=DataConfig(source="pictures"))
 
@@ -61,6 +64,17 @@ def test_what_only_the_opened_data_tells_is_left_open(tmp_path: Path, monkeypatc
     tuned = replace(RunConfig(), model=ModelConfig(tune="head"))
     assert foretell(tuned) == Foretold("small_cnn")
     assert foretell(replace(RunConfig(), model=ModelConfig(name="timm/resnet18"))) == Foretold("timm/resnet18")
+
+
+def test_the_scalars_of_a_module_from_python_are_counted() -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    module[0].requires_grad_(False)
+    own = replace(RunConfig(), model=ModelConfig(name="Sequential"))
+    assert foretold(own, UserObjects(model=module)) == Foretold("Sequential", 8)
+    assert foretold(own, UserObjects(model=nn.LazyLinear(2))) == Foretold("Sequential")
+    assert foretold(own, UserObjects()) == Foretold("Sequential")
+    tuned = replace(own, model=ModelConfig(name="Sequential", tune="head"))
+    assert foretold(tuned, UserObjects(model=module)) == Foretold("Sequential")
 
 
 def test_foretelling_imports_no_torch() -> None:
