@@ -31,6 +31,7 @@ from echelon.tasks.registry import TASKS
 _PACKAGE = Path(__file__).parents[1]
 _RESULTS = (_PACKAGE / "cli" / "RESULTS.md", _PACKAGE.parents[1] / "benchmarks" / "RESULTS.md")  # of a wheel, a clone
 _MOST_MEASURED = 3
+_MEASURED_ON = "measured on"  # a column of tables
 _MEASURED_KINDS = ("codecs", "syncs", "paths", "layouts")
 
 
@@ -242,5 +243,7 @@ def _measured(name: str) -> Iterator[str]:
                 header = cells
             elif re.match(rf"{re.escape(name)}($|\W)", spec) and heading not in told and len(told) < _MOST_MEASURED:
                 told.add(heading)
-                values = [f"{title} {value}" for title, value in zip(header[1:], cells[1:], strict=False) if value]
-                yield f"{spec} | {heading} ({machine}): {'; '.join(values)}"
+                values = {title: value for title, value in zip(header[1:], cells[1:], strict=False) if value}
+                where = values.pop(_MEASURED_ON, machine)  # of the row, where its table has rows of several machines
+                said = "; ".join(f"{title} {value}" for title, value in values.items())
+                yield f"{spec} | {heading} ({where}): {said}"

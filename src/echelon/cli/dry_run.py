@@ -87,7 +87,7 @@ def _chosen(run: ResolvedRun, plan: LaunchPlan, info: DataInfo) -> dict[str, str
     chosen["training.accumulate"] = str(config.training.accumulate)
     chosen["strategy.parallel"] = str(run.layout_for(plan.workers * plan.nodes.most))
     if config.task == "auto":
-        chosen["task"] = info.task
+        chosen["task"] = info.task.replace("_", "-")
     if config.model.name == "auto":
         chosen["model.name"] = auto_name(model_input(info, run.task.fitted(info)))
     if not config.data.image_size and info.shape is None and info.several is None:

@@ -197,7 +197,9 @@ class OptimizerConfig:
         "sgd",
         "Callable[..., Any]",
     )
-    lr: float = setting(0.1, "learning rate; of weights that are given a tenth, where it is not set", above=0)
+    lr: float = setting(
+        0.1, "learning rate; left out with --weights: a tenth of it (0.3 for lora, all for a new head alone)", above=0
+    )
     momentum: float = setting(0.9, "momentum (SGD family)", above=0, below=1)
     weight_decay: float = setting(5e-4, "weight decay; none on biases and normalisation", above=0)
     schedule: Literal["cosine", "step", "poly", "constant"] = setting("cosine", "learning-rate schedule")

@@ -42,7 +42,7 @@ def outlive_readers() -> None:
 
 
 def print_words(sentence: str) -> None:
-    """Print a sentence: on a terminal broken at words, never within brackets, which may be a spec; else as one line."""
+    """Print a sentence: on a terminal broken at words, never within the brackets of a spec; else as one line."""
     if sys.stdout.isatty():
         sentence = broken_at_words(sentence, shutil.get_terminal_size().columns)
     print(sentence)
@@ -53,8 +53,10 @@ def broken_at_words(sentence: str, columns: int) -> str:
 
     >>> broken_at_words("local(period=8, overlap=2) saves 27%", 20)
     'local(period=8, overlap=2)\\nsaves 27%'
+    >>> broken_at_words("saves 27% (computed from the record)", 24)
+    'saves 27% (computed from\\nthe record)'
     """
-    bound = re.sub(r"\([^()]{0,60}\)", lambda spec: spec[0].replace(" ", "\u00a0"), sentence)
+    bound = re.sub(r"(?<=\w)\([^()]{0,60}\)", lambda spec: spec[0].replace(" ", "\u00a0"), sentence)
     lines = textwrap.wrap(bound, columns, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines).replace("\u00a0", " ")
 

@@ -45,7 +45,7 @@ class RandomK(CorrectsMomentum, Eased):
 
     Attributes:
         density: share of elements sent, above 0 and at most 1.
-        momentum: applied in the worker, as in topk; left out: `Compression.with_momentum` fills it in.
+        momentum: applied in the worker, as in topk; left out: as much as the optimizer has.
         nesterov: as in topk.
         warmup_steps: first steps, of bf16; 0: none, left out: 5% of the run's.
         finish_steps: last steps, likewise; 0: none, left out: 2% of the run's.

@@ -48,7 +48,7 @@ class Sign(CorrectsMomentum, Eased):
     Attributes:
         block: elements that share a scale.
         vote: majority vote.
-        momentum: applied in the worker; the optimizer's must be 0. Left out: `Compression.with_momentum` fills it in.
+        momentum: applied in the worker; the optimizer's must be 0. Left out: as much as the optimizer has.
         nesterov: as in topk; what waits in the error memory comes late, and looking ahead makes up for it (Zheng et al.
             2019, arXiv:1905.10936). Left out: as the optimizer's momentum does.
         magnitude: size of every element of a vote's result (gradient units: times the learning rate gives the step).

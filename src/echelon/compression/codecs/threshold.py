@@ -38,7 +38,7 @@ class Threshold(CorrectsMomentum, Eased, Sparse):
     Attributes:
         tau: the fixed threshold, in gradient units.
         density: target share of elements; give exactly one of the two.
-        momentum: applied in the worker, as in topk; left out: `Compression.with_momentum` fills it in.
+        momentum: applied in the worker, as in topk; left out: as much as the optimizer has.
         nesterov: as in topk.
         values: how values travel: bf16, fp32 or sign.
         warmup_steps: first steps, of int8; 0: none, left out: 5% of the run's.

@@ -44,7 +44,7 @@ class TopK(CorrectsMomentum, Eased, Sparse):
     Attributes:
         density: share of elements sent, above 0 and at most 1.
         momentum: applied in the worker, before choosing; the optimizer's must be 0. 0: the optimizer keeps its own.
-            Left out: `Compression.with_momentum` fills in the optimizer's.
+            Left out: as much as the optimizer has.
         nesterov: u looks ahead, v = v + g + m u (the paper's appendix B); left out: as the optimizer's momentum does.
         clip: Euclidean norm that each vector which a worker encodes is scaled down to: in an all-reduce the chunk of a
             bucket that goes to one owner, so that a global limit L is about L / (workers sqrt(buckets)); 0: none.

@@ -18,7 +18,7 @@ _PAUSES = (  # the pause, from which share of the run on it is worth saying, wha
     ("checkpoint", 0.03, ("Checkpoints stop training for", "a longer --checkpoint-every")),
     ("evaluation", 0.15, ("Evaluation takes", "a larger --eval-every")),
     ("callbacks", 0.05, ("Callbacks and loggers take", "fewer of them, or less often")),
-    ("start", 0.25, ("What comes before the first step of an attempt takes", "a longer run pays it just once")),
+    ("start", 0.25, ("Preparing the first step of an attempt takes", "a longer run pays it just once")),
 )
 
 
@@ -57,7 +57,7 @@ class RunFacts:
 
     Attributes:
         seconds: of its commands, each from the process's start to its end.
-        startup_s: from the command to where training begins.
+        startup_s: from the command to where training begins, of all commands.
         whole: from the first step to the end, and what of it was no step.
         predictions: what other ways to communicate would take.
     """

@@ -31,6 +31,9 @@ class Summary:
         task: whose metrics they are; `best` is of its primary one, at `best_step`.
         seconds, wall_s: of all its commands, each from the process's start to its end; where that was not recorded, to
             the last record. Pauses between a stop and a resume are left out.
+        commands: that it took: one, and each that resumed it.
+        last_command_s: seconds of the last one.
+        startup_s: from the command to where training begins, the sum over the commands that came so far.
         whole: from the first step to the end of the last evaluation or checkpoint: the figure by which runs compare.
     """
 
@@ -46,6 +49,8 @@ class Summary:
     eval_samples: int
     seconds: float
     wall_s: float
+    commands: int
+    last_command_s: float
     startup_s: float | None
     samples_per_s: float | None
     step_s: float | None
@@ -117,6 +122,8 @@ def summarise(record: RunRecord) -> Summary:
         eval_samples=_eval_samples(evaluations),
         seconds=seconds,
         wall_s=seconds,
+        commands=len(stretches),
+        last_command_s=stretches[-1].seconds if stretches else 0.0,
         startup_s=startup_s,
         samples_per_s=timing.samples_per_s if timing else None,
         step_s=timing.step_s if timing else None,
@@ -235,8 +242,11 @@ def _phases(timing: Timing | None) -> dict[str, float]:
 
 
 def _startup_s(record: RunRecord) -> float | None:
-    first = next(iter(record.of(Start)), None)
-    return max(0.0, first.t - first.launched_t) if first and first.launched_t is not None else None
+    begun: dict[float, float] = {}  # where training began first, by when the command was given: ranks may start again
+    for start in record.of(Start):
+        if start.launched_t is not None:
+            begun.setdefault(start.launched_t, start.t)
+    return sum(max(0.0, t - launched_t) for launched_t, t in begun.items()) if begun else None
 
 
 def _epochs(record: RunRecord, steps: int) -> float:

@@ -46,7 +46,7 @@ def whole_run_words(whole_run: WholeRun | None) -> list[str]:
 
 def pause_name(name: str) -> str:
     """Return the words for a pause."""
-    return {BEFORE_STEPS: "before the first step", OTHER: "not accounted for"}.get(name, name)
+    return {BEFORE_STEPS: "preparing the first step", OTHER: "not accounted for"}.get(name, name)
 
 
 def wilson_interval(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
@@ -65,14 +65,22 @@ def _outcome(s: Summary) -> str:
         f" ({s.epochs:g} epoch{'s' * (s.epochs != 1)})" if s.epochs else ""
     )
     known = {
-        "completed": f"Completed {after} in {format_seconds(s.seconds)}",
-        "stopped": f"Stopped {after} and {format_seconds(s.seconds)}; `echelon resume` continues it",
-        "failed": f"Failed {after} and {format_seconds(s.seconds)}",
+        "completed": f"Completed {after} in {_took(s)}",
+        "stopped": f"Stopped {after} and {_took(s)}; `echelon resume` continues it",
+        "failed": f"Failed {after} and {_took(s)}",
         "refused": f"Refused {after}" if s.steps else "Refused before the first step",
         "unfinished": f"Not ended {after}" if s.steps else "No step was recorded",
     }
     said = known.get(s.status, f"Ended as {s.status!r} {after}")
     return f"{said}: {s.message.rstrip('.')}." if s.message else f"{said}."
+
+
+def _took(s: Summary) -> str:
+    """Return a run's time; of several commands it is their sum, which no clock beside the last one shows."""
+    took = format_seconds(s.seconds)
+    return (
+        took if s.commands < 2 else f"{took} over {s.commands} commands ({format_seconds(s.last_command_s)} the last)"
+    )
 
 
 def _accuracy(s: Summary) -> list[str]:

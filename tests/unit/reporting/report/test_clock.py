@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from echelon.core.units import format_seconds
 from echelon.reporting.report import Summary, closing_words, write_report
 from tests.unit.reporting.report.fixtures import T0, LiveState, make_run, tell, write_record
 
@@ -54,6 +55,10 @@ def test_a_killed_run_that_was_resumed_counts_both_commands_once(tmp_path: Path)
     summary, words = report(tmp_path, lines)
     first_s = killed[-1]["t"] - T0
     assert summary.wall_s == pytest.approx(first_s + whole[-1]["seconds"], abs=0.01)
+    assert summary.commands == 2 and summary.last_command_s == pytest.approx(whole[-1]["seconds"], abs=0.01)
+    assert f" over 2 commands ({format_seconds(summary.last_command_s)} the last)" in words
+    start = next(line for line in whole if line["kind"] == "start")
+    assert summary.startup_s == pytest.approx(2 * (start["t"] - T0))
     assert summary.waterfall is not None
     gap_s = (
         sum(w["seconds"] for w in whole if w["kind"] == "steps" and w["step"] <= 100) + 1.3

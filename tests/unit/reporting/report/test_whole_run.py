@@ -43,8 +43,8 @@ def test_what_is_no_step_is_told_by_reason() -> None:
     assert whole.at(105.0) == pytest.approx(5.0)
     assert list(whole.shares(0.01)) == ["evaluation", "checkpoint", "start", "other", "recording"]
     assert whole_run_words(whole) == [
-        "From the first step to the end: 9 s: steps 44.4%, evaluation 22.2%, checkpoint 14.4%, before the first step "
-        "11.1%, not accounted for 6.7%, recording 1.1%."
+        "From the first step to the end: 9 s: steps 44.4%, evaluation 22.2%, checkpoint 14.4%, preparing the first "
+        "step 11.1%, not accounted for 6.7%, recording 1.1%."
     ]
 
 
