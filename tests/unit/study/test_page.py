@@ -85,6 +85,7 @@ def test_rows_lead_to_the_pages_of_runs_that_have_one(folder: Path) -> None:
     assert len(links) == (len(TRUTHS) - refused) * 2 * 3
     assert all(re.fullmatch(r"runs/[^/]+/report\.html", link) for link in links)
     assert len(page) < 1_300_000
+    assert '<td class="worded">evaluation ' in page  # in lines: in one, the columns behind it are beyond the page
 
 
 def test_each_set_of_terms_has_all_charts(folder: Path) -> None:

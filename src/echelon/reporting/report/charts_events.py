@@ -92,7 +92,7 @@ def attempt_spans(record: RunRecord) -> list[tuple[float, float]]:
 
 def checkpoint_text(saved: Checkpoint) -> str:
     """Say what a checkpoint cost."""
-    return f"step {saved.step}, {format_bytes(saved.n_bytes)}, training waited {format_seconds(saved.blocked_s)}"
+    return f"step {saved.step}, {format_bytes(saved.n_bytes)}, copied in {format_seconds(saved.blocked_s)}"
 
 
 def _evaluation_words(record: RunRecord) -> list[str]:

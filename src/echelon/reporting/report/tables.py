@@ -21,12 +21,19 @@ from echelon.reporting.report.words import samples_of_primary, wilson_interval
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text below a head; `caption` names it for all readers, `links` lead on from its rows."""
+    """Rows of text below a head.
+
+    Attributes:
+        caption: names it for all readers.
+        links: lead on from its rows.
+        worded: heads of columns that hold words, which break into lines; others are as wide as what they hold.
+    """
 
     caption: str
     head: list[str]
     rows: list[list[str]]
     links: Sequence[str] = ()
+    worded: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

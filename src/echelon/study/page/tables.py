@@ -20,6 +20,7 @@ from echelon.study.tables import RunRow
 from echelon.study.words import pause_shares
 
 NONE = "–"
+_PAUSES = "pauses"
 
 
 def verdict_table(group: ComparisonGroup, scene: Scene) -> Table:
@@ -28,7 +29,7 @@ def verdict_table(group: ComparisonGroup, scene: Scene) -> Table:
     columns = (("final", metric.text), *_COLUMNS)
     head = [
         "candidate", "verdict", "times as fast to the end", "to target", f"{metric.unit} of {metric.label}",
-        f"final {metric.label}", "whole run", "pauses", "to target",
+        f"final {metric.label}", "whole run", _PAUSES, "to target",
         "sent to target", "a step", "sent a step", "memory",
     ]  # fmt: skip
     rows = []
@@ -43,7 +44,10 @@ def verdict_table(group: ComparisonGroup, scene: Scene) -> Table:
         first, second, *others = [_cell(scene, c.candidate, column, write) for column, write in columns]
         rows.append([*cells, first, second, _pauses(scene, c.candidate), *others])
     return Table(
-        f"Each candidate against the baseline, means over {_seeds(max(c.seeds for c in group.comparisons))}", head, rows
+        f"Each candidate against the baseline, means over {_seeds(max(c.seeds for c in group.comparisons))}",
+        head,
+        rows,
+        worded=[_PAUSES],
     )
 
 
@@ -60,9 +64,12 @@ def prediction_table(checked: list[PredictionCheck]) -> Table | None:
     if not checked:
         return None
     rows = [
-        [c.candidate, f"{c.predicted:.2f}x", f"{c.measured:.2f}x", f"{c.off:+.0%}", "yes" if c.holds else "no"]
+        [
+            c.candidate, f"{c.predicted:.2f}x", f"{c.measured:.2f}x", f"{rounded(c.off, 2):+.0%}",
+            "yes" if c.holds else "no",
+        ]
         for c in checked
-    ]
+    ]  # fmt: skip
     head = ["candidate", "predicted", "measured", "off by", f"within {CLOSE:.0%}"]
     return Table(f"{gain_of(checked)}: predicted from the baseline's record alone, and measured", head, rows)
 
@@ -90,7 +97,7 @@ def time_table(group: TimeGroup, scene: Scene) -> Table:
 def run_table(runs: list[RunRow], with_page: Collection[str]) -> Table:
     """Return one row per run; those `with_page` lead to theirs."""
     head = [
-        "run", "seed", "status", "lr", metric_of(runs).label, "to target", "whole run", "steps", "pauses", "command",
+        "run", "seed", "status", "lr", metric_of(runs).label, "to target", "whole run", "steps", _PAUSES, "command",
         "samples/s", "a step", "sent", "memory by rank",
     ]  # fmt: skip
     rows = []
@@ -106,7 +113,7 @@ def run_table(runs: list[RunRow], with_page: Collection[str]) -> Table:
             ]
         )  # fmt: skip
     pages = [f"{RUNS_FOLDER}/{quote(r.run)}/{REPORT_FILE}" if r.run in with_page else "" for r in runs]
-    return Table("Every run", head, rows, pages)
+    return Table("Every run", head, rows, pages, worded=[_PAUSES])
 
 
 def failures(runs: list[RunRow]) -> list[str]:
