@@ -162,11 +162,11 @@ def start_again(
             return outcome_of(path, "completed")
         if config.checkpoint.mirror:
             mend(path, config.checkpoint.mirror, say)
-        plan = plan_of(request, path, _parcel(user_objects))
-        told = told_by_record(path, config)
+        plan, told = plan_of(request, path), told_by_record(path, config)
         with Opening(config, plan, told, resumes=True) as opening, closing(request.place.build()) as place:
             _begin_imports(plan)
             run = check(request, user_objects)  # before its description is replaced: what is refused changes nothing
+            parcel = _parcel(user_objects)
             if request.nodes.most == 1:
                 check_checkpoints(path)
             if rescan:
@@ -174,7 +174,7 @@ def start_again(
             config = settled(run, plan, user_objects)
             folders.prepare(path, config, given_t)
             opening.runs_in(path)
-            return _run_here(resolve(config), plan, path, place, opening, user_objects)
+            return _run_here(resolve(config), plan_of(request, path, parcel), path, place, opening, user_objects)
 
 
 def check(request: LaunchRequest, user_objects: UserObjects | None = None) -> ResolvedRun:

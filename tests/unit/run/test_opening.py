@@ -47,19 +47,33 @@ def test_ctrl_c_before_a_new_run_begins_says_that_nothing_is_kept(
     assert ("echelon: stopped before it began: runs/mine is not kept\n" in said) != (begins or resumes)
 
 
-def test_what_is_known_of_a_table_or_a_text_is_said_before_torch_is_imported(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text("x,y\n1,2\n")
-    (tmp_path / "absent" / "torch").mkdir(parents=True)
-    (tmp_path / "absent" / "torch" / "__init__.py").write_text("raise ImportError('it takes seconds')")
-    command = "train t.csv --target y --parallel dp=2 --sync local(8)"
+def _without_torch(folder: Path, command: str) -> str:
+    """Return what a command says until it imports torch."""
+    (folder / "absent" / "torch").mkdir(parents=True)
+    (folder / "absent" / "torch" / "__init__.py").write_text("raise ImportError('it takes seconds')")
     done = subprocess.run(
         [sys.executable, "-m", "echelon", *command.split()],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path / "absent")}, capture_output=True, text=True,
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(folder / "absent")}, capture_output=True, text=True,
         timeout=120, check=False,
     )  # fmt: skip
+    assert "it takes seconds" in done.stderr, (done.stdout, done.stderr)
+    return done.stdout
+
+
+def test_what_is_known_of_a_table_or_a_text_is_said_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("x,y\n1,2\n")
+    said = _without_torch(tmp_path, "train t.csv --target y --parallel dp=2 --sync local(8)")
     words = "t.csv: reading it, which tells task, model and length; 2 workers (dp=2), local(8); a new run folder in "
-    assert done.stdout.startswith(words) and "it takes seconds" in done.stderr, (done.stdout, done.stderr)
+    assert said.startswith(words), said
     assert {path.name for path in tmp_path.iterdir()} == {"t.csv", "absent"}
+
+
+def test_what_goes_on_and_where_is_said_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.yaml").write_text("training: {epochs: 3}\n")
+    said = _without_torch(tmp_path, "resume mine").splitlines()
+    assert said[0].startswith("digits, model small_cnn of 98,026 parameters; ") and "; 3 epochs of " in said[0], said
+    assert said[1].startswith("continues in mine; Ctrl-C stops it after a checkpoint"), said
 
 
 def test_nothing_is_said_before_where_the_description_tells_all(tmp_path: Path) -> None:
