@@ -66,13 +66,13 @@ def _prepare(folder: Path) -> None:
 SCENARIOS = (
     *(
         Scenario(
-            f"first-process-{sync.partition('(')[0]}-{signum.name.lower()}",
+            f"first-process-{word}-{signum.name.lower()}",
             f"As a container's first process a run by {sync} reaps orphans, saves on {signum.name}, and leaves nothing",
             functools.partial(_first_process, sync=sync, signum=signum),
-            short=(sync == "allreduce") == (signum == signal.SIGTERM),
+            short=(word, signum) in (("allreduce", signal.SIGTERM), ("ps", signal.SIGQUIT)),
         )
-        for sync in ("allreduce", "ps(mode=async)")
-        for signum in (signal.SIGTERM, signal.SIGQUIT)
+        for word, sync in SYNCS.items()
+        for signum in (signal.SIGTERM, signal.SIGQUIT)[: 2 if word in ("allreduce", "ps") else 1]
     ),
     *(
         Scenario(

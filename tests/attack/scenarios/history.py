@@ -29,8 +29,12 @@ VARIANTS = 40
 MB = 1e6
 
 
-def window_lines(ranks: int, t: object, step: object, chance: random.Random) -> list[bytes]:
-    """Return the two lines that a run of so many ranks writes every two seconds, as the trainer does."""
+def window_lines(ranks: int, t: object, step: object, chance: random.Random, servers: int = 0) -> list[bytes]:
+    """Return the lines that a run of so many ranks writes every two seconds, as the trainer does.
+
+    Args:
+        servers: of parameters; 0: the ranks have none.
+    """
 
     def row(n: int, scale: float) -> list[float]:
         return [scale * chance.uniform(0.9, 1.1) for _ in range(n)]
@@ -47,7 +51,33 @@ def window_lines(ranks: int, t: object, step: object, chance: random.Random) -> 
     }  # fmt: skip
     used = [[round(v, 1) for v in row(len(RESOURCE_NAMES) - 3, 1e8)] + [None] * 3 for _ in range(ranks)]
     resources = {"t": t, "kind": "resources", "names": RESOURCE_NAMES, "ranks": used, "step": step}
-    return [json.dumps(line).encode() + b"\n" for line in (steps, resources)]
+    return [json.dumps(line).encode() + b"\n" for line in (steps, resources, *server_lines(ranks, servers, t, step))]
+
+
+def server_lines(workers: int, servers: int, t: object, step: object) -> list[dict[str, object]]:
+    """Return the lines of counters of a run with servers: what each worker did, and each server."""
+    if not servers:
+        return []
+    names = [f"worker{i}" for i in range(workers)]
+    moved = dict.fromkeys(names, 123_456_789_012.0)
+    waits = {name: {"server": 1234.567891, "step": 234.567891} for name in names}
+    of_workers: dict[str, object] = {
+        "t": t, "kind": "staleness", "step": step, "clocks": dict.fromkeys(names, 1_234_567.0), "late": 0,
+        "waited_s": waits, "sent_bytes": moved, "received_bytes": moved,
+    }  # fmt: skip
+    counts = {str(i): 123_456 for i in range(2 * workers)}
+    return [
+        of_workers,
+        *(
+            {
+                "t": t, "kind": "server", "name": f"server{i}", "step": step, "life": 1234567890, "updates": 7_654_321,
+                "duplicates": 12, "late": 0, "busy_s": 3456.789012, "seconds": 12345.678901, "sent_bytes": 10**12,
+                "received_bytes": 10**12, "refused": 0, "dropped": {}, "staleness": counts, "index": i, "ready": True,
+                "standby": False, "attached": False, "address": f"tcp://10.0.0.{i}:54321",
+            }
+            for i in range(servers)
+        ),
+    ]  # fmt: skip
 
 
 def start_line(ranks: int) -> bytes:
@@ -60,10 +90,10 @@ def start_line(ranks: int) -> bytes:
     return json.dumps(start).encode() + b"\n"
 
 
-def windows(ranks: int) -> Iterator[bytes]:
+def windows(ranks: int, servers: int = 0) -> Iterator[bytes]:
     """Yield the lines of window after window without end, of a few dozen that differ."""
     chance = random.Random(0)
-    variants = [b"".join(window_lines(ranks, "@time", "@step", chance)) for _ in range(VARIANTS)]
+    variants = [b"".join(window_lines(ranks, "@time", "@step", chance, servers)) for _ in range(VARIANTS)]
     number = 0
     while True:
         number += 1
@@ -155,7 +185,7 @@ from echelon.records.segments import all_segments
 sys.path.insert(0, sys.argv[3])
 from tests.attack.scenarios.history import start_line, windows
 import io, tempfile
-folder, ranks, count, first, segment, unmerged = Path(sys.argv[1]), *map(int, sys.argv[2].split(","))
+folder, ranks, count, first, segment, unmerged, servers = Path(sys.argv[1]), *map(int, sys.argv[2].split(","))
 recorder = Recorder(folder, segment)
 def records(lines):
     with tempfile.TemporaryFile() as file:
@@ -164,12 +194,11 @@ def records(lines):
         return list(LineReader().read_lines(file, True, True))
 (start,) = records(start_line(ranks))
 recorder.write(replace(start, start_step=20 * first))
-made = windows(ranks)
+made = windows(ranks, servers)
 variants = [records(next(made)) for _ in range(40)]
 for number in range(first + 1, first + count + 1):
-    steps, resources = variants[number % 40]
-    recorder.write(replace(steps, step=20 * number))
-    recorder.write(replace(resources, step=20 * number))
+    for record in variants[number % 40]:
+        recorder.write(replace(record, step=20 * number))
     recorder.write(Checkpoint(number)) if number % 50 == 0 else None
     print(number, flush=True)
     ends = time.monotonic() + 300
@@ -181,12 +210,14 @@ recorder.close()
 ROOT = Path(__file__).parents[3]
 
 
-def writer(folder: Path, ranks: int, count: int, first: int, segment: int, unmerged: int = 0) -> subprocess.Popen[str]:
+def writer(
+    folder: Path, ranks: int, count: int, first: int, segment: int, unmerged: int = 0, servers: int = 0
+) -> subprocess.Popen[str]:
     """Start a process that writes so many windows as rank 0 does; it prints the number of each that is written.
 
     While more than `unmerged` segments wait to be merged, it waits: a run takes 40 minutes for a segment.
     """
-    numbers = f"{ranks},{count},{first},{segment},{unmerged}"
+    numbers = f"{ranks},{count},{first},{segment},{unmerged},{servers}"
     command = [sys.executable, "-c", WRITER, str(folder), numbers, str(ROOT)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
@@ -196,12 +227,14 @@ def disk_bytes(folder: Path) -> int:
     return sum(entry.stat().st_size for entry in os.scandir(folder) if "record" in entry.name)
 
 
-def week(ranks: int, share: float) -> Scenario:
+def week(ranks: int, share: float, servers: int = 0) -> Scenario:
     """Return the scenario of a part of a week's record, written as fast as it is merged."""
+
+    whose = f"{ranks} ranks" if not servers else f"{ranks} workers and {servers} servers"
 
     def run(folder: Path) -> str:
         count, largest = round(share * WEEK_WINDOWS), 0
-        process, began = writer(folder, ranks, count, 0, 8 << 20, 2), time.monotonic()
+        process, began = writer(folder, ranks, count, 0, 8 << 20, 2, servers), time.monotonic()
         assert process.stdout is not None
         for line in process.stdout:
             if int(line) % 500 == 0:
@@ -213,12 +246,13 @@ def week(ranks: int, share: float) -> Scenario:
         assert largest < 100 * MB, f"{largest / MB:.0f} MB"
         assert report[1] < 60 and report[3] < 1000, f"the report takes {report[1]:.0f} s and {report[3]:.0f} MB"
         return (
-            f"{count} windows of {ranks} ranks ({share:.0%} of a week, written in {time.monotonic() - began:.0f} s): "
+            f"{count} windows of {whose} ({share:.0%} of a week, written in {time.monotonic() - began:.0f} s): "
             f"at most {largest / MB:.0f} MB on the disk; first view {view[1]:.1f} s, report {report[1]:.1f} s and "
             f"{report[3]:.0f} MB"
         )
 
-    return Scenario(f"week-{ranks}-ranks", "A record takes at most 100 MB a week, whatever the ranks", run, short=False)
+    name = f"week-{ranks}-ranks" if not servers else "week-servers"
+    return Scenario(name, "A record takes at most 100 MB a week, whatever the ranks", run, short=False)
 
 
 def killed(folder: Path) -> str:
@@ -315,4 +349,5 @@ SCENARIOS = [
     Scenario("resumed", "`echelon resume` does not pay for the length of a record either", resumed, short=False),
     week(8, 1.0),
     week(64, 1 / 7),
+    week(8, 1 / 7, servers=2),
 ]

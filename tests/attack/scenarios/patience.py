@@ -55,10 +55,10 @@ def _full_disk(sync: str, folder: Path) -> str:
         return _fails_for_a_while(run, disk.fill, disk.free)
 
 
-def _error(code: int, folder: Path) -> str:
-    disk = FaultyDisk(folder, folder / "run" / "checkpoints")
+def _error(code: int, below: str, sync: str, folder: Path) -> str:
+    disk = FaultyDisk(folder, folder / "run" / below)
     with Runs(folder) as runs:
-        arguments = ("train", "digits", "--threads", "1", "--device", "cpu", *STEADY)
+        arguments = ("train", "digits", "--threads", "1", "--device", "cpu", *STEADY, *SYNCS[sync])
         run = runs.start(*arguments, folder="run", environment=disk.environment)
         return _fails_for_a_while(run, partial(disk.fail, code), disk.work)
 
@@ -231,10 +231,19 @@ SCENARIOS = [
         Scenario(
             f"error-{errno.errorcode[code].lower()}",
             _ERROR.format(errno.errorcode[code]),
-            partial(_error, code),
+            partial(_error, code, "checkpoints", "allreduce"),
             code == errno.EIO,
         )
         for code in (errno.EIO, errno.ESTALE)
+    ),
+    *(
+        Scenario(
+            f"error-{errno.errorcode[code].lower()}-recording",
+            f"{errno.errorcode[code]} in all that a run ({sync}) writes ends no run: records wait, as checkpoints do.",
+            partial(_error, code, "", sync),
+            short=False,
+        )
+        for code, sync in ((errno.EIO, "allreduce"), (errno.ESTALE, "ps"))
     ),
     Scenario("error-emfile", _ERROR.format("EMFILE"), _no_more_files),
     *(

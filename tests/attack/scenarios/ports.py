@@ -25,7 +25,12 @@ SILENT = 2500
 FILES = 1024
 RUN = ("train", "digits", *SMALL, "--model", "mlp", "--epochs", "100000", "--eval-every", "0")
 SYNCS = {"allreduce": ("allreduce", 2), "servers": ("ps(mode=async)", 1)}  # and workers: whose order is always the same
-MACHINES = {"allreduce": "allreduce", "servers": "ps(mode=async)", "servers-sync": "ps(mode=sync)"}
+MACHINES = {
+    "allreduce": ("--sync", "allreduce"),
+    "trusted": ("--sync", "allreduce", "--trusted-network"),
+    "servers": ("--sync", "ps(mode=async)"),
+    "servers-sync": ("--sync", "ps(mode=sync)"),
+}
 DEADLINE_S = 60.0
 
 
@@ -137,12 +142,11 @@ def _attacked_machines(name: str, folder: Path) -> str:
         check_link(parse_link(LINK))
     except UserError as refusal:
         raise CannotRunHere(str(refusal)) from None
-    sync = MACHINES[name]
     with ShapedNetwork(2, parse_link(LINK)) as network, Runs(folder) as runs:
 
         def start(where: str) -> list[Run]:
             """Start the run on both machines."""
-            command = (*RUN, "--sync", sync, "--workers", "1", "--nodes", "2", "--max-steps", str(STEPS))
+            command = (*RUN, *MACHINES[name], "--workers", "1", "--nodes", "2", "--max-steps", str(STEPS))
             meeting = ("--rendezvous", f"{network.addresses[0]}:29400")
             return [runs.start(*command, *meeting, folder=where, prefix=network.command_prefix(i)) for i in range(2)]
 
@@ -209,11 +213,13 @@ SCENARIOS = [
     *(
         Scenario(
             f"machines-{name}",
-            f"Garbage and pickles at each port of a run on two machines ({sync}) run no code.",
+            f"Garbage and pickles at each port of a run on two machines ({' '.join(how[1:])}) run no code"
+            + (", and change no loss" if name != "servers" else ", and lose no step")
+            + ".",
             partial(_attacked_machines, name),
             short=False,
         )
-        for name, sync in MACHINES.items()
+        for name, how in MACHINES.items()
     ),
     *_each_sync(
         "flood",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from echelon.observe.oom import memory_group
+from echelon.observe.oom import log_names, memory_group
 
 V1 = "5:cpu,cpuacct:/\n4:memory:/jobs/a\n0::/\n"
 V2 = "0::/jobs/a\n"
@@ -42,3 +43,18 @@ def test_kills_and_limit_are_those_of_the_group(
 
 def test_what_cannot_be_seen_is_no_kill(tmp_path: Path) -> None:
     assert memory_group(7, tmp_path, tmp_path) is None
+
+
+@pytest.mark.parametrize("who", ["Out of memory: ", "Memory cgroup out of memory: "])
+def test_the_kernels_log_names_who_was_killed(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ours = ends = os.pipe()
+    os.write(ours, f"3,1042,99,-;{who}Killed process 77 (python) total-vm:9kB\n".encode())
+    os.set_blocking(ends[0], False)
+    monkeypatch.setattr("echelon.observe.oom.os.open", lambda *_: os.dup(ends[0]))
+    try:
+        assert log_names(77) and not log_names(7)  # the second time nothing is left to read
+        os.write(ours, f"3,1043,99,-;{who}Killed process 77 (python)\n".encode())
+        assert not log_names(7)
+    finally:
+        for end in ends:
+            os.close(end)

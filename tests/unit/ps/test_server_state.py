@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -141,6 +143,36 @@ def test_a_push_that_comes_twice_counts_once() -> None:
     role.tick()
     assert [ack.outcome for ack in (*role.sent("worker0", PushAck), *role.sent("worker1", PushAck))] == [0, 2]
     assert torch.equal(role.value, before) and role.state.load.duplicates == 1
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_what_a_server_remembers_does_not_grow_with_the_number_of_pushes(mode: str) -> None:
+    role, counted, shares = Role(ServerSettings(mode)).fill(), 150, 1 if mode == "async" else 2
+
+    def go_on(first: int) -> None:
+        """Push, and hear now and then up to which step all is done."""
+        for task in range(first, first + counted):
+            step = task // shares
+            role.push(f"worker{task % 2}", task, pull=True, step=step, share=task % shares, shares=shares, base=step)
+            if task % 50 == 49:
+                role.say("scheduler", Members([ENTRY], ["worker0", "worker1"], step))
+                role.tick(1.0)
+                for effect in role.effects:
+                    if isinstance(effect, SaveSnapshot):
+                        role.state.snapshot_written(effect.numbers)
+                role.effects.clear()
+
+    go_on(0)
+    tracemalloc.start()
+    try:
+        go_on(counted)
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        go_on(2 * counted)
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] - before < 15 * counted
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_value_takes_the_acknowledgements_along() -> None:
